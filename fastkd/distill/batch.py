@@ -1,4 +1,4 @@
-"""One batch: whose inputs are whose, which tokens are real, where documents and spans lie."""
+"""One batch: inputs of student and teacher, token mask, documents and spans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SPAN_LABELS = ("start_positions", "end_positions")
 
 @dataclass
 class Batch:
-    """A batch's inputs, and what was read from them."""
+    """Inputs of a batch with the labels, token mask, documents and spans derived from them."""
 
     inputs: dict[str, Any]
     labels: Tensor | tuple[Tensor, Tensor] | None
@@ -26,9 +26,9 @@ class Batch:
     shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
-    teacher: "Batch | None" = None  # the teacher's inputs where they are its own
+    teacher: "Batch | None" = None  # the teacher's batch, if it has inputs of its own
     spans: Spans | None = None
-    first: Tensor | None = None  # (B, 1) where each row's tokens began, if rows were rotated
+    first: Tensor | None = None  # (B, 1) first token before rotation; None if not rotated
 
     @classmethod
     def of(
@@ -43,16 +43,17 @@ class Batch:
         unmasks: bool,
         rotates: bool,
     ) -> "Batch":
-        """What one side reads; packed rows lose their mask where the models ``unmask`` them.
+        """Batch of one model's inputs.
 
-        With ``rotates`` left padding is put behind the tokens. ``first`` (B, 1): where the labels
-        that the decoder's inputs were made of began.
+        ``unmasks`` removes the mask of packed rows. ``rotates`` moves left padding behind the
+        tokens. ``first`` (B, 1) is the position of the first label before its rotation, if the
+        decoder's inputs derive from the labels.
         """
         rotated = None
         if rotates:
             inputs, rotated = pad_right(inputs)
             if any(inputs.get(name) is not None for name in DECODER_TOKENS):
-                inputs, rotated = pad_right(inputs, "decoder_")  # what the labels are about
+                inputs, rotated = pad_right(inputs, "decoder_")  # labels belong to these
         if rotated is not None:
             if student.per_token and labels is not None and labels.dim() == 2:
                 labels = rotate(labels, rotated, 1)
@@ -64,13 +65,13 @@ class Batch:
             shape = _batch_shape(inputs, mask)
             documents = find_documents(shape, mask, inputs, segments, at_front=rotated is not None)
         elif segments is not None:
-            raise ValueError("segments number documents in packed rows; a decoder's row is one")
+            raise ValueError("segments: a decoder's row is one document; leave segments out")
         else:
             mask, shape = decoded
             documents = find_documents(shape, mask, {}, None)
         if documents is not None and documents.packed and unmasks:
-            # With a mask transformers takes each row for one document. Nothing real sees padding:
-            # no position goes on from the greatest.
+            # With a mask transformers reads each row as one document. Without it real tokens must
+            # not attend to padding: at the largest position, no padding continues a document.
             inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
             positions = inputs.get("position_ids")
             if mask is not None and isinstance(positions, Tensor) and positions.shape == mask.shape:
@@ -90,28 +91,28 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where the batch is; parameters that are sharded and offloaded are elsewhere."""
+        """Device of the inputs; sharded or offloaded parameters may be on another one."""
         return next(x.device for x in self.inputs.values() if isinstance(x, Tensor))
 
     @property
     def feature_mask(self) -> Tensor | None:
-        """Which tokens of features are real, each document in a row of its own."""
+        """Mask of real tokens of features, with each document in a row of its own."""
         return self.mask if self.documents is None else self.documents.mask
 
     @property
     def document_ids(self) -> Tensor | None:
-        """The document of each token, where rows are packed with several."""
+        """Document of each token if rows are packed, else None."""
         documents = self.documents
         return documents.document_ids if documents is not None and documents.packed else None
 
     @property
     def empty(self) -> bool:
-        """Whether there are no rows, as in the last batch of a process that has run out."""
+        """Whether there are no rows, as in the last batch of a process without data left."""
         return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.inputs.values())
 
     @property
     def token_mask(self) -> Tensor:
-        """`mask`, also where there is none."""
+        """`mask`, all True if it is None."""
         if self.mask is not None:
             return self.mask
         assert self.shape is not None
@@ -119,7 +120,7 @@ class Batch:
 
     @property
     def read_by_teacher(self) -> "Batch":
-        """The teacher's own, or this."""
+        """The teacher's own batch, or this one."""
         return self.teacher or self
 
     @property
@@ -128,29 +129,32 @@ class Batch:
         return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
     def align(self, spans: tuple[Tensor, Tensor]) -> None:
-        """Note the spans that the tokens of both sides make up."""
-        sides = zip((self, self.read_by_teacher), spans, strict=True)
-        self.spans = Spans.of(*(side._unpacked_spans(x) for side, x in sides))
+        """Set the spans of the student's and the teacher's tokens."""
+        batches = zip((self, self.read_by_teacher), spans, strict=True)
+        self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
 
     def _unpacked_spans(self, spans: Tensor) -> Tensor:
-        """Spans of the tokens of features."""
+        """Span of each token of the features."""
         if spans.shape != self.shape:
             raise ValueError(
-                f"spans have shape {tuple(spans.shape)}, but their tokens {self.shape}"
+                f"spans have shape {tuple(spans.shape)}, but the tokens {self.shape}; pass one "
+                "span number per token"
             )
         if self.first is not None:
             spans = rotate(spans, self.first, 1)
         if self.documents is None:
             return spans
         if self.documents.packed:
-            raise ValueError("packed rows have no spans; give each document a row of its own")
+            raise ValueError(
+                "spans: packed rows can't have spans; put each document in its own row"
+            )
         return self.documents.unpack(spans).masked_fill(~self.documents.mask, -1)
 
 
 def split_inputs(
     batch: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor] | None]:
-    """The student's inputs, the teacher's own, and the spans of both."""
+    """The student's inputs, the teacher's own inputs, and the spans of student and teacher."""
     student, own = {}, {}
     for name, x in batch.items():
         if name.startswith("teacher_"):
@@ -159,20 +163,23 @@ def split_inputs(
             student[name] = x
     spans = student.pop("student_spans", None), own.pop("spans", None)
     if (spans[0] is None) != (spans[1] is None) or (spans[0] is not None and not own):
-        raise ValueError("pass student_spans, teacher_spans and the teacher's inputs together")
+        raise ValueError(
+            "student_spans, teacher_spans: one is missing, or the teacher has no teacher_ inputs; "
+            "pass all three"
+        )
     return student, own, None if spans[0] is None else (spans[0], spans[1])  # type: ignore[return-value]
 
 
 def put_back(logits: Any, first: Tensor | None) -> Any:
-    """Logits (B, N, ...) of tokens, alone or several, in the order of rows before rotation."""
-    # One look at the device is less than a copy of all logits.
+    """One or more tensors of token logits (B, N, ...), in the token order before rotation."""
+    # Waiting for the device once costs less than a copy of all logits.
     if first is None or (not torch.compiler.is_compiling() and not bool(first.any())):
         return logits
     return tree_map_only(Tensor, lambda x: rotate(x, (-first).to(x.device), 1), logits)
 
 
 def _moved_answers(batch: dict[str, Any], first: Tensor) -> dict[str, Tensor]:
-    """Positions of answers in rotated rows; those outside of the row stay, as they don't count."""
+    """Answer positions in rotated rows; ignored positions outside the row stay as they are."""
     moved = {}
     for name in SPAN_LABELS:
         x = batch.get(name)
@@ -183,7 +190,7 @@ def _moved_answers(batch: dict[str, Any], first: Tensor) -> dict[str, Tensor]:
 
 
 def _token_mask(batch: dict[str, Any]) -> Tensor | None:
-    """attention_mask as bool (B, N); the choices of a question are rows of their own."""
+    """attention_mask as bool (B, N), with one row per choice of a question."""
     mask = batch.get("attention_mask")
     if mask is None:
         return None
@@ -193,7 +200,7 @@ def _token_mask(batch: dict[str, Any]) -> Tensor | None:
 
 
 def _batch_shape(batch: dict[str, Any], mask: Tensor | None) -> tuple[int, int] | None:
-    """(B, N) of the tokens, None where only the models know it."""
+    """Shape (B, N) of the tokens; None if the inputs don't show it."""
     tokens = mask if mask is not None else batch.get("input_ids")
     if not isinstance(tokens, Tensor):
         tokens = batch.get("inputs_embeds")

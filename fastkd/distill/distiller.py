@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 class DistillerOutput:
     """Result of a `Distiller`.
 
-    ``loss`` to call backward on; its ``terms`` by name, detached and before weighting, with their
-    weighted sum as "total"; the student's ``logits``, detached, those of start and end for question
-    answering; None without a head, and for a language model unless ``keep_logits``.
+    Attributes:
+        loss: the weighted sum of the terms, to call backward on.
+        terms: each loss term by name, detached and before weighting; "total" is their weighted sum.
+        logits: the student's logits, detached; a (start, end) pair for question answering. None
+            without a head, and for a language model unless ``keep_logits=True``.
     """
 
     loss: Tensor
@@ -54,37 +56,39 @@ class Distiller(InGroup):
 
     Calling it with a batch runs both models and returns the weighted sum of the method's loss
     terms. The teacher is frozen, stays in eval mode and runs without gradient; only the layers
-    that the method compares are kept. What the method trains besides the student is among
+    that the method compares are kept. The method's own trainable modules are part of
     ``parameters()`` from the start. ``state_dict()`` holds the student and the method, not the
-    teacher; ``student.save_pretrained`` holds nothing but the student. DistributedDataParallel
-    needs ``find_unused_parameters=True`` where a head or pooler goes unused.
+    teacher; ``student.save_pretrained`` saves the student alone. DistributedDataParallel needs
+    ``find_unused_parameters=True`` if a head or pooler is unused.
 
     Args:
-        teacher: a transformers encoder, decoder or encoder-decoder, fine-tuned; it is frozen in
-            place. Or what one said before: a `TeacherCache`. Models that aren't from transformers
-            are described by `Blocks`. A list of teachers goes with as many methods, in `Several`.
-            The base of a PEFT student, ``Distiller(base, get_peft_model(base, ...), method)``,
-            teaches it with the adapters disabled and is held once.
-        student: another one, which takes the same inputs, or inputs of its own: see `forward`.
-        method: see `fastkd.distill.methods`.
-        gather: compare the samples of all processes, as one process with the whole batch would:
-            value and gradient are that process's, where the loop averages gradients over the
-            processes, however unequal their batches. `fastkd.distributed` says what is sent.
-            Without it every process compares its own samples, and the loop averages.
-        group: the processes that gather, by default all.
-        keep_logits: give a causal or masked language model's logits too. By default those are never
-            made for all tokens: the terms come from hidden states and heads, a few tokens at a
-            time. docs/support.md names what is run with its logits always.
-        tokenizers: of language models whose words are compared: the tokenizer of both, or the
-            student's and the teacher's (each teacher's). The ids that both know must be the same
-            tokens, and columns of logits beyond these, a head's padding or one side's additions,
-            are out of both distributions; labels must be below. Without tokenizers heads of two
-            sizes are compared by the words of the smaller, if the configurations' special tokens
-            agree and the rest could be padding (fewer than 1024). A warning says what was done.
+        teacher: a fine-tuned transformers encoder, decoder or encoder-decoder, frozen in place; or
+            a `TeacherCache` of its outputs. `Blocks` describes models that aren't from
+            transformers. A list of teachers needs one method each, in `Several`. The teacher may
+            be the base of a PEFT student, ``Distiller(base, get_peft_model(base, ...), method)``:
+            it runs with the adapters disabled, and its weights are in memory once.
+        student: the model to train. It takes the teacher's inputs, or inputs of its own: see
+            `forward`.
+        method: a method of `fastkd.distill.methods`, or a subclass of `Method`.
+        gather: compare the samples of all processes. If the loop averages gradients over the
+            processes, value and gradient are those of one process with the whole batch, also for
+            batches of unequal sizes. `fastkd.distributed` documents the communication. Without
+            ``gather`` each process compares its own samples, and the loop averages.
+        group: the processes that gather; all by default.
+        keep_logits: return the logits of causal and masked language models too. By default the
+            logits of all tokens are never computed: the terms come from hidden states and heads,
+            a few tokens at a time. docs/support.md lists the models that always compute logits.
+        tokenizers: tokenizers of language models whose token distributions are compared: one for
+            all models, or the student's and each teacher's. Ids of the shared vocabulary must be
+            the same tokens. Columns of logits beyond it (a head's padding, tokens that one model
+            adds) are left out of both distributions; labels must be below it. Without tokenizers,
+            heads of two sizes are compared on the smaller vocabulary, if the configurations'
+            special tokens agree and the rest could be padding (fewer than 1024). A warning
+            reports this.
 
     Raises:
-        ValueError: teacher and student share weights, or don't fit the method; or the tokenizers
-            have two tokens for one id.
+        ValueError: teacher and student share weights or don't fit the method, or the tokenizers
+            map one id to different tokens.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -126,8 +130,8 @@ class Distiller(InGroup):
         shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(
-                "teacher and student share parameters, and freezing one freezes the other; "
-                "copy the model, use student_from_teacher, or teach a PEFT student by its base"
+                "student: shares parameters with the teacher, which is frozen; copy the model, use "
+                "student_from_teacher, or pass the base of a PEFT student as the teacher"
             )
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group, self.keep_logits = gather, group, keep_logits
@@ -151,24 +155,24 @@ class Distiller(InGroup):
 
     @property
     def counts_positions(self) -> bool:
-        """Whether the head predicts something for each token; see ``num_items`` in `forward`."""
+        """Whether the head predicts one label per token; see ``num_items`` in `forward`."""
         return self.student_model.per_token
 
     @property
     def progress(self) -> float:
-        """How much of the training is done, 0 to 1; see `set_progress`."""
+        """Fraction of the training that is done, 0 to 1; see `set_progress`."""
         return self._progress or 0.0
 
     def set_progress(self, progress: float) -> None:
-        """Say how much of the training is done, 0 to 1: schedules such as LRCBERT's follow it."""
+        """Set the fraction of the training that is done, 0 to 1; LRCBERT's schedule reads it."""
         check_fraction("progress", progress)
         self._progress = float(progress)
 
     def prepare(self, batches: Batches) -> None:
-        """Let the method choose from data what it must (MC3KD: its teacher layers).
+        """Make the method's choices that need data (MC3KD: its teacher layers).
 
         Args:
-            batches: dicts of model inputs; read once, only if the method needs them.
+            batches: dicts of model inputs, read once, and only if the method needs data.
         """
         self.teachers.prepare(self.method, map(self.reader.teacher_inputs, batches))
 
@@ -180,23 +184,23 @@ class Distiller(InGroup):
         tokenizer: Any = None,
         shard_bytes: int = 2**28,
     ) -> TeacherCache:
-        """Write what the method needs of the teacher for each sample into a folder.
+        """Store the teacher's outputs that the method needs, for each sample, in a folder.
 
-        Samples that are there already are passed over, so an interrupted call can be repeated and
-        several processes may write their parts of the data at once.
+        Samples that the folder already holds are skipped, so an interrupted call can be repeated,
+        and several processes may write their shards of the data at once.
 
         Args:
-            batches: dicts of arguments as in `forward`, ``input_ids`` among them.
-            path: the folder; a new one, or one that the same teacher began.
-            tokenizer: a transformers tokenizer, whose vocabulary is then remembered.
-            shard_bytes: about how many bytes to hold before a file is written.
+            batches: dicts of arguments as in `forward`, with ``input_ids``.
+            path: a new folder, or one that the same teacher has written to.
+            tokenizer: a transformers tokenizer; a checksum of its vocabulary is stored.
+            shard_bytes: approximate number of bytes in memory before a file is written.
 
         Returns:
-            The cache, to be used in the teacher's place: see `TeacherCache`.
+            The cache, which replaces the teacher in a `Distiller`: see `TeacherCache`.
 
         Raises:
             ValueError: the folder was written by another teacher, tokenizer or method; the
-                message says what differs.
+                message names the difference.
         """
         read = map(self.read, batches)
         return write_cache(
@@ -204,7 +208,7 @@ class Distiller(InGroup):
         )
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
-        """What a `TeacherCache` knows the samples of a batch by: ``key in cache``."""
+        """Keys of a batch's samples in a `TeacherCache`, for ``key in cache``."""
         return sample_keys(self.read(batch), self.teachers.model)[0]
 
     @property  # type: ignore[override]
@@ -224,15 +228,15 @@ class Distiller(InGroup):
         return self
 
     def get_input_embeddings(self) -> nn.Module:
-        """The student's, where transformers.Trainer's NEFTune adds its noise."""
+        """The student's input embeddings, to which transformers.Trainer's NEFTune adds noise."""
         return self.student.get_input_embeddings()  # type: ignore[operator]
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """The student's; the teacher keeps nothing for a backward pass anyway."""
+        """Checkpoint the student's activations; the teacher runs without gradient."""
         self.student.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """The student's, by its newer name."""
+        """`gradient_checkpointing_enable` under transformers' newer name."""
         self.student.activation_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
 
     def forward(
@@ -246,41 +250,40 @@ class Distiller(InGroup):
     ) -> DistillerOutput:
         """Loss of one batch.
 
-        Rows may be packed with several documents. Each is then a sample of its own, as if it
-        stood in a row of its own, and nothing is compared across documents. A model that reads
-        such a row as one document raises, which is tried out with the first packed batch (not on
-        sharded models); transformers' decoders that keep them apart do so without a mask, and get
-        none.
+        Rows may be packed with several documents. Each document is then one sample, as in a row
+        of its own, and nothing is compared across documents. The first packed batch tests whether
+        the models keep documents apart (not on sharded models); a model that reads a packed row as
+        one document raises. transformers' decoders separate documents only without a mask, so
+        they get none.
 
-        Of encoder-decoders the decoder's hidden states and predictions are compared, at the
-        positions whose labels count and that ``decoder_attention_mask`` doesn't leave out. The
-        decoder reads ``decoder_input_ids``, by default the words before the labels.
+        For encoder-decoders the decoder's hidden states and predictions are compared, at labelled
+        positions that ``decoder_attention_mask`` keeps. The decoder reads ``decoder_input_ids``,
+        by default the labels shifted right.
 
         Args:
-            labels: as the student's head takes them: (B,) classes or numbers, (B, V) yes or no,
-                (B, N) with −100 for positions that don't count. A row without a label has the
-                class or answer −100, or the number NaN; either leaves out one of several labels.
-                Question answering takes ``start_positions`` and ``end_positions`` instead.
-            num_items: for heads with one prediction per token and gradient accumulation: how
-                many labelled positions (`count_items`) a batch of an accumulation step holds on
-                average. The sum is divided by it instead of this batch's own count, so the
-                gradient doesn't depend on how the samples were split.
-            segments: (B, N) numbers of the documents in packed rows. By default they come from
-                ``seq_idx``, ``cu_seq_lens_q`` or ``position_ids`` that start again, as
-                transformers' DataCollatorWithFlattening gives them.
-            inputs: the models' other inputs, ``attention_mask`` (B, N) among them, or (B, C, N)
-                for the C choices of a question, each a sample. A teacher of another kind takes
-                those that begin with ``teacher_``, and no others: ``teacher_input_ids``,
-                ``teacher_pixel_values``. Rows of both sides are then compared by the token that
-                each head reads or their mean, as the method does it. Methods that compare tokens
-                want ``student_spans`` (B, N) and ``teacher_spans`` (B, M), the number of the
-                piece of text that each token belongs to, −1 for none, from `TwoTokenizers` or
-                `align_spans`: spans stand in the tokens' place.
+            labels: the labels of the student's head: (B,) classes or numbers, (B, V) yes or no,
+                (B, N) with −100 for ignored positions. A row without a label has the class or
+                answer −100, or the number NaN; both also mask one of several labels. Question
+                answering takes ``start_positions`` and ``end_positions`` instead.
+            num_items: for heads with one prediction per token, in gradient accumulation: the mean
+                number of labelled positions (`count_items`) per micro-batch of the accumulation
+                step. The sum is divided by it instead of this batch's own count, so the gradient
+                doesn't depend on how the samples were split.
+            segments: (B, N) document ids in packed rows. By default they come from ``seq_idx``,
+                ``cu_seq_lens_q`` or ``position_ids`` that restart, as transformers'
+                DataCollatorWithFlattening returns them.
+            inputs: the models' other inputs, such as ``attention_mask``, (B, N), or (B, C, N) for
+                the C choices of a question, each a sample. If any name begins with ``teacher_``
+                (``teacher_input_ids``, ``teacher_pixel_values``), the teacher gets these inputs
+                only. Samples are then compared by the token that each head reads, or by their
+                mean, as the method chooses. Methods that compare tokens need ``student_spans``
+                (B, N) and ``teacher_spans`` (B, M) from `TwoTokenizers` or `align_spans`: the
+                number of the text span of each token, −1 for none. They compare spans then.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(
-                "DataParallel runs copies of the models, into which a Distiller doesn't see; start "
-                "a process for each GPU (torchrun, DistributedDataParallel)"
+                "model: DataParallel runs copies of the models, which a Distiller can't hook; "
+                "start one process per GPU (torchrun, DistributedDataParallel)"
             )
         if _share is not None:
             whole, index = _share
@@ -302,22 +305,24 @@ class Distiller(InGroup):
         step = self.make_step(batch, self.student_outputs(batch), teacher, ItemCounts(ranks))
         loss, terms = self.losses(step)
         if loss is None:
-            raise ValueError(f"all weights of {type(self.method).__name__} are zero")
+            name = type(self.method).__name__
+            raise ValueError(f"method: all weights of {name} are zero; set at least one above 0")
         terms = {**terms, "total": loss.detach()}
         if ranks is not None:
-            # Each process has its share of the gradient, and all of the value.
+            # The gradient is this process's share; the value is that of all processes.
             values = ranks.sum(torch.stack(list(terms.values()))) / ranks.size
             terms = dict(zip(terms, values, strict=True))
             loss = values[-1] + (loss - loss.detach())
         return self.output(loss, terms, step)
 
     def count_items(self, batch: dict[str, Any]) -> Tensor:
-        """How many labelled positions of a batch count, of which ``num_items`` are the average.
+        """Number of labelled positions in a batch; ``num_items`` is their mean over micro-batches.
 
-        Those that `forward` compares: a next word's, not of padding or another document.
+        Counted are the positions that `forward` compares: for next-token prediction, those whose
+        next token is neither padding nor of another document.
 
         Args:
-            batch: arguments as in `forward`, ``labels`` (B, N) among them.
+            batch: arguments as in `forward`, with ``labels`` (B, N).
         """
         return self.reader.count_items(batch)
 
@@ -328,17 +333,17 @@ class Distiller(InGroup):
 
         Losses that compare samples see all samples of ``batches`` (Gao et al. 2021, GradCache):
         the models run over each micro-batch without gradient, the loss of the whole batch is
-        taken from what the method compares, and the student runs again over each micro-batch
-        with that loss's gradient. Memory holds the activations of one micro-batch, and of the
-        whole batch only what the method compares. The student runs twice, with the same dropout.
+        computed from the features that the method compares, and the student runs again over each
+        micro-batch with that loss's gradient. Memory holds the activations of one micro-batch and
+        the compared features of the whole batch. The student runs twice, with the same dropout.
 
-        Call backward on each loss as it comes, undivided, then step the optimizer. Losses and
-        terms are shares: they add up to those of the whole batch.
+        Call backward on each loss before the next one, undivided, then step the optimizer. Losses
+        and terms are shares: they add up to those of the whole batch.
 
         Args:
-            batches: dicts of arguments as in `forward`; they may differ in length.
-            model: what wraps this distiller, such as DistributedDataParallel, which then
-                synchronises gradients once, in the last micro-batch.
+            batches: dicts of arguments as in `forward`; their lengths may differ.
+            model: the module around this distiller, such as DistributedDataParallel; gradients are
+                then synchronised once, in the last micro-batch.
 
         Example:
             >>> for out in distiller.accumulate(batches):  # doctest: +SKIP
@@ -350,25 +355,25 @@ class Distiller(InGroup):
 
     @property
     def uses_lm_head(self) -> bool:
-        """Whether terms of language models come from hidden states and heads, not from logits."""
+        """Whether language models' terms are computed from hidden states and heads, not logits."""
         possible = self.method.uses_lm_head and not self.student_model.encoder_decoder
         return possible and not self.keep_logits
 
     @property
     def perturbs(self) -> bool:
-        """Whether a step moves the student's embeddings along the loss's gradient."""
+        """Whether this step applies LRC-BERT's gradient perturbation."""
         training = self.student_model.model.training and torch.is_grad_enabled()
         return self.method.perturb and training
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
-        """A batch of arguments as in `forward`; raises where a model has been replaced."""
+        """Read arguments as in `forward` into a batch; raise if a model has been replaced."""
         check_in_place("student", self.student, self.student_model.model)
         for teacher in self.teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
         return self.reader.read(inputs, num_items)
 
     def student_outputs(self, batch: Batch) -> Outputs:
-        """The student's outputs on a batch, pooled over spans where the batch has some."""
+        """The student's outputs on a batch, pooled over spans if the batch has spans."""
         request = self.method.layer_request("student")
         outputs = batch_outputs(self.student_model, batch.inputs, request, batch, self.uses_lm_head)
         if batch.spans is None:
@@ -397,7 +402,7 @@ class Distiller(InGroup):
     def losses(
         self, step: Step, only: Only | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weighted loss, None where no term counts, and detached terms of the method."""
+        """Weighted loss (None if no term has a weight) and detached terms of the method."""
         device = next(self.student.parameters()).device.type
         with torch.autocast(device, enabled=False):
             loss, terms = self.method(step, self.progress, only)
@@ -408,8 +413,8 @@ class Distiller(InGroup):
         return weighted if loss is None else loss + weighted, {**terms, "router": router.detach()}
 
     def output(self, loss: Tensor, terms: dict[str, Tensor], step: Step) -> DistillerOutput:
-        """A step's output; its logits are detached and in the order of the batch's own rows."""
-        # Attached, logits that no term uses would make DistributedDataParallel wait for them.
+        """A step's result, with detached logits in the token order of the input rows."""
+        # Attached logits that no term uses would make DistributedDataParallel wait for gradients.
         logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
         if self.student_model.per_token or isinstance(logits, tuple):
             logits = put_back(logits, step.first)
@@ -419,7 +424,7 @@ class Distiller(InGroup):
         if self.training and self.method.scheduled and self._progress is None:
             self._progress = 0.0
             warn_caller(
-                f"{type(self.method).__name__} follows a schedule: call "
+                f"{type(self.method).__name__} follows a schedule; call "
                 "distiller.set_progress(step / total_steps) in the loop",
             )
 
@@ -432,7 +437,7 @@ def _leave_teacher_out(
 
 
 def _expect_no_teacher(module: Any, incompatible: Any) -> None:
-    # Behind the prefix of a module around this one.
+    # A module around this one adds a prefix.
     ours = tuple(f"teacher.{key}" for key in module.teacher.state_dict())
     missing = incompatible.missing_keys
     missing[:] = [key for key in missing if not key.endswith(ours)]

@@ -1,4 +1,4 @@
-"""What every method is: loss terms with weights, the layers they compare, the parts that learn."""
+"""Base class of the methods: weighted loss terms, the layers they compare, trainable modules."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,26 @@ Only = Literal["predictions", "features"]
 
 
 def check_method(name: str, given: Any) -> None:
-    """Raise unless ``given`` is a method, with the call that was meant."""
+    """Raise a TypeError with the likely fix unless ``given`` is a method."""
     if isinstance(given, Method):
         return
     what = type(given).__name__
     if isinstance(given, str):
-        what = f"{given!r}; a method by its name is fastkd.distill.method_by_name({given!r})"
+        what = f"{given!r}; pass fastkd.distill.method_by_name({given!r})"
     elif isinstance(given, type) and issubclass(given, Method):
-        what = f"the class {given.__name__}; make one of it: {given.__name__}()"
+        what = f"the class {given.__name__}; pass an instance, {given.__name__}()"
     raise TypeError(f"{name} must be a fastkd.distill method, got {what}")
 
 
 class Method(nn.Module):
-    """Base class of the methods, and of yours: ``Distiller(teacher, student, MyMethod())``.
+    """Base class of all methods, yours too: ``Distiller(teacher, student, MyMethod())``.
 
-    A subclass says in `weights` which terms count. Each is a method of that name, which takes a
-    `Step` and returns a scalar; ``task`` is there already. It says in `choose_layers` what
-    to keep of both models while they run, and creates what learns besides the student in
-    `make_parts`. Each constructor argument is kept as an attribute of its name, so that
-    `hyperparameters` can be written down.
+    A subclass returns the weight of each term in `weights`. Each term is a method of that name,
+    which takes a `Step` and returns a scalar; ``task`` is defined here. `choose_layers` selects
+    the layers to capture from both models, `make_parts` creates trainable modules besides the
+    student. Each constructor argument is kept as an attribute of its name, for `hyperparameters`.
 
-    What is kept, layers counted from 1:
+    Layers to capture, counted from 1:
 
     - hidden states: ``student_layers`` and ``teacher_layers``; read by ``step.layers``
     - attention maps: ``student_attentions``, ``teacher_attentions``; ``step.attentions``. Both
@@ -47,9 +46,9 @@ class Method(nn.Module):
     - queries, keys and values: ``student_qkv``, ``teacher_qkv``; ``step.qkv``
 
     A step's rows start at position 0, with padding behind (``step.real``, or ``step.mask``, which
-    is None where no row is padded). A term that compares samples takes ``step.whole(x)`` of its
-    features, and one that is a mean over samples ``step.mean(total, count)``: then the term can be
-    had over several processes, see ``gather`` of `Distiller`.
+    is None if no row is padded). A term that compares samples applies ``step.whole`` to its
+    features, and a mean over samples is ``step.mean(total, count)``: the term can then span
+    several processes, see ``gather`` of `Distiller`.
 
     Example:
         >>> from torch.nn import functional as F
@@ -74,33 +73,33 @@ class Method(nn.Module):
         ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
     """
 
-    #: The paper's hyper-parameters where the defaults are others; docs/studies says why.
+    #: The paper's hyper-parameters that differ from the defaults; docs/studies has the reasons.
     paper: Mapping[str, Any] = {}
-    #: Terms that read logits. They are means over items which don't know of each other, and take
-    #: them with ``step.mean``. Where none but the task counts, the teacher has no logits: its
-    #: vocabulary's head doesn't run over all tokens.
+    #: Terms that read logits. Each is a mean over independent items, by ``step.mean``. If only the
+    #: task term has a weight, the teacher's logits are not computed.
     logit_terms: tuple[str, ...] = ("task", "soft")
-    #: Whether a term compares with the teacher; it isn't run otherwise.
+    #: Whether a term reads the teacher's outputs; otherwise the teacher doesn't run.
     uses_teacher: bool = True
-    #: Terms that compare samples with each other: in a part of a batch they are another loss.
+    #: Terms that compare samples with each other; a micro-batch alone changes their value.
     across_samples: tuple[str, ...] = ()
-    #: Whether a term compares the samples of a class, of which each sample must have one.
+    #: Whether a term compares samples of the same class; each sample then needs a class label.
     by_class: bool = False
-    #: What is compared of the teacher's hidden states: "tokens", or one row a sample, "cls" or
-    #: "mean" as `Step.pooled` gives it. A teacher's cache then keeps only that.
+    #: Pooling of the teacher's hidden states: "tokens" for none, or one row per sample, "cls" or
+    #: "mean" as in `Step.pooled`. A teacher cache stores only the pooled states.
     teacher_pool: str = "tokens"
-    #: Train on the loss after LRC-BERT's gradient perturbation.
+    #: Whether to train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
-    #: The weights depend on progress: the loop has to call ``Distiller.set_progress``.
+    #: Whether the weights depend on progress; the loop must then call ``Distiller.set_progress``.
     scheduled: bool = False
-    #: Terms that don't count for now: of text that the student wrote, its loss on the labels.
+    #: Terms to skip in this step: the label loss on text that the student generated.
     left_out: frozenset[str] = frozenset()
-    #: By what the mean over a process's labels is multiplied, where others have more or fewer.
+    #: Scale of this process's label loss: its share of the labels of all processes, times the
+    #: number of processes. None for 1.
     label_share: Any = None
-    #: Hyper-parameters that leave out the terms on logits: what the commands take for models
-    #: without a head.
+    #: Hyper-parameters without the terms on logits; the commands use them for models without a
+    #: head.
     headless: Mapping[str, Any] = {}
-    #: How to leave out the terms on logits, in the words of an error message.
+    #: Remedy in the error for a model without a head.
     _without_head: str = "set the weights of these terms to 0"
 
     def __init__(self) -> None:
@@ -112,7 +111,7 @@ class Method(nn.Module):
         self.student_qkv: list[int] = []
         self.teacher_qkv: list[int] = []
         self._built_for: tuple[tuple[int, ...], ...] | None = None
-        self.uses_lm_head = False  # known when it is built
+        self.uses_lm_head = False  # set by `build`
 
     @property
     def teacher_layers(self) -> list[int]:
@@ -129,24 +128,28 @@ class Method(nn.Module):
         self._teacher_layers = layers
 
     def layer_request(self, side: str) -> LayerRequest:
-        """What to keep of the "student" or the "teacher"."""
+        """Layers to capture from the "student" or the "teacher"."""
         kept = (getattr(self, f"{side}_{what}") for what in ("layers", "attentions", "qkv"))
         return LayerRequest(*map(tuple, kept))
 
     def build(self, teacher: Model, student: Backbone) -> None:
-        """Create the trainable parts for these two models; a second call must be of like sizes."""
+        """Create the trainable modules for two models; a second call needs the same sizes."""
         name = type(self).__name__
         check_same_kind(teacher, student)
         sizes = (teacher.sizes, student.sizes)
         if self._built_for not in (None, sizes):
-            raise ValueError(f"this {name} was built for other models; make a new one")
+            raise ValueError(
+                f"method: this {name} was built for models of other sizes; make a new {name}"
+            )
         both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
         names = {*both_ends[0], *both_ends[1]}
         if type(self).compute is Method.compute:
             for term in names:
                 if not callable(getattr(self, term, None)):
-                    raise TypeError(f"{name} has a weight for {term!r} but no method {term}(step)")
-        # A user's own term may read logits, so only fastkd's terms go without them.
+                    raise TypeError(
+                        f"{name}.weights: {term!r} is not a term; define the method {term}(step)"
+                    )
+        # A user's own term may read logits, so only fastkd's own terms use LM-head inputs.
         made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
         self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)
         on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
@@ -165,11 +168,11 @@ class Method(nn.Module):
                 backbone.check_eager(name)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
-        """Say what to keep of both models; nothing by default."""
+        """Set the layers to capture from both models; none by default."""
 
     def pair_layers(self, layers: Layers, teacher: Model, student: Backbone) -> None:
-        """Compare each student layer with a teacher layer: "uniform", "top", "bottom", or a list
-        of one teacher layer for each student layer."""
+        """Pair each student layer with a teacher layer: "uniform", "top", "bottom", or a list of
+        one teacher layer per student layer."""
         self.student_layers = list(range(1, student.num_layers + 1))
         self.teacher_layers = resolve_layers(layers, teacher.num_layers, student.num_layers)
 
@@ -177,7 +180,7 @@ class Method(nn.Module):
         """Create losses and projections; none by default."""
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
-        """Choose what has to be chosen from data before training; nothing by default."""
+        """Make choices from data before training; none by default."""
 
     @property
     def prepared(self) -> bool:
@@ -185,11 +188,11 @@ class Method(nn.Module):
         return self._teacher_layers is not None
 
     def weights(self, progress: float) -> dict[str, float]:
-        """Weight of each term when ``progress`` (0 to 1) of the training is done."""
+        """Weight of each term at ``progress``, the fraction of the training that is done."""
         raise NotImplementedError
 
     def compares_logits(self, *progress: float) -> bool:
-        """Whether a term reads the teacher's logits when so much of the training is done."""
+        """Whether a term reads the teacher's logits at any of these values of progress."""
         terms = [term for term in self.logit_terms if term.rpartition(".")[2] != "task"]
         return any(self.weights(share).get(term) for share in progress for term in terms)
 
@@ -201,9 +204,9 @@ class Method(nn.Module):
     def forward(
         self, step: Step, progress: float, only: Only | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weighted loss, None where no term counts, and each term before weighting, detached.
+        """Weighted loss (None if no term has a weight), and each unweighted term, detached.
 
-        Accumulation over micro-batches asks for the terms on predictions and on features apart.
+        ``only`` selects the terms on predictions or on features, for micro-batch accumulation.
         """
         weights = {
             name: weight
@@ -223,11 +226,11 @@ class Method(nn.Module):
         return loss, terms
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """Weighted sum of the terms of ``weights``, and each term before weighting, detached.
+        """Weighted sum of the terms in ``weights``, and each unweighted term, detached.
 
         By default a term is the method of its name; "task" and "soft" of language models come
-        from one pass over hidden states and heads. A subclass overrides it where several terms
-        come from one computation.
+        from one pass over hidden states and heads. A subclass overrides `compute` if one
+        computation returns several terms.
         """
         loss: Any = 0.0
         terms: dict[str, Tensor] = {}
@@ -250,8 +253,8 @@ class Method(nn.Module):
         missing = [name for name in names if not hasattr(self, name)]
         if missing:
             raise TypeError(
-                f"{type(self).__name__} has to keep its arguments as attributes of their names; "
-                f"missing: {', '.join(missing)}"
+                f"{type(self).__name__}: the arguments {', '.join(missing)} are not attributes; "
+                "keep each argument as an attribute of its name"
             )
         return {name: getattr(self, name) for name in names}
 

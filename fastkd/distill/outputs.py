@@ -1,4 +1,4 @@
-"""Running a model once, and keeping what a method requests of it."""
+"""Running a model once, with the hidden states, attention and logits that a method requests."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ Logits = Tensor | tuple[Tensor, Tensor]
 
 
 class LayerRequest(NamedTuple):
-    """Layers whose hidden states, attention maps, queries, keys and values to keep."""
+    """Layers whose hidden states, attention maps, and queries, keys and values are captured."""
 
     layers: tuple[int, ...] = ()
     attentions: tuple[int, ...] = ()
@@ -30,7 +30,7 @@ class LayerRequest(NamedTuple):
 
 
 class QKV(NamedTuple):
-    """Queries (B, H, N, D), keys and values (B, G, N, D) of a layer: G groups of heads."""
+    """Queries (B, H, N, D), keys and values (B, G, N, D) of a layer, with G key-value heads."""
 
     queries: Tensor
     keys: Tensor
@@ -39,50 +39,54 @@ class QKV(NamedTuple):
 
 @dataclass
 class Outputs:
-    """What is kept of one model's run.
+    """Captured outputs of one model's run.
 
-    ``hidden`` states (B, N, D), ``attentions`` (B, H, N, N) and ``qkv`` by layer; ``logits``,
-    for question answering those of the start and the end, None where the model has none;
-    ``words`` where the run was stopped before a language model's head, which then gave none;
-    ``loss`` of a head with targets of its own; ``names`` of all that the model returned.
+    Attributes:
+        hidden, attentions, qkv: hidden states (B, N, D), attention maps (B, H, N, N), and queries,
+            keys and values, by layer.
+        logits: a (start, end) pair for question answering; None without a head, and with
+            ``head_inputs``.
+        head_inputs: inputs of a language model's head, if the run stopped before the head.
+        loss: the model's own loss, of a head with targets of its own.
+        names: names of the model's outputs.
     """
 
     hidden: dict[int, Tensor]
     logits: Logits | None
     loss: Tensor | None = None
     names: tuple[str, ...] = ()
-    pooled: bool = False  # hidden states are one row a sample, (B, 1, D)
+    pooled: bool = False  # hidden states have one row per sample, (B, 1, D)
     attentions: dict[int, Tensor] = field(default_factory=dict)
     qkv: dict[int, QKV] = field(default_factory=dict)
-    spans: bool = False  # they are the sentence token, then the means over spans
+    spans: bool = False  # hidden states are the sentence token, then means of spans
     head_inputs: HeadInputs | None = None
     router: Tensor | None = None  # load-balancing loss of a mixture of experts
 
     def to(self, device: torch.device | None) -> "Outputs":
-        """All that is kept on another device."""
+        """The outputs on another device."""
         if device is None:
             return self
-        # Waiting: a copy to the CPU that doesn't block would be read before it is there.
+        # Blocking: a non-blocking copy to the CPU could be read before it is complete.
         moved = self.features(lambda x, tokens: x.to(device))
         logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
-        words = None if self.head_inputs is None else self.head_inputs.to(device)
-        return dataclasses.replace(moved, logits=logits, head_inputs=words)
+        head_inputs = None if self.head_inputs is None else self.head_inputs.to(device)
+        return dataclasses.replace(moved, logits=logits, head_inputs=head_inputs)
 
     def without_logits(self) -> "Outputs":
-        """What terms on features read."""
+        """The outputs that terms on features read."""
         return dataclasses.replace(self, logits=None, head_inputs=None)
 
     def rows(self, count: int) -> "Outputs":
-        """Of the first ``count`` samples."""
+        """The outputs of the first ``count`` samples."""
         logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
-        words = None if self.head_inputs is None else self.head_inputs.rows(count)
+        head_inputs = None if self.head_inputs is None else self.head_inputs.rows(count)
         kept = self.features(lambda x, tokens: x[:count])
-        return dataclasses.replace(kept, logits=logits, head_inputs=words)
+        return dataclasses.replace(kept, logits=logits, head_inputs=head_inputs)
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
-        """With ``change(x, tokens)`` of every feature (B, ..., N, D), or (B, H, N, N).
+        """The outputs with ``change(x, tokens)`` applied to every feature.
 
-        ``tokens`` is the number of dimensions that are tokens: from the last but one on.
+        ``tokens`` is the number of token dimensions: 1 for (B, ..., N, D), 2 for (B, H, N, N).
         """
         return dataclasses.replace(
             self,
@@ -97,7 +101,7 @@ class Outputs:
         return [*self.hidden.values(), *self.attentions.values(), *qkv]
 
     def padded(self, more: int) -> "Outputs":
-        """With ``more`` tokens of zeros behind the others."""
+        """The outputs with ``more`` tokens of zeros appended."""
         if not more or self.pooled:
             return self
         return self.features(lambda x, tokens: F.pad(x, (0, more * (tokens - 1), 0, more)))
@@ -106,10 +110,10 @@ class Outputs:
 def model_outputs(
     backbone: Backbone, inputs: dict[str, Any], request: LayerRequest, use_lm_head: bool = False
 ) -> Outputs:
-    """Run a model on ``inputs``, and keep what is requested.
+    """Run a model on ``inputs`` and return the requested outputs.
 
-    With ``use_lm_head`` a language model's head inputs are kept in place of its logits, where the
-    head is known to give these logits.
+    With ``use_lm_head`` a language model's head inputs replace its logits, if the logits are known
+    to be those of the head.
     """
     training = backbone.inner.training
     if training and any(request) and request != LayerRequest((backbone.num_layers,)):
@@ -120,7 +124,7 @@ def model_outputs(
     with contextlib.ExitStack() as stack:
         qkv = stack.enter_context(capture_qkv(backbone, request.qkv)) if request.qkv else {}
         heads = stack.enter_context(stopped_at_head(backbone)) if use_lm_head else []
-        output, hidden = _run_keeping(backbone, inputs, set(request.layers))
+        output, hidden = _run_with_hidden_states(backbone, inputs, set(request.layers))
     outputs = Outputs(
         hidden,
         _logits(output),
@@ -153,7 +157,7 @@ def _router_loss(output: Any) -> Tensor | None:
 
 
 def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) -> dict[int, Tensor]:
-    """Attention maps of these layers, taken out of the model's output."""
+    """Remove the attention maps from the model's output and return those of ``layers``."""
     name = backbone.output_name("attentions")
     attentions = {}
     for layer in layers:
@@ -161,94 +165,96 @@ def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) ->
         if not maps or maps[layer - 1] is None:
             raise ValueError(
                 f"{backbone._name} ({backbone.class_name}) returns no attention map of "
-                f"layer {layer}"
+                f"layer {layer}; use another method"
             )
         if maps[layer - 1].shape[-1] != maps[layer - 1].shape[-2]:
             raise ValueError(
                 f"{backbone._name} ({backbone.class_name}) attends within windows, whose "
-                "attention maps can't be compared; take another method"
+                "attention maps can't be compared; use another method"
             )
         attentions[layer] = maps[layer - 1]
     setattr(output, name, None)
     return attentions
 
 
-def _run_keeping(
-    backbone: Backbone, inputs: dict[str, Any], wanted: set[int]
+def _run_with_hidden_states(
+    backbone: Backbone, inputs: dict[str, Any], layers: set[int]
 ) -> tuple[Any, dict[int, Tensor]]:
-    # What was compiled by itself is a part of the graph while one is made of the Distiller.
+    """The model's output and the hidden states of ``layers``, by hooks or by the output's list."""
+    # A model compiled by itself is traced into the graph if the Distiller is compiled too.
     opaque = backbone.compiled and not torch.compiler.is_compiling()
     if backbone._hooks_reach or (backbone.compiled and not opaque):
-        with capture(backbone, wanted) as kept:
+        with capture(backbone, layers) as captured:
             output = backbone.run(inputs)
-        if kept.keys() >= wanted:
-            return output, kept
+        if captured.keys() >= layers:
+            return output, captured
         if not backbone.shows_states:
-            missing = ", ".join(map(str, sorted(wanted - kept.keys())))
+            missing = ", ".join(map(str, sorted(layers - captured.keys())))
             raise ValueError(
                 f"{backbone._name} ({backbone.class_name}) ran without calling its blocks for "
-                f"layers {missing} as modules"
+                f"layers {missing} as modules, so hooks can't read them; call block(x), not "
+                "block.forward(x)"
             )
         backbone._hooks_reach = False
         backbone.forget_run()
-    if not wanted:
+    if not layers:
         return backbone.run(inputs), {}
     _check_checkpointing(backbone)
-    _check_shown(backbone, inputs, wanted, opaque)
-    # Keeps every layer, and works wherever transformers itself can give them.
+    _check_shown(backbone, inputs, layers, opaque)
+    # Holds every layer, and works for every model whose hidden states transformers returns.
     last: set[int] = set() if opaque else {backbone.num_layers}
-    with capture(backbone, last) as kept:
+    with capture(backbone, last) as captured:
         output = backbone.run({**inputs, "output_hidden_states": True})
     states = getattr(output, backbone.output_name("hidden_states"), None)
     if states is None or len(states) != backbone.num_layers + 1:
         raise ValueError(
-            f"{backbone._name} ({type(backbone.inner).__name__}) doesn't show the hidden states of "
-            f"its {backbone.num_layers} layers"
+            f"{backbone._name} ({type(backbone.inner).__name__}) doesn't return the hidden states "
+            f"of its {backbone.num_layers} layers; {DESCRIBE}"
         )
     setattr(output, backbone.output_name("hidden_states"), None)
     # Vision models end their list before the final norm.
-    found = {**dict(enumerate(states)), **kept}
-    return output, {layer: found[layer] for layer in wanted}
+    found = {**dict(enumerate(states)), **captured}
+    return output, {layer: found[layer] for layer in layers}
 
 
 def _check_shown(
-    backbone: Backbone, inputs: dict[str, Any], wanted: set[int], opaque: bool
+    backbone: Backbone, inputs: dict[str, Any], layers: set[int], opaque: bool
 ) -> None:
-    """Raise unless hidden states are those of the layers that have their number.
+    """Raise unless entry l of the returned hidden states is the output of layer l.
 
-    All are compared once, in a pass that isn't compiled: layer l with what enters the next
-    block, the last one with what the head reads.
+    The first call compares all entries in an uncompiled pass: entry l with the input of the next
+    block, the last entry with the input of the head.
     """
     if backbone._shown_wrong is None:
         with (
             torch.no_grad(),
             in_eval_mode(backbone.inner),
             entering_blocks(backbone) as entered,
-            capture(backbone, {backbone.num_layers}) as kept,
+            capture(backbone, {backbone.num_layers}) as captured,
         ):
             given = backbone._given({**inputs, "output_hidden_states": True})
-            output = backbone.inner._call_impl(**given)  # not the compiled one
-        torch.clear_autocast_cache()  # weights cast here would get no gradient later
+            output = backbone.inner._call_impl(**given)  # uncompiled
+        torch.clear_autocast_cache()  # weights cast under no_grad would get no gradient later
         backbone.forget_run()
         states = getattr(output, backbone.output_name("hidden_states"), None) or ()
-        found = {**entered, **kept}
+        found = {**entered, **captured}
         backbone._shown_wrong = {
             i for i, x in enumerate(states) if i in found and not is_state(x, found[i])
         }
-    # Without a compiled graph the last one is read by a hook.
-    wrong = wanted & backbone._shown_wrong - (set() if opaque else {backbone.num_layers})
+    # Without a compiled graph a hook reads the last layer.
+    wrong = layers & backbone._shown_wrong - (set() if opaque else {backbone.num_layers})
     if wrong:
         what = "is compiled" if opaque else "doesn't call its blocks as modules"
-        layers = ", ".join(map(str, sorted(wrong)))
+        numbers = ", ".join(map(str, sorted(wrong)))
         raise ValueError(
-            f"{backbone._name} ({backbone.class_name}) {what}, and its hidden states of the "
-            f"numbers {layers} are not the results of these layers; "
+            f"{backbone._name} ({backbone.class_name}) {what}, and its hidden states {numbers} "
+            "are not the outputs of these layers; "
             + ("pass it uncompiled, or compile the Distiller" if opaque else DESCRIBE)
         )
 
 
 def _check_checkpointing(backbone: Backbone) -> None:
-    """Raise where what is kept inside the blocks would have no gradient."""
+    """Raise if checkpointing would cut the gradient of tensors captured inside the blocks."""
     if not torch.is_grad_enabled() or not backbone.inner.training:
         return
     for module in backbone.inner.modules():
@@ -256,27 +262,26 @@ def _check_checkpointing(backbone: Backbone) -> None:
         options = getattr(function, "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
             raise ValueError(
-                "activations are checkpointed with use_reentrant=True, which hides the inside "
-                f"of the blocks of the {backbone._name} ({backbone.class_name}) from the backward "
-                "pass; pass use_reentrant=False"
+                f"{backbone._name} ({backbone.class_name}): checkpointing with use_reentrant=True "
+                "cuts the gradient of tensors inside the blocks; pass use_reentrant=False"
             )
 
 
 def _check_layerdrop(backbone: Backbone) -> None:
-    """Raise where training leaves out blocks at random, whose results would then be missing."""
-    side = "decoder_" if backbone.encoder_decoder else ""
-    for name in (f"{side}layerdrop", "layerdrop"):
+    """Raise if LayerDrop skips blocks at random, whose outputs would be missing."""
+    prefix = "decoder_" if backbone.encoder_decoder else ""
+    for name in (f"{prefix}layerdrop", "layerdrop"):
         if getattr(backbone.stack_config, name, 0.0):
             raise ValueError(
-                f"the {backbone._name} ({backbone.class_name}) leaves out layers at random while "
-                f"it trains ({name}={getattr(backbone.stack_config, name)}), and those can't be "
-                f"compared; make it with {name}=0 in its configuration"
+                f"the {backbone._name} ({backbone.class_name}) skips layers at random in training "
+                f"({name}={getattr(backbone.stack_config, name)}), and skipped layers can't be "
+                f"compared; set {name}=0 in its configuration"
             )
 
 
 @dataclass
 class EnsembleOutputs(Outputs):
-    """What is kept of several teachers' runs, in their order."""
+    """Outputs of an ensemble of teachers, in their order."""
 
     parts: tuple[Outputs, ...] = ()
 
@@ -297,7 +302,7 @@ class EnsembleOutputs(Outputs):
 
 
 def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """One row a sample (B, D) of hidden states (B, N, D): "cls" or "mean"."""
+    """One row per sample (B, D) from hidden states (B, N, D): the "cls" token or the "mean"."""
     if pool == "mean":
         return pool_tokens(hidden, mask, "mean")
     return model.sentence_token(hidden, mask)

@@ -1,4 +1,4 @@
-"""Reading a batch of arguments: the student's inputs, the teacher's, labels, spans, documents."""
+"""Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class BatchReader:
     method: Method
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
-        """A batch of arguments as in `Distiller.forward`; a ``num_items`` among them is ignored."""
+        """Read arguments as in `Distiller.forward`; ``num_items`` in ``inputs`` is ignored."""
         batch, own, spans = self._split(inputs, num_items)
         if own and self.method.uses_teacher:
             batch.teacher = self._batch(own, self.teachers.live)
-            spanned = self.student.per_token or isinstance(batch.labels, tuple)
+            per_token = self.student.per_token or isinstance(batch.labels, tuple)
             for teacher, method in self.teachers.with_methods(self.method):
-                teacher.check_own_inputs(method, spanned, spans is not None)
+                teacher.check_own_inputs(method, per_token, spans is not None)
             if spans is not None:
                 batch.align(spans)
         if self.method.uses_teacher:
@@ -53,7 +53,7 @@ class BatchReader:
         return batch
 
     def _split(self, inputs: Mapping[str, Any], num_items: Any = None) -> tuple[Batch, Any, Any]:
-        """The student's batch, the teacher's own inputs, and the spans of both."""
+        """The student's batch, the teacher's own inputs, and the spans of student and teacher."""
         student, own, spans = split_inputs(inputs)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
         student, labels, first = self._from_front(student, labels)
@@ -65,8 +65,10 @@ class BatchReader:
     def _from_front(
         self, inputs: dict[str, Any], labels: Any
     ) -> tuple[dict[str, Any], Any, Tensor | None]:
-        """Labels that a decoder's inputs are made of, from each row's first real one on, and its
-        position (B, 1); None where they are unchanged."""
+        """Rotate labels that a decoder's inputs derive from to each row's first real label.
+
+        Returns inputs, labels and the position (B, 1) of the first real label, None if unchanged.
+        """
         given = any(inputs.get(name) is not None for name in DECODER_TOKENS)
         if not self.student.writes or given or not isinstance(labels, Tensor) or not len(labels):
             return inputs, labels, None
@@ -80,20 +82,20 @@ class BatchReader:
         return inputs, rotate(labels, first, 1), first
 
     def _batch(self, inputs: dict[str, Any], readers: list[Backbone], *targets: Any) -> Batch:
-        # Only transformers' models are known to take packed rows apart without a mask.
-        unmasks = all(side.shows_states for side in (self.student, *self.teachers.live))
-        rotates = not any(side.reads_last_position(inputs) for side in readers)
+        # Only transformers' models are known to separate packed documents without a mask.
+        unmasks = all(model.shows_states for model in (self.student, *self.teachers.live))
+        rotates = not any(model.reads_last_position(inputs) for model in readers)
         if not rotates:
             check_side(readers, inputs)
         return Batch.of(inputs, *targets, student=self.student, unmasks=unmasks, rotates=rotates)
 
     def read_student(self, inputs: dict[str, Any], labels: Tensor | None = None) -> Batch:
-        """Inputs of the student without a teacher; documents of packed rows stay apart."""
+        """Read the student's inputs alone, without those of a teacher."""
         inputs, labels, first = self._from_front(inputs, labels)
         return self._batch(inputs, [self.student], labels, None, None, first)
 
     def teacher_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Inputs of the teacher in a batch: its own ``teacher_`` inputs, or the student's."""
+        """The teacher's inputs in a batch: its ``teacher_`` inputs, or else the student's."""
         student, own, _ = split_inputs(inputs)
         if own:
             return own

@@ -1,4 +1,4 @@
-"""What a method sees of one batch, and the loss terms that read logits and labels."""
+"""One step as a method reads it: outputs, labels, masks, and the terms on logits and labels."""
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
@@ -27,10 +27,10 @@ from fastkd.soft_targets import DivergenceWord
 
 
 class ItemCounts:
-    """How many items sums are divided by, where a batch is a part of the one that counts.
+    """Number of items that each term's sum is divided by, over processes and micro-batches.
 
-    Every division asks for the number of its items in the order of the terms. Over ``ranks`` the
-    numbers add up. Passes over parts write theirs into ``seen``, and ``known`` are those of all.
+    The terms divide in a fixed order. Counts are summed over ``ranks``. A first pass over
+    micro-batches appends its counts to ``seen``; a later pass divides by the totals in ``known``.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class ItemCounts:
         self.known = None if known is None else iter(known)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """``total`` over the number of items: this part's share of the mean."""
-        if not isinstance(count, Tensor):  # copied from the host it would wait for the device
+        """``total`` divided by the number of items: this micro-batch's share of the mean."""
+        if not isinstance(count, Tensor):  # a copy from the host would wait for the device
             count = torch.full((), count, dtype=torch.int64, device=total.device)
         if self.seen is not None:
             self.seen.append(count)
@@ -53,7 +53,7 @@ class ItemCounts:
 
 
 def global_count(count: Tensor, ranks: Ranks | None) -> Tensor:
-    """Number of items over all processes, for a share that the loop averages over them."""
+    """Mean number of items per process, at least one in total; the loop averages the shares."""
     if ranks is None:
         return count.clamp(min=1)
     return ranks.sum(count).clamp(min=1) / ranks.size
@@ -63,9 +63,10 @@ def global_count(count: Tensor, ranks: Ranks | None) -> Tensor:
 class Step:
     """One batch: both models' outputs, labels and mask.
 
-    Hidden states of both sides come in the dtype of the student's parameters, so that losses see
-    one dtype under autocast and with a half-precision teacher. Each of their B rows is one sample
-    that starts at position 0: packed rows were taken apart, left padding moved to the end.
+    Hidden states of teacher and student are returned in the dtype of the student's parameters, so
+    that losses read one dtype under autocast and with a half-precision teacher. Each of the B rows
+    is one sample that starts at position 0: packed rows are unpacked, left padding is moved to the
+    end.
     """
 
     student: Outputs
@@ -75,15 +76,15 @@ class Step:
     mask: Tensor | None = None  # (B, N) bool, True = real token
     labels: Tensor | tuple[Tensor, Tensor] | None = None
     num_items: float | Tensor | None = None
-    # Of logits for each token, which stay as the models gave them.
+    # Mask of per-token logits, which stay in the models' row layout.
     token_mask: Tensor | None = None
-    document_ids: Tensor | None = None  # the document of each token, where rows are packed
-    first: Tensor | None = None  # as in `Part`: where each row's tokens began
+    document_ids: Tensor | None = None  # the document of each token of packed rows
+    first: Tensor | None = None  # (B, 1), position of each row's first token before rotation
     ranks: Ranks | None = None  # the processes whose samples are compared
     items: ItemCounts = field(default_factory=ItemCounts)
 
     def of_teacher(self, number: int) -> "Step":
-        """The step with one of several teachers; the same where there is one for all."""
+        """The step of one teacher of an ensemble; the step itself if there is one teacher."""
         if not isinstance(self.teacher, EnsembleOutputs):
             return self
         teacher, model = self.teacher.parts[number], self.teacher_model.models[number]  # type: ignore[attr-defined]
@@ -102,7 +103,7 @@ class Step:
     def attentions(
         self, student: Sequence[int], teacher: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Attention maps (B, H, N, N) of the layer pairs; rows and columns of padding are noise."""
+        """Attention maps (B, H, N, N) of the layer pairs; padding has arbitrary values."""
         dtype = self.student_model.dtype
         return (
             [self.student.attentions[i].to(dtype) for i in student],
@@ -112,9 +113,10 @@ class Step:
     def qkv(self, student: int, teacher: int) -> tuple[QKV, QKV]:
         """Queries, keys and values of a student and a teacher layer, before any rotation."""
         dtype = self.student_model.dtype
-        sides = self.student.qkv[student], self.teacher.qkv[teacher]
-        students, teachers = (QKV(*(x.to(dtype) for x in side)) for side in sides)
-        return students, teachers
+        return (
+            QKV(*(x.to(dtype) for x in self.student.qkv[student])),
+            QKV(*(x.to(dtype) for x in self.teacher.qkv[teacher])),
+        )
 
     def last(self) -> tuple[Tensor, Tensor]:
         """Last hidden states (B, N, Ds) and (B, N, Dt)."""
@@ -126,16 +128,17 @@ class Step:
     def pooled(
         self, pool: str, student: Tensor, teacher: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Features (B, N, D) of both sides, one row a sample (B, D) unless ``pool`` is "tokens".
+        """Pooled features of student and teacher, and their mask.
 
-        "cls" is the token that each model's own classification head reads, "mean" the average of
-        the real ones. Also the mask that is left: none where rows are pooled.
+        "tokens" returns the features (B, N, D) and the mask. "cls" returns the token (B, D) that
+        each model's classification head reads, "mean" the mean (B, D) over real tokens, both
+        without a mask.
         """
         if pool == "tokens":
             return [student, teacher], self.mask
 
         def rows(outputs: Outputs, model: Model, hidden: Tensor) -> Tensor:
-            # A cache, or a teacher with inputs of its own, has pooled in the same way.
+            # A cache, or a teacher with inputs of its own, returns pooled rows already.
             if outputs.pooled or (outputs.spans and pool == "cls"):
                 return hidden[:, 0]
             return pooled_rows(pool, model, hidden, self.mask)
@@ -147,24 +150,24 @@ class Step:
 
     @property
     def real(self) -> Tensor:
-        """`mask`, also where there is none: (B, N) bool."""
+        """`mask` (B, N) bool, all True if it is None."""
         if self.mask is not None:
             return self.mask
         kept = self.student.all_features()[0]
         return torch.ones(kept.shape[0], kept.shape[-2], dtype=torch.bool, device=kept.device)
 
     def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """``total``, a sum over ``count`` items of this batch, as the mean over all that count.
+        """Mean of ``total``, a sum over ``count`` items, over all micro-batches and processes.
 
-        For terms in which each item stands for itself. Over several processes it is this
-        process's share of the mean, of which the loop takes the average.
+        For terms whose items are independent. With several processes it is this process's share of
+        the mean; the loop averages the shares.
         """
         return self.items.mean(total, count)
 
     def whole(self, x: Any) -> Any:
-        """Rows of ``x`` (B, ...), or of a list of such, of all processes that compare samples.
+        """Rows of ``x`` (B, ...), or of each tensor in a list, gathered from all processes.
 
-        For terms that compare samples with each other. Without ``gather`` it is ``x`` itself.
+        For terms that compare samples with each other. Without ``gather`` it returns ``x``.
         """
         if self.ranks is None or x is None:
             return x
@@ -173,24 +176,24 @@ class Step:
         return self.ranks.gather(x)
 
     def across(self, loss: Any) -> Any:
-        """``loss``, a Module with ``gather``, over the samples of all processes that compare."""
+        """``loss``, a Module with ``gather`` and ``group``, set to compare all samples."""
         loss.gather, loss.group = self.gathering.values()
         return loss
 
     @property
     def gathering(self) -> dict[str, Any]:
-        """``gather`` and ``group``, as losses that compare samples take them."""
+        """Arguments ``gather`` and ``group`` of losses that compare samples."""
         return {"gather": self.ranks is not None, "group": self.ranks and self.ranks.group}
 
     @property
     def length(self) -> int:
-        """Tokens of the features; 0 where the method compares none."""
+        """Number of tokens of the features; 0 if the method compares no features."""
         kept = self.student.all_features()
         return kept[0].shape[-2] if kept else 0
 
     @property
     def rows(self) -> int:
-        """Samples whose features are compared."""
+        """Number of samples of the features; 0 if the method compares no features."""
         kept = self.student.all_features()
         return kept[0].shape[0] if kept else 0
 
@@ -199,19 +202,22 @@ class Step:
         if not length:
             return self
         more = length - self.length
-        student, teacher = (side.padded(more) for side in (self.student, self.teacher))
-        mask = F.pad(self.real, (0, more))
-        return dataclasses.replace(self, student=student, teacher=teacher, mask=mask)
+        return dataclasses.replace(
+            self,
+            student=self.student.padded(more),
+            teacher=self.teacher.padded(more),
+            mask=F.pad(self.real, (0, more)),
+        )
 
     def among_ranks(self) -> "Step":
-        """As long as the longest step of the processes that compare samples."""
+        """The step padded to the longest one of all processes that compare samples."""
         kept = self.student.all_features()
         if self.ranks is None or not kept:
             return self
         return self.padded(self.ranks.max(self.length, kept[0].device))
 
     def sample_labels(self) -> Tensor:
-        """One label per sample, (B,), for terms that compare the samples of a class."""
+        """Labels (B,), one per sample, for terms that compare samples of the same class."""
         labels = self.labels
         if labels is None:
             raise ValueError(
@@ -241,7 +247,7 @@ class Step:
 
     @property
     def targets(self) -> Targets:
-        """What the student's predictions are compared with."""
+        """Labels and masks for the losses on predictions."""
         return Targets(
             self.student_model,
             self.labels,
@@ -253,11 +259,11 @@ class Step:
     def task_loss(self, label_spread: float = 0.0) -> Tensor:
         """Student's loss on the labels: cross-entropy, or MSE for regression.
 
-        In the target of the cross-entropy each class but the label has ``label_spread`` times the
-        label's weight.
+        ``label_spread`` is the weight of every other class in the target of the cross-entropy, as
+        a fraction of the label's weight.
         """
         if self.student.loss is not None and self.labels is None:
-            return self._own_mean(self.student.loss)  # of a head with targets of its own
+            return self._own_mean(self.student.loss)  # the head has targets of its own
         logits = self._logits_of(self.student, "student", "task")
         options = PredictionOptions(label_spread=label_spread)
         return self._average(label_losses(logits, self.targets, options))
@@ -267,7 +273,7 @@ class Step:
         return None if self.student.router is None else self._own_mean(self.student.router)
 
     def _own_mean(self, mean: Tensor) -> Tensor:
-        """A mean that the student itself computes, taken for one over samples."""
+        """Share of a mean that the student computes itself, weighted by its number of samples."""
         rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
         return self.mean(mean * rows, rows)
 
@@ -276,8 +282,8 @@ class Step:
     ) -> Tensor:
         """Divergence between softened output distributions, or MSE for regression.
 
-        For answer spans the mean over start and end, each a distribution over the real tokens;
-        for multi-label heads the mean over the labels, each a distribution over yes and no.
+        Question answering: the mean over start and end, each a distribution over the real tokens.
+        Multi-label heads: the mean over the labels, each a distribution over yes and no.
         """
         students = self._logits_of(self.student, "student", "soft")
         teachers = self._logits_of(self.teacher, "teacher", "soft")
@@ -287,7 +293,7 @@ class Step:
     def head_loss(
         self, weights: Mapping[str, float], options: PredictionOptions
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted loss of "task" and "soft" by the LM heads, and each term, detached."""
+        """Weighted sum of "task" and "soft" from LM-head inputs, and each term, detached."""
         teacher = self.teacher.head_inputs if "soft" in weights else None
         assert self.student.head_inputs is not None
         sums = head_losses(self.student.head_inputs, teacher, self.targets, options, weights)
@@ -295,7 +301,7 @@ class Step:
         return loss, {name: x.detach() for name, x in zip(weights, terms, strict=True)}
 
     def has_heads(self, terms: Container[str]) -> bool:
-        """Whether `head_loss` can compute these terms, of "task" and "soft"."""
+        """Whether `head_loss` can compute those of ``terms`` that are "task" or "soft"."""
         soft = "soft" not in terms or self.teacher.head_inputs is not None
         return self.student.head_inputs is not None and soft
 
@@ -304,30 +310,30 @@ class Step:
         return means[0] if len(means) == 1 else torch.stack(means).mean()
 
     def _mean(self, losses: Sum) -> Tensor:
-        """Mean over the items that count, or over ``num_items`` for token-level heads."""
+        """Mean over the counted items, or over ``num_items`` for token-level heads."""
         if self.num_items is None or not losses.over_tokens:
             return self.mean(losses.total, losses.count)
-        # A number is passed to the kernel: as a tensor it would wait for the device.
+        # A Python number is a kernel argument; a tensor of it would wait for the device.
         items = (losses.total.new_ones(()) * self.num_items).to(losses.total.dtype)
         return losses.total / torch.where(items > 0, items, 1)
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model
-        if outputs.head_inputs is not None:  # the other side's can't be had by its head
+        if outputs.head_inputs is not None:  # only one of the two models has head inputs
             return outputs.head_inputs.logits()
         if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
             raise ValueError(
-                f"a term reads the {side}'s logits as {term} terms do, and they are kept only for "
-                "those that the method names in logit_terms"
+                f"logit_terms: a term reads the {side}'s logits, which are kept only for terms "
+                f"named there; add it to logit_terms, as {term} is"
             )
         if outputs.logits is None:
             given = ", ".join(outputs.names) or "a tuple"
             raise ValueError(
                 f"the {term} term needs logits, but the {side} ({model.class_name}) "
-                f"returns {given}; give it a head, or set the term's weight to 0"
+                f"returns {given}; use a model with a head, or set the term's weight to 0"
             )
         logits, size = outputs.logits, model.output_size
-        # Not by `in`: of sizes that change Dynamo finds none.
+        # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
         if (
             isinstance(logits, Tensor)
             and logits.dim() != 3
@@ -335,14 +341,15 @@ class Step:
             and size != (logits.shape[-1] if logits.dim() > 1 else 1)
         ):
             raise ValueError(
-                f"the {term} term needs logits of {size} labels, last of their dimensions, but "
-                f"those of the {side} ({model.class_name}) are {tuple(logits.shape)}"
+                f"the {term} term needs logits of {size} labels in the last dimension, but the "
+                f"{side} ({model.class_name}) returns {tuple(logits.shape)}; set num_labels of its "
+                "configuration"
             )
         return logits
 
 
 def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
-    """Raise, before any training, if ``terms`` on the output have no head to read."""
+    """Raise if ``terms`` read logits and the student has no head that fastkd supports."""
     if terms and not student.has_head:
         raise ValueError(
             f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
@@ -351,38 +358,39 @@ def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str
     if terms and student.aligns:
         raise ValueError(
             f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has a CTC head or one like it, whose outputs are aligned with "
-            f"labels by a loss of their own, which fastkd doesn't support; {remedy}"
+            f"({student.class_name}) has a CTC-like head, whose loss aligns outputs with labels, "
+            f"which fastkd doesn't support; {remedy}"
         )
 
 
 def check_same_kind(teacher: Model, student: Backbone) -> None:
-    """Raise unless both models write, or none."""
-    writes = [model.writes for model in (teacher, student)]
-    if writes[0] != writes[1]:
-        sides = [("teacher", teacher), ("student", student)]
-        (name, model), (other, plain) = sides if writes[0] else sides[::-1]
+    """Raise if only one of the models is an encoder-decoder."""
+    if teacher.writes != student.writes:
+        models = [("teacher", teacher), ("student", student)]
+        (name, model), (other, plain) = models if teacher.writes else models[::-1]
         raise ValueError(
             f"the {name} ({model.class_name}) is an encoder-decoder, the {other} "
-            f"({plain.class_name}) is none; their hidden states are those of other tokens"
+            f"({plain.class_name}) is not, and their hidden states belong to different tokens; use "
+            "two models of one kind"
         )
 
 
 def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
-    """Raise, before any training, if both models' logits can't be compared."""
+    """Raise if the logits of teacher and student can't be compared."""
     if not teacher.has_head:
         raise ValueError(
-            f"{method} compares logits, but the teacher has no head ({teacher.class_name})"
+            f"{method} compares logits, but the teacher has no head ({teacher.class_name}); "
+            "load it with its head"
         )
     if teacher.vocabulary is None:
         teacher.vocabulary = shared_words(teacher, student)
     sizes = [student.output_size, teacher.output_size]
     if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:
-        remedy = "; if their first words are the same, pass tokenizers=(student's, teacher's)"
-        words = student.predicts_words and teacher.predicts_words
+        remedy = "; if their first tokens are the same, pass tokenizers=(student's, teacher's)"
+        lm_heads = student.predicts_words and teacher.predicts_words
         raise ValueError(
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
-            f"entries and the teacher {sizes[1]}{remedy if words else ''}"
+            f"entries and the teacher {sizes[1]}{remedy if lm_heads else ''}"
         )
     if student.problem is None and teacher.problem in (REGRESSION, MULTI_LABEL):
         student.taught_problem = teacher.problem
@@ -390,11 +398,11 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
     if len(problems) > 1 and problems & {REGRESSION, MULTI_LABEL}:
         raise ValueError(
             f"{method} compares logits, but the student's problem_type is {student.problem} and "
-            f"the teacher's {teacher.problem}; set that of their configurations"
+            f"the teacher's {teacher.problem}; set one problem_type in both configurations"
         )
     ours, theirs = student.class_labels, teacher.class_labels
     if ours != theirs and sorted(ours) == sorted(theirs):
         raise ValueError(
             f"{method} compares logits, but the student's classes are {', '.join(ours)} and the "
-            f"teacher's {', '.join(theirs)}; give both heads one order"
+            f"teacher's {', '.join(theirs)}; use one order for both heads"
         )

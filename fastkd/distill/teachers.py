@@ -1,7 +1,4 @@
-"""Who takes batch in a step: models that run, a teacher's cache, several teachers.
-
-Every teacher is asked the same, whichever of these it is.
-"""
+"""Teachers of a step, behind one interface: a model that runs, a cache, several teachers."""
 
 import copy
 import dataclasses
@@ -34,43 +31,47 @@ from fastkd.distill.vocabulary import other_vocabulary
 
 
 class Teacher:
-    """A model that runs, and what a step asks of it."""
+    """A teacher model that runs in each step."""
 
     def __init__(self, module: nn.Module) -> None:
         self.model = backbone_of(module, "teacher")
-        #: The model that runs, if one does.
+        #: The models that run: this one, or none for a cache.
         self.live = [self.model]
-        #: Whether a warning said that its vocabulary isn't the student's.
+        #: Whether the warning about a vocabulary other than the student's was shown.
         self.vocabulary_warned = False
 
     @property
     def module(self) -> Any:
-        """What was given as the teacher."""
+        """The module that was passed as the teacher."""
         return self.model.model
 
     def serve(self, method: Method, device: torch.device) -> None:
-        """Raise unless a built method gets all that it wants."""
+        """Raise unless this teacher has every output that a built method reads."""
 
     def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
-        """Raise unless the method can compare what is said about other tokens."""
-        name, wanted = type(method).__name__, teacher_request(method)
-        if wanted["inside"]:
-            raise ValueError(f"{name} compares attention, which other tokens don't share")
-        if wanted["logits"] and per_token:
+        """Raise unless the method can compare a teacher whose tokens are not the student's."""
+        name, needed = type(method).__name__, teacher_request(method)
+        if needed["inside"]:
             raise ValueError(
-                f"{name} compares the predictions for each token, and the teacher's inputs are "
-                "others; set the weight of soft targets to 0"
+                f"{name} compares attention between tokens, but the teacher has inputs of its own; "
+                "leave the teacher_ inputs out, or use another method"
             )
-        if wanted["layers"] and wanted["pool"] == "tokens" and not spans:
+        if needed["logits"] and per_token:
             raise ValueError(
-                f"{name} compares tokens, and the teacher's are others; pass student_spans and "
-                "teacher_spans (fastkd.distill.TwoTokenizers), or choose a pooled comparison"
+                f"{name} compares the predictions for each token, but the teacher has inputs of "
+                "its own; set the weight of soft targets to 0"
+            )
+        if needed["layers"] and needed["pool"] == "tokens" and not spans:
+            raise ValueError(
+                f"{name} compares tokens, but the teacher has inputs of its own; pass "
+                "student_spans and teacher_spans (fastkd.distill.TwoTokenizers), or compare pooled "
+                "states"
             )
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
-        """What it says about a batch; ``by_head`` as in `run`."""
+        """The teacher's outputs on a batch."""
         own, model = batch.read_by_teacher, self.model
-        if self.module.training:  # put there since, by a module that holds it too
+        if self.module.training:  # another module that holds the teacher may call train()
             self.module.eval()
         inputs = placed_for(self.module, own.model_inputs)
         reads = method.compares_logits(progress)
@@ -88,11 +89,11 @@ class Teacher:
 
 
 class CachedTeacher(Teacher):
-    """What a teacher said before: nothing runs."""
+    """A teacher whose stored outputs are read; no model runs."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache = cache
-        self.model: Any = copy.copy(cache.model)  # another Distiller has words of its own
+        self.model: Any = copy.copy(cache.model)  # each Distiller sets its own vocabulary
         self.live = []
 
     @property
@@ -104,7 +105,8 @@ class CachedTeacher(Teacher):
 
     def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
         raise ValueError(
-            "a cached teacher is known by the student's tokens; leave the teacher_ inputs out"
+            "teacher_ inputs: a teacher cache finds samples by the student's tokens; leave these "
+            "inputs out"
         )
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
@@ -118,40 +120,41 @@ class Teachers:
     def __init__(self, module: Any, method: Method) -> None:
         self.several = isinstance(module, nn.ModuleList)
         if self.several and not isinstance(method, Several):
-            raise TypeError("several teachers want a method each: Several(first, second)")
-        # The one place that looks at what a teacher is.
+            raise TypeError(
+                "method: several teachers need one method each; pass Several(first, second)"
+            )
         self.each = [
             CachedTeacher(x) if isinstance(x, TeacherCache) else Teacher(x)
             for x in (module if self.several else [module])
         ]
         self.live = [model for teacher in self.each for model in teacher.live]
         models = [teacher.model for teacher in self.each]
-        #: What methods ask about them.
+        #: The model that methods read sizes and heads from.
         self.model: Model = EnsembleModel(models) if self.several else models[0]
 
     def take_tokenizers(self, student: Backbone, tokenizers: Any) -> None:
-        """Note whose words are whose: of one tokenizer for all, or of one for each side."""
-        sides: list[Model] = [student, *(teacher.model for teacher in self.each)]
+        """Assign tokenizers: one for all models, or the student's and each teacher's."""
+        models: list[Model] = [student, *(teacher.model for teacher in self.each)]
         if not isinstance(tokenizers, (list, tuple)):
-            tokenizers = [tokenizers] * len(sides)
-        if len(tokenizers) != len(sides):
+            tokenizers = [tokenizers] * len(models)
+        if len(tokenizers) != len(models):
             raise ValueError(
-                f"tokenizers must be one, or the student's and each teacher's ({len(sides)}), got "
+                f"tokenizers must be one, or the student's and each teacher's ({len(models)}), got "
                 f"{len(tokenizers)}"
             )
-        for side, tokenizer in zip(sides, tokenizers, strict=True):
+        for model, tokenizer in zip(models, tokenizers, strict=True):
             if tokenizer is not None and not hasattr(tokenizer, "get_vocab"):
                 raise TypeError(
                     f"tokenizers must be transformers tokenizers, got {type(tokenizer).__name__}"
                 )
-            side.tokenizer = tokenizer
+            model.tokenizer = tokenizer
 
     def with_methods(self, method: Any) -> Iterator[tuple[Teacher, Method]]:
-        """Each with the method that compares it."""
+        """Each teacher with its method."""
         return zip(self.each, method.each if self.several else [method], strict=True)
 
     def outputs(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
-        """Outputs of all teachers on a batch; empty where the method doesn't use a teacher."""
+        """Outputs of all teachers on a batch; empty if the method doesn't use a teacher."""
         outputs = tuple(
             teacher.run(batch, each, progress, use_lm_head)
             if each.uses_teacher
@@ -161,7 +164,7 @@ class Teachers:
         return EnsembleOutputs({}, None, parts=outputs) if self.several else outputs[0]
 
     def prepare(self, method: Method, batches: Batches) -> None:
-        """Let methods choose from data; a cache was written after that."""
+        """Make the methods' choices from data; a cache already contains them."""
         if self.several and method.prepared:
             return
         batches = list(batches) if self.several else batches
@@ -170,38 +173,38 @@ class Teachers:
                 each.prepare(teacher.module, batches)
 
     def to_cache(self) -> Backbone:
-        """The model whose outputs a cache would keep."""
+        """The model whose outputs a cache stores; raise if there is not exactly one."""
         if self.several:
             raise ValueError(
-                "several teachers are cached one by one: Distiller(teacher, student, method)"
-                ".cache_teacher(...) for each, then Distiller([cache, ...], ...)"
+                "teacher: several teachers are cached one by one; call Distiller(teacher, student, "
+                "method).cache_teacher(...) for each, then pass Distiller([cache, ...], ...)"
             )
         if not self.live:
-            raise ValueError("the teacher is a cache already; pass a model to write another")
+            raise ValueError("teacher: a TeacherCache can't be cached again; pass a model")
         if isinstance(self.each[0].module, AdaptersOff):
             raise ValueError(
-                "the teacher is the student's base; write its cache with a student of its own, "
+                "teacher: the teacher is the student's base; write its cache with another student, "
                 "before adapters are added"
             )
         return self.live[0]
 
 
 def check_in_place(name: str, module: nn.Module, read: nn.Module) -> None:
-    """Raise if another module has been put in the place of the one that is read, or around it."""
-    if all(batch is not read for batch in module.modules()):
+    """Raise if the module that the Distiller runs has been replaced or wrapped since."""
+    if all(inner is not read for inner in module.modules()):
         raise ValueError(
-            f"the {name} was replaced after the Distiller was made, which runs the one before; "
-            "make a new Distiller"
+            f"{name}: the {name} was replaced after the Distiller was made, which still runs the "
+            "old one; make a new Distiller"
         )
 
 
 def check_side(readers: list[Backbone], batch: dict[str, Any]) -> None:
-    """Raise for left padding that stays where it is, before a model that may count positions."""
+    """Raise for left padding that isn't moved, if a model may count positions from it."""
     mask = batch.get("attention_mask")
     if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or not mask.numel():
         return
     for reader in readers:
-        # XLNet's positions are relative, and `Blocks` says nothing about them.
+        # XLNet's positions are relative; those of `Blocks` are unknown.
         known = reader.shows_states and reader.config.model_type != "xlnet"
         if known and "position_ids" not in batch and not bool(mask[..., 0].all()):
             raise ValueError(
@@ -212,22 +215,22 @@ def check_side(readers: list[Backbone], batch: dict[str, Any]) -> None:
 
 
 def check_tokens(backbone: Backbone, name: str, prefix: str, inputs: dict[str, Any]) -> None:
-    """Raise for ids that a model of texts alone doesn't know, where they can be read."""
+    """Raise for ids outside a text model's vocabulary, unless reading them waits for the device."""
     ids, known = inputs.get("input_ids"), backbone.num_tokens
-    # Models of texts and images may have tokens of images beyond their vocabulary.
+    # Multimodal models may have image tokens beyond their vocabulary.
     others = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs.values())
     if known is None or others or not isinstance(ids, torch.Tensor) or not values_readable(ids):
         return
     largest = int(ids.max()) if ids.numel() else 0
     if largest >= known:
         raise ValueError(
-            f"{prefix}input_ids: the id {largest} is not one of the {known} tokens that the "
-            f"{name} ({backbone.class_name}) knows; pass its own tokenizer's ids"
+            f"{prefix}input_ids: the id {largest} is not one of the {known} tokens of the "
+            f"{name} ({backbone.class_name}); pass ids of its own tokenizer"
         )
 
 
 def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> None:
-    """Warn once where a teacher reads the student's ids, but has another vocabulary."""
+    """Warn once if a teacher reads the student's ids but has a vocabulary of another size."""
     if batch.teacher is not None or "input_ids" not in batch.inputs:
         return
     for teacher in teachers.each:
@@ -235,7 +238,7 @@ def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> N
         if not teacher.live or teacher.vocabulary_warned:
             continue
         own, others = student.num_tokens, model.num_tokens
-        # Tokenizers, and the tokens of two heads, were compared before.
+        # Tokenizers, and the vocabularies of two heads, were compared in the constructor.
         compared = student.tokenizer is not None or model.vocabulary is not None
         if own is not None and others is not None and own != others and not compared:
             teacher.vocabulary_warned = True
@@ -247,7 +250,7 @@ def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> N
 
 
 def check_documents(name: str, backbone: Backbone, batch: Batch) -> None:
-    """Raise where a model would read the documents of packed rows as one."""
+    """Raise if a model reads the documents of a packed row as one document."""
     if batch.documents is not None and batch.documents.packed:
         inputs = placed_for(backbone.model, batch.model_inputs)
         check_apart(backbone, name, inputs, batch.documents)
@@ -267,9 +270,9 @@ def batch_outputs(
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
-    """In the place of no rows, of which models can't make anything: zeros, nothing padded.
+    """Inputs of one row of zeros, without padding, in place of an empty batch.
 
-    The parameters then take batch in the loss, as data-parallel training wants it.
+    Models can't run on no rows, and data-parallel training needs every parameter in the loss.
     """
     row = dict(inputs)
     for name, x in inputs.items():

@@ -84,7 +84,7 @@ def test_parameters_and_state_are_the_students():
     distiller.load_state_dict(distiller.state_dict())
     with pytest.raises(ValueError, match="teacher is the student's base"):
         distiller.cache_teacher([batch()], "unused")
-    with pytest.raises(ValueError, match=r"share parameters.*teach a PEFT student by its base"):
+    with pytest.raises(ValueError, match=r"shares parameters.*pass the base of a PEFT student"):
         Distiller(student, student, FCD())
 
 

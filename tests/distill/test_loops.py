@@ -166,7 +166,7 @@ def test_hidden_states_of_other_layers_are_refused(family):
     student = student_from_teacher(teacher, [1, 3])
     data, method = {"input_ids": torch.randint(5, 60, (4, 6))}, FCD(task_weight=0)
     compiled = torch.compile(teacher, backend="eager")
-    message = rf"teacher \({type(teacher).__name__}\) is compiled.* numbers 1 are not the results"
+    message = rf"teacher \({type(teacher).__name__}\) is compiled.* states 1 are not the outputs"
     with pytest.raises(ValueError, match=message):
         Distiller(compiled, student, method)(**data)
     # Nor by an uncompiled model whose blocks no hook sees.

@@ -431,5 +431,5 @@ def test_a_method_serves_models_of_one_size():
     weights = {k: v.clone() for k, v in first.method.state_dict().items()}
     Distiller(teacher, student_from_teacher(teacher, [2]), method)
     assert all(torch.equal(v, weights[k]) for k, v in method.state_dict().items())
-    with pytest.raises(ValueError, match="built for other models"):
+    with pytest.raises(ValueError, match="built for models of other sizes"):
         Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)

@@ -137,8 +137,10 @@ def test_methods_are_found_by_name():
 
 
 def test_unfinished_methods_are_named():
-    with pytest.raises(TypeError, match=r"a weight for 'nothing' but no method nothing\(step\)"):
+    with pytest.raises(
+        TypeError, match=r"'nothing' is not a term; define the method nothing\(step\)"
+    ):
         Distiller(*eager_pair("bert"), Unfinished())
-    with pytest.raises(TypeError, match="missing: alpha"):
+    with pytest.raises(TypeError, match="arguments alpha are not attributes"):
         Unfinished().hyperparameters()
     assert "alpha" in repr(Unfinished())

@@ -98,7 +98,7 @@ def test_perturbation_schedule_preparation_and_caches(tmp_path):
 
 def test_mistakes():
     teachers, student = models()
-    with pytest.raises(TypeError, match="several teachers want a method each"):
+    with pytest.raises(TypeError, match="several teachers need one method each"):
         Distiller(teachers, student, FCD())
     with pytest.raises(ValueError, match="a teacher for each of the 3 methods"):
         Distiller(teachers, student, Several(FCD(), LRKD(), SoftTargets()))
