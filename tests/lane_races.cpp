@@ -1,4 +1,5 @@
-// csrc/linalg/eigen_lanes.h on threads, for ThreadSanitizer: repeated, zero and distinct eigenvalues.
+// csrc/linalg/eigen_lanes.h on threads, for ThreadSanitizer, with repeated, zero and distinct
+// eigenvalues.
 #include <cstdio>
 #include <vector>
 

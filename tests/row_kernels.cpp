@@ -1,6 +1,6 @@
-// The row kernels by themselves, for sanitizers: rows of every type and of awkward sizes in memory
-// that ends where they do, shared out among threads as parallel_for does it, and alone. Prints what
-// is wrong; the argument is the number of rounds.
+// The CPU kernels without PyTorch, for sanitizers: rows of every type and of awkward sizes, in
+// memory that ends with the last row, on several threads and on one. Prints errors. The argument is
+// the number of rounds.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,6 +11,10 @@
 #include <random>
 #include <thread>
 #include <vector>
+
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
 
 #include "losses/attention/attention.h"
 #include "losses/cos_nce/cos_nce.h"
@@ -39,7 +43,7 @@ using namespace fastkd::baseline;
 constexpr Type kTypes[] = {Type::kBFloat16, Type::kHalf, Type::kFloat, Type::kDouble};
 constexpr int64_t kRows = 7;
 
-// Rows of n numbers with gaps between, and nothing behind the last.
+// Rows of n numbers with gaps between them, and no memory behind the last.
 struct Memory {
   std::vector<char> bytes;
   Rows rows;
@@ -58,7 +62,7 @@ struct Memory {
   }
 };
 
-// body(begin, end) of all rows at once, or of each third by a thread of its own.
+// Calls body(begin, end) for all rows, or for each third on a thread of its own.
 template <typename Body>
 void share(int64_t rows, bool threads, const Body& body) {
   std::vector<std::thread> running;
@@ -69,7 +73,7 @@ void share(int64_t rows, bool threads, const Body& body) {
   for (auto& thread : running) thread.join();
 }
 
-// run(threads, output) writes ``size`` bytes: the same ones however the rows are shared out.
+// run(threads, output) writes ``size`` bytes; they must not depend on threads.
 template <typename Run>
 void compare(const char* what, int64_t n, Type type, size_t size, const Run& run) {
   std::vector<char> alone(size), shared(size);
@@ -151,7 +155,7 @@ void attention(int64_t N, Type type, std::mt19937& random) {
 }
 
 void knn(int64_t n, Type type, std::mt19937& random) {
-  constexpr int64_t kBank = 37, k = 2;  // of each label more than a tile
+  constexpr int64_t kBank = 37, k = 2;  // more than a tile for each label
   const Memory student(n, type, &random), teacher(n, type, &random, kBank);
   Neighbours of{student.rows, teacher.rows, kRows, kBank};
   const int64_t labels[kRows] = {0, 1, 0, 0, 1, 2, 0};
@@ -207,7 +211,7 @@ void relation(int64_t n, Type type, std::mt19937& random) {
   });
 }
 
-// Products of n rows against sums in float64.
+// Products of n rows, compared with sums in float64.
 template <typename W>
 void products(int64_t n, int64_t D, std::mt19937& random) {
   std::normal_distribution<double> normal;
@@ -241,15 +245,41 @@ void products(int64_t n, int64_t D, std::mt19937& random) {
   }
 }
 
+// Every float16 number, where the processor flushes subnormal floats to zero.
+void halves() {
+#ifdef __SSE2__
+  const unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040);
+#endif
+  std::vector<uint16_t> bits(1 << 16), back(1 << 16);
+  for (size_t i = 0; i < bits.size(); ++i) bits[i] = uint16_t(i);
+  std::vector<float> wide(bits.size());
+  widen(bits.data(), Type::kHalf, int64_t(bits.size()), wide.data());
+  narrow(wide.data(), int64_t(bits.size()), Type::kHalf, back.data());
+#ifdef __SSE2__
+  _mm_setcsr(before);
+#endif
+  for (int i = 0; i < 1 << 16; ++i) {
+    const int exponent = i >> 10 & 31, digits = i & 1023;
+    double exact = std::ldexp(exponent ? digits + 1024 : digits, (exponent ? exponent : 1) - 25);
+    if (exponent == 31) exact = digits ? NAN : INFINITY;
+    if (i >> 15) exact = -exact;
+    const bool nan = std::isnan(exact);
+    if (nan ? !std::isnan(wide[i]) : wide[i] != exact) std::printf("half %d is %g\n", i, wide[i]);
+    if (!nan && back[i] != i) std::printf("half %d comes back as %d\n", i, back[i]);
+  }
+}
+
 // |found − exact| in units of the last place of W.
 template <typename W>
 double roundings(W found, long double exact) {
-  const int digits = std::numeric_limits<W>::digits - 1;
-  const int least = std::numeric_limits<W>::min_exponent - std::numeric_limits<W>::digits;
-  return double(std::fabs(found - exact) / std::ldexp(1.0L, std::max(std::ilogb(W(exact)) - digits, least)));
+  constexpr int kDigits = std::numeric_limits<W>::digits;
+  constexpr int kLeast = std::numeric_limits<W>::min_exponent - kDigits;
+  const int place = std::max(std::ilogb(W(exact)) - kDigits + 1, kLeast);
+  return double(std::fabs(found - exact) / std::ldexp(1.0L, place));
 }
 
-// The exponential of a vector of x up to 0, to 1.5 roundings; ``next`` gives the numbers.
+// Checks that the exponential errs by at most 1.5 roundings, for x up to 0 from ``next``.
 template <typename W, typename Exp, typename Next>
 void exponential(const char* what, const Exp& exp_of, int64_t count, const Next& next) {
   double worst = 0;
@@ -271,13 +301,13 @@ void exponential(const char* what, const Exp& exp_of, int64_t count, const Next&
   if (!(worst <= 1.5)) std::printf("%s errs by %g roundings\n", what, worst);
 }
 
-// With and without fused products, of floats ``step`` apart and as many doubles.
+// The exponential with and without fused multiply-add.
 template <typename W, typename Next>
 void exponentials(int64_t count, const Next& next) {
-  exponential<W>("exp", [](const W* x, W* e) { baseline::store(e, baseline::exp<W>(baseline::load(x))); },
-                 count, next);
-  exponential<W>("fused exp", [](const W* x, W* e) { fused::store(e, fused::exp<W>(fused::load(x))); },
-                 count, next);
+  const auto plain = [](const W* x, W* e) { store(e, baseline::exp<W>(load(x))); };
+  const auto fused_too = [](const W* x, W* e) { store(e, fused::exp<W>(load(x))); };
+  exponential<W>("exp", plain, count, next);
+  exponential<W>("fused exp", fused_too, count, next);
 }
 
 void exp_and_log(uint32_t step, std::mt19937& random) {
@@ -290,7 +320,7 @@ void exp_and_log(uint32_t step, std::mt19937& random) {
   });
   std::uniform_real_distribution<double> from_least(-745, 0), near(-1, 0);
   exponentials<double>(count, [&](int64_t i) { return i % 2 ? from_least(random) : near(random); });
-  double worst = 0;  // of log(2/(1 + x))
+  double worst = 0;  // log(2/(1 + x))
   for (int64_t i = 0; i < count; ++i) {
     const float x = float(i) / float(count);
     const auto found = log_over_mean<float>(splat(1.f), splat(x));
@@ -319,9 +349,10 @@ int main(int, char** arguments) {
                               : relation<float>(n, type, random);
         if (n < 100) attention(n, type, random);
       }
-      knn(8200, type, random);  // two ranges
+      knn(8200, type, random);  // two ranges of features
     }
   }
+  halves();
   std::mt19937 random(rounds);
   exp_and_log(rounds > 1 ? 997 : 99991, random);
 }

@@ -1,4 +1,4 @@
-// Lanes of eigen_lanes.h that are threads: the tests run a GPU block's code on the CPU.
+// Lanes of eigen_lanes.h that are CPU threads: tests run a GPU block's code with them.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class Barrier {
   long round_ = 0;
 };
 
-// A block's, or those of a warp alone; warps as small as can be, since every lane is a thread.
+// Lanes of a block, or of one warp. Warps are small, since every lane is a thread.
 template <int WARP, bool ONE_WARP = false>
 struct ThreadLanes {
   static constexpr int kWarp = WARP;
@@ -59,18 +59,18 @@ struct ThreadLanes {
     return folded(x, [](const double* x) { return std::accumulate(x, x + kWarp, 0.0); });
   }
 
-  // The first lane of the warp that says so; kWarp if none does.
+  // The first lane of the warp with ``mine`` true, or kWarp.
   int first(bool mine) const {
     return folded(mine, [](const double* x) { return int(std::find(x, x + kWarp, 1.0) - x); });
   }
 
-  // body(column) for the lane's own.
+  // Calls body(column) for the lane's columns.
   template <typename Body>
   void each(int n, const Body& body) const {
     for (int j = index; j < n; j += count) body(j);
   }
 
-  // fold(values of the warp's lanes)
+  // fold(the values of the warp's lanes)
   template <typename Fold>
   auto folded(double mine, const Fold& fold) const {
     block->values[index] = mine;
@@ -80,7 +80,7 @@ struct ThreadLanes {
     return result;
   }
 
-  // body(lanes) in every lane of one block.
+  // Calls body(lanes) in every lane of one block.
   template <typename Body>
   static void run(int lanes, const Body& body) {
     Block block(lanes);

@@ -1,11 +1,11 @@
-// Compiles the file FASTKD_KERNELS, and vectors.h for it, once for each kind of processor. Neither file
-// has includes or a namespace of its own.
+// Compiles the file FASTKD_KERNELS, and vectors.h for it, once for each kind of processor. Neither
+// file has includes or a namespace of its own.
 //
 //     #define FASTKD_KERNELS "losses/attention/attention_kernels.h"
 //     #include "base/each_processor.h"
 //
-// A kernel, called by FASTKD_CALL, is marked FASTKD_KERNEL. It uses `flatten`: a helper left out of line
-// would be compiled for baseline x86-64 and lose AVX.
+// A kernel, called by FASTKD_CALL, is marked FASTKD_KERNEL. It uses `flatten`: a helper left out of
+// line would be compiled for baseline x86-64 and lose AVX.
 #include "base/processors.h"
 
 namespace fastkd {

@@ -1,10 +1,11 @@
-// Memory that is new in every step costs as much by being touched as by what is computed in it: of
-// pages of 2 MiB there are 512 times fewer to fetch and to find again.
+// Large new memory. Gradients that are allocated in every step cost as much in page faults as in
+// arithmetic; pages of 2 MiB need 512 times fewer faults.
 //
-// But a hypervisor takes whole free ones back within seconds, and gives one again for seven times
-// what it costs otherwise, while small pages lie between those in use and stay. Which of both are
-// dear can't be seen but by fetching some. So what surely comes from the system is fetched here, by
-// all threads, in parts of the kind that was cheaper last; the dearer one is tried again seldom.
+// Under free page reporting the hypervisor reclaims free huge pages after about two seconds, and
+// getting one back costs about seven times a normal fault; small pages lie between pages in use and
+// are not reclaimed. Only faulting shows which kind is cheaper. So memory that comes from the
+// system is populated here, by all threads, in parts, with the kind of page that was cheaper last.
+// The other kind is tried again rarely.
 #include "base/tensors.h"
 
 #ifdef __linux__
@@ -20,18 +21,18 @@ namespace fastkd {
 #ifdef MADV_HUGEPAGE
 namespace {
 
-// From here on glibc keeps nothing for the next step.
+// glibc returns freed blocks of this size to the system.
 constexpr uintptr_t kTakenAnew = 32 << 20;
 constexpr uintptr_t kLargePage = 2 << 20, kFirstPart = 4 << 20;
 constexpr int kMostPatience = 63;
-constexpr int kPopulateWrite = 23;  // of Linux 5.14, which older headers don't know
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14
 
 bool advise(uintptr_t start, uintptr_t end, int advice) {
   return madvise(reinterpret_cast<void*>(start), end - start, advice) == 0;
 }
 
-// Seconds a byte.
-double fetch(uintptr_t start, uintptr_t end, bool large) {
+// Populates memory with small or huge pages; returns seconds per byte.
+double populate(uintptr_t start, uintptr_t end, bool large) {
   const auto before = std::chrono::steady_clock::now();
   advise(start, end, large ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
   const int64_t first = start / kLargePage, last = (end - 1) / kLargePage + 1;
@@ -42,34 +43,35 @@ double fetch(uintptr_t start, uintptr_t end, bool large) {
   return seconds.count() / double(end - start);
 }
 
-// What small and large pages cost when last fetched, and after how many times both are tried again:
-// the longer the same is the cheaper one.
-struct Seen {
+// Cost of small and huge pages when last populated, and the calls until both are tried again: more,
+// the longer the same kind stays cheaper.
+struct Costs {
   std::atomic_flag taken = ATOMIC_FLAG_INIT;
   double cost[2] = {};
   int left = 0, patience = 0;
-} seen;
+} costs;
 
-void fetch_all(uintptr_t start, uintptr_t end) {
-  if (seen.taken.test_and_set()) return;  // another fetches, or did when this process was forked off
+void populate_all(uintptr_t start, uintptr_t end) {
+  if (costs.taken.test_and_set()) return;  // by another thread, maybe before a fork
   const uintptr_t whole = (start + kLargePage - 1) / kLargePage * kLargePage;
   advise(start, whole, kPopulateWrite);
-  double* const cost = seen.cost;
-  const bool was_large = cost[1] <= cost[0], tries = seen.left-- <= 0;
-  if (tries) cost[0] = cost[1] = 0;  // what is untried is free
+  double* const cost = costs.cost;
+  const bool was_large = cost[1] <= cost[0], tries = costs.left-- <= 0;
+  if (tries) cost[0] = cost[1] = 0;  // an untried kind counts as free
   for (uintptr_t at = whole; at < end;) {
     const bool large = cost[1] <= cost[0];
-    // Parts grow, so that half of all goes by what was seen in the other half.
+    // Parts grow: the choice for half of the memory rests on the other half.
     const uintptr_t part = cost[0] > 0 ? std::max(kFirstPart, at - whole) : kFirstPart;
     const uintptr_t next = std::min(at + part, end);
-    cost[large] = fetch(at, next, large);
+    cost[large] = populate(at, next, large);
     at = next;
   }
   if (tries) {
     const bool is_as_before = (cost[1] <= cost[0]) == was_large;
-    seen.left = seen.patience = is_as_before ? std::min(2 * seen.patience + 1, kMostPatience) : 0;
+    costs.patience = is_as_before ? std::min(2 * costs.patience + 1, kMostPatience) : 0;
+    costs.left = costs.patience;
   }
-  seen.taken.clear();
+  costs.taken.clear();
 }
 
 }  // namespace
@@ -85,9 +87,9 @@ void take_pages([[maybe_unused]] const Tensor& x) {
   unsigned char there = 0;
   if (bytes < kTakenAnew || mincore(reinterpret_cast<void*>(start), page, &there) != 0 ||
       !advise(start, start + page, kPopulateWrite)) {
-    advise(start, end, MADV_HUGEPAGE);  // where a system has none, all stays as it is
+    advise(start, end, MADV_HUGEPAGE);  // no effect on systems without huge pages
   } else if (!(there & 1)) {
-    fetch_all(start, end);
+    populate_all(start, end);
   }
 #endif
 }

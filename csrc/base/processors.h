@@ -1,7 +1,8 @@
 // CPU dispatch: which of the compiled copies of a kernel this processor runs.
 //
-// A file of kernels, such as losses/knn/knn_kernels.h, is compiled once for each kind of processor, in a
-// namespace of its own and with vectors as wide as that processor's registers: see each_processor.h.
+// A file of kernels, such as losses/knn/knn_kernels.h, is compiled once for each kind of processor,
+// in a namespace of its own and with vectors as wide as that processor's registers: see
+// each_processor.h.
 #pragma once
 
 #include <algorithm>
@@ -65,8 +66,8 @@ inline void fetch(const void* p) { __builtin_prefetch(p); }
 // The same into the second cache: the first holds the current operands.
 inline void fetch_near(const char* p) { __builtin_prefetch(p, 0, 2); }
 
-// The row that is read or written next. The loop over the current row prefetches it number by number: a
-// processor has few outstanding loads, so many lines at once would stall it.
+// The row that is read or written next. The loop over the current row prefetches it number by
+// number: a processor has few outstanding loads, so many lines at once would stall it.
 struct Next {
   const char* row = nullptr;
   int64_t size = 0;  // bytes of a number
@@ -76,8 +77,8 @@ struct Next {
   }
 };
 
-// Only gcc from version 12 on inlines a kernel's helpers with the kernel's instruction set. Sanitizers
-// define FASTKD_BYTES and check one width of vectors.
+// Only gcc from version 12 on inlines a kernel's helpers with the kernel's instruction set.
+// Sanitizers define FASTKD_BYTES and check one width of vectors.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(FASTKD_BYTES)
 #define FASTKD_KINDS
 #endif

@@ -1,7 +1,7 @@
-// All kernels keep a tile of sums in registers. Products and differences of rows with rows have
-// vectors along the rows, so nothing is packed, and each vector of sums is added up at the end. Of a
-// group's products only tiles on and above the diagonal are formed; two tiles' columns stay in the
-// nearest cache while a block passes.
+// All kernels keep a tile of sums in registers. Vectors run along the rows, so nothing is packed,
+// and each vector of sums is added up at the end. Products of a group are computed for tiles on and
+// above the diagonal; the columns of two tiles stay in the first cache while the rows of a block
+// pass.
 //
 // A tile's shape depends on the number of registers, so each kind of processor has its own.
 #include "base/products.h"
@@ -13,7 +13,7 @@
 namespace fastkd {
 namespace {
 
-// So many bytes of a row, and rows of a few columns, at a time, that they stay in that cache.
+// Bytes of a row, and rows of a strip, that stay in the first cache.
 constexpr int64_t kDepth = 4352, kStrip = 64;
 
 }  // namespace

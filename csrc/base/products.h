@@ -1,13 +1,12 @@
-// Products of a group's rows with one another, and differences of rows, by kernels of a few rows at
-// a time.
+// Products and squared differences of rows with rows, a few rows at a time.
 #pragma once
 
 #include <cstdint>
 
 namespace fastkd {
 
-// Rows of D numbers lie so far apart, 0 behind their end: whole vectors, and no power of two, by
-// which many rows would share a few places of a cache.
+// Stride of rows of D numbers, with zeros behind their end: whole vectors, and no power of two,
+// which would let many rows compete for a few cache sets.
 template <typename W>
 constexpr int64_t room_of(int64_t D) {
   constexpr int64_t kLine = 128 / sizeof(W);
@@ -15,26 +14,25 @@ constexpr int64_t room_of(int64_t D) {
   return room % (8 * kLine) ? room : room + kLine;
 }
 
-constexpr int64_t kBlock = 32;  // rows of a product, which one thread makes
+constexpr int64_t kBlock = 32;  // rows of a product that one call computes
 
-// R (N, N) = rows·rowsᵀ, on and above the diagonal: what the rows of a block have with themselves
-// and with those behind them.
+// R (N, N) = rows·rowsᵀ on and above the diagonal, for the rows of one block.
 void multiply_rows(const float* rows, int64_t N, int64_t D, int64_t block, float* R);
 void multiply_rows(const double* rows, int64_t N, int64_t D, int64_t block, double* R);
 
-// The rows of a block of A·rows, each with the room of one of ``rows``.
+// h = rows of one block of A·rows, with the stride of ``rows``.
 void combine_rows(const float* A, const float* rows, int64_t N, int64_t D, int64_t block, float* h);
 void combine_rows(const double* A, const double* rows, int64_t N, int64_t D, int64_t block,
                   double* h);
 
-// Rows that are read next, ``stride`` bytes of each for a number of the rows at hand. To be fetched
-// in passing: of more at once than a few lines a processor would wait.
+// Rows to prefetch while others are compared, ``stride`` bytes of each for a number of these: a
+// processor has few outstanding loads, so many lines at once would stall it.
 struct Ahead {
   const char* const* rows;
   int64_t count, stride;
 };
 
-// sums (A, B): Σ (a − b)² of n numbers of each of the rows.
+// sums (A, B): Σ (a − b)² over n numbers of each pair of rows.
 void compare_rows(const float* const* a, int64_t A, const float* const* b, int64_t B, int64_t n,
                   const Ahead& ahead, float* sums);
 void compare_rows(const double* const* a, int64_t A, const double* const* b, int64_t B, int64_t n,

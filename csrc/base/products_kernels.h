@@ -1,6 +1,6 @@
 // Kernels of products.cpp; see each_processor.h.
 
-// x in a register. gcc would load it from memory for each use.
+// Keeps x in a register: gcc would load it from memory for each use.
 template <typename Part>
 inline void hold([[maybe_unused]] Part& x) {
 #if defined(FASTKD_KINDS) && defined(__OPTIMIZE__)
@@ -8,7 +8,7 @@ inline void hold([[maybe_unused]] Part& x) {
 #endif
 }
 
-// body(0), body(1), ...: constants, so that arrays they index stay in registers.
+// Calls body(0), body(1), ... with constants, so that arrays indexed by them stay in registers.
 template <typename Body, int... i>
 inline void unrolled(const Body& body, std::integer_sequence<int, i...>) {
   (body(std::integral_constant<int, i>()), ...);
@@ -18,7 +18,7 @@ inline void unrolled(const Body& body) {
   unrolled(body, std::make_integer_sequence<int, kCount>());
 }
 
-// Of x and then of y the sums of both halves of each part of kPart lanes, N of them together.
+// Adds the two halves of each part of kPart lanes, of x and then of y: N sums.
 template <int kPart, typename Part, int... lane>
 inline Part halves_of(const Part& x, const Part& y, std::integer_sequence<int, lane...>) {
   constexpr int N = sizeof...(lane), kHalf = kPart / 2;
@@ -27,8 +27,8 @@ inline Part halves_of(const Part& x, const Part& y, std::integer_sequence<int, l
          Part{at(lane / kHalf * kPart + lane % kHalf + kHalf)...};
 }
 
-// The sums of kCount vectors of N lanes side by side, in the first of them. Each step makes one
-// vector of two.
+// Replaces the first of kCount vectors of N lanes by the sums of each. Each step makes one vector
+// of two.
 template <int N, int kCount, int kPart = N, typename Part>
 inline void add_lanes(Part* x) {
   if constexpr (kPart > 1) {
@@ -41,7 +41,8 @@ inline void add_lanes(Part* x) {
   }
 }
 
-// sums (kLeft, kRight) of term(x, y), vectors of rows a and b; meanwhile(k) is called on the way.
+// sums (kLeft, kRight): Σ term(x, y) over vectors of rows a and b. meanwhile(k) is called for each
+// vector.
 template <typename W, int kLeft, int kRight, typename Term, typename Meanwhile>
 inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const Term& term,
                       const Meanwhile& meanwhile, W* sums) {
@@ -59,7 +60,7 @@ inline void sum_terms(const W* const* a, const W* const* b, int64_t count, const
       unrolled<kRight>([&](auto j) { totals[i * kRight + j] += term(left, right[j]); });
     });
   }
-  Part added[kLeft * kRight];  // a copy, or gcc loads rows again in the loop
+  Part added[kLeft * kRight];  // a copy: otherwise gcc loads the rows again in the loop
   unrolled<kLeft * kRight>([&](auto i) { added[i] = totals[i]; });
   add_lanes<kNumbers, kLeft * kRight>(added);
   std::memcpy(sums, added, kLeft * kRight * sizeof(W));
@@ -103,7 +104,7 @@ FASTKD_KERNEL void multiply_block(const W* rows, int64_t N, int64_t D, int64_t b
   }
 }
 
-// ``count`` rows from the i-th on, the last in place of those beyond it.
+// kCount rows from row i on; the last row stands in for rows beyond ``count``.
 template <int kCount, typename W>
 inline void pick(const W* const* rows, int64_t i, int64_t count, const W** picked) {
   for (int64_t k = 0; k < kCount; ++k) picked[k] = rows[std::min(i + k, count - 1)];

@@ -1,5 +1,5 @@
-// One read of the row. Blocks are summed in float64, so no sum is longer than a block; rows whose
-// squares leave the range of their type are divided by their largest number first.
+// One read of the row. Blocks are summed in W, and their sums in float64. Rows whose squares leave
+// the range of their type are divided by their largest number first.
 #include "base/row_norms.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kBlock = 2048;
 
-// body(block, count) along a row
+// Calls body(block, count) along a row.
 template <typename W, typename Body>
 void each_block(const Rows& rows, int64_t row, const Body& body) {
   W copy[kBlock];

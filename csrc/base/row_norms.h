@@ -5,7 +5,7 @@
 
 namespace fastkd {
 
-// ‖x‖ of a row; of finite numbers neither their squares nor the sum leave the range of float64.
+// ‖x‖ of a row, without overflow or underflow of squares.
 double row_norm(const Rows& rows, int64_t row);
 
 }  // namespace fastkd

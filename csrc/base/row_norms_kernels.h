@@ -1,8 +1,8 @@
-// Kernels of row_norms.cpp; see each_processor.h.
+// Kernel of row_norms.cpp; see each_processor.h.
 
 template <typename W>
 FASTKD_KERNEL double squares_of(const W* x, int64_t n) {
-  constexpr int64_t kSums = 4;  // so that none waits for the last
+  constexpr int64_t kSums = 4;  // independent, to hide the latency of additions
   Vector<W> totals[kSums]{};
   const int64_t rest = n - n % (kSums * kLanes<W>);
   for (int64_t i = 0; i < rest; i += kSums * kLanes<W>) {

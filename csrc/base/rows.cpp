@@ -1,5 +1,12 @@
-// The conversions between rows of half types and those that losses are computed in.
+// Conversions between half precision and the types that losses are computed in.
 #include "base/rows.h"
+
+#include "base/processors.h"
+
+#if defined(FASTKD_KINDS)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc 12 warns about its own header
+#include <immintrin.h>
+#endif
 
 #define FASTKD_KERNELS "base/rows_kernels.h"
 #include "base/each_processor.h"

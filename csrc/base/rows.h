@@ -1,4 +1,4 @@
-// Rows of any type, read and written as rows of the type that a loss is computed in.
+// Rows of memory of any dtype, read and written in the type W that a loss is computed in.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ inline int64_t size_of(Type type) {
 inline bool is_of(Type type, float) { return type == Type::kFloat; }
 inline bool is_of(Type type, double) { return type == Type::kDouble; }
 
-// n numbers of another type, and back to the nearest, of two as near to the even one.
+// Convert n numbers from and to another type, rounding to nearest even.
 void widen(const void* row, Type type, int64_t n, float* wide);
 void widen(const void* row, Type type, int64_t n, double* wide);
 void narrow(const float* wide, int64_t n, Type type, void* row);
 void narrow(const double* wide, int64_t n, Type type, void* row);
 
-// Room for rows of n, made when first asked for; none where the rows are of type W already.
+// Buffers for rows of n numbers, allocated on first use. Null where the rows have type W already.
 template <typename W>
 struct Copies {
   Type type;
@@ -38,7 +38,7 @@ struct Copies {
   static constexpr int kMostCopies = 4;
 };
 
-// (R, n) with rows ``stride`` apart, each dense.
+// Rows of n numbers, each dense, ``stride`` numbers apart.
 struct Rows {
   char* data;
   int64_t stride, n;
@@ -48,7 +48,8 @@ struct Rows {
     return data + (row * stride + start) * size_of(type);
   }
 
-  // ``count`` numbers of a row: where they lie if they are of type W, else widened into ``copy``.
+  // Pointer to ``count`` numbers of a row as W: in place if they have type W, else converted to
+  // ``copy``.
   template <typename W>
   const W* read(int64_t row, int64_t start, int64_t count, W* copy) const {
     const char* from = place(row, start);
@@ -57,7 +58,8 @@ struct Rows {
     return copy;
   }
 
-  // Where to write them; `written` then brings them to their place. Null rows are not written.
+  // Buffer for ``count`` results as W: in place, or ``copy``, which `written` then converts. Null
+  // if the rows are null.
   template <typename W>
   W* write(int64_t row, int64_t start, W* copy) const {
     if (data == nullptr) return nullptr;
@@ -70,10 +72,10 @@ struct Rows {
     narrow(copy, count, type, place(row, start));
   }
 
-  // One of them by itself.
+  // One row.
   Rows only(int64_t row) const { return {place(row, 0), 0, n, type}; }
 
-  // The first row from numbers in float64.
+  // Sets the first row from float64.
   void fill(const double* numbers) const {
     if (type == Type::kDouble) {
       std::memcpy(data, numbers, n * sizeof(double));
@@ -82,7 +84,7 @@ struct Rows {
     }
   }
 
-  // One number, of rows of one.
+  // Set and get a number; for rows of one number.
   void put(int64_t row, double value) const {
     *write(row, 0, &value) = value;
     written(row, 0, 1, &value);
@@ -100,8 +102,8 @@ struct Positions {
   int64_t samples, positions, D, stride_sample, stride_position;
   Type type;
 
-  // How many rows before it is visited a row is fetched: a row takes less time than memory to answer,
-  // and where they lie apart no processor foresees the next.
+  // Prefetch distance in rows. A row takes less time than memory needs to answer, and hardware does
+  // not prefetch rows that lie apart.
   int64_t ahead() const { return positions > 1 ? 2 : 1; }
 
   Rows row(int64_t sample, int64_t position) const {
@@ -109,17 +111,18 @@ struct Positions {
     return {data + offset * size_of(type), 0, D, type};
   }
 
-  // No data where there is no such row.
+  // The row, or null rows if there is none.
   Rows row_if_any(int64_t sample, int64_t position) const {
     const bool is_there = data != nullptr && sample < samples && position < positions;
     return is_there ? row(sample, position) : Rows{};
   }
 
-  // The positions (positions, D) of a sample.
+  // Rows (positions, D) of a sample.
   Rows group(int64_t sample) const {
     return {data + sample * stride_sample * size_of(type), stride_position, D, type};
   }
 
+  // With samples and positions exchanged.
   Positions turned() const {
     return {data, positions, samples, D, stride_position, stride_sample, type};
   }

@@ -1,4 +1,4 @@
-// What the row kernels' operators share: tensors as rows, scalars, threads.
+// Tensors in operators: as rows and scalars, checks, allocation.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -33,7 +33,8 @@ inline ScalarType working_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Of a gradient made along with its loss: what a loss scale saves, float16 would have lost by then.
+// Dtype of a gradient that is computed along with its loss, before the loss scale is known: float16
+// would lose the small entries that the scale is meant to save.
 inline ScalarType gradient_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Half ? ScalarType::Float : x.scalar_type();
 }
@@ -43,7 +44,7 @@ inline T* data(const Tensor& x) {
   return static_cast<T*>(x.data_ptr());
 }
 
-// (R, n), the last dimension dense.
+// x (R, n), the last dimension dense.
 inline Rows rows_of(const Tensor& x) {
   return {data<char>(x), x.stride(0), x.size(1), type_of(x)};
 }
@@ -76,25 +77,26 @@ void check_numbers(const std::optional<Tensor>& x, const char* name, int64_t row
 // Indices from 0 to ``end`` - 1, as int64 (count,).
 void check_places(const std::optional<Tensor>& x, const char* name, int64_t count, int64_t end);
 
-// Makes the first touch of x, which is new, cost less; no more memory, since pages it shares with
-// others stay as they are.
+// Makes page faults of x, which is new and contiguous, cheaper. Contents and pages shared with
+// other memory stay as they are.
 void take_pages(const Tensor& x);
 
-// out (M, N) = a (M, K) of bfloat16, or of float32 rounded to it, times b (K, N) of bfloat16, or
-// that is added to it; only where `has_half_product`. Nothing is added to an ``out`` of bfloat16,
-// which takes the sums rounded once.
+// out (M, N) = a (M, K) · b (K, N), or with ``add`` out += a · b, only where `has_half_product`. b
+// is bfloat16; a is bfloat16, or float32 that is rounded to bfloat16. Sums are float32; an ``out``
+// of bfloat16, without ``add``, holds them rounded once.
 void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
                   const std::string& unit = "fastest");
 
-// For a gradient as large as what it is of.
+// A new tensor that may be large.
 inline Tensor new_large(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
   const Tensor x = torch::stable::new_empty(like, sizes, type);
-  // So much the C library often gives back to the system, and takes from there again in each step.
+  // The C library often returns blocks of this size to the system, and requests them again in each
+  // step.
   if (x.numel() * x.element_size() >= 1 << 22) take_pages(x);
   return x;
 }
 
-// A vector, or a scalar, which then is all of its numbers.
+// The numbers of a vector; a scalar repeats.
 inline Rows numbers_of(const Tensor& x) {
   return {data<char>(x), x.dim() ? x.stride(0) : 0, 1, type_of(x)};
 }
@@ -104,14 +106,15 @@ inline double value_of(const Tensor& scalar) {
   return numbers_of(scalar).get(0);
 }
 
-// A scalar of the type that ``like`` is computed in.
+// A scalar of the working dtype of ``like``.
 inline Tensor scalar(double value, const Tensor& like) {
   const Tensor result = torch::stable::new_empty(like, {}, working_type(like));
   numbers_of(result).put(0, value);
   return result;
 }
 
-// body(begin, end) on the threads, of rows of so many bytes; no less than takes microseconds.
+// Calls body(begin, end) on threads, for rows of ``bytes`` each. A thread gets work for
+// microseconds at least.
 template <typename Body>
 inline void each_row(int64_t rows, int64_t bytes, const Body& body) {
   const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(bytes, 1));

@@ -1,4 +1,4 @@
-// Vectors of one kind of processor, of kBytes: parts of rows, exp and log, sums. Included by
+// Vectors of kBytes, for one kind of processor: loads and stores, sums, exp and log. Included by
 // each_processor.h.
 
 template <typename W>
@@ -17,8 +17,8 @@ inline Vector<W> splat(W x) {
   return x - Vector<W>{};
 }
 
-// body(start, count) along a row of n: whole vectors, and a rest of fewer. In the loop the count is
-// a constant, so nothing there asks for it.
+// Calls body(start, count) along a row of n numbers: for whole vectors, and for the rest. The count
+// of whole vectors is a constant, so their code has no branches on it.
 template <typename W, typename Body>
 inline void each(int64_t n, const Body& body) {
   int64_t i = 0;
@@ -26,7 +26,7 @@ inline void each(int64_t n, const Body& body) {
   if (i < n) body(i, n - i);
 }
 
-// The first ``count`` numbers, and ``other`` beyond.
+// The first ``count`` numbers of x, and ``other`` in the lanes behind them.
 template <typename W>
 inline Vector<W> keep(Vector<W> x, int64_t count, W other = 0) {
   if (count == kLanes<W>) return x;
@@ -48,7 +48,7 @@ inline Vector<W> load(const W* p, int64_t count = kLanes<W>, W other = 0) {
 
 template <typename W>
 inline void store(W* p, Vector<W> x, int64_t count = kLanes<W>) {
-  // Apart, or each would be a call.
+  // Two branches: a memcpy of variable size alone would be a call.
   if (count == kLanes<W>) {
     std::memcpy(p, &x, sizeof(x));
   } else {
@@ -61,7 +61,7 @@ inline Vector<W> largest(Vector<W> a, Vector<W> b) {
   return a > b ? a : b;
 }
 
-// In halves, so in the same order whatever the registers.
+// Adds halves of the vector: the order depends on N only.
 template <typename W, int N>
 inline W sum_of(const VectorN<W, N>& x) {
   if constexpr (N == 1) {
@@ -77,7 +77,7 @@ inline double sum(Vector<W> x) {
   return sum_of<double, kLanes<W>>(__builtin_convertvector(x, VectorN<double, kLanes<W>>));
 }
 
-// A vector's numbers in float64 are so many vectors.
+// Number of float64 vectors that hold a vector's numbers.
 template <typename W>
 constexpr int kWide = int(sizeof(double) / sizeof(W));
 
@@ -95,9 +95,9 @@ inline double sum_of_parts(const Vector<double>* totals) {
   return sum<double>(total);
 }
 
-// The sums of kSums vectors, to which body(start, count, vectors) adds along a row of n: to several
-// of each in turn where they are few, since each waits for its last sum. After so many numbers they
-// go on in float64, so no sum of W is longer.
+// kSums sums along a row of n numbers: body(start, count, vectors) adds to kSums vectors. Few sums
+// have several vectors each, used in turn, to hide the latency of additions. After kLongest numbers
+// the vectors are added to float64 totals.
 template <typename W, int kSums, typename Body>
 inline std::array<double, kSums> sums_of(int64_t n, const Body& body) {
   constexpr int64_t kLongest = 1024;
@@ -135,7 +135,8 @@ inline W largest(Vector<W> x) {
   return largest_of<W, kLanes<W>>(x);
 }
 
-// a·b + c rounded once, whatever -ffp-contract says: the compiler makes one instruction of the loop.
+// a·b + c, rounded once whatever -ffp-contract is. The compiler turns the loop into one
+// instruction.
 template <typename W>
 inline Vector<W> fused(Vector<W> a, Vector<W> b, Vector<W> c) {
   Vector<W> result;
@@ -149,7 +150,7 @@ inline Vector<W> fused(Vector<W> a, Vector<W> b, Vector<W> c) {
   return result;
 }
 
-// Σ c(k)·x^k; c is a type, so that the compiler knows each number before it makes vectors.
+// Σ c(k)·x^k. The coefficients are a type's constants, so that the compiler evaluates them.
 template <typename W, typename Series, int k = 0>
 inline Vector<W> series(Vector<W> x) {
   if constexpr (k == Series::kTerms - 1) {
@@ -159,7 +160,7 @@ inline Vector<W> series(Vector<W> x) {
   }
 }
 
-// The series of e^x, or that of 2^(x/parts).
+// Coefficients of e^x, or of 2^(x/parts).
 template <int terms, int parts>
 struct ExpSeries {
   static constexpr int kTerms = terms;
@@ -171,7 +172,8 @@ struct ExpSeries {
   }
 };
 
-// That of 2·atanh(√x)/√x from 0 to 1/9; of float the polynomial that errs least, by 4e-9 of it.
+// Coefficients of 2·atanh(√x)/√x for x from 0 to 1/9. For float a minimax polynomial, relative
+// error 4e-9.
 template <typename Of>
 struct AtanhSeries {
   static constexpr bool kFitted = std::is_same_v<Of, float>;
@@ -183,8 +185,8 @@ struct AtanhSeries {
   }
 };
 
-// The bits of 2^(i/16) less those of i, which raised_exp adds with the other powers of two. One
-// instruction looks up a vector's; other compilers lack its name.
+// Bits of 2^(i/16), minus i << 19, which raised_exp adds with the exponent. A vector of 64 bytes
+// looks them up by one instruction, __builtin_shuffle, which clang lacks.
 constexpr uint32_t kRoots[] = {
     0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d,
@@ -195,15 +197,17 @@ constexpr bool kLooksUp = false;
 constexpr bool kLooksUp = kBytes == sizeof(kRoots);
 #endif
 
-// e^(slope·x)·2^kUp of x up to 0; 0 where it is ``below`` all that W holds. To about one rounding, and
-// that of slope/log(2), no more than half of x's own, but where the slope is known to be 1.
+// e^(slope·x)·2^kUp for x up to 0; 0 in lanes ``below`` the least exponent. The error is about one
+// rounding, plus the rounding error of slope/log(2) unless the slope is 1: at most half a rounding
+// of x.
 template <typename W, bool is_one = false>
 inline Vector<W> raised_exp(Vector<W> x, Exponents<W> by, Bits<W>& below) {
   using F = FloatFormat<W>;
   constexpr bool looks_up = kLooksUp && std::is_same_v<W, float>;
-  // e^(slope·x) = 2^(turns/kParts)·e^r. Looked up is what the last bits of turns stand for.
+  // e^(slope·x) = 2^(turns/kParts)·e^r. The last bits of turns index kRoots.
   constexpr int kParts = looks_up ? 16 : 1;
-  // In sums with 1.5·2^mantissa the last bits hold the nearest integer, here that and what is added.
+  // Adding 1.5·2^mantissa rounds to an integer in the last bits; the bias and kUp are added with
+  // it.
   constexpr W kRound = W(3ll << (F::kMantissa - 1)) + kParts * F::kUp + (looks_up ? 0 : F::kBias);
   below = x < by.least;
   Vector<W> shifted, r;
@@ -233,14 +237,14 @@ inline Vector<W> raised_exp(Vector<W> x, Exponents<W> by, Bits<W>& below) {
   return below ? Vector<W>{} : result;
 }
 
-// e^x of x up to 0, to about one rounding.
+// e^x for x up to 0, with an error of about one rounding.
 template <typename W>
 inline Vector<W> exp(Vector<W> x) {
   Bits<W> below;
   return raised_exp<W, true>(x, Exponents<W>(1), below) * FloatFormat<W>::kDown;
 }
 
-// log(2x/(x + y)) to less than three roundings of itself, of x > 0 and y from 0 to x.
+// log(2x/(x + y)) for x > 0 and y from 0 to x, with an error below three roundings.
 template <typename W>
 inline Vector<W> log_over_mean(Vector<W> x, Vector<W> y) {
   const Vector<W> t = (x - y) / (y + x * W(3));

@@ -1,11 +1,11 @@
-// The canonical correlations of an item and their gradient on one thread, by LAPACK in float64: what
-// `fastkd._torch.cca_solver` does with covariances, whose eigenvectors LAPACK finds on one thread
-// anyway, so that items of a few hundred dimensions are best solved side by side.
+// Canonical correlations and their gradient, one item per thread, by LAPACK in float64: the
+// equations of `fastkd._torch.cca_solver` with covariances. LAPACK computes eigenvectors on one
+// thread anyway, so items of a few hundred dimensions are best solved side by side.
 //
-// torch's stable functions stop at products; `Mkl` takes LAPACK's from torch's own library. It works
-// on each thread alone, so the bits don't depend on their number.
+// torch's stable functions stop at matrix products; `Mkl` has LAPACK's functions, from torch's own
+// library. Each call runs on one thread, so results have the same bits on any number of threads.
 //
-// Matrices are stored by columns, as LAPACK's are; so features of rows are stored transposed.
+// Matrices are stored by columns, as in LAPACK, so features are stored transposed.
 #include <cmath>
 #include <memory>
 
@@ -40,11 +40,12 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kRounding = std::numeric_limits<double>::epsilon();
-// As SMALL_SQUARE there: squared singular values below this part of the largest are found again.
+// SMALL_SQUARE of cca_solver.py: singular values whose squares are below this fraction of the
+// largest are computed again.
 constexpr double kSmallSquare = 1e-3;
 
-// The functions of torch's own MKL, null where it has none. They are looked up in torch's library and
-// what it was linked with: in the global scope a preloaded BLAS would come first.
+// The functions of torch's own MKL. They are looked up in torch's library and its dependencies: in
+// the global scope a preloaded BLAS would be found first.
 struct Mkl {
   int (*set_threads)(int count) = nullptr;
   void (*dgemm)(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
@@ -63,7 +64,7 @@ struct Mkl {
   void (*dgesdd)(const char* jobz, const int* m, const int* n, double* a, const int* lda, double* s,
                  double* u, const int* ldu, double* vt, const int* ldvt, double* work,
                  const int* lwork, int* iwork, int* info) = nullptr;
-  bool complete = false;
+  bool complete = false;  // all were found
 
   Mkl() {
 #ifdef FASTKD_DLFCN
@@ -95,13 +96,14 @@ const Mkl& mkl() {
 
 bool has_mkl() { return mkl().complete; }
 
-// A size for LAPACK, whose integers have 32 bits.
+// Checks a size for LAPACK, whose integers have 32 bits.
 int lapack_size(int64_t size) {
-  STD_TORCH_CHECK(size <= std::numeric_limits<int>::max(), "these features are too many for LAPACK");
+  constexpr int kMost = std::numeric_limits<int>::max();
+  STD_TORCH_CHECK(size <= kMost, "features: too many for LAPACK's 32-bit sizes; reduce them first");
   return int(size);
 }
 
-// MKL works on this thread alone while it lives.
+// While an object exists, MKL uses one thread for calls from this thread.
 class Alone {
  public:
   Alone() : before_(mkl().set_threads(1)) {}
@@ -111,7 +113,7 @@ class Alone {
   const int before_;
 };
 
-// New memory, where the same numbers give the same bits: MKL's order of sums goes by lines.
+// Memory aligned to cache lines: MKL's order of sums, and so the bits, depends on the alignment.
 template <typename T>
 class Room {
  public:
@@ -141,11 +143,11 @@ void multiply(char trans_a, char trans_b, double alpha, const Matrix& a, const M
               double beta, const Matrix& c) {
   const int depth = trans_a == 'N' ? a.columns : a.rows;
   if (c.size() == 0) return;
-  mkl().dgemm(&trans_a, &trans_b, &c.rows, &c.columns, &depth, &alpha, a.data, &a.rows, b.data, &b.rows,
-         &beta, c.data, &c.rows);
+  mkl().dgemm(&trans_a, &trans_b, &c.rows, &c.columns, &depth, &alpha, a.data, &a.rows, b.data,
+              &b.rows, &beta, c.data, &c.rows);
 }
 
-// The lower triangle of alpha·AAᵀ, or of AᵀA, in blocks of columns.
+// The lower triangle of c = alpha·AAᵀ ("N") or alpha·AᵀA ("T"), in blocks of columns.
 void square(char trans, double alpha, const Matrix& a, const Matrix& c) {
   const double nothing = 0;
   const char other = trans == 'N' ? 'T' : 'N';
@@ -153,19 +155,20 @@ void square(char trans, double alpha, const Matrix& a, const Matrix& c) {
   for (int i = 0; i < parts; ++i) {
     const int start = i * n / parts, left = n - start, width = (i + 1) * n / parts - start;
     const double* from = trans == 'N' ? a.data + start : a.column(start);
-    mkl().dgemm(&trans, &other, &left, &width, &depth, &alpha, from, &a.rows, from, &a.rows, &nothing,
-           c.column(start) + start, &n);
+    mkl().dgemm(&trans, &other, &left, &width, &depth, &alpha, from, &a.rows, from, &a.rows,
+                &nothing, c.column(start) + start, &n);
   }
 }
 
-// L⁻¹X, or with sides and transposes as BLAS names them.
+// x ← L⁻¹x, with side and transpose as in BLAS.
 void solve(char side, char trans, const Matrix& lower, const Matrix& x) {
   const double one = 1;
   mkl().dtrsm(&side, "L", &trans, "N", &x.rows, &x.columns, &one, lower.data, &lower.rows, x.data,
-         &x.rows);
+              &x.rows);
 }
 
-// Singular values of M (rows ≥ columns), ascending, and vectors. False where LAPACK gave up.
+// Singular value decomposition of M (rows ≥ columns), values ascending. ``found`` is false if
+// LAPACK failed.
 class Singular {
  public:
   explicit Singular(const Matrix& m) : left(m.rows, m.columns), right(m.columns, m.columns),
@@ -189,7 +192,8 @@ class Singular {
       FASTKD_CALL(times, left.column(i), 1 / std::max(values[i], least), m.rows);
     }
     if (low) {
-      // M times the span of the small ones, less what rounding put there of the large ones.
+      // M times the vectors of small values, minus the components along the large ones due to
+      // rounding.
       const NewMatrix share(n - low, low);
       multiply('T', 'N', 1, left.from(low), left.first(low), 0, share);
       multiply('N', 'N', -1, left.from(low), share, 1, left.first(low));
@@ -208,12 +212,13 @@ class Singular {
     const Room<double> work(size);
     std::vector<int> more(places);
     int info;
-    mkl().dsyevd("V", "L", &n, right.data, &n, values.data(), work.data(), &size, more.data(), &places,
-            &info);
+    mkl().dsyevd("V", "L", &n, right.data, &n, values.data(), work.data(), &size, more.data(),
+                 &places, &info);
     return info == 0;
   }
 
-  // The first ``count`` columns on the left by their singular values, which turn those on the right.
+  // Decomposes the first ``count`` columns of ``left`` again, and rotates those of ``right``
+  // accordingly.
   bool decompose_again(int count) {
     if (count == 0) return true;
     const int rows = left.rows;
@@ -224,8 +229,8 @@ class Singular {
     std::vector<int> more(8 * n);
     std::vector<double> found(count);
     int info;
-    mkl().dgesdd("S", &rows, &count, left.data, &rows, found.data(), u.data, &rows, turn.data, &count,
-            work.data(), &size, more.data(), &info);
+    mkl().dgesdd("S", &rows, &count, left.data, &rows, found.data(), u.data, &rows, turn.data,
+                 &count, work.data(), &size, more.data(), &info);
     multiply('N', 'T', 1, right.first(count), turn, 0, span);
     for (int i = 0; i < count; ++i) {
       const int to = count - 1 - i;
@@ -237,13 +242,13 @@ class Singular {
   }
 };
 
-// One side of an item: features (D, m) without their mean, then L with LLᵀ = Σ + r·I.
+// Student or teacher of an item: centred features (D, m), and L with LLᵀ = Σ + r·I.
 struct Side {
   Side(const Rows& features, int count, double ridge)
       : rows(features), ridge(ridge), centred(int(features.n), count),
         factor(int(features.n), int(features.n)) {}
 
-  // False for features that are not finite.
+  // Returns false if the features are not finite.
   bool prepare(const bool* real, int64_t m, double share) {
     for (int64_t i = 0, j = 0; i < m; ++i) {
       if (real && !real[i]) continue;
@@ -259,7 +264,7 @@ struct Side {
     for (int i = 0; i < D; ++i) {
       double& variance = factor.column(i)[i];
       trace += variance;
-      // A ridge lost in the rounding of a variance would let the factorisation break down.
+      // A ridge below the rounding error of the variance would let the factorisation fail.
       variance += std::max(4 * D * kRounding * variance, ridge);
     }
     if (!std::isfinite(trace)) return false;
@@ -282,7 +287,8 @@ struct Item {
   Rows gradient;
 };
 
-// P (D, k), the student's directions, and rows (k, m): their product is the gradient over ``share``.
+// Stores the gradient: share times the product of the student's directions (D, k) and ``rows`` (k,
+// m).
 void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows, double share,
                   const std::vector<double>& values, const Matrix& student, const Matrix& of_teacher,
                   const Matrix& teacher) {
@@ -290,7 +296,8 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
   const bool wide = item.gradient.type == Type::kDouble;
   const Room<float> narrow_directions(wide ? 0 : directions.size());
   const NewMatrix wide_directions(wide ? D : 0, k);
-  // What cancels in the rows has done so: the last product needs no more than the features' digits.
+  // Cancellation happens in ``rows``, in float64; the last product needs the features' precision
+  // only.
   if (wide) {
     std::copy_n(directions.data, directions.size(), wide_directions.data);
   } else {
@@ -308,8 +315,8 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
     const Room<float> narrow_rows(rows.size());
     FASTKD_CALL(round_to, rows.data, 1, rows.size(), narrow_rows.data());
     const float one = 1, nothing = 0;
-    mkl().sgemm("N", "N", &D, &count, &k, &one, narrow_directions.data(), &D, narrow_rows.data(), &k,
-           &nothing, reinterpret_cast<float*>(out), &D);
+    mkl().sgemm("N", "N", &D, &count, &k, &one, narrow_directions.data(), &D, narrow_rows.data(),
+                &k, &nothing, reinterpret_cast<float*>(out), &D);
   }
   if (!item.real) return;
   for (int64_t i = 0; i < item.m; ++i) {
@@ -319,13 +326,13 @@ void put_gradient(const Item& item, const Matrix& directions, const Matrix& rows
   }
 }
 
-// The item's correlation, and its gradient where one is wanted, in rows that are observations.
+// Returns the item's correlation; stores its gradient (m, D) unless that is null.
 double correlate(const Item& item) {
   const int count = int(item.real ? std::count(item.real, item.real + item.m, true) : item.m);
   const double share = 1.0 / std::max(count - 1, 1);
   Side s(item.student, count, item.ridge_s), t(item.teacher, count, item.ridge_t);
   if (!s.prepare(item.real, item.m, share) || !t.prepare(item.real, item.m, share)) return kNaN;
-  // The narrower side's directions are on the right.
+  // The side with fewer dimensions is on the right.
   const bool student_right = s.rows.n <= t.rows.n;
   Side &right = student_right ? s : t, &left = student_right ? t : s;
   const NewMatrix whitened(left.factor.rows, right.factor.rows);
@@ -345,7 +352,7 @@ double correlate(const Item& item) {
   solve('L', 'T', right.factor, chosen_right);
   const Matrix& directions = student_right ? chosen_right : chosen_left;
   const Matrix& of_teacher = student_right ? chosen_left : chosen_right;
-  // No more than rounding: there the loss has a kink, and 0 is one of its subgradients.
+  // At singular values of rounding size the loss has a kink; 0 is one of its subgradients.
   const double rounding = is_of(item.gradient.type, double())
                               ? kRounding : double(std::numeric_limits<float>::epsilon());
   const double zero = std::max(whitened.rows * kRounding, rounding);
@@ -359,7 +366,8 @@ double correlate(const Item& item) {
   return correlation;
 }
 
-// Correlations (batch) of features (batch, m, D), with a mask (batch, m) or none, and gradients.
+// Correlations (batch) of features (batch, m, D) with an optional mask (batch, m), and if requested
+// the student's gradient in the working dtype.
 std::vector<Tensor> cca(const Tensor& student, const Tensor& teacher,
                         const std::optional<Tensor>& mask, double ridge_s, double ridge_t,
                         int64_t top_k, bool gradient) {

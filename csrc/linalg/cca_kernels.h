@@ -1,4 +1,4 @@
-// Kernels of cca.cpp; see each_processor.h.
+// Kernels of cca.cpp; see base/each_processor.h.
 
 FASTKD_KERNEL double norm_of(const double* x, int64_t n) {
   Vector<double> total{};
@@ -17,7 +17,7 @@ FASTKD_KERNEL void round_to(const double* x, double factor, int64_t n, float* ou
   for (int64_t i = 0; i < n; ++i) out[i] = float(x[i] * factor);
 }
 
-// Columns of x minus their mean.
+// Subtracts the mean of the columns of x from each.
 FASTKD_KERNEL void centre(const Matrix& x, double* mean) {
   const int64_t n = x.rows;
   std::fill_n(mean, n, 0.0);

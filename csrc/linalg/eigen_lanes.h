@@ -1,13 +1,14 @@
-// Eigenvalues and eigenvectors of one symmetric matrix by lanes: those of a CUDA block, a CPU's one,
-// or threads, by which the tests run a block's code. Householder reflections to tridiagonal form,
-// then implicit QL with Wilkinson shifts. In double precision throughout: a third slower than float
-// on a CPU, and float results are then right to their last digit.
+// Eigenvalues and eigenvectors of one symmetric matrix by several lanes: the threads of a CUDA
+// block or warp, one lane on a CPU, or CPU threads, by which tests run a block's code. Householder
+// reflections to tridiagonal form, then implicit QL with Wilkinson shifts. Always in double
+// precision: on a CPU that takes a third longer than float, and float results are correct to their
+// last digit.
 //
-// A block: in reflections and their product a warp takes a row, its lanes the row's elements; lane 0
-// finds the rotations of the next sweep while the others apply the last sweep's, each lane to columns
-// of its own. Two barriers a reflection, one a sweep.
-// A warp, for small matrices: each lane has columns of its own throughout, and finds every rotation
-// itself. No barrier but the warp's.
+// A block: for reflections and their product each warp has rows, and its lanes have the row's
+// elements. Lane 0 computes the rotations of the next sweep while the other lanes apply those of
+// the last sweep, each to columns of its own. Two barriers for a reflection, one for a sweep. A
+// warp, for small matrices: each lane has columns of its own throughout and computes every rotation
+// itself. Only warp barriers.
 #pragma once
 
 #include <cmath>
@@ -23,7 +24,7 @@
 
 namespace fastkd {
 
-// A CPU's lane: its loops run along rows, so that they vectorise.
+// The single lane of a CPU thread. Loops run along rows, so that they vectorise.
 struct OneLane {
   static constexpr int kWarp = 1, index = 0, count = 1;
   static constexpr bool kOneWarp = true;
@@ -40,24 +41,24 @@ struct OneLane {
 };
 
 constexpr int kMostWarps = 32;
-constexpr int kMostSweeps = 60;  // for one eigenvalue
+constexpr int kMostSweeps = 60;  // of one eigenvalue
 
-// The rotations of rows end − 1 to low, each with the row after it. Negative: there are no more.
+// Rotations of rows end − 1 to low, each with the next row. low < 0: kConverged or kFailed.
 struct Sweep {
   int low, end;
 };
 
 constexpr int kConverged = -1, kFailed = -2;
 
-// Memory of one matrix. In two parts: the matrices may lie where there is more room.
+// Memory of one matrix, in two parts: the matrices may be too large for shared memory.
 struct EigenScratch {
   int64_t n;
-  double* a;           // (n, n), then the reflectors, then the rotations of two sweeps
-  double* rows;        // (n, n), row k the eigenvector of diagonal[k]
+  double* a;           // (n, n): the matrix, then the reflectors, then the rotations of two sweeps
+  double* rows;        // (n, n): row k is the eigenvector of diagonal[k]
   double* diagonal;    // (n)
-  double* off;         // (n), off[i] couples i and i + 1
-  double* reflectors;  // (2, n) the last and the next
-  double* products;    // (2, n) the matrix times them
+  double* off;         // (n): off[i] couples i and i + 1
+  double* reflectors;  // (2, n): the last and the next
+  double* products;    // (2, n): the matrix times each
   double* partial;     // (kMostWarps)
   Sweep* sweeps;       // (2)
 
@@ -86,8 +87,8 @@ struct EigenScratch {
   FASTKD_HOST_DEVICE double* sines(int buffer) const { return a + (2 * buffer + 1) * n; }
 };
 
-// a ← (A + Aᵀ)/2 divided by the sum of its magnitudes, which is returned: no square overflows, and
-// it is NaN or inf if anything in the matrix is.
+// a ← (A + Aᵀ)/2 divided by the sum of its magnitudes, so that squares do not overflow. Returns the
+// sum, which is NaN or inf if the matrix has a NaN or inf.
 template <typename T, typename Lanes>
 FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
@@ -114,7 +115,7 @@ FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& 
   return total;
 }
 
-// u = x − alpha·e₁ reflects x to alpha·e₁; scale = 2 / uᵀu, 0 where there is nothing to reflect.
+// u = x − alpha·e₁ reflects x to alpha·e₁. scale = 2/uᵀu, or 0 if x is a multiple of e₁ already.
 struct Reflection {
   double alpha, scale = 0;
 
@@ -126,10 +127,11 @@ struct Reflection {
   }
 };
 
-// Row k of a, from column k + 1 on, becomes reflector k, and a[k, k] its 2 / uᵀu.
+// Reduces a to tridiagonal form. Row k of a, from column k + 1 on, becomes reflector k, and a[k, k]
+// its 2/uᵀu.
 //
-// A reflection changes the trailing rows by u·pᵀ + p·uᵀ with p = q − half·u, q the scaled product of
-// matrix and u. The change is made while the next product is summed up: one pass over the matrix.
+// A reflection subtracts u·pᵀ + p·uᵀ from the trailing rows, with p = q − half·u and q the scaled
+// product of the matrix and u. The subtraction and the next product share one pass over the matrix.
 template <typename Lanes>
 FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
@@ -183,17 +185,19 @@ FASTKD_HOST_DEVICE void tridiagonalise(const EigenScratch& s, const Lanes& lanes
     half = scale * lanes.warp_sum(sum) / 2;
   }
   if (lanes.index == 0) {
-    s.diagonal[n - 1] = s.a[n * n - 1];  // one number has nothing to reflect: no change is left
+    s.diagonal[n - 1] = s.a[n * n - 1];  // the last reflection has scale 0
     s.off[n - 1] = 0;
   }
 }
 
-// The first index from ``start`` on that is ``lane``'s, each having every ``step``th.
+// The first index from ``start`` on that belongs to ``lane``, of lanes with every ``step``th index
+// each.
 FASTKD_HOST_DEVICE int64_t own_from(int64_t start, int lane, int step) {
   return start + (lane - int(start % step) + step) % step;
 }
 
-// rows ← the product of all reflections. No two warps share a row, no two lanes an element.
+// rows ← the product of all reflections. Each row has one warp and each element one lane: no
+// barriers.
 template <typename Lanes>
 FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
@@ -217,7 +221,8 @@ FASTKD_HOST_DEVICE void accumulate(const EigenScratch& s, const Lanes& lanes) {
   }
 }
 
-// A warp's `tridiagonalise` and `accumulate`: a column of the symmetric matrix is a row too.
+// `tridiagonalise` and `accumulate` by one warp, whose lanes have columns: columns of the symmetric
+// matrix are read as rows.
 template <typename Lanes>
 FASTKD_HOST_DEVICE void reduce_by_columns(const EigenScratch& s, const Lanes& lanes) {
   const int n = int(s.n);
@@ -264,7 +269,7 @@ FASTKD_HOST_DEVICE void reduce_by_columns(const EigenScratch& s, const Lanes& la
   }
 }
 
-// 1/√x of a positive number.
+// 1/√x for x > 0.
 FASTKD_HOST_DEVICE double inverse_root(double x) {
 #ifdef __CUDA_ARCH__
   return rsqrt(x);
@@ -273,7 +278,8 @@ FASTKD_HOST_DEVICE double inverse_root(double x) {
 #endif
 }
 
-// Implicit QL with Wilkinson shifts, one sweep at a time; by one lane, or all of a warp alike.
+// Implicit QL with Wilkinson shifts, one sweep at a time; by one lane, or by all lanes of a warp in
+// step.
 template <typename Lanes>
 class Rotations {
  public:
@@ -285,7 +291,8 @@ class Rotations {
     }
   }
 
-  // turn(i, cosine, sine) for each rotation of the next sweep; changes diagonal and off.
+  // Computes the next sweep: calls turn(i, cosine, sine) for each rotation, and updates diagonal
+  // and off.
   template <typename Turn>
   FASTKD_HOST_DEVICE Sweep next(const Turn& turn) {
     for (; low_ < n_; ++low_, count_ = 0) {
@@ -300,7 +307,7 @@ class Rotations {
         const double f = sine * coupling, b = cosine * coupling;
         const double square = f * f + g * g;
         if (square == 0) return changed({i + 1, end}, below - shift, 0);
-        // Read ahead: once all have, lane 0 may change the row below.
+        // Read the next row before the barrier: behind it lane 0 writes.
         const int above = i > low_ ? i - 1 : i;
         const double next_value = d_[above];
         coupling = off_[above];
@@ -326,7 +333,7 @@ class Rotations {
   }
 
  private:
-  // The sweep's last row and its coupling; there is none beyond its first.
+  // Stores the sweep's last row and coupling, and returns the sweep.
   FASTKD_HOST_DEVICE Sweep changed(Sweep sweep, double value, double coupling) {
     lanes_.sync();
     if (lanes_.index == 0) {
@@ -338,7 +345,7 @@ class Rotations {
     return sweep;
   }
 
-  // The first row from low on that the next one does not change.
+  // The first row from low on whose coupling to the next row is negligible.
   FASTKD_HOST_DEVICE int uncoupled_from() const {
     const double eps = std::numeric_limits<double>::epsilon(), least = magnitude_ / 16;
     for (int start = low_;; start += Lanes::kWarp) {
@@ -360,7 +367,7 @@ class Rotations {
   int low_ = 0, count_ = 0;
 };
 
-// One warp's or one lane's: each rotation turns its rows at once, beside the work on the next.
+// For one warp or one lane: each rotation is applied to the eigenvectors at once.
 template <typename Lanes>
 FASTKD_HOST_DEVICE bool diagonalise_at_once(const EigenScratch& s, const Lanes& lanes) {
   const int n = int(s.n);
@@ -382,7 +389,7 @@ FASTKD_HOST_DEVICE bool diagonalise_at_once(const EigenScratch& s, const Lanes& 
   return sweep.low == kConverged;
 }
 
-// Rows low to end of the columns that are this lane's, turned by one sweep.
+// Applies one sweep to rows low to end of a lane's columns.
 FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int first, int step) {
   const double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
   for (int64_t j = first; j < s.n; j += step) {
@@ -397,14 +404,15 @@ FASTKD_HOST_DEVICE void turn(const EigenScratch& s, Sweep sweep, int buffer, int
   }
 }
 
-// A block's: lane 0 finds the rotations of the next sweep, the others apply the last sweep's.
+// For a block: lane 0 computes the rotations of the next sweep while other lanes apply the last
+// sweep.
 template <typename Lanes>
 FASTKD_HOST_DEVICE bool diagonalise_ahead(const EigenScratch& s, const Lanes& lanes) {
-  // The first warp's other lanes would wait for lane 0.
+  // The other lanes of the first warp stay idle: they would wait for lane 0.
   const int idle = lanes.count > Lanes::kWarp ? Lanes::kWarp : 0;
   lanes.sync();
   Rotations<OneLane> rotations(s, OneLane());
-  lanes.sync();  // every lane has read what lane 0 is about to change
+  lanes.sync();  // every lane has read diagonal and off before lane 0 changes them
   const auto find = [&](int buffer) {
     double *cosines = s.cosines(buffer), *sines = s.sines(buffer);
     s.sweeps[buffer] = rotations.next([=](int i, double cosine, double sine) {
@@ -424,7 +432,8 @@ FASTKD_HOST_DEVICE bool diagonalise_ahead(const EigenScratch& s, const Lanes& la
   return true;
 }
 
-// ``in`` = rowsᵀ·diag(scale·diagonal)·rows, in no order; the scale, NaN where there is none.
+// Solves ``in`` = rowsᵀ·diag(scale·diagonal)·rows, eigenvalues unordered. Returns scale; NaN if the
+// matrix has a NaN or inf, or the iteration fails.
 template <typename T, typename Lanes>
 FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes& lanes) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
@@ -443,7 +452,7 @@ FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes&
   }
 }
 
-// Where value i comes in ascending order; equal values keep theirs.
+// Index of value i in ascending order; equal values keep their order.
 FASTKD_HOST_DEVICE int64_t place_of(const double* values, int64_t i, int64_t n) {
   int64_t place = 0;
   for (int64_t j = 0; j < n; ++j) {

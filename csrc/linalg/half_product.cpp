@@ -1,20 +1,21 @@
-// Products of bfloat16 matrices with float32 sums, on x86 processors that multiply bfloat16: by a
-// unit for tiles (AMX), or by vectors of pairs (avx512_bf16).
+// Products of bfloat16 matrices with float32 sums, on x86 processors that multiply bfloat16: by AMX
+// tiles, or by vectors of pairs (avx512_bf16).
 //
-// Both factors are copied as tiles of 16 x 16 words, a word being two numbers that are neighbours
-// along the sum: 16 rows of pairs on the left, pairs of 16 columns on the right. Where the sum's
-// dimension is dense the source has the rows of a left tile, else those of a right one, and a
-// transpose of words makes the other. Float32 numbers on the left are rounded, as on a GPU.
+// Both factors are packed into tiles of 16 × 16 words. A word is a pair of neighbours along the
+// summed dimension: a left tile has 16 rows of 16 pairs, a right one 16 pairs of 16 columns. If the
+// summed dimension is dense in memory, the source has the layout of a left tile, else of a right
+// one; a transpose of words makes the other. Float32 numbers on the left are rounded to bfloat16,
+// as on a GPU.
 //
-// The sum goes in steps of kDepth, whose tiles stay in the second cache. By vectors that takes half
-// of the time of float32 products on AMD's processors; on Intel's it was slower than those, so
-// there only tiles count. The last bits depend on sizes alone, not on threads.
+// The summed dimension is split into steps of kDepth, whose tiles stay in the second cache. On
+// AMD's processors vectors take half the time of float32 products. On Intel's they took longer, so
+// there `fastest` means tiles only. The bits depend on sizes, not on the number of threads.
 #include "base/tensors.h"
 
 // gcc before 11 has no intrinsics for tiles, gcc before 10 none for pairs of bfloat16.
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #include <cpuid.h>
-#if defined(__GNUC__) && !defined(__clang__)  // gcc 12 warns of its own header
+#if defined(__GNUC__) && !defined(__clang__)  // gcc 12 warns about its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
@@ -46,11 +47,12 @@ constexpr struct alignas(64) {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 } kEightTiles;
 
-// A factor: number k of the sum in line i, a row on the left and a column on the right.
+// A factor as ``lines`` of ``size`` numbers along the sum: rows of the left factor, columns of the
+// right one.
 struct Factor {
   const char* data;
   int64_t lines, size, stride;
-  bool dense, left;  // dense: stride apart are lines, else the numbers of a line
+  bool dense, left;  // dense: ``stride`` is between lines, else between the numbers of a line
   Type type;
 
   Factor(const Tensor& x, bool left)
@@ -86,13 +88,13 @@ FASTKD_VECTORS inline void transpose(__m512i* rows) {
   }
 }
 
-// Halves 0, 16, 1, 17, ...: two runs as pairs.
+// Interleaves two runs of 16 halves: 0, 16, 1, 17, ...
 FASTKD_VECTORS inline __m512i in_pairs(__m512i runs) {
   const __m512i step = _mm512_mullo_epi32(lanes(), _mm512_set1_epi32(1 << 16 | 1));
   return _mm512_permutexvar_epi16(_mm512_add_epi32(step, _mm512_set1_epi32(16 << 16)), runs);
 }
 
-// Two runs of 16, of one line or of a pair of the sum's numbers, as far as masks reach.
+// Loads two runs of 16 numbers as bfloat16, within masks.
 template <bool kWide>
 FASTKD_VECTORS inline __m512i load(const char* x, const char* y, __mmask16 some, __mmask16 more) {
   if constexpr (kWide) {
@@ -104,8 +106,8 @@ FASTKD_VECTORS inline __m512i load(const char* x, const char* y, __mmask16 some,
   }
 }
 
-// A tile of 16 lines and 32 numbers of the sum, zeros from ``end`` on; a whole one has none. What is
-// the same for all tiles of a factor is known to the compiler: it takes half of the time.
+// Packs a tile of 16 lines and 32 numbers of the sum, with zeros from ``end`` on; a whole tile has
+// none. Properties of the factor are template arguments: that halves the time.
 template <bool kWide, bool kDense, bool kTurned, bool kWhole>
 FASTKD_VECTORS void pack(const Factor& of, int64_t line, int64_t k, int64_t end, Tile& tile) {
   constexpr int64_t kSize = kWide ? 4 : 2;
@@ -146,7 +148,7 @@ Pack pack_of(const Factor& of, bool whole) {
   return of.dense ? pack_of<false, true>(turned, whole) : pack_of<false, false>(turned, whole);
 }
 
-// Rows of memory, each of so many lines of a cache, ``stride`` bytes apart.
+// Memory to prefetch: rows of ``lines`` cache lines each, ``stride`` bytes apart.
 struct Lines {
   const char* row = nullptr;
   int64_t rows = 0, lines = 0, stride = 0, line = 0;
@@ -161,9 +163,9 @@ struct Lines {
   }
 };
 
-// What goes into the second cache while tiles are multiplied: what the next step packs of both
-// factors, and where this product is written. Of so many rows at once no processor foresees what is
-// next. A few lines at a time, or loads would wait.
+// Prefetches into the second cache while tiles are multiplied: the next step's part of both
+// factors, and the memory this product is written to. Hardware does not prefetch that many rows. A
+// few lines at a time, since a processor has few outstanding loads.
 struct Ahead {
   Lines left, right, sums;
   int64_t of_left, of_right, of_sums = 0;
@@ -178,10 +180,10 @@ struct Ahead {
   }
 };
 
-// Times that a product of so many tiles of the sum calls for more.
+// Number of calls of `Ahead::fetch` in a product of ``depth`` tiles.
 constexpr int64_t calls(int64_t depth) { return 4 * depth; }
 
-// Two tiles' rows times two tiles' columns, summed over ``depth`` tiles.
+// sums (2 × 2 tiles) = two tiles of rows times two tiles of columns, over ``depth`` tiles, by AMX.
 FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Ahead& ahead,
                                  Tile* sums) {
   _tile_zero(0);
@@ -205,8 +207,8 @@ FASTKD_TILES void multiply_tiles(const Tile* a, const Tile* b, int64_t depth, Ah
   _tile_stored(3, sums + 3, 64);
 }
 
-// The same by vectors, of eight rows at a time: their sums, two vectors each, stay in registers. Of
-// as many rows and words of the sum as there are.
+// The same by vectors, eight rows at a time, so that their sums (two vectors each) stay in
+// registers. Only ``rows`` rows and ``words`` words of the sum are computed.
 FASTKD_VECTORS void multiply_vectors(const Tile* a, const Tile* b, int64_t depth, int64_t rows,
                                      int64_t words, Ahead& ahead, Tile* sums) {
   constexpr int kRows = 8;
@@ -247,7 +249,7 @@ bool find_tiles() {
   constexpr long kAskForState = 0x1023, kTileData = 18;
   unsigned a, b, c, d = 0;
   const bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBits) == kBits;
-  // Packing needs the vectors. The system keeps tiles only for processes that have asked.
+  // Packing uses avx512_bf16. Linux enables tiles for processes that request them.
   return has && has_vectors() && syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
 }
 
@@ -256,17 +258,18 @@ bool has_tiles() {
   return found;
 }
 
-// Of a task: the numbers from k to ``last`` of a part of the sum, to be added to a block's sums.
+// A step of a task: numbers k to ``last`` of a slice of the sum that ends at ``end``, for one block
+// of ``out``.
 struct Step {
   int64_t task, row, column, part, k, last, end;
 };
 
 struct Product {
   Factor a, b;
-  float* out;  // of every slice of the sum
+  float* out;  // (slices, rows, columns), one slice of the sum each
   int64_t stride, slice_stride, slices, slice;
   bool add;
-  uint16_t* halves = nullptr;  // bfloat16, in the place of ``out``
+  uint16_t* halves = nullptr;  // bfloat16 output, instead of ``out``
   bool by_tiles = true;
   int64_t block = kMostBlock, most = kDepth;
 
@@ -278,7 +281,8 @@ struct Product {
     return (std::min(block, of.lines) + 31) / 32 * 2 * depth;
   }
 
-  // The tiles of a block, line after line, read as they lie. How many lines: a multiple of 32.
+  // Packs the tiles of a block, in the order of memory. Returns the number of lines, a multiple of
+  // 32.
   FASTKD_VECTORS int64_t pack_block(const Factor& of, int64_t line, int64_t k, int64_t end,
                                     Tile* tiles) const {
     const int64_t lines = (std::min(block, of.lines - line) + 31) / 32 * 2;
@@ -294,7 +298,8 @@ struct Product {
     return 16 * lines;
   }
 
-  // Sums that begin at a row and column, with those before if there are, into float32 or rounded.
+  // Stores 32 × 32 sums at a row and column, plus the previous ones if kAdds, as float32 or
+  // rounded.
   template <bool kAdds, bool kNarrow>
   FASTKD_VECTORS void write(const Tile* sums, int64_t row, int64_t column, float* wide,
                             int64_t wide_stride, uint16_t* narrow) const {
@@ -330,7 +335,7 @@ struct Product {
     return next;
   }
 
-  // What a step packs of a factor.
+  // The memory of a factor that a step packs.
   Lines packed(const Factor& of, int64_t line, const Step& step) const {
     const int64_t lines = std::min(block, of.lines - line), numbers = step.last - step.k;
     const int64_t size = size_of(of.type), rows = of.dense ? lines : numbers;
@@ -348,7 +353,7 @@ struct Product {
     Ahead ahead(next ? packed(a, next->row, *next) : Lines{},
                 next ? packed(b, next->column, *next) : Lines{}, products * calls(depth));
     const bool begins = step.k == step.part * slice, ends = step.last == step.end;
-    // Compilers don't know that loads of tiles read memory.
+    // Compilers do not know that AMX loads read the tiles.
     std::atomic_signal_fence(std::memory_order_seq_cst);
     for (int64_t n = 0; n < products; ++n) {
       const int64_t i = n / (columns / 32) * 32, j = n % (columns / 32) * 32;
@@ -402,11 +407,11 @@ void multiply(const Tensor& out, const Tensor& left, const Tensor& right, bool a
   of.by_tiles = by_tiles;
   if (type_of(out) == Type::kBFloat16) {
     of.halves = data<uint16_t>(out);
-    // Sums that are ready after one step need no place of their own.
+    // Sums that are complete after one step need no float32 buffer.
     if (size > kDepth) of.block /= 2, of.most *= 2;
   }
   if (of.tasks() == 0) return;
-  // Tasks enough for threads: slices of a long sum, as long as their sum costs less than to copy
+  // Enough tasks for threads: first slices of a long sum, while adding them costs less than packing
   // the factors, then smaller blocks.
   const int64_t least = std::max(4 * std::min(rows, columns), kDepth);
   const int64_t slices = of.halves ? 1 : std::min(kTasks / of.tasks(), size / least);
@@ -439,8 +444,8 @@ void multiply(const Tensor&, const Tensor&, const Tensor&, bool, bool) {}
 
 #endif
 
-// Whether a ``unit`` multiplies bfloat16 here: "tiles", "vectors", or the "fastest" if it is faster
-// than float32 products.
+// Whether a ``unit`` multiplies bfloat16 here: "tiles", "vectors", or "fastest", the faster one of
+// these if it is faster than float32 products.
 bool has_half_product(const std::string& unit) {
   if (unit == "tiles") return has_tiles();
   if (unit == "vectors") return has_vectors();
@@ -460,7 +465,8 @@ void half_product(const Tensor& out, const Tensor& a, const Tensor& b, bool add,
   const bool rounds = out.scalar_type() == ScalarType::BFloat16;
   STD_TORCH_CHECK(!add || !rounds, "sums are of float32");
   const bool wide = a.scalar_type() == ScalarType::Float;
-  check(a, "a", wide ? ScalarType::Float : ScalarType::BFloat16, {kAnySize, kAnySize}, Strides::kAny);
+  const ScalarType type = wide ? ScalarType::Float : ScalarType::BFloat16;
+  check(a, "a", type, {kAnySize, kAnySize}, Strides::kAny);
   check(b, "b", ScalarType::BFloat16, {a.size(1), kAnySize}, Strides::kAny);
   check(out, "out", rounds ? ScalarType::BFloat16 : ScalarType::Float, {a.size(0), b.size(1)},
         Strides::kWritten);

@@ -1,5 +1,5 @@
-// Batched square roots and inverse square roots of symmetric matrices on the CPU: the operators'
-// schemas, and one matrix at a time on each thread.
+// Square roots and inverse square roots of batches of symmetric matrices on the CPU, one matrix per
+// thread at a time. Also the schemas of the operators.
 #include <vector>
 
 #include "base/parallel.h"
@@ -11,7 +11,7 @@
 
 namespace fastkd {
 
-// One matrix after the other on each thread; ``root`` may be null.
+// ``root`` may be null, see `decompose`.
 template <typename T>
 void each_matrix(const T* in, Sizes sizes, Options options, T* root, T* values, T* vectors) {
   const auto [batch, n] = sizes;

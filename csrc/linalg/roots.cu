@@ -1,5 +1,5 @@
-// The same on CUDA: one block per matrix, of one warp for the smallest; no answer from the device is
-// waited for. A matrix and its eigenvectors lie in shared memory if they fit.
+// The matrix roots on CUDA: one block per matrix, or one warp for small matrices. The host never
+// waits for the device. A matrix and its eigenvectors are in shared memory if they fit.
 #include "base/module.h"
 
 #include <cuda_runtime.h>
@@ -48,7 +48,8 @@ struct BlockLanes : WarpLanes {
   __device__ void sync() const { __syncthreads(); }
 };
 
-// ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices, all.
+// ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices or
+// everything.
 template <typename T, typename Lanes>
 __global__ void __launch_bounds__(Lanes::count, 1)
     eigen_roots_kernel(const T* __restrict__ in, int64_t n, Options options, T* __restrict__ root,
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(Lanes::count, 1)
                vectors + item * size, EigenScratch(n, matrices, rest), lanes);
 }
 
-// Lets launches of a kernel take ``most`` bytes of shared memory. The setting belongs to the process:
-// one for each call would race with the launches of other threads.
+// Lets launches of a kernel use ``most`` bytes of shared memory. The setting is process-wide:
+// setting it in each call would race with launches by other threads.
 template <typename Kernel>
 void allow_shared_memory(Kernel* kernel, int device, int most) {
   static std::mutex mutex;

@@ -1,5 +1,5 @@
-// Square root or inverse square root of one symmetric matrix, from its eigenvalues and eigenvectors.
-// One source for a CPU's thread, a GPU's warp or block, and the threads of the tests.
+// Square root or inverse square root of one symmetric matrix, from its eigenvalues and
+// eigenvectors. One source for a CPU's thread, a GPU's warp or block, and the threads of the tests.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,9 @@ struct Options {
   double ridge;
 };
 
-// √λ or 1/√λ of an eigenvalue that holds its ridge already. Without a ridge, values of the inverse
-// up to so many roundings (of the matrix's type T) of the largest count as zero; so in linalg.py.
+// √λ or 1/√λ of an eigenvalue λ that includes the ridge. For the inverse without a ridge,
+// eigenvalues below kRoundings·eps (of the matrix's type T) of the largest count as zero, as in
+// linalg.py.
 template <typename T>
 FASTKD_HOST_DEVICE double root_of(double value, double largest, Options options) {
   if (!options.inverse) return sqrt(value);
@@ -39,7 +40,7 @@ FASTKD_HOST_DEVICE void multiply(const EigenScratch& s, const double* factors, T
   }
 }
 
-// The same on a CPU, along rows.
+// The same on a CPU, with loops along rows.
 template <typename T>
 void multiply(const EigenScratch& s, const double* factors, T* root, const OneLane&) {
   const int64_t n = s.n;
@@ -54,7 +55,8 @@ void multiply(const EigenScratch& s, const double* factors, T* root, const OneLa
   }
 }
 
-// (root, values, vectors) of one matrix; without ``root`` its eigenvalues as they are.
+// (root, values, vectors) of one matrix. Without ``root`` values are the plain eigenvalues, without
+// ridge.
 template <typename T, typename Lanes>
 FASTKD_HOST_DEVICE void decompose(const T* in, Options options, T* root, T* values, T* vectors,
                                   const EigenScratch& s, const Lanes& lanes) {

@@ -1,4 +1,4 @@
-// The kernel of roots.cpp; see each_processor.h. Its loops are made vectors by the compiler.
+// Kernel of roots.cpp; see base/each_processor.h. The compiler vectorises its loops.
 
 template <typename T>
 FASTKD_KERNEL void roots_of(const T* in, Options options, T* root, T* values, T* vectors,

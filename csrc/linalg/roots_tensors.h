@@ -11,8 +11,8 @@ namespace fastkd {
 
 using torch::stable::Tensor;
 
-// (root, values, vectors): a = vectors·diag(values)·vectorsᵀ. Values ascend, are at least 0 and include
-// the ridge; eigenvectors are columns. The backward pass reads values and vectors.
+// (root, values, vectors): a = vectors·diag(values)·vectorsᵀ. Values ascend, are at least 0 and
+// include the ridge; eigenvectors are columns. The backward pass reads values and vectors.
 using Roots = std::tuple<Tensor, Tensor, Tensor>;
 
 struct Sizes {
@@ -35,7 +35,7 @@ inline Sizes check_square(const Tensor& a) {
   return {batch, dims[d - 1]};
 }
 
-// The eigen decomposition alone: (values, vectors) of float64 matrices of any size.
+// (values, vectors) of the eigendecomposition of float64 matrices.
 using Eigen = std::tuple<Tensor, Tensor>;
 
 inline Sizes check_square_float64(const Tensor& a) {
@@ -54,7 +54,8 @@ inline Roots allocate(const Tensor& a) {
   return {torch::stable::new_empty(a, a.sizes()), values, vectors};
 }
 
-// solve(a, sizes, root, values, vectors) with pointers to a's type, unless there is nothing to solve.
+// Allocates results and calls solve(a, sizes, root, values, vectors) with pointers of a's dtype,
+// unless a is empty.
 template <typename Solve>
 Roots each_type(const Tensor& input, const Solve& solve) {
   const Sizes sizes = check_square(input);

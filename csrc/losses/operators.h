@@ -1,7 +1,8 @@
 // Helpers shared by the operators of the losses.
 //
-// An operator checks its tensors, reads them as rows, lets threads share the rows, and returns the loss
-// and, if requested, its gradient. `reduction` is "none", "sum" or "mean" ("batchmean" for soft targets).
+// An operator checks its tensors, reads them as rows, lets threads share the rows, and returns the
+// loss and, if requested, its gradient. `reduction` is "none", "sum" or "mean" ("batchmean" for
+// soft targets).
 #pragma once
 
 #include "base/tensors.h"

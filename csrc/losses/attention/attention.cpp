@@ -1,5 +1,5 @@
 // Data path. One read of both maps and one write of the gradient. With E entries of s bytes memory
-// moves 3Es bytes, and 4Es where a write reads its line first.
+// moves 3Es bytes, and 4Es where a write loads its line first.
 #include "losses/attention/attention.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ class Queries {
   bool is_real(int64_t query) const { return real_.empty() || real_[query] != 0; }
   const W* real() const { return real_.empty() ? nullptr : real_.data(); }
 
-  // Rows of both sides.
+  // A query's row of the map; with ``mean`` averaged over heads.
   const W* student(int64_t query) { return row(of_.student, of_.heads_s, query, 0); }
   const W* teacher(int64_t query) { return row(of_.teacher, of_.heads_t, query, 1); }
 

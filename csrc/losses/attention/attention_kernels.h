@@ -1,13 +1,13 @@
-// Kernels of attention.cpp; see each_processor.h.
+// Kernels of attention.cpp; see base/each_processor.h.
 
-// student − teacher of one query where a key is real (all are without ``real``), 0 elsewhere.
+// student − teacher of one query, 0 where a key is not real; without ``real`` all keys are.
 template <typename W>
 inline Vector<W> difference(const W* s, const W* t, const W* real, int64_t i, int64_t count) {
   const Vector<W> d = load(s + i, count) - load(t + i, count);
   return real == nullptr ? d : load(real + i, count) != 0 ? d : Vector<W>{};
 }
 
-// Σ d², and d·factor where ``dx`` is not null.
+// Returns Σ d²; stores d·factor unless ``dx`` is null.
 template <typename W>
 FASTKD_KERNEL double compare_rows(const W* s, const W* t, const W* real, int64_t n, W factor,
                                   W* dx) {
@@ -18,7 +18,7 @@ FASTKD_KERNEL double compare_rows(const W* s, const W* t, const W* real, int64_t
   })[0];
 }
 
-// total ← total + x, or x where it is the first
+// total ← total + x·factor, or x·factor if it is the first
 template <typename W>
 FASTKD_KERNEL void add_to(const W* x, int64_t n, bool first, W factor, W* total) {
   each<W>(n, [&](int64_t i, int64_t count) {

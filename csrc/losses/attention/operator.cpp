@@ -7,8 +7,8 @@
 namespace fastkd {
 namespace {
 
-// One layer's share of ``layers``, of the losses (B,) of the samples or of what they are reduced to,
-// and its gradient.
+// One layer's part of the mean over ``layers``: the loss, () or with reduction "none" (B,), and if
+// requested the student's gradient (B, H, N, N).
 std::vector<Tensor> attention(const Tensor& student, const Tensor& teacher, const Mask& mask,
                               bool mean, int64_t layers, const std::string& reduction,
                               bool gradient) {

@@ -1,7 +1,7 @@
-// Data path. A position's teacher rows are read and their directions added, a few of them to what is
-// summed in float64; then each student row and its teacher's, from the cache where samples are few,
-// and the sum give two norms and two products in one pass, and in another the gradient. With
-// E = B·P·D elements of s bytes that is 3Es bytes, and 4Es where a write reads its line first.
+// Data path, for each position: the negatives are read and their directions added up, four at a
+// time into a float64 sum. Then each student row, its teacher's row (in the cache if samples are
+// few) and the sum give two norms and two products in one pass, and the gradient in another. With E
+// = B·P·D elements of s bytes memory moves 3Es bytes, and 4Es where a write loads its line first.
 //
 // Rows whose squares leave the range of their type are divided by their largest entry, in float64.
 #include "losses/cos_nce/cos_nce.h"
@@ -25,7 +25,7 @@ struct Products {
 namespace fastkd {
 namespace {
 
-bool is_usual(double squares, Type type) {
+bool in_range(double squares, Type type) {
   return type == Type::kDouble ? squares > 1e-290 && squares < 1e290
                                : squares > 1e-30 && squares < 1e30;
 }
@@ -34,7 +34,7 @@ Next in_passing(const Rows& x) { return {x.data, size_of(x.type)}; }
 
 double inverse_root(double squares) { return squares == 0 ? 0 : 1 / std::sqrt(squares); }
 
-// x divided by its largest entry, which it returns.
+// Stores x divided by its largest entry, and returns that entry.
 double shrink(const double* x, int64_t n, double* shrunk) {
   double peak = 0;
   for (int64_t i = 0; i < n; ++i) peak = std::max(peak, std::abs(x[i]));
@@ -67,7 +67,7 @@ void Angles::add_direction(const Rows& x, double* sums, const Rows& next) {
   const int place = int(waiting_.count);
   const auto as = [&](auto* row) {
     const double found = FASTKD_CALL(squares_of, row, D_, in_passing(next));
-    if (!is_usual(found, x.type)) return false;
+    if (!in_range(found, x.type)) return false;
     waiting_.rows[place] = row, waiting_.factors[place] = 1 / std::sqrt(found);
     waiting_.sums = sums, waiting_.type = x.type, ++waiting_.count;
     return true;
@@ -103,7 +103,7 @@ Angles::Of Angles::of(const Rows& z, const Rows& t, const Rows& s, const Rows& n
     const double inverse_z = inverse_root(of.z_z), inverse_t = inverse_root(of.t_t);
     return Of{inverse_z, inverse_t, of.z_s * inverse_z, of.z_t * inverse_z * inverse_t};
   };
-  if (is_usual(found.z_z, z.type) && is_usual(found.t_t, z.type)) return cosines(found);
+  if (in_range(found.z_z, z.type) && in_range(found.t_t, z.type)) return cosines(found);
   double *shrunk_z = copy<double>(0), *shrunk_t = copy<double>(1);
   const double peak_z = shrink(read<double>(z, 0), D_, shrunk_z);
   const double peak_t = shrink(read<double>(t, 1), D_, shrunk_t);
@@ -165,7 +165,7 @@ void Negatives::add_directions(int64_t position, const Rows& sums, const Positio
   for (int64_t c = 0; c < classes; ++c) sums.only(c).fill(added.data() + c * D);
 }
 
-// No subtraction, so no digits go.
+// Adds up the other classes: subtracting the own class from a total would cancel digits.
 template <typename T>
 void Negatives::leave_own_out(T* sums, int64_t n) const {
   std::vector<T> own(sums, sums + classes * n), running(n);

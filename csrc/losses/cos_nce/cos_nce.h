@@ -1,24 +1,24 @@
-// COS-NCE on a CPU: sums of the negatives' directions, the angles with them, and their gradient.
+// COS-NCE on a CPU: sums of the negatives' directions, cosines with them, and the gradient.
 #pragma once
 
 #include "base/rows.h"
 
 namespace fastkd {
 
-// Rows whose directions are added together.
+// Rows whose directions are added to a sum in one pass.
 constexpr int kTogether = 4;
 
-// What a thread needs to look at one position after the other.
+// A thread's state: one position after another.
 class Angles {
  public:
   explicit Angles(int64_t D) : D_(D) {}
 
-  // Adds x/‖x‖ to ``sums`` (D,), nothing of a zero vector; at the latest in `add_waiting`.
+  // Adds x/‖x‖ to ``sums`` (D,), or nothing for a zero vector. Some rows wait for `add_waiting`.
   void add_direction(const Rows& x, double* sums, const Rows& next);
   void add_waiting();
 
-  // ẑ·(w·s − v·t̂) for a sum of directions s; its gradient times ``weight`` goes to ``dz``, unless
-  // that has no data.
+  // Returns ẑ·(w·s − v·t̂) for a sum of directions s. Its gradient times ``weight`` is stored in
+  // ``dz``, unless that is null.
   double pull(const Rows& z, const Rows& t, const Rows& s, double w, double v, double weight,
               const Rows& dz, const Rows& next_z, const Rows& next_dz);
 
@@ -54,7 +54,8 @@ class Angles {
   std::vector<double> wide_;
 };
 
-// Rows (K, P, D) in classes; what is asked for is of a class's rows, or of all ``others``.
+// Negatives (K, P, D) in classes. A class's counts and sums are over its own rows, or with
+// ``others`` over the rows of all other classes.
 struct Negatives {
   Positions rows;
   const bool* mask;         // (K, P), or null
@@ -64,7 +65,7 @@ struct Negatives {
 
   std::vector<int64_t> counts() const;  // (classes, P)
 
-  // Σ x/‖x‖ at a position: (classes, D). Then rows of ``next`` are visited there.
+  // Stores Σ x/‖x‖ at a position in ``sums`` (classes, D). ``next``: rows that are read afterwards.
   void add_directions(int64_t position, const Rows& sums, const Positions& next) const;
 
  private:

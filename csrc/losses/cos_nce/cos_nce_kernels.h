@@ -1,4 +1,4 @@
-// Kernels of cos_nce.cpp; see each_processor.h.
+// Kernels of cos_nce.cpp; see base/each_processor.h.
 
 template <typename W>
 FASTKD_KERNEL double squares_of(const W* x, int64_t n, Next next) {
@@ -24,7 +24,8 @@ inline void add_some(const W* const* rows, const double* factors, int64_t n, dou
   });
 }
 
-// Several rows at a time: the sums are twice as long, and of float64.
+// Several rows in one pass: the float64 sums are twice as long as a row, and are read and written
+// once.
 template <typename W>
 FASTKD_KERNEL void add_to(const W* const* rows, const double* factors, int64_t count, int64_t n,
                           double* sums) {

@@ -7,16 +7,18 @@
 namespace fastkd {
 namespace {
 
-// int64, dense; kept by ``holder``.
+// Indices, or null. ``holder`` keeps the memory alive.
 const int64_t* places_of(const std::optional<Tensor>& places, Tensor& holder) {
   if (!places) return nullptr;
   holder = torch::stable::contiguous(*places);
   return data<const int64_t>(holder);
 }
 
-// Losses (B, P) of positions, or what they are reduced to, and their gradient. The negatives of all
-// are ``rows`` (K, P, D), or those of the class ``own`` (B,), where ``segments`` (K,) says which
-// class a row is of, or of all ``others``; ``own_too``: each sample's own teacher is among them.
+// The loss, () or with reduction "none" (B, P), and if requested the student's gradient (B, P, D).
+// A sample's negatives are all ``rows`` (K, P, D), or those of its class: ``own`` (B,) has the
+// samples' classes, ``segments`` (K,) the rows'. With ``others`` they are the rows of all other
+// classes. With ``own_too`` the rows include each sample's own teacher row, which is not a
+// negative.
 std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const Tensor& rows,
                             const Mask& mask, const Mask& rows_mask,
                             const std::optional<Tensor>& own, const std::optional<Tensor>& segments,
@@ -77,7 +79,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
       negatives.add_directions(p, sums, z);
       if (P > 1) {
         visit(p, sums, 0, B);
-      } else {  // the threads share the samples
+      } else {  // threads share the samples
         each_row(B, bytes, [&](int64_t from, int64_t to) { visit(p, sums, from, to); });
       }
     }

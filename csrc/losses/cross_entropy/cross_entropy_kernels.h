@@ -1,6 +1,7 @@
-// Kernels of cross_entropy.cpp; see each_processor.h.
+// Kernels of operator.cpp; see base/each_processor.h.
 
-// The loss of a row, and weight times its gradient in ``dz``, which may be the row, or null.
+// Returns the loss of a row of logits; stores weight times its gradient in ``dz``, unless that is
+// null. ``dz`` may be the row itself.
 template <typename W>
 FASTKD_KERNEL double loss_of(const W* z, int64_t n, int64_t label, CrossEntropy of, double weight,
                              W* dz) {
@@ -33,7 +34,7 @@ FASTKD_KERNEL double loss_of(const W* z, int64_t n, int64_t label, CrossEntropy 
   return loss;
 }
 
-// (z + bias)·scale in its place
+// z ← (z + bias)·scale; ``bias`` may be null
 template <typename W>
 FASTKD_KERNEL void finish(W* z, const W* bias, int64_t n, double scale) {
   each<W>(n, [&](int64_t i, int64_t lanes) {

@@ -1,8 +1,9 @@
-// Cross-entropy of rows of logits with labels, and its gradient, in one visit of a row: its largest,
-// its exponentials and their sum, their share of it. After the first read a row is in the cache.
+// Operators of cross-entropy with labels: from logits, and from hidden states.
 //
-// From hidden states the logits are written once and visited once, and their gradient takes their
-// place: it is an operator of its own because a few rows cost less than to call one for each step.
+// A row of logits is visited once: its maximum, its exponentials and their sum, the gradient. After
+// the first read it is in the cache. From hidden states the logits are written once, and their
+// gradient overwrites them. That is one operator because for few rows the calls of its steps would
+// cost more than the steps.
 #include <array>
 #include <cmath>
 
@@ -11,13 +12,14 @@
 namespace fastkd {
 namespace {
 
-// Rows of logits that are followed by others in bfloat16: fewer would read the head more often. They
-// are LOGIT_ROWS in fastkd/_torch/linear_soft_targets.py, which counts their bytes.
+// Rows of float32 logits that exist at a time for bfloat16 states; fewer rows would read the head
+// more often. LOGIT_ROWS in fastkd/_torch/linear_soft_targets.py, which counts their bytes, is the
+// same.
 constexpr int64_t kLogitRows = 128;
 
 struct CrossEntropy {
   double label_smoothing, z_loss;
-  double factor = 1;  // of weights
+  double factor = 1;  // of the gradient's weights
 };
 
 }  // namespace
@@ -31,7 +33,8 @@ namespace {
 
 int64_t bytes_of_row(const Tensor& x) { return 3 * x.size(1) * x.element_size(); }
 
-// The losses of rows, the gradient weighed by ``weights`` and, in another type, ``copy`` of it.
+// Stores the losses of rows, and the gradient times ``weights``, also as a ``copy`` of another
+// type.
 template <typename W>
 void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights,
                const std::optional<Tensor>& gradient, const Rows& copy, CrossEntropy of,
@@ -48,19 +51,19 @@ void each_loss(const Tensor& student, const int64_t* labels, const Rows& weights
   });
 }
 
-// Labels in one piece.
-Tensor words_of(const Tensor& labels, int64_t V) {
+// Contiguous labels, each below V.
+Tensor checked_labels(const Tensor& labels, int64_t V) {
   const Tensor places = torch::stable::contiguous(labels);
-  // The public function says this better, but not in a compiled graph.
   for (int64_t i = 0; i < labels.size(0); ++i) {
     const int64_t label = data<int64_t>(places)[i];
-    STD_TORCH_CHECK(label >= 0 && label < V, "a label is no word of the logits");
+    const bool is_token = label >= 0 && label < V;
+    STD_TORCH_CHECK(is_token, "labels: ", label, " is not one of the ", V, " tokens");
   }
   return places;
 }
 
-// Losses (R,) of logits (R, V) of float32 or float64 with labels (R,); fills ``gradient`` (R, V) of
-// the sum of weights (R,) times them, if there is one.
+// Losses (R,) of float32 or float64 logits (R, V) with labels (R,). Stores the gradient of Σ
+// weight·loss in ``gradient`` (R, V), if there is one; weights () or (R,).
 Tensor cross_entropy(const Tensor& student, const Tensor& labels,
                      const std::optional<Tensor>& gradient, const std::optional<Tensor>& weights,
                      double label_smoothing, double z_loss) {
@@ -72,7 +75,7 @@ Tensor cross_entropy(const Tensor& student, const Tensor& labels,
   check_numbers(weights, "weights", R);
   STD_TORCH_CHECK(!gradient || weights, "a gradient needs the weights of its rows");
   const Tensor loss = torch::stable::new_empty(student, {R}, type);
-  const Tensor places = words_of(labels, student.size(1));
+  const Tensor places = checked_labels(labels, student.size(1));
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   const bool wide = student.scalar_type() == ScalarType::Double;
   const auto run = wide ? each_loss<double> : each_loss<float>;
@@ -103,7 +106,7 @@ void finish_rows(const Tensor& logits, const std::optional<Tensor>& bias, double
 // Adds rows (R, V) to ``sums`` (V).
 template <typename W>
 void add_rows(const Tensor& rows, double* sums) {
-  constexpr int64_t kLeast = 1024;  // columns, of which a thread takes no fewer
+  constexpr int64_t kLeast = 1024;  // columns of a thread
   parallel_for(0, rows.size(1), kLeast, [&](int64_t begin, int64_t end) {
     for (int64_t i = 0; i < rows.size(0); ++i) {
       const W* row = data<W>(rows) + i * rows.stride(0);
@@ -125,8 +128,8 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Room for logits (R, V). Rows some power of two apart would share a few places of a cache, where
-// products read them by columns.
+// Memory for logits (R, V). Products read them by columns: rows a power of two apart would compete
+// for a few cache sets, so such rows get padding.
 Tensor new_logits(const Tensor& like, int64_t R, int64_t V, ScalarType type) {
   constexpr int64_t kPage = 1024, kApart = 48;
   if (V % kPage) return new_large(like, {R, V}, type);
@@ -139,7 +142,7 @@ Rows after(Rows rows, int64_t start) {
   return rows;
 }
 
-// Room for a gradient of ``like`` (V or more, ...), zeros from V on.
+// Memory for the gradient of ``like`` (V or more, ...), with zeros from row V on.
 Tensor new_gradient(const Tensor& like, int64_t V, ScalarType type) {
   const int64_t rows = like.size(0), columns = like.dim() == 1 ? 1 : like.size(1);
   const Tensor x = like.dim() == 1 ? torch::stable::new_empty(like, {rows}, type)
@@ -149,13 +152,18 @@ Tensor new_gradient(const Tensor& like, int64_t V, ScalarType type) {
   return x;
 }
 
-// Cross-entropies of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of their first
-// ``vocabulary`` words: their sum by the denominator, or if it is None by ``count``, or those of rows
-// where that is 0. First times ``factor``, then as the task's terms among all (4) or (4, R), and last
-// the gradients of the first's sum, weighed by weights (R,) if these are rows: of hidden, weight and
-// bias, those in need. All are of one type, but for the bias: float32, float64, or bfloat16 where
-// `has_half_product`. Gradients are of the working type; ``narrow``: of a weight in bfloat16 in its
-// own.
+// Cross-entropy of the logits scale·(hidden (R, D) · weight (V, D)ᵀ + bias (V)), of the first
+// ``vocabulary`` tokens. Returns
+//
+// - the loss times ``factor``: the sum over rows divided by ``denominator``, or by ``count``
+//   without one; with count 0 the losses (R,) of rows;
+// - terms (4), or (4, R) for rows: the loss without ``factor`` in the task's place, zeros
+//   elsewhere;
+// - the gradients that are needed, of hidden, weight and bias, of the loss, or for rows of Σ
+//   weights (R,)·loss.
+//
+// hidden and weight have one dtype: float32, float64, or bfloat16 where `has_half_product`.
+// Gradients have the working dtype; with ``narrow`` that of a bfloat16 weight is bfloat16.
 std::vector<Tensor> cross_entropy_of_states(
     const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
     const Tensor& labels, const std::optional<Tensor>& weights,
@@ -178,8 +186,8 @@ std::vector<Tensor> cross_entropy_of_states(
   const bool learns = needs_hidden || needs_weight || needs_bias;
   STD_TORCH_CHECK(!learns || weights || !of_rows, "gradients of rows need their weights");
   const double divisor = denominator ? value_of(*denominator) : count;
-  const Tensor words = first_rows(weight, V);
-  const Tensor places = words_of(labels, V);
+  const Tensor tokens = first_rows(weight, V);
+  const Tensor places = checked_labels(labels, V);
   Tensor terms = torch::stable::new_empty(hidden, {kTerms, R}, type);
   torch::stable::fill_(terms, 0);
   const Rows losses = numbers_of(torch::stable::select(terms, 0, kTask));
@@ -195,7 +203,7 @@ std::vector<Tensor> cross_entropy_of_states(
     const int64_t rows = std::min(most, R - start);
     Tensor states = hidden, some = first_rows(z, rows);
     if (rows < R) states = torch::stable::narrow(states, 0, start, rows);
-    multiply(some, states, torch::stable::transpose(words, 0, 1));
+    multiply(some, states, torch::stable::transpose(tokens, 0, 1));
     if (bias || scale != 1) (wide ? finish_rows<double> : finish_rows<float>)(some, bias, scale);
     const auto run = wide ? each_loss<double> : each_loss<float>;
     run(some, data<int64_t>(places) + start, after(given, start),
@@ -203,7 +211,7 @@ std::vector<Tensor> cross_entropy_of_states(
         copies ? after(rows_of(gradient), start) : Rows{}, of, after(losses, start));
     if (needs_bias) (wide ? add_rows<double> : add_rows<float>)(some, bias_sums.data());
   }
-  if (copies) z = gradient;  // its memory is free for what follows
+  if (copies) z = gradient;  // frees the float32 logits
   Tensor loss = torch::stable::new_empty(hidden, {R}, type);
   if (of_rows) {
     for (int64_t i = 0; i < R; ++i) numbers_of(loss).put(i, factor * losses.get(i));
@@ -218,7 +226,7 @@ std::vector<Tensor> cross_entropy_of_states(
   std::vector<Tensor> made{loss, terms};
   if (needs_hidden) {
     made.push_back(new_large(hidden, {R, hidden.size(1)}, type));
-    multiply(made.back(), gradient, words);
+    multiply(made.back(), gradient, tokens);
   }
   if (needs_weight) {
     made.push_back(new_gradient(weight, V, narrow && half ? weight.scalar_type() : type));

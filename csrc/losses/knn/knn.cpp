@@ -1,8 +1,8 @@
-// Data path. Pieces of some bank rows stay in the nearest cache while all student rows of their
-// label are compared with them, a few at a time, and the next rows are fetched; so the bank is read
-// once. Distances are sums of squared differences, right to a known part of themselves; rows as near
-// as the k-th within that are measured again in float64, which makes the choice exact. A row and
-// those chosen are then read once more, for the loss and the gradient.
+// Data path. Pieces of some bank rows stay in the first cache while all student rows of their label
+// are compared with them, a few at a time, and the next rows are prefetched: the bank is read once.
+// Distances are sums of squared differences with a known relative error. Rows as near as the k-th
+// within that error are measured again in float64, which makes the choice exact. A student row and
+// its nearest rows are then read once more, for the loss and the gradient.
 #include "losses/knn/knn.h"
 
 #include <algorithm>
@@ -18,10 +18,10 @@
 namespace fastkd {
 namespace {
 
-// Numbers of a row that are summed in the type of rows.
+// Features that are summed in float32; longer sums are float64.
 constexpr int64_t kPiece = 1024;
-// Bank rows of which the nearest cache holds a piece, more where student rows are widened for each
-// tile, and student rows that are compared with them at a time.
+// Bank rows of a tile, whose pieces stay in the first cache (more for half precision, since student
+// rows are converted once for each tile), and student rows that are compared with them at a time.
 constexpr int64_t kTile = 8, kTileOfHalves = 16, kStudents = 8;
 
 struct Candidate {
@@ -32,7 +32,8 @@ struct Candidate {
   }
 };
 
-// Σ ‖(s − t)·shrink‖² over some rows t in float64; factor·Σ (s − t) unless ``dx`` has no data.
+// Returns Σ ‖(s − t)·shrink‖² over some bank rows t, in float64; stores factor·Σ (s − t) unless
+// ``dx`` is null.
 template <typename W>
 double compare_as(const Neighbours& of, int64_t row, const std::vector<int64_t>& places,
                   double shrink, double factor, const Rows& dx) {
@@ -62,7 +63,7 @@ double compare(const Neighbours& of, int64_t row, const std::vector<int64_t>& pl
              : compare_as<float>(of, row, places, shrink, factor, dx);
 }
 
-// Measured in float64; the largest number stands for what overflows.
+// The distance in float64, or the largest number if it overflows.
 Candidate candidate(const Neighbours& of, int64_t row, int64_t place) {
   return {std::min(compare(of, row, {place}, 1), std::numeric_limits<double>::max()), place};
 }
@@ -97,7 +98,7 @@ std::vector<Neighbours::Tile> Neighbours::tiles() {
   const int64_t size = student.type < Type::kFloat ? kTileOfHalves : kTile;
   std::vector<Tile> found;
   for (int64_t range = 0; range < ranges(); ++range) {
-    // Groups side by side, since their rows share pages.
+    // The same part of each group in turn, since the groups' rows share memory pages.
     for (int64_t begin = 0; begin < M; begin += size) {
       for (size_t g = 0; g < groups.size(); ++g) {
         const int64_t end = std::min(int64_t(groups[g].bank.size()), begin + size);
@@ -108,7 +109,7 @@ std::vector<Neighbours::Tile> Neighbours::tiles() {
   return found;
 }
 
-// Pieces of rows are summed in float64, so no other sum is longer than a piece.
+// A piece is summed in W, the pieces in float64.
 template <typename W>
 void Neighbours::measure_as(const Tile& tile) const {
   const LabelGroup& group = groups[tile.group];
@@ -124,7 +125,7 @@ void Neighbours::measure_as(const Tile& tile) const {
       W* copy = copies.get() + (kStudents + j) * room;
       bank[j] = teacher.read(group.bank[tile.begin + j], start, n, copy);
     }
-    // The next block of these rows, or the next tile.
+    // Rows to prefetch: the next piece of these, or the next tile.
     std::vector<const char*> ahead;
     for (int64_t j = tile.begin; next < to && j < tile.end; ++j) {
       ahead.push_back(teacher.place(group.bank[j], next));
@@ -168,7 +169,7 @@ bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) c
   }
   std::vector<Candidate> found;
   if (!std::all_of(of, of + count, [](double distance) { return std::isfinite(distance); })) {
-    // Of a square, or of a number that is none.
+    // A square overflowed, or a feature is NaN or infinite.
     for (int64_t j = 0; j < count; ++j) {
       if (!std::isfinite(of[j]) && !(is_finite(student, row) && is_finite(teacher, bank[j]))) {
         return false;
@@ -176,7 +177,7 @@ bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) c
       found.push_back(candidate(*this, row, bank[j]));
     }
   } else {
-    // The k smallest, the largest in front.
+    // A heap of the k smallest; its front is the largest.
     std::vector<double> smallest(k, std::numeric_limits<double>::max());
     for (int64_t j = 0; j < count; ++j) {
       if (!(of[j] < smallest.front())) continue;
@@ -184,9 +185,10 @@ bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) c
       smallest.back() = of[j];
       std::push_heap(smallest.begin(), smallest.end());
     }
-    // A sum is right to a part of itself: a rounding for each square that a lane of a piece adds
-    // up, of at least 16 bytes of lanes; up to eight in a square and between lanes; and in float64
-    // one for each piece. Two sums are apart by twice that, and the rest is to spare.
+    // Relative error of a distance: one rounding for each square that a lane of a piece adds up
+    // (vectors have at least 16 bytes), up to eight in a square and between lanes, and in float64
+    // one for each piece. Two distances may differ by twice that; the factor 4 leaves a margin of
+    // two.
     const bool wide = student.type == Type::kDouble;
     const double part = (wide ? (kPiece / 2 + 8) * 1.2e-16 : (kPiece / 4 + 8) * 6e-8) +
                         double(student.n / kPiece) * 1.2e-16;
@@ -208,7 +210,7 @@ bool Neighbours::choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) c
 double Neighbours::row(int64_t row, int64_t k, double weight, const Rows& dx) const {
   std::vector<int64_t> nearest;
   if (!choose(row, k, nearest)) weight = std::numeric_limits<double>::quiet_NaN();
-  // A power of two, at most 1/√D: the sum of squares can't overflow where the loss doesn't.
+  // A power of two, at most 1/√D: the sum of squares overflows only if the loss does.
   const double shrink = std::exp2(-std::ceil(std::log2(double(student.n)) / 2));
   const double share = weight / double(student.n);
   const double total = compare(*this, row, nearest, shrink, 2 * share, dx);

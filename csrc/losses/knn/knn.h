@@ -1,4 +1,4 @@
-// The nearest rows of the same label on a CPU, by direct difference of all pairs.
+// Mean squared distance to the k nearest teacher rows of the same label, on a CPU.
 #pragma once
 
 #include <memory>
@@ -8,44 +8,44 @@
 
 namespace fastkd {
 
-// Student rows that share their label, and the bank rows of it.
+// Student rows with one label (or one range of labels), and the bank rows of that label.
 struct LabelGroup {
   std::vector<int64_t> students, bank;
 };
 
 struct Neighbours {
-  static constexpr int64_t kRange = 1 << 13;  // of D, a task's at most
+  static constexpr int64_t kRange = 1 << 13;  // most features of a task
 
-  Rows student, teacher;  // (N, D), (M, D), of one type
+  Rows student, teacher;  // (N, D) and the bank (M, D), of one type
   int64_t N, M;
   std::vector<LabelGroup> groups{};
   std::vector<int64_t> group_of{};        // (N)
-  // (ranges of D, N, M): parts of a row's distances to its group's bank, in its order
+  // (ranges of D, N, M): partial distances of a student row to its group's bank rows, in their
+  // order
   std::unique_ptr<double[]> distances{};
 
-  // Some bank rows of a group, in a range of D.
+  // A task: some bank rows of a group, in a range of features.
   struct Tile {
     int64_t group, begin, end, range;
   };
 
-  // Makes ``groups``, as yet without bank rows, of students whose labels have the same bounds, each
-  // 8 bytes of whatever type.
+  // Fills ``groups`` with the students of equal label bounds, without bank rows. Bounds are
+  // compared as 8 bytes, of whatever type.
   void group(const int64_t* low, const int64_t* high);
 
-  // All ranges of all bank rows, those of a group apart, so that threads have as much to do, and
-  // room for their distances.
+  // All tasks, of about equal work. Allocates ``distances``.
   std::vector<Tile> tiles();
 
-  // Σ (s − t)² of a tile's rows and its group's students.
+  // Stores Σ (s − t)² of a tile's bank rows and its group's students.
   void measure(const Tile& tile) const;
 
-  // weight·loss of a student row, NaN where a row with a NaN or an inf is among those of its label,
-  // and the gradient in the same visit, unless ``dx`` has no data.
+  // Returns weight·loss of a student row and stores the gradient, unless ``dx`` is null. NaN if a
+  // row of its label, or the row itself, has a NaN or infinity.
   double row(int64_t row, int64_t k, double weight, const Rows& dx) const;
 
  private:
-  // The k nearest bank rows, the first of equals, or as many as there are; false where one is no
-  // number.
+  // Finds the k nearest bank rows, fewer if the group has fewer; of equal distances the lower
+  // index. False if a distance is NaN.
   bool choose(int64_t row, int64_t k, std::vector<int64_t>& nearest) const;
 
   int64_t ranges() const;

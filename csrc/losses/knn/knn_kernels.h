@@ -1,6 +1,7 @@
-// Kernels of knn.cpp; see each_processor.h.
+// Kernels of knn.cpp; see base/each_processor.h.
 
-// Σ ‖(s − t)·shrink‖² in float64 over K rows t; factor·Σ (s − t) unless ``dx`` is null.
+// Returns Σ ‖(s − t)·shrink‖² over K rows t, in float64; stores factor·Σ (s − t) unless ``dx`` is
+// null.
 template <typename W>
 FASTKD_KERNEL double visit(const W* s, const W* const* t, int64_t K, int64_t n, double shrink,
                            W factor, W* dx) {

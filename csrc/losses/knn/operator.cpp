@@ -7,8 +7,9 @@
 namespace fastkd {
 namespace {
 
-// Losses (N,), over ``count`` if given, or their sum, and its gradient. Labels are int64 or float64,
-// those of the bank (M,); ``low`` and ``high`` (N,).
+// The loss, () or with reduction "none" (N,), divided by ``count`` if given; if requested the
+// student's gradient (N, D). ``labels`` (M,) of the bank, and the bounds ``low`` and ``high`` (N,)
+// of a student row's label, are int64 or float64. Without ``high`` it equals ``low``.
 std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tensor& low,
                         const std::optional<Tensor>& high, const Tensor& labels,
                         const std::optional<Tensor>& count, int64_t k, int64_t ignore_index,
@@ -32,7 +33,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
   const Tensor lows = torch::stable::contiguous(low), bank = torch::stable::contiguous(labels);
   const Tensor highs = high ? torch::stable::contiguous(*high) : lows;
   of.group(data<const int64_t>(lows), data<const int64_t>(highs));
-  // A bank's label lies between the bounds of a row, and is not the one ignored.
+  // A bank row belongs to a group if its label lies within the bounds and is not ``ignore_index``.
   const auto fill = [&](auto ignored) {
     using T = decltype(ignored);
     const T *lowest = data<T>(lows), *highest = data<T>(highs), *label = data<T>(bank);

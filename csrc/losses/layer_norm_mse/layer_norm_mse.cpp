@@ -1,10 +1,10 @@
-// Data path. One visit of each pair of rows: read from memory once, and three times more from the
-// nearest cache, for sums, squares around the mean, the difference and what the gradients depend on,
-// and the gradients. With E = R·D elements of s bytes that is 4Es bytes, and 6Es where a write reads
+// Data path. Each pair of rows is read from memory once, and three times more from the first cache:
+// for sums; squares around the mean; the difference and the products that the gradients need; the
+// gradients. With E = R·D elements of s bytes memory moves 4Es bytes, and 6Es where a write loads
 // its line first.
 //
-// Rows of at most kShortRow columns, and those whose squares leave the range of float32, are
-// computed in float64: where a few terms cancel, their rounding would be all that is left.
+// Rows of at most kShortRow columns, and rows whose squares leave the range of float32, are
+// computed in float64: where a few terms cancel, nothing but their rounding error would be left.
 #include "losses/layer_norm_mse/layer_norm_mse.h"
 
 #include <cmath>

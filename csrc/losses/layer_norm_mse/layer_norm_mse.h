@@ -1,4 +1,4 @@
-// LayerNorm-MSE on a CPU: ½‖norm(x) − norm(y)‖² of every row, and its gradient to both sides.
+// LayerNorm-MSE on a CPU: ½‖norm(x) − norm(y)‖² of every row, and its gradients.
 #pragma once
 
 #include "base/rows.h"
@@ -8,7 +8,7 @@ namespace fastkd {
 struct LayerNormMSE {
   Rows x, y;
   double eps, scale;
-  Rows dx, dy;  // gradients of scale times the losses; those with null data are not made
+  Rows dx, dy;  // gradients of scale·loss; null: not computed
 
   void rows(int64_t begin, int64_t end, double* losses) const;
 };

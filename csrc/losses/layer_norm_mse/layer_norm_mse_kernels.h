@@ -1,12 +1,12 @@
-// Kernels of layer_norm_mse.cpp; see each_processor.h.
+// Kernels of layer_norm_mse.cpp; see base/each_processor.h.
 
-// 1/√var; 0 of a constant row, but NaN where 1/∞ would pass a row off as constant.
+// 1/√var; 0 for a constant row, NaN for an infinite variance.
 inline double reciprocal_deviation(double var) {
   const double rstd = var == 0 ? 0 : 1 / std::sqrt(var);
   return rstd == 0 && var != 0 ? std::numeric_limits<double>::quiet_NaN() : rstd;
 }
 
-// The mean in two parts of which the first is rounded to W, and 1/√(var + eps).
+// The mean as a sum of two numbers of type W, and 1/√(var + eps).
 template <typename W>
 struct Normal {
   W mean, rest, rstd;
@@ -19,8 +19,8 @@ struct Normal {
   }
 };
 
-// ½‖norm(x) − norm(y)‖² and the gradients, of scale times it; false where W is too narrow for the
-// squares.
+// Stores ½‖norm(x) − norm(y)‖² and the gradients of scale times it. Returns false, without results,
+// if the squares leave the range of W.
 template <typename W>
 FASTKD_KERNEL bool visit(const W* x, const W* y, int64_t D, double eps, double scale, double* loss,
                          W* dx, W* dy) {
@@ -35,7 +35,7 @@ FASTKD_KERNEL bool visit(const W* x, const W* y, int64_t D, double eps, double s
     sums[0] += a, sums[1] += b;
     sums[2] += a * a, sums[3] += b * b;
   });
-  // What rounding left of the means.
+  // Rounding errors of the means.
   const double left_x = around[0] / D, left_y = around[1] / D;
   const double var_x = around[2] / D - left_x * left_x;
   const double var_y = around[3] / D - left_y * left_y;
@@ -50,12 +50,13 @@ FASTKD_KERNEL bool visit(const W* x, const W* y, int64_t D, double eps, double s
     const Vector<W> a = norm_x.of(x + i, count), b = norm_y.of(y + i, count);
     sums[0] += (a - b) * (a - b);
     sums[1] += a * b, sums[2] += a * a, sums[3] += b * b;
-    fetch(x + D + i), fetch(y + D + i);  // while it computes, the next rows, which mostly are there
+    fetch(x + D + i), fetch(y + D + i);  // prefetch the next rows, if rows are contiguous
   });
   *loss = found[0] / 2;
   if (!dx && !dy) return true;
-  // The gradient is the difference without its part along the row itself, but for that part's
-  // share of eps. The part is divided by norm·norm and not by D, which is larger by eps.
+  // The gradient is the difference without its component along the normalised row, of which only a
+  // fraction due to eps stays. The component is divided by norm·norm, which D exceeds if eps is not
+  // 0.
   const double along = found[1];
   const auto factor = [=](double squares, double rstd) {
     const double part = along / (squares == 0 ? 1 : squares);

@@ -5,7 +5,7 @@
 namespace fastkd {
 namespace {
 
-// The loss, and the gradients of the sides that need one.
+// The loss () of rows (R, D), and the gradients of x and y that are needed.
 std::vector<Tensor> layer_norm_mse(const Tensor& x, const Tensor& y, double eps, int64_t divisor,
                                    bool needs_dx, bool needs_dy) {
   check(x, "x", check_floating(x, "x"), {kAnySize, kAnySize});

@@ -8,14 +8,14 @@
 namespace fastkd {
 namespace {
 
-// The relations of groups of N rows: of tokens in their order, or turned round, of samples.
+// Groups of N rows: the tokens of each sample, or with ``samples`` the samples at each position.
 struct Groups {
   Positions student, teacher;  // (groups, N, D)
   std::unique_ptr<bool[]> real;
   std::vector<int64_t> counts;
   int64_t compared = 0;
 
-  // Groups of fewer than two rows have nothing to compare.
+  // A group of fewer than two real rows is left out.
   Groups(const Tensor& of_student, const Tensor& of_teacher, const Mask& mask, bool samples)
       : student(positions_of(of_student)), teacher(positions_of(of_teacher)) {
     if (samples) student = student.turned(), teacher = teacher.turned();
@@ -33,7 +33,7 @@ struct Groups {
   }
 };
 
-// The relations of one group after the other, in memory of their own.
+// A thread's state: one group after another.
 template <typename W>
 class Relations {
  public:
@@ -44,7 +44,7 @@ class Relations {
     memory_.reset(new Line[numbers * sizeof(W) / sizeof(Line) + 1]);
   }
 
-  // The loss of a group; share·∂/∂x is put into ``dx``, or added to it.
+  // Returns the loss of a group; stores share·∂/∂x in ``dx``, or adds it.
   double operator()(int64_t g, double share, bool add) {
     const bool* real = of_.real.get() + g * N_;
     W* place = reinterpret_cast<W*>(memory_.get());
@@ -74,7 +74,8 @@ class Relations {
   };
 
   void multiply(const RelationSide<W>& side, W* R) const {
-    // The first block has most to do and the last least: a pair of them is as long as any other.
+    // The first block has most pairs of rows and the last fewest, so blocks are joined from both
+    // ends.
     const int64_t blocks = (N_ + kBlock - 1) / kBlock, pairs = (blocks + 1) / 2;
     each_row(pairs, N_ * kBlock * side.x.n, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -105,13 +106,14 @@ class Relations {
   const double eps_;
   const Positions* dx_;
   const int64_t N_;
-  std::vector<int64_t> rows_;  // the room of each side's
+  std::vector<int64_t> rows_;  // strides of student's and teacher's rows
   std::vector<UnitRow> units_;
   RelationSide<W> sides_[2];
   std::unique_ptr<Line[]> memory_;
 };
 
-// Σ weight·loss of the groups; its gradient is put into ``dx`` (groups, N, D), or added to it.
+// Returns weight times the mean loss of the groups; stores its gradient in ``dx`` (groups, N, D),
+// or adds it.
 template <typename W>
 double relations_of(const Groups& of, double weight, double eps, bool add, const Positions* dx) {
   const int64_t groups = of.student.samples, N = of.student.positions;
@@ -122,7 +124,7 @@ double relations_of(const Groups& of, double weight, double eps, bool add, const
     Relations<W> relations(of, eps, dx);
     for (int64_t g = begin; g < end; ++g) losses[g] = share * relations(g, share, add);
   };
-  // Threads have groups of their own, or share each, where some would have more than others.
+  // Each thread has groups of its own, or all threads share each group where groups are few.
   if (groups % threads == 0 || groups >= 4 * threads) {
     each_row(groups, N * (of.student.D + of.teacher.D) * int64_t(sizeof(W)), run);
   } else {
@@ -131,8 +133,8 @@ double relations_of(const Groups& of, double weight, double eps, bool add, const
   return total(losses);
 }
 
-// weight·loss of the relations between tokens, (B, N, D), and between samples, (2); and the gradient
-// of their sum.
+// The weighted losses (2) over tokens and over samples of features (B, N, D), and if requested the
+// student's gradient of their sum, in the working dtype.
 std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher, const Mask& mask,
                                    double tokens, double samples, double eps, bool gradient) {
   const ScalarType own = check_floating(student, "student");

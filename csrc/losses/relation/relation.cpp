@@ -1,9 +1,10 @@
-// Data path of a group, whose buffers stay in a thread's own cache: each row is read once from
-// memory, made one of length 1 and added to the mean, which is then taken from all; their products;
-// three reads of both (N, N), the last writing A; rows of A times the rows, and their gradient.
+// Data path of a group, whose buffers stay in the second cache: each row is read once from memory,
+// normalised and added to the mean; the mean is subtracted from all rows; their products; three
+// reads of both (N, N), the last of which writes A; the product of A with the rows, and the
+// gradient.
 //
-// Relations come from centred rows, see fastkd/relation.py. Rows are added up less the first of
-// them, so rows that are equal have no difference from their mean.
+// Relations are computed from centred rows, see fastkd/relation.py. The mean is computed from
+// differences to the first row, so that equal rows equal their mean exactly.
 #include "losses/relation/relation.h"
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 namespace fastkd {
 namespace {
 
-// A row of both relations, centred, from the products and the offsets u; 0 where there is none.
+// Row i of a centred relation: products[j] + u[j] + own, and 0 where row j is not real.
 template <typename W>
 struct RelationRow {
   const W *products, *u, *real;
@@ -31,9 +32,9 @@ namespace fastkd {
 namespace {
 
 constexpr double kShortest = 1e-12;  // torch.nn.functional.normalize divides by max(‖x‖, this)
-constexpr int64_t kRowsAtATime = 8, kRowsAhead = 3;  // added up, fetched
+constexpr int64_t kRowsAtATime = 8, kRowsAhead = 3;  // added up together; prefetch distance
 
-// A row in float64, times a power of 2 by which its squares are far from the largest number.
+// Stores a row in float64, times a power of 2 that keeps its squares in range; returns that power.
 double power_of_row(const Rows& x, int64_t i, std::vector<double>& wide) {
   wide.resize(x.n);
   const double* row = x.read(i, 0, x.n, wide.data());
@@ -63,7 +64,7 @@ UnitRow unit_of(const Rows& x, int64_t i, std::vector<double>& wide) {
   }
   of.short_ = norm < kShortest;
   of.scale = finite ? 1 / std::max(norm, kShortest) : std::nan("");
-  // float16 could not hold 1e12: there a row too short gets the gradient of its normalised row.
+  // 1/kShortest is beyond float16: there a short row gets the gradient of its normalised row.
   of.derivative = of.short_ && x.type == Type::kHalf ? 1 : of.scale * of.power;
   return of;
 }
@@ -79,7 +80,7 @@ void unit_row(const Rows& x, int64_t i, const UnitRow& of, W* y, Next next) {
   for (int64_t j = 0; j < x.n; ++j) y[j] = W(wide[j] * of.scale);
 }
 
-// Offsets (N) of the centred relations, less their mean.
+// Offsets u (N) of the centred relation, minus their mean.
 template <typename W>
 std::vector<W> offsets(const RelationSide<W>& side, const W* products, int64_t N) {
   std::vector<double> h(N);
@@ -98,7 +99,7 @@ std::vector<W> offsets(const RelationSide<W>& side, const W* products, int64_t N
   return u;
 }
 
-// What is above the diagonal of x (N, N), below it too; in squares that stay in the cache.
+// Copies the upper triangle of x (N, N) to the lower one, in squares that stay in the cache.
 template <typename W>
 void mirror(W* x, int64_t N) {
   constexpr int64_t kSide = 16;
@@ -134,7 +135,7 @@ void RelationSide<W>::centre(int64_t N) {
     std::fill(row + (real[i] ? D : 0), row + room, W(0));
     of[i] = {};
     if (!real[i]) continue;
-    // No processor looks beyond a page by itself.
+    // Hardware does not prefetch across a page.
     const bool more = i + kRowsAhead < N;
     of[i] = unit_of<W>(x, i, wide);
     unit_row(x, i, of[i], row, {more ? x.place(i + kRowsAhead, 0) : nullptr, size_of(x.type)});
@@ -177,7 +178,7 @@ RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* prod
   };
   const double sigma_s = norm_of(row_s), sigma_t = norm_of(row_t);
   const W to_a = reciprocal<W>(sigma_s), to_b = reciprocal<W>(sigma_t);
-  // With a = R̃_s/σ_s and b = R̃_t/σ_t: 1 − cov/(σ_sσ_t + eps) without cancellation.
+  // 1 − cov/(σ_sσ_t + eps) without cancellation, by ½‖a − b‖² of a = R̃_s/σ_s and b = R̃_t/σ_t.
   const double apart = sum_of_rows(
       [&](int64_t i) { return FASTKD_CALL(differences, row_s(i), row_t(i), to_a, to_b, N); });
   const double denominator = sigma_s * sigma_t + eps;

@@ -1,4 +1,4 @@
-// Relations on a CPU: what stands around the products of a group's rows with one another.
+// Relation loss of one group of N rows on a CPU, around the products of the rows with one another.
 #pragma once
 
 #include "base/products.h"
@@ -6,30 +6,31 @@
 
 namespace fastkd {
 
-// What makes a row one of length 1: x·power·scale; power is 1 but for rows near the largest number.
+// Normalisation of a row: x·power·scale has length 1. power is 1, except for rows near the largest
+// number.
 struct UnitRow {
-  bool short_;        // of any length, since the norm is too small to divide by
+  bool short_;        // the norm is too small to divide by, so the row keeps another length
   double power, scale;
-  double derivative;  // of scale times power
-  double offset;      // of its relations, from the mean; from its own square where that is `far`
-  double row_sum;     // of its derivatives
+  double derivative;  // scale·power
+  double offset;      // of its relations, from the mean; for a `far` mean from its own square
+  double row_sum;     // of A in its row
 };
 
-// One side of a group of N rows. `centre` makes all but ``x``, ``real`` and ``count``.
+// Student or teacher of a group of N rows. `centre` computes everything but ``x``, ``real`` and
+// ``count``.
 template <typename W>
 struct RelationSide {
   Rows x;
   const bool* real;  // (N)
   int64_t count;     // of real rows
-  W* rows;           // (N, D): those of length 1 less their mean; 0 where there is none
-  W* mean;           // (D), each of these with the room that products.h wants
+  W* rows;           // (N, D): unit rows minus their mean, 0 at padding; strides as in products.h
+  W* mean;           // (D)
   UnitRow* of;       // (N)
-  bool far = false;  // whether the mean is long
+  bool far = false;  // the mean is longer than √½
 
   void centre(int64_t N);
 
-  // dx (+)= factor·∂/∂x of row i, where h are the products of A with the rows; ``next`` is where the
-  // next row's goes, or null.
+  // dx (+)= factor·∂/∂x of row i, where h is row i of A·rows. ``next``: the next row's dx, or null.
   void gradient(int64_t i, const W* h, double factor, bool add, W* dx, const W* next) const;
 };
 
@@ -38,8 +39,8 @@ struct RelationLoss {
   double k;     // ∂/∂R_s = k·A
 };
 
-// Of the products (N, N) of each side's rows, on and above the diagonal; A takes the place of the
-// student's, its row sums taken from the diagonal, where a gradient is wanted.
+// The loss, from the products (N, N) of student's and teacher's rows on and above the diagonal.
+// With ``gradient`` A, minus its row sums on the diagonal, overwrites the student's products.
 template <typename W>
 RelationLoss pearson(const RelationSide<W>& s, const RelationSide<W>& t, W* products_s,
                      W* products_t, int64_t N, double eps, bool gradient);

@@ -1,4 +1,4 @@
-// Kernels of relation.cpp; see each_processor.h.
+// Kernels of relation.cpp; see base/each_processor.h.
 
 template <typename W>
 FASTKD_KERNEL void times(const W* x, W factor, int64_t D, W* y, Next next) {
@@ -16,7 +16,7 @@ FASTKD_KERNEL void add_up(const W* const* rows, int64_t n, const W* first, int64
     const Vector<W> base = load(first + i, count);
     Vector<W> total{};
     for (int64_t k = 0; k < n; ++k) total += load(rows[k] + i, count) - base;
-    // Whole vectors, since behind the end there is room and the total is 0.
+    // Whole vectors: sums has room behind its end, and the total is 0 there.
     for (int part = 0; part < kWide<W>; ++part) {
       double* to = sums + i + part * kLanes<double>;
       store(to, load(to) + widened<W>(total, part));
@@ -24,7 +24,7 @@ FASTKD_KERNEL void add_up(const W* const* rows, int64_t n, const W* first, int64
   });
 }
 
-// first + sums/count, and its square
+// mean ← first + sums·share; returns ‖mean‖²
 template <typename W>
 FASTKD_KERNEL double find_mean(const W* first, const double* sums, double share, int64_t room,
                                W* mean) {
@@ -43,7 +43,7 @@ FASTKD_KERNEL double find_mean(const W* first, const double* sums, double share,
   return sum<double>(total);
 }
 
-// row −= mean; what is left, times the mean
+// row −= mean; returns row·mean
 template <typename W>
 FASTKD_KERNEL double subtract(W* row, const W* mean, int64_t D) {
   return sums_of<W, 1>(D, [&](int64_t i, int64_t count, Vector<W>* sums) {
@@ -53,7 +53,7 @@ FASTKD_KERNEL double subtract(W* row, const W* mean, int64_t D) {
   })[0];
 }
 
-// dx (+)= factor·(h + y·along) of y = row + mean, where along takes out what of h lies along y
+// dx (+)= factor·(h + y·along) for y = row + mean; with ``removes`` along −= h·y
 template <typename W>
 FASTKD_KERNEL void project_out(const W* h, const W* row, const W* mean, int64_t D, double factor,
                                double along, bool removes, bool add, W* dx, Next next) {
@@ -81,7 +81,7 @@ inline void add_squares(const Vector<W>& x, Vector<double>* totals) {
   }
 }
 
-// A row of both relations at j.
+// Entries j to j + count of a centred relation's row.
 template <typename W>
 inline Vector<W> at(const RelationRow<W>& row, int64_t j, int64_t count) {
   return (load(row.products + j, count) + (load(row.u + j, count) + row.own)) *
@@ -105,7 +105,7 @@ FASTKD_KERNEL double differences(const RelationRow<W>& s, const RelationRow<W>& 
   return sum_of_parts<W>(totals);
 }
 
-// A = b − ρa, and its sum
+// A ← b − ρa; returns its sum
 template <typename W>
 FASTKD_KERNEL double derivatives(const RelationRow<W>& s, const RelationRow<W>& t, W to_a, W to_b,
                                  W loss, int64_t N, W* A) {

@@ -7,7 +7,8 @@
 namespace fastkd {
 namespace {
 
-// Losses of rows, and weights times their gradients in the rows of ``gradient`` unless null.
+// Losses (R,) of logits (R, V). Gradients times ``weights`` are stored in ``gradient``, unless it
+// is null.
 std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher, const Mask& mask,
                                  const std::string& divergence, double temperature, double scale,
                                  const Rows& gradient, const Rows& weights) {
@@ -36,7 +37,7 @@ Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
   return result;
 }
 
-// The loss, (R,) where nothing reduces it, and its gradient if it is asked for.
+// The loss, () or with reduction "none" (R,), and if requested the student's gradient (R, V).
 std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teacher, const Mask& mask,
                                      const std::optional<Tensor>& denominator,
                                      const std::string& divergence, double temperature,
@@ -65,7 +66,7 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
   return results;
 }
 
-// Losses (R,); with weights (R,) the gradient of their product takes the student's place.
+// Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits.
 Tensor soft_target_rows(const Tensor& student, const Tensor& teacher, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
                         double temperature, double scale) {

@@ -1,10 +1,10 @@
-// Data path. Both logits of a row are read once, in blocks that stay in the nearest cache: each has
-// its own maxima, exponentials below them, and their sums. The exponentials are kept, the student's
-// in the gradient's row, and what the later passes need beside them in the thread's own rows: the
-// gradient is made of these, which are in the cache still. Only adaptive KL, whose head is found
-// among the exponentials of a whole row, reads it for its maxima before. With E = R·V logits of s
-// bytes and a gradient of g, memory moves 2Es + Eg bytes, and Eg more where a write reads its line
-// first.
+// Data path. Student and teacher logits of a row are read once, in blocks that fit into the first
+// cache. Each block has its own maxima, its exponentials relative to them, and their sums. The
+// student's exponentials are stored in the gradient's row, the other intermediate values in rows of
+// the thread; the gradient is computed from them while they are in the cache. Adaptive KL compares
+// exponentials of the whole row, so it reads the row once more, first, for the row's maxima. With E
+// = R·V logits of s bytes and a gradient of g bytes, memory moves 2Es + Eg bytes, and Eg more where
+// a write loads its line first.
 #include "losses/soft_targets/soft_targets.h"
 
 #include <algorithm>
@@ -17,48 +17,48 @@ namespace {
 
 constexpr int64_t kBlock = 1024;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-// Softened further, distributions differ by so little, and τ²·KL weighs its rounding so much, that
-// float32 would leave few digits.
+// Above this temperature the distributions differ so little, and τ²·KL magnifies rounding errors so
+// much, that float32 leaves few digits: the row is computed in float64.
 constexpr double kHot = 10;
 
 // The maximum to subtract: 0 while only −inf was seen, as −inf − (−inf) would be NaN.
 inline double base_of(double top) { return top == -kInfinity ? 0 : top; }
 
-// p·x where a probability of 0 counts nothing even against ∞.
+// p·x, and 0 for a probability of 0, also if x is infinite.
 inline double times(double p, double x) { return p == 0 ? 0 : p * x; }
 
 struct Tops {
   double s = -kInfinity, t = -kInfinity;
 };
 
-// What a block adds up to, with x = (z − base)/τ; then how its numbers become those of the row.
+// Sums of a block, with x = (z − base)/τ, and the factors that relate them to the whole row.
 struct Part {
   double base_s, base_t, total_s = 0, total_t = 0;
   double cross_s = 0, cross_t = 0;  // Σ e^{x_s} (x_s − x_t) and Σ e^{x_t} (x_t − x_s)
-  double mean_t = 0;                // Σ e^{x_t} x_t, of adaptive KL
+  double mean_t = 0;                // Σ e^{x_t} x_t, for adaptive KL
   double to_ps = 0, to_pt = 0;      // p = to_p·e^x
   double to_ratio = 0;              // log(p_s/p_t) = x_s − x_t + to_ratio
 };
 
-// Numbers of a row that are kept for its later passes.
+// Intermediate values of a row.
 template <typename W>
 struct Kept {
   W* weights_s;  // e^{x_s}
-  W* weights_t;  // e^{x_t}; log(p_s/m) after Jensen-Shannon's second pass
+  W* weights_t;  // e^{x_t}; after the second pass of Jensen-Shannon log(p_s/m)
   W* gaps;       // τ·(x_s − x_t)
 
   Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
 };
 
-// What a row's gradient needs beside what is kept.
+// Numbers of a row's gradient, besides `Kept`.
 struct Slope {
   Divergence divergence;
-  double per_gap, weight;  // 1/τ
-  double expectation = 0;  // of the logarithm, under p_s
-  double share = 0;        // of forward KL
+  double per_gap, weight;  // 1/τ, and the upstream gradient
+  double expectation = 0;  // of the log ratio, under p_s
+  double share = 0;        // weight of forward KL
 };
 
-constexpr int kEdges = 4;  // that are tried for the head's at a time
+constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in one pass
 
 }  // namespace
 }  // namespace fastkd
@@ -69,7 +69,7 @@ constexpr int kEdges = 4;  // that are tried for the head's at a time
 namespace fastkd {
 namespace {
 
-// The rows of a thread.
+// A thread's state: one row after another.
 template <typename W>
 class Work {
  public:
@@ -78,13 +78,13 @@ class Work {
         own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock),
         places_(new int64_t[of.divergence == Divergence::kAdaptiveKl ? of.student.n + 1 : 0]) {}
 
-  // The divergence of a row, and its gradient times ``weight``.
+  // Returns the divergence of a row and stores its gradient times ``weight``.
   double fill(int64_t row, double weight) {
     const int64_t n = of_.student.n;
     W* own = own_.get();
     kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n};
     Tops tops;
-    // Else weights in different blocks could not be compared.
+    // One maximum for the row, so that exponentials of different blocks can be compared.
     if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
       each_block(row, [&](const W* z_s, const W* z_t, int64_t, int64_t count) {
         tops = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
@@ -108,7 +108,7 @@ class Work {
   }
 
  private:
-  // body(student, teacher, start, count), widened where they need to be
+  // Calls body(student, teacher, start, count) with logits of type W.
   template <typename Body>
   void each_block(int64_t row, const Body& body) {
     for (int64_t start = 0; start < of_.student.n; start += kBlock) {
@@ -118,7 +118,7 @@ class Work {
     }
   }
 
-  // body(start, count, part)
+  // Calls body(start, count, part) for each block.
   template <typename Body>
   void each_part(const Body& body) const {
     for (int64_t start = 0; start < of_.student.n; start += kBlock) {
@@ -126,7 +126,7 @@ class Work {
     }
   }
 
-  // What the parts add up to, each of which learns what makes its numbers those of the row.
+  // Returns the row's sums, and sets each part's factors relative to the row.
   Part join() {
     Part whole{-kInfinity, -kInfinity};
     for (const Part& part : parts_) {
@@ -134,7 +134,7 @@ class Work {
       if (part.total_t != 0) whole.base_t = std::max(whole.base_t, part.base_t);
     }
     for (Part& part : parts_) {
-      // What weighs nothing has no place among the others.
+      // A block without weight has no base that could be compared.
       const double shift_s = part.total_s == 0 ? 0 : (part.base_s - whole.base_s) * of_.slope;
       const double shift_t = part.total_t == 0 ? 0 : (part.base_t - whole.base_t) * of_.slope;
       part.to_ps = shift_s == 0 ? 1 : std::exp(shift_s);
@@ -170,19 +170,20 @@ class Work {
     return (sums[0] + sums[1]) / 2;
   }
 
-  // What the head, the teacher's most probable entries while they hold at most half of its mass, has
-  // of the gaps between the probabilities.
+  // Fraction of Σ |p_t − p_s| within the head: the teacher's most probable entries, as many as hold
+  // at most half of its mass.
   double head_share(const Part& whole) const {
     const W* weights = kept_.weights_t;
     const int64_t n = of_.student.n;
     const double half = whole.total_t / 2;
-    // Weights from ``high`` on are in the head, and those below ``low`` are not. The largest is 1;
-    // at most n entries hold the other half, and the largest of them no less than half/n.
+    // Bounds of the head's edge: weights from ``high`` on are in the head, weights below ``low``
+    // are not. The largest weight is 1. At most n entries hold the other half, so their largest is
+    // at least half/n.
     W low = W(0.999 * half / double(n)), high = W(1.5 / FloatFormat<W>::kDown);
-    if (!(low > 0)) return 0.5;  // of numbers that are none
+    if (!(low > 0)) return 0.5;  // NaN
     double from_low = whole.total_t, from_high = 0;
-    // The edges to try: first around the mean logarithm, below which half of the mass is where
-    // logits are as normal ones; then as if the mass between two were spread evenly; then evenly.
+    // Candidates for the edge: first near the mean logarithm, which halves the mass of normally
+    // distributed logits; then, by turns, interpolated in mass and evenly spaced.
     const double mean = std::exp(whole.mean_t * whole.to_pt) / double(FloatFormat<W>::kDown);
     for (int tries = 0; from_low - from_high > kFew * double(low); ++tries) {
       const Bits most = bits_of(high), span = most - bits_of(low);
@@ -212,7 +213,7 @@ class Work {
       return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
     });
     for (const int64_t* i = places_.get(); i < end; ++i) {
-      const bool is_first = from_high == 0;  // always in the head
+      const bool is_first = from_high == 0;  // the head has at least one entry
       from_high += double(weights[*i]);
       if (!is_first && from_high > half) break;
       sums[0] += std::abs(double(weights[*i]) * whole.to_pt -
@@ -223,7 +224,7 @@ class Work {
 
   using Bits = typename FloatFormat<W>::Bits;
 
-  // Positive numbers are in the order of their bits.
+  // Positive floats are ordered as their bits are.
   static Bits bits_of(W x) {
     Bits bits;
     std::memcpy(&bits, &x, sizeof(x));
@@ -238,14 +239,14 @@ class Work {
 
   static constexpr double kAroundMean[kEdges] = {1.25, 1.06, 0.94, 0.8};
   static constexpr double kAround[kEdges] = {-0.125, -0.03125, 0.03125, 0.125};
-  static constexpr int kFew = 12;  // entries that are looked at one by one
+  static constexpr int kFew = 12;  // entries at the edge that are sorted
 
   const SoftTargets& of_;
   const Exponents<W> by_;
-  const bool holds_;  // the gradient's rows can hold weights
+  const bool holds_;  // the gradient has type W, so its rows can store the student's exponentials
   const std::unique_ptr<W[]> own_;
   std::vector<Part> parts_;
-  const std::unique_ptr<int64_t[]> places_;  // near the head's edge
+  const std::unique_ptr<int64_t[]> places_;  // entries at the head's edge
   Kept<W> kept_{};
   W copies_[2][kBlock];
 };

@@ -1,25 +1,24 @@
-// Kernels of soft_targets.cpp; see each_processor.h.
+// Kernels of soft_targets.cpp; see base/each_processor.h.
 
-// p·x where a probability of 0 counts nothing even against ∞.
+// p·x, and 0 for a probability of 0, also if x is infinite.
 template <typename W>
 inline Vector<W> times(Vector<W> p, Vector<W> x) {
   return p == 0 ? Vector<W>{} : p * x;
 }
 
-// sum + p·x likewise, by one product that adds where the processor has it.
+// sum + p·x likewise, in a form that becomes one fused multiply-add.
 template <typename W>
 inline Vector<W> plus(Vector<W> sum, Vector<W> p, Vector<W> x) {
   return p != 0 ? sum + p * x : sum;
 }
 
-// Without its sign.
 template <typename W>
 inline Vector<W> absolute(Vector<W> x) {
   using B = typename FloatFormat<W>::Bits;
   return (Vector<W>)((Bits<W>)x & std::numeric_limits<B>::max());
 }
 
-// By several vectors, since each waits for its last maximum.
+// Largest of ``top`` and n logits; in four independent vectors, to hide the latency of max.
 template <typename W>
 inline double top_of(const W* z, int64_t n, double top) {
   constexpr int kApart = 4;
@@ -48,14 +47,14 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
   const W base_s = W(part.base_s), base_t = W(part.base_t);
   Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{}, mean_t{};
   each<W>(n, [&](int64_t i, int64_t count) {
-    fetch(z_s + n + i), fetch(z_t + n + i);  // while it computes, the next block
+    fetch(z_s + n + i), fetch(z_t + n + i);  // prefetch the next block
     const Vector<W> x_s = load(z_s + i, count, W(-kInfinity)) - base_s;
     const Vector<W> x_t = load(z_t + i, count, W(-kInfinity)) - base_t, gap = x_s - x_t;
     Bits<W> none_s, none_t;
     const Vector<W> w_s = raised_exp<W>(x_s, by, none_s);
     const Vector<W> w_t = raised_exp<W>(x_t, by, none_t);
     sum_s += w_s, sum_t += w_t;
-    // What weighs nothing counts nothing even against ∞.
+    // An entry whose weight is 0 adds nothing, also if its gap is infinite.
     if constexpr (reverse) cross_s = none_s ? cross_s : cross_s + w_s * gap;
     if constexpr (forward) cross_t = none_t ? cross_t : cross_t - w_t * gap;
     if constexpr (adaptive) mean_t = none_t ? mean_t : mean_t + w_t * x_t;
@@ -68,8 +67,8 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
   if constexpr (adaptive) part.mean_t = sum<W>(mean_t) * by.slope;
 }
 
-// KL(p_s ‖ m) and KL(p_t ‖ m) of a block, added to ``sums``: log p − log m of the larger p and of
-// the smaller, which is p·e^−g.
+// Adds KL(p_s ‖ m) and KL(p_t ‖ m) of a block to ``sums``. log(p/m) is computed for the larger of
+// p_s and p_t; for the smaller one it is that plus the (negative) log ratio.
 template <typename W>
 FASTKD_KERNEL void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
@@ -113,7 +112,7 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
   });
 }
 
-// Mass of all weights that are no less than each of ``least``.
+// Adds to ``masses`` the mass of the weights that are at least each of ``least``.
 template <typename W>
 FASTKD_KERNEL void masses_of(const W* weights, int64_t n, const W* least, double* masses) {
   Vector<W> sums[kEdges]{};
@@ -124,15 +123,16 @@ FASTKD_KERNEL void masses_of(const W* weights, int64_t n, const W* least, double
   for (int j = 0; j < kEdges; ++j) masses[j] += sum<W>(sums[j]);
 }
 
-// |p_t − p_s| of a block, of the entries whose weight is at least ``high`` and of all, added to
-// ``sums``; where weights are from ``low`` on below ``high`` is written to ``places``, whose end is
-// returned. A vector has seldom more than two of them, so no branch asks for one.
+// Adds Σ |p_t − p_s| of a block to ``sums``: over entries with a weight of at least ``high``, and
+// over all. Appends the indices of weights from ``low`` to below ``high`` to ``places``, and
+// returns its end. A vector seldom has more than two of them, so these are written without a
+// branch.
 template <typename W>
 FASTKD_KERNEL int64_t* gaps_of(int64_t start, int64_t n, const Part& part, Kept<W> kept, W low,
                                W high, double* sums, int64_t* places) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
   Vector<W> all{}, head{};
-  Vector<W> lane;  // a bit for each
+  Vector<W> lane;  // 2^i in lane i: the sum of some lanes is a bit mask
   for (int i = 0; i < kLanes<W>; ++i) lane[i] = 1 << i;
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> weight = load(kept.weights_t + i, count);
@@ -154,7 +154,7 @@ FASTKD_KERNEL int64_t* gaps_of(int64_t start, int64_t n, const Part& part, Kept<
   return places;
 }
 
-// body of the divergence, as a constant
+// Calls body with the divergence as a compile-time constant.
 template <typename Body>
 inline void with(Divergence divergence, const Body& body) {
   switch (divergence) {
