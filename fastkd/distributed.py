@@ -1,32 +1,32 @@
 """Losses that compare samples, over the samples of all processes.
 
-Each process holds a part of the batch. What a loss compares of it is gathered, and every process
-comes to the loss of the whole batch: ``gather=True`` of the functions and Modules. A process's own
-gradient is then that of the whole loss times the number of processes W. DistributedDataParallel
-and FSDP average gradients over the processes, which takes W out again: value and every gradient
-equal one process's on the concatenated batch, parts of unequal size and empty ones included. A
-loop that sums gradients has to divide them by W.
+Each process holds a part of the batch. With ``gather=True`` the compared features are gathered, and
+every process computes the loss of the whole batch. A process's gradient is then that of the whole
+loss times the number of processes W. DistributedDataParallel and FSDP average gradients over the
+processes, which divides by W: the value and every gradient equal those of one process on the
+concatenated batch, also with parts of unequal size or empty parts. A training loop that sums
+gradients must divide them by W.
 
-The backward pass sends nothing. The forward pass sends to each of the W − 1 others, for a part of
-B samples of N tokens, L layer pairs and b bytes a number, besides a few integers:
+The backward pass sends nothing. The forward pass sends to each of the W − 1 other processes, for a
+part of B samples of N tokens, L layer pairs and b bytes a number, besides a few integers:
 
 | loss | sent | bytes |
 |---|---|---|
-| relations over samples | tokens of both sides | L·B·N·(Ds + Dt)·b + B·N |
-| relations over tokens | the sum and how many samples count | 16 |
-| KNN, pool "cls" or "mean" | one row a sample of the teacher | B·Dt·b + 8·B |
+| relations over samples | tokens of student and teacher | L·B·N·(Ds + Dt)·b + B·N |
+| relations over tokens | the sum and the number of samples | 16 |
+| KNN, pool "cls" or "mean" | one teacher row a sample | B·Dt·b + 8·B |
 | KNN, pool "tokens" | tokens of the teacher | B·N·Dt·b + 8·B |
-| COS-NCE, pool "tokens" | projected tokens of both sides | 2·L·B·N·Dt·b + B·N + 8·B |
-| COS-NCE, pool "cls" or "mean" | one projected row a sample of both sides | 2·L·B·Dt·b + 9·B |
-| CCA, pool "tokens" | tokens of both sides | L·B·N·(Ds + Dt)·b + B·N |
-| CCA, pool "cls" or "mean" | one row a sample of both sides | L·B·(Ds + Dt)·b + B |
-| the same, where that is less | float64 moments, reduced in a ring | 16·L·(Ds² + Dt² + Ds·Dt)/W |
-| dual projection, soft targets, task | how many items count | 8 |
+| COS-NCE, pool "tokens" | projected student tokens, teacher tokens | 2·L·B·N·Dt·b + B·N + 8·B |
+| COS-NCE, pool "cls" or "mean" | one projected student row, one teacher row | 2·L·B·Dt·b + 9·B |
+| CCA, pool "tokens" | tokens of student and teacher | L·B·N·(Ds + Dt)·b + B·N |
+| CCA, pool "cls" or "mean" | one row a sample of student and teacher | L·B·(Ds + Dt)·b + B |
+| CCA, if that is less | float64 moments, reduced in a ring | 16·L·(Ds² + Dt² + Ds·Dt)/W |
+| dual projection, soft targets, task | the number of items | 8 |
 
 `AcrossRanks` sends every tensor of its arguments.
 
-How many samples the others have is read on the host. torch.compile makes two graphs there, and
-with ``fullgraph=True`` it refuses: leave that out, or compile the models alone.
+The sample counts of the processes are read on the host. torch.compile makes two graphs there, and
+raises with ``fullgraph=True``: leave that out, or compile only the models.
 """
 
 import copy
@@ -66,29 +66,29 @@ def world_size(group: Group = None) -> int:
     size = dist.get_world_size(group)
     if size < 1:
         raise ValueError(
-            f"group is of other processes than this one, rank {dist.get_rank()} of all"
+            f"group doesn't contain this process, rank {dist.get_rank()}; pass a group that does"
         )
     return size
 
 
 def row_counts(x: Tensor, group: Group = None) -> list[int]:
-    """How many rows ``x`` (B, ...) has in each process, by rank; reads the answer on the host.
+    """Number of rows of ``x`` (B, ...) in each process, by rank; read on the host.
 
     Raises:
-        ValueError: the processes' tensors differ in dtype or in another dimension than the first.
+        ValueError: the processes' tensors differ in dtype or in a dimension besides the first.
     """
     return _row_counts([x], group)
 
 
 def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[int]:
-    """`row_counts` of tensors with as many rows each."""
+    """`row_counts` of tensors that have equally many rows."""
     x = tensors[0]
     if x.dim() == 0:
-        raise ValueError("a tensor without dimensions has no rows to gather")
+        raise ValueError("a tensor without dimensions has no rows to gather; pass (B, ...)")
     sizes = [x.dim(), *x.shape, *[0] * (6 - x.dim())]
-    alike = ", ".join(str(y.dtype) for y in tensors)
-    found = _exchange(sizes, alike, x.device, group)
-    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in found]
+    dtypes = ", ".join(str(y.dtype) for y in tensors)
+    gathered = _exchange(sizes, dtypes, x.device, group)
+    by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in gathered]
     if len({shape[1:] for shape in by_rank}) > 1:
         raise ValueError(
             f"tensors of shapes {', '.join(map(str, by_rank))} on ranks 0 to {len(by_rank) - 1} "
@@ -98,46 +98,47 @@ def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[int]:
 
 
 def _exchange(
-    numbers: list[int], alike: str, device: torch.device, group: Group
+    numbers: list[int], description: str, device: torch.device, group: Group
 ) -> list[list[int]]:
-    """Every process's ``numbers``, by rank; reads them on the host.
+    """Every process's ``numbers``, by rank; read on the host.
 
-    ``alike``: in words what has to be the same in all. Collectives would hang or mix up bytes.
+    Raises unless ``description``, of the tensors to gather, is the same in all processes: the
+    collectives that follow would hang or mix up bytes.
     """
     _end_graph()
-    words = zlib.crc32(alike.encode())
-    own = torch.tensor([words, *numbers], device=device)
+    checksum = zlib.crc32(description.encode())
+    own = torch.tensor([checksum, *numbers], device=device)
     parts = [torch.empty_like(own) for _ in range(world_size(group))]
     dist.all_gather(parts, own, group=group)
-    found: list[list[int]] = torch.stack(parts).tolist()
-    for rank, sent in enumerate(found):
-        if sent[0] != words:
+    received: list[list[int]] = torch.stack(parts).tolist()
+    for rank, sent in enumerate(received):
+        if sent[0] != checksum:
             raise ValueError(
-                f"rank {dist.get_rank(group)} gathers {alike}, but rank {rank} something else; "
-                "every process must pass the same arguments, of the same dtypes and sizes"
+                f"rank {dist.get_rank(group)} gathers {description}, but rank {rank} something "
+                "else; every process must pass the same arguments, of the same dtypes and sizes"
             )
-    return [sent[1:] for sent in found]
+    return [sent[1:] for sent in received]
 
 
 def _end_graph() -> None:
-    """Under torch.compile end the graph here: fullgraph=True then says why."""
+    """End the graph of torch.compile here, with a reason that fullgraph=True reports."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
-            msg="gather=True reads on the host how many samples the other processes have, which is "
-            "no part of a graph; leave fullgraph=True out, or compile the models alone"
+            msg="gather=True reads the other processes' sample counts on the host, which a graph "
+            "can't contain; leave fullgraph=True out, or compile only the models"
         )
 
 
 def gather_rows(x: Tensor, group: Group = None, *, counts: list[int] | None = None) -> Tensor:
-    """The rows of ``x`` (B, ...) of all processes, in the order of their ranks.
+    """Rows of ``x`` (B, ...) of all processes, in the order of their ranks.
 
-    Differentiable, without communication in the backward pass: see the module's text for what
-    the processes have to do alike. Without torch.distributed ``x`` itself.
+    Differentiable, without communication in the backward pass; the module's docstring describes
+    the gradient. Without torch.distributed ``x`` itself.
 
     Args:
         x: (B_r, ...) on rank r; B_r may differ and be 0.
         group: the processes, by default all.
-        counts: every process's B_r, from `row_counts`, where they are known already.
+        counts: every process's B_r, from `row_counts`, if known already.
 
     Returns:
         (Σ B_r, ...), dtype of ``x``.
@@ -156,7 +157,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx, x, counts, group):
         rank = dist.get_rank(group)
         ctx.own = sum(counts[:rank]), counts[rank], len(counts)
-        # Collectives take equal parts, and not every backend takes bool.
+        # Collectives need parts of equal size, and some backends don't support bool.
         sent_as = torch.uint8 if x.dtype == torch.bool else x.dtype
         padded = x.new_zeros(max(counts), *x.shape[1:], dtype=sent_as)
         padded[: len(x)] = x
@@ -188,18 +189,18 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class Ranks:
-    """The processes of a group that hold parts of one batch, for one call of a loss."""
+    """Collectives of one call of a loss, over the processes that hold parts of its batch."""
 
     def __init__(self, group: Group = None) -> None:
         self.group, self.size = group, world_size(group)
         self._counts: list[int] | None = None
 
     def gather(self, x: Tensor) -> Tensor:
-        """`gather_rows`; every tensor has as many rows as this process's first."""
+        """`gather_rows` of a tensor with as many rows as the first that was gathered."""
         return self.gather_together(x)[0]
 
     def gather_together(self, *tensors: Tensor) -> list[Tensor]:
-        """`gather` of each: the processes know before that theirs are alike."""
+        """`gather` of each tensor, after checking that the dtypes agree over the processes."""
         if self._counts is None:
             self._counts = _row_counts(tensors, self.group)
         return [gather_rows(x, self.group, counts=self._counts) for x in tensors]
@@ -207,22 +208,22 @@ class Ranks:
     def gather_samples(
         self, features: Sequence[Tensor], mask: Tensor | None, besides: str = ""
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Features (B, ..., D) of one (B, ...), and their mask (B, ...) bool, of all processes.
+        """Features (B, ..., D) with equal leading dimensions, and their mask, of all processes.
 
-        Where the processes have different numbers of tokens (B, N, D) the shorter rows are padded.
-        There is a mask where rows were padded or any process has one. ``besides``: in words what
+        If the processes have different numbers of tokens (B, N, D), shorter rows are padded. A mask
+        is returned if rows were padded or any process has one. ``besides`` describes in words what
         else of these samples will be gathered.
 
         Raises:
-            ValueError: features other than (B, N, D) of different numbers of positions, or of
-                other sizes or dtypes than in another process.
+            ValueError: features that are not (B, N, D) with different numbers of positions, or
+                features whose sizes or dtypes differ between the processes.
         """
         first = features[0]
         positions = first.shape[1:-1].numel()
         own = [len(first), positions, int(mask is not None)]
-        alike = ", ".join(f"{x.dtype} features of size {x.shape[-1]}" for x in features) + besides
-        found = _exchange(own, alike, first.device, self.group)
-        counts, lengths, masked = zip(*found, strict=True)
+        sizes = ", ".join(f"{x.dtype} features of size {x.shape[-1]}" for x in features)
+        received = _exchange(own, sizes + besides, first.device, self.group)
+        counts, lengths, masked = zip(*received, strict=True)
         self._counts = list(counts)
         if len(set(lengths)) > 1 and first.dim() != 3:
             raise ValueError(
@@ -247,7 +248,7 @@ class Ranks:
         return self._reduce(x, dist.ReduceOp.SUM)
 
     def max(self, x: int, device: torch.device) -> int:
-        """Largest ``x``; reads the answer on the host."""
+        """Largest ``x`` of the processes; read on the host."""
         _end_graph()
         return int(self._reduce(torch.tensor(x, device=device), dist.ReduceOp.MAX))
 
@@ -259,12 +260,12 @@ class Ranks:
 
 
 def ranks_of(gather: bool, group: Group = None) -> Ranks | None:
-    """The processes whose samples are one batch; None for this one alone."""
+    """The processes whose samples form one batch; None for this process alone."""
     return Ranks(group) if gather and world_size(group) > 1 else None
 
 
 class InGroup(nn.Module):
-    """A Module with a ``group`` of processes, which its copies share: it can't be copied."""
+    """A Module with a ``group`` of processes, which can't be copied: a deep copy shares it."""
 
     group: Group
 
@@ -276,12 +277,12 @@ class InGroup(nn.Module):
 
 
 class AcrossRanks(InGroup):
-    """Any loss of rows over those of all processes.
+    """Any loss, computed on the rows of all processes.
 
-    The losses of this package that compare samples do it by themselves, with ``gather=True``, and
-    send less. Every tensor that the loss is called with, also in lists or dicts, is gathered along
-    its first dimension; all other dimensions must agree between the processes. See the module's
-    text for the gradients' convention. Without torch.distributed it is the loss itself.
+    This package's own losses need only ``gather=True``, and send less. Every tensor in the call,
+    also in lists or dicts, is gathered along its first dimension; all other dimensions must agree
+    between the processes. The module's docstring describes the gradient. Without torch.distributed
+    the call is the loss itself.
 
     Args:
         loss: for example ``FCDLoss()``, or ``cos_nce_loss``.
@@ -299,7 +300,7 @@ class AcrossRanks(InGroup):
         self.loss, self.group = loss, group
 
     def forward(self, *arguments: Any, **options: Any) -> Tensor:
-        """The loss of all processes' samples, the same in each."""
+        """The loss of all processes' samples; the same value in each process."""
 
         def gather(x: Any) -> Any:
             if isinstance(x, dict):

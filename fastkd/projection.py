@@ -38,30 +38,30 @@ from fastkd._core.numerics import (
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = get_args(Reduction)
 
-# Rows with a mean of so many deviations are centred twice: the rounding of the mean counts there.
+# Rows whose mean is this many standard deviations are centred twice, for the mean's rounding error.
 LARGE_MEAN = 1e3
-# Where torch keeps what is to run around a module's call.
+# Attributes of a torch Module that hold its hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def cayley_ref(skew: Tensor) -> Tensor:
-    """Section 3.2 of the paper as written: W = (I + Q)(I − Q)⁻¹. See `cayley`."""
+    """W = (I + Q)(I − Q)⁻¹ as written in section 3.2 of the paper; see `cayley`."""
     q = upcast(skew)  # (*, n, n)
     identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     return ((identity + q) @ torch.linalg.inv(identity - q)).to(skew.dtype)
 
 
 def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Orthogonal matrix of a skew-symmetric one by the Cayley map.
+    """Orthogonal matrix W from a skew-symmetric matrix Q, by the Cayley map.
 
     W = (I + Q)(I − Q)⁻¹  (LRKD, section 3.2)
 
-    That Q is skew-symmetric (Qᵀ = −Q) is up to the caller: then I − Q can always be inverted and
-    WᵀW = I. For any other Q the formula and its gradient hold, but W is not orthogonal, and the
-    kernels may give NaN, as they may where the Frobenius norm of Q is beyond about 1e5.
+    The caller must pass a skew-symmetric Q (Qᵀ = −Q): then I − Q is always invertible and WᵀW = I.
+    For other Q the formula and its gradient hold, but W is not orthogonal and the Triton kernels
+    may give NaN. They may also give NaN for a Frobenius norm of Q above about 1e5.
 
     Args:
-        skew: (*, n, n), bfloat16, float16, float32 or float64; half types are computed in float32.
+        skew: Q (*, n, n), any floating dtype; half precision is computed in float32.
         backend: "auto", "torch" (by factorisation) or "triton" (by products alone).
 
     Returns:
@@ -69,7 +69,7 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
 
     Raises:
         TypeError: ``skew`` is not a floating tensor.
-        ValueError: its last two dimensions differ.
+        ValueError: the last two dimensions of ``skew`` differ.
 
     >>> raw = torch.randn(3, 3)
     >>> w = cayley(raw - raw.mT)
@@ -87,7 +87,7 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
 
 
 def _inverse_by_products(skew: Tensor, guess: list[Tensor]) -> Tensor:
-    """(I − Q)⁻¹ of (*, n, n) from guesses (B₁, n, n), (B₂, n, n), …, or from I without any."""
+    """(I − Q)⁻¹ of (*, n, n), starting from guesses (B₁, n, n), (B₂, n, n), … or from I."""
     from fastkd.kernels.cayley import cayley_inverse
 
     with autocast_off(skew):
@@ -95,7 +95,7 @@ def _inverse_by_products(skew: Tensor, guess: list[Tensor]) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """W + I = 2(I − Q)⁻¹, so one inverse forward, unless it is given, and two products backward."""
+    """W = 2(I − Q)⁻¹ − I: one inverse forward, unless given, and two products backward."""
 
     @staticmethod
     def forward(ctx, skew, inverse):
@@ -119,8 +119,8 @@ class _Cayley(torch.autograd.Function):
 def _lu_factor(a: Tensor) -> tuple[Tensor, Tensor]:
     """LU factors and pivots of (*, n, n).
 
-    The _ex form does not read the error flag, which on a GPU would synchronise. On the CPU one
-    matrix at a time: after torch.set_num_threads, MKL gets batches from n = 384 wrong.
+    The _ex form does not read the error flag, which would synchronise with a GPU. On the CPU one
+    matrix at a time: after torch.set_num_threads MKL's results are wrong for batches from n = 384.
     """
     if a.device.type != "cpu" or a.dim() == 2 or a.numel() == 0:
         return torch.linalg.lu_factor_ex(a)[:2]
@@ -151,14 +151,14 @@ def _(a):
 
 
 def _solve(factors: tuple[Tensor, ...], x: Tensor, adjoint: bool = False) -> Tensor:
-    """x (I − Q)⁻¹, or x (I − Q)⁻ᵀ, from the LU factors and pivots or from the inverse itself."""
+    """x (I − Q)⁻¹, or x (I − Q)⁻ᵀ if ``adjoint``, from LU factors and pivots or the inverse."""
     if len(factors) == 1:
         return _times(x, factors[0].mT if adjoint else factors[0])
     return torch.linalg.lu_solve(*factors, x, left=False, adjoint=adjoint)
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:
-    """a b of matrices or batches of as many: @ takes six operations to find out which."""
+    """a b of two matrices or two batches of matrices; @ needs six operations to choose."""
     return a.mm(b) if a.dim() == 2 else a.bmm(b)
 
 
@@ -167,16 +167,18 @@ class _RowsTimesCayley(torch.autograd.Function):
 
     x W = x(I + Q)(I − Q)⁻¹ = 2z − x with z = x(I − Q)⁻¹: a product with the inverse where it is
     given, else one factorisation and a solve with as many right-hand sides as there are rows.
-    Backward does the same once more, p = g(I − Q)⁻ᵀ, and ∂L/∂Q = 2zᵀp has the rank of x. Sides are
-    stacked and unstacked in here, where that leaves autograd nothing to keep or to run.
+    The backward pass solves once more, p = g(I − Q)⁻ᵀ, and ∂L/∂Q = 2zᵀp has the rank of x. Several
+    projections run as one batch, stacked in here, so that autograd stores and runs nothing for it.
     """
 
-    # The compiler leaves ctx out where it counts as many arguments as parameters: no more of them.
+    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
+    # parameters.
     @staticmethod
     def forward(ctx, count, *tensors):
-        # Inverses as `_stacked`; ``count`` sides' rows (R, in_dim), then their matrices (L, n, n)
-        inverse, *sides = tensors
-        rows, raw = sides[:count], sides[count:]
+        # The `_stacked` inverses or None, the rows (R, in_dim) of ``count`` projections, and their
+        # matrices (L, n, n).
+        inverse, *projections = tensors
+        rows, raw = projections[:count], projections[count:]
         n = raw[0].shape[-1]
         x = _stacked(rows, n)  # (S, R, n), or (R, n) of one side
         with autocast_off(x):
@@ -189,13 +191,13 @@ class _RowsTimesCayley(torch.autograd.Function):
                 solutions.append(_solve(of_layer, x))
                 x = torch.lerp(x, solutions[-1], 2)
         ctx.save_for_backward(*factors, *solutions)
-        ctx.factors, ctx.in_dims = len(factors), [side.shape[-1] for side in rows]
+        ctx.factors, ctx.in_dims = len(factors), [x.shape[-1] for x in rows]
         return x if count == 1 else x.unbind()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        saved = ctx.saved_tensors  # once: checkpointing hands them out a single time
+        saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         factors, solutions = saved[: ctx.factors], saved[ctx.factors :]
         count = len(grads)
         grad = grads[0] if count == 1 else torch.stack(grads)
@@ -211,24 +213,24 @@ class _RowsTimesCayley(torch.autograd.Function):
         return None, None, *map(_cut, drows, ctx.in_dims), *draws
 
 
-def _stacked(sides: Sequence[Tensor], n: int) -> Tensor:
-    """The sides (..., D) with zeros up to n columns: (S, ..., n), or (..., n) of one side."""
-    sides = [x if x.shape[-1] == n else F.pad(x, (0, n - x.shape[-1])) for x in sides]
-    return sides[0] if len(sides) == 1 else torch.stack(sides)
+def _stacked(tensors: Sequence[Tensor], n: int) -> Tensor:
+    """Tensors (..., D) padded with zeros to n columns: (S, ..., n), or (..., n) of a single one."""
+    tensors = [x if x.shape[-1] == n else F.pad(x, (0, n - x.shape[-1])) for x in tensors]
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors)
 
 
 def _cut(x: Tensor, columns: int) -> Tensor:
-    """The first columns of (R, n), without a view where they are all."""
+    """The first columns of (R, n); ``x`` itself, without a view, if these are all."""
     return x if x.shape[-1] == columns else x[:, :columns]
 
 
 def _of_layers(factors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
-    """Layer by layer what `_solve` takes; the layers come after ``count`` sides, if several."""
+    """Factors of each layer, for `_solve`; the layer dimension is second if ``count`` > 1."""
     return list(zip(*(part.unbind(int(count > 1)) for part in factors), strict=True))
 
 
 class _Product(torch.autograd.Function):
-    """a @ b that autocast leaves alone in the backward too."""
+    """a @ b without autocast, in the backward pass too."""
 
     @staticmethod
     def forward(ctx, a, b):
@@ -254,28 +256,28 @@ class OrthogonalProjection(nn.Module):
     """Trainable orthogonal projection x ↦ x W₁ W₂ … W_m (LRKD, eq. 6).
 
     Every W is the Cayley matrix of the skew-symmetric part (A − Aᵀ)/2 of a trained square matrix
-    A, so W stays orthogonal whatever the optimizer does. At unequal sizes the product of
-    max(in_dim, out_dim) square matrices is cut to (in_dim, out_dim), which leaves orthonormal
-    rows or columns. It starts as the identity, or its slice.
+    A, so W stays orthogonal whatever the optimizer does. At unequal sizes the product of square
+    matrices of size max(in_dim, out_dim) is cut to (in_dim, out_dim), which leaves orthonormal rows
+    or columns. The initial projection is the identity, or its slice.
 
-    ``.half()``, ``.bfloat16()`` and ``.to(dtype)`` with a half type leave the trained matrices in
-    float32, since steps of a half type would be lost in rounding; W is computed in float32 and
-    the result comes back in the dtype of x.
+    ``.half()``, ``.bfloat16()`` and ``.to(dtype)`` to half precision leave the trained matrices in
+    float32, since rounding would lose small steps. W is computed in float32, and the result has the
+    dtype of x.
 
-    On a GPU the inverses S = (I − Q)⁻¹ behind W come from the last call's by a few products, which
-    is much less than a factorisation after a step of training, and exact to rounding however far
-    the matrices have moved. The last S is a state of the module, as large as its matrices. It is
-    no buffer: no checkpoint holds it and no process sends it to another. Without it, as after
-    loading, a call starts anew, so results may differ in rounding from those of an unbroken run;
-    calls with unchanged matrices return the same bits. Matrices whose skew part has a Frobenius
-    norm beyond about 1e5 may give NaN there; "torch" factorises always.
+    On a GPU the inverses S = (I − Q)⁻¹ in W are refined from those of the last call by a few
+    products, which is much cheaper than a factorisation and exact to rounding error, however far
+    the matrices have changed. The module stores the last S, as large as its matrices, but not as a
+    buffer: it is neither saved in checkpoints nor sent to other processes. Without it, for example
+    after loading, a call starts from I, so results may differ by rounding error from an
+    uninterrupted run; calls with unchanged matrices return the same bits. Matrices whose skew part
+    has a Frobenius norm above about 1e5 may give NaN; "torch" always factorises.
 
     Args:
         in_dim: columns of the input.
         out_dim: columns of the result.
         layers: number m of matrices.
-        orthogonal: False trains plain matrices in place of Cayley ones, the paper's ablation.
-        backend: "auto", "torch" or "triton": how W is computed where it is orthogonal.
+        orthogonal: False trains plain matrices instead of Cayley matrices, the paper's ablation.
+        backend: "auto", "torch" or "triton", for the orthogonal W.
 
     Shape: x (..., in_dim) -> (..., out_dim) in the dtype of x.
 
@@ -302,7 +304,7 @@ class OrthogonalProjection(nn.Module):
         self.in_dim, self.out_dim = in_dim, out_dim
         self.layers, self.orthogonal, self.backend = layers, orthogonal, backend
         n = max(in_dim, out_dim)
-        # Under a default of half precision too.
+        # At least float32, also if half precision is the default dtype.
         empty = functools.partial(
             torch.empty, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)
         )
@@ -315,14 +317,14 @@ class OrthogonalProjection(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The identity, or its slice; to be called after ``to_empty``."""
+        """Set the projection to the identity, or its slice; call it after ``to_empty``."""
         self._last_inverse: Tensor | None = None
         if self.orthogonal:
             self.raw.zero_()
         else:
             for matrix in self.matrices:
                 matrix.zero_().fill_diagonal_(1)
-        self._make_room()
+        self._allocate_state()
 
     def _apply(self, fn, recurse=True):
         def convert(tensor: Tensor) -> Tensor:
@@ -331,11 +333,11 @@ class OrthogonalProjection(nn.Module):
         super()._apply(convert, recurse)
         if self._last_inverse is not None:
             self._last_inverse = convert(self._last_inverse)
-        self._make_room()
+        self._allocate_state()
         return self
 
-    def _make_room(self) -> None:
-        """Have the state before the first call where one will use it: compiled graphs want that."""
+    def _allocate_state(self) -> None:
+        """Allocate the last inverse before the first call if it is used, for compiled graphs."""
         if self.orthogonal and self.backend != "torch" and self.raw.device.type == "cuda":
             self._last(self.raw)
 
@@ -371,8 +373,8 @@ class OrthogonalProjection(nn.Module):
         if self.orthogonal and _is_few(rows, self.raw):
             (projected,) = _project_rows([rows], [self])
         else:
-            # Not in a half type, as a Cayley matrix would not survive its rounding: most of its
-            # gradient is symmetric, of which nothing reaches the matrix that is trained.
+            # Not in half precision, whose rounding error is too large: most of a Cayley matrix's
+            # gradient is symmetric, and only the skew-symmetric rest reaches the trained matrix.
             weight = self.weight
             dtype = torch.promote_types(x.dtype, weight.dtype)
             projected = _Product.apply(rows.to(dtype), weight.to(dtype))
@@ -387,48 +389,48 @@ class OrthogonalProjection(nn.Module):
 
 
 def _at_least_float32(converted: Tensor, original: Tensor) -> Tensor:
-    """``converted``, unless that is a half type: then ``original`` on its device."""
+    """``converted``; in half precision instead ``original`` in float32 on its device."""
     if converted.dtype in (torch.float16, torch.bfloat16):
         return original.to(converted.device, torch.float32)
     return converted
 
 
 def _is_few(rows: Tensor, raw: Tensor) -> bool:
-    """Whether solving for the rows beats forming W; the costs cross near as many rows as columns.
+    """Whether solving for the rows is cheaper than forming W: up to about n rows.
 
-    Forming W takes an inverse and two products a layer (about 6n³ operations), solving takes a
-    factorisation (⅔n³) and 4n² operations for each row.
+    Forming W takes an inverse and two products for each layer (about 6n³ operations). Solving takes
+    a factorisation (⅔n³) and 4n² operations for each row.
     """
     return rows.shape[0] <= raw.shape[-1]
 
 
 def _project_rows(rows: list[Tensor], projections: list[OrthogonalProjection]) -> list[Tensor]:
-    """x W of every side in one batch: rows [(R, in_dim)] -> [(R, out_dim)], at least float32.
+    """x W of several projections in one batch: [(R, in_dim)] -> [(R, out_dim)], at least float32.
 
     All projections have the same number of layers and the same max(in_dim, out_dim).
     """
     dtype = torch.promote_types(working_dtype(rows[0]), projections[0].raw.dtype)
     raw = [projection.raw.to(dtype) for projection in projections]
-    sides = [side.to(dtype) for side in rows]
+    rows = [x.to(dtype) for x in rows]
     inverse = _refined_inverse(projections, raw)
-    projected = apply(_RowsTimesCayley, len(sides), inverse, *sides, *raw)
-    whole = [projected] if len(sides) == 1 else projected
-    return [_cut(side, p.out_dim) for side, p in zip(whole, projections, strict=True)]
+    projected = apply(_RowsTimesCayley, len(rows), inverse, *rows, *raw)
+    whole = [projected] if len(rows) == 1 else projected
+    return [_cut(x, p.out_dim) for x, p in zip(whole, projections, strict=True)]
 
 
 def _refined_inverse(
     projections: Sequence[OrthogonalProjection], raw: Sequence[Tensor]
 ) -> Tensor | None:
-    """(I − Q)⁻¹ of the projections' matrices, `_stacked`, from the last ones, which it replaces.
+    """The projections' (I − Q)⁻¹, `_stacked`, refined from the last ones, which it overwrites.
 
-    None where a factorisation does it: on the CPU, as it is faster there, and in float64.
+    None on the CPU, where a factorisation is faster, and in float64.
     """
     if backend_of(projections[0].backend, "OrthogonalProjection", raw[0]) != "triton":
         return None
     with torch.no_grad():
         last = [p._last(matrices) for p, matrices in zip(projections, raw, strict=True)]
         inverse = _inverse_by_products(_skew_part(_stacked(raw, raw[0].shape[-1])), last)
-        # Into the same memory, which a CUDA graph reads and writes when it is replayed.
+        # Into the same memory, which a replayed CUDA graph reads and writes.
         for state, new in zip(last, [inverse] if len(last) == 1 else inverse, strict=True):
             state.copy_(new)
     return inverse
@@ -437,7 +439,7 @@ def _refined_inverse(
 def layer_norm_mse_ref(
     x: Tensor, y: Tensor, eps: float = 1e-5, reduction: Reduction = "mean"
 ) -> Tensor:
-    """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖². See `layer_norm_mse`."""
+    """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖²; see `layer_norm_mse`."""
     norm_x = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
     norm_y = F.layer_norm(upcast(y), y.shape[-1:], eps=eps)
     return (norm_x - norm_y).square().sum() / 2 / _divisor(x, reduction)
@@ -454,22 +456,22 @@ def layer_norm_mse(
 
     L = ½‖norm(x) − norm(y)‖²₂,  norm(x) = (x − mean(x)) / √(var(x) + eps)  (LRKD, eqs. 7 and 9)
 
-    over the last dimension, biased variance, no affine part. A row of equal numbers normalises to
-    zeros, and without eps, where 0/0 stands in the formula, gets a gradient of 0.
+    over the last dimension, with biased variance and no affine part. A row of equal numbers
+    normalises to zeros; without eps, where the formula is 0/0, its gradient is 0.
 
     Args:
         x: (..., D).
         y: (..., D), same shape, dtype and device as ``x``.
         eps: added to the variance.
-        reduction: divides the sum over all elements by their number ("mean"), by the number of
+        reduction: the sum over all elements, divided by their number ("mean"), by the number of
             rows ("batchmean") or by 1 ("sum").
         backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
-        Scalar in float32 (float64 for float64); 0 when there is no row.
+        Scalar in float32 (float64 for float64); 0 without rows.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices differ, or an unknown option.
+        ValueError, TypeError: different shapes, dtypes or devices, or an unknown option.
 
     >>> x = torch.tensor([[1.0, -1.0]])
     >>> y = torch.tensor([[-1.0, 1.0]])
@@ -489,13 +491,13 @@ def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend)
     x, y = saveable(x), saveable(y)
     runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
     if runs_on == "torch":
-        return apply(_LayerNormMSE, options, x, y)
-    function = _LayerNormMSEInCpp if runs_on == "cpp" else _LayerNormMSEByKernels
+        return apply(_TorchLayerNormMSE, options, x, y)
+    function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
     return apply(function, options, as_rows(x), as_rows(y))
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
-    """The number that "mean" and "batchmean" divide by; at least 1, so that no row gives 0."""
+    """Divisor of the sum over elements; at least 1, so that the loss of no rows is 0."""
     rows = x.shape[:-1].numel()
     return max({"mean": rows * x.shape[-1], "batchmean": rows, "sum": 1}[reduction], 1)
 
@@ -506,8 +508,8 @@ class _Options:
     reduction: str
 
 
-class _LayerNormMSE(torch.autograd.Function):
-    """The difference of the normalised rows is the gradient with respect to them, up to sign."""
+class _TorchLayerNormMSE(torch.autograd.Function):
+    """Loss whose gradient with respect to the normalised rows is their difference, up to sign."""
 
     @staticmethod
     def forward(ctx, options, x, y):
@@ -538,9 +540,9 @@ class _LayerNormMSE(torch.autograd.Function):
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """norm(x), and 1/√(var + eps) of every row.
+    """norm(x) and 1/√(var + eps) of every row.
 
-    Not by torch's layer_norm, whose variance is wrong by the rounding of a mean far above it.
+    torch's layer_norm is not used: its variance has the rounding error of a mean far above it.
     """
     x = upcast(x)
     if eps > 0 and values_readable(x):
@@ -551,8 +553,8 @@ def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             return centred.mul_(rstd), rstd
     x, factor = rescale_extreme_rows(x, or_tiny=eps == 0)
     centred = x - x.mean(-1, keepdim=True)
-    centred -= centred.mean(-1, keepdim=True)  # what rounding left of the mean
-    if x.shape[-1] > 0:  # of equal numbers nothing is left
+    centred -= centred.mean(-1, keepdim=True)  # the rounding error of the mean
+    if x.shape[-1] > 0:  # equal numbers must give exactly 0
         low, high = x.aminmax(dim=-1, keepdim=True)
         centred.masked_fill_(low == high, 0)
     rstd = _reciprocal_deviation(centred, eps if factor is None else eps * factor * factor)
@@ -564,52 +566,56 @@ def _reciprocal_deviation(centred: Tensor, eps: float | Tensor) -> Tensor:
     squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
     variance = squares.div_(centred.shape[-1]).add_(eps)
     rstd = variance.rsqrt()
-    rstd = rstd.masked_fill_(rstd == 0, torch.nan)  # 1/inf would pass the row off as constant
+    rstd = rstd.masked_fill_(rstd == 0, torch.nan)  # with 1/inf the row would count as constant
     return rstd.masked_fill_(variance == 0, 0)
 
 
 def _row_gradient(
     norm: Tensor, other: Tensor, along: Tensor, rstd: Tensor, eps: float, scale: Tensor
 ) -> Tensor:
-    """Gradient of scale/2 ‖norm − other‖² with respect to the row that ``norm`` was made of.
+    """Gradient of scale/2 ‖norm − other‖² with respect to the row before its normalisation.
 
-    That is the difference without its part along ``norm``, but for that part's share of eps. The
-    part is divided by norm·norm and not by D, which is larger by eps: rows of two columns have
-    nothing else, and the difference would be rounding, of the size of that share.
+    It is the difference minus its component along ``norm``, plus a term of that component in eps.
+    The component is norm·other over norm·norm, not over D, which exceeds norm·norm by a term in
+    eps: rows of two columns have no other component, and dividing by D would leave rounding error
+    as large as the term in eps.
 
     Args:
         along: norm·other (R, 1).
     """
-    # Rounded as ``along`` is: where both sides are equal nothing may be left.
+    # Computed like ``along``, with the same rounding: equal rows must give exactly 0.
     squares = norm.square().sum(-1, keepdim=True)
     part = along / squares.where(squares != 0, 1)
     rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * (eps * rstd) * rstd)
-    # Its mean is 0 but for the rounding of the rows' own means.
+    # Its mean is 0, except for the rounding error of the rows' means.
     return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
-class _LayerNormMSEInCpp(torch.autograd.Function):
-    """The same on rows (R, D); the gradients are made along with the loss, in one visit of each."""
+class _CppLayerNormMSE(torch.autograd.Function):
+    """Loss and gradients of rows (R, D), in one pass over the rows."""
 
     @staticmethod
     def forward(ctx, options, x, y):
-        launch = torch.ops.fastkd_cpp.layer_norm_mse
         divisor = _divisor(x, options.reduction)
-        loss, *made = launch(*_dense(x, y), options.eps, divisor, *ctx.needs_input_grad[1:])
-        ctx.save_for_backward(*made)
+        loss, *gradients = torch.ops.fastkd_cpp.layer_norm_mse(
+            *_dense(x, y), options.eps, divisor, *ctx.needs_input_grad[1:]
+        )
+        ctx.save_for_backward(*gradients)
         ctx.dtype = x.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        made = iter(ctx.saved_tensors)
+        gradients = iter(ctx.saved_tensors)
         needs = ctx.needs_input_grad[1:]
-        return None, *(times_upstream(next(made), grad, ctx.dtype) if n else None for n in needs)
+        return None, *(
+            times_upstream(next(gradients), grad, ctx.dtype) if need else None for need in needs
+        )
 
 
-class _LayerNormMSEByKernels(torch.autograd.Function):
-    """The same in two kernels of Triton."""
+class _TritonLayerNormMSE(torch.autograd.Function):
+    """Loss and gradients of rows (R, D), a kernel for each pass."""
 
     @staticmethod
     def forward(ctx, options, x, y):
@@ -643,13 +649,13 @@ class DualProjectionLoss(nn.Module):
 
     L = γ·½‖norm(H_s P_s) − norm(H_t)‖² + (1 − γ)·½‖norm(H_t P_t) − norm(H_s)‖²  (eqs. 6-10)
 
-    H_s and H_t are one row a sample: token features (B, N, D) are first averaged over the real
-    tokens (eq. 3). A sample without a real token contributes zero and does not count in the
-    average. P_s and P_t are `OrthogonalProjection`; they learn although the teacher does not.
+    H_s and H_t have one row for each sample: token features (B, N, D) are averaged over the real
+    tokens (eq. 3). A sample without a real token contributes zero and does not count in the mean.
+    P_s and P_t are `OrthogonalProjection`; both are trained, though the teacher is not.
 
-    The paper writes the plain squared norm and weighs it with β between 1 and 15 next to a
-    cross-entropy. The sum over a batch of 32 × 768 numbers would start near 10⁴ and drown it, so
-    the default divides each of the two terms by its number of elements, as an MSE does.
+    The paper writes the plain squared norm, with a weight β between 1 and 15 beside a
+    cross-entropy. For a batch of 32 × 768 numbers that sum would start near 10⁴ and dominate the
+    cross-entropy, so by default each of the two terms is divided by its number of elements.
 
     Args:
         student_dim: hidden size Ds of the student.
@@ -660,8 +666,8 @@ class DualProjectionLoss(nn.Module):
         reduction: "mean" over elements, "batchmean" over samples, or "sum".
 
     Shape: student (B, Ds) or (B, N, Ds); teacher (B, Dt) or (B, M, Dt); ``mask`` (B,) or (B, N),
-    ``teacher_mask`` likewise when the teacher has tokens of its own (another tokenizer), by
-    default the same as ``mask``. Returns a scalar in float32 (float64 for float64).
+    ``teacher_mask`` likewise if the teacher has another tokenizer, by default ``mask``. Returns a
+    scalar in float32 (float64 for float64).
 
     >>> loss = DualProjectionLoss(student_dim=4, teacher_dim=6)
     >>> student = torch.randn(2, 5, 4, requires_grad=True)
@@ -686,7 +692,7 @@ class DualProjectionLoss(nn.Module):
         check_choice("reduction", reduction, REDUCTIONS)
         self.gamma, self.reduction, self.backend = gamma, reduction, backend
         self.student_projection, self.teacher_projection = (
-            # In C++ is the distance only.
+            # C++ computes only the distance.
             OrthogonalProjection(
                 *sizes, layers, orthogonal, "torch" if backend == "cpp" else backend
             )
@@ -706,7 +712,8 @@ class DualProjectionLoss(nn.Module):
         _check_features("teacher", teacher, self.teacher_projection.in_dim)
         if student.shape[0] != teacher.shape[0]:
             raise ValueError(
-                f"student has {student.shape[0]} samples but teacher has {teacher.shape[0]}"
+                f"student has {student.shape[0]} samples but teacher has {teacher.shape[0]}; "
+                "pass the same samples"
             )
         mask = check_mask(mask, student.shape[:-1], student.device)
         if teacher_mask is not None or mask is None:
@@ -715,17 +722,17 @@ class DualProjectionLoss(nn.Module):
             teacher_mask = mask
         else:
             raise ValueError(
-                f"mask belongs to student {tuple(student.shape)} and can't serve teacher "
+                f"mask belongs to student {tuple(student.shape)} and doesn't fit teacher "
                 f"{tuple(teacher.shape)}; pass teacher_mask too"
             )
 
         h_s, h_t = _pool(student, mask), _pool(teacher, teacher_mask)  # (B, Ds), (B, Dt)
-        sides = [(student, mask), (teacher, teacher_mask)]
+        masked = [(student, mask), (teacher, teacher_mask)]
         is_shared = mask is not None and teacher_mask is mask
-        valid = _real_samples(sides[:1] if is_shared else sides)
+        valid = _real_samples(masked[:1] if is_shared else masked)
         h_s, h_t = zero_padding(h_s, valid), zero_padding(h_t, valid)
         projected_s, projected_t = self._project(h_s, h_t)
-        # Rows of zeros normalise to zeros on both sides: a sample left out adds nothing.
+        # Rows of zeros normalise to zeros: a sample left out adds nothing to either term.
         options = _Options(1e-5, self.reduction)
         spl = _layer_norm_mse(projected_s, h_t, options, self.backend)
         tpl = _layer_norm_mse(projected_t, h_s, options, self.backend)
@@ -736,13 +743,13 @@ class DualProjectionLoss(nn.Module):
 
     def _project(self, h_s: Tensor, h_t: Tensor) -> tuple[Tensor, Tensor]:
         """H_s P_s (B, Dt) and H_t P_t (B, Ds), eqs. 6 and 8."""
-        sides = [self.student_projection, self.teacher_projection]
-        # Where FSDP has sharded them by themselves, hooks bring the matrices that a call needs.
-        hooked = any(getattr(side, name) for side in sides for name in HOOKS)
-        if sides[0].orthogonal and _is_few(h_s, sides[0].raw) and not hooked:
-            projected_s, projected_t = _project_rows([h_s, h_t], sides)
+        projections = [self.student_projection, self.teacher_projection]
+        # Hooks run only in a module's own call: FSDP's gather the matrices that it has sharded.
+        hooked = any(getattr(projection, name) for projection in projections for name in HOOKS)
+        if projections[0].orthogonal and _is_few(h_s, projections[0].raw) and not hooked:
+            projected_s, projected_t = _project_rows([h_s, h_t], projections)
             return projected_s.to(h_s.dtype), projected_t.to(h_t.dtype)
-        return sides[0](h_s), sides[1](h_t)
+        return projections[0](h_s), projections[1](h_t)
 
     def extra_repr(self) -> str:
         return f"gamma={self.gamma}, reduction={self.reduction!r}"
@@ -756,7 +763,7 @@ def _check_features(name: str, x: Tensor, dim: int) -> None:
 
 
 def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real tokens (eq. 3): (B, N, D) or (B, D) -> (B, D); 0 without any."""
+    """Mean (B, D) over the real tokens of (B, N, D) (eq. 3), 0 without any; (B, D) is kept."""
     x = zero_padding(x, mask)
     if x.dim() == 2:
         return upcast(x)
@@ -766,10 +773,10 @@ def _pool(x: Tensor, mask: Tensor | None) -> Tensor:
     return total / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def _real_samples(sides: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-    """Which samples (B,) have a real token on all sides; None where all samples have."""
+def _real_samples(masked: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor | None:
+    """Which samples (B,) have a real token in all features; None if all samples have."""
     real = []
-    for x, mask in sides:
+    for x, mask in masked:
         if mask is not None:
             real.append(mask if mask.dim() == 1 else mask.any(1))
         elif x.shape[1] == 0:
