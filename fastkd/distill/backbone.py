@@ -1,4 +1,4 @@
-"""What fastkd reads of a transformers model: its blocks, embeddings, head and sentence token."""
+"""A transformers model as fastkd reads it: blocks, embeddings, head and sentence token."""
 
 import difflib
 import inspect
@@ -21,12 +21,13 @@ from fastkd.distill.families import (
     rows_of,
 )
 
-# Of models that are their own base: Whisper's audio classifier, T5 for answers.
+# Class names of models with a head that are their own base: Whisper's audio classifier, T5 for
+# question answering.
 HEADS = ("Classification", "QuestionAnswering")
 
 
 class Model:
-    """What a method asks about a model: its sizes, its head, its sentence token."""
+    """A model as a method reads it: sizes, head and sentence token."""
 
     class_name: str
     num_layers: int
@@ -35,29 +36,30 @@ class Model:
     output_size: int | None
     per_token: bool
     sentence_last: bool
-    #: transformers' ``problem_type``, None where neither the model nor its configuration says.
+    #: transformers' ``problem_type``; None if neither the model nor its configuration has one.
     problem: str | None = None
-    #: Whether it is an encoder-decoder that writes words, and reads those before them.
+    #: Whether the model is an encoder-decoder that generates tokens.
     writes: bool = False
-    #: Whether its logits are those of a vocabulary's words, and the tokenizer that has them.
+    #: Whether the logits are over a vocabulary.
     predicts_words: bool = False
     tokenizer: Any = None
-    #: Of a teacher: how many first words are the student's as well, None for all.
+    #: Of a teacher: number of first vocabulary entries that the student shares; None for all.
     vocabulary: int | None = None
-    #: What a head for classes tells apart, in the order of its logits, where that is known.
+    #: Class names in the order of the logits, if known.
     class_labels: Sequence[str] = ()
-    #: Number of the first token where no ``position_ids`` are given.
+    #: Position of the first token without ``position_ids``.
     first_position: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number and width of the layers; none where they can't be compared."""
+        """Number and width of the layers; empty if the layers can't be compared."""
         return (self.num_layers, self.hidden_size)
 
     def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """The token that the classification head reads, (B, D) of (B, N, D).
+        """The token (B, D) that the classification head reads, from hidden states (B, N, D).
 
-        The first one in encoders; in decoders and XLNet the last real one, padded on either side.
+        The first token in encoders; the last real token in decoders and XLNet, with padding on
+        either side.
         """
         if not self.sentence_last:
             return hidden[:, 0]
@@ -68,33 +70,33 @@ class Model:
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
 
     def check_eager(self, method: str) -> None:
-        """Raise unless the model computes attention maps that can be kept."""
+        """Raise unless the model computes attention maps."""
 
 
 class Backbone(Model):
-    """Where a transformers encoder or decoder keeps its blocks, embeddings and sentence token.
+    """Blocks, embeddings and sentence token of a transformers encoder or decoder.
 
-    Of an encoder-decoder it is the decoder's blocks that count.
+    In an encoder-decoder the blocks are the decoder's.
 
-    Layer 0 is what enters the first block, layer l what leaves block l, and the last layer what
-    the head reads (after a final norm, before a projection to the head's size): the numbering of
-    transformers' ``hidden_states``.
+    Layer 0 is the input of the first block and layer l the output of block l. The last layer is
+    the input of the head (after a final norm, before a projection to the head's size). This is the
+    numbering of transformers' ``hidden_states``.
     """
 
     #: Whether the model can return its hidden states.
     shows_states = True
-    #: Why there are no layers to compare, where there are none.
+    #: Why the model has no layers to compare; None if it has some.
     no_layers: str | None = None
     encoder_decoder = False
-    #: Section of the configuration that describes the layers, and their number in there.
+    #: Configuration section of the layers, and its entry with their number.
     section, depth_name = "", "num_hidden_layers"
-    #: Times that the blocks' hidden states hold the positions of the tokens.
+    #: Number of streams of token positions in the blocks' hidden states (ProphetNet).
     streams = 1
-    #: What makes the last hidden states as narrow as the head, after the blocks (opt-350m).
+    #: Projection of the last hidden states to the head's width, after the blocks (opt-350m).
     narrowing: nn.Module | None = None
-    #: Whether the head's outputs are aligned with labels in the loss alone (CTC).
+    #: Whether the loss aligns the head's outputs with labels (CTC).
     aligns = False
-    #: The teacher's problem, where logits are compared and the student doesn't say its own.
+    #: The teacher's problem type, if logits are compared and the student has none.
     taught_problem: str | None = None
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
@@ -109,45 +111,44 @@ class Backbone(Model):
         self._model, self.inner, self.base, self.config = model, inner, base, config
         self._traced = getattr(model, "_orig_mod", model)
         self.class_name, self._name = type(inner).__name__, name
-        #: Whether the hidden states, attention and predictions that count are a decoder's.
+        #: Whether hidden states, attention and predictions are those of a decoder with an encoder.
         self.encoder_decoder = is_encoder_decoder(inner)
         vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
         self.writes = self.encoder_decoder and bool(vocabulary_head)
         self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, *HEADS)
         self.aligns = is_a(inner, "ForCTC", "ForRNNT", "ForTDT")
-        #: Labels or vocabulary entries that the head tells apart, where it says so.
+        #: Number of labels or vocabulary entries of the head, if fixed.
         self.output_size = rows_of(vocabulary_head) if vocabulary_head else config.num_labels
         if is_a(inner, "ForMultipleChoice"):
-            self.output_size = None  # a logit for each choice
-        #: Whether the head predicts something for each token.
+            self.output_size = None  # one logit per choice
         self.predicts_words = bool(vocabulary_head)
         self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
         self.causal = predicts_next_token(inner)
-        # Hooks on blocks are not seen by compiled code, nor where a model calls block.forward.
+        # Hooks on blocks don't run in compiled code, or if a model calls block.forward.
         self.compiled = (
             hasattr(model, "_orig_mod") or getattr(inner, "_compiled_call_impl", None) is not None
         )
-        #: Whether the logits are known to be those of the head as it is read, or of another.
+        #: Whether the logits were compared with those of `Head.of`, and whether they differ.
         self.head_tried = self.other_head = False
-        # Longformer's blocks see tokens padded to a multiple of the window; its states are cut.
+        # Longformer pads the blocks' tokens to a multiple of the window and cuts its states.
         self._hooks_reach = not self.compiled and config.model_type != "longformer"
-        #: Layers whose states transformers doesn't show under their number; None before a try.
+        #: Layers whose entry in ``hidden_states`` is wrong; None before the check.
         self._shown_wrong: set[int] | None = None
-        self._replaced: list[Tensor] = []  # embeddings of the run that goes on
-        #: Kinds of packed inputs whose documents are known not to see each other.
+        self._replaced: list[Tensor] = []  # embeddings of the current run
+        #: Kinds of packed inputs whose documents are known to be independent.
         self.known_apart: set[tuple[Any, ...]] = set()
         self._accepts = set(inspect.signature(inner.forward).parameters)
         self._known = self._accepts | passed_on(inner, base)
         self._read_layers()
 
     def _read_layers(self) -> None:
-        """Note where the blocks are, or why their hidden states can't be had."""
-        # ALBERT calls a few groups of weights again and again: its layers are calls.
+        """Find the blocks, or the reason why their hidden states can't be read."""
+        # ALBERT calls a few groups of weights repeatedly: each call is a layer.
         self.shared_blocks = self.config.model_type == "albert"
-        # XLNet's blocks see (N, B, D).
+        # XLNet's blocks read (N, B, D).
         self.batch_dim = 1 if self.config.model_type == "xlnet" else 0
-        # ProphetNet's see the tokens, and behind them a stream of predictions for each n-gram.
+        # ProphetNet's blocks read the tokens, then one stream of predictions per n-gram.
         if self.config.model_type == "prophetnet":
             self.streams = 1 + self.config.ngram
         self.stack: nn.Module = self.base
@@ -164,8 +165,8 @@ class Backbone(Model):
         #: The module that calls the blocks.
         self.stack = self.inner.get_submodule(self.blocks_name.rpartition(".")[0])
         self.narrowing = getattr(self.stack, "project_out", None)
-        # OPT's head calls the decoder itself; elsewhere the base model, which ends later, has the
-        # last word, unless it is one with the head.
+        # OPT's head calls the decoder itself. In other models the last module before the head is
+        # the base model, unless the model with the head is its own base.
         own = self.encoder_decoder or (self.base is self.inner and self.has_head)
         self.last_modules = {self.stack} if own else {self.stack, self.base}
 
@@ -175,7 +176,7 @@ class Backbone(Model):
 
     @property
     def stack_config(self) -> Any:
-        """What configures the blocks: a section of its own where a model has several parts."""
+        """Configuration of the blocks: a section of its own in models with several parts."""
         return getattr(self.config, self.section) if self.section else self.config
 
     def __getattr__(self, name: str) -> Any:
@@ -189,19 +190,19 @@ class Backbone(Model):
         module = getattr(self.base, "embeddings", None)
         if isinstance(module, nn.Module):
             return module
-        # T5's encoder has a table of its own, tied to its model's.
+        # T5's encoder has an embedding table tied to the model's.
         owner: Any = self.stack if hasattr(self.stack, "get_input_embeddings") else self.base
         try:
             return owner.get_input_embeddings()  # type: ignore[no-any-return]
         except NotImplementedError:
             raise ValueError(
-                f"the {self._name} ({self.class_name}) has no embeddings, which the method moves; "
-                "set its perturb=False"
+                f"the {self._name} ({self.class_name}) has no embeddings, which the method "
+                "perturbs; set its perturb=False"
             ) from None
 
     @property
     def num_tokens(self) -> int | None:
-        """Rows of the table that ``input_ids`` are looked up in, where there is one."""
+        """Rows of the token embedding table; None without one."""
         try:
             table = self.inner.get_input_embeddings()  # type: ignore[operator]
         except (AttributeError, NotImplementedError):
@@ -215,9 +216,9 @@ class Backbone(Model):
 
     @property
     def problem(self) -> str | None:  # type: ignore[override]
-        """transformers' ``problem_type``; one label means regression when it isn't set.
+        """transformers' ``problem_type``; regression if it isn't set and there is one label.
 
-        Heads for tokens, answers and choices don't ask for it, whatever the configuration says.
+        Heads for tokens, answers and choices ignore the configuration's entry.
         """
         if self.per_token or is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
             return None
@@ -228,7 +229,7 @@ class Backbone(Model):
 
     @property
     def first_position(self) -> int:  # type: ignore[override]
-        """Number of the first token: RoBERTa and MPNet count from behind the padding's id."""
+        """Position of the first token: RoBERTa and MPNet count from the padding id plus one."""
         embeddings = getattr(self.base, "embeddings", None)
         padding: Any = getattr(embeddings, "padding_idx", None)
         by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
@@ -236,20 +237,20 @@ class Backbone(Model):
 
     @property
     def groups_experts(self) -> bool:
-        """Whether a mixture of experts runs by torch's grouped product."""
+        """Whether a mixture of experts uses torch's grouped matrix product."""
         return getattr(self.config, "_experts_implementation", None) == "grouped_mm"
 
     @property
     def class_labels(self) -> list[str]:  # type: ignore[override]
-        """Names of the classes, where the configuration has one for each logit."""
+        """Class names, if the configuration has one per logit."""
         names = getattr(self.config, "id2label", None) or {}
         return [str(names[i]) for i in sorted(names)] if len(names) == self.output_size else []
 
     def reads_last_position(self, batch: dict[str, Any]) -> bool:
-        """Whether a head for whole rows may read the last position, padding or not.
+        """Whether a head for whole rows may read the last position even if it is padding.
 
-        So do XLNet's, whose positions are relative and whose tokenizer pads left, and a decoder's
-        that can't tell padding by its token.
+        True for XLNet, whose positions are relative and whose tokenizer pads on the left, and for
+        decoders that can't recognise padding by its id.
         """
         if getattr(self.config, "model_type", None) == "xlnet":
             return True
@@ -265,27 +266,27 @@ class Backbone(Model):
         return argument in self._accepts or argument in below
 
     def last_hidden(self, output: Any) -> Tensor:
-        """The last hidden states (B, N, D) of what one of `last_modules` returned."""
+        """The last hidden states (B, N, D) in the output of one of `last_modules`."""
         last: Tensor = output[0]
         return last
 
     @property
     def mixes_documents(self) -> bool:
-        """Whether the family is known to read a packed row as one document."""
+        """Whether the model family reads a packed row as one document."""
         return reads_whole_rows(self.config)
 
     @property
     def known_inputs(self) -> set[str]:
-        """Names of the inputs that the model takes, itself or further in."""
+        """Names of the inputs that the model or a module inside accepts."""
         return self._known
 
     def readable(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """``batch`` without token types where the model knows none, though another one may."""
+        """``batch`` without token types, if only the other model accepts them."""
         unread = {"token_type_ids"} - self._known
         return {name: x for name, x in batch.items() if name not in unread}
 
     def with_decoder_inputs(self, batch: dict[str, Any], labels: Any) -> dict[str, Any]:
-        """``batch`` with what a decoder that writes ``labels`` reads, the words before them."""
+        """``batch`` with decoder inputs: by default the labels shifted right."""
         given = ("decoder_input_ids", "decoder_inputs_embeds")
         if not self.writes or any(batch.get(name) is not None for name in given):
             return batch
@@ -294,9 +295,9 @@ class Backbone(Model):
                 f"the {self._name} ({self.class_name}) is an encoder-decoder; pass labels (B, M), "
                 "or decoder_input_ids"
             )
-        return {**batch, given[0]: self._words_before(labels)}
+        return {**batch, given[0]: self._shifted_right(labels)}
 
-    def _words_before(self, labels: Tensor) -> Tensor:
+    def _shifted_right(self, labels: Tensor) -> Tensor:
         shift = getattr(self.inner, "prepare_decoder_input_ids_from_labels", None)
         if shift is not None:
             return shift(labels=labels)  # type: ignore[no-any-return]
@@ -306,15 +307,15 @@ class Backbone(Model):
 
     @property
     def model(self) -> nn.Module:
-        """What was given; in a graph what that was compiled of, as Dynamo can't take it twice."""
+        """The model that was passed; inside a graph, the uncompiled one, as Dynamo can't nest."""
         return self._traced if torch.compiler.is_compiling() else self._model
 
     def run(self, batch: dict[str, Any]) -> Any:
-        """The model on ``batch``, without caches; raises for inputs that it doesn't know."""
+        """Run the model on ``batch`` without key-value caches; raise for unknown inputs."""
         if self.dtype == torch.float64 and self.groups_experts:
             raise ValueError(
-                f"{self._name} ({self.class_name}) is in float64, in which torch can't multiply "
-                'grouped experts; call its set_experts_implementation("eager")'
+                f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
+                'experts is not; call its set_experts_implementation("eager")'
             )
         return self.model(**self._given(batch))
 
@@ -329,7 +330,7 @@ class Backbone(Model):
         return inputs
 
     def check_inputs(self, inputs: Iterable[str]) -> None:
-        """Raise unless the model knows the inputs of these names."""
+        """Raise unless the model accepts inputs of these names."""
         for argument in inputs:
             if argument not in self._known:
                 near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
@@ -339,26 +340,26 @@ class Backbone(Model):
                 )
 
     def forget_run(self) -> None:
-        """Of a run that counts for nothing: one more follows on the same batch."""
+        """Discard the last run's embeddings, before another run on the same batch."""
         self._replaced.clear()
 
     def output_name(self, what: str) -> str:
-        """The name that the model's output has for its hidden states or attention maps."""
+        """Field of the model's output with the hidden states or attention maps."""
         return f"decoder_{what}" if self.encoder_decoder else what
 
     def check_eager(self, method: str) -> None:
-        """Raise unless the model computes attention maps that can be kept."""
+        """Raise unless the model computes attention maps."""
         used = getattr(self.config, "_attn_implementation", "eager")
         if used != "eager":
             raise ValueError(
-                f"{method} compares attention maps, which {used} attention never holds; load the "
+                f"{method} compares attention maps, which {used} attention omits; load the "
                 f'{self._name} with attn_implementation="eager", or call '
                 f'{self._name}.set_attn_implementation("eager")'
             )
 
 
 def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs on the device of a model that may be elsewhere, numbers in its dtype."""
+    """Inputs on the model's device, floating-point inputs in the model's dtype."""
     first = next(model.parameters(), None)
     if first is None:
         return inputs

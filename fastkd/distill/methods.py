@@ -1,16 +1,17 @@
-"""The papers' recipes: which layers, which loss terms, with which weights and when.
+"""Methods of the papers: layers, loss terms, weights and schedules.
 
-What a micro-batch means for each term, be it a part of the batch in gradient accumulation or in a
-process of its own:
+A micro-batch, in gradient accumulation or in one of several processes, affects the terms so:
 
-- task, soft, FCD's tokens, LRKD's projection, AttentionMSE's maps and states: each sample stands
-  for itself, and equal parts give the whole batch's gradient.
-- FCD's samples, LRCBERT's cos_nce: samples are compared with those of their own part only.
-- MC3KD's cca: the correlations are those over the part's tokens.
-- IntraClassKNN's knn: neighbours are sought in the own part only. Its sum over the part shrinks
-  when a loop divides by the number of accumulated parts; ``reduction="mean"`` doesn't.
+- task, soft, FCD's tokens, LRKD's projection, AttentionMSE's maps and states: samples are
+  independent, and equal micro-batches give the whole batch's gradient.
+- FCD's samples, LRCBERT's cos_nce: samples are compared within their micro-batch only.
+- MC3KD's cca: correlations are computed over the micro-batch's tokens.
+- IntraClassKNN's knn: neighbours are searched within the micro-batch only. The sum over a
+  micro-batch shrinks if a loop divides by the number of micro-batches; ``reduction="mean"`` avoids
+  this.
 
-``Distiller.accumulate`` and ``Distiller(gather=True)`` give the whole batch's gradient for all.
+With ``Distiller.accumulate`` and ``Distiller(gather=True)`` all terms have the whole batch's
+gradient.
 """
 
 import dataclasses
@@ -68,8 +69,8 @@ class FCD(_Soft):
 
     L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
     relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
-    the layers; `fastkd.FCDLoss`. Works across hidden sizes without a projection. Soft targets are
-    no part of the paper's loss, and may be added.
+    the layers; `fastkd.FCDLoss`. Hidden sizes may differ without a projection. Soft targets are
+    not in the paper's loss; ``soft_weight`` adds them.
 
     Args:
         alpha: weight of the relations between tokens; {0.1, 0.2, 0.4, 1} in the paper.
@@ -78,8 +79,8 @@ class FCD(_Soft):
         soft_weight: weight of the soft targets; 0 in the paper.
         layers: "uniform" (best in Table 3), "top", "bottom", or a teacher layer for each student
             layer.
-        normalize: of the features, Table 4: "l2", "layer_norm", "softmax", "none".
-        distance: between relations, Table 2: "pearson", "mse", "kl".
+        normalize: normalisation of the features, Table 4: "l2", "layer_norm", "softmax", "none".
+        distance: distance between relations, Table 2: "pearson", "mse", "kl".
         temperature, divergence, scale_by_t2: as in `SoftTargets`.
 
     Terms: task, soft, tokens, samples.
@@ -131,7 +132,7 @@ class FCD(_Soft):
 
 
 class Labels(Method):
-    """The labels alone, without a teacher: what a distilled student has to beat.
+    """Task loss on the labels only, without a teacher: the baseline of every method.
 
     Terms: task.
     """
@@ -148,10 +149,10 @@ class SoftTargets(_Soft):
     L = (1 − alpha)·L_CE + alpha·T²·KL(p_T ‖ p_S).
 
     Args:
-        alpha: share of the soft targets, in [0, 1].
+        alpha: weight of the soft targets, in [0, 1]; the task loss has 1 − alpha.
         temperature: T.
         divergence: "forward_kl", "reverse_kl", "adaptive_kl" (LRKD, Table 4) or "js".
-        scale_by_t2: the factor T².
+        scale_by_t2: whether to multiply by T².
 
     Terms: task, soft.
     """
@@ -177,22 +178,21 @@ class IntraClassKNN(_Soft):
     """Intra-Class Similarity-Guided Feature Distillation (Saadi et al.).
 
     L = alpha1·L_hidd + alpha2·L_soft + alpha3·L_CE. L_hidd pulls the sentence token of the
-    student's last hidden state to its k nearest teacher ones of the same label in the batch,
-    summed over the batch; L_soft is T²·KL as in DistilBERT. With unequal hidden sizes a linear
-    projector, trained along, maps the student's. One label per sample; for regression, labels
-    within ``tolerance`` count as the same and the losses on the output are MSE.
+    student's last hidden state to the k nearest teacher tokens with the same label in the batch,
+    summed over the batch; L_soft is T²·KL as in DistilBERT. If hidden sizes differ, a trained
+    linear projector maps the student's states. Each sample needs one label. For regression, labels
+    within ``tolerance`` are the same class and the losses on the output are MSE.
 
     Args:
-        alpha1: {0.1, 0.01, 0.001} in the paper.
+        alpha1: weight of L_hidd; {0.1, 0.01, 0.001} in the paper.
         alpha2: weight of the soft targets.
         alpha3: weight of the task loss.
-        k: neighbours, {1, 2, 3, 5} in the paper.
+        k: number of neighbours; {1, 2, 3, 5} in the paper.
         temperature: T.
-        tolerance: how far apart two regression targets of one "class" may be.
-        pool: what is compared, "cls" (the sentence token), "mean" or "tokens".
-        reduction: "sum" over the samples of a step, over all processes of a data-parallel run, as
-            in the paper; "mean" keeps alpha1's strength where the batch size changes, or with it
-            the number of accumulated batches.
+        tolerance: largest distance between regression targets of one class.
+        pool: compared features, "cls" (the sentence token), "mean" or "tokens".
+        reduction: "sum" over the samples of a step in all processes, as in the paper. "mean"
+            makes alpha1 independent of the batch size and the number of micro-batches.
         divergence, scale_by_t2: as in `SoftTargets`.
 
     Terms: task, soft, knn.
@@ -247,33 +247,34 @@ class IntraClassKNN(_Soft):
         features, mask = step.pooled(self.pool, *step.last())
         labels = step.sample_labels()
         loss: Tensor = step.across(self.loss)(*features, labels, mask=mask)
-        # A loop averages over its processes, and each has summed over its own samples.
+        # A loop averages over processes, but each process has summed over its own samples.
         return loss if step.ranks is not None or self.reduction == "mean" else loss * world_size()
 
 
 class LRCBERT(_Soft):
     """LRC-BERT: latent-representation contrastive distillation (Fu et al. 2021).
 
-    L = alpha·Σ_layers COS-NCE(h_S W, h_T, H_T) + beta·L_soft + gamma·L_hard  (eqs. 3-6), the
-    negatives being the other samples of the batch, at the same token position. The paper has two
-    stages: until ``first_stage`` of the steps only the contrastive term counts (1:0:0), then the
-    given weights (1:1:3). With ``perturb`` the loss comes from a second forward pass over
-    embeddings moved along the loss's gradient, normalised per sample (eqs. 7-8). L_hard softens the
-    one-hot label by τ too (eq. 5); regression uses MSE for both.
+    L = alpha·Σ_layers COS-NCE(h_S W, h_T, H_T) + beta·L_soft + gamma·L_hard  (eqs. 3-6).
+    Negatives are the other samples of the batch at the same token position. The paper has two
+    stages: for a ``first_stage`` fraction of the steps only the contrastive term has a weight
+    (1:0:0), then the given weights apply (1:1:3). With ``perturb`` the loss is computed in a second
+    forward pass over embeddings moved along the loss's gradient, normalised per sample (eqs. 7-8).
+    L_hard softens the one-hot label by τ too (eq. 5); for regression both losses are MSE.
 
-    The defaults are not the paper's (``preset="paper"``), with which short runs lost to the labels
-    alone: docs/studies.
+    The defaults differ from the paper's (``preset="paper"``), which were worse than labels alone
+    in short runs: docs/studies.
 
-    One matrix W serves all layers, as in TinyBERT, which the paper follows here. The loop has to
-    call ``Distiller.set_progress``, or the second stage never starts.
+    One matrix W is shared by all layers, as in TinyBERT, which the paper follows here. The second
+    stage starts only if the loop calls ``Distiller.set_progress``.
 
     Args:
         alpha, beta, gamma: weights of the second stage; searched in {1, 2, 3, 4} in the paper.
-        temperature: τ of eqs. 4-5; no factor τ² (eq. 4). Eq. 5 leaves the right one of V classes
-            1/(1 + (V−1)·exp(−1/τ)): 0.71 of two, 0.02 of 150 and next to nothing of a vocabulary
-            or of the positions of an answer, which want a smaller τ or ``gamma=0``.
-        first_stage: share of the training, 0.8 in the paper; 0 turns the stages off (Table 4).
-        perturb: gradient perturbation on or off (Fig. 5); on in the paper.
+        temperature: τ of eqs. 4-5; no factor τ² (eq. 4). In eq. 5 the label's class keeps
+            1/(1 + (V−1)·exp(−1/τ)) of the target over V classes: 0.71 for two, 0.02 for 150, and
+            almost nothing for a vocabulary or answer positions, which need a smaller τ or
+            ``gamma=0``.
+        first_stage: fraction of the training, 0.8 in the paper; 0 disables the stages (Table 4).
+        perturb: whether to apply gradient perturbation (Fig. 5); True in the paper.
         layers: φ, as in `FCD`.
         divergence, scale_by_t2: as in `SoftTargets`.
 
@@ -312,14 +313,14 @@ class LRCBERT(_Soft):
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
-        one_of = student.problem in (None, "single_label_classification")
-        classes = (one_of and student.output_size) or 1
-        share = 1 / (1 + (classes - 1) * math.exp(-1 / self.temperature))
-        if self.gamma and share < 0.1:
+        single_label = student.problem in (None, "single_label_classification")
+        classes = (single_label and student.output_size) or 1
+        label_weight = 1 / (1 + (classes - 1) * math.exp(-1 / self.temperature))
+        if self.gamma and label_weight < 0.1:
             warn_caller(
                 f"LRCBERT softens labels by temperature={self.temperature} (eq. 5), which leaves "
-                f"the right one of {classes} classes {share:.1g} of the target; a smaller "
-                "temperature leaves more, gamma=0 takes labels out",
+                f"the right one of {classes} classes {label_weight:.1g} of the target; use a "
+                "smaller temperature, or gamma=0 for no labels",
             )
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -344,22 +345,23 @@ class MC3KD(_Soft):
     """MC3KD: maximising canonical correlation coefficients (Fan et al.).
 
     L = alpha·KL + (1 − alpha)·CE + beta·L_CCC  (eqs. 1, 8), L_CCC = −Σ_layers corr(T_i, S_i)
-    (eqs. 4-7). The teacher layers are those that differ most from the layer before them
-    (Algorithm 1), chosen once from data: ``Distiller.prepare``.
+    (eqs. 4-7). The teacher layers that differ most from the layer before them are compared
+    (Algorithm 1); ``Distiller.prepare`` selects them once from data.
 
     Args:
-        alpha: share of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper. None leaves task and
-            soft targets out, for a student without a head.
+        alpha: weight of the soft targets; {0.2, 0.5, 0.6, 0.7} in the paper. None removes the task
+            and soft terms, for a student without a head.
         beta: weight of L_CCC; {0.1, 1, 10} in the paper. Eq. 7 sums hundreds of correlations when
             tokens are the observations: at beta = 1 its gradient was 94 times the task loss's
             (MiniLM, SST-2, batches of 32; 14 times with pool="cls"), so the default is 0.01.
         temperature: T; KL carries T² as in PKD, which the paper follows.
-        layers: None chooses from data; "uniform" is PKD-skip ("only MC3" in Table 5); or a list.
+        layers: None selects layers from data; "uniform" is PKD-skip ("only MC3" in Table 5); or a
+            list.
         ridge: r_t = r_s of eq. 5.
-        top_k: only the largest correlations; None takes all.
-        pool: the observations: "tokens" (every real token of the batch), "cls" or "mean" (one a
-            sample: with fewer samples than dimensions all correlations are near 1 whatever the
-            student does).
+        top_k: number of largest correlations to sum; None sums all.
+        pool: observations: "tokens" (every real token of the batch), or "cls" or "mean" (one per
+            sample; with fewer samples than dimensions all correlations are near 1 for any
+            student).
         divergence, scale_by_t2: as in `SoftTargets`.
 
     Terms: task, soft, cca.
@@ -395,13 +397,13 @@ class MC3KD(_Soft):
         self.loss = cca.CCALoss(ridge=ridge, top_k=top_k, pool=pool)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
-        # Checks that there are enough layers also when they are chosen later.
+        # Also checks the number of layers if they are selected later.
         self.pair_layers(self.layers or "uniform", teacher, student)
         if self.layers is None:
             self._teacher_layers = None
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
-        """Algorithm 1, lines 5-8. In a distributed run all take the first process's choice."""
+        """Algorithm 1, lines 5-8. All processes of a distributed run use the first one's layers."""
         if self.layers is not None:
             return
         chosen = [select_layers(teacher, batches, len(self.student_layers))]
@@ -410,7 +412,7 @@ class MC3KD(_Soft):
         self.teacher_layers = chosen[0]
 
     def get_extra_state(self) -> Tensor:
-        """The chosen layers, so that a resumed run keeps them."""
+        """The selected layers, for a resumed run."""
         return torch.tensor(self._teacher_layers or [0])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -427,10 +429,10 @@ class MC3KD(_Soft):
         """L_CCC, eq. 7."""
         layers = step.layers(self.student_layers, self.teacher_layers)
         pairs = [step.pooled(self.pool, s, t) for s, t in zip(*layers, strict=True)]
-        students, teachers = ([pair[side] for pair, _ in pairs] for side in (0, 1))
+        students, teachers = [pair[0] for pair, _ in pairs], [pair[1] for pair, _ in pairs]
         mask = step.mask
-        if self.pool != "tokens":  # one observation a sample
-            students, teachers = ([x[:, None] for x in side] for side in (students, teachers))
+        if self.pool != "tokens":  # one observation per sample
+            students, teachers = [x[:, None] for x in students], [x[:, None] for x in teachers]
             mask = None if mask is None else mask.any(1, keepdim=True)
         loss: Tensor = step.across(self.loss)(students, teachers, mask)
         return len(students) * loss  # CCALoss averages
@@ -440,19 +442,19 @@ class LRKD(_Soft):
     """LRKD: learnable relational knowledge distillation.
 
     L = alpha·L_CE + (1 − alpha)·KL + beta·L_DPL  (eq. 13), with the dual projection loss between
-    the mean-pooled last hidden states (eqs. 3-10); KL carries τ², unlike eq. 1. The projections
-    train with the student and go when training ends; hidden sizes may differ.
+    the mean-pooled last hidden states (eqs. 3-10); KL has the factor τ², unlike eq. 1. The
+    projections train with the student and are discarded after training; hidden sizes may differ.
 
     Args:
-        alpha: share of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper, which leaves KL a tenth of
-            the task loss's gradient. None leaves task and soft targets out, for a student without
-            a head.
-        beta: weight of L_DPL; {1, 10, 15} in the paper. At 1 its gradient is of the task loss's
-            size, as L_DPL is a mean over elements here; see `fastkd.DualProjectionLoss`.
+        alpha: weight of the task loss; {0.7, 0.8, 0.9, 1.0} in the paper, where KL has a tenth of
+            the task loss's gradient. None removes the task and soft terms, for a student without a
+            head.
+        beta: weight of L_DPL; {1, 10, 15} in the paper. At 1 its gradient is as large as the task
+            loss's, as L_DPL is a mean over elements here; see `fastkd.DualProjectionLoss`.
         gamma: weight of the student's projection within L_DPL; "around 0.3".
         temperature: τ; {1, 2, 3, 4} in the paper.
-        projection_layers: m, matrices in each projection; 2 for all tasks in the paper.
-        orthogonal: False for plain linear projections (Fig. 3b).
+        projection_layers: m, number of matrices in each projection; 2 in the paper.
+        orthogonal: whether the projections are orthogonal; False for plain linear ones (Fig. 3b).
         divergence: as in `SoftTargets`; Table 4 adds the method to reverse and adaptive KL.
         scale_by_t2: as in `SoftTargets`; False in the paper.
 
@@ -501,12 +503,12 @@ class LRKD(_Soft):
     def projection(self, step: Step) -> Tensor:
         """L_DPL, eq. 10."""
         student, teacher = step.last()
-        there = step.real.any(1)
+        not_empty = step.real.any(1)
         if step.teacher.pooled:
-            loss = self.loss(student, teacher[:, 0], step.real, teacher_mask=there)
+            loss = self.loss(student, teacher[:, 0], step.real, teacher_mask=not_empty)
         else:
             loss = self.loss(student, teacher, step.mask)
-        return step.mean(loss * there.sum(), there.sum())
+        return step.mean(loss * not_empty.sum(), not_empty.sum())
 
 
 class AttentionMSE(_Soft):
@@ -514,20 +516,21 @@ class AttentionMSE(_Soft):
 
     L = task_weight·L_CE + soft_weight·L_pred + Σ_layers (attention·L_attn + hidden·L_hidn), with
     L_attn = (1/h) Σ_i MSE(A_i^S, A_i^T) of the attention maps (eq. 7; `fastkd.AttentionLoss`) and
-    L_hidn = MSE(H^S W_h, H^T) of the hidden states (eq. 8), one W_h for all layers. L_pred are
-    soft targets (eq. 10). The paper trains in two stages: layers first (``soft_weight=0``), then
-    the output (``attention=0, hidden=0``).
+    L_hidn = MSE(H^S W_h, H^T) of the hidden states (eq. 8), one W_h for all layers. L_pred is the
+    soft-target loss (eq. 10). The paper trains in two stages: layers first (``soft_weight=0``),
+    then the output (``attention=0, hidden=0``).
 
-    Both models need ``attn_implementation="eager"``, and A are probabilities, not the paper's
-    scores: that is what models return. Commands call it tinybert, and load the models so.
+    Both models need ``attn_implementation="eager"``. A are probabilities, not the paper's scores,
+    as models return probabilities. The commands name this method tinybert and load models with
+    eager attention.
 
     Args:
         attention: weight of L_attn.
         hidden: weight of L_hidn.
         soft_weight: weight of L_pred.
         task_weight: weight of the task loss; 0 in the paper.
-        heads: "match" compares head by head, "mean" the averages over the heads, for models with
-            different numbers of them.
+        heads: "match" compares head by head; "mean" compares means over the heads, for models
+            with different numbers of heads.
         layers: as in `FCD`; "uniform" in the paper.
         temperature: t of eq. 10; 1 in the paper.
         divergence, scale_by_t2: as in `SoftTargets`.
@@ -574,9 +577,10 @@ class AttentionMSE(_Soft):
     def maps(self, step: Step) -> Tensor:
         """Σ over layers of L_attn, eq. 7."""
         students, teachers = step.attentions(self.student_attentions, self.teacher_attentions)
-        there = step.real.any(1).sum()
-        loss = len(students) * self.map_loss(students, teachers, step.mask)  # which averages
-        return step.mean(loss * there, there)
+        samples = step.real.any(1).sum()
+        # AttentionLoss averages over the layers.
+        loss = len(students) * self.map_loss(students, teachers, step.mask)
+        return step.mean(loss * samples, samples)
 
     def states(self, step: Step) -> Tensor:
         """Σ over layers of L_hidn, eq. 8, a mean over the real tokens."""
@@ -600,11 +604,11 @@ METHODS: dict[str, type[Method]] = {
 
 
 def resolve(name: str) -> type[Method]:
-    """The method class called ``name``: one of `METHODS`, or your own as "package.module:Class".
+    """Method class by name: one of `METHODS`, or your own as "package.module:Class".
 
     Raises:
-        ValueError: unknown, or not importable; the message says why.
-        TypeError: not a subclass of `Method`.
+        ValueError: the name is unknown, or the class can't be imported.
+        TypeError: the class is not a subclass of `Method`.
 
     Example:
         >>> resolve("fcd") is resolve("fastkd.distill.methods:FCD")
@@ -616,7 +620,9 @@ def resolve(name: str) -> type[Method]:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"method {name!r} can't be imported: {error}") from error
+        raise ValueError(
+            f"method: {name!r} can't be imported ({error}); use package.module:Class"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise TypeError(f"method {name!r} must be a subclass of fastkd.distill.Method, got {found}")
     return found
@@ -626,12 +632,13 @@ Preset = Literal["default", "paper"]
 
 
 def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: Any) -> Method:
-    """The method called ``name``, as `resolve` takes it, with these hyper-parameters.
+    """Method instance by name, as in `resolve`, with hyper-parameters.
 
-    ``preset="paper"`` starts from the paper's where the defaults are others.
+    ``preset="paper"`` starts from the paper's hyper-parameters instead of the defaults.
 
     Raises:
-        ValueError: unknown name, preset or hyper-parameter; the message names the nearest one.
+        ValueError: the name, preset or a hyper-parameter is unknown; the message suggests the
+            nearest one.
 
     Example:
         >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
@@ -647,7 +654,7 @@ def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: 
 
 
 def from_preset(kind: type[Method], preset: str, hyperparameters: Mapping[str, Any]) -> Method:
-    """A method with these hyper-parameters, and the preset's where none is given."""
+    """Method instance with the preset's hyper-parameters, overridden by ``hyperparameters``."""
     check_choice("preset", preset, get_args(Preset))
     return kind(**{**(kind.paper if preset == "paper" else {}), **hyperparameters})
 
