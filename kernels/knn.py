@@ -29,6 +29,7 @@ from torch import Tensor
 from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.rounding import rounded
 
 # Rows of the student and of the bank from which sorting by label and norms beforehand pay.
 ROWS_TO_SORT = 65
@@ -165,7 +166,7 @@ def _product(
         # A difference, as a sum would become the tensor core's own, which rounds more.
         product -= tl.dot(s, tl.trans(t), input_precision="tf32x3")
         if SQUARES:
-            squares += tl.sum(wide * wide, axis=1)
+            squares += tl.sum(rounded(wide * wide), axis=1)
     return -product, squares
 
 

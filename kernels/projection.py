@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
+from fastkd.kernels.rounding import rounded
 
 # Variances outside are computed again from scaled rows.
 SMALLEST_VARIANCE = tl.constexpr(1e-25)
@@ -49,7 +50,7 @@ def _normalise(x, inside, D, eps):
     """Rows minus mean, over √(var + eps); 0 outside, and in constant rows without eps."""
     mean = tl.sum(x, axis=1) / D
     centred = tl.where(inside, x - mean[:, None], 0.0)
-    var = tl.sum(centred * centred, axis=1) / D + eps
+    var = tl.sum(rounded(centred * centred), axis=1) / D + eps
     rstd = tl.where(var == 0.0, 0.0, 1.0 / tl.sqrt(var))
     unusual = (var < SMALLEST_VARIANCE) | (var > LARGEST_VARIANCE)
     unusual = unusual | (tl.abs(mean) * rstd > LARGE_MEAN)
@@ -60,9 +61,10 @@ def _normalise(x, inside, D, eps):
         peak = tl.max(tl.where(inside, tl.abs(centred - rest[:, None]), 0.0), axis=1)
         scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
         scaled = tl.where(inside, (centred - rest[:, None]) * scale[:, None], 0.0)
-        var = tl.sum(scaled * scaled, axis=1) / D + eps * scale * scale
+        var = tl.sum(rounded(scaled * scaled), axis=1) / D + eps * scale * scale
         rstd = tl.where(var == 0.0, 0.0, scale / tl.sqrt(var))
-    return tl.where(inside, (centred - rest[:, None]) * rstd[:, None], 0.0), mean, rstd
+    norm = rounded((centred - rest[:, None]) * rstd[:, None])
+    return tl.where(inside, norm, 0.0), mean, rstd
 
 
 @triton.jit(do_not_specialize=["R"])

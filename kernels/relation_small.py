@@ -23,6 +23,7 @@ from fastkd.kernels.relation_rows import (
     high_part,
     low_part,
 )
+from fastkd.kernels.rounding import rounded
 
 SMALL_GROUP = 128  # most rows of a group that keeps both relations in registers
 
@@ -33,8 +34,8 @@ def _centred_tile(x_ptr, start, scale, valid, share, d, D):
     x = tl.load(
         x_ptr + start[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
     ).to(tl.float32)
-    unit = x * scale[:, None]  # (BLOCK_N, BLOCK_D)
-    mean = tl.sum(unit, axis=0) * share  # (BLOCK_D,)
+    unit = rounded(x * scale[:, None])  # (BLOCK_N, BLOCK_D)
+    mean = rounded(tl.sum(unit, axis=0) * share)  # (BLOCK_D,)
     return mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.rounding import rounded
 
 STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
@@ -349,8 +350,8 @@ def soft_target_forward_kernel(
         cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
     if DIVERGENCE == "reverse_kl":
         cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
-    total_s = tl.sum(sum_s * shrink_s, axis=1)  # (BLOCK_R,)
-    total_t = tl.sum(sum_t * shrink_t, axis=1)
+    total_s = tl.sum(rounded(sum_s * shrink_s), axis=1)  # (BLOCK_R,)
+    total_t = tl.sum(rounded(sum_t * shrink_t), axis=1)
     expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
     if DIVERGENCE == "forward_kl" and not IS_HOT:
