@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .count import Counts
 from .launches import Written, execute, extent, flat
-from .machine import Program, program
+from .machine import program
 from .memory import bytes_of
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "ptx"
@@ -143,16 +143,12 @@ class _Kernel:
     def launch_metadata(self, *_: Any) -> None:
         return None
 
-    @functools.cached_property
-    def program(self) -> Program:
-        return program(self.form.ptx)
-
     def run(self, x: int, y: int, z: int, *rest: Any) -> None:
         values = flat(list(rest[len(rest) - len(self.signature) :]))
         args = [v for v, kind in zip(values, self.kinds, strict=True) if kind != "constexpr"]
         threads = 32 * self.form.warps
         counts = execute(
-            self.program, (x, y, z), (threads,), self.form.shared, args,
+            program(self.form.ptx), (x, y, z), (threads,), self.form.shared, args,
             self.device.fresh.written(), self.device.approximate,
         )  # fmt: skip
         self.device.launches.append((self.form.name, counts))
@@ -197,6 +193,7 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
     from triton.runtime.jit import JITFunction
 
     from fastkd._core import dispatch
+    from fastkd.kernels import relation_small
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("executing: TRITON_INTERPRET=1 leaves nothing to compile; unset it")
@@ -214,6 +211,7 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
             (JITFunction, "_do_compile", form),
             (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
             (dispatch, "triton_interpreted", lambda: True),
+            (relation_small, "_capability", lambda device: capability // 10),
             *((place, name, device.fresh.allocating(getattr(place, name)))
               for place, name in ALLOCATING),
         ):  # fmt: skip

@@ -43,7 +43,7 @@ class Program:
     """An entry, decoded once for all its launches."""
 
     def __init__(self, ptx: str) -> None:
-        self.entry = parse(ptx)
+        self.text, self.entry = ptx, parse(ptx)
         self.grains = {
             space: min(
                 (instructions.access_size(x) for x in self.entry.instructions
@@ -83,7 +83,7 @@ def waits_for(x: Instruction) -> str:
     return "convergence" if "sync" in x.modifiers else ""
 
 
-@lru_cache(256)
+@lru_cache(64)
 def program(ptx: str) -> Program:
     return Program(ptx)
 
@@ -162,15 +162,13 @@ class Machine:
 
     def run(self) -> None:
         self.ready[0] = None
-        turns = 0
+        choose = min
         while self.ready or self.blocked:
             if not self.ready:
                 self.give_up()
-            turns += 1
-            # A loop may wait for what a thread behind it does.
-            choose = max if turns % PATIENCE == 0 else min
             place = choose(self.ready)
-            self.follow(place, self.ready.pop(place), PATIENCE)
+            # A loop without end may wait for what a thread behind it does.
+            choose = max if self.follow(place, self.ready.pop(place)) else min
 
     def give_up(self) -> None:
         place = min(self.blocked)
@@ -190,15 +188,18 @@ class Machine:
             mask = None
         self.ready[place] = mask
 
-    def follow(self, place: int, mask: Any, patience: int) -> None:
-        """Run a group until it meets others, waits, ends, or is ahead of others."""
-        warps = self.warps(mask)
+    def follow(self, place: int, mask: Any) -> bool:
+        """Run a group until it meets others, waits, ends, or is ahead of others.
+
+        Whether it only ran for too long, while others could go on.
+        """
+        warps, patience = self.warps(mask), PATIENCE
         while True:
             block = self.program.blocks[place]
             if block.waits and mask is not None:
                 mask = self.gathered(block, mask)
                 if mask is NOBODY:
-                    return
+                    return False
                 warps = self.warps(mask)
             self.block_counts[place] = self.block_counts.get(place, 0) + warps
             if self.products is None:
@@ -213,7 +214,7 @@ class Machine:
                 leaving, staying = self.divide(block.branch, mask)
                 if block.branch.opcode != "bra":
                     if staying is NOBODY:
-                        return
+                        return False
                     if staying is not mask:
                         mask, warps = staying, self.warps(staying)
                 elif staying is NOBODY:
@@ -221,15 +222,13 @@ class Machine:
                 elif leaving is not NOBODY:
                     self.put(block.target, leaving)
                     self.put(place, staying)
-                    return
-            patience -= 1
-            if (
-                place in self.ready
-                or place in self.blocked
-                or (self.ready and (place > min(self.ready) or patience < 0))
-            ):
+                    return False
+            patience -= bool(self.ready)
+            if place in self.ready or place in self.blocked or (
+                self.ready and (place > min(self.ready) or not patience)
+            ):  # fmt: skip
                 self.put(place, mask)
-                return
+                return not patience
 
     def warps(self, mask: Any) -> int:
         """How many have a thread in a group."""

@@ -170,17 +170,9 @@ class Global:
             self.rows(region.read_time, size)[places] = self.time
 
     def check_writer(self, m, of, region, places, size, lanes, cta) -> None:
-        """Who wrote a place last, did so before."""
+        """Who wrote a place last in this launch, did so before."""
+        self.check_other_ctas(m, of, region, places, size, lanes, cta)
         writer = self.rows(region.writer, size)[places]
-        if not writer.any():
-            return
-        others = (writer != 0) & (writer != cta)
-        if others.any():
-            known = self.happened(writer, self.rows(region.write_time, size)[places], cta)
-            if not known.all():
-                at = np.flatnonzero(~known.all(1))[0]
-                other = int(writer[at].max()) - 1
-                raise m.hazard("grid race", of, lanes[at], f"CTA {other} writes there")
         now = (writer == cta) & (self.rows(region.epoch, size)[places] == m.epoch[lanes][:, None])
         now &= self.rows(region.thread, size)[places] != m.thread_number[lanes][:, None]
         if now.any():
@@ -188,12 +180,22 @@ class Global:
             other = int(self.rows(region.thread, size)[places][at].max())
             raise m.hazard("race", of, lanes[at], f"thread {other} writes there")
 
+    def check_other_ctas(self, m, of, region, places, size, lanes, cta) -> None:
+        writer = self.rows(region.writer, size)[places]
+        if ((writer != 0) & (writer != cta)).any():
+            known = self.happened(writer, self.rows(region.write_time, size)[places], cta)
+            if not known.all():
+                at = np.flatnonzero(~known.all(1))[0]
+                other = int(writer[at].max()) - 1
+                raise m.hazard("grid race", of, lanes[at], f"CTA {other} writes there")
+
     def note_write(self, m, of, region, places, size, lanes, new) -> None:
         region.shadows(self.grain)
         region.writer_shadows(self.grain)
         cta = m.cta_number[lanes][:, None]
-        old = region.views[size][places]
-        changed = old != new
+        self.check_other_ctas(m, of, region, places, size, lanes, cta)
+        # A thread that writes what is there already races with none of its CTA.
+        changed = region.views[size][places] != new
         if changed.ndim == 2:
             changed = changed.any(1)
         if changed.any():
@@ -205,9 +207,11 @@ class Global:
         threads = self.rows(region.thread, size)
         writers[places] = cta
         threads[places] = m.thread_number[lanes][:, None]
-        clash = (writers[places] != cta) | (threads[places] != m.thread_number[lanes][:, None])
-        if clash.any():  # of one instruction: right where all write the same
-            self.check_equal(m, of, places, new, lanes, writers[places] != cta)
+        if (writers[places] != cta).any():
+            at = np.flatnonzero((writers[places] != cta).any(1))[0]
+            raise m.hazard("grid race", of, lanes[at], "another CTA writes there")
+        if (threads[places] != m.thread_number[lanes][:, None]).any():
+            check_equal(m, of, places, new, lanes)
         self.rows(region.epoch, size)[places] = m.epoch[lanes][:, None]
         if self.time:
             self.rows(region.write_time, size)[places] = self.time
@@ -221,18 +225,6 @@ class Global:
             if not known.all():
                 at = np.flatnonzero(~known.all(1))[0]
                 raise m.hazard("grid race", of, lanes[at], "another CTA reads there")
-
-    def check_equal(self, m, of, places, new, lanes, of_another_cta) -> None:
-        order = np.argsort(places, kind="stable")
-        same_place = places[order][1:] == places[order][:-1]
-        different = new[order][1:] != new[order][:-1]
-        if different.ndim == 2:
-            different = different.any(1)
-        wrong = np.flatnonzero(same_place & different)
-        if len(wrong):
-            at = order[wrong[0] + 1]
-            kind = "grid race" if of_another_cta.any() else "race"
-            raise m.hazard(kind, of, lanes[at], "another thread writes there")
 
     def happened(self, other: np.ndarray, time: np.ndarray, cta: np.ndarray) -> np.ndarray:
         """Whether accesses of other CTAs are known to be over, from atomics that were acquired."""

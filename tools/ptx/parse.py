@@ -1,5 +1,6 @@
 """PTX text as data: an entry's parameters, registers, shared arrays and instructions."""
 
+import functools
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -104,10 +105,12 @@ class Entry:
     threads: int | None = None  # of a block, where the text says so
 
 
+@functools.cache
 def is_type(word: str) -> bool:
     return word in ODD_WIDTHS or re.fullmatch(r"[busf](8|16|32|64|128)", word) is not None
 
 
+@functools.cache
 def width(type: str) -> int:
     """Bits of a type."""
     return ODD_WIDTHS.get(type) or int(type[1:])
@@ -287,6 +290,7 @@ class _Body:
         return Symbol(name, int(offset or 0))
 
 
+@functools.lru_cache(10_000)
 def split(text: str) -> list[str]:
     """Operands at the commas outside of brackets."""
     parts, depth, start = [], 0, 0

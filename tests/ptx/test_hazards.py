@@ -1,0 +1,179 @@
+"""Faults planted in the text of real kernels are found; without them there is none."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ptx.recorded import copied, launch_of, launches
+from tests.ptx.text import elementwise, kernel
+from tools.ptx import Hazard, launch
+
+FORWARD, SMALL = "soft_target_forward_kernel", "relation_small_groups_kernel"
+
+
+def start(found, ptx=None):
+    fresh = [found["args"][i] for i in found["fresh"]]
+    options = {name: found[name] for name in ("grid", "threads", "shared", "args")}
+    return launch(ptx or found["ptx"], fresh=fresh, **options)
+
+
+def hazard_of(found, ptx):
+    assert ptx != found["ptx"]
+    with pytest.raises(Hazard) as raised:
+        start(found, ptx)
+    return raised.value
+
+
+def without(pattern, ptx, count=1, replacement=""):
+    """The text without the statements that match, of which there must be some."""
+    text, found = re.subn(pattern, replacement, ptx, count=count)
+    assert found
+    return text
+
+
+def test_no_hazard_without_a_fault():
+    for found in launches():
+        start({**found, "args": copied(found["args"])})
+
+
+def test_a_barrier_is_missing():
+    for number in (0, 1, 2, 5):
+        found = launch_of(FORWARD)
+        parts = re.split(r"(bar\.sync\s+0;)", found["ptx"])
+        text = "".join(parts[: 2 * number + 1] + parts[2 * number + 2 :])
+        error = hazard_of(found, text)
+        assert error.kind == "race" and ".shared" in error.instruction
+        assert 0 <= error.thread < 256 and error.cta == 0
+
+
+def test_a_wait_is_missing():
+    found = launch_of(SMALL)
+    text = without(r"cp\.async\.wait_group \s*\d+;", found["ptx"], count=0)
+    assert hazard_of(found, text).kind == "asynchronous"
+    found = launch_of(SMALL, capability=90)
+    text = without(r"wgmma\.wait_group\.sync\.aligned 0;", found["ptx"])
+    assert hazard_of(found, text).kind == "asynchronous"
+
+
+def test_a_mask_is_missing():
+    found = launch_of(FORWARD)
+    text = without(r"@%p\d+ (?=ld\.global\.b32)", found["ptx"], count=0)
+    error = hazard_of(found, text)
+    assert error.kind == "bounds" and error.instruction.startswith("ld.global.b32")
+
+
+def test_a_fence_is_missing():
+    for fence in (r"fence\.proxy\.async\.shared::cta;", r"wgmma\.fence\.sync\.aligned;"):
+        found = launch_of(SMALL, capability=90)
+        assert hazard_of(found, without(fence, found["ptx"], count=0)).kind == "fence"
+
+
+def test_a_bound_is_wrong():
+    found = launch_of("soft_target_backward_kernel")
+    text = without(r"setp\.lt\.s32", found["ptx"], count=0, replacement="setp.le.s32")
+    assert hazard_of(found, text).kind in ("bounds", "grid race", "race")
+
+
+def test_an_initial_store_is_missing():
+    found = launch_of(FORWARD, "atom.shared")
+    assert hazard_of(found, without(r"st\.shared\S*\s[^;]*;", found["ptx"])).kind == "unwritten"
+
+
+def test_a_result_is_read_before_it_is_written():
+    found = launch_of("soft_target_reduce_kernel")
+    found["fresh"] = [0, *found["fresh"]]  # the losses that it adds
+    with pytest.raises(Hazard, match="unwritten"):
+        start(found)
+
+
+def test_a_shuffle_names_half_of_its_warp():
+    found = launch_of(FORWARD)
+    text = without(r"(shfl\.sync\.bfly\.b32 [^;]*), -1;", found["ptx"], replacement=r"\1, 65535;")
+    assert hazard_of(found, text).kind == "convergence"
+
+
+def test_part_of_a_warp_never_reaches_a_shuffle():
+    body = """setp.lt.s32 %p1, {0}, 16;
+        @%p1 bra END;
+        shfl.sync.bfly.b32 {out}, {0}, 1, 31, -1;
+        END:"""
+    with pytest.raises(Hazard, match="convergence") as raised:
+        elementwise(body, torch.arange(32, dtype=torch.int32), result=torch.int32)
+    assert raised.value.thread == 16 and raised.value.cta == 0
+
+
+def test_part_of_a_cta_misses_a_barrier():
+    found = launch_of(FORWARD)
+    text = without(
+        r"bar\.sync \s*0;", found["ptx"],
+        replacement="setp.lt.u32 %p1, %r1, 32; @%p1 bra $L__planted; bar.sync 0; $L__planted:",
+    )  # fmt: skip
+    assert hazard_of(found, text).kind in ("barrier", "race")
+    body = "setp.lt.s32 %p1, {0}, 32; @%p1 bra END; bar.sync 0; END: mov.b32 {out}, 1;"
+    with pytest.raises(Hazard, match="barrier"):
+        elementwise(body, torch.arange(64, dtype=torch.int32), result=torch.int32)
+
+
+def test_an_atomic_is_missing():
+    found = launch_of(FORWARD, "atom.shared")
+    text = without(
+        r"atom\.shared\.add\.u32 \s*(%r\d+), (\[[^\]]*\]), (%r\d+);", found["ptx"], count=0,
+        replacement=r"ld.shared.u32 \1, \2; add.u32 \1, \1, \3; st.shared.u32 \2, \1;",
+    )  # fmt: skip
+    assert hazard_of(found, text).kind == "race"
+
+
+def test_two_ctas_write_one_word():
+    found = launch_of("relation_row_scale_kernel")
+    text = without(r"%ctaid\.x", found["ptx"], count=0, replacement="%ctaid.z")
+    assert hazard_of(found, text).kind == "grid race"
+    body = """
+    mov.u32 %r79, %ctaid.x;
+    ld.param.u64 %d1, [p0];
+    st.global.u32 [%d1], %r79;"""
+    out = torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(Hazard, match="grid race") as raised:
+        launch(kernel(body, 1), grid=(2,), threads=32, args=[out])
+    assert raised.value.cta in (0, 1)
+    atomic = body.replace("st.global.u32 [%d1]", "red.global.add.u32 [%d1]")
+    launch(kernel(atomic, 1), grid=(2,), threads=32, args=[out])
+    assert out[0] == 32 or out[0] == 33
+
+
+def test_vectors_are_aligned():
+    found = launch_of("soft_target_backward_kernel")
+    text = found["ptx"]
+    if ".v4.b32" not in text:
+        body = """
+        ld.param.u64 %d1, [p0];
+        ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%d1+4];"""
+        with pytest.raises(Hazard, match="alignment"):
+            launch(kernel(body, 1), grid=(1,), threads=32, args=[torch.zeros(16)])
+
+
+def test_a_lock_orders_ctas():
+    """What one wrote before it released a word is known to who acquires it."""
+    body = """
+    mov.u32 %r79, %tid.x;
+    setp.ne.s32 %p1, %r79, 0;
+    @%p1 bra END;
+    ld.param.u64 %d1, [p0];
+    TRY:
+    atom.global.acq_rel.gpu.cas.b32 %r1, [%d1], 0, 1;
+    setp.ne.s32 %p2, %r1, 0;
+    @%p2 bra TRY;
+    ld.global.u32 %r2, [%d1+4];
+    mov.u32 %r3, %ctaid.x;
+    add.s32 %r2, %r2, 1;
+    st.global.u32 [%d1+4], %r2;
+    atom.global.acq_rel.gpu.exch.b32 %r1, [%d1], 0;
+    END:"""
+    out = torch.zeros(2, dtype=torch.int32)
+    launch(kernel(body, 1), grid=(5,), threads=32, args=[out])
+    assert out.tolist() == [0, 5]
+    unordered = body.replace("acq_rel", "relaxed")
+    with pytest.raises(Hazard, match="grid race"):
+        launch(kernel(unordered, 1), grid=(5,), threads=32, args=[out.zero_()])
