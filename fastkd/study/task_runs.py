@@ -252,10 +252,8 @@ class TaskRuns:
             "seconds": history[-1]["seconds"],
             "parameters": count(model),
             "metrics": list(self.corpus.metrics),
-            **{
-                what: sorted(getattr(kind, what).intersection(self.corpus.metrics))
-                for what in ("smaller", "percent")
-            },
+            "smaller": sorted(kind.lower_is_better.intersection(self.corpus.metrics)),
+            "percent": sorted(kind.percent.intersection(self.corpus.metrics)),
         }
         save_model(self.folder, model, tokenizer, report)
 
