@@ -180,7 +180,7 @@ class Teachers:
                 "method).cache_teacher(...) for each, then pass Distiller([cache, ...], ...)"
             )
         if not self.live:
-            raise ValueError("teacher: a TeacherCache can't be cached again; pass a model")
+            raise ValueError("teacher: it is a cache already; pass a model to write another")
         if isinstance(self.each[0].module, AdaptersOff):
             raise ValueError(
                 "teacher: the teacher is the student's base; write its cache with another student, "
