@@ -1,4 +1,4 @@
-"""How alike layers are (CCA, SVCCA, PWCCA, CKA), and pictures of layers and relations."""
+"""Similarity of layers (CCA, SVCCA, PWCCA, CKA), and plots of layers and relations."""
 
 from fastkd.analysis.layer_comparison import (
     adjacent_layer_cca,

@@ -23,9 +23,9 @@ from fastkd.analysis.similarity_measures import (
     Measure,
     check_measures,
     check_moments,
-    correlation,
     matrix,
     moments_for,
+    svcca,
 )
 from fastkd.distributed import Group, world_size
 
@@ -42,30 +42,31 @@ def layer_similarity(
     gather: bool = False,
     group: Group = None,
 ) -> dict[str, Tensor]:
-    """Several measures between all layers of a model, or those of two, from one pass.
+    """Similarity measures between all layers of a model, or of two models, from one pass.
 
-    The measures are those of `fastkd.analysis.similarity`, each equal to that function on all
-    features at once. Every real token is one observation. The data is read once under ``no_grad``
-    and in eval mode (the training mode comes back afterwards); what is kept of it are float64
-    matrices of the size of all layers, however many batches there are.
+    Each measure equals `fastkd.analysis.similarity` on all features at once. Every real token is
+    one observation. The data is read once, under ``no_grad`` and in eval mode (the training mode is
+    restored afterwards). Memory holds float64 matrices of the size of all layers, whatever the
+    number of batches.
 
-    With SVCCA of at most 0.99 of the variance and CKA that are covariances, whose rounding is
-    enough for 1e-9 there; the other measures keep a triangular factor, so that their error is
-    about κ·1e-16, which takes four to five times as long.
+    CKA, and SVCCA of at most 0.99 of the variance, are computed from covariances, with errors up to
+    1e-9. The other measures use a triangular factor, with an error of about κ·1e-16, which takes
+    four to five times as long.
 
     Args:
         model: any transformers model with hidden states, with or without a head.
-        batches: dicts of model inputs; ``attention_mask`` (B, N), if there, marks real tokens.
+        batches: dicts of model inputs; ``attention_mask`` (B, N), if present, marks real tokens.
             Tensors are moved to the model's device; ``labels`` are left out.
         measures: "svcca", "pwcca", "cca", "cka", "unbiased_cka".
-        other: a model that reads the same tokens, a student for instance; of any sizes.
-        variance: share of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
-        gather: compare over the batches of all processes, which each give their own part.
+        other: a second model that reads the same tokens, for example a student; of any sizes.
+        variance: fraction of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
+        gather: compare over the batches of all processes, of which each reads its own.
         group: the processes that gather, by default all.
 
     Returns:
         A matrix for each measure, float64 on the CPU: (L+1, L+1), or (L+1, L_other+1); row 0 is the
-        embeddings' output. PWCCA weighs by the row's layer unless the column's rank is lower.
+        embeddings' output. PWCCA takes its weights from the row's layer, unless the column's rank
+        is lower.
 
     Raises:
         ValueError: fewer than two real tokens (four for the unbiased CKA), no hidden states, values
@@ -99,16 +100,16 @@ def adjacent_layer_cca(
     gather: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """Canonical correlation of every layer with the layer before it (MC3KD, eq. 2).
+    """Canonical correlation of each layer with the layer before it (MC3KD, eq. 2).
 
-    C(l) = CCA(T_{l-1}, T_l), l = 1..L, with layer 0 the embeddings: the entries beside the
+    C(l) = CCA(T_{l-1}, T_l), l = 1..L, where layer 0 is the embeddings: the entries next to the
     diagonal of `svcca_matrix`, from 2L + 1 covariances instead of all pairs.
 
     Args:
         model, batches, variance, gather, group: as in `layer_similarity`.
 
     Returns:
-        (L,) float64 on the CPU, in [0, 1]: entry l-1 belongs to layer l.
+        (L,) float64 on the CPU, in [0, 1]; entry l-1 is C(l).
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -126,7 +127,7 @@ def adjacent_layer_cca(
     moments, counts = stream([model], batches, moments, gather=gather, group=group)
     check_layers(moments, counts)
     pairs = range(counts[0] - 1)
-    return torch.stack([correlation(moments, i, i + 1, variance) for i in pairs]).cpu()
+    return torch.stack([svcca(moments, i, i + 1, variance) for i in pairs]).cpu()
 
 
 def svcca_matrix(
@@ -138,7 +139,7 @@ def svcca_matrix(
     gather: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """SVCCA between all layers of a model: mean canonical correlation of the main directions.
+    """SVCCA between all layers of a model: mean canonical correlation of the leading directions.
 
     Each layer is reduced to the leading singular directions that hold ``variance`` of its
     variance; entry (i, j) is the mean of the canonical correlations between layers i and j
@@ -172,8 +173,8 @@ def cka_matrix(
 ) -> Tensor:
     """Linear CKA between all layers of a model: ‖Σ_xy‖²_F / (‖Σ_xx‖_F ‖Σ_yy‖_F).
 
-    Kornblith et al. 2019; ``unbiased`` takes Song et al.'s estimate, which few observations don't
-    raise. Other arguments, result and errors as in `layer_similarity`.
+    Kornblith et al. 2019; ``unbiased`` is Song et al.'s estimate, which isn't too high for few
+    observations. Other arguments, result and errors as in `layer_similarity`.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -190,9 +191,9 @@ def cka_matrix(
 
 
 def rccc(matrix: Tensor) -> float:
-    """The representative entry of an SVCCA matrix, A_1m: first layer against last (MC3KD, 3.2).
+    """RCCC, the entry A_1m of an SVCCA matrix: first layer against last (MC3KD, section 3.2).
 
-    Smaller means larger linear differences between a model's layers.
+    A smaller value means larger linear differences between a model's layers.
 
     Example:
         >>> rccc(torch.tensor([[1.0, 0.25], [0.25, 1.0]]))
@@ -203,11 +204,11 @@ def rccc(matrix: Tensor) -> float:
     return float(matrix[0, -1])
 
 
-class IntraClass:
-    """Sums of unit vectors by class, from which M_ICS of every layer follows.
+class IntraClassSums:
+    """Sums of unit vectors for each class and layer, for M_ICS.
 
-    M_ICS = (1/N) Σ_c ‖Σ_{i in c} s_i/‖s_i‖‖² / N_c (intra-class KNN, section 2), of one row a
-    sample and layer: that of the first or the last real token, or the mean of the real tokens.
+    M_ICS = (1/N) Σ_c ‖Σ_{i in c} s_i/‖s_i‖‖² / N_c (intra-class KNN, section 2). A sample has one
+    row in each layer: its first or last real token, or the mean of its real tokens.
     """
 
     def __init__(self, pool: Pool = "cls") -> None:
@@ -216,24 +217,24 @@ class IntraClass:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Remove all samples."""
         self.counts: dict[int, int] = {}
         self.sums: dict[int, list[Tensor]] = {}
 
     def update(
         self, hidden: Sequence[Tensor], mask: Tensor, labels: Tensor, last: bool = False
     ) -> None:
-        """Add a batch: hidden states (B, N, D_l), the mask (B, N) of real tokens, labels (B,).
+        """Add a batch: hidden states (B, N, D_l), mask (B, N), labels (B,).
 
-        "cls" is the first real token, or the ``last``.
+        "cls" pools the first real token, or with ``last`` the last.
         """
         if labels.dim() != 1 or labels.is_floating_point():
             raise ValueError(
-                "labels must be one whole number a sample, got "
+                "labels must be integers (B,), one for each sample, got "
                 f"{labels.dtype} of shape {tuple(labels.shape)}"
             )
         mask, labels = mask.bool().cpu(), labels.cpu()
-        there = mask.any(1) & (labels != IGNORED)
+        labelled = mask.any(1) & (labels != IGNORED)
         rows: list[Tensor] = []
         positions = torch.arange(mask.shape[1], device=mask.device) if last else 1
         token = (mask * positions).argmax(1)
@@ -242,13 +243,13 @@ class IntraClass:
             if self.pool == "cls":
                 pooled = x[torch.arange(len(x), device=x.device), token]
             else:
-                pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # of the mean's direction
+                pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # has the mean's direction
             rows.append(nn.functional.normalize(pooled, dim=1))
-        for label in labels[there].unique().tolist():
-            chosen = there & (labels == label)
+        for label in labels[labelled].unique().tolist():
+            chosen = labelled & (labels == label)
             self._add(label, int(chosen.sum()), [x[chosen].sum(0) for x in rows])
 
-    def merge(self, other: "IntraClass") -> None:
+    def merge(self, other: "IntraClassSums") -> None:
         """Add the samples of ``other``."""
         for label, count in other.counts.items():
             self._add(label, count, other.sums[label])
@@ -278,16 +279,16 @@ def layer_intra_class_similarity(
     gather: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """M_ICS of every layer: how alike the samples of a class are (`fastkd.intra_class_similarity`).
+    """M_ICS of every layer: similarity within classes (`fastkd.intra_class_similarity`).
 
     Args:
         model, gather, group: as in `layer_similarity`.
-        batches: as there, with ``labels`` (B,), whole numbers.
-        pool: the row of a sample: "cls", the token that a classification head reads (the first
-            real one, in decoders the last), or "mean", the mean of its real tokens.
+        batches: as in `layer_similarity`, with integer ``labels`` (B,).
+        pool: the row of a sample: "cls", the token that a classification head reads (the first real
+            token, in decoders the last), or "mean", the mean of its real tokens.
 
     Returns:
-        (L+1,) float64 on the CPU; entry 0 is that of the embeddings' output.
+        (L+1,) float64 on the CPU; entry 0 is the embeddings' output.
 
     Raises:
         ValueError: no labelled samples, no hidden states, or values that are not finite.
@@ -301,14 +302,14 @@ def layer_intra_class_similarity(
         >>> layer_intra_class_similarity(BertModel(config), [batch]).shape
         torch.Size([4])
     """
-    classes = IntraClass(pool)
+    classes = IntraClassSums(pool)
     stream([model], batches, None, [classes], gather=gather, group=group)
     if not classes.counts:
         raise ValueError("batches must hold labelled samples with a real token, got none")
-    found = classes.value()
-    if not bool(found.isfinite().all()):
-        raise ValueError("the model gave values that are not finite")
-    return found
+    values = classes.value()
+    if not bool(values.isfinite().all()):
+        raise ValueError("model: its hidden states hold NaN or inf; check its weights")
+    return values
 
 
 def check_layers(
@@ -317,7 +318,7 @@ def check_layers(
     measures: Sequence[str] = ("svcca",),
     models: Sequence[str] = ("model", "other model"),
 ) -> None:
-    """Raise unless the ``models``, so called, gave enough tokens, and finite values."""
+    """Raise unless the models, of these names in the error, gave enough tokens, all finite."""
     names = [
         f"layer {i} of the {model}"
         for model, count in zip(models, counts, strict=False)
@@ -330,17 +331,17 @@ def stream(
     models: Sequence[nn.Module],
     batches: Batches,
     moments: Moments | None,
-    classes: Sequence[IntraClass] = (),
+    classes: Sequence[IntraClassSums] = (),
     *,
     gather: bool = False,
     group: Group = None,
 ) -> tuple[Any, list[int]]:
-    """Feed moments of all layers, and classes for the first models, in one pass.
+    """Add all batches to ``moments``, and to ``classes`` of the first models, in one pass.
 
-    Returns the moments, with ``gather`` those of all processes, and the layers of each model.
+    Returns the moments, with ``gather`` of all processes, and the number of layers of each model.
     """
     counts: list[int] = []
-    waiting: list[list[Tensor]] = []  # a factor takes many rows at once in less time
+    waiting: list[list[Tensor]] = []  # rows are added in large blocks, which is faster
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for model in models:
@@ -358,8 +359,8 @@ def stream(
                 counts.append(len(hidden))
                 if len(tokens[-1]) != len(tokens[0]):
                     raise ValueError(
-                        "the models must read the same tokens, got "
-                        f"{len(tokens[0])} of one and {len(tokens[-1])} of the other"
+                        f"other: it reads {len(tokens[-1])} tokens where model reads "
+                        f"{len(tokens[0])}; both must read the same tokens"
                     )
             if moments is not None:
                 waiting.append([x.to(tokens[0].device) for x in tokens])
@@ -374,10 +375,10 @@ def stream(
 def gathered(
     moments: Moments | None,
     counts: list[int],
-    classes: Sequence[IntraClass] = (),
+    classes: Sequence[IntraClassSums] = (),
     group: Group = None,
 ) -> tuple[Any, list[int]]:
-    """What `stream` gave each process, as of the batches of all."""
+    """Results of `stream`, merged over the processes."""
     if world_size(group) == 1:
         return moments, counts
     moments = None if moments is None else moments.gathered(group)
@@ -393,10 +394,10 @@ def gathered(
 def _hidden_states(
     model: nn.Module, batch: Mapping[str, Any], others: bool
 ) -> tuple[list[Tensor], Tensor]:
-    """Hidden states (B, N, D_l), embeddings first, and which tokens are real (B, N).
+    """Hidden states (B, N, D_l), embeddings first, and the mask (B, N) of real tokens.
 
-    Of an encoder-decoder they are the decoder's. Inputs that were made for ``others`` may be more
-    than this model knows.
+    An encoder-decoder gives its decoder's. With ``others``, inputs unknown to this model are left
+    out: they are for the first model.
     """
     device = next((p.device for p in model.parameters()), None)  # else inputs stay where they are
     known = inspect.signature(model.forward).parameters
@@ -411,7 +412,7 @@ def _hidden_states(
     hidden = getattr(output, "decoder_hidden_states", getattr(output, "hidden_states", None))
     if hidden is None:
         raise ValueError(
-            f"{type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
+            f"model: {type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
         )
     # mps has no float64.
     hidden = [x.cpu() if x.device.type == "mps" else x for x in hidden]

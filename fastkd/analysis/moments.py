@@ -1,8 +1,9 @@
-"""What is kept of several layers over a stream of observations: enough for every measure.
+"""Second moments of several layers over a stream of observations, for the similarity measures.
 
-Both kinds keep float64 matrices of the layers' sizes, however many observations there are, and
-both are centred as they grow (Chan, Golub, LeVeque), so no digits are lost where |mean| is much
-larger than the spread. `Covariances` costs least; `Factors` doesn't square condition numbers.
+`Covariances` and `Factors` store float64 matrices of the layers' sizes, whatever the number of
+observations. Both are centred with every update (Chan, Golub, LeVeque), so no digits are lost where
+|mean| is much larger than the standard deviation. `Covariances` costs less; `Factors` doesn't
+square condition numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -19,10 +20,10 @@ EPS = torch.finfo(torch.float64).eps
 
 
 class Directions(NamedTuple):
-    """Singular directions of a layer's centred features, but for those of rounding.
+    """Singular directions of a layer's centred features, without those of rounding error.
 
-    ``values`` (r,), largest first; ``vectors`` (r, D). ``basis`` (m, r) are the left singular
-    vectors, in the space of a factor's rows.
+    ``values`` (r,), descending; ``vectors`` (r, D). ``basis`` (m, r) are the left singular vectors,
+    in the space of a factor's rows.
     """
 
     values: Tensor
@@ -30,7 +31,7 @@ class Directions(NamedTuple):
     basis: Tensor | None = None
 
     def leading(self, variance: float) -> int:
-        """How many directions hold this share of the variance."""
+        """Number of directions that hold this fraction of the variance."""
         held = self.values.square().cumsum(0)
         if not len(held) or variance == 1:
             return len(held)
@@ -38,10 +39,10 @@ class Directions(NamedTuple):
 
 
 class Moments(ABC):
-    """Count and means of L layers, of W features in all; a subclass keeps second moments.
+    """Count and means of L layers with W features together; subclasses store second moments.
 
-    With ``fourth`` also what the unbiased CKA needs: Σ p_i p_j (L, L), Σ p_i x (L, W) and Σ p_i
-    (L,) over the observations, p_i = ‖x_i‖² being that of the centred features of layer i.
+    With ``fourth`` also sums for the unbiased CKA: Σ p_i p_j (L, L), Σ p_i x (L, W) and Σ p_i (L,)
+    over the observations, where p_i = ‖x_i‖² of the centred features of layer i.
     """
 
     mean: Tensor
@@ -71,8 +72,8 @@ class Moments(ABC):
             self.fourths = tuple(rows.new_zeros(len(layers), *size) for size in sizes)
             self.eps = [torch.finfo(t).eps for t in dtypes or [x.dtype for x in layers]]
             self._begin(rows)
-        share = len(rows) / (self.count + len(rows))
-        self._move_to(self.mean + (rows.mean(0) - self.mean) * share)
+        weight = len(rows) / (self.count + len(rows))
+        self._move_to(self.mean + (rows.mean(0) - self.mean) * weight)
         rows -= self.mean
         if self.fourth:
             p = torch.stack([x.square().sum(1) for x in self.split(rows)])  # (L, n)
@@ -82,14 +83,14 @@ class Moments(ABC):
         self._forget()
 
     def merge(self, other: "Moments") -> None:
-        """Add the observations of ``other``, which is used up."""
+        """Add the observations of ``other``, which may change."""
         if not other.count:
             return
         if not self.count:
             self.__dict__.update(other.__dict__)
             return
-        share = other.count / (self.count + other.count)
-        mean = self.mean + (other.mean - self.mean) * share
+        weight = other.count / (self.count + other.count)
+        mean = self.mean + (other.mean - self.mean) * weight
         for moments in (self, other):
             moments._move_to(mean)
         self.eps = list(map(max, self.eps, other.eps))
@@ -99,7 +100,7 @@ class Moments(ABC):
         self._forget()
 
     def gathered(self, group: Group = None) -> "Moments":
-        """The moments of all processes' observations, to the same bits in each; on the CPU."""
+        """Moments of all processes' observations, on the CPU; the same bits in every process."""
         ranks = world_size(group)
         if ranks == 1:
             return self
@@ -119,12 +120,12 @@ class Moments(ABC):
         return parts[0]
 
     def _forget(self) -> None:
-        """What followed from the moments before they changed."""
+        """Drop cached results, since the moments change."""
         self._known: dict[int, Directions] = {}
         self._energies: dict[tuple[int, int], Tensor] = {}
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``x`` (..., W) by layers."""
+        """``x`` (..., W) split by layer."""
         return x.split(self.widths, -1)
 
     def directions(self, i: int) -> Directions:
@@ -145,7 +146,7 @@ class Moments(ABC):
         return 3 * self.eps[i] * size * (max(1, self.widths[i]) ** -0.5 + self.count**-0.5)
 
     def rounding(self, i: int) -> float:
-        """Singular values that centring layer i leaves where there is nothing but its mean."""
+        """Largest singular value that is rounding error of centring layer i."""
         return 4 * EPS * self.count**0.5 * float(self.split(self.mean)[i].norm())
 
     def energy(self, i: int, j: int) -> Tensor:
@@ -156,7 +157,7 @@ class Moments(ABC):
         return self._energies[pair]
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Σ p_i p_j (L, L) and Σ p_i (L,), if ``fourth``."""
+        """Σ p_i p_j (L, L) and Σ p_i (L,); needs ``fourth``."""
         return self.fourths[0], self.fourths[2]
 
     def _add_fourths(self, more: tuple[Tensor, ...]) -> None:
@@ -168,7 +169,7 @@ class Moments(ABC):
         return torch.stack([part.sum(-1) for part in self.split(x)], 1)
 
     def _move_to(self, mean: Tensor) -> None:
-        """Take all moments about ``mean`` instead of about these observations' own."""
+        """Shift all moments from the observations' mean to ``mean``."""
         shift, self.mean = mean - self.mean, mean
         if not self.count:
             return
@@ -207,7 +208,7 @@ class Moments(ABC):
 
     @abstractmethod
     def _shift_by(self, shift: Tensor) -> None:
-        """Take the second moments about a mean that lies ``shift`` further."""
+        """Move the mean of the second moments by ``shift``."""
 
     @abstractmethod
     def _times(self, shift: Tensor) -> Tensor:
@@ -217,8 +218,8 @@ class Moments(ABC):
 class Covariances(Moments):
     """Σ x_i x_jᵀ of all pairs of layers, or only of those at most ``reach`` apart.
 
-    A correlation from them has an error of about κ²·1e-16, κ being the ratio of the largest
-    singular value to the smallest that counts; the share of variance v bounds κ² by D / (1 - v).
+    A correlation has an error of about κ²·1e-16, where κ is the ratio of the largest singular value
+    to the smallest that counts; a fraction v of the variance bounds κ² by D / (1 - v).
     """
 
     def __init__(self, fourth: bool = False, reach: int | None = None) -> None:
@@ -230,8 +231,8 @@ class Covariances(Moments):
 
     def overlap(self, i: int, j: int, kept: tuple[int, int]) -> Tensor:
         left, right = (
-            found.vectors[:k].T / found.values[:k]
-            for found, k in zip(map(self.directions, (i, j)), kept, strict=True)
+            directions.vectors[:k].T / directions.values[:k]
+            for directions, k in zip(map(self.directions, (i, j)), kept, strict=True)
         )
         return left.T @ self.cross(i, j) @ right
 
@@ -272,11 +273,11 @@ class Covariances(Moments):
 
 
 class Factors(Moments):
-    """The triangle R of a QR decomposition of all layers' centred features side by side.
+    """Triangular factor R of a QR decomposition of all layers' centred features, concatenated.
 
-    It is updated by Householder reflections, layer by layer: row panel k, (D_k, Σ_{j≥k} D_j), meets
-    what is left of the new rows. No product of features is formed, so singular values and
-    correlations are those of the whole features to about κ·1e-16, as if all rows were at hand.
+    R is updated by Householder reflections, layer by layer: row panel k, (D_k, Σ_{j≥k} D_j), is
+    decomposed together with the remaining new rows. No product of features is formed, so singular
+    values and correlations equal those of all rows at once to about κ·1e-16.
     """
 
     def cross(self, i: int, j: int) -> Tensor:
@@ -290,7 +291,7 @@ class Factors(Moments):
         return left[:height, : kept[0]].T @ right[:height, : kept[1]]
 
     def _column(self, i: int) -> Tensor:
-        """R's columns of layer i, (Σ_{k≤i} D_k, D_i): its features, turned."""
+        """Columns of R for layer i, (Σ_{k≤i} D_k, D_i): its features, rotated."""
         start = [sum(self.widths[k:i]) for k in range(i + 1)]
         width = self.widths[i]
         return torch.cat([self.second[k][:, start[k] : start[k] + width] for k in range(i + 1)])

@@ -1,4 +1,4 @@
-"""Pictures: heat maps of layer similarity, and relation maps of student and teacher."""
+"""Plots: heat maps of layer similarity, and relation maps of student and teacher."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ from fastkd._core.extras import require
 from fastkd.analysis.moments import EPS
 from fastkd.relation import NORMALIZE, normalized
 
-# Similarities that differ by less look alike.
+# Smallest range of a colour scale: smaller differences should not stand out.
 LEAST_SPAN = 0.05
 
 
@@ -40,15 +40,14 @@ def plot_layer_similarity(
 ) -> Any:
     """Draw a matrix of layer similarities, of one model or two, as a heat map.
 
-    The colours are those of its own smallest and largest value, as the colour bar says.
+    The colour scale runs from the smallest to the largest value.
 
     Args:
-        matrix: (L, M), values in [0, 1], as `layer_similarity`, `svcca_matrix` and `cka_matrix`
-            give it.
-        path: where to save the picture (the ending names the format); None saves nothing.
-        ax: a matplotlib axes to draw into; None makes a new figure.
+        matrix: (L, M), values in [0, 1], from `layer_similarity`, `svcca_matrix` or `cka_matrix`.
+        path: file to save to, whose suffix chooses the format; None saves nothing.
+        ax: matplotlib axes to draw into; None makes a new figure.
         title: heading.
-        names: whose layers the rows and the columns are.
+        names: models of the rows and of the columns.
 
     Returns:
         The matplotlib figure.
@@ -91,7 +90,7 @@ def _heat_map(ax: Any, matrix: Tensor, scale: tuple[float, float], names: tuple[
 
 
 def _scale(matrices: Sequence[Tensor]) -> tuple[float, float]:
-    """What the colours span: all values, but no less than is worth a difference."""
+    """Range of the colour scale: all values, and at least LEAST_SPAN."""
     low = min(float(matrix.min()) for matrix in matrices)
     high = max(float(matrix.max()) for matrix in matrices)
     return min(low, high - LEAST_SPAN), high
@@ -103,13 +102,13 @@ def plot_layer_panels(
     *,
     title: str,
 ) -> Any:
-    """Draw several matrices of layer similarities on one scale of colours.
+    """Draw several matrices of layer similarities with one colour scale.
 
     Args:
-        rows: rows of panels, the first the longest: each a heading, whose layers its rows and
-            columns are, and the (L, M) matrix.
-        path: where to save the picture; None saves nothing.
-        title: what the values are.
+        rows: rows of panels, the longest first. A panel is a heading, the models of its rows and
+            columns, and the matrix (L, M).
+        path: file to save to; None saves nothing.
+        title: label of the colour bar.
 
     Returns:
         The matplotlib figure.
@@ -122,7 +121,7 @@ def plot_layer_panels(
     scale, axes = _scale(matrices), []
     for i, row in enumerate(rows):
         for j, (heading, names, matrix) in enumerate(row):
-            first = columns - len(row) + 2 * j  # shorter rows stand in the middle
+            first = columns - len(row) + 2 * j  # shorter rows are centred
             axes.append(figure.add_subplot(grid[i, first : first + 2]))
             image = _heat_map(axes[-1], matrix, scale, names)
             axes[-1].set_title(heading, parse_math=False)
@@ -132,7 +131,7 @@ def plot_layer_panels(
 
 
 def relation_maps(features: Tensor) -> dict[str, Tensor]:
-    """The relations F·Fᵀ between tokens (FCD, eq. 3) under each normalisation of `relation_loss`.
+    """Relations F·Fᵀ between tokens (FCD, eq. 3) with each normalisation of `relation_loss`.
 
     Args:
         features: (N, D).
@@ -147,15 +146,15 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
     """
     check_floating("features", features, ndim=2)
     x = features.detach().double().cpu()
-    taken = {name: normalized(x, name) for name in NORMALIZE}
-    return {name: y @ y.T for name, y in taken.items()}
+    features_by_name = {name: normalized(x, name) for name in NORMALIZE}
+    return {name: y @ y.T for name, y in features_by_name.items()}
 
 
 def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
-    """Pearson's ρ (FCD, eq. 6) of the two relation maps of a sentence, by normalisation.
+    """Pearson's ρ (FCD, eq. 6) of a sentence's relation maps, for each normalisation.
 
-    That is 1 - `fastkd.relation_loss` of this sample with ``eps=0``, as softmax's relations may be
-    no larger than its default; 0 for a constant map, NaN for a token alone, which has no relation.
+    It equals 1 - `fastkd.relation_loss` of this sample with ``eps=0``: softmax's relations may
+    be as small as the default eps. 0 for a constant map; NaN for a single token.
 
     Args:
         student: (N, Ds).
@@ -176,7 +175,7 @@ def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's ρ of two maps; 0 where one varies no more than by rounding."""
+    """Pearson's ρ of two maps; 0 if one is constant up to rounding error."""
     if x.numel() < 2:
         return math.nan
     (a, small_a), (b, small_b) = (
@@ -192,17 +191,16 @@ def plot_sentence(
     tokens: Sequence[str],
     path: str | PathLike | None = None,
 ) -> Any:
-    """Draw a sentence's relation maps under the four normalisations, a row for each model.
+    """Draw a sentence's relation maps with the four normalisations, one row for each model.
 
-    The first model is the teacher; above each other map stands its Pearson correlation with the
-    teacher's (FCD, eq. 6). It doesn't depend on a map's scale, so every map has its own colours,
-    and a colour bar beside it.
+    The first model is the teacher. The title of each other map is its Pearson correlation with the
+    teacher's map (FCD, eq. 6), which doesn't depend on scale: every map has its own colour bar.
 
     Args:
-        features: a model's name and its (N, D), such as of the teacher, of the student before
-            distillation, and after.
-        tokens: the sentence's N tokens, beside the maps; of more than 48 some are left out.
-        path: where to save the picture; None saves nothing.
+        features: name → features (N, D) of each model, for example the teacher and the student
+            before and after distillation.
+        tokens: the sentence's N tokens, written beside the maps; at most 48 are shown.
+        path: file to save to; None saves nothing.
 
     Returns:
         The matplotlib figure.
@@ -213,7 +211,7 @@ def plot_sentence(
         16
     """
     if not features or not tokens:
-        raise ValueError("features of a model and a token are needed, got none")
+        raise ValueError("features and tokens must not be empty")
     for name, x in features.items():
         if x.dim() != 2 or len(x) != len(tokens):
             raise ValueError(
@@ -221,7 +219,7 @@ def plot_sentence(
                 f"tokens, got {tuple(x.shape)}"
             )
     side = min(max(2.4, 0.17 * len(tokens)), 6.0)  # inches
-    said, labels = _shown(tokens, 48)
+    ticks, labels = _ticks(tokens, 48)
     figure = new_figure(len(NORMALIZE) * (side + 0.6) + 1.2, len(features) * (side + 0.4) + 0.6)
     axes = figure.subplots(len(features), len(NORMALIZE), squeeze=False)
     teacher = next(iter(features.values()))
@@ -236,8 +234,8 @@ def plot_sentence(
             ax.set_xticks([])
             ax.set_yticks([])
             if ax in axes[-1]:
-                ax.set_xticks(said, labels, rotation=90, fontsize=7, parse_math=False)
-        row[0].set_yticks(said, labels, fontsize=7, parse_math=False)
+                ax.set_xticks(ticks, labels, rotation=90, fontsize=7, parse_math=False)
+        row[0].set_yticks(ticks, labels, fontsize=7, parse_math=False)
         row[0].set_ylabel(name)
     _save(figure, path)
     return figure
@@ -253,16 +251,16 @@ def plot_relations(
 ) -> Any:
     """Draw the token relation maps of student and teacher side by side, one row per sample.
 
-    A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with the ℓ2 norm);
-    its Pearson correlation with the teacher's (eq. 6) is written above. Both maps of a row share
-    one colour scale.
+    A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with the ℓ2 norm). The
+    student's title has its Pearson correlation with the teacher's map (eq. 6). The maps of a row
+    share one colour scale.
 
     Args:
         student_features: (B, N, Ds) or (N, Ds).
         teacher_features: (B, N, Dt) or (N, Dt).
         mask: (B, N) or (N,), 1 = real token; padded tokens are left out of the maps.
-        path: where to save the picture; None saves nothing.
-        tokens: the N tokens of each of the B samples, beside the maps; None numbers them from 0.
+        path: file to save to; None saves nothing.
+        tokens: the N tokens of each sample, written beside the maps; None numbers them from 0.
 
     Returns:
         The matplotlib figure.
@@ -296,8 +294,8 @@ def plot_relations(
     axes = figure.subplots(rows, 2, squeeze=False)
     for row, (s, t, real) in enumerate(zip(student, teacher, mask, strict=True)):
         names: Sequence[Any] = range(len(real)) if tokens is None else tokens[row]
-        names = [token for token, there in zip(names, real, strict=True) if there]
-        said, labels = _shown(names, 16 if tokens is None else 32)
+        names = [token for token, is_real in zip(names, real, strict=True) if is_real]
+        ticks, labels = _ticks(names, 16 if tokens is None else 32)
         s, t = (functional.normalize(x[real], dim=-1) for x in (s, t))
         maps = (s @ s.T, t @ t.T)
         if not len(s):
@@ -308,16 +306,16 @@ def plot_relations(
             image = ax.imshow(values.numpy(), vmin=low, vmax=1.0, cmap="viridis")
             ax.set_title(f"{who}, ρ = {rho:.3f}" if who == "student" else who)
             ax.set_xlabel("token")
-            ax.set_xticks(said, labels, rotation=90, fontsize=7, parse_math=False)
-            ax.set_yticks(said, labels, fontsize=7, parse_math=False)
+            ax.set_xticks(ticks, labels, rotation=90, fontsize=7, parse_math=False)
+            ax.set_yticks(ticks, labels, fontsize=7, parse_math=False)
         axes[row][0].set_ylabel("token")
         figure.colorbar(image, ax=list(axes[row]), fraction=0.03)
     _save(figure, path)
     return figure
 
 
-def _shown(tokens: Sequence[Any], most: int) -> tuple[range, list[str]]:
-    """Which tokens are written beside a map, at most so many, and their texts."""
+def _ticks(tokens: Sequence[Any], most: int) -> tuple[range, list[str]]:
+    """Positions and texts of at most ``most`` tokens to write beside a map."""
     places = range(0, len(tokens), max(1, -(-len(tokens) // most)))
     return places, [str(tokens[i]) for i in places]
 
@@ -326,5 +324,5 @@ def _save(figure: Any, path: str | PathLike | None) -> None:
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a script that the font doesn't have
+            warnings.filterwarnings("ignore", "Glyph")  # a script that is not in the font
             figure.savefig(path, dpi=130, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""How alike two layers are: a number from what `Moments` keep of them."""
+"""Similarity measures of two layers, computed from their `Moments`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,46 +13,44 @@ from fastkd.analysis.moments import EPS, Covariances, Factors, Moments
 Measure = Literal["svcca", "pwcca", "cca", "cka", "unbiased_cka"]
 MEASURES = get_args(Measure)
 
-# Covariances give SVCCA to 1e-9 up to this share of the variance, which bounds κ² by 100·D.
+# Covariances give SVCCA to 1e-9 up to this fraction of the variance, which bounds κ² by 100·D.
 WELL_CONDITIONED = 0.99
-# Canonical correlations that differ by less are the same one, whose directions are any.
+# Canonical correlations that differ by less count as equal: their directions are not unique.
 TIED = 1e-12
 
 
 def similarity(
     x: Tensor, y: Tensor, measure: Measure = "svcca", *, variance: float = 0.99
 ) -> Tensor:
-    """How alike two sets of features of the same observations are, from 0 to 1.
+    """Similarity of two sets of features of the same observations, from 0 to 1.
 
     With x̄, ȳ the centred features and ρ_1 ≥ ρ_2 ≥ ... their canonical correlations:
 
     - ``"cca"``: the mean of the ρ_i (Raghu et al. 2017), as many as the lower rank.
-    - ``"svcca"``: the same of the leading singular directions of x̄ and ȳ that hold ``variance`` of
-      the variance each (Raghu et al. 2017; MC3KD, section 3.2).
+    - ``"svcca"``: the mean of the ρ_i of the leading singular directions of x̄ and ȳ that hold
+      ``variance`` of each one's variance (Raghu et al. 2017; MC3KD, section 3.2).
     - ``"pwcca"``: Σ α_i ρ_i / Σ α_i, α_i = Σ_j |⟨h_i, x̄_j⟩| with the canonical variates h_i of x
-      and its features x̄_j (Morcos et al. 2018), or of y if its rank is lower. Where equal ρ_i
-      leave the h_i open they are the principal directions of what they span.
+      and its features x̄_j (Morcos et al. 2018), or of y if its rank is lower. For equal ρ_i, whose
+      h_i are not unique, the h_i are the principal directions of their span.
     - ``"cka"``: ‖x̄ᵀȳ‖²_F / (‖x̄ᵀx̄‖_F ‖ȳᵀȳ‖_F) (Kornblith et al. 2019).
-    - ``"unbiased_cka"``: the same of the unbiased HSIC (Song et al. 2012), whose expectation
-      doesn't depend on the number of observations; may be below 0.
+    - ``"unbiased_cka"``: CKA with the unbiased HSIC (Song et al. 2012), whose expectation doesn't
+      depend on the number of observations; may be below 0.
 
-    Features of any rank, fewer rows than dimensions and constant features are fine; directions of
-    no more than the rounding of the features' dtype are none, and what has no direction is like
-    nothing: 0. Float64 throughout. The error of a correlation is about κ·1e-16, κ
-    being the ratio of the largest to the smallest singular value that counts: that of the
-    decomposition of all rows at once.
+    Features may have any rank, fewer rows than dimensions, or be constant; constant features have
+    similarity 0. All computation is in float64. The error of a correlation is about κ·1e-16, where
+    κ is the ratio of the largest singular value to the smallest that counts.
 
     Args:
         x: (n, Dx), a row for each observation.
         y: (n, Dy).
         measure: one of the above.
-        variance: share of the variance that SVCCA keeps, in (0, 1].
+        variance: fraction of the variance that SVCCA keeps, in (0, 1].
 
     Returns:
         Scalar, float64, on the CPU.
 
     Raises:
-        TypeError: no floating-point tensors.
+        TypeError: inputs that are not floating-point tensors.
         ValueError: fewer than two rows (four for the unbiased CKA), values that are not finite, or
             a wrong shape or option.
 
@@ -73,14 +71,14 @@ def similarity(
 
 
 def _near_one(x: Tensor) -> Tensor:
-    """Features times a power of two, by which their fourth powers stay within float64."""
+    """Features times a power of two, so that their fourth powers don't overflow float64."""
     x = x.detach().cpu().double()
     largest = float(x.abs().amax()) if x.numel() else 0.0
     return x / 2.0 ** (math.frexp(largest)[1] - 1) if 0 < largest < math.inf else x
 
 
 def check_measures(measures: Sequence[str], variance: float) -> None:
-    """Raise unless these are measures, and ``variance`` in (0, 1]."""
+    """Raise unless ``measures`` are known and ``variance`` is in (0, 1]."""
     for measure in measures:
         check_choice("measure", measure, MEASURES)
     check_number("variance", variance, above=0.0)
@@ -89,7 +87,7 @@ def check_measures(measures: Sequence[str], variance: float) -> None:
 
 
 def moments_for(measures: Sequence[str], variance: float) -> Moments:
-    """What to keep of a stream for these measures."""
+    """Empty moments that suffice for these measures."""
     exact = not {"cca", "pwcca"}.isdisjoint(measures)
     exact = exact or ("svcca" in measures and variance > WELL_CONDITIONED)
     return (Factors if exact else Covariances)(fourth="unbiased_cka" in measures)
@@ -98,7 +96,7 @@ def moments_for(measures: Sequence[str], variance: float) -> Moments:
 def check_moments(
     moments: Moments, measures: Sequence[str], names: Sequence[str], rows: str = "rows"
 ) -> None:
-    """Raise unless there were enough ``rows``, and finite ones in each of the layers' ``names``."""
+    """Raise unless there were enough rows, all finite; the error names the layer."""
     least, word = (4, "four") if "unbiased_cka" in measures else (2, "two")
     if moments.count < least:
         raise ValueError(f"at least {word} {rows} are needed, got {moments.count}")
@@ -114,7 +112,7 @@ def matrix(
     columns: Sequence[int],
     variance: float = 0.99,
 ) -> Tensor:
-    """The measure between each of the layers ``rows`` and each of ``columns``; on the CPU."""
+    """Matrix of the measure between the layers ``rows`` and ``columns``, on the CPU."""
     found = torch.empty(len(rows), len(columns), dtype=torch.float64, device="cpu")
     value = _VALUES[measure]
     done: dict[tuple[int, int], Tensor] = {}
@@ -128,8 +126,8 @@ def matrix(
     return found
 
 
-def correlation(moments: Moments, i: int, j: int, variance: float) -> Tensor:
-    """SVCCA: the mean correlation of the leading directions."""
+def svcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
+    """Mean canonical correlation of the leading directions of layers i and j."""
     kept = moments.directions(i).leading(variance), moments.directions(j).leading(variance)
     if min(kept) == 0:
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -141,7 +139,7 @@ def correlation(moments: Moments, i: int, j: int, variance: float) -> Tensor:
 def _pwcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
     ranks = moments.directions(i).leading(1.0), moments.directions(j).leading(1.0)
     if min(ranks) == 0 or i == j:
-        return correlation(moments, i, j, 1.0)
+        return svcca(moments, i, j, 1.0)
     left, rho, right = torch.linalg.svd(moments.overlap(i, j, ranks), full_matrices=False)
     rho = rho.clamp(0, 1)
     own = i if ranks[0] <= ranks[1] else j
@@ -172,7 +170,7 @@ def _unbiased_cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
 
 
 def _ratio(moments: Moments, hsic: Callable[[int, int], Tensor], i: int, j: int) -> Tensor:
-    """hsic(i, j) / √(hsic(i, i)·hsic(j, j)); 0 where one of these is no more than rounding."""
+    """hsic(i, j) / √(hsic(i, i)·hsic(j, j)); 0 if hsic(i, i) or hsic(j, j) is rounding error."""
     xy, *own = hsic(i, j), hsic(i, i), hsic(j, j)
     for a, x in zip((i, j), own, strict=True):
         if float(x) <= max(moments.rounding(a) ** 4, float(moments.energy(a, a)) * EPS):
@@ -181,8 +179,8 @@ def _ratio(moments: Moments, hsic: Callable[[int, int], Tensor], i: int, j: int)
 
 
 _VALUES: dict[str, Callable[[Moments, int, int, float], Tensor]] = {
-    "svcca": correlation,
-    "cca": lambda moments, i, j, variance: correlation(moments, i, j, 1.0),
+    "svcca": svcca,
+    "cca": lambda moments, i, j, variance: svcca(moments, i, j, 1.0),
     "pwcca": _pwcca,
     "cka": lambda moments, i, j, variance: _ratio(moments, moments.energy, i, j),
     "unbiased_cka": _unbiased_cka,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel
 
 from fastkd.analysis.layer_comparison import (
-    IntraClass,
+    IntraClassSums,
     Pool,
     check_layers,
     gathered,
@@ -190,7 +190,7 @@ def analyze(
     """All similarities from one pass: what layers.json holds, but for the sentence."""
     measures = cast(list[Measure], list(dict.fromkeys(settings.measures.split(","))))
     wanted = list(dict.fromkeys(["svcca", *measures]))  # from which RCCC and C_T(l) come
-    classes = [IntraClass(cast(Pool, settings.pool)) for _ in models]
+    classes = [IntraClassSums(cast(Pool, settings.pool)) for _ in models]
     moments = moments_for(wanted, settings.variance)
     with processes.errors_on_all(), _about(settings):
         moments, counts = stream(list(models.values()), batches, moments, classes)
@@ -206,7 +206,7 @@ def analyze(
         parts = (layers[rows], layers[columns])
         return {m: matrix(moments, m, *parts, settings.variance).tolist() for m in wanted}
 
-    def about(name: str, seen: IntraClass) -> dict[str, Any]:
+    def about(name: str, seen: IntraClassSums) -> dict[str, Any]:
         own = found(name, name)
         svcca = torch.tensor(own["svcca"], dtype=torch.float64)
         return {

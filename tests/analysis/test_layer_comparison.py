@@ -156,7 +156,7 @@ def test_intra_class_similarity_of_every_layer(pool):
     assert torch.equal(layer_intra_class_similarity(model, [*pieces, unlabelled], pool=pool), found)
     with pytest.raises(ValueError, match="labelled samples"):
         layer_intra_class_similarity(model, [padded_batch()])
-    with pytest.raises(ValueError, match="whole number"):
+    with pytest.raises(ValueError, match="labels must be integers"):
         layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
 
 
@@ -238,7 +238,7 @@ def test_decoder_without_mask_and_rank_deficient():
     torch.testing.assert_close(matrix, torch.ones(3, 3, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
 
-def test_constant_layer_correlates_with_nothing():
+def test_constant_layer_has_similarity_zero():
     model = bert()
     torch.nn.init.zeros_(model.encoder.layer[1].output.LayerNorm.weight)
     svcca, cka = svcca_matrix(model, [padded_batch()]), cka_matrix(model, [padded_batch()])
@@ -246,7 +246,7 @@ def test_constant_layer_correlates_with_nothing():
     assert svcca.isfinite().all() and svcca[0, 1] > 0
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_argument():
     model, batch = bert(), padded_batch()
     with pytest.raises(ValueError, match="two real tokens"):
         svcca_matrix(model, [])
@@ -266,7 +266,7 @@ def test_mistakes_are_named():
         def forward(self, input_ids, output_hidden_states):
             return SimpleNamespace(hidden_states=[torch.zeros(24, 9, 4)])
 
-    with pytest.raises(ValueError, match="same tokens, got 240 of one and 216 of the other"):
+    with pytest.raises(ValueError, match="it reads 216 tokens where model reads 240"):
         cka_matrix(bert(), [{"input_ids": batch["input_ids"]}], other=Shorter())
 
 

@@ -131,12 +131,12 @@ def test_any_sentence_can_be_drawn(tmp_path, recwarn):
     assert not [str(w.message) for w in recwarn if "Glyph" in str(w.message)]
 
 
-def test_a_token_alone_has_no_relation():
+def test_a_single_token_has_no_relations():
     x = torch.randn(1, 3)
     assert all(math.isnan(rho) for rho in relation_agreement(x, -x).values())
     with pytest.raises(ValueError, match=r"teacher must have shape \(1, 3\)"):
         relation_agreement(x, torch.randn(2, 3))
     with pytest.raises(ValueError, match="features must have 2 dimensions"):
         relation_maps(x[None])
-    with pytest.raises(ValueError, match="got none"):
+    with pytest.raises(ValueError, match="must not be empty"):
         plot_sentence({"teacher": x[:0]}, [])
