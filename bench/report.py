@@ -75,7 +75,7 @@ def join(paths: Iterable[Path], folder: Path = RESULTS) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{names.pop()}.json"
-    path.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

@@ -6,11 +6,16 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastkd._core.registry import LOSSES as ROWS
+
 from .case import Case
 
+# In the registry's order; what is no loss of its own comes last.
+ORDER = [row.name for row in ROWS]
+NAMES = sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py"))
 MODULES = tuple(
-    importlib.import_module(f"{__package__}.{path.stem}")
-    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    importlib.import_module(f"{__package__}.test_{name}")
+    for name in sorted(NAMES, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 )
 LOSSES = tuple(module.LOSS for module in MODULES)
 

@@ -90,6 +90,7 @@ def test_runs_are_joined_by_machine(tmp_path):
         paths[-1].write_text(json.dumps(result))
     joined = report.load(report.join(paths, tmp_path / "results"))
     assert joined["limits"] == {"copy": 2e9}
+    assert list(joined["benchmarks"][0]["extra_info"]["sizes"]) == list(case.sizes)
     (provider,) = joined["groups"][case.key].values()
     assert provider["ms"] == 500 and provider["ratio"]["median"] == 0.5
     other = result_file("elsewhere")
