@@ -197,7 +197,7 @@ def _forward_shapes(students, teachers, mask, mean, layers):
 def attention_forward(
     students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, mean: bool, layers: int
 ) -> tuple[Tensor, Tensor]:
-    """The samples' losses (B,), these layers' share of ``layers``; and their real tokens."""
+    """Losses (B,) of these layers over ``layers``, and the samples' numbers of real tokens (B,)."""
     x = students[0]
     B, programs = x.shape[0], _programs(x, mean) * len(students)
     partial = torch.empty(B, programs, dtype=torch.float32, device=x.device)
@@ -221,7 +221,7 @@ def attention_backward(
     mean: bool,
     layers: int,
 ) -> Tensor:
-    """The students' gradients, stacked, in their dtype."""
+    """The students' gradients, stacked, in the students' dtype."""
     x = students[0]
     dx = torch.empty(len(students), *x.shape, dtype=x.dtype, device=x.device)
     both = (students, teachers, mask, mean, layers)

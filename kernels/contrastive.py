@@ -33,7 +33,7 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
-# Rows that one program adds up; more are split among programs and added in a second pass.
+# Rows summed by one program; more are split among programs, whose sums a second pass adds.
 ROWS_PER_SUM = 2048
 
 # What `cos_nce` returns beside the loss, for the gradient.
@@ -440,7 +440,7 @@ def cos_nce(
     each: bool,
     reduction: str,
 ) -> list[Tensor]:
-    """Loss over all layers and positions, averaged over layers, and what the gradient needs.
+    """Loss, averaged over layers, and the tensors that `cos_nce_gradient` needs.
 
     Students and teachers are (B, P, D), all alike in shape and strides, the last one 1; given
     negatives (K, P, D), or (B·K, P, D) if ``each`` sample has its own, with labels (K,) and a mask
@@ -520,7 +520,7 @@ def _start(
     *others: Tensor,
     **flags: bool,
 ) -> None:
-    """Start loss or gradient, whose programs share out the samples in the same way."""
+    """Launch the loss or the gradient kernel, which have the same grid."""
     B, P, D = students[0].shape
     layers, each = len(students), total.dim() == 4
     config = blocks(each)

@@ -52,7 +52,7 @@ LAST = tl.constexpr(2**31 - 1)
 
 
 def keep(k: int) -> int:
-    """Candidates kept for each row: a power of two, and few of them, to compile few forms."""
+    """Number of candidates for each row: one of a few powers of two, for few compiled forms."""
     return 8 if k + SPARE <= 8 else 16 if k + SPARE <= 16 else 64
 
 

@@ -11,12 +11,12 @@ LAYERS_PER_LAUNCH = 8
 
 
 def slots(layers: int) -> int:
-    """Pointers that a launch of so many layers passes; two numbers only, for few compiled forms."""
+    """Number of pointers in a launch of ``layers``; only two values, for few compiled forms."""
     return 1 if layers == 1 else LAYERS_PER_LAUNCH
 
 
 def padded(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The layers' tensors, and the last of them again in the slots that no program picks."""
+    """The layers' tensors, with the last one repeated in unused slots."""
     return (*tensors, *tensors[-1:] * (slots(len(tensors)) - len(tensors)))
 
 
@@ -30,11 +30,11 @@ def pick(pointers, index, SLOTS: tl.constexpr):
 
 
 def layer_groups(layers: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    """Numbers of the layers that share a launch: tensors alike, at most LAYERS_PER_LAUNCH."""
+    """Indices of the layers of each launch: equal shapes and dtypes, at most LAYERS_PER_LAUNCH."""
     groups: list[tuple[list, list[int]]] = []
     for i, layer in enumerate(layers):
         kind = [(x.shape, x.dtype) for x in layer]
-        for other, indices in groups:  # compared: a hash would fix the sizes in a compiled graph
+        for other, indices in groups:  # no dict: a hash would fix the sizes in a compiled graph
             if kind == other and len(indices) < LAYERS_PER_LAUNCH:
                 indices.append(i)
                 break

@@ -170,7 +170,7 @@ def _forward_shapes(x, y, eps, divisor):
 
 @operator(_forward_shapes)
 def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
-    """½Σ(norm(x) − norm(y))² / divisor as a scalar, and the rows' statistics; x, y (R, D)."""
+    """½Σ(norm(x) − norm(y))² / divisor (), and the rows' statistics, for x and y (R, D)."""
     R, D = x.shape
     config = blocks(D)
     programs = cdiv(R, config["BLOCK_R"])
@@ -199,7 +199,7 @@ def layer_norm_mse_backward(
     needs_dx: bool,
     needs_dy: bool,
 ) -> list[Tensor]:
-    """dx and dy (R, D) in the dtype of x, those of the two that are needed."""
+    """dx, dy or both (R, D), as needed, in the dtype of x."""
     R, D = x.shape
     config = blocks(D)
     programs = cdiv(R, config["BLOCK_R"])

@@ -48,7 +48,7 @@ from fastkd.kernels.relation_rows import (
 )
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
 
-MOST_COLUMNS_AT_ONCE = 4096  # of the rows that a program of the backward pass keeps in registers
+MOST_COLUMNS_AT_ONCE = 4096  # of whole rows in the registers of a backward program
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def relation_project_kernel(
 
 
 def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> list[int]:
-    """How many losses `relations` gives over tokens, and over samples."""
+    """Number of losses that `relations` returns over tokens, and over samples."""
     B, N, _ = students[0].shape
     kinds = (B, N, tokens), (N, B, samples)
     return [len(students) * G * (weight != 0 and members >= 2) for G, members, weight in kinds]
@@ -138,11 +138,10 @@ def relations(
     eps: float,
     gradient: bool,
 ) -> list[Tensor]:
-    """tokens · loss over tokens + samples · loss over samples, summed over layers alike.
+    """tokens · loss over tokens + samples · loss over samples, summed over layers of one shape.
 
-    Returns what the loss is the sum of, first over tokens, one for each group of each layer; and,
-    with ``gradient``, the gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of
-    1 and before `projected`.
+    Returns the summands, one for each group of each layer, tokens first; and with ``gradient`` the
+    gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before `projected`.
     """
     B, N, _ = students[0].shape
     shares = None, None
@@ -177,7 +176,7 @@ def _projected_shapes(dx, students, mask, factor):
 
 @operator(_projected_shapes)
 def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: Tensor) -> Tensor:
-    """factor · dx (layers, B, N, Ds) for one of the buffers of `relations`, across the rows."""
+    """factor · dx (layers, B, N, Ds) of `relations`, without its component along the rows."""
     layers, B, N, size = dx.shape
     D = students[0].shape[-1]
     out = torch.empty_like(dx, dtype=students[0].dtype)

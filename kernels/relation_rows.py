@@ -1,4 +1,4 @@
-"""What relations of small and of long groups share: rows, counts, the description of a launch."""
+"""Code shared by relations of small and of long groups: rows, counts, options of a launch."""
 
 import math
 from typing import NamedTuple
@@ -150,17 +150,17 @@ def derivative_scale(scale, HALF: tl.constexpr):
 
 
 def splits(dtype: torch.dtype) -> bool:
-    """float32 in two float16 parts, unless torch.set_float32_matmul_precision asks for less."""
+    """Whether float32 is split into two float16 parts: at float32_matmul_precision "highest"."""
     return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the gradient before the upstream one is known: float16 would underflow."""
+    """Dtype of the gradient before the upstream gradient is known: float16 would underflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def aligned_size(entries: int) -> int:
-    """``entries`` of four bytes, rounded up so that what follows them is aligned."""
+    """Number of 4-byte ``entries``, rounded up so that the next array is aligned."""
     return cdiv(entries, 4) * 4
 
 
@@ -206,12 +206,12 @@ class Layers:
 
 
 def padded_size(D: int) -> int:
-    """Features of a row in a kernel; zeros, which change no relation, fill up what is missing."""
+    """Features of a row in a kernel, padded with zeros, which change no relation."""
     return cdiv(D, ALIGNMENT) * ALIGNMENT
 
 
 def same_layout(layers: list[Tensor]) -> list[Tensor]:
-    """Equal strides, all of them and D multiples of ALIGNMENT; copies only where that isn't so.
+    """``layers`` with equal strides, D and strides multiples of ALIGNMENT; copied if they aren't.
 
     An address for every element would take more registers than a thread has left.
     """
@@ -225,7 +225,7 @@ def same_layout(layers: list[Tensor]) -> list[Tensor]:
 
 
 class Term(NamedTuple):
-    """One kind of relation: its groups and how to step through them."""
+    """One kind of relation, over tokens or samples: weight, groups and their strides."""
 
     groups: int
     N: int

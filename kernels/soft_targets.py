@@ -678,5 +678,5 @@ def fill_gradient(
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
-    """The mask in the one type that Triton's versions agree on."""
+    """The mask as bytes, the one type that all versions of Triton read alike."""
     return None if mask is None else mask.view(torch.uint8)

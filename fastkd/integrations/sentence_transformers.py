@@ -1,22 +1,22 @@
-"""Losses for sentence-transformers: students of an embedding model, which has no soft targets.
+"""Losses for sentence-transformers, to distil embedding models, which have no logits.
 
-They are what ``SentenceTransformerTrainer`` takes as ``loss``. The teacher's embeddings are the
-labels, made once (``{"label": teacher.encode(batch["text"])}`` in ``dataset.map``):
+Each is a ``loss`` of ``SentenceTransformerTrainer``. The labels are the teacher's embeddings,
+computed once (``{"label": teacher.encode(batch["text"])}`` in ``dataset.map``):
 
-- (B, Dt) for one column of text, or for columns that all mean this, such as translations: the
+- (B, Dt) for one column of text, or for several columns of one meaning, such as translations: the
   columns' losses are averaged;
 - (B, C, Dt) for C columns with an embedding each: their C·B texts are the samples of one batch, so
-  that an anchor is compared with the positives too.
+  anchors are compared with positives too.
 
-Under DistributedDataParallel the texts of all processes are one batch (``gather``), and what a
-loss trains besides the student, which DistributedDataParallel doesn't see, starts and learns alike
-in all. ``mini_batch_size`` runs the student over parts of the batch, twice, and compares all of it
-(GradCache): memory holds one part's activations, and the gradient is the whole batch's. The
-Trainer's own ``gradient_accumulation_steps`` is another thing: each of its batches is compared by
-itself, and only losses that don't compare samples, as those of most layers, are the same then.
+Under DistributedDataParallel the texts of all processes are one batch (``gather``). Parameters of a
+loss, which DistributedDataParallel doesn't handle, are broadcast from the first process and their
+gradients averaged. ``mini_batch_size`` runs the student over micro-batches, twice, and compares the
+whole batch (GradCache): memory holds the activations of one micro-batch, and the gradient is that
+of the whole batch. The Trainer's ``gradient_accumulation_steps`` compares each batch by itself: it
+changes all losses that compare samples.
 
-The Trainer saves the student alone. What else a loss trains is in its ``state_dict()``; a resumed
-run starts it anew.
+The Trainer saves only the student. A loss's own parameters are in its ``state_dict()``; a resumed
+run initialises them again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,19 +45,19 @@ _CachedLossMixin: Any = _gradcache.CachedLossMixin
 __all__ = ["CCADistillLoss", "CosNCEDistillLoss", "LayerDistillLoss", "RelationDistillLoss"]
 
 
-class _Alike(nn.Module):
-    """A loss whose own parameters are the same in all processes."""
+class _SynchronisedLoss(nn.Module):
+    """A loss that keeps its own parameters equal in all processes."""
 
-    _led = False
+    _synchronised = False
 
     def _own_parameters(self) -> list[nn.Parameter]:
         return []
 
-    def _follow_first_process(self) -> None:
-        """From the first process's parameters on, with the mean of the processes' gradients."""
-        if self._led or world_size() == 1:
+    def _synchronise(self) -> None:
+        """Broadcast the first process's parameters, once; average their gradients from then on."""
+        if self._synchronised or world_size() == 1:
             return
-        self._led = True
+        self._synchronised = True
         for parameter in self._own_parameters():
             dist.broadcast(parameter.data, 0)
             parameter.register_hook(_mean_over_processes)
@@ -69,7 +69,7 @@ def _mean_over_processes(gradient: Tensor) -> Tensor:
     return gradient / world_size()
 
 
-class _EmbeddingLoss(_CachedLossMixin, _Alike):
+class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
     """A loss between the student's embeddings and the teacher's, which are the labels."""
 
     def __init__(
@@ -82,7 +82,7 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
         super().__init__()
         self.model = model
         width = model.get_embedding_dimension()
-        if dims is None and model.truncate_dim is not None:  # encode cuts them, a pass doesn't
+        if dims is None and model.truncate_dim is not None:  # encode truncates, forward doesn't
             dims = [width]
         self.dims = _checked_dims(dims, width)
         self.gather = gather
@@ -94,8 +94,8 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
     def forward(
         self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None
     ) -> Tensor:
-        """The loss of a batch: its tokens, column by column, and the teacher's embeddings."""
-        self._follow_first_process()
+        """Loss of a batch: tokenised columns of text, and the teacher's embeddings."""
+        self._synchronise()
         if self.uses_gradient_cache:
             cached: Any = self.forward_cached
             loss: Tensor = cached(sentence_features, labels)
@@ -114,11 +114,11 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
         return loss.detach()
 
     def loss_of_embeddings(self, embeddings: Sequence[Tensor], labels: Tensor | None) -> Tensor:
-        """The loss of the student's embeddings (B, Ds), one for each column of text.
+        """Loss of the student's embeddings (B, Ds) of each column of text.
 
         Args:
-            embeddings: C of them.
-            labels: the teacher's, (B, Dt) or (B, C, Dt).
+            embeddings: one tensor for each of C columns.
+            labels: the teacher's embeddings, (B, Dt) or (B, C, Dt).
 
         Returns:
             Scalar: the mean over the prefixes ``dims``, and with labels (B, Dt) over the columns.
@@ -135,15 +135,15 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
         return torch.stack(losses).mean()
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """The loss of (B, d) against (B, Dt)."""
+        """Loss of student (B, d) and teacher (B, Dt) embeddings."""
         raise NotImplementedError
 
     def _pairs(self, embeddings: list[Tensor], labels: Tensor | None) -> list[tuple[Tensor, ...]]:
         name, rows, columns = type(self).__name__, len(embeddings[0]), len(embeddings)
         if labels is None:
             raise ValueError(
-                f'{name} takes the teacher\'s embeddings as labels: add a column "label" of them '
-                "to the data set, by dataset.map"
+                f'{name}: labels are missing; add a column "label" with the teacher\'s embeddings '
+                "to the data set, with dataset.map"
             )
         shape = tuple(labels.shape)
         if shape[:-1] != (rows,) and shape[:-1] != (rows, columns):
@@ -151,7 +151,7 @@ class _EmbeddingLoss(_CachedLossMixin, _Alike):
                 f"{name}: labels must be the teacher's embeddings, ({rows}, Dt) or "
                 f"({rows}, {columns}, Dt), got shape {shape}"
             )
-        dtype = working_dtype(embeddings[0])  # under autocast a student's may be rounded
+        dtype = working_dtype(embeddings[0])  # under autocast the student's are half precision
         embeddings = [student.to(dtype) for student in embeddings]
         teacher = labels.detach().to(embeddings[0].device, dtype)
         if labels.dim() == 2:
@@ -180,20 +180,20 @@ def _checked_dims(dims: Sequence[int] | None, width: int | None) -> list[int] | 
 
 
 class RelationDistillLoss(_EmbeddingLoss):
-    """How similar texts are to each other, as the teacher sees it (FCD, eqs. 4 and 9).
+    """Similarities between the texts of a batch, matched to the teacher's (FCD, eqs. 4 and 9).
 
-    1 − ρ between the (B, B) similarities of the student's embeddings and those of the teacher's;
-    `fastkd.relation_loss` over samples. Any two widths go together without a projection. It needs
-    pairs: the larger the batch, the better.
+    1 − ρ between the (B, B) similarities of the student's and of the teacher's embeddings:
+    `fastkd.relation_loss` over samples. Embedding sizes may differ, without a projection. Larger
+    batches have more pairs to compare.
 
     Args:
         model: the student, a SentenceTransformer.
         normalize, distance, temperature: as in `fastkd.relation_loss`.
-        dims: prefixes of the student's embeddings (Matryoshka), each compared with the whole
-            teacher's; the losses are averaged. By default the embeddings as ``encode`` gives them:
-            whole, or the first ``truncate_dim`` numbers.
+        dims: lengths of prefixes of the student's embeddings (Matryoshka). Each prefix is compared
+            with the teacher's whole embeddings, and the losses are averaged. By default the
+            embeddings that ``encode`` returns: whole, or truncated to ``truncate_dim``.
         gather: compare the texts of all processes.
-        mini_batch_size: texts that the student reads at a time; see the module's text.
+        mini_batch_size: texts in one micro-batch of the student; see the module's docstring.
 
     Example:
         >>> loss = RelationDistillLoss(model, dims=[384, 128])  # doctest: +SKIP
@@ -212,7 +212,7 @@ class RelationDistillLoss(_EmbeddingLoss):
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__(model, dims, gather, mini_batch_size)
-        relation.FCDLoss(0.0, 1.0, normalize, distance, temperature=temperature)  # checks them
+        relation.FCDLoss(0.0, 1.0, normalize, distance, temperature=temperature)  # checks options
         self.normalize, self.distance, self.temperature = normalize, distance, temperature
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
@@ -239,11 +239,11 @@ class RelationDistillLoss(_EmbeddingLoss):
 
 
 class CCADistillLoss(_EmbeddingLoss):
-    """The teacher's subspace, up to any linear map (MC3KD, eqs. 4-7): `fastkd.CCALoss`.
+    """Canonical correlation with the teacher's embeddings (MC3KD, eqs. 4-7): `fastkd.CCALoss`.
 
-    An observation is a text, so it wants batches of several times the embeddings' length, with
-    which it warns otherwise: every correlation is near 1 and nothing is learned. ``gather``,
-    ``mini_batch_size`` and a larger ``ridge`` help.
+    Each text is one observation, so batches should have several times as many texts as the
+    embeddings have dimensions. Otherwise every correlation is near 1, nothing is learned, and the
+    loss warns. ``gather``, ``mini_batch_size`` and a larger ``ridge`` help.
 
     Args:
         model: the student, a SentenceTransformer.
@@ -281,21 +281,20 @@ class CCADistillLoss(_EmbeddingLoss):
 
 
 class CosNCEDistillLoss(_EmbeddingLoss):
-    """The teacher's angle, away from the other texts' (LRC-BERT, eqs. 1-2): `cos_nce_loss`.
+    """Contrastive loss by angle, with other texts as negatives (LRC-BERT): `cos_nce_loss`.
 
-    Embeddings of the teacher's length are compared as they are; any others by a projection to
-    that length, which starts as a slice of the identity, is trained along, and isn't part of the
-    student.
+    Student embeddings of the teacher's length are compared directly. Others are projected to that
+    length: the projection is initialised as a slice of the identity, is trained with the student,
+    and isn't part of it.
 
     Args:
         model: the student, a SentenceTransformer.
         teacher_dim: length of the teacher's embeddings; by default the student's.
-        dims, gather, mini_batch_size: as in `RelationDistillLoss`; each prefix that is shorter
-            than the teacher's embeddings has a projection of its own.
+        dims, gather, mini_batch_size: as in `RelationDistillLoss`; each prefix of another length
+            than the teacher's embeddings has its own projection.
 
     Raises:
-        ValueError: ``mini_batch_size`` where there is a projection: its gradient would come at
-            another time than the student's.
+        ValueError: ``mini_batch_size`` with a projection, whose gradient GradCache doesn't support.
     """
 
     def __init__(
@@ -323,8 +322,8 @@ class CosNCEDistillLoss(_EmbeddingLoss):
         if mini_batch_size is not None and len(self.projections):
             sizes = ", ".join(self.projections)
             raise ValueError(
-                f"mini_batch_size goes without a projection, which embeddings of {sizes} need "
-                f"against the teacher's {self.teacher_dim}; leave it out, or take "
+                f"mini_batch_size can't be combined with a projection, which embeddings of {sizes} "
+                f"need to match the teacher's {self.teacher_dim}; leave it out, or use "
                 "RelationDistillLoss"
             )
 
@@ -354,29 +353,28 @@ class CosNCEDistillLoss(_EmbeddingLoss):
         )  # fmt: skip
 
 
-class LayerDistillLoss(_Alike):
+class LayerDistillLoss(_SynchronisedLoss):
     """Any method of `fastkd.distill` on the hidden states of two embedding models.
 
-    Each column of text is a batch of its own; their losses are averaged. The teacher runs in each
-    step, so no labels are needed. Another loss of the same student may be added, which then sees
-    the embeddings of the same pass: ``forward`` gives the dict of it and ``"layers"``, which the
-    Trainer adds up and logs, and otherwise a scalar.
+    Each column of text is its own batch; the columns' losses are averaged. The teacher runs in each
+    step, so no labels are needed. Another loss of the same student may be added, which uses the
+    embeddings of the same pass. ``forward`` then returns a dict of that loss and ``"layers"``,
+    which the Trainer adds up and logs; without another loss it returns a scalar.
 
     Args:
         model: the student, a SentenceTransformer that begins with a transformers encoder or
             decoder.
-        teacher: another one of the same vocabulary; it is frozen.
+        teacher: a SentenceTransformer of the same vocabulary; it is frozen.
         method: without terms on labels and logits: ``FCD(task_weight=0)``, ``LRKD(alpha=None)``,
-            ``MC3KD(alpha=None)``, ``Several(...)`` of them. One that chooses its layers from data
-            is prepared by ``loss.distiller.prepare(batches)``.
-        loss: a sentence-transformers loss of ``model``, without gradient cache; the labels are
-            its own.
+            ``MC3KD(alpha=None)``, or ``Several(...)`` of them. For a method that chooses its layers
+            from data call ``loss.distiller.prepare(batches)``.
+        loss: a sentence-transformers loss of ``model``, without gradient cache; it gets the labels.
         gather: compare the texts of all processes.
 
     Raises:
         TypeError: a model that doesn't begin with a transformers model.
-        ValueError: other vocabularies, or a method that needs what the Trainer doesn't give: a
-            schedule, perturbed embeddings, labels.
+        ValueError: different vocabularies, or a method that needs a schedule, perturbed embeddings
+            or labels, which the Trainer doesn't provide.
 
     Example:
         >>> layers = LayerDistillLoss(model, teacher, FCD(task_weight=0))  # doctest: +SKIP
@@ -403,24 +401,25 @@ class LayerDistillLoss(_Alike):
                 "Distiller with TwoTokenizers"
             )
         if method.perturb or method.scheduled:
-            wanted = "perturbed embeddings" if method.perturb else "a schedule"
+            needed = "perturbed embeddings" if method.perturb else "a schedule"
             raise ValueError(
-                f"method {type(method).__name__} needs {wanted}, which sentence-transformers' "
-                "Trainer doesn't give; turn that off in its options"
+                f"method: {type(method).__name__} needs {needed}, which sentence-transformers' "
+                "Trainer doesn't provide; turn that off in its options"
             )
         if getattr(loss, "uses_gradient_cache", False):
             raise ValueError(
-                "loss runs the student over mini-batches of its own; leave its gradient cache out"
+                "loss: its gradient cache runs the student over mini-batches of its own; use the "
+                "loss without gradient cache"
             )
         self.model = model
         self.loss = loss
         self.distiller = Distiller(taught, student, method, gather=gather)
-        self._inside = _Inside(student)
-        self.distiller.student_model = self.distiller.reader.student = self._inside
+        self._encoder = _EncoderInPipeline(student)
+        self.distiller.student_model = self.distiller.reader.student = self._encoder
 
     @property
     def method(self) -> Method:
-        """The one that compares."""
+        """The distillation method of the Distiller."""
         return self.distiller.method
 
     def _own_parameters(self) -> list[nn.Parameter]:
@@ -429,31 +428,31 @@ class LayerDistillLoss(_Alike):
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Any:
-        """The loss of a batch: its tokens, column by column, and labels for ``loss``."""
+        """Loss of a batch: tokenised columns of text, and labels for ``loss``."""
         if isinstance(self.model, nn.DataParallel):
             raise ValueError(
-                "DataParallel runs copies of the student, into which LayerDistillLoss doesn't see; "
-                "start a process for each GPU (torchrun, DistributedDataParallel)"
+                "DataParallel runs copies of the student, whose hidden states LayerDistillLoss "
+                "can't read; start a process for each GPU (torchrun, DistributedDataParallel)"
             )
-        self._follow_first_process()
+        self._synchronise()
         columns = list(sentence_features)
         layers, embedded = [], []
         for features in columns:
-            self._inside.begin(self.model, features)
-            read = {name: x for name, x in features.items() if name in self._inside.known_inputs}
+            self._encoder.begin(self.model, features)
+            read = {name: x for name, x in features.items() if name in self._encoder.known_inputs}
             layers.append(self.distiller(**read).loss)
-            embedded.append(self._inside.output)
+            embedded.append(self._encoder.output)
         total = torch.stack(layers).mean()
         if self.loss is None:
-            # DistributedDataParallel waits for all that the pass has used. Zeros are added: in
-            # float16 the sum of embeddings may be infinite, and its product with 0 no number.
+            # DistributedDataParallel waits for all parameters of the pass, so add zeros that depend
+            # on them: 0 · x before the sum, which may be infinite in float16, where 0 · inf is NaN.
             return total + sum((0 * x["sentence_embedding"]).sum() for x in embedded)
         value = self._other_loss(columns, embedded, labels)
-        found = value if isinstance(value, dict) else {"embeddings": value}
-        return {**found, "layers": total}
+        losses = value if isinstance(value, dict) else {"embeddings": value}
+        return {**losses, "layers": total}
 
     def _other_loss(self, columns: list[Any], embedded: list[Any], labels: Tensor | None) -> Any:
-        """Of the pass that has been taken: the student doesn't run again."""
+        """``loss`` of the embeddings computed already, without running the student again."""
         known = {id(features): output for features, output in zip(columns, embedded, strict=True)}
         assert self.loss is not None
         before, name = self.model.forward, type(self.loss).__name__
@@ -461,12 +460,12 @@ class LayerDistillLoss(_Alike):
         def embed(features: dict[str, Any], **options: Any) -> dict[str, Any]:
             if id(features) not in known:
                 raise ValueError(
-                    f"loss ({name}) gives the student other inputs than the batch's columns; let "
-                    "it run by itself, several methods of layers by Several"
+                    f"loss: {name} runs the student on other inputs than the batch's columns; use "
+                    "it without LayerDistillLoss, or combine methods with Several"
                 )
             return dict(known[id(features)])
 
-        # As sentence-transformers' MatryoshkaLoss does it.
+        # Patch forward as sentence-transformers' MatryoshkaLoss does.
         self.model.forward = embed
         try:
             with _merged_forward.column_merging_disabled():
@@ -485,10 +484,11 @@ class LayerDistillLoss(_Alike):
         return getattr(self.loss, "citation", "")
 
 
-class _Inside(Backbone):
-    """The encoder in a SentenceTransformer, observed while all of it runs.
+class _EncoderInPipeline(Backbone):
+    """The encoder in a SentenceTransformer, run through the whole pipeline.
 
-    Its pass is the one that the embeddings come from, and DistributedDataParallel's.
+    The hidden states come from the same pass as the embeddings, and from the pass that
+    DistributedDataParallel handles.
     """
 
     def __init__(self, encoder: nn.Module) -> None:
@@ -498,7 +498,7 @@ class _Inside(Backbone):
         self.output: dict[str, Any] = {}
 
     def begin(self, pipeline: nn.Module, features: dict[str, Any]) -> None:
-        """The next pass is the pipeline's over these features."""
+        """Set the pipeline and the features of the next pass."""
         self._pipeline, self._features = pipeline, features
 
     def run(self, batch: dict[str, Any]) -> Any:
@@ -511,7 +511,7 @@ class _Inside(Backbone):
             seen.append(encoder(*args, **kwargs))
             return seen[-1]
 
-        # The pipeline calls its forward, which no hook sees.
+        # The pipeline calls encoder.forward, which skips hooks: call the module instead.
         encoder.forward = as_module
         try:
             self.output = self._pipeline({**self._features, **batch})
