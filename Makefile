@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo check core test tests test-all test-torch test-machines fuzz sanitize lint style types
+.PHONY: demo check core test tests test-all test-compiled test-torch test-machines fuzz sanitize lint
+.PHONY: style types
 .PHONY: bench bench-compare docs hub release-check gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
@@ -43,9 +44,19 @@ test: style
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
+	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)'"
+
+# What runs kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
+COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \
+  soft_targets.py heads.py promises.py fuzz.py) tests/kernels
+test-compiled: $(VENV)/installed
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
+	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)
 
 # Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
 test-all: test
+	$(MAKE) test-compiled ARGS="--capability 80"
+	$(MAKE) test-compiled ARGS="--capability 90"
 	$(BIN)/python -m tools.compile_report --prove
 	$(BIN)/python -m tools.widths --prove
 	$(BIN)/python -m tools.cuda_source --prove

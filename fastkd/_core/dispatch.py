@@ -31,6 +31,11 @@ def triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def triton_devices() -> tuple[str, ...]:
+    """Types of the devices whose tensors Triton kernels run on."""
+    return ("cuda", "cpu") if triton_interpreted() else ("cuda",)
+
+
 def why_not_triton(function: str, x: Tensor, call: Mapping[str, Any] | None = None) -> str | None:
     """Why the Triton kernel of ``function`` can't run on ``x``, or None if it can.
 
@@ -43,8 +48,7 @@ def why_not_triton(function: str, x: Tensor, call: Mapping[str, Any] | None = No
         return reason
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
-    runs_on = ("cuda", "cpu") if triton_interpreted() else ("cuda",)
-    if x.device.type not in runs_on:
+    if x.device.type not in triton_devices():
         return f"student is on {x.device}, and Triton kernels run on CUDA"
     return extension.why_not_gpu(x.device) if x.is_cuda else None
 

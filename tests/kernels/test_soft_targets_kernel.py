@@ -61,29 +61,6 @@ def test_few_passes_over_a_chunk_of_logits(device, reduction):
     assert len(others) <= 20, others
 
 
-@pytest.mark.parametrize(
-    ("divergence", "reads"), [("forward_kl", 2), ("reverse_kl", 2), ("js", 4), ("adaptive_kl", 6)]
-)
-@pytest.mark.parametrize("vocabulary", [700, 5000])
-def test_few_reads_of_the_logits(device, divergence, reads, vocabulary, monkeypatch):
-    """Once each side where that is enough; adaptive KL twice, and twice more the teacher."""
-    if device.type != "cpu":
-        pytest.skip("the interpreter counts")
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    load, seen = InterpreterBuilder.create_masked_load, [0]
-
-    def count(self, pointers, mask, *rest):
-        if "bf16" in str(pointers.dtype):
-            seen[0] += int(mask.data.sum())
-        return load(self, pointers, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", count)
-    pair = torch.randn(2, 3, vocabulary, dtype=torch.bfloat16)
-    soft_target_loss(pair[0], pair[1], divergence=divergence, backend="triton")
-    assert seen[0] == reads * 3 * vocabulary
-
-
 def head_by_sorting(p_t):
     """The longest prefix of the descending order with at most half of the mass, at least one."""
     ranked, order = p_t.sort(descending=True, stable=True)

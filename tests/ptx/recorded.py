@@ -24,7 +24,7 @@ def calls() -> None:
 
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 5, 300)
-    for divergence in ("forward_kl", "adaptive_kl"):
+    for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
         z = student.clone().requires_grad_()
         fastkd.soft_target_loss(z, teacher, divergence=divergence, backend="triton").backward()
     x = torch.randn(2, 40, 96, dtype=torch.bfloat16)

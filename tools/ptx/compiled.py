@@ -210,7 +210,7 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
             (triton.runtime.driver, "_active", device),
             (JITFunction, "_do_compile", form),
             (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
-            (dispatch, "triton_interpreted", lambda: True),
+            (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
             (relation_small, "_capability", lambda device: capability // 10),
             *((place, name, device.fresh.allocating(getattr(place, name)))
               for place, name in ALLOCATING),

@@ -14,6 +14,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--capability", type=int, default=80, help="that kernels are compiled for")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that start no kernel, and those that compile graphs of their own."""
+    left_out = [item for item in items if not runs_kernels(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if runs_kernels(item)]
+
+
+def runs_kernels(item: pytest.Item) -> bool:
+    file, test = item.path.name, item.nodeid.partition("::")[2]
+    in_kernels = "kernels" in item.path.parts and file not in ("test_compile.py", "test_widths.py")
+    return in_kernels or "triton" in test
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _executed(request: pytest.FixtureRequest):
     from tools.ptx import executing
