@@ -28,9 +28,9 @@ LONGEST = (
 
 
 def pytest_configure(config):
-    """Rows that tests read are kept no longer than the tests run, in whatever process.
+    """Keep cached data sets only while the tests run, in every process.
 
-    A signal that whatever started the tests ignores (nohup, a shell's &) would be ignored by them.
+    Restore signals that the parent process ignores (nohup, a shell's &): tests send them.
     """
     os.fsync = lambda descriptor: None  # no test outlives a power cut, and a disk takes its time
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def _seeded_and_poisoned(request):
-    """Fixed seed; torch.empty returns NaN, so an element nobody wrote is seen."""
+    """Fixed seed, and torch.empty filled with NaN, which shows elements that were never written."""
     seed(0)
     flushes = request.node.get_closest_marker("flush_denormal") is not None
     if flushes and not torch.set_flush_denormal(True):
@@ -60,15 +60,15 @@ def _seeded_and_poisoned(request):
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """CUDA where there is one, else the CPU (Triton then runs in its interpreter)."""
+    """CUDA if available, else the CPU, where Triton runs in its interpreter."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pytest_generate_tests(metafunc):
-    """``backend``: torch, and those for which a module's ``TRITON_FUNCTION`` has a kernel.
+    """Parametrise ``backend``: torch, and backends with kernels of the module's TRITON_FUNCTION.
 
     In half precision C++ runs a second time with subnormal numbers flushed to zero.
-    C++ not in tests of another function, whose names hold a word of the module's ``WITHOUT_CPP``.
+    Tests whose names contain a word of the module's ``WITHOUT_CPP`` run without C++.
     """
     if "backend" not in metafunc.fixturenames:
         return
@@ -107,7 +107,7 @@ def _left_out(item) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """The longest first, so that no process waits for another's at the end.
+    """Run the longest tests first, so that no process runs alone at the end.
 
     And in one process, which others take from at its other end: each sets up what a file shares.
     """

@@ -35,7 +35,7 @@ MAGNIFIED = 16  # so that a rounding of float64 is seen in float64
 
 
 def compiled(draw: Draw) -> str | None:
-    """As few graphs as `kl_div` for the same sizes, eager's numbers; a tensor may come twice."""
+    """Check that the loss compiles as few graphs as `kl_div` and gives eager's numbers."""
     subject = _subject(draw)
     call, graphs = counted(subject)
     yardstick, fewest = counted(lambda x, y: torch.nn.functional.kl_div(x, y, reduction="sum"))
@@ -62,7 +62,7 @@ def compiled(draw: Draw) -> str | None:
 
 
 def made_elsewhere(draw: Draw) -> str | None:
-    """A teacher of inference mode is a teacher; the meta device works or is refused in words."""
+    """Check teachers from inference mode, and the meta device: it works or raises a sentence."""
     subject = _subject(draw)
     shapes = (draw.size(), draw.size(), D_S), (D_T,)
     student = draw.normal(*shapes[0]).float().requires_grad_()
@@ -81,7 +81,7 @@ def made_elsewhere(draw: Draw) -> str | None:
 
 
 def overflowing(draw: Draw) -> str | None:
-    """An upstream gradient that is not finite stays so: GradScaler looks for it."""
+    """Check that an infinite upstream gradient gives infinite gradients, which GradScaler needs."""
     subject = _subject(draw)
     student = draw.normal(4, 5, D_S).half().requires_grad_()
     teacher = draw.normal(4, 5, D_T).half()
@@ -114,7 +114,7 @@ def backends(name: str) -> tuple[str, ...]:
 
 
 def failure(name: str, backend: str, seed: int) -> str | None:
-    """What is wrong with this case, or None."""
+    """Description of this case's failure, or None."""
     torch.manual_seed(seed)
     draw = Draw(seed, backend)
     case = FUNCTIONS[name](draw)
@@ -176,7 +176,7 @@ def failure(name: str, backend: str, seed: int) -> str | None:
 
 
 def _unsure(x: Tensor, rows: Tensor) -> Tensor:
-    """What of ``x``, a sum over rows or a tensor of them, may be infinite or not."""
+    """Mask of the entries of ``x`` that may be infinite."""
     return rows.any() if x.dim() == 0 else rows.view(-1, *[1] * (x.dim() - 1))
 
 
@@ -206,7 +206,7 @@ def _sensitivity(
     working: torch.dtype,
     generator: torch.Generator,
 ) -> list[float]:
-    """How far value and gradients move when every input is rounded once, the worst of three."""
+    """Largest change of value and gradients from rounding every input once, of three trials."""
     base = _flat(_evaluate(case.oracle, exact, learning, upstream))
     moved = [0.0] * len(base)
     step = MAGNIFIED * torch.finfo(working).eps
@@ -226,7 +226,7 @@ def _sensitivity(
 def _gradient_scales(
     case: Case, exact: dict[str, Tensor], learning: list[str], upstream: Tensor, draw: Draw
 ) -> list[float]:
-    """Sizes of the gradients at an unrelated teacher: near its teacher a student's all cancels."""
+    """Norms of the gradients for an unrelated teacher: near its own teacher they cancel."""
     if case.scale == 0:
         return [0.0] * len(learning)
     if case.slope is not None:
@@ -280,7 +280,7 @@ def _difference(
 
 
 def cases(only: str | None, first: int) -> Iterator[tuple[str, str, int]]:
-    """Every function and backend, with seeds from ``first`` on, without end."""
+    """Endless cases of every function and backend, with seeds from ``first``."""
     for seed in itertools.count(first):
         for name in FUNCTIONS:
             if only is None or name == only:
@@ -289,7 +289,7 @@ def cases(only: str | None, first: int) -> Iterator[tuple[str, str, int]]:
 
 
 def checked(name: str, backend: str, seed: int) -> str | None:
-    """`failure`, with an exception as one too."""
+    """`failure`, where an exception is a failure too."""
     try:
         return failure(name, backend, seed)
     except Exception:

@@ -40,7 +40,7 @@ def build(folder: Path) -> Path:
 
 
 def load(path: str) -> None:
-    """In the place of fastkd._C, before fastkd looks for it."""
+    """Import the instrumented extension as fastkd._C, before fastkd does."""
     import torch  # noqa: F401  # whose libraries it needs
 
     loader = importlib.machinery.ExtensionFileLoader("fastkd._C", path)

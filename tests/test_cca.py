@@ -33,7 +33,7 @@ TRITON_FUNCTION = "cca_loss"
 
 @pytest.fixture(autouse=True)
 def _tensors_on_device(device):
-    """Every tensor is made where the suite runs."""
+    """Create every tensor on the suite's device."""
     with device:
         yield
 
@@ -76,7 +76,7 @@ class Whitened(NamedTuple):
 
 
 def whitened(x: Tensor, ridge: float) -> Whitened:
-    """By QR of A on top of √ridge·I: nothing is squared."""
+    """By QR of A above √ridge·I, without squaring the condition number."""
     a = (x - x.mean(0)) / (x.shape[0] - 1) ** 0.5
     stacked = torch.cat([a, ridge**0.5 * torch.eye(a.shape[1]).double()])
     factor = torch.linalg.qr(stacked, mode="r").R
@@ -100,7 +100,7 @@ def by_qr(
 
 
 def by_cholesky(student: Tensor, teacher: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """The same by autograd, for well-conditioned covariances; what centring makes 0 is left out."""
+    """`by_qr` with autograd, for well-conditioned covariances of directions that centring keeps."""
     student = student.clone().requires_grad_()
     m = len(student)
     everything = torch.ones(m, dtype=torch.bool)
@@ -161,7 +161,7 @@ def test_matches_the_reference(mask, dims, options, backend):
         assert actual[1].isfinite().all()
 
 
-def test_the_mean_leaves_out_samples_with_nothing_to_compare(backend):
+def test_mean_is_over_samples_with_two_observations(backend):
     student, teacher = related(4, 20, dims=(4, 7))
     mask = torch.ones(4, 20)
     mask[1] = 0
@@ -264,7 +264,7 @@ def test_outputs_of_layer_norms(m, dims, precision):
 @pytest.mark.parametrize("smallest", [1e-2, 2e-4, 5e-5, 1e-6])
 @pytest.mark.parametrize("dims", [(64, 64), (64, 80)])
 def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
-    """Its direction counts as much as any other in the gradient, whatever its size."""
+    """The direction of a small correlation enters the gradient with the same length as others."""
     d = min(dims)
     correlations = torch.linspace(1, 0.1, d).double()
     correlations[-1] = smallest
@@ -289,7 +289,7 @@ def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
         [1e-2, 1e-4, 1e-6], [(400, 96), (60, 96)], [(torch.float64, 1e-6), (torch.float32, 1e-3)]
     ),
 )
-def test_one_large_column_does_not_bury_the_ridge_of_the_others(size, ridge, precision):
+def test_a_large_column_does_not_change_the_ridge_of_others(size, ridge, precision):
     (m, d), (dtype, error) = size, precision
     student, teacher = (torch.randn(m, d).to(dtype).double() for _ in range(2))
     for x in (student, teacher):
@@ -305,7 +305,7 @@ def test_one_large_column_does_not_bury_the_ridge_of_the_others(size, ridge, pre
 @pytest.mark.slow
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4])
 def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
-    """Rank 60 in 256 dimensions: float32 covariances alone would not do."""
+    """Rank 60 in 256 dimensions, where float32 covariances are not accurate enough."""
     shared = torch.randn(1024, 60)
     teacher = shared @ torch.randn(60, 256)
     student = (shared + torch.randn(1024, 60)) @ torch.randn(60, 256)
@@ -332,8 +332,8 @@ def test_gradcheck(dims, ridge, backend):
 
 
 @pytest.mark.parametrize("D", [64, 256])
-def test_float32_is_tried_only_where_it_may_do(D):
-    """Columns that vary independently, the best that can be: fewer rows are refused anyway."""
+def test_float32_is_tried_only_where_it_can_succeed(D):
+    """Independent columns are the best case: with fewer rows float32 always fails."""
     options = cca_solver.Options((1e-4, 1e-4))
     for m, tried in ((int(1.6 * D), False), (4 * D, True)):
         student, teacher = torch.randn(2, 1, m, D)
@@ -364,8 +364,8 @@ def test_polar_factor_by_products(rows, columns):
     assert polar(torch.zeros_like(m)).count_nonzero() == 0
 
 
-def test_a_factorisation_that_fails_gives_nan():
-    """What LAPACK leaves behind looks like a factor, and would be silently wrong."""
+def test_failed_factorisation_gives_nan():
+    """LAPACK's partial result looks like a factor, and would be silently wrong."""
     good, bad = torch.eye(3), torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     factors = cca_solver._cholesky(torch.stack([good, bad]))
     assert torch.equal(factors[0], good)
@@ -428,7 +428,7 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
 @pytest.mark.parametrize("m, dims", [(30, (4, 7)), (7, (12, 9)), (20, (12, 30)), (160, (130, 20))])
 @pytest.mark.parametrize("ridge", [0.0, (0.1, 1e-3)])
 def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
-    """Nothing is squared: ill-conditioned features lose no digits, and nothing waits."""
+    """Condition numbers are not squared, so ill-conditioned features lose no digits."""
     x, y = related(3, m, dims=dims)
     x[2] *= torch.logspace(0, -7, dims[0])
     x[:, :, 1] = x[:, :, 0]
@@ -507,7 +507,7 @@ def test_strides_and_leading_dimensions():
 @pytest.mark.parametrize("largest", [1, 2**18])
 @pytest.mark.parametrize("alike", [False, True])
 def test_large_items_are_solved_without_padding(alike, largest, monkeypatch):
-    """One by one if they are larger, or have other observations each."""
+    """Larger items, or items with different masks, are solved one by one."""
     student, teacher = related(3, 25, dims=(4, 5))
     mask = (torch.rand(1 if alike else 3, 25) > 0.2).expand(3, 25)
     expected = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
@@ -659,7 +659,7 @@ KINDS_OF_SOLUTION = pytest.mark.parametrize(
 
 @KINDS_OF_SOLUTION
 def test_a_teacher_made_in_inference_mode(m, dims, options, backend):
-    """Every solver keeps something of the teacher; test_promises.py has the usual ones."""
+    """Every solver saves a tensor computed from the teacher."""
     student, teacher = related(2, m, dims=dims)
     with torch.inference_mode():
         frozen, mask = teacher.clone(), torch.arange(m).expand(2, -1) > 0
@@ -945,8 +945,8 @@ def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
 
 
 @pytest.mark.parametrize("items, real", [(2, 3), (2, 420), (1, 420)])
-def test_padding_of_large_items_is_left_out(items, real, monkeypatch):
-    """Their rows that are no observations are not computed with; few may be left."""
+def test_masked_rows_of_large_items_are_removed(items, real, monkeypatch):
+    """Masked rows are removed; few may remain."""
     solve, solved = cca_solver._solve_items, []
     monkeypatch.setattr(
         cca_solver,
@@ -970,7 +970,7 @@ def test_padding_of_large_items_is_left_out(items, real, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_squares_lose_nothing_of_small_correlations(dtype, monkeypatch):
+def test_squared_matrices_keep_small_correlations_accurate(dtype, monkeypatch):
     """A LayerNorm leaves a direction without variance, and others hardly correlate.
 
     The smallest correlation's direction is known as far as its size allows, by any method: what
@@ -1025,7 +1025,7 @@ def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtyp
 
 @pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
 @pytest.mark.parametrize("side", [0, 1])
-def test_an_item_in_one_thread_is_lost_alone(side):
+def test_nan_in_an_item_of_one_thread_stays_in_it(side):
     both = torch.randn(2, 3, 150, 64, device="cpu")
     both[side, 1, 5, 7] = torch.inf
     mask = torch.arange(150, device="cpu").expand(3, 150) > 2
@@ -1072,5 +1072,5 @@ def test_module_bad_input():
         CCALoss()(student, teacher, mask[:, :2])
 
 
-def test_module_shows_its_options():
+def test_module_repr_has_its_options():
     assert repr(CCALoss(1e-3, top_k=2)) == "CCALoss(ridge=0.001, top_k=2, pool='tokens')"

@@ -28,14 +28,14 @@ AROUND = {"backend", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.with_reference]
 
 
-def test_the_pages_signatures_are_the_codes():
+def test_signatures_in_the_docs_equal_the_code():
     text = contract.PAGE.read_text()
     assert contract.page(text) == text, "run python -m tools.contract"
     for name in (*PUBLIC, *contract.PARTS):
         assert f"\n{name}(" in text, f"the contract in docs/design.md has no {name}"
 
 
-def test_a_signature_has_the_fixed_words():
+def test_signature_lists_literal_values():
     assert contract.signature("attention_loss") == (
         'attention_loss(student, teacher, mask=None, *, heads="match"|"mean", '
         'reduction="mean"|"sum"|"none", backend="auto")'
@@ -44,7 +44,7 @@ def test_a_signature_has_the_fixed_words():
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_reference_takes_what_its_function_takes(name):
+def test_reference_has_its_functions_parameters(name):
     function = inspect.signature(getattr(fastkd, name)).parameters
     reference = dict(inspect.signature(getattr(fastkd, f"{name}_ref")).parameters)
     passed_on = reference.pop("options", None)  # to another reference

@@ -341,7 +341,7 @@ def test_masked_and_labelled_negatives(backend, leading, positions, reduction):
         check(backend, student, teacher, upstream=upstream, reduction=reduction, **options)
 
 
-def test_a_masked_negative_does_not_exist(backend):
+def test_masked_negative_has_no_effect(backend):
     student, teacher = features(4, 3, 6, dtype=torch.float32)
     bank = torch.randn(8, 3, 6)
     filled = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0]).bool()
@@ -395,7 +395,7 @@ def test_a_bank_of_the_batch_is_the_batch(backend):
 
 
 @pytest.mark.parametrize("kind", ["batch", "shared", "each", "same"])
-def test_label_that_is_nan_is_like_no_other(backend, kind):
+def test_nan_label_matches_no_other(backend, kind):
     student, teacher = features(5, 2, 6, dtype=torch.float32)
     nan = torch.nan
     labels, bank = torch.tensor([nan, 0.0, nan, 0.0, 1.5]), torch.tensor([nan, nan, 0.0, 1.5])

@@ -13,7 +13,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Sets vendor and capability of a GPU that is not there; returns a tensor on it."""
+    """Patch vendor and capability of a fake GPU; returns a tensor on it."""
 
     def found(capability=(9, 0), hip=None):
         extension._known_capability.cache_clear()

@@ -28,7 +28,7 @@ CLOSE = {"atol": 1e-10, "rtol": 1e-10}
 SIZES = [(5, 3), (4, 0, 3)]  # samples of each rank
 
 
-def test_a_copy_is_of_the_same_group(tmp_path):
+def test_a_copy_has_the_same_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
@@ -179,7 +179,7 @@ def made(loss, **gather):
 
 
 def each_rank(rank, sizes):
-    """By loss: with `gather`, and by `AcrossRanks`, whose rows have to be of one length."""
+    """Losses with `gather`, and in `AcrossRanks`, which needs rows of one length."""
     results = {}
     ends = sum(sizes[:rank]), sum(sizes[: rank + 1])
     whole = features(rows=sum(sizes))
@@ -245,7 +245,7 @@ SENT = {
 
 
 def bytes_sent(rank):
-    """Of everything but a few integers and means."""
+    """Bytes sent, except for a few integers and means."""
     sent = []
 
     def watched(collective):
@@ -272,7 +272,7 @@ def bytes_sent(rank):
 
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
-def test_what_is_sent_is_what_the_table_says(tmp_path):
+def test_sent_bytes_equal_the_table(tmp_path):
     for found in run_ranks(bytes_sent, 2, tmp_path):
         assert found == {name: expected for name, (_, _, expected) in SENT.items()}
 
@@ -291,7 +291,7 @@ def gather_all(rank):
 
 
 def called_differently(rank):
-    """What each process says of calls that are not alike, and of what it can't gather."""
+    """Error of each process for calls that differ, and for tensors that can't be gathered."""
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     student, teacher, _, labels = features()
@@ -331,7 +331,7 @@ def called_differently(rank):
     return said
 
 
-def test_processes_that_call_differently_are_told(tmp_path):
+def test_different_calls_raise_in_every_process(tmp_path):
     for rank, (no_rows, *said) in enumerate(run_ranks(called_differently, 2, tmp_path)):
         assert "no rows" in no_rows
         for sentence in said:

@@ -26,7 +26,7 @@ PUBLIC = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py looks at the real thing")
 @pytest.mark.parametrize("loss", calls.FILES)
-def test_calls_neither_wait_nor_mix_devices(loss):
+def test_calls_neither_synchronise_nor_mix_devices(loss):
     report = walked(loss)
     assert set(report["planted"]) == set(PLANTED), "a planted mistake was not found"
     assert not report["problems"], json.dumps(report["problems"], indent=1)
@@ -34,7 +34,7 @@ def test_calls_neither_wait_nor_mix_devices(loss):
 
 @pytest.fixture(scope="module")
 def listed():
-    """Options of every call, by function or Module."""
+    """Options of every listed call, for each function or Module."""
     options: dict[str, list[dict]] = {}
     for loss in calls.FILES:
         for call in calls.of(loss):
@@ -44,7 +44,7 @@ def listed():
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_call_is_listed(listed, name):
-    """And every fixed word of its options."""
+    """Every value of its Literal options is listed too."""
     assert name in listed, f"tools/calls has no call of {name}"
     public = getattr(fastkd, name)
     function = public.__init__ if inspect.isclass(public) else public
@@ -64,7 +64,7 @@ def test_every_public_call_is_listed(listed, name):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_every_tensor_is_given(loss):
+def test_every_tensor_argument_is_listed(loss):
     given = walked(loss.name)["given"]
     for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
         public = getattr(fastkd, name)

@@ -1,4 +1,4 @@
-"""A few of the random calls of `tests/losses` in every run; `make fuzz` makes as many as asked."""
+"""A few random calls of `tests/losses`; `make fuzz` runs any number of them."""
 
 import pytest
 

@@ -60,7 +60,7 @@ def model_of(name):
 
 
 def head_states_and_logits(model, layer=None):
-    """The head, what goes into its layer, and the model's own logits."""
+    """The head, the input of its layer, and the model's own logits."""
     seen = []
     layer = output_layer(model) if layer is None else layer
     hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -90,7 +90,7 @@ def lora(**options):
     return model
 
 
-def test_lora_on_the_head_stays_beside_the_weight():
+def test_lora_on_the_head_stays_a_separate_product():
     model = lora()
     head, states, logits = head_states_and_logits(model)
     assert len(head.low_rank) == 1
@@ -204,7 +204,7 @@ def a_sharded_head(rank):
 
 
 def a_sharded_language_model():
-    """It makes no logits of all tokens either, and learns the same."""
+    """It computes no full logits, and trains the same."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -240,7 +240,7 @@ V, N = 23, 21
 
 
 def heads_in_parts(rank, size):
-    """Loss, terms and gradients of sharded heads, against those of the whole."""
+    """Compare loss, terms and gradients of sharded heads with those of the whole head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -288,12 +288,12 @@ def heads_in_parts(rank, size):
     assert seen == [60 // size]
 
 
-def test_a_vocabulary_parallel_head_is_computed_on_its_parts(tmp_path):
+def test_vocabulary_parallel_head_is_computed_on_its_shards(tmp_path):
     run_ranks(heads_in_parts, 2, tmp_path, 2)
 
 
 def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
-    """Hidden states may be each process's own there."""
+    """In such a mesh each process may have its own hidden states."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

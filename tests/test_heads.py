@@ -39,7 +39,7 @@ V = 13
 
 
 def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
-    """The k likeliest words of random distributions, and these."""
+    """The k most probable tokens of random distributions, and the distributions."""
     full = (2 * torch.randn(*shape, words, dtype=dtype)).log_softmax(-1)
     log_probs, words = full.topk(k)
     return TopK(words, log_probs, tail), full
@@ -88,7 +88,7 @@ def test_by_hand(divergence, value):
     ],
     ids=ids,
 )
-def test_at_their_ends_they_are_the_words(one, other):
+def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
     student, teacher = torch.randn(2, 3, 7, dtype=torch.float64)
     loss = functools.partial(value_and_grad, soft_target_loss, student, teacher)
     assert all(map(torch.equal, loss(divergence=one), loss(divergence=other)))
@@ -108,7 +108,7 @@ def test_of_logits(divergence, reduction):
 
 
 @pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl", "total_variation"])
-def test_bounded_ones_stay_finite_where_a_side_excludes_words(name):
+def test_bounded_divergences_stay_finite_for_excluded_tokens(name):
     inf = float("inf")
     student = torch.tensor([[0.0, 1.0, -inf], [90.0, 0.0, -90.0]])
     teacher = torch.tensor([[0.0, -inf, 1.0], [-90.0, 0.0, 90.0]])
@@ -118,7 +118,7 @@ def test_bounded_ones_stay_finite_where_a_side_excludes_words(name):
     assert value.isfinite() and grad.isfinite().all()
 
 
-def test_kernels_leave_them_to_pytorch():
+def test_divergences_without_kernels_run_in_pytorch():
     pair = torch.randn(2, 3, 7)
     for divergence in (Divergence("js", beta=0.2), Divergence("total_variation")):
         with pytest.raises(ValueError, match="its kernels support divergence="):
@@ -186,7 +186,7 @@ def test_every_pair_of_options(
 
 
 def made(loss, student, scale, softcap, given, **options):
-    """Value, gradients of states, weight and bias, and terms; NaN stands behind the mask."""
+    """Compare value, terms, and gradients of states, weight and bias; masked positions hold NaN."""
     states, weight, bias = (x.detach().requires_grad_() for x in student)
     hidden, padded, mask = states, given, options["mask"]
     if mask is not None and loss is linear_soft_target_loss:
@@ -223,7 +223,7 @@ def test_task_is_torchs_cross_entropy(softcap):
     torch.testing.assert_close(terms["entropy"], entropy)
 
 
-def test_a_weight_of_0_asks_the_teacher_for_nothing():
+def test_soft_weight_0_computes_no_teacher_logits():
     (h, w, _), (h_t, w_t, _) = heads(4)
     h_t[1] = torch.nan
     task = CrossEntropy(torch.randint(V, (4,)))
@@ -233,8 +233,8 @@ def test_a_weight_of_0_asks_the_teacher_for_nothing():
     assert loss.isfinite() and terms["soft"].isnan()
 
 
-def test_the_heads_gradient_is_made_once():
-    """Anything between the head and the loss would make another of its size on the way back."""
+def test_the_heads_gradient_is_allocated_once():
+    """An operation between head and loss would allocate another gradient of the head's size."""
     (h, w, _), (h_t, w_t, _) = heads(4)
     loss = linear_soft_target_loss(h, w, h_t, w_t[:V])
     below = [node for node, _ in loss.grad_fn.next_functions if node is not None]
@@ -244,7 +244,7 @@ def test_the_heads_gradient_is_made_once():
 
 @MARKS["cpp"][0]
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "adaptive_kl"])
-def test_row_kernels_give_what_pytorch_gives(divergence):
+def test_cpp_rows_equal_pytorch(divergence):
     (h, w, b), (h_t, w_t, _) = heads(20)
     labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
     options = dict(divergence=divergence, temperature=1.7, soft_weight=0.4, chunk_bytes=3 * V * 16)
@@ -289,7 +289,7 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("words", [None, 1024])
 def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
-    """One operator makes values and gradients, of what learns alone too."""
+    """One operator computes values and the gradients that are needed."""
     generator = torch.Generator().manual_seed(0)
     shapes = (9, 40), (1100, 40), (1100,)
     h, w, b = given = [torch.randn(x, generator=generator).to(dtype) for x in shapes]
@@ -366,8 +366,8 @@ def test_micro_batches_add_up():
     torch.testing.assert_close(parts, loss(slice(None)))
 
 
-def test_what_learns():
-    """Any of states, weight and bias alone; a head shared by both sides; nothing at all."""
+def test_gradients_of_each_trained_tensor():
+    """Gradients of states, weight or bias alone; a head shared by both models; no gradient."""
     student, (h_t, w_t, b_t) = heads(5)
     teacher = h_t, Head(w_t, b_t)
     options = dict(vocabulary=V)
@@ -444,8 +444,8 @@ def test_compiled(teacher):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_types(dtype):
-    """Labels too: no logit is rounded on its way."""
+def test_half_precision(dtype):
+    """Logits are never rounded to half precision, also for labels."""
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 512), (8000, 512), (24, 256), (8000, 256)
     h, w, h_t, w_t = (torch.randn(s, generator=generator) for s in shapes)
@@ -468,7 +468,7 @@ def test_half_types(dtype):
 @pytest.mark.parametrize("has_unit", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [None, 6 * 4000 * 8])
 def test_the_gradient_of_a_head_in_bf16_needs_no_wider_one(chunk_bytes, has_unit, monkeypatch):
-    """Where no other chunk adds to it; also times what is no power of two."""
+    """With a single chunk; also with an upstream gradient that is not a power of two."""
     if has_unit and not products._has_half_product():
         pytest.skip("needs a processor that multiplies bfloat16")
     monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
@@ -498,7 +498,7 @@ def test_the_gradient_of_a_head_in_bf16_needs_no_wider_one(chunk_bytes, has_unit
 
 
 def test_an_adapter_in_bf16_is_rounded_once():
-    """What its second factor multiplies is no result: nobody sees it rounded."""
+    """The input of its second factor is not rounded."""
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 512), (8000, 512), (16, 512), (8000, 16), (24, 256), (8000, 256)
     widths = 1, 512 / 9, 512, 16, 1, 256 / 9
@@ -521,7 +521,7 @@ def test_an_adapter_in_bf16_is_rounded_once():
 # Vocabularies
 
 
-def test_columns_beyond_the_vocabulary_are_out():
+def test_columns_beyond_the_vocabulary_are_removed():
     (h, w, b), (h_t, w_t, b_t) = heads(4)
     labels = torch.tensor([1, 2, 3, 4])
     task = CrossEntropy(labels, label_smoothing=0.1)
@@ -541,7 +541,7 @@ def test_columns_beyond_the_vocabulary_are_out():
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
-def test_all_words_are_the_whole_distribution(divergence):
+def test_top_k_of_all_tokens_equals_the_whole_distribution(divergence):
     student = torch.randn(5, V, dtype=torch.float64)
     top, full = top_k(5, k=V)
     for tail in ("bucket", "renormalise"):
@@ -554,7 +554,7 @@ def test_all_words_are_the_whole_distribution(divergence):
 
 @pytest.mark.parametrize("k", [1, 3, 12])
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js", "skew_kl", "total_variation"])
-def test_a_bucket_is_between_nothing_and_the_whole(name, k):
+def test_bucket_loss_is_between_zero_and_the_whole_divergence(name, k):
     student = 2 * torch.randn(50, V, dtype=torch.float64)
     top, full = top_k(50, k=k)
     options = dict(divergence=Divergence(name), reduction="none")
@@ -578,7 +578,7 @@ def test_top_k_of_logits(tail, divergence, reduction):
 
 
 @pytest.mark.parametrize("k", [2, V])
-def test_masked_lists_may_hold_anything(k):
+def test_masked_top_k_entries_have_no_effect(k):
     student = torch.randn(3, V, dtype=torch.float64)
     top, _ = top_k(3, k=k)
     mask = torch.tensor([1, 0, 1])
@@ -592,7 +592,7 @@ def test_masked_lists_may_hold_anything(k):
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
-def test_shorter_lists_are_filled_up(tail):
+def test_shorter_top_k_lists_are_padded(tail):
     student = torch.randn(3, V, dtype=torch.float64)
     top, _ = top_k(3, k=2, tail=tail)
     inf = torch.full((3, 2), -torch.inf, dtype=torch.float64)
@@ -602,7 +602,7 @@ def test_shorter_lists_are_filled_up(tail):
 
 
 def test_rounded_log_probabilities_add_up_to_no_more_than_1():
-    """An inference server's, in half types."""
+    """Log-probabilities from an inference server, in half precision."""
     student = torch.randn(20, V)
     top, _ = top_k(20, k=V - 1, dtype=torch.float32)
     rounded = TopK(top.ids, (top.log_probs * 0.99).to(torch.bfloat16))
@@ -610,7 +610,7 @@ def test_rounded_log_probabilities_add_up_to_no_more_than_1():
     assert value >= 0 and grad.isfinite().all()
 
 
-def test_a_small_tail_is_what_the_same_numbers_leave_in_float64():
+def test_small_tail_is_computed_in_float64():
     student = 3 * torch.randn(128, 1000)
     log_probs, words = (3 * torch.randn(128, 1000)).double().log_softmax(-1).topk(990)
     log_probs = log_probs.float()
@@ -621,7 +621,7 @@ def test_a_small_tail_is_what_the_same_numbers_leave_in_float64():
     assert wanted.isfinite().sum() > 64
 
 
-def test_a_likely_tail_the_student_excludes_costs_infinity():
+def test_tail_excluded_by_the_student_gives_infinite_loss():
     student = torch.tensor([[0.0, 0.0, -torch.inf]])
     top = TopK(torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.25]]).log())
     assert soft_target_loss(student, top) == torch.inf
@@ -630,8 +630,8 @@ def test_a_likely_tail_the_student_excludes_costs_infinity():
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(torch.uint8, 300), (torch.int16, 40000)])
-def test_words_in_a_narrow_type(dtype, words):
-    """Neither the ignored label nor the vocabulary's size wraps: of uint8, -100 would be 156."""
+def test_token_ids_in_a_narrow_dtype(dtype, words):
+    """Neither ignore_index nor the vocabulary's size wraps: as uint8, -100 would be 156."""
     hidden, *heads = torch.randn(2, 4), torch.randn(words, 4), torch.randn(words, 4)
     labels, log_probs = torch.tensor([156, 3]), torch.tensor([[0.6, 0.3]]).log()
 

@@ -73,7 +73,7 @@ def test_worked_example(function):
 
 @pytest.fixture(params=["small", "large", "without looking"])
 def searches(request, monkeypatch):
-    """PyTorch's three searches: of small problems, of large ones, and where data can't decide."""
+    """PyTorch's three searches: small problems, large problems, and without reading values."""
     if request.param == "small":
         return
     monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", 0)
@@ -82,7 +82,7 @@ def searches(request, monkeypatch):
 
 
 def every_search(test):
-    """Each of them, of which the kernels have one."""
+    """Run each of PyTorch's searches; kernels have a single one."""
     of_kernels = pytest.mark.left_out(
         where=lambda given: given.get("backend") == "triton" and given["searches"] != "small"
     )
@@ -156,7 +156,7 @@ def matched(student_labels, teacher_labels, **options):
     return [[j for j in range(len(teacher)) if int(loss) >> 2 * j & 1] for loss in losses]
 
 
-def test_labels_that_float64_does_not_tell_apart(backend):
+def test_labels_that_are_equal_in_float64(backend):
     big, least, greatest = 2**53, -(2**63), 2**63 - 1
     for tolerance, expected in ((None, []), (0, []), (0.9, []), (1, [0, 2]), (2, [0, 1, 2])):
         options = {"tolerance": tolerance, "backend": backend}
@@ -171,7 +171,7 @@ def test_labels_that_float64_does_not_tell_apart(backend):
         assert matched([least, greatest], ends, tolerance=tolerance, backend=backend) == expected
 
 
-def test_ignored_rows_compare_with_nothing(backend):
+def test_ignored_rows_are_left_out(backend):
     labels, bank = [-100, 1, -101, 2], [1, -100, -100, -101, 2]
     assert matched(labels, bank, backend=backend) == [[], [0], [3], [4]]
     assert matched(labels, bank, tolerance=1, backend=backend) == [[], [0, 4], [3], [0, 4]]
@@ -248,7 +248,7 @@ def test_ties_go_to_the_lower_index(backend):
 
 
 def near_duplicates(rows, dtype=torch.float32, spread=1e-4):
-    """Six students and four far clusters of rows that differ less than a product resolves."""
+    """Six students and four far clusters whose rows differ by less than a product's rounding."""
     clusters = 30 * torch.randn(4, 64, dtype=torch.float64)
     near = spread * torch.randn(4, rows, 64, dtype=torch.float64)
     teacher = (clusters[:, None] + near).flatten(0, 1)
@@ -424,7 +424,7 @@ def test_gradcheck():
 
 
 def test_compiles_without_graph_breaks():
-    """Also the path that a GPU without Triton takes: nothing depends on the data."""
+    """Also the path for a GPU without Triton, which doesn't read values."""
     compiled, _ = counted(knn_feature_loss)
     student, teacher, *labels = batch(20, 70, 6, 3, dtype=torch.float32, mean=2.0)
     teacher[3, 1] = torch.nan
@@ -577,7 +577,7 @@ def test_module_without_tokens_or_samples_is_zero(pool, shape):
         assert student.grad.shape == student.shape
 
 
-def test_no_mask_is_passed_over():
+def test_no_mask_is_ignored():
     loss = IntraClassKNNLoss(pool="mean")
     student, teacher, labels = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.arange(2)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])

@@ -185,7 +185,7 @@ def test_gradcheck(n, device):
     "values", [[3.0] * 4, [1.0, 1.0, 4.0, 4.0], [1.0, 2.0, 2.0, 2.0, 2.0 + 1e-12]], ids=str
 )
 def test_gradient_equals_finite_differences_at_repeated_eigenvalues(values, device):
-    """Where autograd through eigh gives NaN or nothing but rounding."""
+    """Autograd through eigh gives NaN or rounding error there."""
     values = torch.tensor(values).double()
     for a in (values.diag(), with_eigenvalues(values)):
         a = a.to(device).requires_grad_()
@@ -210,7 +210,7 @@ def test_inverse_root_gradient_along_matrices_of_the_same_rank(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_eigenvalues_are_left_out_at_any_size(dtype, device):
-    """A projection is its own pseudo-inverse; one over what rounding leaves of a 0 would be 1e7."""
+    """A projection is its own pseudo-inverse; 1 over the rounding error of a 0 would be 1e7."""
     halves = torch.arange(96).remainder(2).expand(5, 96)
     a = with_eigenvalues(halves).to(device, dtype).requires_grad_()
     for root in (sqrtm, inv_sqrtm):

@@ -33,7 +33,7 @@ FUNCTIONS["relation_loss, plain autograd"] = (
 @pytest.mark.skipif(
     not (extension.CPU and Path("/proc/self/smaps").exists()), reason="needs the extension on Linux"
 )
-def test_the_first_touch_of_large_memory_costs_little(monkeypatch):
+def test_large_allocations_cause_few_page_faults(monkeypatch):
     def flags(x: torch.Tensor) -> list[str]:
         """Of the mapping in which the middle of x lies."""
         middle, inside = x.data_ptr() + x.nbytes // 2, False
@@ -63,7 +63,7 @@ def test_the_first_touch_of_large_memory_costs_little(monkeypatch):
     assert small.tolist() == [1, 3, 5]
 
 
-def test_a_gradient_in_a_half_type_is_multiplied_by_the_whole_upstream():
+def test_half_precision_gradient_is_multiplied_in_float32():
     gradient, upstream = torch.randn(5, 7).bfloat16(), torch.tensor(1 / 3)
     found = times_upstream(gradient, upstream, torch.bfloat16)
     assert torch.equal(found, (gradient.float() / 3).bfloat16())
@@ -71,7 +71,7 @@ def test_a_gradient_in_a_half_type_is_multiplied_by_the_whole_upstream():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_second_derivatives_raise(name):
-    """Also where nothing but inputs is asked for, and PyTorch would leave the second ones out."""
+    """Also with torch.autograd.grad for inputs alone, where PyTorch would skip the error."""
     function, inputs = FUNCTIONS[name]
     (x, *learning), given, options = inputs(torch.Generator().manual_seed(0))
 
@@ -136,8 +136,8 @@ class LabelledKNN(fastkd.IntraClassKNNLoss):
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_what_half_types_are_summed_to_is_rounded_last(name):
-    """Errors of bfloat16 are at most twice what rounding the exact result costs."""
+def test_half_precision_sums_are_rounded_last(name):
+    """The error of bfloat16 is at most twice the rounding error of the exact result."""
     make, *shapes = SUMS[name]
     torch.manual_seed(0)
     function = make()

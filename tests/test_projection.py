@@ -375,7 +375,7 @@ def test_layer_norm_mse_strided(backend, device):
     check_against_oracle(x[:1, :1].expand(6, 5, 40), y, backend)
 
 
-def test_layer_norm_mse_only_one_side_learns(backend, device):
+def test_layer_norm_mse_gradient_of_one_input(backend, device):
     x, y = make_pair(4, 10, device=device)
     _, dx, dy = value_and_grads(layer_norm_mse_ref, x, y)
     for first in (True, False):
@@ -393,8 +393,8 @@ def test_layer_norm_mse_tiny_and_huge(backend, device, scale):
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30, 1e36])
-def test_layer_norm_mse_knows_every_scale(backend, device, scale, eps):
-    """Also where the squares of float32 are 0 or inf; plain PyTorch gives NaN there."""
+def test_layer_norm_mse_at_every_scale(backend, device, scale, eps):
+    """Also where squares are 0 or inf in float32, where plain PyTorch gives NaN."""
     x, y = make_pair(4, 33, device=device)
     actual = value_and_grads(layer_norm_mse, x * scale, y, eps=eps, backend=backend)
     right = value_and_grads(layer_norm_mse_ref, (x * scale).double(), y.double(), eps=eps)
@@ -416,7 +416,7 @@ def test_layer_norm_mse_of_a_constant_row_without_eps(backend, device, number):
 
 @pytest.mark.parametrize("columns", [3, 64])
 def test_layer_norm_mse_offset(backend, device, columns):
-    """Better than torch's own: the mean of a row is much larger than its spread."""
+    """More accurate than torch's layer_norm if a row's mean is much larger than its deviation."""
     x, y = make_pair(4, columns, device=device)
     x, y = x + 3000, y - 200
     check_against_oracle(x, y, backend)
@@ -602,7 +602,7 @@ def test_dual_loss_equals_the_equations(sizes, layers, is_orthogonal, samples):
 
 
 def test_dual_loss_calls_projections_that_have_hooks():
-    """As FSDP's, without which a projection that is sharded by itself has no whole matrices."""
+    """FSDP's hooks gather the matrices of a projection that is sharded by itself."""
     module, seen = DualProjectionLoss(4, 6), []
     student, teacher = torch.randn(3, 4), torch.randn(3, 6)
     expected = module(student, teacher)

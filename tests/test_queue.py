@@ -118,7 +118,7 @@ def test_labels_keep_their_dtype():
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
-def test_a_label_dtype_without_the_label_of_empty_rows(kind):
+def test_label_dtype_that_cannot_represent_ignore_index(kind):
     with pytest.raises(ValueError, match=f"label_dtype {kind} can't hold ignore_index=-100"):
         FeatureQueue(3, 2, label_dtype=kind)
     FeatureQueue(3, 2, label_dtype=kind, ignore_index=0)

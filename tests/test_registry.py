@@ -21,7 +21,7 @@ HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "TopK"}  # publ
 
 
 def announced(loss) -> list[str]:
-    """The losses proper: what a page about losses has to name."""
+    """Names of the losses, which a page about losses must contain."""
     return [*loss.functions, *(name for name in loss.modules if name.endswith("Loss"))]
 
 

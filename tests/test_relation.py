@@ -36,7 +36,7 @@ MASKS = ("none", "full", "empty", "one", "alternating", "ragged", "random")
 
 
 def figure_4(F_s, F_t, alpha=1.0, beta=1.0):
-    """The paper's own code, Figure 4, in other words."""
+    """The paper's code (Figure 4), rewritten."""
 
     def plc(R_s, R_t):
         R_s, R_t = R_s.flatten(1), R_t.flatten(1)
@@ -82,7 +82,7 @@ def make_mask(kind, B, N, device="cpu"):
 
 
 def assert_matches_reference(student, teacher, mask, backend, upstream=1.0, **kwargs):
-    """Value and gradient against the reference in float64, no worse than it in ``dtype``.
+    """Value and gradient are as accurate as the reference in ``dtype``, against float64.
 
     Padding holds NaN, and has no gradient.
     """
@@ -149,7 +149,7 @@ def test_mse_and_kl_by_hand():
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("kind", MASKS)
 def test_reference_masks_like_removal(over, kind):
-    """With a mask: the plain loss of each group's real rows, averaged where there are two."""
+    """A mask gives the mean loss of each group's real rows, over groups with at least two."""
     B, N = 4, 6
     student, teacher = features(B, N, 5), features(B, N, 7)
     mask = make_mask(kind, B, N)
@@ -282,7 +282,7 @@ def test_fp32_accuracy_on_anisotropic_features(backend, device, shape, anisotrop
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("size", [1e-9, 1e9])
-def test_scale_does_not_matter(backend, device, over, size):
+def test_loss_is_invariant_under_scale(backend, device, over, size):
     student, teacher = features(3, 5, 16).float().to(device), features(3, 5, 16).float().to(device)
     value, grad = value_and_grad(
         relation_loss, student * size, teacher / size, over=over, backend=backend
@@ -319,7 +319,7 @@ def test_embeddings_are_samples_of_one_token(backend, device, masked):
     ("size", "over", "normalize"), every_two_meet([1e20, 1e30, 1e34], OVER, ["l2", "layer_norm"])
 )
 def test_huge_rows_are_normalised(backend, device, over, normalize, size):
-    """Their squares overflow float32, among ordinary rows or not; infinite ones still give NaN."""
+    """Squares of the rows overflow float32; infinite rows still give NaN."""
     students, teachers = features(3, 5, 16), features(3, 5, 16)
     sizes = torch.ones(3, 5, 1, dtype=torch.float64)
     sizes[1], sizes[:, 2] = size, size
@@ -347,7 +347,7 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
 @pytest.mark.within_kernels
 @pytest.mark.parametrize(("dtype", "over", "members"), every_two_meet(DTYPES, OVER, SIZES))
 def test_degenerate_features(backend, device, dtype, over, members):
-    """Constant features have ρ = 0; zero and tiny rows give what the formula gives, finite."""
+    """Constant features give ρ = 0; zero and tiny rows give the formula's finite value."""
     B, N = shape_of(over, 2, members)
     good = features(B, N, 8, dtype=dtype, device=device)
     constant = good[:1, :1].expand_as(good)
@@ -367,8 +367,8 @@ def test_degenerate_features(backend, device, dtype, over, members):
 
 
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm", "softmax", "none"])
-def test_a_teacher_of_equal_rows_teaches_nothing(normalize):
-    """As a layer of embeddings at [CLS]; what rounding left of a mean is no relation."""
+def test_teacher_with_equal_rows_gives_zero_gradient(normalize):
+    """Like the embeddings' [CLS] rows: rounding error of the mean must not become a relation."""
     student, teacher = torch.randn(31, 16, 768), torch.randn(31, 16, 768)
     usual, nothing = (
         value_and_grad(relation_loss, student, x, over="samples", normalize=normalize)[1].norm()
@@ -378,7 +378,7 @@ def test_a_teacher_of_equal_rows_teaches_nothing(normalize):
 
 
 @pytest.mark.parametrize("members", [20, 127])
-def test_equal_teacher_rows_teach_nothing_in_registers(backend, device, members):
+def test_teacher_with_equal_rows_gives_zero_gradient_in_registers(backend, device, members):
     student, teacher = (features(2, members, D, device=device).float() for D in (7, 64))
     usual, nothing = (
         value_and_grad(relation_loss, student, x, backend=backend)[1].norm()
@@ -390,7 +390,7 @@ def test_equal_teacher_rows_teach_nothing_in_registers(backend, device, members)
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", SIZES)
 def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members):
-    """Below a norm of 1e-12 F.normalize divides by 1e-12, and so does the gradient."""
+    """Below a norm of 1e-12 F.normalize divides by 1e-12, and the gradient must too."""
     B, N = shape_of(over, 2, members)
     student = features(B, N, 8, dtype=torch.float32, device=device)
     teacher = features(B, N, 8, dtype=torch.float32, device=device)
@@ -411,8 +411,8 @@ def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
 @pytest.mark.parametrize(
     ("over", "value", "members"), [("samples", -float("inf"), 9), ("tokens", float("nan"), 140)]
 )
-def test_bad_numbers(backend, device, over, value, members):
-    """In real data they make the loss NaN; in padding they change nothing."""
+def test_nan_and_inf_in_real_data_and_in_padding(backend, device, over, value, members):
+    """NaN and inf in real data make the loss NaN; in padding they have no effect."""
     B, N = shape_of(over, 2, members)
     student, teacher = features(B, N, 8).float().to(device), features(B, N, 8).float().to(device)
     mask = make_mask("ragged", B, N, device)
@@ -469,7 +469,7 @@ def test_gradcheck(option, over, N):
 
 
 def test_float16_gradient_survives_a_loss_scale(backend, device):
-    """The gradient is narrowed after the upstream gradient is known, not before."""
+    """The gradient is rounded to float16 after multiplication with the upstream gradient."""
     student = 300 * features(6, 16, 32, dtype=torch.float16, device=device)
     teacher = features(6, 16, 32, dtype=torch.float16, device=device)
     _, grad = errors(student, teacher, upstream=65536.0, backend=backend)
@@ -478,7 +478,7 @@ def test_float16_gradient_survives_a_loss_scale(backend, device):
 
 @pytest.mark.parametrize("members", SIZES)
 @pytest.mark.parametrize("upstream", [float("inf"), float("nan"), 2.0**40])
-def test_float16_gradient_overflows_in_sight(backend, device, members, upstream):
+def test_float16_gradient_overflow_is_visible_to_grad_scaler(backend, device, members, upstream):
     """A GradScaler looks for inf and NaN to find that its scale is too large."""
     student = features(2, members, 8, dtype=torch.float16, device=device)
     student[0, 1] = 0
@@ -490,7 +490,7 @@ def test_float16_gradient_overflows_in_sight(backend, device, members, upstream)
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", [9, 32, 140])
 def test_gradient_of_identical_rows(backend, device, over, members):
-    """It is 0: what 1/eps multiplies must come from differences of rows, not from rows."""
+    """The gradient is 0: 1/eps must multiply differences of rows, not rows."""
     B, N = shape_of(over, 2, members)
     student = features(1, 1, 24, dtype=torch.float32, device=device).expand(B, N, 24)
     for D in (17, 300):  # products of features, and of rows
@@ -550,7 +550,7 @@ def test_sizes_stay_symbolic(device, alpha, beta, normalize, distance, masked):
 
 
 def test_a_repeated_layer_compiles(backend, device):
-    """Dynamo refuses autograd functions of repeated tensors: here of either side, and of both."""
+    """Dynamo rejects repeated tensors in autograd functions: here student and teacher layers."""
     a, b, c, d = torch.randn(4, 3, 9, 8, device=device)
     students, teachers = [a, a, b], [c, d, d]
     students[0].requires_grad_()
@@ -574,7 +574,7 @@ def test_segments_under_a_default_device():
 
 
 class TestSegments:
-    """Packed rows cost what their documents cost in rows of their own."""
+    """Packed rows give the loss of their documents in separate rows."""
 
     lengths = ((3, 4, 2), (5, 1, 3), (9,))  # of the documents of each row
     N = 10  # the rest is padding
@@ -840,7 +840,7 @@ def test_bad_input(arguments, error, message):
                 loss(*arguments)
 
 
-def test_triton_says_why_not():
+def test_backend_error_gives_the_reason():
     with pytest.raises(BackendUnavailable, match="backend='triton' can't run relation_loss"):
         relation_loss(*PAIR.double(), backend="triton")
 
@@ -865,7 +865,7 @@ def test_bad_options(loss, option, message):
 @pytest.mark.parametrize("N", SIZES)
 @pytest.mark.parametrize("D", (1, 3))
 def test_parallel_rows_of_any_length_have_no_gradient_along_them(over, N, D, backend):
-    """Rows of one direction differ by their rounding only, which 1/eps would make large.
+    """Rows of one direction differ only by rounding error, which 1/eps would amplify.
 
     Across the rows the error is of the size of what rounding the rows once more would cost.
     """

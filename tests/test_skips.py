@@ -17,8 +17,8 @@ def test_left_out(size):
 
 
 @pytest.mark.parametrize("runs_on", ["triton", "cpp"])
-def test_kernels_are_left_out_of_what_they_cannot_do_only(runs_on):
-    """Tests of half types that name no option were left out with those of other options."""
+def test_only_unsupported_kernel_tests_are_skipped(runs_on):
+    """Half-precision tests without options run; tests of unsupported options are skipped."""
 
     def left_out(**given):
         item = SimpleNamespace(
@@ -35,7 +35,7 @@ def test_kernels_are_left_out_of_what_they_cannot_do_only(runs_on):
 
 
 def test_table_of_skips():
-    """Of reports as they come from other processes: lists for tuples."""
+    """Reports from other processes hold lists instead of tuples."""
     lines = []
     reporter = SimpleNamespace(
         stats={"skipped": [SimpleNamespace(longrepr=["a.py", 1, f"Skipped: {x}"]) for x in "bab"]},
@@ -54,6 +54,6 @@ def test_settings_of_other_processors():
     assert all((machines.ROOT / file).exists() for file in machines.CORE)
 
 
-def test_the_core_names_files_that_there_are():
-    """A path that is gone leaves nothing out, without a word."""
+def test_core_names_existing_files():
+    """A path that no longer exists would skip nothing, silently."""
     assert all((check.ROOT / path).exists() for path in (*check.WHOLE, *check.TRAINS, *LEFT_OUT))

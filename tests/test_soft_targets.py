@@ -58,7 +58,7 @@ def check_against_oracle(student, teacher, backend, **options):
 # Worked examples
 
 
-def test_reference_on_three_words_by_hand():
+def test_reference_on_three_tokens_by_hand():
     p_s, p_t = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
     student = torch.tensor(p_s).double().log()[None]
     teacher = torch.tensor(p_t).double().log()[None]
@@ -101,7 +101,7 @@ def test_adaptive_kl_head_may_hold_exactly_half(backend, device):
 @pytest.mark.within_kernels
 @pytest.mark.parametrize("V", [2, 3, 8, 10, 14])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_adaptive_kl_head_of_equal_words_is_their_first_half(backend, device, V, dtype):
+def test_adaptive_kl_head_of_equal_tokens_is_their_first_half(backend, device, V, dtype):
     student, teacher = torch.randn(3, V, device=device).to(dtype), torch.full((3, V), 0.5)
     options = dict(divergence="adaptive_kl", reduction="none")
     found = soft_target_loss(student, teacher.to(student), backend=backend, **options)
@@ -128,8 +128,8 @@ def test_adaptive_kl_ties_go_to_the_lower_index(backend, device):
     assert value.item() == pytest.approx(reverse.item(), rel=1e-5)
 
 
-def test_adaptive_kl_of_many_equal_words(backend, device):
-    """More of them than one block of the search holds: on both sides of the head's end."""
+def test_adaptive_kl_of_many_equal_tokens(backend, device):
+    """More equal tokens than one block of the search holds, before and after the head's end."""
     student, _ = make_logits(3, 2500, dtype=torch.float32, device=device)
     teacher = torch.randint(4, student.shape).to(student)
     check_against_oracle(student, teacher, backend, divergence="adaptive_kl")
@@ -215,7 +215,7 @@ KINDS_OF_SEVEN = [
 
 @pytest.mark.parametrize("denominator", [2.5, *KINDS_OF_SEVEN])
 def test_denominator_replaces_the_count(backend, device, denominator):
-    """Whatever kind of number it is, on the CPU or the device, the loss keeps its own dtype."""
+    """The loss keeps its dtype for every type and device of the denominator."""
     student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
     mask = torch.tensor([1, 1, 0, 1], device=device)
     options = dict(mask=mask, backend=backend)
@@ -284,7 +284,7 @@ def test_padding_never_matters(backend, device, divergence):
 
 @divergences
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (3, 5)])
-def test_no_item_gives_zero(backend, device, divergence, shape):
+def test_loss_without_items_is_zero(backend, device, divergence, shape):
     student, teacher = make_logits(*shape, dtype=torch.float32, device=device)
     mask = torch.zeros(shape[:-1], device=device)
     for given_mask in (mask,) if len(shape) == 2 and shape[0] else (None, mask):
@@ -319,8 +319,8 @@ def test_masked_vocabulary_is_left_out(backend, device, divergence):
 
 
 @pytest.mark.parametrize("impossible", ["student", "teacher"])
-def test_adaptive_kl_of_impossible_words_is_infinite(backend, device, impossible):
-    """One of the two KLs is infinite; their mean is, on whichever side the larger weight lies."""
+def test_adaptive_kl_is_infinite_for_tokens_of_probability_zero(backend, device, impossible):
+    """If one KL is infinite, the weighted mean is infinite for all weights."""
     inf = float("inf")
     masked = torch.tensor([[0.0, 1.0, -inf], [3.0, 0.0, -inf], [0.0, -inf, 0.0]], device=device)
     finite = torch.tensor([[0.0, 1.0, 0.0], [0.0, 3.0, 0.0], [5.0, 0.0, 0.0]], device=device)
@@ -331,7 +331,7 @@ def test_adaptive_kl_of_impossible_words_is_infinite(backend, device, impossible
 
 
 def test_adaptive_kl_of_weight_0_counts_nothing(backend, device):
-    """The head, the first word, has no gap: the infinite forward KL weighs 0."""
+    """The head, one token, has no gap, so the infinite forward KL has weight 0."""
     teacher = torch.tensor([[0.5, 0.25, 0.25]], device=device).log()
     student = torch.tensor([[0.5, 0.5, 0.0]], device=device).log()
     options = dict(divergence="adaptive_kl", backend=backend)
@@ -342,7 +342,7 @@ def test_adaptive_kl_of_weight_0_counts_nothing(backend, device):
     assert reference.item() == pytest.approx(value.item())
 
 
-def test_impossible_words_cost_infinity(backend, device):
+def test_divergence_is_infinite_for_tokens_of_probability_zero(backend, device):
     inf = float("inf")
     finite = torch.tensor([[0.0, 1.0]], device=device)
     masked = torch.tensor([[0.0, -inf]], device=device)
@@ -392,8 +392,8 @@ def test_large_common_offset(backend, device, divergence):
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "js"])
-def test_hot_gradients_keep_their_digits(backend, device, divergence):
-    """They differ from their mean by less than a rounding of the normalisers."""
+def test_gradients_are_accurate_at_high_temperature(backend, device, divergence):
+    """Gradients differ from their mean by less than the rounding error of the normalisers."""
     student, teacher = make_logits(7, 17, dtype=torch.float32, device=device, spread=0.01)
     options = dict(temperature=100.0, divergence=divergence, scale_by_t2=False)
     _, expected = oracle(student, teacher, **options)
@@ -405,7 +405,7 @@ def test_hot_gradients_keep_their_digits(backend, device, divergence):
     ("divergence", "offset", "temperature"),
     every_two_meet(DIVERGENCES, [0.0, -1000.0], [20.0, 1000.0]),
 )
-def test_hot_distributions_keep_their_digits(backend, device, divergence, offset, temperature):
+def test_losses_are_accurate_at_high_temperature(backend, device, divergence, offset, temperature):
     """The divergence is of the size of the gaps squared over τ², and multiplied by τ²."""
     student, teacher = (z.detach().float() + offset for z in make_logits(6, 50, device=device))
     options = dict(temperature=temperature, divergence=divergence, reduction="none")
@@ -435,8 +435,8 @@ def test_gradcheck(divergence):
 
 @pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_gradients_are_made_along_with_the_loss(backend, device, reduction):
-    """The backward pass needs neither logits, and may come twice."""
+def test_gradients_are_computed_in_the_forward_pass(backend, device, reduction):
+    """The backward pass needs no logits, and may run twice."""
     student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
     options = dict(divergence="js", reduction=reduction)
     upstream = torch.rand(4 if reduction == "none" else (), device=device)
@@ -458,7 +458,7 @@ SIZES = {
 
 
 def check_graphs(loss, calls):
-    """At most one graph for the first sizes and one for all others, right values in both."""
+    """At most one graph for the first sizes and one for all others, with eager's values."""
     assert count_graphs(loss, calls) <= 2
 
 
@@ -491,7 +491,7 @@ def test_sizes_stay_symbolic(backend, device, divergence, reduction, masked):
 
 @pytest.mark.parametrize("kind", [int, float])
 def test_denominators_stay_symbolic(device, kind):
-    """The number of items of a step is another one at every step."""
+    """The number of items changes at every step."""
     check_graphs(
         lambda s, t, denominator: soft_target_loss(s, t, denominator=denominator, backend="torch"),
         (
@@ -501,8 +501,8 @@ def test_denominators_stay_symbolic(device, kind):
     )
 
 
-def test_the_loss_stands_on_the_logits_themselves(backend, device):
-    """A view between them costs a small loss's backward pass as much as its gradient."""
+def test_no_view_between_loss_and_logits(backend, device):
+    """A view would cost the backward pass of a small loss as much as the gradient."""
     student, teacher = make_logits(3, 7, dtype=torch.float32, device=device)
     node = soft_target_loss(student.requires_grad_(), teacher, backend=backend).grad_fn
     assert [type(x).__name__ for x, _ in node.next_functions if x] == ["AccumulateGrad"]
@@ -565,7 +565,7 @@ def test_temperature_is_a_scale_of_the_logits(seed, temperature, divergence):
 
 @few_examples
 @given(seed=st.integers(0, 10**6), divergence=st.sampled_from(DIVERGENCES))
-def test_order_of_rows_and_words_does_not_matter(seed, divergence):
+def test_loss_is_invariant_under_order_of_rows_and_tokens(seed, divergence):
     torch.manual_seed(seed)
     student, teacher = make_logits(4, 8)
     rows, words = torch.randperm(4), torch.randperm(8)
@@ -592,7 +592,7 @@ def make_heads(*leading, vocabulary=11, dtype=torch.float64, device="cpu"):
 
 
 def exact_dtype(backend):
-    """The most precise dtype that the backend takes."""
+    """The most precise dtype that the backend supports."""
     return torch.float32 if backend == "triton" else torch.float64
 
 
@@ -608,7 +608,7 @@ def check_linear(heads, backend, chunk_bytes=None, **options):
 
 @pytest.fixture
 def chunks(monkeypatch):
-    """How many positions' logits stood in memory together, chunk by chunk."""
+    """Number of positions in each chunk of logits."""
     seen = []
 
     def spy(self, chunk, *rest):
@@ -664,7 +664,7 @@ def test_linear_sizes_stay_symbolic(backend, device, reduction, masked):
     )
 
 
-def test_linear_chunks_are_no_graphs_of_their_own(backend, device):
+def test_linear_number_of_chunks_adds_no_graph(backend, device):
     check_graphs(
         functools.partial(linear_soft_target_loss, chunk_bytes=3 * 11 * 8, backend=backend),
         (make_heads(rows, dtype=torch.float32, device=device) for rows in (4, 7, 11, 16)),
@@ -676,7 +676,7 @@ def test_linear_chunks_are_no_graphs_of_their_own(backend, device):
 )
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
 def test_linear_shared_head_compiled(backend, device, reduction):
-    """A frozen head is the same tensor twice, a learnt one the same storage."""
+    """A frozen head is one tensor passed twice, a trained one shares its storage."""
     h_s, h_t = torch.randn(2, 4, 6, device=device)
     head = torch.randn(11, 6, device=device)
     loss = functools.partial(linear_soft_target_loss, reduction=reduction, backend=backend)
@@ -740,7 +740,7 @@ def test_linear_dtypes(backend, device, dtype):
 
 @pytest.fixture(scope="module")
 def wide_heads():
-    """Logits of a spread of 3, and words enough for their roundings to add up."""
+    """Logits of standard deviation 3, and enough tokens for rounding errors to add up."""
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 512), (8000, 512), (24, 512), (8000, 512)
     heads = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -749,7 +749,7 @@ def wide_heads():
 
 @divergences
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_linear_half_types_are_rounded_once(wide_heads, divergence, dtype):
+def test_linear_half_precision_is_rounded_once(wide_heads, divergence, dtype):
     heads = [x.to(dtype) for x in wide_heads]
     exact = linear_value_and_grads(
         linear_soft_target_loss_ref, [x.double() for x in heads], divergence=divergence
@@ -784,7 +784,7 @@ def test_linear_denominator_and_empty(backend, device):
         torch.testing.assert_close(loss(*heads, denominator=denominator), total / 7)
 
 
-def test_linear_holds_few_logits(backend, device, chunks):
+def test_linear_memory_is_bounded_by_chunk_bytes(backend, device, chunks):
     heads = make_heads(7, dtype=torch.float32, device=device)
     linear_soft_target_loss(*heads, chunk_bytes=3 * 11 * 8 + 5, backend=backend)
     assert chunks == [3, 3, 1]
@@ -844,7 +844,7 @@ def test_bad_inputs():
         soft_target_loss(student, teacher[:2])
 
 
-def test_module_holds_the_options(backend, device):
+def test_module_stores_its_options(backend, device):
     student, teacher = make_logits(2, 3, 7, dtype=torch.float32, device=device)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device)
     module = SoftTargetLoss(3.0, "js", "batchmean", scale_by_t2=False, backend=backend)

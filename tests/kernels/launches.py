@@ -1,4 +1,4 @@
-"""How many kernels a loss would start on the device, without one.
+"""Count the kernels that a loss would launch on a GPU, without one.
 
 Our launches are seen where Triton starts a kernel; between them every dispatched tensor
 operation counts as one kernel, unless it only makes a view or allocates.
@@ -15,7 +15,7 @@ NO_TENSORS = ("promote_types",)
 
 
 class Launches(list):
-    """Names in the order of their start: our kernels by function, PyTorch's by operation."""
+    """Names in launch order: fastkd's kernels by function, PyTorch's by operation."""
 
     def of_triton(self) -> list[str]:
         return [name for name in self if not name.startswith("aten.")]
@@ -36,7 +36,7 @@ class _CountOperations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def count_launches() -> Iterator[Launches]:
-    """Fills its value while the context is open; works on CUDA and in Triton's interpreter."""
+    """Context that records launches; works on CUDA and in Triton's interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,4 @@
-"""What only the Triton kernels of the attention maps promise."""
+"""Properties of the Triton attention kernels alone."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_few_launches(device, layers, launches_each, heads):
 
 
 def test_only_the_students_gradient_is_made(device):
-    """Neither side is copied, and no difference is kept for the backward."""
+    """No map is copied, and no difference is saved for the backward pass."""
     student = torch.rand(2, 3, 40, 40, device=device, requires_grad=True)
     teacher = torch.rand(2, 3, 40, 40, device=device)
     kept = []

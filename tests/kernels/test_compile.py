@@ -1,4 +1,4 @@
-"""What public calls launch compiles without spills: enough of it here, all of it in test-all."""
+"""Kernels of public calls compile without spills: a sample here, all forms in test-all."""
 
 import itertools
 import json

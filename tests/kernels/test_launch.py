@@ -1,4 +1,4 @@
-"""The border between Python and Triton: `fastkd._core.operator`, `fastkd._core.numerics.apply`."""
+"""Launchers as operators: `fastkd._core.operator`, `fastkd._core.numerics.apply`."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ TRITON_FUNCTION = "layer_norm_mse"
 
 
 def test_a_tensor_may_come_twice(backend, device):
-    """Dynamo refuses autograd functions of repeated tensors."""
+    """Dynamo rejects repeated tensors in autograd functions."""
     torch._dynamo.reset()
     x = torch.randn(3, 8, device=device, requires_grad=True)
     compiled = torch.compile(

@@ -1,4 +1,4 @@
-"""What only the Triton kernels of the LayerNorm-MSE promise."""
+"""Properties of the Triton LayerNorm-MSE kernels alone."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_dual_loss_on_both_backends_agrees(device):
 
 
 def test_a_row_far_from_zero_changes_no_other_of_its_block(device):
-    """Only what is recomputed for it is; the other rows keep their bits."""
+    """Only rows that need it are computed again; other rows keep their bits."""
     x, y = torch.randn(2, 8, 64, device=device)
     x += 300
     gradients = []

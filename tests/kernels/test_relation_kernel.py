@@ -1,4 +1,4 @@
-"""What only the Triton backend of relation_loss has: launches, options it leaves to PyTorch."""
+"""Properties of the Triton relation kernels alone: launches, options left to PyTorch."""
 
 import functools
 
@@ -30,7 +30,7 @@ def assert_alike(actual, expected, allowed=1e-5):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_six_layers_in_few_launches(device, masked, dtype):
-    """At B32 N128 D768 the same kernels start as here: the interpreter is spared the work."""
+    """B32 N128 D768 launches the same kernels, which would be slow in the interpreter."""
     if device.type == "cuda":
         B, N, D = 32, 128, 768
     else:

@@ -1,4 +1,4 @@
-"""What only the Triton kernels of the soft targets promise."""
+"""Properties of the Triton soft-target kernels alone."""
 
 import math
 

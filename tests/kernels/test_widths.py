@@ -11,5 +11,5 @@ from tools.compile_report import not_interpreted
 
 @pytest.mark.slow
 def test_accesses_are_wide():
-    """Which takes long to see, unless kernels/proven.json knows these kernels and benchmarks."""
+    """Slow, unless kernels/proven.json holds the state of these kernels and benchmarks."""
     assert json.loads(not_interpreted("tools.widths", "--unproven")) == []

@@ -1,4 +1,4 @@
-"""A loss's tables for the tests that go through every loss: a file each, named as its row.
+"""Tables of each loss for the tests of all losses, one file for each row of the registry.
 
 ====================  =============================================  =======================
 an oracle             the paper's equation in float64, sharing no    ``RANDOM``, and the

@@ -1,4 +1,4 @@
-"""One yardstick for all tests: as close to the float64 oracle as plain PyTorch, plus one table."""
+"""Comparisons of all tests: error at most that of plain PyTorch plus TOLERANCE."""
 
 import itertools
 import operator
@@ -37,7 +37,7 @@ def assert_accurate(
     reference: Tensor | None = None,
     floor: float = 1e-8,
 ) -> None:
-    """``actual`` errs no more than ``reference`` (plain PyTorch in ``dtype``) plus TOLERANCE.
+    """Assert that the error of ``actual`` is at most that of ``reference`` plus TOLERANCE.
 
     ``floor``: the least size that an error is compared with, for what is nothing but the rounding
     of larger terms that cancel.
@@ -50,7 +50,7 @@ def assert_accurate(
 
 
 def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Few of the options' products, in which any choice of one meets any choice of another."""
+    """Few combinations of options that contain every pair of choices of two options."""
     rows = covering(
         itertools.product(*(range(len(choices)) for choices in options)),
         lambda row: dict(enumerate(row)),
@@ -96,7 +96,7 @@ def assert_matches_reference(
     gradient_floor: float = 1e-8,
     **options: Any,
 ) -> None:
-    """Value, gradients and their dtypes: right as far as ``reference`` is in the same dtype.
+    """Assert value, gradients and dtypes, as accurate as ``reference`` in the same dtype.
 
     ``of_value``: the value's dtype if it is not the working one.
     """
@@ -126,7 +126,7 @@ def assert_matches_reference(
 def counted(
     function: Callable[..., Any], backend: str = "eager"
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The function compiled anew in one graph a call, and its graphs so far."""
+    """The function compiled with fullgraph, and the list of its graphs."""
     graphs: list[Any] = []
     compiler = torch._dynamo.lookup_backend(backend)
 
@@ -144,7 +144,7 @@ def count_graphs(
     backend: str = "eager",
     **tolerance: float,
 ) -> int:
-    """How many graphs serve the calls' arguments, with eager's values and gradients."""
+    """Number of graphs for the calls' arguments; asserts eager's values and gradients."""
     compiled, graphs = counted(function, backend)
     parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
     for call in calls:

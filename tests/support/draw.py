@@ -1,4 +1,4 @@
-"""What a random call is, and the choices of a seed: sizes, dtypes, layouts, masks, labels."""
+"""Random calls: sizes, dtypes, layouts, masks and labels drawn from a seed."""
 
 import random
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def by_norm(x: Tensor) -> Tensor:
 
 
 class Draw:
-    """A seed's choices."""
+    """Random choices of one seed."""
 
     def __init__(self, seed: int, backend: str) -> None:
         self.random = random.Random(seed)
@@ -74,7 +74,7 @@ class Draw:
     def features(
         self, *shape: int, scales: tuple[float, ...] = (1e-3, 30.0), kinds: tuple[str, ...] = KINDS
     ) -> Tensor:
-        """(..., D) in the case's dtype, of some kind and some layout."""
+        """Features (..., D) in the case's dtype, of a random kind and layout."""
         x = self.normal(*shape)
         kind = self.pick(kinds)
         if kind == "parallel":  # mean cosines of real language models, up to 0.9999
@@ -92,7 +92,7 @@ class Draw:
         return self.laid_out(x.to(self.dtype))
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """The same numbers with other strides."""
+        """``x`` with other strides."""
         layout = self.pick(["dense", "dense", "sliced", "transposed", "offset"])
         if layout == "sliced":
             wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), float("nan"))
@@ -117,7 +117,7 @@ class Draw:
         return torch.full(shape, kind == "none")
 
     def mask_argument(self, mask: Tensor) -> Tensor | None:
-        """As users have it: none if all is real, bool, or the tokenizer's integers."""
+        """A mask as users pass it: None if all is real, bool, or a tokenizer's integers."""
         if bool(mask.all()) and self.chance(0.5):
             return None
         return mask.to(self.pick([torch.bool, torch.int64, torch.float32]))
@@ -163,7 +163,7 @@ def reduced(losses: Tensor, compared: Tensor, reduction: str) -> Tensor:
 
 
 def poisoned(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` with NaN and inf where it is padding, in the layout it has."""
+    """``x`` with NaN and inf at padding, in its own layout."""
     out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x.detach())
     if mask is not None:
         out[~mask] = torch.tensor([float("nan"), float("inf")])[out[~mask].numel() % 2].to(x.dtype)

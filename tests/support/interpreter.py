@@ -1,4 +1,4 @@
-"""Triton's interpreter for the tests: faults that stop right kernels repaired, waste left out.
+"""Patches of Triton's interpreter for the tests: bugs fixed, slow code replaced.
 
 Each fault has a few lines that show it without fastkd in docs/versions.md.
 """
@@ -42,7 +42,7 @@ MASKS_OF_SCALARS = _triton_from("3.9")
 
 
 def prepare() -> None:
-    """Where kernels are interpreted."""
+    """Whether kernels run in the interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1" and TRITON_INSTALLED:
         _prepare()
 
@@ -178,7 +178,7 @@ def _round_bfloat16() -> None:
 
 
 def _repair_comparisons() -> None:
-    """Comparisons give booleans."""
+    """Make comparisons return booleans."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -1,4 +1,4 @@
-"""What the oracles of `tests/losses` share: in float64, in the simplest way, from the papers.
+"""Code shared by the oracles of `tests/losses`: float64, simple, from the papers.
 
 An oracle says what a loss means. Nothing in it is taken from the package, whose references have
 oracles of their own in these functions. They loop where the equation sums, are differentiable, and
@@ -26,7 +26,7 @@ def rounded(x: Tensor, *shape: int) -> Tensor:
 
 
 def decomposed(a: Tensor) -> Tensor:
-    """``a`` (n, n) as an eigensolver sees it: it errs by the rounding of the matrix's norm.
+    """``a`` (n, n) with an error like an eigensolver's: rounding error of the matrix's norm.
 
     That of small entries, which may be all that a small eigenvalue is made of, is less.
     """

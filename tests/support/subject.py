@@ -1,4 +1,4 @@
-"""A loss of features as every other: what `tests/test_promises.py` asks of all of them."""
+"""Adapter that gives every loss of features one signature, for `tests/test_promises.py`."""
 
 from collections.abc import Callable
 

@@ -56,7 +56,7 @@ def words_of(command: str, *flags: object, **options: object) -> list[str]:
 
 
 def run(command: str, *flags: object, expect: int = 0, **options: object) -> str:
-    """What a command prints; of one that must fail with ``expect`` its errors, a sentence."""
+    """Output of a command; if it must fail with ``expect``, its error sentence."""
     words = words_of(command, *flags, **options)
     result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     if result.exit_code != expect:
