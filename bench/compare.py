@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -100,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compare", description=__doc__)
     parser.add_argument("ref", help="commit to compare this working tree with")
     parser.add_argument("--runs", type=int, default=5, help="of each tree, at least 3")
-    parser.add_argument("pytest", nargs="*", help="pytest's arguments; default: -m headline")
+    parser.add_argument("--pytest", default="-m headline", help="arguments that choose the groups")
     options = parser.parse_args(arguments)
     if options.runs < 3:
         parser.error("--runs: fewer than 3 runs show no noise; give 3 or more")
@@ -111,8 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         for side in ("before", "after") if run % 2 else ("after", "before"):
             print(f"run {run + 1} of {options.runs}, {side}", flush=True)
             out = ROOT / "build" / "compare" / "json" / f"{side}-{run}.json"
-            chosen = options.pytest or ["-m", "headline"]
-            found[side].append(ratios(trees[side], out, chosen))
+            found[side].append(ratios(trees[side], out, shlex.split(options.pytest)))
     return report(found["before"], found["after"])
 
 

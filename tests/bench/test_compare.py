@@ -71,3 +71,20 @@ def runs(ratio, peak=1 << 20):
 def test_report(after, printed, capsys):
     assert compare.report(runs(0.0), after) == ("nothing" not in printed)
     assert printed in capsys.readouterr().out
+
+
+def test_both_trees_run_in_turn(monkeypatch, tmp_path):
+    calls = []
+
+    def ratios(tree, out, arguments):
+        calls.append((tree, arguments))
+        return runs(0.0)[0]
+
+    monkeypatch.setattr(compare, "_build_extension", lambda tree: None)
+    monkeypatch.setattr(compare, "build", lambda ref: tmp_path)
+    monkeypatch.setattr(compare, "ratios", ratios)
+    chosen = ["HEAD~1", "--runs", "4", "--pytest", "-m headline -k 'knn or cca'"]
+    assert compare.main(chosen) == 0
+    trees = [tree for tree, _ in calls]
+    assert trees == [compare.ROOT, tmp_path, tmp_path, compare.ROOT] * 2
+    assert calls[0][1] == ["-m", "headline", "-k", "knn or cca"]
