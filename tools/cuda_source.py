@@ -17,16 +17,17 @@ from pathlib import Path
 import torch
 
 import setup as recipe
+from fastkd._core.atomic_files import write_file
 from tools.compile_report import CUDA_SOURCE, PROVEN, ROOT, note_proven
 
+SOURCE = "csrc/linalg/roots.cu"
 # Of both types, of a warp and of a block.
 KERNELS = 2 * 2 * len(recipe.GPU_ARCHITECTURES)
 
 
 def problems(nvcc: str) -> str:
     """What nvcc says against it, or of its kernels where one spills."""
-    includes = ["csrc", Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
-    command = [*recipe.nvcc_command(nvcc, includes), "-Xptxas=-v", "-c", "csrc/linalg/roots.cu"]
+    command = [*_command(nvcc), "-Xptxas=-v", "-c", SOURCE]
     command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in recipe.GPU_ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:
         command += ["-o", f"{folder}/roots.o"]
@@ -34,6 +35,22 @@ def problems(nvcc: str) -> str:
     frames = done.stderr.count("bytes stack frame")
     clean = done.stderr.count("0 bytes stack frame, 0 bytes spill stores")
     return "" if done.returncode == 0 and frames == clean == KERNELS else done.stderr
+
+
+def ptx(nvcc: str, capability: int) -> str:
+    """The source as PTX, which is compiled once for each state of it."""
+    file = ROOT / "build" / "ptx" / f"roots-{capability}-{state(nvcc)}.ptx"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = [*_command(nvcc), "-ptx", f"-arch=compute_{capability}", SOURCE, "-o", "-"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        write_file(file, done.stdout, shared=True)
+    return file.read_text()
+
+
+def _command(nvcc: str) -> list[str]:
+    includes = ["csrc", Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    return recipe.nvcc_command(nvcc, includes)
 
 
 def state(nvcc: str) -> str:
