@@ -1,9 +1,11 @@
-"""Students of an embedding model by every candidate for the command's default method.
+"""A narrow teacher, and students of an embedding model, for the study of the default method.
 
 The plan is in docs/studies/default_method.md and was committed before the runs.
 
-`python -m bench.studies.default_method runs/default` trains the missing students by
-`fastkd distill --task embedding` and writes their scores to runs/default/embeddings.json.
+`python -m bench.studies.default_method teacher runs/default/teacher` writes the packaged encoder, cut
+to a third of its width: the teacher of default_method.toml before it learns a task.
+`python -m bench.studies.default_method embeddings runs/default` trains the missing students of the
+packaged encoder by `fastkd distill --task embedding`; scores go to runs/default/embeddings.json.
 """
 
 import argparse
@@ -13,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModel, AutoTokenizer
 
 from fastkd._core.machine import describe
+from fastkd.distill import student_from_teacher
 from fastkd.train.distill_settings import Settings
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.packaged_teacher import teacher_path
@@ -22,7 +26,8 @@ from fastkd.train.progress import Display
 from fastkd.train.run import distill
 
 SEEDS = range(4)
-TEXTS, HELD_OUT, WORDS = 30 * 32, 300, 16
+TEXTS, HELD_OUT, WORDS = 20 * 32, 200, 16
+NARROW = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
 #: An embedding model has no head, so a method and its sum with soft targets are one run here.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fcd": ("fcd", {}),
@@ -32,6 +37,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "lrkd": ("lrkd", {}),
     "tinybert": ("tinybert", {}),
 }
+
+
+def write_teacher(folder: Path) -> None:
+    """The packaged encoder with all its layers, each narrower, and its tokenizer."""
+    whole: Any = AutoModel.from_pretrained(teacher_path())
+    layers = list(range(1, 1 + whole.config.num_hidden_layers))
+    narrow: Any = student_from_teacher(whole, layers, config=NARROW)
+    narrow.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(teacher_path()).save_pretrained(folder)
 
 
 def texts(out: Path) -> dict[str, Path]:
@@ -58,11 +72,8 @@ def run(method: str, seed: int, paths: dict[str, Path], out: Path) -> dict[str, 
     return report
 
 
-def main() -> None:
+def train(folder: Path) -> None:
     """Train the missing students."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     file, paths = folder / "embeddings.json", texts(folder)
@@ -82,6 +93,15 @@ def main() -> None:
             part.write_text(json.dumps(found, indent=1))
             part.replace(file)
             print(about, flush=True)
+
+
+def main() -> None:
+    """Write the teacher, or train the students."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("teacher", "embeddings"))
+    parser.add_argument("folder", type=Path)
+    given = parser.parse_args()
+    (write_teacher if given.what == "teacher" else train)(given.folder)
 
 
 if __name__ == "__main__":
