@@ -2,8 +2,8 @@
 
 The plan is in docs/studies/default_method.md and was committed before the runs.
 
-`python -m bench.studies.default_method teacher runs/default/teacher` writes the packaged encoder, cut
-to a third of its width: the teacher of default_method.toml before it learns a task.
+`python -m bench.studies.default_method teacher runs/default/teacher` writes the packaged encoder, a
+third as wide: the teacher of default_method.toml before it learns a task.
 `python -m bench.studies.default_method embeddings runs/default` trains the missing students of the
 packaged encoder by `fastkd distill --task embedding`; scores go to runs/default/embeddings.json.
 """
