@@ -180,12 +180,12 @@ def draw(scores: Scores) -> Any:
     image = ax.imshow(table, cmap="RdYlGn_r", vmin=1, vmax=len(names), aspect="auto", alpha=0.75)
     for (row, column), rank in np.ndenumerate(table):
         runs = scores[list(METRICS)[column]].get(names[row])
-        score = f"{np.mean(list(runs.values())):.3f}" if runs else "cannot train"
+        score = f"{np.mean(list(runs.values())):.3f}" if runs else "none"
         ax.text(column, row, f"{score}  (#{rank:g})", ha="center", va="center", fontsize=8)
     labels = [f"{name}   worst #{ranked[name].max():g}" for name in names]
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     titles = [
-        f"{task}\n{metric}{', less is better' if task in SMALLER else ''}"
+        f"{task}\n{metric}{' (less)' if task in SMALLER else ''}"
         for task, metric in METRICS.items()
     ]
     ax.set_xticks(range(len(titles)), titles, fontsize=8)

@@ -101,7 +101,7 @@ class Distiller(InGroup):
         >>> out = distiller(input_ids=ids, labels=torch.tensor([0, 1, 0, 1]))
         >>> out.loss.backward()
         >>> sorted(out.terms)
-        ['samples', 'task', 'tokens', 'total']
+        ['samples', 'soft', 'task', 'tokens', 'total']
     """
 
     # transformers.Trainer: the loss is a mean over the batch, to be divided by the number of

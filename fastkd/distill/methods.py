@@ -70,13 +70,14 @@ class FCD(_Soft):
     L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
     relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
     the layers; `fastkd.FCDLoss`. Hidden sizes may differ without a projection. Soft targets are
-    not in the paper's loss; ``soft_weight`` adds them.
+    not in the paper's loss (``preset="paper"`` omits them); docs/studies/default_method.md
+    measures their effect.
 
     Args:
         alpha: weight of the relations between tokens; {0.1, 0.2, 0.4, 1} in the paper.
         beta: weight of the relations between samples; the same grid.
         task_weight: weight of the task loss; 0 distils without labels.
-        soft_weight: weight of the soft targets; 0 in the paper.
+        soft_weight: weight of the soft targets; None takes ``task_weight``, the paper has 0.
         layers: "uniform" (best in Table 3), "top", "bottom", or a teacher layer for each student
             layer.
         normalize: normalisation of the features, Table 4: "l2", "layer_norm", "softmax", "none".
@@ -87,6 +88,7 @@ class FCD(_Soft):
     """
 
     across_samples = ("samples",)
+    paper = MappingProxyType({"soft_weight": 0.0})
     headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
     def __init__(
@@ -95,7 +97,7 @@ class FCD(_Soft):
         alpha: float = 1.0,
         beta: float = 1.0,
         task_weight: float = 1.0,
-        soft_weight: float = 0.0,
+        soft_weight: float | None = None,
         layers: Layers = "uniform",
         normalize: Normalize = "l2",
         distance: Distance = "pearson",
@@ -104,6 +106,7 @@ class FCD(_Soft):
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
+        soft_weight = task_weight if soft_weight is None else soft_weight
         _check_weights(alpha=alpha, beta=beta, task_weight=task_weight, soft_weight=soft_weight)
         self.soft_weight = soft_weight
         self._set_soft(temperature, divergence, scale_by_t2)

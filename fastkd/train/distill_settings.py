@@ -199,7 +199,9 @@ class Pairing(Source):
         "tinybert has it without asking.",
         choices=("eager", "sdpa"),
     )
-    method: str = option("fcd", f"One of {', '.join(NAMES)}, or your own as package.module:Class.")
+    method: str = option(
+        "mc3kd", f"One of {', '.join(NAMES)}, or your own as package.module:Class."
+    )
     preset: str = option(
         "default",
         "Hyper-parameters to start from: default or paper.",

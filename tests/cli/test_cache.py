@@ -1,5 +1,6 @@
 """`fastkd cache` and `--teacher-cache`; `fastkd verify`."""
 
+import functools
 import shutil
 
 import pytest
@@ -176,18 +177,20 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
 
 
 def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
-    call("cache", tmp_path / "cache", max_train_rows=20)
+    cache = functools.partial(call, "cache", tmp_path / "cache", method="fcd")
+    cache(max_train_rows=20)
     (tmp_path / "cache" / "fastkd.json").unlink()
-    error = call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache", expect=2)
+    words = {"teacher_cache": tmp_path / "cache", "method": "fcd"}
+    error = call("distill", tmp_path / "out", expect=2, **words)
     assert "no complete cache" in error
-    assert "42 different samples" in call("cache", tmp_path / "cache")
+    assert "42 different samples" in cache()
     assert read_json(tmp_path / "cache" / "fastkd.json")["samples"] == 42
-    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
+    call("distill", tmp_path / "out", **words)
 
 
 def test_another_precision_is_another_cache(call, tmp_path):
-    call("cache", tmp_path / "cache", precision="bf16", max_train_rows=20)
-    error = call("cache", tmp_path / "cache", expect=2)
+    call("cache", tmp_path / "cache", precision="bf16", max_train_rows=20, method="fcd")
+    error = call("cache", tmp_path / "cache", method="fcd", expect=2)
     assert "was written otherwise (precision: bfloat16, now that of the weights)" in error
 
 

@@ -107,7 +107,7 @@ def test_fcd_is_equation_10(family):
             torch.stack([figure_4(h_s[i][mask[:, n], n], h_t[j][mask[:, n], n]) for n in positions])
         ]
     l_t, l_s = (torch.stack([x.mean() for x in terms]).mean() for terms in (tokens, samples))
-    out = total(teacher, student, FCD(alpha=0.4, beta=0.2), inputs)
+    out = total(teacher, student, FCD(alpha=0.4, beta=0.2, soft_weight=0.0), inputs)
     expected = F.cross_entropy(z_s, inputs["labels"]) + 0.4 * l_t + 0.2 * l_s
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.terms["tokens"], l_t, rtol=1e-5, atol=1e-6)
@@ -120,6 +120,7 @@ def test_fcd_is_equation_10(family):
     soft = 9 * kl(z_t, z_s, 3.0)
     torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.loss, expected + 0.3 * soft, rtol=1e-5, atol=1e-6)
+    assert FCD(task_weight=0.5).soft_weight == 0.5 and FCD(task_weight=0.0).soft_weight == 0.0
 
 
 def test_both_terms_of_fcd_come_from_one_pass(monkeypatch):
