@@ -108,7 +108,7 @@ def study(path, out, **options):
 
 def test_whole_study(root, finished):
     output, out = finished[0], shutil.copytree(finished[1], root / "out")
-    assert "8 runs: 1 data sets, 4 variants, 2 seeds, 3 steps each" in output
+    assert "8 runs: 1 data set, 4 variants, 2 seeds, 3 steps each" in output
     found = runs(out)
     assert len(found) == 8
     for run in found.values():
