@@ -16,7 +16,7 @@ from tools import calls
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
-SHARED_KERNEL_FILES = {"launch", "pointers"}
+SHARED_KERNEL_FILES = {"launch", "pointers", "rounding"}
 HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "TopK"}  # public, and no loss
 
 
