@@ -436,7 +436,7 @@ def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
     mask = torch.rand(3, m) > 0.1
     mask[1] = True
     expected = canonical_correlations(x, y, ridge=ridge, mask=mask)
-    monkeypatch.setattr(cca_solver, "_use_extension", lambda x: True)
+    monkeypatch.setattr(cca_solver, "_has_cuda_eigh", lambda x: True)
     for solver_that_waits in ("svd", "svdvals", "eigh"):
         monkeypatch.setattr(torch.linalg, solver_that_waits, lambda *_, **__: pytest.fail("waits"))
     actual = canonical_correlations(x, y, ridge=ridge, mask=mask)

@@ -202,7 +202,7 @@ def test_what_an_older_compiler_lacks_is_left_out(version):
     torch_headers = Path(torch.__file__).parent / "include"
     command = ["g++", *recipe.COMPILE_ARGS[:1], "-E", "-dM", "-U__GNUC__", f"-D__GNUC__={version}"]
     command += [f"-D{name}={value}" for name, value in recipe.MACROS]
-    macros = run(*command, f"-I{torch_headers}", "csrc/half_product.cpp", cwd=ROOT)
+    macros = run(*command, "-Icsrc", f"-I{torch_headers}", "csrc/linalg/half_product.cpp", cwd=ROOT)
     assert ("#define FASTKD_TILES" in macros) == (version >= 11)
     assert ("#define FASTKD_VECTORS" in macros) == (version >= 11)
 

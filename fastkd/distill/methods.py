@@ -624,7 +624,7 @@ def resolve(name: str) -> type[Method]:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"method: {name!r} can't be imported ({error}); use package.module:Class"
+            f"method {name!r} can't be imported ({error}); use package.module:Class"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise TypeError(f"method {name!r} must be a subclass of fastkd.distill.Method, got {found}")

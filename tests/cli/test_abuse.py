@@ -390,7 +390,7 @@ def test_a_tokenizer_without_its_files(invoke, folder, tmp_path):
     "distance=", "no=1", "\0=1", "task_weight=none", "beta=0x", "beta='", "beta=1_",
 ])  # fmt: skip
 def test_malformed_hyperparameters(invoke, word):
-    result = invoke("distill", "--set", word)
+    result = invoke("distill", "--set", word, method="fcd")
     assert result.exit_code == 2, result.output
     assert "--set" in result.stderr or "--method fcd" in result.stderr
 

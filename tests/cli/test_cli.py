@@ -1125,6 +1125,7 @@ def test_torch_without_the_extras_is_one_sentence(monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith(("typer", "fastkd.cli"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["fastkd", "distill"])
     with pytest.raises(SystemExit, match="1"):
         entry.main()
     errors = capsys.readouterr().err

@@ -272,7 +272,8 @@ VOCABULARIES = [(f, h) for f, h in VOCABULARIES if h in ("masked words", "next w
 def test_a_teachers_vocabulary_is_not_multiplied_by_where_no_term_reads_logits(family, head):
     teacher, data = support.model_of(family, head), support.data_of(family, head)
     student = student_from_teacher(teacher, [1, 3])
-    distiller = Distiller(teacher, student, FCD(task_weight=0.5), keep_logits=True).eval()
+    method = FCD(task_weight=0.5, soft_weight=0.0)
+    distiller = Distiller(teacher, student, method, keep_logits=True).eval()
     rows = set()
     vocabulary = teacher.get_output_embeddings()
     vocabulary.register_forward_hook(lambda module, args, out: rows.add(out.shape[:-1].numel()))
@@ -896,7 +897,7 @@ def test_mistakes_are_named():
     other_labels = classifier("bert", layers=2, num_labels=4)
     with pytest.raises(ValueError, match=r"student has 4 labels or vocabulary entries.* teacher 3"):
         Distiller(teacher, other_labels, SoftTargets())
-    Distiller(teacher, other_labels, FCD())(**batch())
+    Distiller(teacher, other_labels, FCD(soft_weight=0.0))(**batch())
     turned = classifier("bert", layers=2, id2label={0: "LABEL_2", 1: "LABEL_1", 2: "LABEL_0"})
     with pytest.raises(ValueError, match=r"classes are LABEL_2, LABEL_1, LABEL_0 .* one order"):
         Distiller(teacher, turned, SoftTargets())
