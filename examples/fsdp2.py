@@ -22,7 +22,7 @@ config = BertConfig(
 )  # fmt: skip
 teacher = BertForSequenceClassification(config).to(device)  # in earnest: from_pretrained(...)
 student = student_from_teacher(teacher, [2, 4])
-distiller = Distiller(teacher, student, FCD(), gather=True)
+distiller = Distiller(teacher, student, FCD(soft_weight=0.0), gather=True)
 for model in (teacher, student):
     for block in model.bert.encoder.layer:
         fully_shard(block, mesh=mesh)

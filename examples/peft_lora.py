@@ -17,7 +17,7 @@ student = get_peft_model(
     student_from_teacher(teacher, [2, 4]),
     LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value", "dense"]),
 )
-distiller = Distiller(teacher, student, FCD())
+distiller = Distiller(teacher, student, FCD(soft_weight=0.0))
 learns = [p for p in distiller.parameters() if p.requires_grad]
 print(f"{sum(p.numel() for p in learns):,} of {student.num_parameters():,} parameters learn")
 

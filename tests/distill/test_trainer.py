@@ -512,7 +512,7 @@ def test_neftune_reaches_the_student(tmp_path):
 def test_without_logs_no_step_is_kept(tmp_path):
     run = trained(tmp_path, method_by_name("fcd"), save_strategy="no", logging_strategy="no")
     assert all(total.dim() == 0 and count == 6 for total, count in run._logged.values())
-    assert set(run._logged) == {"task", "tokens", "samples", "total"}
+    assert set(run._logged) == {"task", "soft", "tokens", "samples", "total"}
 
 
 def logs_of(rank, directory):
