@@ -23,8 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def runs_kernels(item: pytest.Item) -> bool:
     file, test = item.path.name, item.nodeid.partition("::")[2]
-    in_kernels = "kernels" in item.path.parts and file not in ("test_compile.py", "test_widths.py")
-    return in_kernels or "triton" in test
+    in_kernels = {"kernels", "ptx"} & set(item.path.parts) and file not in (
+        "test_compile.py",
+        "test_widths.py",
+    )
+    return bool(in_kernels) or "triton" in test
 
 
 @pytest.fixture(autouse=True, scope="session")
