@@ -149,6 +149,14 @@ class Method(nn.Module):
                     raise TypeError(
                         f"{name}.weights: {term!r} is not a term; define the method {term}(step)"
                     )
+        kinds = type(self).__mro__
+        owner = next(i for i, kind in enumerate(kinds) if "compute" in vars(kind))
+        for term in names - {"task", "soft"}:
+            if kinds[owner] is not Method and any(term in vars(k) for k in kinds[:owner]):
+                raise TypeError(
+                    f"{name}.{term}: {kinds[owner].__name__} computes this term in compute(), "
+                    "which doesn't call the method; override compute instead"
+                )
         # A user's own term may read logits, so only fastkd's own terms use LM-head inputs.
         made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
         self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)

@@ -434,3 +434,12 @@ def test_a_method_serves_models_of_one_size():
     assert all(torch.equal(v, weights[k]) for k, v in method.state_dict().items())
     with pytest.raises(ValueError, match="built for models of other sizes"):
         Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)
+
+
+def test_a_term_that_compute_would_not_call_is_refused():
+    class Doubled(FCD):
+        def samples(self, step):
+            return step.student.hidden[1].new_zeros(())
+
+    with pytest.raises(TypeError, match=r"Doubled\.samples: FCD computes this term"):
+        Distiller(*pair("bert"), Doubled())
