@@ -6,6 +6,7 @@ runs that a file holds.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/pictures"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
-# One colour for each provider (Okabe and Ito); peers share one.
+# One colour for each provider (Okabe and Ito); peers share one and differ in line style.
 COLOURS = {
     REFERENCE: "#999999",
     COMPILED: "#E69F00",
@@ -33,6 +34,7 @@ COLOURS = {
     "fastkd": "#D55E00",
 }
 PEER = "#CC79A7"
+PEER_STYLES = ("-", "--", "-.", ":")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -292,7 +294,9 @@ def growth(result: dict[str, Any], loss: str, folder: Path) -> str:
 
 
 def _curves(ax: Any, groups: list[dict], sweep: str, value: Callable[[dict], float | None]) -> None:
+    styles = itertools.cycle(PEER_STYLES)
     for name in dict.fromkeys(name for group in groups for name in group):
+        style = "-" if name in COLOURS else next(styles)
         points = [
             (_swept(group, sweep), found)
             for group in groups
@@ -300,7 +304,7 @@ def _curves(ax: Any, groups: list[dict], sweep: str, value: Callable[[dict], flo
         ]
         if points:
             colour = COLOURS.get(name, PEER)
-            ax.plot(*zip(*points, strict=True), "o-", color=colour, label=name, ms=4)
+            ax.plot(*zip(*points, strict=True), "o" + style, color=colour, label=name, ms=4)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ticks = [_swept(group, sweep) for group in groups]
