@@ -213,19 +213,23 @@ def covering(
 
 
 def state(module: str) -> str:
-    """Changes with what a module compiles to: its kernels' code, their forms, Triton."""
+    """Hash of a module's compiled code: its kernels' code, their forms, Triton's version."""
     import triton
 
     _ask_for_keys()
     parts = {triton.__version__.rpartition(".")[0]}
-    for form in variants(module):
-        parts.add(f"{form.kernel.cache_key} {form}")
+    parts |= {key(form) for form in variants(module)}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def key(form: Form) -> str:
+    """A form and its kernel's code, whatever the file is called."""
+    return f"{form.kernel.cache_key} {form._replace(module='')}"
 
 
 @functools.cache
 def _ask_for_keys() -> None:
-    """Of all functions, in one order: a key has less in it of functions not asked for before."""
+    """Compute all keys in one order: a key depends on which functions had one before it."""
     from triton.runtime.jit import JITFunction
 
     functions = [
@@ -241,9 +245,13 @@ def _ask_for_keys() -> None:
 
 
 def strip(function: Any) -> None:
-    """Of what doesn't change its code but its key: comments, and the line that it begins at."""
+    """Remove what changes a function's key but not its code: docstring, comments, first line."""
+    tree = function.parse()
+    body = tree.body[0].body
+    if ast.get_docstring(tree.body[0]) is not None:
+        del body[0]
     function.starting_line_number = 0
-    function._unsafe_update_src(ast.unparse(function.parse()))
+    function._unsafe_update_src(ast.unparse(tree))
 
 
 def unproven(names: Iterable[str]) -> dict[str, str]:
@@ -263,8 +271,7 @@ def note_proven(states: dict[str, str]) -> None:
 def compile_one(form: Form) -> dict[str, Any]:
     """Compile a form, unless its row is known; returns the row."""
     _ask_for_keys()  # in a process of a pool too
-    kernel = form.kernel
-    source = f"{kernel.cache_key} {form} {_versions()}"
+    source = f"{key(form)} {_versions()}"
     file = KEPT / f"form-{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
