@@ -18,7 +18,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from fastkd.analysis.pictures import new_figure
-from fastkd.study.statistics import holm, paired, verdict
+from fastkd.study.statistics import holm, paired_difference, verdict
 from fastkd.train.saving import csv_text
 
 PAGE = Path(__file__).parents[2] / "docs/studies/default_method.md"
@@ -31,9 +31,9 @@ METRICS = {
     "decoder": "perplexity",
     "embeddings": "agreement",
 }
-SMALLER = {"decoder"}
+LOWER_IS_BETTER = {"decoder"}
 BASE, TEACHER = "labels", "teacher"
-#: Candidates; the second of a pair has the first's runs where a model has no head.
+#: Candidates, with the variant that has their runs for embeddings, where a model has no head.
 CANDIDATES = {
     "soft_targets": None,
     "fcd": "fcd",
@@ -77,7 +77,7 @@ def _row(task: str, variant: str, seed: Any, score: Any, seconds: Any) -> dict[s
 
 
 def read() -> tuple[Scores, dict[str, float]]:
-    """Scores of the candidates and the base, and the teachers'."""
+    """Scores of candidates and baseline, and scores of the teachers."""
     scores: dict[str, dict[str, dict[int, float]]] = {task: {} for task in METRICS}
     teachers = {}
     with (FOLDER / "runs.csv").open(encoding="utf-8") as file:
@@ -99,7 +99,7 @@ def ranks(scores: Scores, draws: Mapping[str, Sequence[int]]) -> dict[str, np.nd
     """
     columns = []
     for task in METRICS:
-        sign = 1 if task in SMALLER else -1
+        sign = 1 if task in LOWER_IS_BETTER else -1
         means = [
             sign * np.mean([runs[seed] for seed in draws[task]])
             if (runs := scores[task].get(name))
@@ -116,7 +116,7 @@ def order(ranked: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def firsts(scores: Scores, seeds: Mapping[str, list[int]]) -> dict[str, float]:
-    """Fraction of all draws of seeds with replacement in which a candidate is first."""
+    """Fraction of all samples of seeds, with replacement, in which a candidate ranks first."""
     counts = dict.fromkeys(CANDIDATES, 0)
     most = max(map(len, seeds.values()))
     draws = list(itertools.product(range(most), repeat=most))
@@ -127,7 +127,7 @@ def firsts(scores: Scores, seeds: Mapping[str, list[int]]) -> dict[str, float]:
 
 
 def tables(scores: Scores, teachers: Mapping[str, float]) -> str:
-    """Ranks, then a table a setting: scores, and paired differences to the base and the first."""
+    """Table of ranks, and for each setting scores with differences to baseline and winner."""
     seeds = {task: sorted(next(iter(runs.values()))) for task, runs in scores.items()}
     ranked = ranks(scores, seeds)
     first, won = order(ranked), firsts(scores, seeds)
@@ -139,7 +139,7 @@ def tables(scores: Scores, teachers: Mapping[str, float]) -> str:
         lines.append(f"| {name} | {worst:g} | {mean:.1f} | {won[name]:.0%} | {each} |")
     winner = next(name for name in first if name not in NEVER)
     for task, metric in METRICS.items():
-        less = " (less is better)" if task in SMALLER else ""
+        less = " (lower is better)" if task in LOWER_IS_BETTER else ""
         about = f"{metric}{less}, seeds {', '.join(map(str, seeds[task]))}"
         about += f", teacher {teachers[task]:.4f}" if task in teachers else ""
         lines += ["", f"## {task}", "", about + ".", ""]
@@ -156,21 +156,24 @@ def _table(runs: Mapping[str, Mapping[int, float]], winner: str, count: int) -> 
     }
     for other in against:
         names = [name for name in runs if name not in (other, BASE)]
-        tests = [paired([runs[name][s] - runs[other][s] for s in runs[other]]) for name in names]
+        tests = [
+            paired_difference([runs[name][s] - runs[other][s] for s in runs[other]])
+            for name in names
+        ]
         corrected = holm([test.p for test in tests])
-        told = {
+        compared = {
             name: [f"{t.mean:+.4f}", f"{p:.2g}", verdict(t, p, None)]
             for name, t, p in zip(names, tests, corrected, strict=True)
         }
         for name, row in cells.items():
-            row += told.get(name, ["", "", ""])
+            row += compared.get(name, ["", "", ""])
     titles = " | ".join(f"{title} | p (Holm) | verdict" for title in against.values())
     lines = [f"| | mean ± sd of {count} seeds | {titles} |", "|---" * (2 + 3 * len(against)) + "|"]
     return lines + [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()]
 
 
 def draw(scores: Scores) -> Any:
-    """A cell for each candidate and setting: the mean score, coloured by its rank."""
+    """Picture of the mean scores by candidate and setting, coloured by rank."""
     seeds = {task: sorted(next(iter(runs.values()))) for task, runs in scores.items()}
     ranked = ranks(scores, seeds)
     names = order(ranked)
@@ -185,7 +188,7 @@ def draw(scores: Scores) -> Any:
     labels = [f"{name}   worst #{ranked[name].max():g}" for name in names]
     ax.set_yticks(range(len(names)), labels, fontsize=8)
     titles = [
-        f"{task}\n{metric}{' (less)' if task in SMALLER else ''}"
+        f"{task}\n{metric}{' (lower is better)' if task in LOWER_IS_BETTER else ''}"
         for task, metric in METRICS.items()
     ]
     ax.set_xticks(range(len(titles)), titles, fontsize=8)
@@ -196,7 +199,7 @@ def draw(scores: Scores) -> Any:
 
 
 def main() -> None:
-    """Collect the runs, and replace what stands between the page's marks."""
+    """Collect the runs, then write the picture, and the tables between the page's two comments."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="?")
     runs = parser.parse_args().runs

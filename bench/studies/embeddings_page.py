@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from bench.studies.embeddings import BATCHES, LARGE, MAIN, SEEDS, STUDENTS, Variant, key
-from fastkd.study.statistics import holm, paired, verdict
+from fastkd.study.statistics import holm, paired_difference, verdict
 
 PAGE = Path(__file__).parents[2] / "docs/studies/embeddings.md"
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Means over the seeds of which a table has all runs, and its comparisons."""
+    """Tables of means and comparisons, over seeds for which all variants of a table have runs."""
     where, planned = found["where"], len(MAIN + BATCHES) * len(SEEDS)
     lines = [
-        f"{len(found['runs'])} of {planned} runs are made. Teacher, pairs: "
+        f"{len(found['runs'])} of {planned} runs are finished. Teacher, pairs: "
         f"{found['teacher']['pairs']:.3f}. {where['machine']['cpu']}, one thread, torch "
         f"{where['versions']['torch']}, commit {where['commit']}."
     ]
@@ -42,7 +42,7 @@ def table(
     compared: dict[Variant, tuple[Variant, Variant]],
     what: str,
 ) -> list[str]:
-    """A line for each variant; before a seed has all runs, those that are there."""
+    """One line for each variant; until some seed is complete, from the runs that are finished."""
     runs = found["runs"]
     seeds = [seed for seed in SEEDS if all(key(v, seed) in runs for v in names)]
     made = {v: [runs[key(v, s)] for s in seeds or SEEDS if key(v, s) in runs] for v in names}
@@ -50,7 +50,7 @@ def table(
     for variant, pair in compared.items():
         one, other = ([run["agreement"] for run in made[v]] for v in pair)
         if seeds:
-            tests[variant] = paired(np.subtract(one, other).tolist())
+            tests[variant] = paired_difference(np.subtract(one, other).tolist())
     p = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
     titles = ["", "seeds", "agreement", "neighbours@10", "pairs", "ms a step", what, "95%"]
     lines = ["| " + " | ".join([*titles, "p (Holm)", "verdict"]) + " |", "|---" * 10 + "|"]
@@ -70,7 +70,7 @@ def table(
 
 
 def main() -> None:
-    """Replace what stands between the page's marks."""
+    """Write the tables into the page, between its two comments."""
     found = json.loads((PAGE.with_suffix("") / "runs.json").read_text())
     marks = r"(?<=<!-- tables -->\n).*?(?=\n<!-- end -->)"
     before, after = re.split(marks, PAGE.read_text(), flags=re.DOTALL)

@@ -170,7 +170,7 @@ def _report(runs: StudyRuns, size: Size) -> dict[str, Any]:
         "students": {
             name: {
                 "accuracy": row.mean,
-                "spread": row.spread,
+                "spread": row.std,
                 "difference": row.difference and dataclasses.asdict(row.difference),
                 "recovered": row.recovered and dataclasses.asdict(row.recovered),
                 "verdict": row.verdict,

@@ -45,7 +45,7 @@ def run(settings: StudySettings, console: Console) -> None:
             runs.finish()
         summaries = study_report.write(runs, settings.out)
         for summary in summaries:
-            display.say(f"{summary.task}: {study_report.told(summary)}")
+            display.say(f"{summary.task}: {study_report.findings(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")
     if not whole:
         raise RunFailed("a process died; the same command trains the runs that it left")

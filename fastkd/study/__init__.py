@@ -1,1 +1,1 @@
-"""`fastkd study`: methods, options, layer maps and seeds, compared with the same budget."""
+"""`fastkd study`: compares methods, options, layer maps and seeds at one training budget."""

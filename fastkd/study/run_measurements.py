@@ -1,4 +1,4 @@
-"""Measurements of a run besides its scores: peak memory, machine, similarities."""
+"""Measurements of a run besides its scores: layer similarities, machine, peak memory."""
 
 import ctypes
 import functools
@@ -14,23 +14,27 @@ from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.train.run import Run
 
-SHOWN_ROWS = 256
+SIMILARITY_ROWS = 256
 
 
 def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
-    """RCCC (MC3KD, 3.2) on held-out rows, and M_ICS (intra-class KNN, section 2) of classes."""
+    """RCCC and, if each row has one class, M_ICS of ``student`` on the first held-out rows.
+
+    RCCC is from MC3KD, section 3.2, and M_ICS from intra-class KNN, section 2.
+    """
     rows = run.eval_rows[""]
-    shown = range(min(SHOWN_ROWS, len(rows)))
-    batches = list(rows.batches(run.collate, 32, shown, device=run.device))
+    first = range(min(SIMILARITY_ROWS, len(rows)))
+    batches = list(rows.batches(run.collate, 32, first, device=run.device))
     found = {"rccc": rccc(svcca_matrix(student, batches))}
     if run.corpus.names is not None and batches[0]["labels"].dim() == 1:
-        every = layer_intra_class_similarity(student, batches)
-        found["intra_class_similarity"] = float(every[-1])
+        by_layer = layer_intra_class_similarity(student, batches)
+        found["intra_class_similarity"] = float(by_layer[-1])
     return found
 
 
 @functools.cache
 def machine_of(device: str) -> dict[str, Any]:
+    """Processor or GPU, versions and commit of this process, with fastkd's version."""
     return {
         **machine.describe(torch.device(device)),
         "fastkd": fastkd.__version__,
@@ -49,16 +53,20 @@ class PeakMemory:
             self.before = self._reset()
 
     def _reset(self) -> int | None:
-        """Reset the kernel's peak counter of this process (Linux); returns the current bytes."""
+        """Reset the kernel's peak counter of this process; return the bytes in use.
+
+        None where the operating system has no such counter (all but Linux).
+        """
         gc.collect()
         try:
-            ctypes.CDLL(None).malloc_trim(0)  # or this run would reuse what the last one left
+            ctypes.CDLL(None).malloc_trim(0)  # or memory freed by the last run would hide the peak
             Path("/proc/self/clear_refs").write_text("5")
         except (OSError, AttributeError):
             return None
         return self._status("VmRSS")
 
     def read(self) -> int | None:
+        """Peak above the bytes in use at the start; None if it can't be measured."""
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
         else:
@@ -67,5 +75,6 @@ class PeakMemory:
 
     @staticmethod
     def _status(name: str) -> int:
+        """A field of the process's status file, in bytes."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])

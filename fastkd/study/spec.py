@@ -1,8 +1,8 @@
-"""What a study is: data sets, variants of methods, seeds and one budget for all.
+"""The specification of a study: data sets, variants of methods, seeds and one training budget.
 
-A file has the fields of `Study`, with a table ``tasks`` and a table ``methods``. An entry of
-``methods`` gives the options of the method of its name, or of ``method``; a list of values makes
-one variant of each:
+A file has the fields of `Study`, a table ``tasks`` and a table ``methods``. An entry of ``methods``
+has the options of one method: the method that ``method`` names, or else the entry's own name. A
+list of values makes one variant for each value:
 
     seeds = 4
     steps = 80
@@ -45,43 +45,43 @@ from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
-SELECT = "select"  # the teacher layers that MC3KD's Algorithm 1 chooses
+SELECT = "select"  # name of the teacher layers that MC3KD's Algorithm 1 selects
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant(Checked):
-    """A row of the table: a method with its options, and the student it starts from."""
+    """One row of a result table: a method, its options, and the student's initial layers."""
 
     name: str
     method: str
     options: dict[str, Any]
-    teacher_layers: Any = "uniform"  # that make the student
+    teacher_layers: Any = "uniform"  # layers that the student is made of
     attention: str | None = option(
-        None, "eager for maps that a method of one's own compares.", choices=("eager", "sdpa")
+        None, "eager for a method that compares attention maps.", choices=("eager", "sdpa")
     )
-    student: str | None = None  # what it is made of, where that isn't the study's
+    student: str | None = None  # overrides the study's ``student``
 
     @property
     def eager(self) -> bool:
-        """Whether the models have to keep attention maps."""
+        """Whether the models run with eager attention, which returns attention maps."""
         return attention_for(self.method, self.attention).get("attn_implementation") == "eager"
 
     @property
     def compares_selected(self) -> bool:
-        """Whether the method compares the layers that MC3KD's Algorithm 1 chooses."""
+        """Whether the method compares the layers that MC3KD's Algorithm 1 selects."""
         layers = self.options.get("layers")
         return layers == SELECT or (self.method == "mc3kd" and layers is None)
 
     @property
     def selects(self) -> bool:
-        """Whether these layers are needed at all."""
+        """Whether Algorithm 1 has to run, for the method or for the student's initial layers."""
         return self.compares_selected or self.teacher_layers == SELECT
 
     def json(self) -> dict[str, Any]:
-        """What its result depends on; defaults too, which may change."""
+        """Everything that a result depends on; with defaults, since these may change."""
         layers = self.options.get("layers")
-        named = {"layers": "uniform"} if layers is not None else {}
-        defaults = build(self.method, {**self.options, **named}).hyperparameters()
+        valid = {"layers": "uniform"} if layers is not None else {}  # SELECT is unknown to methods
+        defaults = build(self.method, {**self.options, **valid}).hyperparameters()
         given = {k: v for k, v in self.options.items() if k != "preset"}
         return {
             "method": self.method,
@@ -92,10 +92,10 @@ class Variant(Checked):
 
 
 def build(name: str, options: Mapping[str, Any]) -> Method:
-    """A method or a baseline by its name; ``options`` may have a ``preset``.
+    """A method or baseline by name; ``options`` may have a ``preset``.
 
     Raises:
-        InputError: an unknown name, or an option that it doesn't have.
+        InputError: an unknown name, or an option that the method doesn't have.
     """
     rest = {option: value for option, value in options.items() if option != "preset"}
     return make_method(name, rest, options.get("preset", "default"))
@@ -103,25 +103,30 @@ def build(name: str, options: Mapping[str, Any]) -> Method:
 
 @dataclasses.dataclass(frozen=True)
 class TaskSpec(Checked):
-    """A data set. ``source`` is None for the docstrings of Python's library, or their ``pairs``."""
+    """A data set and its teacher's training.
+
+    ``source`` is None for docstrings of Python's library, or with ``pairs`` for pairs of them.
+    """
 
     name: str
     source: Source | None
-    # Docstrings of each area, or pairs of each grade: to train on, held out.
+    # Training and held-out docstrings of each area, or pairs of each grade.
     rows: tuple[int, int] = (350, 60)
     pairs: bool = False
     labelled: int | None = option(
         None,
-        "How many rows the student sees with labels, drawn anew by each seed; the others come "
-        "without. The teacher has learned from all.",
+        "Number of rows with labels for the student, drawn again for each seed; the other rows "
+        "are unlabelled. The teacher learns from all labels.",
         least=1,
     )
     max_length: int = option(32, "Longest text, in tokens.", least=4)
-    teacher_steps: int = option(300, "Steps in which the teacher learns the task.", least=1)
-    teacher_learning_rate: float = option(1e-4, "Its learning rate.", above=0)
+    teacher_steps: int = option(300, "Steps of the teacher's fine-tuning.", least=1)
+    teacher_learning_rate: float = option(
+        1e-4, "Learning rate of the teacher's fine-tuning.", above=0
+    )
 
     def json(self) -> dict[str, Any]:
-        """What its result depends on, besides the rows themselves."""
+        """Everything that a result depends on, except the rows."""
         return {"labelled": self.labelled, "max_length": self.max_length}
 
 
@@ -133,44 +138,47 @@ class Study(Checked):
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     title: str = "Study"
-    #: The variant that the others are compared with.
+    #: Name of the variant that all other variants are compared with.
     baseline: str = "labels"
     teacher: str = PACKAGED
     student_layers: int = option(3, "Layers of the student.", least=1)
-    #: What the student is made of: the layers of the fine-tuned teacher with its head, or those of
-    #: the "pretrained" model that it was before, with a fresh head; or a directory or a name on the
-    #: hub: that model as it is, with a fresh head if it has none for the task.
+    #: Source of the student's weights. "teacher": layers and head of the fine-tuned teacher.
+    #: "pretrained": layers of the teacher before fine-tuning, with a new head. A directory or hub
+    #: name: that model unchanged, with a new head if it has none for the task.
     student: str = "teacher"
-    #: Sizes of the student where they aren't the teacher's.
+    #: Sizes of the student that differ from the teacher's.
     student_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     student_weights: str = option(
         "cut", "Cut from the teacher's, or random.", choices=("cut", "random")
     )
     steps: int | None = option(80, "Training steps of every run.", least=1)
     seconds: float | None = option(None, "Training time of every run.", above=0)
-    evaluations: int = option(4, "How often a run is scored.", least=1)
+    evaluations: int = option(4, "Number of evaluations in a run.", least=1)
     batch_size: int = option(32, "Rows in a step.", least=1)
     learning_rate: float = option(2e-4, "Peak learning rate.", above=0)
     labelled_share: float = option(
         LABELLED_SHARE, "Least share of a batch that has labels.", least=0, most=1
     )
-    #: Keep the teacher's outputs on the disk for all runs; without it, each step runs the teacher.
+    #: Store the teacher's outputs on disk for all runs; otherwise each step runs the teacher.
     cache: bool = True
     device: str = device()
     precision: str = precision()
-    #: A table of a paper to be printed beside: title, columns, and rows by variant.
+    #: A paper's table, printed next to the results: title, columns, and rows by variant.
     paper: Mapping[str, Any] | None = None
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What the student's shape is besides its layers; nothing where that is the teacher's."""
-        given = {"student_config": dict(self.student_config)} if self.student_config else {}
-        cut = self.student_weights == "cut"
-        return given if cut else {**given, "student_weights": self.student_weights}
+        """Settings of the student's sizes and weights that are not the default."""
+        found: dict[str, Any] = {}
+        if self.student_config:
+            found["student_config"] = dict(self.student_config)
+        if self.student_weights != "cut":
+            found["student_weights"] = self.student_weights
+        return found
 
     @property
     def budget(self) -> str:
-        """In words."""
+        """The training budget as text."""
         return f"{self.steps} steps" if self.seconds is None else f"{self.seconds:g} seconds"
 
 
@@ -181,10 +189,10 @@ OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_l
 
 
 def read(settings: StudySettings) -> Study:
-    """The study of a file and options.
+    """The study that a file and the command's options specify.
 
     Raises:
-        InputError: anything in it that can't be used, by its name.
+        InputError: an invalid field or option; the message names it.
     """
     spec = {} if settings.spec is None else {**tables(settings.spec)}
     folder = Path() if settings.spec is None else settings.spec.parent
@@ -208,18 +216,21 @@ def read(settings: StudySettings) -> Study:
     spec["methods"] = methods
     columns = given(settings, *COLUMNS)
     if columns and not settings.tasks:
-        raise InputError(f"{columns[0]} is about --tasks NAME=FILES; a study's file names its own")
+        raise InputError(
+            f"{columns[0]}: applies to --tasks NAME=FILES only; write columns in the study's file"
+        )
     if settings.tasks:
         named = {name: x for name in COLUMNS if (x := getattr(settings, name))}
         spec["tasks"] = {
-            name: {**_task_of_words(name, value), **named} for name, value in settings.tasks.items()
+            name: {**_task_from_option(name, value), **named}
+            for name, value in settings.tasks.items()
         }
         folder = Path()
     return make(spec, folder)
 
 
 def make(spec: Mapping[str, Any], folder: Path) -> Study:
-    """The study of a file's content; paths in it count from ``folder``."""
+    """The study of a file's content, in which paths are relative to ``folder``."""
     known = {*FIELDS, "methods"} - {"variants"}
     for name in spec:
         if name not in known:
@@ -236,9 +247,9 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     methods = check_tables("methods", spec.get("methods") or {name: {} for name in NAMES})
     seeds = spec.get("seeds", 4)
     if not fits(seeds, int | list):
-        raise InputError(f"seeds must be their number or a list, got {seeds!r}")
+        raise InputError(f"seeds must be a number or a list of seeds, got {seeds!r}")
     if "student" in values:
-        values["student"] = _begin("student", values["student"], folder)
+        values["student"] = _student_source("student", values["student"], folder)
     values["tasks"] = tuple(_task(name, table, folder) for name, table in tasks.items())
     values["variants"] = tuple(_variants(methods, folder))
     values["seeds"] = tuple(range(seeds) if isinstance(seeds, int) else seeds)
@@ -248,8 +259,8 @@ def make(spec: Mapping[str, Any], folder: Path) -> Study:
     return study
 
 
-def _begin(where: str, given: Any, folder: Path) -> str:
-    """What students are made of: a word, a directory or a name on the hub."""
+def _student_source(where: str, given: Any, folder: Path) -> str:
+    """Where students get their weights: one of STUDENTS, a directory or a hub name."""
     if given in STUDENTS:
         return str(given)
     path = resolve_path(where, given, folder)
@@ -261,16 +272,16 @@ def _check(study: Study) -> None:
     names = [variant.name for variant in study.variants]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise InputError(f"methods: {min(twice)!r} stands there twice")
+        raise InputError(f"methods: {min(twice)!r} is listed twice; rename one")
     if not study.seeds or len(set(study.seeds)) < len(study.seeds):
-        raise InputError(f"seeds: at least one, and none twice, got {list(study.seeds)}")
+        raise InputError(f"seeds must be at least one, and none twice, got {list(study.seeds)}")
     for seed in study.seeds:
         if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise InputError(f"seeds must be whole numbers from 0 to 2**32 - 1, got {seed!r}")
     if (study.steps is None) == (study.seconds is None):
-        raise InputError("give the budget as steps or as seconds")
+        raise InputError("steps and seconds exclude each other: give the budget as one of them")
     if "num_hidden_layers" in study.student_config:
-        raise InputError("student_config.num_hidden_layers: give student_layers")
+        raise InputError("student_config.num_hidden_layers: set student_layers instead")
     if study.paper is not None:
         for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
             if not isinstance(study.paper.get(name), kind):
@@ -279,21 +290,22 @@ def _check(study: Study) -> None:
         raise InputError(f"baseline {study.baseline!r}: {nearest(study.baseline, names)}")
     for task in study.tasks:
         if min(task.rows) < 1:
-            raise InputError(f"tasks.{task.name}: rows must be at least 1 and 1")
+            raise InputError(f"tasks.{task.name}: rows must be two positive numbers")
         unlabelled = None if task.source is None else task.source.unlabelled
         if task.labelled is not None and unlabelled is not None:
             raise InputError(f"tasks.{task.name}: labelled and unlabelled exclude each other")
     for variant in study.variants:
         layers = variant.options.get("layers")
         build(variant.method, {**variant.options, **({"layers": "uniform"} if layers else {})})
-        for where in (layers, variant.teacher_layers):
-            if isinstance(where, str) and where not in (*SCHEMES, SELECT):
+        for scheme in (layers, variant.teacher_layers):
+            if isinstance(scheme, str) and scheme not in (*SCHEMES, SELECT):
                 raise InputError(
-                    f"{variant.name}: layers {where!r}; {nearest(where, (*SCHEMES, SELECT))}"
+                    f"{variant.name}: layers {scheme!r}; {nearest(scheme, (*SCHEMES, SELECT))}"
                 )
 
 
 def _variants(methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterable[Variant]:
+    """The variants of all entries: one for each combination of listed values."""
     for entry, table in methods.items():
         options = dict(table)
         method = options.pop("method", entry)
@@ -301,19 +313,19 @@ def _variants(methods: Mapping[str, Mapping[str, Any]], folder: Path) -> Iterabl
         varied = [name for name, values in grid.items() if len(values) > 1]
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
-            name = ", ".join([entry, *(f"{k}={_word(chosen[k])}" for k in varied)])
-            start = chosen.pop("teacher_layers", "uniform")
+            name = ", ".join([entry, *(f"{k}={_value_text(chosen[k])}" for k in varied)])
+            initial = chosen.pop("teacher_layers", "uniform")
             attention = chosen.pop("attention", None)
             student = chosen.pop("student", None)
             if student is not None:
-                student = _begin(f"methods.{entry}: student", student, folder)
+                student = _student_source(f"methods.{entry}: student", student, folder)
             with errors_with_file_keys(name, Variant):
-                variant = Variant(name, method, chosen, start, attention, student)
+                variant = Variant(name, method, chosen, initial, attention, student)
             yield variant
 
 
 def _choices(name: str, value: Any) -> list[Any]:
-    """The values of an option; a list of layer numbers is one of them."""
+    """The values of an option; a list of layer numbers is one value."""
     if not isinstance(value, list):
         return [value]
     if name in ("layers", "teacher_layers") and all(isinstance(i, int) for i in value):
@@ -321,11 +333,12 @@ def _choices(name: str, value: Any) -> list[Any]:
     return value or [value]
 
 
-def _word(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "-".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
+    """The data set of one table of a study's file."""
     own = {k: v for k, v in table.items() if k in OWN_TASK_FIELDS}
     rest = {("evals" if k == "eval" else k): v for k, v in table.items() if k not in own}
     where = f"tasks.{name}: "
@@ -342,14 +355,14 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
     if pairs not in (None, "docstrings"):
         raise InputError(f'{where}pairs must be "docstrings", got {pairs!r:.40}')
     if docstrings or pairs:
-        ours = "pairs" if pairs else "docstrings"
-        if rest or (docstrings and pairs):
-            other = min([*rest, *["docstrings"] * bool(docstrings and pairs)])
-            raise InputError(f"{where}{ours} and {other} exclude each other")
+        field = "pairs" if pairs else "docstrings"
+        others = [*rest, *(["docstrings"] if docstrings and pairs else [])]
+        if others:
+            raise InputError(f"{where}{field} and {min(others)} exclude each other")
         source, own["pairs"] = None, bool(pairs)
     else:
         own.pop("rows", None)
-        # The head of a study's teacher is new.
+        # A study's teacher has a new head, so that no order of classes is fixed before.
         sources = {field.name for field in dataclasses.fields(Source)} - {"label_order"}
         for field in rest:
             if field not in sources:
@@ -368,17 +381,18 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         return TaskSpec(name, source, **own)
 
 
-def _task_of_words(name: str, value: Any) -> dict[str, Any]:
-    words = str(value).split(",")
+def _task_from_option(name: str, value: Any) -> dict[str, Any]:
+    """The table of a data set that `--tasks NAME=VALUE` describes."""
+    parts = str(value).split(",")
     known = {"task": name} if name in (*GLUE_TASKS, *NAMED_TASKS) else {}
-    if words == ["docstrings"]:
+    if parts == ["docstrings"]:
         return {"docstrings": True}
-    if words == ["pairs"]:
+    if parts == ["pairs"]:
         return {"pairs": "docstrings"}
-    if words == ["hub"]:
+    if parts == ["hub"]:
         return known if name in GLUE_TASKS else {"data": name}
-    if len(words) != 2:
+    if len(parts) != 2:
         raise InputError(
-            f"--tasks {name}={value}: give TRAIN,EVAL (files), hub, docstrings or pairs"
+            f"--tasks {name}={value}: give files TRAIN,EVAL, or hub, docstrings, pairs"
         )
-    return {**known, "train": words[0], "eval": words[1]}
+    return {**known, "train": parts[0], "eval": parts[1]}

@@ -1,9 +1,9 @@
-"""What runs say: means, paired differences with intervals, and what exceeds noise.
+"""Statistics of a study: means, paired differences with intervals, and verdicts.
 
-Two kinds of noise are told apart. Over seeds (order of the data, dropout, the labelled rows), the
-runs of one seed are pairs, and their differences go into a t test; its p-values are corrected for
-the number of comparisons in a table (Holm). Over test rows, the rows are drawn again
-(bootstrap) while the runs stay. A difference is beyond noise if it passes both.
+A difference to the baseline has two kinds of noise. Noise over seeds (order of the data, dropout,
+the labelled rows): runs of one seed are pairs, and a t test of their differences gives a p-value,
+which Holm's method corrects for the number of comparisons in a table. Noise over test rows: a
+bootstrap resamples the rows of the same runs. A difference is beyond noise if it passes both tests.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ stats: Any = require("scipy.stats", "train")
 
 LEVEL = 0.95
 RESAMPLES = 2000
-#: A gap between teacher and baseline below this is no scale for a share of it; of scores without
-#: a bound, such as perplexity, a gap below this share of the baseline's.
+BATCH_ROWS = 2**22  # resampled rows in memory at a time
+#: Least gap between teacher and baseline for which a recovered fraction is reported. For metrics
+#: to minimise, which have no fixed range, the gap counts relative to the baseline's score.
 SMALLEST_GAP = 0.03
-#: Scores of classes, which move by a row; the others are of numbers.
+#: Metrics of predicted classes. They change in steps of one row, unlike metrics of numbers.
 COUNTED = ("accuracy", "mcc", "f1")
 ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
 BETTER, WORSE = "better", "worse"
@@ -33,8 +34,8 @@ BETTER, WORSE = "better", "worse"
 class Difference:
     """Mean of paired differences over seeds, its interval, and the t test's p-value.
 
-    ``rounded``: the seeds agree more closely than scores are counted, and the variance is that of
-    rounding.
+    ``rounded``: the differences vary less than the rounding of scores to one row, and the interval
+    is that of rounding.
     """
 
     mean: float
@@ -44,79 +45,92 @@ class Difference:
     rounded: bool = False
 
 
-def paired(differences: Sequence[float], step: float = 0.0) -> Difference:
-    """The t interval of paired differences; without a bound where there is one pair.
+NO_DIFFERENCE = Difference(math.nan, math.nan, math.nan, math.nan)
 
-    Scores that move in steps (a row more is right) may be alike by chance: their variance is taken
-    to be at least that of rounding two of them to ``step``.
+
+def paired_difference(differences: Sequence[float], step: float = 0.0) -> Difference:
+    """Mean and t interval of paired differences; the interval of a single pair is NaN.
+
+    Scores that change in steps of ``step`` (one row more is right) may agree by chance. The
+    variance is therefore at least that of rounding both scores to ``step``, a bound that
+    `scipy.stats.ttest_rel` lacks. Without it the two are equal.
 
     Example:
-        >>> paired([0.1, 0.2, 0.3]).mean.__round__(3)
+        >>> paired_difference([0.1, 0.2, 0.3]).mean.__round__(3)
         0.2
     """
     x = np.asarray(differences, dtype=float)
     mean, count = float(x.mean()), len(x)
     if count < 2:
-        return Difference(mean, math.nan, math.nan, math.nan)
+        return dataclasses.replace(NO_DIFFERENCE, mean=mean)
     variance, least = float(x.var(ddof=1)), step**2 / 6
     error = math.sqrt(max(variance, least) / count)
-    reach = error * float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
     if error == 0:
         return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0)
-    p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
-    return Difference(mean, mean - reach, mean + reach, p, variance < least)
+    t = stats.t(count - 1, scale=error)
+    low, high = (mean + float(bound) for bound in t.interval(LEVEL))
+    return Difference(mean, low, high, 2 * float(t.sf(abs(mean))), variance < least)
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979); NaN stays and doesn't count.
+    """p-values corrected for their number (Holm 1979); NaN stays NaN and is not counted.
 
     Example:
         >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
         [0.03, 0.06, 0.06]
     """
     values = np.asarray(p, dtype=float)
-    there = np.flatnonzero(~np.isnan(values))
-    order = there[np.argsort(values[there], kind="stable")]
+    order = np.argsort(values, kind="stable")  # NaN last
+    order = order[: np.count_nonzero(~np.isnan(values))]
     corrected = np.full(len(values), np.nan)
     steps = values[order] * np.arange(len(order), 0, -1)
     corrected[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return corrected.tolist()
 
 
-def resampled(
+def bootstrap_interval(
     metric: str,
     labels: Sequence[int],
     students: Sequence[Sequence[int]],
-    others: Sequence[Sequence[int]],
-    classes: int = 2,
+    baselines: Sequence[Sequence[int]],
+    num_classes: int = 2,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Interval of the mean difference of ``metric`` over other draws of the test rows.
+    """Bootstrap interval, over test rows, of the mean difference of ``metric`` over seeds.
 
-    Both hold the predictions (rows) of each seed, of a head of so many ``classes``; None for a
+    ``students`` and ``baselines`` hold one sequence of predicted classes for each seed. None for a
     metric of numbers.
     """
     if metric not in COUNTED:
         return None
-    # Rows with the same answers everywhere are drawn together: they count alike.
-    rows = np.column_stack([labels, *students, *others])  # (n, 1 + 2 seeds)
-    kinds, sizes = np.unique(rows, axis=0, return_counts=True)
-    counts = np.random.default_rng(seed).multinomial(len(rows), sizes / len(rows), RESAMPLES)
+    cells = num_classes**2
+    pairs = np.asarray(labels) * num_classes + np.asarray([*students, *baselines])  # (2 seeds, n)
 
-    def scores(run: int) -> np.ndarray:
-        cells = np.zeros((len(kinds), classes * classes))
-        cells[np.arange(len(kinds)), kinds[:, 0] * classes + kinds[:, run]] = 1
-        return of_confusion(metric, (counts @ cells).reshape(-1, classes, classes))
+    def difference(index: np.ndarray, axis: int) -> np.ndarray:
+        """Mean difference of each resample; ``index`` (resamples, n) has numbers of rows."""
+        index = np.atleast_2d(index)
+        offsets = cells * np.arange(len(index))[:, None]
+        tables = [
+            np.bincount((run[index] + offsets).ravel(), minlength=cells * len(index))
+            for run in pairs
+        ]
+        shape = (2, len(students), len(index), num_classes, num_classes)
+        student, baseline = of_confusion(metric, np.reshape(tables, shape).astype(float))
+        return (student - baseline).mean(0)
 
-    seeds = len(students)
-    differences = sum(scores(i) - scores(i + seeds) for i in range(1, 1 + seeds)) / seeds
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(differences, [tail, 1 - tail])
-    return float(low), float(high)
+    rows = np.arange(len(labels))
+    found = stats.bootstrap(
+        (rows,), difference, n_resamples=RESAMPLES, batch=max(1, BATCH_ROWS // len(rows)),
+        vectorized=True, confidence_level=LEVEL, method="percentile", rng=seed,
+    ).confidence_interval  # fmt: skip
+    return float(found.low), float(found.high)
 
 
 def of_confusion(metric: str, table: np.ndarray) -> np.ndarray:
-    """Accuracy, Matthews correlation or F1 of confusions (*, true, predicted)."""
+    """Accuracy, Matthews correlation or F1 of confusion matrices (*, true class, predicted class).
+
+    F1 is that of the second of two classes, and else the mean over the classes that occur.
+    """
     total = table.sum((-1, -2))
     right = np.trace(table, axis1=-2, axis2=-1)
     if metric == "accuracy":
@@ -127,65 +141,65 @@ def of_confusion(metric: str, table: np.ndarray) -> np.ndarray:
         below = (total**2 - (true**2).sum(-1)) * (total**2 - (predicted**2).sum(-1))
         return np.divide(above, np.sqrt(below), out=np.zeros_like(above), where=below > 0)
     hits = np.diagonal(table, axis1=-2, axis2=-1)
-    there = true + predicted > 0
-    f1 = np.divide(2 * hits, true + predicted, out=np.zeros_like(hits), where=there)
-    return f1[..., 1] if table.shape[-1] == 2 else f1.sum(-1) / there.sum(-1)
+    occurs = true + predicted > 0
+    f1 = np.divide(2 * hits, true + predicted, out=np.zeros(hits.shape), where=occurs)
+    return f1[..., 1] if table.shape[-1] == 2 else f1.sum(-1) / occurs.sum(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A variant on a data set."""
+    """Results of one variant on one data set."""
 
     task: str
     variant: str
     metric: str
     seeds: int
     mean: float
-    spread: float  # standard deviation over seeds
-    difference: Difference | None  # to the baseline; None for itself
+    std: float  # standard deviation over seeds
+    difference: Difference | None  # to the baseline; None for the baseline itself
     p_holm: float
-    rows_interval: tuple[float, float] | None
+    rows_interval: tuple[float, float] | None  # bootstrap over test rows
     verdict: str
-    recovered: Difference | None  # share of the gap from the baseline to the teacher
+    recovered: Difference | None  # fraction of the gap from the baseline to the teacher
     seconds: float
     peak_bytes: float | None
     rccc: float
     intra_class_similarity: float
     failed: int = 0
-    constant: int = 0  # seeds whose student gives every row the same answer
-    smaller_is_better: bool = False
+    constant: int = 0  # seeds whose student predicts the same for every row
+    lower_is_better: bool = False
     percent: bool = False
 
     @property
-    def worth(self) -> str:
-        """What the verdict means: "better", "worse", or nothing."""
-        return worth(self.verdict, self.smaller_is_better)
+    def quality(self) -> str:
+        """Meaning of the verdict: "better", "worse", or "" if it is neither above nor below."""
+        return quality(self.verdict, self.lower_is_better)
 
 
-def worth(verdict: str, smaller_is_better: bool) -> str:
-    """What it means to be "above" or "below"; nothing for other words."""
-    found = {ABOVE: BETTER, BELOW: WORSE}
-    if smaller_is_better:
-        found = {ABOVE: WORSE, BELOW: BETTER}
-    return found.get(verdict, "")
+def quality(verdict: str, lower_is_better: bool) -> str:
+    """Meaning of "above" and "below": "better" or "worse"; "" for other verdicts."""
+    meanings = {ABOVE: BETTER, BELOW: WORSE}
+    if lower_is_better:
+        meanings = {ABOVE: WORSE, BELOW: BETTER}
+    return meanings.get(verdict, "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The table of a data set."""
+    """Result table of one data set."""
 
     task: str
     metric: str
     teacher: Mapping[str, Any]
     rows: tuple[Row, ...]
-    labelled: int | None = None  # rows that a student sees with labels
+    labelled: int | None = None  # number of rows with labels for the student
 
     @property
     def teacher_score(self) -> float:
         return self.teacher["scores"][self.metric]
 
     @property
-    def smaller_is_better(self) -> bool:
+    def lower_is_better(self) -> bool:
         return self.metric in self.teacher.get("smaller", ())
 
     @property
@@ -197,128 +211,124 @@ Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 def summarize(study: Study, results: Results, teachers: Mapping[str, Any]) -> list[Summary]:
-    """The tables of a study, of the runs that are there."""
-    found = []
+    """Result tables of the runs that are finished; a data set without runs has no table."""
+    tables = []
     for task in study.tasks:
+        runs: dict[str, dict[int, Any]] = {}
+        for variant in study.variants:
+            for seed in study.seeds:
+                if (run := results.get((task.name, variant.name, seed))) is not None:
+                    runs.setdefault(variant.name, {})[seed] = run
         teacher = teachers.get(task.name)
-        runs = {
-            variant.name: {
-                seed: results[task.name, variant.name, seed]
-                for seed in study.seeds
-                if (task.name, variant.name, seed) in results
-            }
-            for variant in study.variants
-        }
-        runs = {name: by_seed for name, by_seed in runs.items() if by_seed}
         if teacher is not None and runs:
-            table = _table(study, task.name, runs, teacher)
-            found.append(dataclasses.replace(table, labelled=task.labelled))
-    return found
+            metric = teacher["metrics"][0]
+            summary = Summary(task.name, metric, teacher, (), task.labelled)
+            tables.append(dataclasses.replace(summary, rows=_rows(summary, runs, study.baseline)))
+    return tables
 
 
-def _table(
-    study: Study, task: str, runs: dict[str, dict[int, Any]], teacher: Mapping[str, Any]
-) -> Summary:
-    metric = teacher["metrics"][0]
-    smaller, percent = (metric in teacher.get(what, ()) for what in ("smaller", "percent"))
-    classes = classes_of(teacher)
-    sound = {
+def _rows(summary: Summary, runs: Mapping[str, dict[int, Any]], baseline: str) -> tuple[Row, ...]:
+    """One row for each variant; ``runs`` has each variant's runs by seed."""
+    completed = {
         name: {seed: run for seed, run in by_seed.items() if "failed" not in run}
         for name, by_seed in runs.items()
     }
-    base = sound.get(study.baseline, {})
-    compared = {}
-    for name, by_seed in sound.items():
-        both = sorted(set(by_seed) & set(base))
-        if name != study.baseline and both:
-            values = [
-                by_seed[seed]["scores"][metric] - base[seed]["scores"][metric] for seed in both
-            ]
-            step = 1 / len(teacher["labels"]) if metric in COUNTED and teacher["labels"] else 0.0
-            compared[name] = paired(values, step), both
-    corrected = dict(zip(compared, holm([d.p for d, _ in compared.values()]), strict=True))
-    rows = []
-    for name, by_seed in runs.items():
-        difference, both = compared.get(name, (None, []))
-        interval = None
-        if both and classes:
-            interval = resampled(
-                metric,
-                teacher["labels"],
-                [sound[name][seed]["predictions"] for seed in both],
-                [base[seed]["predictions"] for seed in both],
-                len(classes),
-            )
-        p = corrected.get(name, math.nan)
-        pairs = [
-            (sound[name][seed]["scores"][metric], base[seed]["scores"][metric]) for seed in both
-        ]
-        rows.append(
-            Row(
-                task=task,
-                variant=name,
-                metric=metric,
-                difference=difference,
-                p_holm=p,
-                rows_interval=interval,
-                verdict="" if difference is None else verdict(difference, p, interval),
-                recovered=recovered(pairs, teacher["scores"][metric], smaller, percent),
-                smaller_is_better=smaller,
-                percent=percent,
-                failed=len(by_seed) - len(sound[name]),
-                **_means(list(sound[name].values()), metric),
-            )
+    base = completed.get(baseline, {})
+    comparisons = {
+        name: _compare(summary, [(by_seed[seed], base[seed]) for seed in shared])
+        for name, by_seed in completed.items()
+        if name != baseline and (shared := sorted(by_seed.keys() & base.keys()))
+    }
+    differences = [found["difference"] for found in comparisons.values()]
+    corrected = dict(zip(comparisons, holm([d.p for d in differences]), strict=True))
+    return tuple(
+        _row(summary, name, by_seed, comparisons.get(name, {}), corrected.get(name, math.nan))
+        for name, by_seed in runs.items()
+    )
+
+
+def _compare(summary: Summary, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Fields of a row that compare a variant with the baseline; ``pairs`` has one run of each."""
+    teacher, metric = summary.teacher, summary.metric
+    labels = teacher["labels"]
+    step = 1 / len(labels) if metric in COUNTED and labels else 0.0
+    scores = [(run["scores"][metric], base["scores"][metric]) for run, base in pairs]
+    interval = None
+    if classes := classes_of(teacher):
+        students, baselines = zip(
+            *((r["predictions"], b["predictions"]) for r, b in pairs), strict=True
         )
-    return Summary(task, metric, teacher, tuple(rows))
-
-
-def _means(runs: list[Mapping[str, Any]], metric: str) -> dict[str, Any]:
-    def mean(values: list[Any]) -> float:
-        there = [v for v in values if v is not None]
-        return float(np.mean(there)) if there else math.nan
-
-    scores = [run["scores"][metric] for run in runs]
+        interval = bootstrap_interval(metric, labels, students, baselines, len(classes))
     return {
-        "seeds": len(runs),
-        "constant": sum(len(set(run["predictions"])) == 1 for run in runs),
-        "mean": mean(scores),
-        "spread": float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
-        "seconds": mean([run["measured"]["seconds"] for run in runs]),
-        "peak_bytes": mean([run["measured"]["peak_bytes"] for run in runs]),
-        "rccc": mean([run["rccc"] for run in runs]),
-        "intra_class_similarity": mean([run.get("intra_class_similarity") for run in runs]),
+        "difference": paired_difference([run - base for run, base in scores], step),
+        "rows_interval": interval,
+        "recovered": gap_recovered(
+            scores, summary.teacher_score, summary.lower_is_better, summary.percent
+        ),
     }
 
 
-def at_chance(teacher: Mapping[str, Any]) -> bool:
-    """Whether a teacher's answers on the held-out rows can't be told from any that ignore them.
+def _row(
+    summary: Summary, name: str, by_seed: dict[int, Any], compared: dict[str, Any], p_holm: float
+) -> Row:
+    def mean(values: list[Any]) -> float:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else math.nan
 
-    Classes by a chi-squared test of answers and labels and the sign of their correlation, numbers
-    by the test of Pearson's.
+    runs = [run for run in by_seed.values() if "failed" not in run]
+    scores = [run["scores"][summary.metric] for run in runs]
+    found = {"difference": None, "rows_interval": None, "recovered": None, **compared}
+    difference = found["difference"]
+    return Row(
+        task=summary.task,
+        variant=name,
+        metric=summary.metric,
+        seeds=len(runs),
+        mean=mean(scores),
+        std=float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
+        **found,
+        p_holm=p_holm,
+        verdict=verdict(difference, p_holm, found["rows_interval"]) if difference else "",
+        seconds=mean([run["measured"]["seconds"] for run in runs]),
+        peak_bytes=mean([run["measured"]["peak_bytes"] for run in runs]),
+        rccc=mean([run["rccc"] for run in runs]),
+        intra_class_similarity=mean([run.get("intra_class_similarity") for run in runs]),
+        failed=len(by_seed) - len(runs),
+        constant=sum(len(set(run["predictions"])) == 1 for run in runs),
+        lower_is_better=summary.lower_is_better,
+        percent=summary.percent,
+    )
+
+
+def at_chance(teacher: Mapping[str, Any]) -> bool:
+    """Whether a teacher's predictions on held-out rows are independent of the labels.
+
+    Classes: no positive correlation, or a chi-squared test of labels and predictions does not
+    reject independence. Numbers: the same by Pearson's correlation.
     """
-    labels, answers = (np.asarray(teacher.get(name, ())) for name in ("labels", "predictions"))
-    if not answers.size or answers.dtype.kind not in "iuf":  # none, or words
+    labels, predictions = (np.asarray(teacher.get(name, ())) for name in ("labels", "predictions"))
+    if not predictions.size or predictions.dtype.kind not in "iuf":  # absent, or text
         return False
-    if len(set(answers.tolist())) == 1 or len(set(labels.tolist())) == 1:
+    if len(set(predictions.tolist())) == 1 or len(set(labels.tolist())) == 1:
         return True
     if teacher["classes"] is None:
-        found = stats.pearsonr(answers, labels)
+        found = stats.pearsonr(predictions, labels)
         return bool(found.statistic <= 0 or found.pvalue >= 1 - LEVEL)
     count = len(teacher["classes"])
-    table = np.bincount(labels.astype(int) * count + answers.astype(int), minlength=count**2)
-    table = table.reshape(count, count)
-    there = table[np.ix_(table.sum(1) > 0, table.sum(0) > 0)]
-    p = stats.chi2_contingency(there, correction=False).pvalue
+    pairs = labels.astype(int) * count + predictions.astype(int)
+    table = np.bincount(pairs, minlength=count**2).reshape(count, count)
+    occurring = table[np.ix_(table.sum(1) > 0, table.sum(0) > 0)]
+    p = stats.chi2_contingency(occurring, correction=False).pvalue
     return bool(of_confusion("mcc", table[None].astype(float))[0] <= 0 or p >= 1 - LEVEL)
 
 
 def classes_of(teacher: Mapping[str, Any]) -> list[str]:
-    """The classes, if each row has one; words of a row that do leave none."""
+    """Names of the classes if each row has one class; else none, as in token classification."""
     return (teacher["classes"] or []) if teacher["labels"] else []
 
 
 def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The classes without rows to train on, and those without rows that are held out."""
+    """Names of the classes without training rows and without held-out rows."""
     names = classes_of(teacher)
     if not names:
         return {}
@@ -334,7 +344,7 @@ def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def verdict(difference: Difference, p: float, interval: tuple[float, float] | None) -> str:
-    """Whether a difference is beyond noise: over seeds after the correction, and over rows."""
+    """ABOVE or BELOW if a difference is beyond noise, over seeds (corrected) and over rows."""
     if math.isnan(p):
         return UNKNOWN
     low, high = interval or (difference.low, difference.high)
@@ -343,18 +353,22 @@ def verdict(difference: Difference, p: float, interval: tuple[float, float] | No
     return ABOVE if difference.mean > 0 else BELOW
 
 
-def recovered(
-    pairs: Sequence[tuple[float, float]],
+def gap_recovered(
+    scores: Sequence[tuple[float, float]],
     teacher: float,
-    smaller_is_better: bool = False,
+    lower_is_better: bool = False,
     percent: bool = False,
 ) -> Difference | None:
-    """(student − baseline) / (teacher − baseline) of each seed; None without a gap to speak of."""
-    sign = -1 if smaller_is_better else 1
-    gaps = [sign * (teacher - base) for _, base in pairs]
+    """(student − baseline) / (teacher − baseline) over seeds; ``scores`` pairs the first two.
+
+    None if the gap to the teacher is below SMALLEST_GAP, or negative for some seed.
+    """
+    sign = -1 if lower_is_better else 1
+    gaps = [sign * (teacher - base) for _, base in scores]
     scale = 100.0 if percent else 1.0
-    if pairs and smaller_is_better:
-        scale = float(np.mean([base for _, base in pairs]))
+    if scores and lower_is_better:
+        scale = float(np.mean([base for _, base in scores]))
     if not gaps or min(gaps) <= 0 or float(np.mean(gaps)) < SMALLEST_GAP * scale:
         return None
-    return paired([sign * (s - b) / gap for (s, b), gap in zip(pairs, gaps, strict=True)])
+    gains = [sign * (student - base) for student, base in scores]
+    return paired_difference([gain / gap for gain, gap in zip(gains, gaps, strict=True)])

@@ -1,4 +1,4 @@
-"""Page, tables and pictures of a study, made from its JSON files only."""
+"""Report of a study, from its JSON files: pages, tables (CSV) and pictures."""
 
 import base64
 import dataclasses
@@ -18,17 +18,17 @@ from fastkd.study.statistics import (
     BELOW,
     BETTER,
     LEVEL,
+    NO_DIFFERENCE,
     UNKNOWN,
     WORSE,
-    Difference,
     Results,
     Row,
     Summary,
     at_chance,
     classes_of,
     empty_classes,
+    quality,
     summarize,
-    worth,
 )
 from fastkd.study.study_runs import StudyRuns
 from fastkd.train.errors import InputError
@@ -36,36 +36,48 @@ from fastkd.train.saving import MANIFEST, csv_text, read_json, read_manifest, wr
 
 jinja2: Any = require("jinja2", "train")
 
-#: What a report consists of.
+#: Files of a report.
 FILES = ("report.html", "report.md", "summary.csv", "runs.csv", "forest.png", "curves.png")
 COLOURS = {BETTER: "#1a7f37", WORSE: "#b42318"}
-#: What a cell of the table means.
-MEANINGS = {
+#: Table cells that are coloured, with the name of their colour.
+COLOURED_CELLS = {
     ABOVE: BETTER,
     BELOW: WORSE,
     f"{BELOW} ({BETTER})": BETTER,
     f"{ABOVE} ({WORSE})": WORSE,
 }
-HEADINGS = (
-    "", "seeds", "score", "difference", "95% over seeds", "95% over rows", "p (Holm)",
-    "beyond noise", "gap recovered", "seconds", "MiB", "RCCC", "M_ICS",
-)  # fmt: skip
+#: Columns of a result table with their explanations.
+HEADINGS = {
+    "": "",
+    "seeds": "completed runs",
+    "score": "mean and standard deviation over seeds, after the last step",
+    "difference": "to the baseline, paired by seed",
+    "95% over seeds": "t interval of the difference, uncorrected",
+    "95% over rows": "bootstrap interval of the difference over test rows with one class each",
+    "p (Holm)": "paired t test, corrected for the comparisons of this table",
+    "beyond noise": "p below 0.05, and an interval over rows without 0",
+    "gap recovered": "fraction of the difference between baseline and teacher",
+    "seconds": "training time",
+    "MiB": "peak memory above the memory in use before the run",
+    "RCCC": "canonical correlation of layers on held-out rows (MC3KD, 3.2)",
+    "M_ICS": "intra-class similarity of the last layer (intra-class KNN, 2)",
+}
 
-#: Columns of runs.csv behind the run's name, before its scores.
-OF_A_RUN = ("failed", "steps", "seconds", "peak_bytes", "rccc", "intra_class_similarity")
+#: Columns of runs.csv between a run's name and its scores.
+RUN_COLUMNS = ("failed", "steps", "seconds", "peak_bytes", "rccc", "intra_class_similarity")
 
-#: A part of the page: a heading or paragraph, "table" with (headings, rows), "list", or "picture"
-#: with (title, bytes in base64).
+#: Kind and content of a block: heading or paragraph (text), "table" (headings, rows), "list"
+#: (lines) or "picture" (title, bytes in base64).
 Block = tuple[str, Any]
 
-PAGE = Path(__file__).with_name("report.html.jinja")
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 def claim(out: Path) -> None:
     """Record in the manifest of ``out`` that fastkd writes the report's files.
 
     Raises:
-        InputError: one of them is there, and isn't.
+        InputError: a file of the report exists that fastkd did not write.
     """
     manifest = read_manifest(out) or {}
     others = (MANIFEST,) if (out / MANIFEST).exists() and "study" not in manifest else FILES
@@ -79,7 +91,7 @@ def claim(out: Path) -> None:
 
 
 def write(runs: StudyRuns, out: Path) -> list[Summary]:
-    """Write report.html, report.md, summary.csv, runs.csv and the pictures into ``out``."""
+    """Write the report of all finished runs into ``out``; returns its result tables."""
     study, found = runs.study, runs.results()
     teachers = {name: read_json(task.folder / MANIFEST) for name, task in runs.tasks.items()}
     summaries = summarize(study, found, {k: v for k, v in teachers.items() if v})
@@ -93,9 +105,12 @@ def write(runs: StudyRuns, out: Path) -> list[Summary]:
             content = draw(study, summaries, found)
             write_file(out / f"{name}.png", content)
             pictures.append((title, base64.b64encode(content).decode()))
-    blocks = list(_blocks(study, summaries, _about(study, missing), pictures, machines(found)))
-    page = jinja2.Environment(autoescape=True).from_string(PAGE.read_text("utf-8"))
-    html = page.render(title=study.title, blocks=blocks, colours=COLOURS, meanings=MEANINGS)
+    blocks = list(_blocks(study, summaries, _overview(study, missing), pictures, machines(found)))
+    page = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text("utf-8"))
+    html = page.render(
+        title=study.title, blocks=blocks, colours=COLOURS, coloured_cells=COLOURED_CELLS,
+        explanations=HEADINGS,
+    )  # fmt: skip
     write_file(out / "report.html", html)
     write_file(out / "report.md", _markdown(blocks))
     write_file(out / "summary.csv", _csv(flat(row) for s in summaries for row in s.rows))
@@ -103,21 +118,10 @@ def write(runs: StudyRuns, out: Path) -> list[Summary]:
     return summaries
 
 
-HOW = (
-    "Score: mean and standard deviation over the seeds, after the last step; no evaluation chose "
-    "it. Differences are paired by seed. An interval over seeds is a t interval, uncorrected; "
-    "p is that t test's, corrected by Holm for the comparisons of its table; where all seeds agree "
-    "on counted rows, their variance is taken to be that of rounding to a row. The interval over "
-    "rows draws the test rows again, where each has a class. Beyond noise means: p below 0.05, and "
-    "an interval over rows without 0. Gap recovered is the share of the way from the baseline to "
-    "the teacher. Seconds and MiB are a run's training and its peak above what the process had "
-    "before."
-)
-
-
-def _about(study: Study, missing: int) -> str:
+def _overview(study: Study, missing: int) -> str:
+    """Sentence on variants, budget, students and baseline."""
     cached = (
-        "the teacher's outputs come from a cache, so seconds are without its forward pass"
+        "seconds exclude the teacher's forward pass, whose outputs are read from a cache"
         if study.cache
         else "seconds include the teacher's forward pass"
     )
@@ -127,78 +131,79 @@ def _about(study: Study, missing: int) -> str:
         f"{cached}."
     ]
     if missing:
-        parts.append(
-            f"{missing} runs are not there yet; their cells are empty or have fewer seeds."
-        )
+        parts.append(f"{missing} runs are not finished; their cells are empty or have fewer seeds.")
     return " ".join(parts)
 
 
 def _students(study: Study) -> str:
+    """Size and initial weights of the students, as text."""
     made_of = {variant.student or study.student for variant in study.variants}
     if made_of.isdisjoint(STUDENTS):
-        return f"students that begin as {' or '.join(sorted(Path(x).name for x in made_of))}"
+        return f"students initialised from {' or '.join(sorted(Path(x).name for x in made_of))}"
     sizes = "".join(f", {name} {value}" for name, value in study.student_config.items())
     made = "of random weights" if study.student_weights == "random" else "of the teacher's layers"
     return f"{study.student_layers}-layer students made {made}{sizes}"
 
 
-def told(summary: Summary) -> str:
-    """Sentences that summarise a table."""
+def findings(summary: Summary) -> str:
+    """Sentences that summarise a table: teacher, warnings, and differences beyond noise."""
     count = summary.teacher["rows"]
-    about = (
+    text = (
         f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count['train']} training "
         f"rows, {count['held out']} held out."
     )
-    about += "".join(f" {warning}" for warning in warnings_of(summary))
+    text += "".join(f" {warning}" for warning in warnings_of(summary))
     if failed := sum(row.failed for row in summary.rows):
-        about += f" Failed runs: {failed}; runs.csv says why, and no mean has them."
-    said = {row.verdict for row in summary.rows if row.difference is not None}
-    if said <= {UNKNOWN}:
-        return f"{about} Noise can't be told yet: no variant shares two seeds with the baseline."
+        text += f" Failed runs: {failed}, left out of the means; runs.csv has the reasons."
+    verdicts = {row.verdict for row in summary.rows if row.difference is not None}
+    if verdicts <= {UNKNOWN}:
+        return f"{text} No verdicts yet: no variant has two seeds in common with the baseline."
     above, below = (
         ", ".join(row.variant for row in summary.rows if row.verdict == verdict) or "none"
         for verdict in (ABOVE, BELOW)
     )
-    if summary.smaller_is_better:
-        return f"{about} Below the baseline beyond noise: {below}. Above it beyond noise: {above}."
-    return f"{about} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
+    if summary.lower_is_better:
+        return f"{text} Below the baseline beyond noise: {below}. Above it beyond noise: {above}."
+    return f"{text} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
 
 
 def _metric(summary: Summary) -> str:
-    return f"{summary.metric}{' (less is better)' if summary.smaller_is_better else ''}"
+    return f"{summary.metric}{' (lower is better)' if summary.lower_is_better else ''}"
 
 
 def warnings_of(summary: Summary) -> list[str]:
-    """Warnings on a table: empty classes, teacher or students no better than chance."""
+    """Warnings of a table: classes without rows, teacher at chance, constant students."""
     found = [
-        f"No {what} row is of class {', '.join(names)}."
+        f"Classes without {what} rows: {', '.join(names)}."
         for what, names in empty_classes(summary.teacher).items()
         if names
     ]
     if (summary.labelled or math.inf) < len(classes_of(summary.teacher)):
-        found.append(f"With {summary.labelled} labels not every class has one.")
+        found.append(f"{summary.labelled} labels are fewer than the classes.")
     if at_chance(summary.teacher):
-        found.append("The teacher is at chance: its answers say nothing about the labels.")
+        found.append("The teacher is at chance: its predictions are independent of the labels.")
     if constant := [row.variant for row in summary.rows if row.constant]:
-        found.append(f"Students that give every row the same answer: {', '.join(constant)}.")
+        found.append(f"Students with the same prediction for every row: {', '.join(constant)}.")
     return found
 
 
 def cells(row: Row) -> list[str]:
     """Cells of a table row as text; undefined values are empty."""
-    d, share, rows = row.difference, row.recovered, row.rows_interval
+    d, recovered, rows = row.difference, row.recovered, row.rows_interval
     return [
         row.variant
         + (f" ({row.failed} failed)" if row.failed else "")
-        + (f" (one answer to all rows: {row.constant} seeds)" if row.constant else ""),
+        + (f" (one prediction for all rows: {row.constant} seeds)" if row.constant else ""),
         str(row.seeds),
-        _number(row.mean, ".4f") + (f" ± {row.spread:.4f}" if row.seeds > 1 else ""),
+        _number(row.mean, ".4f") + (f" ± {row.std:.4f}" if row.seeds > 1 else ""),
         "" if d is None else _number(d.mean, "+.4f"),
         "" if d is None else _interval(d.low, d.high),
         "" if rows is None else _interval(*rows),
         _number(row.p_holm, ".3g"),
-        row.verdict + (f" ({row.worth})" if row.worth and row.smaller_is_better else ""),
-        "" if share is None else f"{share.mean:.0%} {_interval(share.low, share.high, '.0%')}",
+        row.verdict + (f" ({row.quality})" if row.quality and row.lower_is_better else ""),
+        ""
+        if recovered is None
+        else f"{recovered.mean:.0%} {_interval(recovered.low, recovered.high, '.0%')}",
         _number(row.seconds, ".1f"),
         _number(None if row.peak_bytes is None else row.peak_bytes / 2**20, ".0f"),
         _number(row.rccc, ".3f"),
@@ -230,68 +235,71 @@ def machines(found: Results) -> list[str]:
 
 
 def beside_paper(study: Study, summaries: list[Summary]) -> dict[str, Any] | None:
-    """The paper's table with our results, and whether its ranking holds.
+    """The paper's table with our results, and whether each row's side of the baseline is the same.
 
-    The order is each row against the baseline, by the mean of the paper's columns.
+    The paper's side is that of the mean over its columns.
     """
     if study.paper is None:
         return None
     paper = study.paper
     theirs: Mapping[str, list[float]] = paper["rows"]
-    smaller = bool(paper.get("smaller_is_better"))
+    lower_is_better = bool(paper.get("lower_is_better"))
     rows, order = [], []
     ours = {s.task: {row.variant: row for row in s.rows} for s in summaries}
     for name, values in theirs.items():
         found = [ours[s.task].get(name) for s in summaries]
-        mine = ["" if row is None else _of_hundred(row, row.mean) for row in found]
+        mine = ["" if row is None else _points(row, row.mean) for row in found]
         rows.append([name, *map(str, values), *mine])
         if name == study.baseline or study.baseline not in theirs:
             continue
         gap = float(np.mean(values) - np.mean(theirs[study.baseline]))
         for row in filter(None, found):
             if row.difference is not None:
-                said = ABOVE if gap > 0 else BELOW if gap else "equal"
-                here = _against(worth(said, smaller), row)
-                order.append(f"{row.task}: {name} is {said} {study.baseline} in the paper "
+                side = ABOVE if gap > 0 else BELOW if gap else "equal"
+                here = _agreement(quality(side, lower_is_better), row)
+                order.append(f"{row.task}: {name} is {side} {study.baseline} in the paper "
                              f"({gap:+.1f}); here {here}")  # fmt: skip
     columns = ["", *(f"paper: {c}" for c in paper["columns"]), *(f"ours: {t}" for t in ours)]
     return {"title": paper["title"], "columns": columns, "rows": rows, "order": order}
 
 
-def _against(theirs: str, row: Row) -> str:
+def _agreement(paper_quality: str, row: Row) -> str:
+    """Whether a row's verdict is that of the paper, as text."""
     assert row.difference is not None
-    unit = "" if row.smaller_is_better else " points"
-    size = f"({_of_hundred(row, row.difference.mean, '+')}{unit})"
-    if not row.worth:
+    unit = "" if row.lower_is_better else " points"
+    size = f"({_points(row, row.difference.mean, '+')}{unit})"
+    if not row.quality:
         return f"{row.verdict} {size}"
-    return f"{'the same' if row.worth == theirs else 'the opposite'}, beyond noise {size}"
+    return f"{'the same' if row.quality == paper_quality else 'the opposite'}, beyond noise {size}"
 
 
 def _scale(row: Row | Summary) -> int:
     """Factor for display: 100 for fractions, 1 for percentages and metrics to minimise."""
-    return 1 if row.smaller_is_better or row.percent else 100
+    return 1 if row.lower_is_better or row.percent else 100
 
 
-def _of_hundred(row: Row, value: float, sign: str = "") -> str:
-    return f"{_scale(row) * value:{sign}.{2 if row.smaller_is_better else 1}f}"
+def _points(row: Row, value: float, sign: str = "") -> str:
+    """A score in percentage points; metrics to minimise unscaled."""
+    return f"{_scale(row) * value:{sign}.{2 if row.lower_is_better else 1}f}"
 
 
 def _blocks(
-    study: Study, summaries: list[Summary], about: str, pictures: list, measured: list[str]
+    study: Study, summaries: list[Summary], overview: str, pictures: list, measured: list[str]
 ) -> Iterator[Block]:
     """Blocks of the page, from top to bottom."""
-    yield from (("h1", study.title), ("p", about), ("p", HOW))
+    yield from (("h1", study.title), ("p", overview))
     for summary in summaries:
-        yield from (("h2", summary.task), ("p", told(summary)))
-        yield "table", (HEADINGS, [cells(row) for row in summary.rows])
+        yield from (("h2", summary.task), ("p", findings(summary)))
+        yield "table", ([*HEADINGS], [cells(row) for row in summary.rows])
     yield from (("picture", picture) for picture in pictures)
     if paper := beside_paper(study, summaries):
         yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))
         yield "list", paper["order"]
-    yield from (("h2", "Where it was measured"), ("list", measured))
+    yield from (("h2", "Machines and versions"), ("list", measured))
 
 
 def _markdown(blocks: Iterable[Block]) -> str:
+    """The page in Markdown, without pictures."""
     found = []
     for kind, content in blocks:
         if kind == "table":
@@ -306,13 +314,13 @@ def _markdown(blocks: Iterable[Block]) -> str:
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """Columns of a row of summary.csv."""
+    """One line of summary.csv, by column."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(row):
         value = getattr(row, field.name)
         if field.name in ("difference", "recovered"):
-            value = value or Difference(math.nan, math.nan, math.nan, math.nan)
-            found.update({f"{field.name}_{k}": v for k, v in dataclasses.asdict(value).items()})
+            columns = dataclasses.asdict(value or NO_DIFFERENCE)
+            found.update({f"{field.name}_{k}": v for k, v in columns.items()})
         elif field.name == "rows_interval":
             low, high = value or (math.nan, math.nan)
             found.update({"rows_low": low, "rows_high": high})
@@ -322,13 +330,18 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def _flat_run(key: tuple[str, str, int], run: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of runs.csv, by column."""
     named = dict(zip(("task", "variant", "seed"), key, strict=True))
-    said = {**run, **run["measured"]}
-    return {**named, **{name: said.get(name, "") for name in OF_A_RUN}, **run.get("scores", {})}
+    values = {**run, **run["measured"]}
+    return {
+        **named,
+        **{name: values.get(name, "") for name in RUN_COLUMNS},
+        **run.get("scores", {}),
+    }
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
-    """Rows as CSV, with NaN as an empty cell."""
+    """Rows as CSV; a NaN is an empty cell."""
     return csv_text(
         {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
         for row in rows
@@ -342,16 +355,16 @@ def _png(figure: Any) -> bytes:
 
 
 def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
-    """Every difference with its interval over seeds, coloured where it is beyond noise."""
+    """Forest plot: differences with their intervals over seeds, coloured if beyond noise."""
     most = max(len(summary.rows) for summary in summaries)
     figure = new_figure(1.5 + 4.2 * len(summaries), 1.2 + 0.32 * most)
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
         rows = [row for row in summary.rows if row.difference is not None]
-        scale, smaller = _scale(summary), summary.smaller_is_better
-        rows.sort(key=lambda row: row.difference.mean, reverse=smaller)  # type: ignore[union-attr]
+        scale, reverse = _scale(summary), summary.lower_is_better
+        rows.sort(key=lambda row: row.difference.mean, reverse=reverse)  # type: ignore[union-attr]
         for i, row in enumerate(rows):
-            d, colour = row.difference, COLOURS.get(row.worth, "#777777")
+            d, colour = row.difference, COLOURS.get(row.quality, "#777777")
             assert d is not None
             if not math.isnan(d.low):
                 ax.plot([scale * d.low, scale * d.high], [i, i], color=colour, linewidth=2)
@@ -361,19 +374,19 @@ def _forest(study: Study, summaries: list[Summary], found: Results) -> bytes:
         base = next((r.mean for r in summary.rows if r.variant == study.baseline), math.nan)
         ax.axvline(scale * (summary.teacher_score - base), color="black", linestyle=":")
         ax.set_yticks(range(len(rows)), [row.variant for row in rows], fontsize=8)
-        unit = "" if smaller else "points of "
+        unit = "" if reverse else "points of "
         ax.set_xlabel(f"{unit}{_metric(summary)} above {study.baseline}", fontsize=8)
         ax.set_title(f"{summary.task} (dotted: teacher)", fontsize=9)
         ax.tick_params(labelsize=8)
-    how = f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise"
+    title = f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise"
     if any(row.difference and row.difference.rounded for s in summaries for row in s.rows):
-        how += "\nhollow: all seeds agree, and the bar is what rounding scores to one row allows"
-    figure.suptitle(how, fontsize=9)
+        title += "\nhollow: all seeds agree; the bar is the rounding of scores to one row"
+    figure.suptitle(title, fontsize=9)
     return _png(figure)
 
 
 def _widen(lines: list[Any]) -> None:
-    """Lines that run along later ones are wider, so that these don't hide them."""
+    """Widen each line that coincides with later lines, so that it shows behind them."""
     points = [{*zip(*line.get_data(), strict=True)} for line in lines]
     for i, line in enumerate(lines):
         above = sum(len(points[i] & later) > 1 for later in points[i + 1 :])
@@ -381,9 +394,10 @@ def _widen(lines: list[Any]) -> None:
 
 
 def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
-    """Mean score over seeds at every evaluation; of lines that coincide the lower ones are wider.
+    """Learning curves: mean score over seeds at every evaluation.
 
-    Runs of a budget in seconds differ in their steps: they are laid over each other.
+    With a budget in seconds the runs differ in steps. Their curves are then averaged by the
+    fraction of steps done.
     """
     order = [variant.name for variant in study.variants]
     figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
@@ -398,17 +412,17 @@ def _curves(study: Study, summaries: list[Summary], found: Results) -> bytes:
             ]
             if not runs:
                 continue
-            shares = [[entry["step"] / run[-1]["step"] for entry in run] for run in runs]
+            done = [[entry["step"] / run[-1]["step"] for entry in run] for run in runs]
             scores = [
-                np.interp(shares[0], share, [entry["scores"][summary.metric] for entry in run])
-                for share, run in zip(shares, runs, strict=True)
+                np.interp(done[0], fractions, [entry["scores"][summary.metric] for entry in run])
+                for fractions, run in zip(done, runs, strict=True)
             ]
-            at = np.multiply(shares[0], study.steps or 1)
+            at = np.multiply(done[0], study.steps or 1)
             i = order.index(row.variant)
-            look = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "marker": "."}
-            ax.plot(at, np.mean(scores, 0), label=row.variant, **look)
+            style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "marker": "."}
+            ax.plot(at, np.mean(scores, 0), label=row.variant, **style)
         _widen(ax.lines)
-        ax.set_xlabel("step" if study.steps else "share of the steps")
+        ax.set_xlabel("step" if study.steps else "fraction of the steps")
         ax.set_title(f"{summary.task}: {_metric(summary)}", fontsize=9)
         ax.tick_params(labelsize=8)
     drawn = {line.get_label(): line for ax in axes for line in ax.lines}

@@ -1,8 +1,8 @@
-"""The runs of a study: one teacher for each task, one JSON file for each run.
+"""The runs of a study: one teacher for each data set, one JSON file for each run.
 
-Every process walks through the same list and takes runs that are neither done nor locked by another
-process. A study therefore continues after a kill, can be extended in its file, and may use
-processes of a launcher or of other machines that share the directory.
+Every process goes through the same list and trains the runs that are neither done nor locked by
+another process. A study therefore continues after a kill, and trains new entries of its file. The
+processes may be those of a launcher, or run on other machines that share the directory.
 """
 
 import functools
@@ -33,7 +33,14 @@ from fastkd.train.saving import read_json, write_json
 filelock: Any = require("filelock", "train")
 
 # Environment variables that a launcher sets.
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class Job(NamedTuple):
@@ -46,16 +53,16 @@ class Job(NamedTuple):
     path: Path
 
 
-#: Fields of a study on which every run depends.
+#: Fields of a study that change the result of every run.
 BUDGET = (
     "steps", "seconds", "evaluations", "batch_size", "learning_rate", "labelled_share", "precision",
 )  # fmt: skip
-#: The field of a run's file with the digest of the others.
+#: Field of a run's file with the hash of all other fields.
 CHECKSUM = "sha256"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write the file of a run."""
+    """Write the file of a run, with its checksum."""
     content = json.loads(json.dumps(result))
     write_json(path, {**content, CHECKSUM: _checksum(content)})
 
@@ -79,14 +86,14 @@ def _done(job: Job) -> bool:
 def leave_launcher() -> tuple[int, int]:
     """Rank and number of the launched processes; detaches this process from the launcher.
 
-    Otherwise Trainer would share the rows of every step between the processes.
+    Otherwise Trainer would divide the rows of every step among the processes.
     """
     found = processes.rank(), int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
     if processes.launched() and local < len(visible.split(",")):
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
-    for name in LAUNCHER:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     return found
 
@@ -137,7 +144,7 @@ class StudyRuns:
     def train(self, workers: int) -> bool:
         """Train all missing runs in ``workers`` processes; False if one of them died."""
         (self.out / "runs").mkdir(parents=True, exist_ok=True)
-        # What can't be used is said once, here, and before a teacher has learned.
+        # Invalid input raises here: in one process, and before a teacher is fine-tuned.
         assert self.jobs
         for task in self.tasks.values():
             task.check()
@@ -147,20 +154,20 @@ class StudyRuns:
         context = multiprocessing.get_context("spawn")
         threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
         given = (self.study, self.out, threads, self.display.shared())
-        started = [context.Process(target=_worker, args=given, daemon=True) for _ in range(workers)]
-        for worker in started:
+        pool = [context.Process(target=_worker, args=given, daemon=True) for _ in range(workers)]
+        for worker in pool:
             worker.start()
-        while any(worker.is_alive() for worker in started):
-            started[0].join(1.0)
+        while any(worker.is_alive() for worker in pool):
+            pool[0].join(1.0)
             time.sleep(0.2)
-        return not any(worker.exitcode for worker in started)
+        return not any(worker.exitcode for worker in pool)
 
     def work(self) -> None:
-        """Take runs until none is left."""
+        """Train runs until each is done or locked by another process."""
         be_quiet()
-        for task in self.tasks.values():  # each by another process, if there are several
+        for task in self.tasks.values():  # each teacher in another process, if there are several
             task.make_teacher(blocking=False)
-        tally = StudyProgress(self.jobs, self.display)
+        progress = StudyProgress(self.jobs, self.display)
         for job in self.jobs:
             if _orphaned() or _done(job):
                 continue
@@ -172,17 +179,19 @@ class StudyRuns:
             try:
                 if not _done(job):
                     task = self.tasks[job.task.name]
-                    task.make_teacher()  # or waits for who makes it
+                    task.make_teacher()  # waits if another process is fine-tuning it
                     if job.path.exists():
-                        self.display.say(f"{job.path} isn't what was written; its run starts again")
-                    tally.begin()
+                        self.display.say(
+                            f"{job.path} has changed since it was written; its run starts again"
+                        )
+                    progress.begin()
                     result = {"run": job.identity, **task.train(job.variant, job.seed)}
                     write_result(job.path, result)
-                    tally.tell(job, result)
+                    progress.report(job, result)
             finally:
                 job.path.with_suffix(".lock").unlink(missing_ok=True)
                 lock.release()
-        tally.track.stop()
+        progress.track.stop()
 
 
 def _worker(
@@ -192,16 +201,16 @@ def _worker(
     try:
         with shared() as display:
             StudyRuns(study, out, display).work()
-    except (InputError, RunFailed) as error:  # one sentence here too
+    except (InputError, RunFailed) as error:  # no traceback, as in the main process
         sys.exit(f"Error: {error}")
 
 
 class StudyProgress:
-    """Count of completed runs over all processes, and the estimated time for the rest."""
+    """Count of completed runs over all processes, and the estimated remaining time."""
 
-    def __init__(self, listed: list[Job], display: Display):
-        self.missing = [job for job in listed if not _done(job)]
-        self.most, self.total = len(self.missing), len(listed)
+    def __init__(self, jobs: list[Job], display: Display):
+        self.missing = [job for job in jobs if not _done(job)]
+        self.most, self.total = len(self.missing), len(jobs)
         self.display, self.began = display, 0.0
         self.track = display.track("runs")
         self.track.start(self.total - self.most, self.total)
@@ -210,7 +219,7 @@ class StudyProgress:
         """Start the clock, at the first run."""
         self.began = self.began or time.perf_counter()
 
-    def tell(self, job: Job, result: dict[str, Any]) -> None:
+    def report(self, job: Job, result: dict[str, Any]) -> None:
         """Print the result of ``job`` and the remaining time."""
         self.missing = [job for job in self.missing if not _done(job)]
         missing = len(self.missing)
@@ -223,6 +232,7 @@ class StudyProgress:
 
 
 def _result_text(result: dict[str, Any]) -> str:
+    """The score and training time of a run, or the reason of its failure."""
     if "failed" in result:
         return f"failed: {result['failed']}"
     name, value = next(iter(result["scores"].items()))
@@ -230,5 +240,6 @@ def _result_text(result: dict[str, Any]) -> str:
 
 
 def _orphaned() -> bool:
+    """Whether the process that started this worker has died."""
     parent = multiprocessing.parent_process()
     return parent is not None and not parent.is_alive()

@@ -9,14 +9,14 @@ from typing import Any
 from fastkd.train.distill_settings import ColumnOptions, device
 from fastkd.train.option_fields import option, run_option, training_option
 
-what_option = functools.partial(option, panel="What is compared")
+comparison_option = functools.partial(option, panel="What is compared")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudySettings(ColumnOptions):
-    """The options of `fastkd study`; what is given goes before what the file says.
+    """The options of `fastkd study`; an option overrides the field of the study's file.
 
-    Columns are those of all data sets of ``tasks``.
+    The column options apply to every data set of ``tasks``.
     """
 
     spec: Path | None = option(None, "The study: a .toml or .yaml file.", flag="SPEC", saved=False)
@@ -24,21 +24,21 @@ class StudySettings(ColumnOptions):
     runs: Path | None = run_option(
         None, "Directory of runs and teachers that studies share (--out)."
     )
-    methods: str | None = what_option(None, "Methods, separated by commas.")
-    options: Mapping[str, Any] = what_option(
+    methods: str | None = comparison_option(None, "Methods, separated by commas.")
+    options: Mapping[str, Any] = comparison_option(
         {},
         "Values of a method's option, one run each; repeatable.",
         flag="--set",
         metavar="METHOD.NAME=VALUE,VALUE",
     )
-    tasks: Mapping[str, Any] = what_option(
+    tasks: Mapping[str, Any] = comparison_option(
         {},
         "A data set: NAME=TRAIN,EVAL (files; NAME may be their task), NAME=hub (GLUE), "
         "NAME=docstrings, NAME=pairs (of docstrings); repeatable.",
         metavar="NAME=FILES",
     )
-    seeds: int | None = what_option(None, "How many seeds.", least=1)
-    teacher: str | None = what_option(
+    seeds: int | None = comparison_option(None, "How many seeds.", least=1)
+    teacher: str | None = comparison_option(
         None, "Teacher: a directory, a hub name, or packaged (the demo's)."
     )
     steps: int | None = training_option(None, "Training steps of every run.", least=1)

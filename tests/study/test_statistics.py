@@ -1,4 +1,4 @@
-"""What exceeds noise: on data whose truth is known."""
+"""Statistics of a study, on data with known effects."""
 
 import dataclasses
 import math
@@ -15,21 +15,21 @@ from fastkd.study.statistics import (
     BELOW,
     UNKNOWN,
     at_chance,
+    bootstrap_interval,
     empty_classes,
+    gap_recovered,
     holm,
     of_confusion,
-    paired,
-    recovered,
-    resampled,
+    paired_difference,
     summarize,
 )
-from fastkd.study.study_report import cells, told
+from fastkd.study.study_report import cells, findings
 
 LABELS = [i % 2 for i in range(1000)]
 
 
 def predictions(accuracy, seed):
-    """Answers of a model that is right so often; models of one seed err on alike rows."""
+    """Predictions of a model with this accuracy; most err on the same rows."""
     hard = np.random.default_rng(7).random(1000)
     noise = np.random.default_rng(seed).normal(0, 0.05, 1000)
     right = hard + noise < np.quantile(hard + noise, accuracy)
@@ -64,7 +64,7 @@ TEACHER = {
 
 
 def table(accuracies, seeds=4, names=None):
-    """The rows of a study in which each variant has its accuracy, give or take a seed's luck."""
+    """Rows of a study in which each variant has its accuracy, with noise over seeds."""
     results = {}
     for seed in range(seeds):
         luck = np.random.default_rng(100 + seed).normal(0, 0.004, len(accuracies))
@@ -74,7 +74,7 @@ def table(accuracies, seeds=4, names=None):
     return {row.variant: row for row in summary.rows}
 
 
-def test_planted_effects_are_found_and_nothing_else():
+def test_verdicts_find_the_planted_effects_only():
     rows = table({"labels": 0.7, "same": 0.7, "better": 0.8, "worse": 0.6, "again": 0.7})
     assert rows["better"].verdict == ABOVE and rows["worse"].verdict == BELOW
     assert rows["same"].verdict == ALIKE and rows["again"].verdict == ALIKE
@@ -83,39 +83,37 @@ def test_planted_effects_are_found_and_nothing_else():
     assert rows["labels"].difference is None and rows["labels"].verdict == ""
 
 
-def test_nothing_is_found_where_nothing_is():
-    """Over many tables of equals the corrected test errs no more than it may."""
+def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
     draws = np.random.default_rng(0)
     false = 0
     for _ in range(400):
-        p = holm([paired(draws.normal(0, 1, 4)).p for _ in range(10)])
+        p = holm([paired_difference(draws.normal(0, 1, 4)).p for _ in range(10)])
         false += min(p) < 0.05
     assert false / 400 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
 
 
-def test_a_single_seed_says_nothing():
+def test_one_seed_has_no_interval_and_no_verdict():
     row = table({"labels": 0.7, "better": 0.8}, seeds=1)["better"]
     assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
 
 
-def test_paired_is_the_textbook_test():
+def test_paired_difference_equals_scipys_ttest_rel():
     a, b = [0.81, 0.84, 0.80, 0.86], [0.79, 0.83, 0.80, 0.82]
-    found = paired(np.subtract(a, b))
+    found = paired_difference(np.subtract(a, b))
     expected = stats.ttest_rel(a, b)
     low, high = expected.confidence_interval(0.95)
     assert (found.p, found.low, found.high) == pytest.approx((expected.pvalue, low, high))
-    assert paired([0.0, 0.0]).p == 1.0 and paired([0.1, 0.1]).p == 0.0
+    assert paired_difference([0.0, 0.0]).p == 1.0 and paired_difference([0.1, 0.1]).p == 0.0
 
 
-def test_two_seeds_that_happen_to_agree_prove_little():
-    """Both lose 20 of 872 rows: steps of a row hide how far apart they are."""
-    found = paired([-20 / 872, -20 / 872], step=1 / 872)
+def test_variance_is_at_least_that_of_rounding_to_one_row():
+    """Both seeds lose 20 of 872 rows, so their observed variance is 0."""
+    found = paired_difference([-20 / 872, -20 / 872], step=1 / 872)
     assert found.low < found.mean < found.high < 0 and 0.005 < found.p < 0.05
-    assert paired([0.1, 0.2, 0.3], step=1e-3) == paired([0.1, 0.2, 0.3])
+    assert paired_difference([0.1, 0.2, 0.3], step=1e-3) == paired_difference([0.1, 0.2, 0.3])
 
 
-def test_scores_of_numbers_have_no_steps():
-    """Correlations over few rows are not rounded to a row."""
+def test_metrics_of_numbers_have_no_rounding_variance():
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
     results = {
         ("t", name, seed): {**run(0.7, seed), "scores": {"pearson": score}}
@@ -132,7 +130,7 @@ def test_scores_of_numbers_have_no_steps():
     assert summary.rows[1].verdict == ABOVE and summary.rows[1].rows_interval is None
 
 
-def test_holm_by_hand():
+def test_holm_matches_values_computed_by_hand():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     corrected = holm([0.02, math.nan, 0.5])
@@ -141,7 +139,7 @@ def test_holm_by_hand():
 
 
 @pytest.mark.parametrize("classes", [2, 4])
-def test_scores_of_confusions_are_scikit_learns(classes):
+def test_metrics_of_confusion_matrices_match_scikit_learn(classes):
     draws = np.random.default_rng(1)
     true, guess = draws.integers(0, classes, (2, 60))
     table = np.zeros((classes, classes))
@@ -153,40 +151,39 @@ def test_scores_of_confusions_are_scikit_learns(classes):
     assert of_confusion("mcc", np.array([[5.0, 0.0], [5.0, 0.0]])) == 0.0
 
 
-def test_f1_of_rows_without_some_class():
-    """Drawn rows may lack a class, whose F1 doesn't count, as in the score itself."""
+def test_macro_f1_leaves_out_classes_that_do_not_occur():
     true, guess = [0, 0, 2, 2, 2], [0, 2, 2, 2, 0]
     table = np.zeros((3, 3))
     np.add.at(table, (true, guess), 1)
     assert of_confusion("f1", table) == pytest.approx(f1_score(true, guess, average="macro"))
-    # A head of three classes is scored over classes, though the rows know two of them.
+    # With a head of three classes F1 is a mean over classes, even if the rows have only two.
     two = [[0, 1] * 50], [[0, 0] * 50]
-    low, high = resampled("f1", [0, 1] * 50, *two, classes=3)
+    low, high = bootstrap_interval("f1", [0, 1] * 50, *two, num_classes=3)
     gain = 1 - f1_score([0, 1] * 50, [0] * 100, average="macro", zero_division=0.0)
     assert low < gain < high and high - low < 0.15
 
 
-def test_rows_that_could_be_others():
+def test_bootstrap_interval_matches_resampling_row_by_row():
     one = [predictions(0.8, seed) for seed in range(3)]
-    low, high = resampled("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
+    low, high = bootstrap_interval("accuracy", LABELS, one, [predictions(0.7, s) for s in range(3)])
     assert 0 < low < 0.1 < high < 0.2
     gains = np.mean([np.equal(a, LABELS) for a in one], 0) - np.mean(
         [np.equal(predictions(0.7, s), LABELS) for s in range(3)], 0
     )
     drawn = np.random.default_rng(5).choice(gains, (2000, 1000)).mean(1)  # row by row
     assert (low, high) == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.003)
-    assert resampled("accuracy", LABELS, one, one) == (0.0, 0.0)
-    assert resampled("mse", [0.5], [[0.5]], [[0.5]]) is None
+    assert bootstrap_interval("accuracy", LABELS, one, one) == (0.0, 0.0)
+    assert bootstrap_interval("mse", [0.5], [[0.5]], [[0.5]]) is None
 
 
-def test_a_share_needs_a_gap():
-    assert recovered([(0.8, 0.8), (0.8, 0.8)], 0.805) is None
-    assert recovered([(0.8, 0.7), (0.82, 0.7)], 0.69) is None
-    assert recovered([], 0.9) is None
-    assert recovered([(0.8, 0.7), (0.84, 0.7)], 0.9).mean == pytest.approx(0.6)
+def test_gap_recovered_is_none_without_a_sufficient_gap():
+    assert gap_recovered([(0.8, 0.8), (0.8, 0.8)], 0.805) is None
+    assert gap_recovered([(0.8, 0.7), (0.82, 0.7)], 0.69) is None
+    assert gap_recovered([], 0.9) is None
+    assert gap_recovered([(0.8, 0.7), (0.84, 0.7)], 0.9).mean == pytest.approx(0.6)
 
 
-def test_a_failed_run_is_an_empty_cell():
+def test_failed_runs_are_counted_and_left_out_of_means():
     results = {("t", name, seed): run(0.7, seed) for name in ("labels", "bad") for seed in range(2)}
     results["t", "bad", 1] = {"failed": "not finite", "measured": {}}
     (summary,) = summarize(study(("labels", "bad", "absent"), 2), results, {"t": TEACHER})
@@ -194,15 +191,15 @@ def test_a_failed_run_is_an_empty_cell():
     bad = summary.rows[1]
     assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN
     assert cells(bad)[:3] == ["bad (1 failed)", "1", f"{bad.mean:.4f}"]
-    assert "Failed runs: 1;" in told(summary) and "Noise can't be told yet" in told(summary)
+    assert "Failed runs: 1," in findings(summary) and "No verdicts yet" in findings(summary)
     for seed in range(2):
         results["t", "labels", seed] = {"failed": "not finite", "measured": {}}
     (summary,) = summarize(study(("labels", "bad"), 2), results, {"t": TEACHER})
     assert cells(summary.rows[0])[:3] == ["labels (2 failed)", "0", ""]
-    assert "Noise can't be told yet" in told(summary)
+    assert "No verdicts yet" in findings(summary)
 
 
-def test_what_says_little_is_marked():
+def test_findings_warn_of_empty_classes_chance_and_constant_students():
     names = {"labels": 0.7, "always no": 0.5}
     results = {("t", name, seed): run(x, seed) for name, x in names.items() for seed in range(2)}
     for seed in range(2):
@@ -213,21 +210,21 @@ def test_what_says_little_is_marked():
         found = {"t": {**teacher, "predictions": answers}}
         return summarize(study(names, 2), results, found)[0]
 
-    words = told(summary(predictions(0.9, 3)))
-    assert "No training row is of class yes." in words
-    assert "No held-out row is of class perhaps." in words
-    assert "give every row the same answer: always no." in words
-    assert "chance" not in words and "labels not" not in words
+    text = findings(summary(predictions(0.9, 3)))
+    assert "Classes without training rows: yes." in text
+    assert "Classes without held-out rows: perhaps." in text
+    assert "Students with the same prediction for every row: always no." in text
+    assert "chance" not in text and "fewer than" not in text
     few = dataclasses.replace(summary(LABELS), labelled=2)
-    assert "With 2 labels not every class has one." in told(few)
-    assert cells(summary(LABELS).rows[1])[0] == "always no (one answer to all rows: 2 seeds)"
+    assert "2 labels are fewer than the classes." in findings(few)
+    assert cells(summary(LABELS).rows[1])[0] == "always no (one prediction for all rows: 2 seeds)"
     guesses = np.random.default_rng(0).integers(0, 2, 1000).tolist()
     for answers in ([1] * 1000, guesses, [1 - x for x in LABELS]):
-        assert "The teacher is at chance" in told(summary(answers))
+        assert "The teacher is at chance" in findings(summary(answers))
 
 
 @pytest.mark.parametrize("sign, chance", [(1, False), (-1, True), (0, True)])
-def test_a_teacher_of_numbers_at_chance(sign, chance):
+def test_at_chance_of_a_regression_teacher(sign, chance):
     numbers = np.random.default_rng(0).normal(size=(2, 100))
     teacher = {
         "labels": numbers[0].tolist(),

@@ -1,4 +1,4 @@
-"""`fastkd study` on a tiny teacher: its file, its runs, kills, and its report."""
+"""`fastkd study` on a tiny teacher: its file, runs, kills and report."""
 
 import csv
 import dataclasses
@@ -64,7 +64,7 @@ def with_rows(folder):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Beside every test's folder: the runs of one are those of another with the same file."""
+    """A teacher next to every test's folder, so that equal files specify equal runs."""
     return make_teacher(tmp_path_factory.getbasetemp() / "tiny", head=False)
 
 
@@ -75,7 +75,7 @@ def root(tmp_path, tiny):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, tiny):
-    """What the command prints, a line for every step, and the folder that it leaves."""
+    """Output of the command, with a line for every step, and its folder."""
     root = with_rows(tmp_path_factory.mktemp("finished"))
     words = ["study", str(write(root)), "--out", str(root / "out")]
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def write(root, methods=FEW, shared=SHARED):
 
 
 def runs(out):
-    """What the files say, but for what was measured."""
+    """Content of the runs' files without measurements and checksums."""
     found = {}
     for path in (out / "runs").glob("*.json"):
         content = json.loads(path.read_text())
@@ -106,7 +106,7 @@ def study(path, out, **options):
         command.run(StudySettings(spec=path, out=out, **options), console)
 
 
-def test_whole_study(root, finished):
+def test_study_writes_runs_and_report_and_trains_only_new_seeds(root, finished):
     output, out = finished[0], shutil.copytree(finished[1], root / "out")
     assert "8 runs: 1 data set, 4 variants, 2 seeds, 3 steps each" in output
     found = runs(out)
@@ -133,8 +133,8 @@ def test_whole_study(root, finished):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
-    methods = FEW + "lrkd = {}\n"  # which has parts of its own
+def test_killed_study_resumes_to_the_same_results(root, finished, monkeypatch):
+    methods = FEW + "lrkd = {}\n"  # has parameters of its own
     path, whole = write(root, methods), shutil.copytree(finished[1], root / "whole")
     study(path, whole)
     out = root / "killed"
@@ -149,14 +149,14 @@ def test_killed_and_resumed_is_the_same(root, finished, monkeypatch):
     assert process.exitcode == -signal.SIGKILL
     assert len(runs(out)) < 10
     (out / "runs" / "left.lock").touch()
-    # The workers get the same as new interpreters would, and import less.
+    # Forked workers import less than spawned ones and get the same arguments.
     monkeypatch.setattr(study_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
     study(path, out, jobs=2)
     assert runs(out) == runs(whole)
 
 
-@pytest.mark.parametrize("step", [None, 2])  # of a run, or before the first
-def test_a_stop_says_that_the_same_command_goes_on(root, monkeypatch, step):
+@pytest.mark.parametrize("step", [None, 2])  # before the first run, or within one
+def test_stopped_study_names_the_command_that_continues(root, monkeypatch, step):
     if step is None:
         monkeypatch.setattr(TaskRuns, "make_teacher", lambda *_, **__: terminate())
     else:
@@ -169,8 +169,8 @@ def test_a_stop_says_that_the_same_command_goes_on(root, monkeypatch, step):
     )
 
 
-def test_every_baseline_has_a_row(root):
-    """And a student of selected layers; tests/cli/test_demo.py has every method."""
+def test_every_baseline_trains(root):
+    """Also a student of selected layers. tests/cli/test_demo.py has every method."""
     methods = "[methods]\n" + "\n".join(f"{name} = {{}}" for name in ("labels", *BASELINES))
     methods += '\nselected = {method = "fcd", layers = "select", teacher_layers = "select"}\n'
     shared = SHARED.replace("steps = 3\nevaluations = 2", "steps = 1\nevaluations = 1")
@@ -180,7 +180,7 @@ def test_every_baseline_has_a_row(root):
     assert not [run for run in found.values() if "failed" in run]
 
 
-def test_the_cache_changes_nothing(root, finished):
+def test_results_with_and_without_cache_are_equal(root, finished):
     study(write(root, shared="cache = false\n" + SHARED), root / "plain", seeds=1)
     assert (finished[1] / "cache").exists() and not (root / "plain" / "cache").exists()
     cached, plain = runs(finished[1]), runs(root / "plain")
@@ -188,12 +188,12 @@ def test_the_cache_changes_nothing(root, finished):
     for name, other in plain.items():
         run = cached[name]
         assert run["predictions"] == other["predictions"] and run["scores"] == other["scores"]
-        # Written in other batches than the teacher would see: the last bits are padding's.
+        # The cache is written in other batches, whose padding changes the last bits.
         for one, two in zip(run["history"], other["history"], strict=True):
             assert one["losses"] == pytest.approx(two["losses"], rel=1e-4)
 
 
-def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
+def test_pretrained_student_has_the_weights_before_fine_tuning(root, tiny):
     found = spec.read(StudySettings(spec=write(root, shared='student = "pretrained"\n' + SHARED)))
     task = TaskRuns(found, found.tasks[0], root / "out")
     for variant in found.variants[:2]:
@@ -205,7 +205,7 @@ def test_a_student_of_the_model_before_it_was_the_teacher(root, tiny):
         assert not torch.equal(starts[0].classifier.weight, starts[1].classifier.weight)
 
 
-def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path):
+def test_student_of_a_directory_has_its_weights_and_depth(root, tiny, tmp_path):
     mine = tmp_path / "mine"
     model = AutoModel.from_pretrained(tiny)
     with torch.no_grad():
@@ -215,11 +215,11 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
     path = write(root, methods)
     found = spec.read(StudySettings(spec=path))
     task = TaskRuns(found, found.tasks[0], root / "out")
-    usual, begun = (task._distiller(variant, cached=False).student for variant in found.variants)
+    cut, loaded = (task._distiller(variant, cached=False).student for variant in found.variants)
     word = "embeddings.word_embeddings.weight"
-    assert torch.equal(begun.get_parameter(f"bert.{word}"), model.get_parameter(word))
-    assert begun.config.num_hidden_layers == model.config.num_hidden_layers
-    assert usual.config.num_hidden_layers == found.student_layers
+    assert torch.equal(loaded.get_parameter(f"bert.{word}"), model.get_parameter(word))
+    assert loaded.config.num_hidden_layers == model.config.num_hidden_layers
+    assert cut.config.num_hidden_layers == found.student_layers
     cached = task._distiller(found.variants[1], cached=True)  # another depth, so other layers
     assert len(cached.method.teacher_layers) == model.config.num_hidden_layers
     kept = [job.path for job in study_runs.StudyRuns(found, root / "out").jobs]
@@ -238,7 +238,7 @@ def test_a_student_of_a_directory_begins_as_what_lies_there(root, tiny, tmp_path
         TaskRuns(none, none.tasks[0], root / "out")._distiller(none.variants[1], cached=False)
 
 
-def test_students_of_another_shape(root):
+def test_student_config_and_random_weights(root):
     shape = 'student_weights = "random"\n'
     shape += "student_config = {hidden_size = 24, num_attention_heads = 3}\n"
     found = spec.read(StudySettings(spec=write(root, shared=shape + SHARED)))
@@ -251,13 +251,13 @@ def test_students_of_another_shape(root):
     assert not {"student_weights", "student_config"} & kept.identity.keys()
 
 
-def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
-    """As many as a few of them say: here each takes a tenth of a second, or a fifth."""
-    began = {"labels": 0.1, "lrc_bert": 0.2}
+def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
+    """By a calibration: here a step takes 0.1 s, or 0.2 s."""
+    step_seconds = {"labels": 0.1, "lrc_bert": 0.2}
 
     def train(run, distiller, title, every):
         assert title == "calibration"
-        a_step = began["lrc_bert" if distiller.method.uses_teacher else "labels"]
+        a_step = step_seconds["lrc_bert" if distiller.method.uses_teacher else "labels"]
         return [{"seconds": 9.0}, {"seconds": 9.0 + every * a_step}]
 
     monkeypatch.setattr(Run, "distil", train)
@@ -268,7 +268,7 @@ def test_a_budget_in_seconds_becomes_steps(root, monkeypatch):
     assert [task.steps_in(2.0, variant) for variant in found.variants] == [20, 10]
 
 
-def test_options_say_what_a_file_says(root):
+def test_options_specify_the_same_study_as_a_file(root):
     path = write(root)
     options = {
         "methods": "labels, fcd",
@@ -291,13 +291,13 @@ def test_options_say_what_a_file_says(root):
     assert spec.read(StudySettings(tasks={"sst2": "hub"})).tasks[0].source.task == "sst2"
 
 
-def test_columns_are_those_of_all_data_sets_of_the_options(root):
+def test_column_options_apply_to_all_data_sets_of_tasks(root):
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
     tasks = {name: f"{root}/train.tsv,{root}/dev.tsv" for name in ("a", "b")}
     found = spec.read(StudySettings(tasks=tasks, **columns))
     for task in found.tasks:
         assert {name: getattr(task.source, name) for name in columns} == columns
-    with pytest.raises(InputError, match="--text-column is about --tasks NAME=FILES"):
+    with pytest.raises(InputError, match="--text-column: applies to --tasks NAME=FILES only"):
         spec.read(StudySettings(spec=write(root), text_column="one"))
     with pytest.raises(InputError, match="docstrings and text_column exclude each other"):
         spec.read(StudySettings(tasks={"docs": "docstrings"}, text_column="one"))
@@ -316,7 +316,7 @@ def test_columns_are_those_of_all_data_sets_of_the_options(root):
         ("[tasks.'a b']\ndocstrings = true\n", "letters"),
     ],
 )
-def test_mistakes_are_named_before_anything_runs(root, methods, message):
+def test_invalid_methods_and_tasks_raise_before_any_run(root, methods, message):
     with pytest.raises(InputError, match=message):
         study(write(root, methods), root / "out")
     assert not (root / "out").exists()
@@ -332,14 +332,14 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ("seeds = 0", "seeds"),
         ("seeds = [0, 1, 0]", "none twice"),
         ("seeds = [-1]", "whole numbers"),
-        ("seeds = true", "their number or a list"),
+        ("seeds = true", "a number or a list"),
         ("steps = 2.5", "steps must be int"),
-        ("seconds = 3", "as steps or as seconds"),
+        ("seconds = 3", "steps and seconds exclude each other"),
         ("batch_size = 2.5", "batch_size must be int"),
         ("student_layers = 0", "student_layers must be at least 1, got 0"),
         ('student_weights = "new"', "student_weights 'new' is not an option; known: cut, random"),
         ("student_config = 5", "student_config must be Mapping"),
-        ("student_config = {num_hidden_layers = 2}", "give student_layers"),
+        ("student_config = {num_hidden_layers = 2}", "set student_layers"),
         ("student_config = {hidden_size = 15}", "one: hidden_size 15 is no multiple"),
         ("student_layers = 9", "student_layers 9: the teacher has only 4 layers"),
         ('device = "gpu"', "device 'gpu' is not an option; known: auto, cpu, cuda"),
@@ -350,7 +350,7 @@ def test_mistakes_are_named_before_anything_runs(root, methods, message):
         ('teacher = "/nowhere"', "--teacher /nowhere: no such directory"),
     ],
 )
-def test_mistakes_in_fields_are_named(root, line, message):
+def test_invalid_field_of_a_study_is_named(root, line, message):
     name = line.split(" ")[0]
     shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
     shared = shared[: shared.find("[tasks")] if name in ("methods", "tasks") else shared
@@ -377,14 +377,14 @@ def test_mistakes_in_fields_are_named(root, line, message):
         ('unlabelled = "train.tsv"', "labelled and unlabelled exclude each other"),
     ],
 )
-def test_mistakes_in_a_data_set_are_named(root, line, message):
+def test_invalid_field_of_a_data_set_is_named(root, line, message):
     name = line.split(" ")[0]
     shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
     with pytest.raises(InputError, match=message):
         study(write(root, shared=f"{shared}\n{line}\n"), root / "out")
 
 
-def test_mistakes_of_yaml_and_of_rows_met_first_by_other_processes(root):
+def test_invalid_yaml_and_missing_rows_raise_with_several_processes(root):
     path = root / "spec.yaml"
     for text in ("tasks: [1", "- 1"):
         path.write_text(text)
@@ -395,7 +395,7 @@ def test_mistakes_of_yaml_and_of_rows_met_first_by_other_processes(root):
         study(write(root), root / "out", jobs=2)
 
 
-def test_other_weights_are_another_teacher(root, tiny):
+def test_key_of_a_teacher_changes_with_its_weights(root, tiny):
     mine = shutil.copytree(tiny, root / "tiny")
     path = write(root)
     path.write_text(path.read_text().replace(str(tiny), str(mine)))
@@ -412,20 +412,26 @@ def test_other_weights_are_another_teacher(root, tiny):
     assert key() != before
 
 
-def test_another_score_is_another_study(root, finished):
+def test_metric_of_a_task_changes_the_summary(root, finished):
     out = shutil.copytree(finished[1], root / "out")
     study(write(root, shared=SHARED + 'metric = "mcc"\n'), out, methods="labels", seeds=1)
     (row,) = csv.DictReader((out / "summary.csv").open())
     assert row["metric"] == "mcc" and row["seeds"] == "1"
 
 
-def test_runs_whose_files_are_not_what_was_written_are_made_again(root, finished, capsys):
+def test_runs_with_changed_or_damaged_files_are_trained_again(root, finished, capsys):
     out = shutil.copytree(finished[1], root / "out")
     whole, files = runs(out), sorted((out / "runs").glob("*.json"))
     edited = read_json(files[0])
     edited["scores"]["accuracy"] = 0.999
-    bare = {name: x for name, x in read_json(files[1]).items() if name != "sha256"}
-    broken = json.dumps(edited), json.dumps(bare), files[2].read_text()[:100], "{}", "[]"
+    without_checksum = {name: x for name, x in read_json(files[1]).items() if name != "sha256"}
+    broken = (
+        json.dumps(edited),
+        json.dumps(without_checksum),
+        files[2].read_text()[:100],
+        "{}",
+        "[]",
+    )
     for path, content in zip(files, broken, strict=False):
         path.write_text(content)
     study(write(root), out)
@@ -434,8 +440,8 @@ def test_runs_whose_files_are_not_what_was_written_are_made_again(root, finished
     assert [x.name in output for x in files] == [True] * len(broken) + [False] * 3
 
 
-def test_a_teacher_that_was_lost_is_made_again(root, finished):
-    """With all runs there, the report had no table."""
+def test_damaged_teacher_is_trained_again(root, finished):
+    """Also if all runs are complete: the report needs the teacher's scores."""
     out = shutil.copytree(finished[1], root / "out")
     before = (out / "summary.csv").read_text()
     next(out.glob("teachers/*/fastkd.json")).write_text("[1]")
@@ -443,7 +449,7 @@ def test_a_teacher_that_was_lost_is_made_again(root, finished):
     assert (out / "summary.csv").read_text() == before
 
 
-def test_files_of_others_are_not_replaced(root, finished):
+def test_report_does_not_overwrite_files_that_fastkd_did_not_write(root, finished):
     for name in (*study_report.FILES, "fastkd.json"):
         out = root / name
         out.mkdir()
@@ -455,7 +461,7 @@ def test_files_of_others_are_not_replaced(root, finished):
     study(write(root), root / "ours")
 
 
-def test_a_student_that_cannot_be_is_named_before_the_teacher_learns(root, monkeypatch):
+def test_invalid_student_raises_before_the_teacher_is_fine_tuned(root, monkeypatch):
     monkeypatch.setattr(TaskRuns, "make_teacher", None)
     for methods, message in (
         ("fcd = {teacher_layers = [2, 9]}", "9"),
@@ -468,7 +474,7 @@ def test_a_student_that_cannot_be_is_named_before_the_teacher_learns(root, monke
         study(write(root, shared=shared), root / "out")
 
 
-def test_what_it_does_and_how_far_it_is_stands_in_lines(finished):
+def test_progress_lines_name_teacher_runs_and_time_left(finished):
     lines = finished[0].splitlines()
     assert "one: fine-tuning the teacher, 4 steps of 8 rows" in lines
     for start, end in (
@@ -482,15 +488,15 @@ def test_what_it_does_and_how_far_it_is_stands_in_lines(finished):
         assert found and found[0].endswith(end), (start, lines)
 
 
-def test_a_mistake_in_rows_names_the_field(root):
+def test_error_in_rows_names_the_field_of_the_file(root):
     shared = SHARED.replace("[tasks.one]", "[tasks.one]\nno_header = true")
     (root / "train.tsv").write_text("a\tb\tc\n")
-    with pytest.raises(InputError, match=r"tasks\.one of the study: .*text_column") as told:
+    with pytest.raises(InputError, match=r"tasks\.one of the study: .*text_column") as caught:
         study(write(root, shared=shared), root / "out")
-    assert "--" not in str(told.value)
+    assert "--" not in str(caught.value)
 
 
-def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):
+def test_dead_process_is_an_error_after_the_report(root, finished, monkeypatch):
     out = shutil.copytree(finished[1], root / "out")
     next((out / "runs").glob("*.json")).unlink()
     dead = SimpleNamespace(exitcode=-9, start=bool, is_alive=bool)
@@ -499,10 +505,10 @@ def test_a_process_that_dies_is_not_passed_over(root, finished, monkeypatch):
     words = ["study", str(write(root)), "--out", str(out), "--jobs", "2"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and "a process died; the same command" in result.stderr
-    assert "1 runs are not there yet" in (out / "report.md").read_text()
+    assert "1 runs are not finished" in (out / "report.md").read_text()
 
 
-def test_what_stops_another_process_is_one_sentence(root, finished):
+def test_error_in_a_worker_is_one_sentence(root, finished):
     out = shutil.copytree(finished[1], root / "out")
     shared = SHARED.replace("student_layers = 2", "student_layers = 9")
     found = spec.read(StudySettings(spec=write(root, shared=shared)))
@@ -510,8 +516,8 @@ def test_what_stops_another_process_is_one_sentence(root, finished):
         study_runs._worker(found, out, torch.get_num_threads(), Display)
 
 
-def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatch):
-    """A budget in seconds gives each run its own number: none is left out of the picture."""
+def test_learning_curves_average_runs_of_different_lengths(root, finished, monkeypatch):
+    """With a budget in seconds each run has its own number of steps."""
     found = spec.read(StudySettings(spec=write(root), seconds=1.0))
     results = {}
     for variant, seed in itertools.product(found.variants, found.seeds):
@@ -527,15 +533,15 @@ def test_learning_curves_of_runs_that_differ_in_steps(root, finished, monkeypatc
     summaries = study_report.summarize(found, results, {"one": teacher})
     monkeypatch.setattr(study_report, "_png", lambda figure: figure)
     (ax,) = study_report._curves(found, summaries, results).axes
-    _, *lines = ax.lines  # the teacher's first
-    assert ax.get_xlabel() == "share of the steps" and len(lines) == len(found.variants)
+    _, *lines = ax.lines  # the first is the teacher's
+    assert ax.get_xlabel() == "fraction of the steps" and len(lines) == len(found.variants)
     for line in lines:
         assert list(line.get_xdata()) == pytest.approx([0.4, 0.8, 1.0])
         assert list(line.get_ydata()) == pytest.approx([(0.4 + 0.5) / 2, 0.8, 1.0])
 
 
-def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
-    """Also where another one's runs are not there yet."""
+def test_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
+    """Also if another variant has no runs on one of them."""
     found = spec.read(StudySettings(spec=write(root)))
     found = dataclasses.replace(
         found, tasks=(found.tasks[0], dataclasses.replace(found.tasks[0], name="two"))
@@ -558,8 +564,7 @@ def test_a_variant_has_one_colour_on_all_data_sets(root, finished, monkeypatch):
         assert all(colours[line.get_label()] == line.get_color() for line in ax.lines)
 
 
-def test_pictures_say_what_would_be_hidden(root, finished, monkeypatch):
-    """Lines that coincide, and bars of seeds that agree."""
+def test_pictures_show_coinciding_lines_and_agreeing_seeds(root, finished, monkeypatch):
     found = spec.read(StudySettings(spec=write(root)))
     names = [variant.name for variant in found.variants]
     results = {}
@@ -585,14 +590,14 @@ def test_pictures_say_what_would_be_hidden(root, finished, monkeypatch):
     assert hollow == [True, True, False]
 
 
-def test_the_papers_values_by_name(root):
+def test_preset_is_an_option_of_a_variant(root):
     methods = '[methods]\nlabels = {}\nlrc_bert = {preset = ["paper", "default"]}\n'
     _, paper, ours = spec.read(StudySettings(spec=write(root, methods))).variants
     assert paper.json()["options"]["first_stage"] == 0.8 != ours.json()["options"]["first_stage"]
     assert "preset" not in ours.json()["options"]
 
 
-def test_few_labels_are_even_and_the_seeds_own(root):
+def test_few_labels_balances_classes_and_depends_on_the_seed(root):
     task = TaskRuns(spec.read(StudySettings(spec=write(root))), None, root)
     task.task = task.study.tasks[0]
     corpora = [few_labels(task.corpus, 10, seed) for seed in (0, 0, 1)]
@@ -602,12 +607,12 @@ def test_few_labels_are_even_and_the_seeds_own(root):
         assert sorted(corpus.train.labels) == [0] * 5 + [1] * 5
         assert set(corpus.unlabelled.labels) == {UNLABELLED} and len(corpus.unlabelled) == 30
         assert not numbers & set(corpus.unlabelled.columns("number"))
-    more = few_labels(corpora[0], 4, 0)  # what has no label from the start stays
+    more = few_labels(corpora[0], 4, 0)  # rows without labels stay unlabelled
     assert (len(more.train), len(more.unlabelled)) == (4, 36)
     assert set(more.unlabelled.labels) == {UNLABELLED}
 
 
-def test_the_papers_order_is_judged_row_by_row(root, finished):
+def test_report_compares_each_row_with_the_papers(root, finished):
     paper = """
 baseline = "fcd, alpha=1.0"
 [paper]
@@ -627,7 +632,7 @@ FILES = sorted((Path(__file__).resolve().parents[2] / "bench" / "studies").glob(
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_ready_studies_can_be_read(path):
+def test_study_files_of_bench_are_valid(path):
     found = spec.read(StudySettings(spec=path))
     assert len(found.seeds) >= 3 and len(found.variants) >= 2
     if found.paper is not None:

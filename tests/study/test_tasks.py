@@ -1,4 +1,4 @@
-"""Studies of tasks whose rows have no class, and of scores where less is better."""
+"""Studies of tasks without one class for each row, and of metrics to minimise."""
 
 import csv
 import dataclasses
@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from fastkd.cli.main import app
 from fastkd.study import spec, study_report
-from fastkd.study.statistics import ABOVE, ALIKE, BELOW, recovered, summarize
+from fastkd.study.statistics import ABOVE, ALIKE, BELOW, gap_recovered, summarize
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
@@ -37,7 +37,7 @@ teacher_steps = 2
 
 
 def finished(root, task):
-    """The page, the rows of summary.csv, the runs' files and the teacher's, of a tiny study."""
+    """Page, rows of summary.csv, files of runs and the teacher's manifest of a tiny study."""
     (root / "spec.toml").write_text(SHARED.replace('"teacher"', f'"{root}/teacher"') + task)
     words = ["study", str(root / "spec.toml"), "--out", str(root / "out")]
     result = CliRunner().invoke(app, words)
@@ -50,20 +50,20 @@ def finished(root, task):
     assert not [run for run in runs if "intra_class_similarity" in run]
     assert all(row["intra_class_similarity"] == row["rows_low"] == "" for row in rows.values())
     page = (out / "report.md").read_text()
-    assert "is of class" not in page and "same answer" not in page and "chance" not in page
+    assert "Classes without" not in page and "same prediction" not in page and "chance" not in page
     assert (out / "forest.png").exists() and (out / "curves.png").exists()
     return page, rows, runs, read_json(next(out.glob("teachers/*/fastkd.json")))
 
 
-def test_a_language_model(tmp_path):
+def test_study_of_a_language_model(tmp_path):
     make_decoder(tmp_path / "teacher")
     for i, name in enumerate(("train.txt", "dev.txt")):
         write_text(tmp_path / name, 24, i)
     task = 'task = "causal-lm"\ntrain = "train.txt"\neval = "dev.txt"\n'
     page, rows, runs, teacher = finished(tmp_path, task)
     assert teacher["smaller"] == ["bits_per_byte", "perplexity"] and teacher["classes"] is None
-    assert rows["fcd"]["metric"] == "perplexity" and rows["fcd"]["smaller_is_better"] == "True"
-    assert "Teacher: perplexity (less is better)" in page
+    assert rows["fcd"]["metric"] == "perplexity" and rows["fcd"]["lower_is_better"] == "True"
+    assert "Teacher: perplexity (lower is better)" in page
     assert set(runs[0]["scores"]) == {"perplexity", "bits_per_byte"}
     with pytest.raises(InputError, match=r"labelled: .*causal-lm have no labels"):
         spec_path = tmp_path / "spec.toml"
@@ -75,7 +75,7 @@ def test_a_language_model(tmp_path):
     assert not list((tmp_path / "knn").glob("teachers/*"))
 
 
-def test_tags_of_words(tmp_path):
+def test_study_of_token_classification(tmp_path):
     make_teacher(tmp_path / "teacher", head=False)
     for i, name in enumerate(("train.conll", "dev.conll")):
         write_conll(tmp_path / name, 24, i)
@@ -84,8 +84,8 @@ def test_tags_of_words(tmp_path):
     )
     page, rows, runs, teacher = finished(tmp_path, task)
     assert teacher["classes"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"] and teacher["smaller"] == []
-    assert teacher["rows_of_classes"] is None and "not every class has one" not in page
-    assert rows["fcd"]["metric"] == "f1" and "less is better" not in page
+    assert teacher["rows_of_classes"] is None and "fewer than the classes" not in page
+    assert rows["fcd"]["metric"] == "f1" and "lower is better" not in page
     assert set(runs[0]["scores"]) == {"f1", "precision", "recall"}
 
 
@@ -108,9 +108,9 @@ TEACHER = {
 
 @pytest.fixture
 def table():
-    """A study in whose paper less is better too, its runs, and what they say."""
+    """A study of perplexity with a paper's table, its runs and its summaries."""
     paper = {
-        "title": "Perplexity", "columns": ["x"], "smaller_is_better": True,
+        "title": "Perplexity", "columns": ["x"], "lower_is_better": True,
         "rows": {"labels": [28.5], "lower": [23.7], "higher": [27.0], "alike": [28.0]},
     }  # fmt: skip
     made = dataclasses.replace(study(PERPLEXITIES, 3), paper=paper)
@@ -126,26 +126,26 @@ def table():
     return made, results, summarize(made, results, {"t": TEACHER})
 
 
-def test_less_perplexity_is_better(table):
+def test_lower_perplexity_is_the_better_verdict(table):
     _, _, (summary,) = table
     rows = {row.variant: row for row in summary.rows}
-    assert rows["lower"].verdict == BELOW and rows["lower"].worth == "better"
-    assert rows["higher"].verdict == ABOVE and rows["higher"].worth == "worse"
-    assert rows["alike"].verdict == ALIKE and rows["alike"].worth == ""
+    assert rows["lower"].verdict == BELOW and rows["lower"].quality == "better"
+    assert rows["higher"].verdict == ABOVE and rows["higher"].quality == "worse"
+    assert rows["alike"].verdict == ALIKE and rows["alike"].quality == ""
     assert rows["lower"].difference.mean == pytest.approx(-4.8)
     assert rows["lower"].rows_interval is None and not rows["lower"].constant
     assert rows["lower"].recovered.mean == pytest.approx(4.8 / 8.6, abs=0.01)
     assert rows["higher"].recovered.mean < 0
-    words = study_report.told(summary)
-    assert "Below the baseline beyond noise: lower. Above it beyond noise: higher." in words
+    text = study_report.findings(summary)
+    assert "Below the baseline beyond noise: lower. Above it beyond noise: higher." in text
     assert "below (better)" in study_report.cells(rows["lower"])
     assert "above (worse)" in study_report.cells(rows["higher"])
-    # Of 20 in perplexity 0.1 is nothing; the teacher must be ahead at all.
-    assert recovered([(20.0, 20.1)], 20.0, True) is None
-    assert recovered([(20.0, 20.0)], 25.0, True) is None
+    # None if the gap is small relative to the baseline, or if the teacher is not ahead.
+    assert gap_recovered([(20.0, 20.1)], 20.0, True) is None
+    assert gap_recovered([(20.0, 20.0)], 25.0, True) is None
 
 
-def test_a_score_in_percent_is_told_as_it_is(table, monkeypatch):
+def test_percentage_metrics_are_not_scaled_again(table, monkeypatch):
     made, results, _ = table
     percent = {**TEACHER, "smaller": [], "percent": ["perplexity"]}
     (summary,) = summarize(made, results, {"t": percent})
@@ -154,20 +154,20 @@ def test_a_score_in_percent_is_told_as_it_is(table, monkeypatch):
     dots = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
     assert dots[0] == pytest.approx(-4.8)
     assert study_report.beside_paper(made, [summary])["rows"][1] == ["lower", "23.7", "23.8"]
-    assert recovered([(60.0, 60.5)], 61.0, percent=True) is None
+    assert gap_recovered([(60.0, 60.5)], 61.0, percent=True) is None
 
 
-def test_pictures_and_papers_of_perplexity(table, monkeypatch):
+def test_pictures_and_the_papers_table_of_a_metric_to_minimise(table, monkeypatch):
     made, results, summaries = table
     monkeypatch.setattr(study_report, "_png", lambda figure: figure)
     (ax,) = study_report._forest(made, summaries, results).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["higher", "alike", "lower"]
     dots = [line for line in ax.lines if line.get_marker() == "o"]
     assert [line.get_color() for line in dots][::2] == ["#b42318", "#1a7f37"]
-    assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # no points of a hundred
-    assert ax.get_xlabel() == "perplexity (less is better) above labels"
+    assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # not in percentage points
+    assert ax.get_xlabel() == "perplexity (lower is better) above labels"
     (ax,) = study_report._curves(made, summaries, results).axes
-    assert ax.get_title() == "t: perplexity (less is better)"
+    assert ax.get_title() == "t: perplexity (lower is better)"
     beside = study_report.beside_paper(made, summaries)
     assert beside["rows"][1] == ["lower", "23.7", "23.80"]
     lower, higher, alike = beside["order"]
@@ -176,7 +176,7 @@ def test_pictures_and_papers_of_perplexity(table, monkeypatch):
     assert alike.endswith(f"(-0.5); here {ALIKE} (+0.00)")
 
 
-def test_a_task_is_named_by_the_option(tmp_path):
+def test_tasks_option_takes_the_task_from_the_name(tmp_path):
     tasks = {"causal-lm": "a.txt,b.txt", "reviews": "a.tsv,b.tsv", "rte": "hub", "chat": "hub"}
     for name in ("a.txt", "b.txt", "a.tsv", "b.tsv"):
         (tmp_path / name).touch()
@@ -187,7 +187,7 @@ def test_a_task_is_named_by_the_option(tmp_path):
     assert found[-1].source.data == "chat"
 
 
-def test_another_score_where_less_is_better(tmp_path):
+def test_metric_option_selects_a_metric_to_minimise(tmp_path):
     make_teacher(tmp_path / "teacher", head=False)
     for name in ("train.tsv", "dev.tsv"):
         rows = [f"{'good' if i % 3 else 'bad'} film\t{i % 3 / 2}" for i in range(24)]
@@ -198,4 +198,4 @@ def test_another_score_where_less_is_better(tmp_path):
     )
     run_study(tmp_path / "spec.toml", tmp_path / "out", seeds=1)
     (row, _) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
-    assert row["metric"] == "mse" and row["smaller_is_better"] == "True"
+    assert row["metric"] == "mse" and row["lower_is_better"] == "True"
