@@ -20,7 +20,7 @@ from pathlib import Path
 from .case import ours
 
 ROOT = Path(__file__).resolve().parent.parent
-# A ratio has to grow by so much, and by so many standard errors.
+# Least growth of a ratio, and least number of standard errors.
 LEAST = math.log(1.10)
 ERRORS = 4.0
 
@@ -28,7 +28,7 @@ Pair = tuple[Sequence[float], Sequence[float]]
 
 
 def slower(pairs: Sequence[Pair]) -> list[bool]:
-    """Which pairs (logarithms of ratios, one a run, before and after) grew beyond the noise.
+    """Pairs (logarithms of ratios of each run, before and after) that grew beyond noise.
 
     The median has to grow by `LEAST` and by `ERRORS` standard errors. A few runs say little
     about their own scatter, so the variance is the mean of the pair's and of the median pair's.
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
 def report(
     before: list[dict[str, tuple[float, int]]], after: list[dict[str, tuple[float, int]]]
 ) -> int:
-    """Print what is slower, needs more memory or is gone; 1 if anything is."""
+    """Print slower, larger and missing providers; 1 if there are any."""
     names = list(before[0])
     lines = [f"{name}: no longer measured" for name in names if name not in after[0]]
     kept = [n for n in names if all(n in run for run in (*before, *after))]
@@ -132,7 +132,7 @@ def report(
                 f"{name}: {old:.3g} -> {new:.3g} of the reference's time ({math.exp(growth):.2f}×)"
             )
         old_bytes, new_bytes = before[0][name][1], after[0][name][1]
-        if new_bytes > 1.02 * old_bytes + 65536:  # a single small allocation more is no news
+        if new_bytes > 1.02 * old_bytes + 65536:  # one small allocation more is not reported
             lines.append(f"{name}: peak {old_bytes / 2**20:.2f} -> {new_bytes / 2**20:.2f} MiB")
     if growths:
         typical = statistics.median(abs(growth) for growth in growths)

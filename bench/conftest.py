@@ -24,7 +24,7 @@ from .measure import limits, quartiles
 
 
 class Clock:
-    """Timer of the ``benchmark`` fixture: advanced by what a round took."""
+    """Timer of the ``benchmark`` fixture, advanced by the time of each round."""
 
     now = 0.0
 
@@ -114,7 +114,7 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """One test a case and provider: the device's sets, or without timing a tiny form of all."""
+    """One test for each case and provider: the device's sets, or tiny forms without timing."""
     if "provider" in metafunc.fixturenames:
         cases = list(metafunc.module.cases())
         config = metafunc.config
@@ -140,7 +140,7 @@ def _parameters(cases: list[Case]) -> Iterator:
             reason = provider.why_not(DEVICE)
             own = ours(case.loss, provider.name)
             if reason and own and case.loss != "step":
-                continue  # no such kernel here: nothing to test or to time
+                continue  # this backend has no such kernel
             marks = [
                 getattr(pytest.mark, case.set),
                 pytest.mark.benchmark(group=case.key, timer=CLOCK.read),
@@ -152,12 +152,12 @@ def _parameters(cases: list[Case]) -> Iterator:
 
 
 def pytest_benchmark_generate_machine_info(config):
-    """Processor with its instructions and versions: what two comparable results share."""
+    """Processor, instructions and versions, which are equal for comparable results."""
     return {**_machine()["machine"], "versions": _machine()["versions"]}
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):
-    """Add the hardware's limits; leave out what no report reads."""
+    """Add the hardware's limits, and remove fields that no report reads."""
     dtypes = {bench["extra_info"]["dtype"] for bench in output_json["benchmarks"]}
     output_json["limits"] = limits(DEVICE, tuple(getattr(torch, name) for name in sorted(dtypes)))
     for bench in output_json["benchmarks"]:

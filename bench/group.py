@@ -25,7 +25,7 @@ class Group:
         return Oracle(self.case, DEVICE)
 
     def check(self, provider: Provider) -> str | None:
-        """Reason to refuse the provider, if there is one."""
+        """Reason to refuse the provider, or None."""
         try:
             self.info[provider.name], reason = self.oracle.check(provider)
         except Exception as error:
@@ -34,11 +34,11 @@ class Group:
         return reason
 
     def time(self, seconds: float, least: int) -> None:
-        """Check every provider, then time those that are right."""
+        """Check every provider, then time the accurate ones."""
         for provider in self.providers:
             if reason := self.check(provider):
                 self.refused[provider.name] = reason
-        self.__dict__.pop("oracle", None)  # its float64 copies would take memory meanwhile
+        self.__dict__.pop("oracle", None)  # frees its float64 copies
         release(DEVICE)
         torch.manual_seed(0)
         inputs = self.case.make(device=DEVICE, dtype=self.case.dtype, **self.case.sizes)

@@ -1,4 +1,4 @@
-"""What is measured of a case: errors against float64, interleaved times, memory, limits."""
+"""Measurements of a case: errors against float64, times, peak memory, hardware limits."""
 
 import contextlib
 import ctypes
@@ -47,7 +47,7 @@ class Oracle:
         self.own_error = self._errors(case.providers[0])
 
     def check(self, provider: Provider) -> tuple[dict[str, float], str | None]:
-        """Errors of value and gradients, and the reason to refuse the provider, if there is one."""
+        """Errors of value and gradients, and the reason to refuse the provider, or None."""
         if provider.own_objective:
             provider.bind(self.inputs).step()
             return {}, None
@@ -101,7 +101,7 @@ def interleaved(
     steps, total = {}, 0.0
     for name, b in bound.items():
         once = seconds_of(b, device)
-        if once < 0.1:  # the first step of a short one says little about the next
+        if once < 0.1:  # the first step of a short provider is not representative
             once = seconds_of(b, device)
         # A CPU sample of less than a millisecond would measure the clock and the scheduler.
         steps[name] = 1 if flush is not None else max(1, math.ceil(1e-3 / max(once, 1e-7)))
@@ -162,7 +162,7 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int:
-    """Largest number of bytes that ``step`` held at once beyond what was there before.
+    """Peak of the bytes that ``step`` allocates at once.
 
     The step's results count. On CUDA this is the caching allocator's figure, on the CPU the sum of
     the profiler's allocation events; memory inside BLAS libraries is in neither.
@@ -202,7 +202,7 @@ def limits(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> dict[str, f
         found[str(dtype).removeprefix("torch.")] = _matrix_rate(device, dtype)
     for half in {"bfloat16", "float16"} & set(found):
         if device.type == "cpu":
-            # Widened they are multiplied as fast as float32, and many processors have no more.
+            # Converted to float32 they multiply as fast; many processors have nothing faster.
             found[half] = max(found[half], _matrix_rate(device, torch.float32))
     if device.type == "cuda" and "float32" in found:
         # Three bfloat16 products give nearly float32 accuracy on tensor cores.
@@ -248,7 +248,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def release(device: torch.device) -> None:
-    """Return unused memory: large pages that this process keeps would slow another's steps."""
+    """Return unused memory to the system: huge pages kept here would slow another process."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

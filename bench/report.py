@@ -93,7 +93,7 @@ def floor_ms(result: dict[str, Any], p: dict[str, Any]) -> float:
 
 
 def milliseconds(p: dict[str, Any]) -> str:
-    """Three digits that matter."""
+    """Three significant digits."""
     if "ms" not in p:
         return ""
     return f"{p['ms']:.0f}" if p["ms"] >= 100 else f"{p['ms']:.3g}"
@@ -105,7 +105,7 @@ def times(value: float) -> str:
 
 
 def faster(p: dict[str, Any], than: dict[str, Any] | None = None) -> str:
-    """How many times as fast as the reference, or as another provider of the group."""
+    """Speed relative to the reference, or to another provider of the group."""
     if "ratio" not in p or (than is not None and "ratio" not in than):
         return ""
     other = than["ratio"] if than is not None else p["ratio"]
@@ -141,7 +141,7 @@ def sizes(p: dict[str, Any] | Case) -> str:
 
 
 def table(columns: str, rows: Iterable[tuple[str, ...]], text: int = 2) -> str:
-    """A Markdown table, the first ``text`` columns of which are words."""
+    """A Markdown table whose first ``text`` columns are text, and the rest numbers."""
     count = columns.count("|") + 1
     lines = [f"| {columns} |", "|" + "---|" * text + "---:|" * (count - text)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
@@ -161,7 +161,7 @@ def commit(result: dict[str, Any]) -> str:
 
 
 def readme(result: dict[str, Any] | None) -> str:
-    """README's table: the headline groups of one machine, with empty cells where none is given."""
+    """README's table: the headline groups of one machine; without results its cells are empty."""
     rows = []
     for case in (c for c in suite.cases(suite.CPU_SETS) if c.headline):
         group = result["groups"].get(case.key, {}) if result else {}
@@ -226,7 +226,7 @@ def _is_peer(name: str) -> bool:
 
 
 def heads(result: dict[str, Any]) -> str:
-    """LM heads: milliseconds, MiB and error, a line a size and a column a provider."""
+    """LM heads: milliseconds, MiB and error, with sizes as lines and providers as columns."""
     parts = []
     groups = [g for g in result["groups"].values() if next(iter(g.values()))["loss"] == "heads"]
     for title in dict.fromkeys(next(iter(group.values()))["title"] for group in groups):

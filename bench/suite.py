@@ -10,7 +10,7 @@ from fastkd._core.registry import LOSSES as ROWS
 
 from .case import Case
 
-# In the registry's order; what is no loss of its own comes last.
+# In the registry's order; groups that are no single loss come last.
 ORDER = [row.name for row in ROWS]
 NAMES = sorted(path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py"))
 MODULES = tuple(
@@ -20,7 +20,8 @@ MODULES = tuple(
 LOSSES = tuple(module.LOSS for module in MODULES)
 
 # Sets are pytest's markers. cpu takes minutes on two cores; the others are for GPUs: bert is B=32,
-# N=128, D=768; long, bank, vocab and step are what their names say; sweep grows one size.
+# N=128, D=768; long has long rows, bank large memory banks, vocab LM heads, step whole steps;
+# sweep grows one size.
 CPU_SETS = ("cpu",)
 CUDA_SETS = ("bert", "long", "bank", "vocab", "sweep", "step")
 SETS = (*CPU_SETS, *CUDA_SETS)
@@ -40,7 +41,7 @@ def cases(sets: Sequence[str], only: Sequence[str] = ()) -> list[Case]:
 
 
 def toy(case: Case) -> Case:
-    """``case`` at tiny sizes, none of them a power of two where it may be anything."""
+    """``case`` at tiny sizes, which are no powers of two if any size is valid."""
     caps = {
         "Ds": 24,
         "Dt": 20,

@@ -27,7 +27,7 @@ def make(*, pairs, m, Ds, Dt, device, dtype) -> dict[str, Tensor]:
 
 
 def oracle(student: Tensor, teacher: Tensor) -> Tensor:
-    """Eqs. 4-7 through Cholesky factors: the same value, and a gradient at m < D as well.
+    """Eqs. 4-7 through Cholesky factors: the same value, with a gradient at m < D too.
 
     The reference differentiates ``eigh``, which fails where the ridge repeats as an eigenvalue.
     """

@@ -22,7 +22,7 @@ def make(*, B, D, device, dtype, N=0) -> dict[str, Tensor]:
 
 
 def cost(*, B, D, N=1) -> tuple[int, int]:
-    """A dozen operations an entry."""
+    """Case of COS-NCE; about twelve operations for each entry."""
     return 3 * B * N * D, 12 * B * N * D
 
 

@@ -24,7 +24,7 @@ LOSS = "heads"
 
 
 def make_linear(*, rows, Ds, Dt, V, device, dtype) -> dict[str, Tensor]:
-    """Hidden states and vocabulary heads, scaled so that the logits have a spread near 1."""
+    """Hidden states and vocabulary heads, scaled to logits with a standard deviation near 1."""
     make = functools.partial(features, device=device, dtype=torch.float32, shared=0.0)
     return {
         "student_hidden": make(rows, Ds, seed=0).to(dtype).requires_grad_(),
@@ -64,7 +64,7 @@ def liger_chunked() -> Provider:
 
 
 def linear_cost(*, rows, Ds, Dt, V) -> tuple[int, int]:
-    """Logits of both sides, and the gradients of state and weight."""
+    """Case of soft targets: products for both models' logits and for two gradients."""
     return (rows + V) * (2 * Ds + Dt), 2 * rows * V * (3 * Ds + Dt)
 
 
@@ -92,7 +92,7 @@ def cross_entropy_ref(student_hidden: Tensor, student_head: Tensor, labels: Tens
 def cross_entropy(
     student_hidden: Tensor, student_head: Tensor, labels: Tensor, backend: Backend = "auto"
 ) -> Tensor:
-    """The task alone: a teacher of weight 0 is asked for nothing."""
+    """Cross-entropy only: with weight 0 the teacher's logits are not computed."""
     teacher = student_hidden.detach(), student_head.detach()
     task = CrossEntropy(labels)
     return linear_soft_target_loss(
@@ -101,7 +101,7 @@ def cross_entropy(
 
 
 def torch_linear(chunked: bool) -> Provider:
-    """torch's own, from 2.13 on, whose default holds all logits."""
+    """torch's linear cross-entropy (from 2.13 on), whose default stores all logits."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
         options = torch.nn.LinearCrossEntropyOptions() if chunked else None
@@ -118,7 +118,7 @@ def torch_linear(chunked: bool) -> Provider:
 
 
 def labelled_cost(*, rows, D, V) -> tuple[int, int]:
-    """Logits, and the gradients of state and weight."""
+    """Case of cross-entropy: products for logits and for two gradients."""
     return (rows + V) * 2 * D, 6 * rows * V * D
 
 

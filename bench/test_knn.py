@@ -54,7 +54,7 @@ def keops(k: int) -> Provider:
 
 
 def cost(*, N, M, D, classes) -> tuple[int, int]:
-    """Operations count only pairs of the same class."""
+    """Case of KNN; operations count pairs of one class only."""
     return (2 * N + M) * D, 2 * N * M * D // classes
 
 

@@ -35,7 +35,7 @@ KERNELS: tuple[Backend, ...] = ("torch", "cpp", "triton")
 
 
 def make_pair(*, rows, D, device, dtype) -> dict[str, Tensor]:
-    """Both sides learn: each is a projection's output or input."""
+    """Features of both models with gradients, as outputs or inputs of projections."""
     make = functools.partial(features, rows, D, device=device, dtype=dtype, requires_grad=True)
     return {"x": make(seed=0), "y": make(seed=1)}
 
@@ -45,7 +45,7 @@ def layer_norm_cost(*, rows, D) -> tuple[int, int]:
 
 
 def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
-    """A skew-symmetric Q, and the gradient G that comes from above."""
+    """A skew-symmetric Q and the upstream gradient G."""
     raw = features(D, D, device=device, dtype=torch.float32, seed=0, shared=0.0) * D**-0.5
     skew = (raw - raw.T) / 2
     weight = features(D, D, device=device, dtype=dtype, seed=1, shared=0.0)
@@ -53,7 +53,7 @@ def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
 
 
 def parametrized() -> Provider:
-    """torch's own Cayley parametrization, which holds its matrix itself: Q = A/2."""
+    """torch's Cayley parametrization, which owns its matrix: Q = A/2."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
         skew = inputs["matrix"].detach()
@@ -92,7 +92,7 @@ def cayley_case(set: str, *, sweep: str = "", headline: bool = False, D: int) ->
 
 
 def make_dual(*, B, Ds, Dt, device, dtype) -> dict[str, Tensor]:
-    """Pooled features of both sides and the matrices of both projections, two layers each."""
+    """Pooled features of student and teacher, and two layers of projection matrices for each."""
     side = max(Ds, Dt)
     make = functools.partial(features, device=device)
     raw = functools.partial(make, 2, side, side, dtype=torch.float32, shared=0.0)
@@ -144,7 +144,7 @@ def dual(backend: Backend) -> Provider:
 
 
 def dual_case(set: str, *, headline: bool = False, **sizes: int) -> Case:
-    """Sizes B, Ds, Dt; two layers a side, each a factorisation and solves for B rows."""
+    """Case of sizes B, Ds, Dt; each model has two layers: a factorisation and solves of B rows."""
     B, Ds, Dt = (sizes[name] for name in ("B", "Ds", "Dt"))
     side = max(Ds, Dt)
     return Case(

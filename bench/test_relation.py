@@ -27,7 +27,7 @@ def layers_ref(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
 
 
 def layers(student: list[Tensor], teacher: list[Tensor], backend: Backend) -> Tensor:
-    """The same through `FCDLoss`."""
+    """`FCDLoss` with the same weights."""
     return FCDLoss(backend=backend)(student, teacher)
 
 
@@ -47,14 +47,14 @@ def make_pair(*, B, N, Ds, Dt, device, dtype, seed=0) -> dict[str, Tensor]:
 
 
 def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
-    """Fewest for the relations of ``groups`` groups: on their side or on the features' side."""
+    """Least operations for the relations of ``groups`` groups, by (N, N) or (D, D) products."""
     relation_side = members**2 * (3 * Ds + Dt)
     feature_side = members * (Ds**2 + Dt**2 + 4 * Ds * Dt + 2 * Ds**2)
     return groups * min(relation_side, feature_side)
 
 
 def cost(over: str, *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
-    """Of "tokens", "samples", or "tokens + samples" for a list of layers."""
+    """Case of relations between "tokens", "samples", or for a list of layers "tokens + samples"."""
     kinds = {"tokens": operations(B, N, Ds, Dt), "samples": operations(N, B, Ds, Dt)}
     return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over.split(" + "))
 

@@ -27,7 +27,7 @@ NAMES = {
 
 
 def make(*, rows, V, device, dtype) -> dict[str, Tensor]:
-    """Logits that disagree about most of the vocabulary."""
+    """Logits of student and teacher that differ for most of the vocabulary."""
     make = functools.partial(features, rows, V, device=device, dtype=dtype, shared=0.0)
     return {
         "student_logits": make(seed=0, requires_grad=True),
@@ -91,7 +91,7 @@ def trl(divergence: DivergenceWord) -> tuple[Provider, ...]:
 
 
 def cost(*, rows, V) -> tuple[int, int]:
-    """One read of both logits, one write of the gradient."""
+    """Case of soft targets on logits; bytes: both logits read, one gradient written."""
     return 3 * rows * V, 12 * rows * V
 
 

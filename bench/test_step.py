@@ -90,7 +90,7 @@ def method_step(name: str, stage: float, **options: Any) -> Callable[[dict], Bou
 
 
 def make_decoders(*, B, N, Dt, Ds, V, device, dtype) -> dict[str, Any]:
-    """Teacher and student of Qwen2's form, of 4 and 2 layers, and a batch of tokens."""
+    """Teacher and student with Qwen2's architecture, 4 and 2 layers, and a batch of tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     def decoder(hidden: int, layers: int) -> nn.Module:
@@ -150,7 +150,7 @@ def case(
     providers: dict[str, Callable[[dict], Bound]],
     sizes: dict[str, int],
 ) -> Case:
-    """Steps have no least number of bytes; the products of the models' blocks are their floor."""
+    """Case of whole steps, whose floor is the products of the models' blocks."""
     return Case(
         loss=LOSS,
         title=title,
@@ -167,7 +167,7 @@ def case(
 
 
 def training_step(set: str, dtype: torch.dtype, **sizes: int) -> Case:
-    """Sizes B, N, D, teacher_layers, student_layers."""
+    """Case of BERT steps with sizes B, N, D, teacher_layers, student_layers."""
     products = 2 * sizes["B"] * sizes["N"] * 12 * sizes["D"] ** 2
     providers = {
         # Only the task term has a weight: no layer is compared.
@@ -186,7 +186,7 @@ def training_step(set: str, dtype: torch.dtype, **sizes: int) -> Case:
 
 
 def decoders(set: str, **sizes: int) -> Case:
-    """Sizes B, N, Dt, Ds, V; a block has 12 D² products a token, a head V·D."""
+    """Case of decoder steps, sizes B, N, Dt, Ds, V; a block has 12 D² products, a head V·D."""
     Dt, Ds, V = (sizes[name] for name in ("Dt", "Ds", "V"))
     a_token = 4 * 10 * Dt**2 + 3 * 2 * 10 * Ds**2 + V * (Dt + 3 * Ds)
     providers = {

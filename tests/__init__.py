@@ -1,4 +1,4 @@
-"""Also processes that tests start come through here."""
+"""Tests; processes that tests start import this package too."""
 
 from tests.support.interpreter import prepare
 

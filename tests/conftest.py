@@ -20,7 +20,7 @@ from tests.support.interpreter import MARKS, prepare
 
 prepare()
 
-# Without a GPU `torch.manual_seed` notes its caller's lines for one, three times.
+# Without a GPU `torch.manual_seed` formats its caller's stack three times.
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 LONGEST = (
     "test_compile.py", "test_widths.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
@@ -32,7 +32,7 @@ def pytest_configure(config):
 
     Restore signals that the parent process ignores (nohup, a shell's &): tests send them.
     """
-    os.fsync = lambda descriptor: None  # no test outlives a power cut, and a disk takes its time
+    os.fsync = lambda descriptor: None  # no test survives a power cut, and syncing to disk is slow
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -100,7 +100,7 @@ def _left_out(item) -> bool:
     if backend not in functions or not item.get_closest_marker("within_kernels"):
         return False
     kernels = functions[backend][item.module.TRITON_FUNCTION]
-    # Options that a test doesn't name take a value that the kernels support.
+    # Options without a parameter have a default that the kernels support.
     defaults = {name: next(iter(values)) for name, values in kernels.options.items()}
     call = {**defaults, **dict.fromkeys(kernels.limits, 0), **given}
     return kernels.why_not(given.get("dtype", torch.float32), call) is not None
@@ -116,15 +116,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: no collection of garbage, and accelerate makes many, looks at it."""
+    """Freeze imported objects: accelerate runs many garbage collections, which then skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """So does what tests imported and fixtures keep: it took half of each tiny training."""
-    if any(gc.get_count()[1:]):  # more than a few hundred objects were made
+    """Freeze what tests imported and fixtures keep; scanning it took half of each tiny training."""
+    if any(gc.get_count()[1:]):  # more than a few hundred new objects
         gc.collect()
         gc.freeze()
 
@@ -136,7 +136,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """How many tests were skipped for which reason."""
+    """Print the number of skipped tests by reason."""
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = collections.Counter(
         report.longrepr[2].removeprefix("Skipped: ") for report in skipped
@@ -149,7 +149,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def tensors_on_device(request, device):
-    """A test of both backends makes its tensors where the kernels run, without saying so."""
+    """Default device of tests with a ``backend``: the one on which the kernels run."""
     if device.type == "cpu" or "backend" not in request.fixturenames:
         yield
         return

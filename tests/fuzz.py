@@ -31,7 +31,7 @@ from tests.support.compare import TOLERANCE, counted, relative_error
 from tests.support.draw import Case, Draw, poisoned
 from tests.support.subject import D_S, D_T, Subject
 
-MAGNIFIED = 16  # so that a rounding of float64 is seen in float64
+MAGNIFIED = 16  # so that rounding errors of float64 are measurable in float64
 
 
 def compiled(draw: Draw) -> str | None:
@@ -56,7 +56,7 @@ def compiled(draw: Draw) -> str | None:
             gradients = [torch.autograd.grad(x, student)[0] for x in (found, wanted)]
             if relative_error(*gradients, floor=1e-3) > 1e-3:
                 return f"compiled {subject.name} has another gradient"
-    if len(graphs) > max(2, len(fewest)):  # one for each size that begins to change
+    if len(graphs) > max(2, len(fewest)):  # one more graph for each size that changes
         return f"{len(graphs)} graphs of {subject.name} where kl_div has {len(fewest)}"
     return None
 
@@ -95,7 +95,7 @@ def _subject(draw: Draw) -> Subject:
     return draw.pick(list(subjects(draw.backend)))
 
 
-# Uses of every loss.
+# Checks that apply to every loss.
 USES = {"compiled": compiled, "made_elsewhere": made_elsewhere, "overflowing": overflowing}
 FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     name: function for file in FILES.values() for name, function in file.RANDOM.items()
@@ -104,7 +104,7 @@ TORCH_ONLY = {name for loss in LOSSES if not loss.triton for name in FILES[loss.
 
 
 CPP = {name for loss in LOSSES if loss.cpp for name in FILES[loss.name].RANDOM}
-# Of functions beside them that have no kernels in C++.
+# Functions without C++ kernels.
 CPP -= {"cayley", "projection"}
 
 
@@ -129,7 +129,7 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     working = torch.float64 if torch.float64 in dtypes.values() else torch.float32
     wanted = dtypes[case.like] if case.like else working
     upstream = torch.randn(expected.shape, generator=draw.generator, dtype=torch.float64)
-    upstream = upstream.to(wanted).double()  # the gradient that the call is given
+    upstream = upstream.to(wanted).double()  # the upstream gradient
     expected, expected_grads = _evaluate(case.oracle, exact, learning, upstream)
 
     features = case.learning | case.given
@@ -272,7 +272,7 @@ def _difference(
     if not bool(actual.isfinite().all()):
         return "not finite where the truth is"
     error = _size(actual - expected)
-    # Below the smallest normal number of its type nothing is promised.
+    # Subnormal values have no promised accuracy.
     floor = torch.finfo(dtype).tiny * max(actual.numel(), 1) ** 0.5
     allowed = TOLERANCE[dtype] * _size(expected) + TOLERANCE[working] * scale
     allowed += rounding + floor
@@ -289,7 +289,7 @@ def cases(only: str | None, first: int) -> Iterator[tuple[str, str, int]]:
 
 
 def checked(name: str, backend: str, seed: int) -> str | None:
-    """`failure`, where an exception is a failure too."""
+    """`failure`, with an exception reported as a failure."""
     try:
         return failure(name, backend, seed)
     except Exception:

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Last, so that they win. One kind of vectors, of so many bytes.
+# Last, to override earlier flags. One vector size only, in bytes.
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -DFASTKD_BYTES=32 -fsanitize=address,undefined "
 FLAGS += "-fno-sanitize-recover=undefined"
 EXTENSION = "FASTKD_SANITIZED"

@@ -52,7 +52,7 @@ def test_masks_and_reductions(backend, reduction, heads):
 
 @pytest.mark.parametrize("heads", ["match", "mean"])
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
-def test_padding_changes_nothing(backend, bad, heads):
+def test_values_at_padding_have_no_effect(backend, bad, heads):
     student, teacher = maps(dtype=torch.float32)
     real = REAL.bool()
     padded = ~(real[:, None, :, None] & real[:, None, None, :]).expand_as(student)
@@ -71,7 +71,7 @@ def test_padding_changes_nothing(backend, bad, heads):
 
 @pytest.mark.parametrize("heads", ["match", "mean"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_real_nan_is_never_hidden(backend, bad, heads):
+def test_nan_at_real_tokens_gives_nan(backend, bad, heads):
     for side in (0, 1):
         pair = [x.float() for x in maps()]
         pair[side][2, 1, 3, 4] = bad
@@ -79,7 +79,7 @@ def test_real_nan_is_never_hidden(backend, bad, heads):
         assert not losses[2].isfinite() and losses[:2].isfinite().all()
 
 
-def test_nothing_to_compare_is_zero(backend):
+def test_loss_without_real_tokens_is_zero(backend):
     student, teacher = maps(dtype=torch.float32)
     cases = [
         (student, teacher, torch.zeros(3, 5)),
@@ -110,7 +110,7 @@ def test_strides(backend):
 
 @few_examples
 @given(B=st.integers(1, 3), N=st.integers(1, 20), seed=st.integers(0, 10**6))
-def test_padding_columns_and_order_change_nothing(B, N, seed):
+def test_loss_is_invariant_under_order_and_padding_of_tokens(B, N, seed):
     """Tokens in another order, and more padding behind them."""
     torch.manual_seed(seed)
     student, teacher = maps(B, 2, N)
@@ -122,7 +122,7 @@ def test_padding_columns_and_order_change_nothing(B, N, seed):
     longer = [torch.nn.functional.pad(x, (0, 3, 0, 3), value=torch.nan) for x in (student, teacher)]
     more = torch.nn.functional.pad(mask, (0, 3))
     torch.testing.assert_close(attention_loss(*longer, more), loss)
-    # Heads in another order too, as long as both sides have the same.
+    # The heads may be permuted too, equally for student and teacher.
     torch.testing.assert_close(attention_loss(student.flip(1), teacher.flip(1), mask), loss)
 
 
@@ -140,7 +140,7 @@ def test_gradcheck(heads):
 
 @pytest.mark.parametrize("layers", [2, 9])
 def test_layers_are_averaged(backend, layers):
-    heads = [2 if i != 1 else 3 for i in range(layers)]  # one of another shape
+    heads = [2 if i != 1 else 3 for i in range(layers)]  # a layer with another shape
     students = [next(maps(H=h, dtype=torch.float32)).requires_grad_() for h in heads]
     teachers = [next(maps(H=h, dtype=torch.float32)) for h in heads]
     for reduction in ("mean", "none"):
@@ -170,7 +170,7 @@ def test_same_tensor_twice_and_backward_twice(backend):
 
 
 @pytest.mark.parametrize("heads", ["match", "mean"])
-def test_autocast_changes_nothing(backend, heads):
+def test_loss_is_equal_under_autocast(backend, heads):
     student, teacher = maps(dtype=torch.float32)
     plain = value_and_grad(attention_loss, student, teacher, REAL, heads=heads, backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -212,13 +212,13 @@ def test_one_graph_under_compile(backend):
         ({"backend": "cuda"}, ValueError, "backend must be one of"),
     ],
 )
-def test_wrong_arguments_are_named(change, error, message):
+def test_invalid_arguments_are_named(change, error, message):
     right = {"student": torch.zeros(2, 3, 4, 4), "teacher": torch.zeros(2, 3, 4, 4)}
     with pytest.raises(error, match=message):
         attention_loss(**(right | change))
 
 
-def test_wrong_layers_are_named():
+def test_invalid_layers_are_named():
     student, teacher = maps(2, 3, 4)
     with pytest.raises(ValueError, match="student has 2 layers but teacher has 1"):
         AttentionLoss()([student, student], [teacher])

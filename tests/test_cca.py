@@ -156,7 +156,7 @@ def test_matches_the_reference(mask, dims, options, backend):
             cca_loss_ref, student, teacher, mask, **options, reduction=reduction
         )
         assert_accurate(actual[0], expected[0], torch.float64)
-        if mask is None or mask.sum(-1).min() > max(dims):  # else eigh's derivative is NaN
+        if mask is None or mask.sum(-1).min() > max(dims):  # otherwise eigh's derivative is NaN
             assert_accurate(actual[1], expected[1], torch.float64)
         assert actual[1].isfinite().all()
 
@@ -199,15 +199,15 @@ def test_every_dtype(dtype, backend):
 
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("m, dims", [(40, (12, 12)), (40, (7, 15)), (9, (20, 20)), (9, (12, 30))])
-def test_the_oracle_of_real_sizes_equals_the_reference(m, dims, ridge):
+def test_oracle_for_large_sizes_equals_the_reference(m, dims, ridge):
     student, teacher = related(m, dims=dims)
     value, grad = by_qr(student, teacher, ridge)
-    rounding = 1e-14 / ridge  # of the reference: the condition number of its covariances
+    rounding = 1e-14 / ridge  # limits the reference: condition number of its covariances
     assert relative_error(value, cca_loss_ref(student, teacher, ridge=ridge)) <= rounding
     assert relative_error(grad, by_cholesky(student, teacher, ridge)[1]) <= 1e-7
 
 
-# Every ridge where it is quick, and the usual one at the size of a batch of tokens.
+# Every ridge at small sizes, and the default ridge at the size of a batch of tokens.
 REAL_SIZES = [(m, d, ridge) for m, d in ((32, 768), (64, 64)) for ridge in (1e-2, 1e-4, 1e-6)]
 REAL_SIZES += [(512, 768, 1e-6), pytest.param(4096, 768, 1e-4, marks=pytest.mark.slow)]
 
@@ -373,7 +373,7 @@ def test_failed_factorisation_gives_nan():
 
 
 def use_plan(monkeypatch, plan: SolverPlan) -> None:
-    """As on a GPU."""
+    """Run the solver that a GPU uses."""
     monkeypatch.setattr(cca_solver, "make_plan", lambda *_: plan)
 
 
@@ -389,7 +389,7 @@ GPU_SIZES = [
 
 
 @pytest.mark.parametrize("m, dims", GPU_SIZES)
-def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
+def test_products_only_solver_of_gpus(m, dims, monkeypatch):
     student, teacher = related(3, m, dims=dims)
     expected = value_and_grad(cca_loss, student, teacher, ridge=0.1)
     use_plan(monkeypatch, SolverPlan(False, "products"))
@@ -407,7 +407,7 @@ def test_products_only_as_on_a_gpu(m, dims, monkeypatch):
     [(m, dims, ridge) for m, dims in GPU_SIZES for ridge in (0.1, 0.0) if ridge or m >= 30],
 )
 @pytest.mark.parametrize("top_k", [None, 2])
-def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
+def test_extension_solver_of_gpus(m, dims, ridge, top_k, monkeypatch):
     student, teacher = related(3, m, dims=dims)
     student[1, 2, 0] = torch.nan
     mask = torch.ones(3, m, dtype=torch.bool)
@@ -427,7 +427,7 @@ def test_the_extension_as_on_a_gpu(m, dims, ridge, top_k, monkeypatch):
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
 @pytest.mark.parametrize("m, dims", [(30, (4, 7)), (7, (12, 9)), (20, (12, 30)), (160, (130, 20))])
 @pytest.mark.parametrize("ridge", [0.0, (0.1, 1e-3)])
-def test_correlations_as_on_a_gpu(m, dims, ridge, monkeypatch):
+def test_canonical_correlations_with_the_gpu_solver(m, dims, ridge, monkeypatch):
     """Condition numbers are not squared, so ill-conditioned features lose no digits."""
     x, y = related(3, m, dims=dims)
     x[2] *= torch.logspace(0, -7, dims[0])
@@ -522,7 +522,7 @@ def test_large_items_are_solved_without_padding(alike, largest, monkeypatch):
 
 
 @pytest.mark.parametrize("m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))])
-def test_nan_padding_changes_nothing(m, dims, backend):
+def test_nan_at_padding_has_no_effect(m, dims, backend):
     student, teacher = related(2, m, dims=dims)
     expected = value_and_grad(cca_loss, student, teacher, ridge=0.1, backend=backend)
     padding = torch.full((2, 3, 1), torch.nan, dtype=torch.float64)
@@ -549,7 +549,7 @@ def test_nan_padding_changes_nothing(m, dims, backend):
         [torch.float32, torch.float64],
     ),
 )
-def test_nan_in_real_data_is_never_hidden(size, value, dtype, backend):
+def test_nan_in_real_data_gives_nan(size, value, dtype, backend):
     student, teacher = related(3, size[0], dims=size[1], dtype=dtype)
     for side in (student, teacher):
         bad = side.clone()
@@ -562,7 +562,7 @@ def test_nan_in_real_data_is_never_hidden(size, value, dtype, backend):
         assert canonical_correlations(*pair)[1].isnan().all()
 
 
-# Any two of these meet.
+# Every pair of these.
 @pytest.mark.parametrize(
     "shape, ridge, dtype, kind",
     every_two_meet(
@@ -636,7 +636,7 @@ def test_features_without_dimensions(dims, ridge, top_k, backend):
 
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0), (0, 0, 3)])
-def test_module_without_anything_to_compare(pool, shape):
+def test_module_without_real_tokens_is_zero(pool, shape):
     for mask in (None, torch.ones(shape[:2])):
         student = torch.randn(shape, requires_grad=True)
         with warnings.catch_warnings():
@@ -670,7 +670,7 @@ def test_a_teacher_made_in_inference_mode(m, dims, options, backend):
 
 
 @KINDS_OF_SOLUTION
-def test_the_meta_device_gives_shapes(m, dims, options):
+def test_meta_device_returns_shapes(m, dims, options):
     student = torch.empty(2, m, dims[0], device="meta", requires_grad=True)
     teacher, mask = (torch.empty(2, m, *d, device="meta") for d in (dims[1:], ()))
     loss = cca_loss(student, teacher, mask, **options, reduction="none")
@@ -687,7 +687,7 @@ def test_the_meta_device_gives_shapes(m, dims, options):
     [({}, False, True), ({"ridge": 0.0}, True, False), ({"top_k": 2}, True, True)],
 )
 def test_compiles_once_for_all_sizes(options, masked, few, backend):
-    """Observations and leading dimensions, four of each."""
+    """Four sizes of observations and of leading dimensions."""
     dims = (30, 40) if few else (4, 5)
 
     def loss(student: Tensor, teacher: Tensor, mask: Tensor | None) -> Tensor:
@@ -710,7 +710,7 @@ def test_module_compiles_once_for_all_sizes():
 
     def calls() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for i in range(4):
-            module._warned = i > 1  # by a call that was not compiled
+            module._warned = i > 1  # from an eager call
             student, teacher, mask = hidden_states(b=10 + i, n=4 + i)
             yield student.requires_grad_(), teacher, mask
 
@@ -736,7 +736,7 @@ def test_the_same_tensor_twice_under_compile():
     assert len(graphs) == 1
 
 
-def test_no_gradient_is_computed_unless_asked(monkeypatch):
+def test_no_gradient_is_computed_without_requires_grad(monkeypatch):
     student, teacher = related(30, dims=(4, 4))
     monkeypatch.setattr(cca_solver._Whitening, "__call__", lambda *_: pytest.fail("gradient work"))
     cca_loss(student, teacher)
@@ -848,7 +848,7 @@ def test_module_pools(pool, padding):
 
 
 @pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
-def test_module_padding_is_never_seen(pool):
+def test_module_ignores_padding(pool):
     student, teacher, mask = hidden_states()
     student[-1:], teacher[-1:], mask[-1:] = torch.nan, torch.nan, False  # a sample of padding only
     module = CCALoss(pool=pool)
@@ -901,7 +901,7 @@ def test_module_averages_layers_of_any_size(monkeypatch, device):
         ["as it is", "products", "one by one"],
     ),
 )
-def test_layers_padded_to_one_size_as_on_a_gpu(ridges, top_k, masked, solver, monkeypatch):
+def test_layers_padded_to_one_size_with_the_gpu_solver(ridges, top_k, masked, solver, monkeypatch):
     """One batch for all layers: the same values and gradients as one call per size."""
     ridge, b = ridges
     students, teachers = layers_of_any_size(b, 8)
@@ -931,7 +931,7 @@ def test_layers_padded_to_one_size_as_on_a_gpu(ridges, top_k, masked, solver, mo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [4, 400])
-def test_padded_layers_keep_their_own_bound(dtype, m, monkeypatch):
+def test_padded_layers_are_bounded_by_their_own_rank(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
     layers = [torch.randn(m, d).to(dtype) for d in sizes]
@@ -959,7 +959,7 @@ def test_masked_rows_of_large_items_are_removed(items, real, monkeypatch):
         x[:, real:] = torch.nan
     student.requires_grad_()
     loss = cca_loss(student, teacher, mask.expand(items, 520))
-    assert solved == [(items, real, 256)]  # all together
+    assert solved == [(items, real, 256)]  # all items in one call
     [grad] = torch.autograd.grad(loss, student)
     alone = student[:, :real].detach().requires_grad_()
     expected = cca_loss(alone, teacher[:, :real])
@@ -986,7 +986,7 @@ def test_squared_matrices_keep_small_correlations_accurate(dtype, monkeypatch):
         rounded = (_rounded_once_more(student, teacher) for _ in range(3))
         grads = (value_and_grad(cca_loss, *features)[1] for features in rounded)
         precision = 10 * max(relative_error(x, expected_grad) for x in grads)
-        assert precision <= 1e-7  # else the case would show nothing
+        assert precision <= 1e-7  # otherwise the case tests nothing
     assert relative_error(loss, expected) <= (1e-6 if dtype == torch.float32 else 1e-12)
     assert relative_error(grad, expected_grad) <= precision
 
@@ -1001,12 +1001,12 @@ def _rounded_once_more(*features):
     "dims, masked, top_k, dtype",
     every_two_meet([(64, 64), (70, 96), (96, 70)], ["none", "random", "full"], [None, 20], DTYPES),
 )
-def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtype):
+def test_single_thread_solver_equals_pytorch(dims, masked, top_k, dtype):
     """The smaller side is the student or the teacher; some correlations are small."""
     with torch.device("cpu"):
         student, teacher = related(3, 150, dims=dims, dtype=dtype)
         mask = MASKS[masked]((3, 150))
-    if dtype != torch.float64:  # whose rounding is at the kink, on either side of it
+    if dtype != torch.float64:  # their rounding errors lie at the kink of the loss
         student, teacher = (F.layer_norm(x, x.shape[-1:]) for x in (student, teacher))
     if mask is not None:
         student[~mask] = torch.nan
@@ -1025,7 +1025,7 @@ def test_an_item_in_one_thread_is_solved_as_by_pytorch(dims, masked, top_k, dtyp
 
 @pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
 @pytest.mark.parametrize("side", [0, 1])
-def test_nan_in_an_item_of_one_thread_stays_in_it(side):
+def test_single_thread_solver_keeps_nan_within_its_item(side):
     both = torch.randn(2, 3, 150, 64, device="cpu")
     both[side, 1, 5, 7] = torch.inf
     mask = torch.arange(150, device="cpu").expand(3, 150) > 2
@@ -1044,7 +1044,7 @@ def test_nan_in_an_item_of_one_thread_stays_in_it(side):
 
 
 def test_module_warns_once_with_the_numbers():
-    with torch.device("cpu"):  # a mask on a GPU is not read: that would wait for it
+    with torch.device("cpu"):  # a mask on a GPU is not read, since that would synchronise
         student, teacher, mask = hidden_states(b=2, n=4)
     module = CCALoss()
     full = torch.ones_like(mask)

@@ -23,7 +23,7 @@ PUBLIC = [
     for name in (*loss.with_reference, *loss.without_reference, *loss.modules)
 ]
 
-# What a reference lacks: it is plain PyTorch, in one process.
+# Parameters that references don't have: they are plain PyTorch, in one process.
 AROUND = {"backend", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.with_reference]
 
@@ -47,14 +47,14 @@ def test_signature_lists_literal_values():
 def test_reference_has_its_functions_parameters(name):
     function = inspect.signature(getattr(fastkd, name)).parameters
     reference = dict(inspect.signature(getattr(fastkd, f"{name}_ref")).parameters)
-    passed_on = reference.pop("options", None)  # to another reference
+    passed_on = reference.pop("options", None)  # links to another reference
     assert set(reference) <= set(function) - AROUND
     assert passed_on or set(reference) == set(function) - AROUND
     for word, parameter in reference.items():
         assert parameter.default == function[word].default, word
 
 
-def test_functional_holds_every_function_and_nothing_else():
+def test_functional_has_exactly_the_public_functions():
     from fastkd import functional
 
     functions = {name for name in PUBLIC if not inspect.isclass(getattr(fastkd, name))}
@@ -94,8 +94,8 @@ def test_readme_example_runs(capsys):
     assert "torch.Size([8, 32, 384])" in capsys.readouterr().out
 
 
-def test_import_is_light():
-    """The public names bring in neither triton nor anything of the extras."""
+def test_import_loads_neither_triton_nor_the_extras():
+    """Resolving all public names imports neither triton nor a package of the extras."""
     code = (
         "import sys, torch; before = set(sys.modules); import fastkd; fastkd.FCDLoss; "
         "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
@@ -105,7 +105,7 @@ def test_import_is_light():
     assert out.stdout.strip() == "set()"
 
 
-def test_the_package_has_its_public_names_and_no_others():
+def test_package_has_exactly_its_public_names():
     from fastkd import public
 
     assert fastkd.__all__ == public.__all__ and set(fastkd.__all__) <= set(dir(fastkd))
@@ -114,7 +114,7 @@ def test_the_package_has_its_public_names_and_no_others():
         _ = fastkd.relation_los
 
 
-def test_a_compiled_function_may_be_the_first_to_use_a_name():
+def test_public_name_resolves_inside_a_compiled_function():
     code = (
         "import torch, fastkd; x = torch.randn(2, 4, 8); "
         "f = torch.compile(lambda: fastkd.relation_loss(x, x), fullgraph=True, backend='eager'); "

@@ -92,7 +92,7 @@ def test_masks_and_reductions(backend, masking, reduction):
         check(backend, student, teacher, upstream=upstream, **options)
 
 
-def test_nothing_to_compare_is_zero(backend):
+def test_loss_without_real_samples_is_zero(backend):
     student, teacher = features(1, 4, 6, dtype=torch.float32)
     many = student.expand(3, 4, 6), teacher.expand(3, 4, 6)
     cases = [
@@ -108,7 +108,7 @@ def test_nothing_to_compare_is_zero(backend):
         assert (grad == 0).all()
 
 
-def test_float64_is_left_to_pytorch():
+def test_float64_runs_on_the_torch_backend():
     student, teacher = features(3, 2, 4)
     with pytest.raises(ValueError, match="float64 is left to PyTorch"):
         cos_nce_loss(student, teacher, backend="triton")
@@ -136,7 +136,7 @@ def test_zero_and_constant_features(backend):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_real_nan_is_never_hidden(backend, bad):
+def test_nan_in_real_data_gives_nan(backend, bad):
     for side in (0, 1):
         pair = [x.float() for x in features(4, 3, 8)]
         pair[side][2, 1, 5] = bad
@@ -202,13 +202,13 @@ def sized(*shape):
     return torch.randn(*shape, requires_grad=True), torch.randn(*shape)
 
 
-# The kernels are one operator in a graph, with what most is given.
+# The kernels are one operator in a graph; here with the most common arguments.
 @pytest.mark.left_out(
     where=lambda given: given["backend"] != "torch" and given["growing"] != "labelled bank"
 )
 @pytest.mark.parametrize("growing", GROWING)
 def test_sizes_share_two_graphs(backend, growing):
-    """With the reductions in turn."""
+    """Alternating reductions."""
     reduction = ("mean", "none")[list(GROWING).index(growing) % 2]
 
     def loss(student, teacher, mask=None, labels=None, negatives=None, negatives_labels=None):
@@ -236,7 +236,7 @@ def test_module_of_layers_shares_two_graphs():
     assert count_graphs(loss, calls, rtol=1e-5, atol=1e-6) <= 2
 
 
-def test_compiles_where_one_tensor_stands_in_several_places(backend, device):
+def test_compiles_with_one_tensor_as_several_arguments(backend, device):
     student, teacher = sized(4, 3, 8)
     module = CosNCELoss(8, 8, backend=backend).to(device)
     loss = functools.partial(cos_nce_loss, backend=backend)
@@ -283,14 +283,14 @@ def test_empty_features(backend, shape):
 
 
 @pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_module_without_tokens(backend, device, pool):
+def test_module_without_real_tokens_is_zero(backend, device, pool):
     loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
     for mask in (None, torch.ones(3, 0)):
         assert loss(torch.randn(3, 0, 6), torch.randn(3, 0, 8), mask) == 0
 
 
 def test_inference_mode_and_the_meta_device_with_a_bank(device):
-    """What test_promises.py has no place for."""
+    """With given negatives, which test_promises.py has not."""
     student, _ = sized(4, 3, 8)
     with torch.inference_mode():
         teacher, bank = torch.randn(4, 3, 8), torch.randn(5, 3, 8)
@@ -369,7 +369,7 @@ def test_masked_negative_has_no_effect(backend):
         assert_accurate(masked[1], few[1], torch.float32)
 
 
-def test_a_bank_of_the_batch_is_the_batch(backend):
+def test_negatives_equal_to_the_batch_give_the_in_batch_loss(backend):
     student, teacher = features(6, 3, 8, dtype=torch.float32)
     mask, labels = torch.rand(6, 3) > 0.3, torch.tensor([0, 1, 1, 2, 0, 5])
     expected = value_and_grad(
@@ -399,7 +399,7 @@ def test_nan_label_matches_no_other(backend, kind):
     student, teacher = features(5, 2, 6, dtype=torch.float32)
     nan = torch.nan
     labels, bank = torch.tensor([nan, 0.0, nan, 0.0, 1.5]), torch.tensor([nan, nan, 0.0, 1.5])
-    # The same with numbers that no other has.
+    # The same result with unique labels in place of NaN.
     plain, plain_bank = torch.tensor([7, 0.0, 8, 0.0, 1.5]), torch.tensor([11, 12, 0.0, 1.5])
     if kind == "same":  # one tensor for both: a bank's row of a number is not the sample's own
         bank, plain_bank = labels, torch.tensor([11, 0.0, 12, 0.0, 1.5])
@@ -418,7 +418,7 @@ def test_nan_label_matches_no_other(backend, kind):
 
 
 @pytest.mark.parametrize("kind", ["shared", "each"])
-def test_whole_labels_are_not_rounded_to_the_reals_of_a_bank(backend, kind):
+def test_integer_labels_are_not_rounded_to_floating_negative_labels(backend, kind):
     student, teacher = features(2, 1, 6, dtype=torch.float32)
     lead = (2,) if kind == "shared" else (2, 2)
     options = {
@@ -433,7 +433,7 @@ def test_whole_labels_are_not_rounded_to_the_reals_of_a_bank(backend, kind):
     torch.testing.assert_close(found, cos_nce_loss(student, teacher, backend=backend, **named))
 
 
-def test_nan_in_a_negative_reaches_those_that_it_counts_for(backend):
+def test_nan_in_a_negative_reaches_its_samples_only(backend):
     student, teacher = features(4, 1, 6, dtype=torch.float32)
     bank = torch.randn(5, 1, 6)
     bank[3, 0, 2] = torch.nan

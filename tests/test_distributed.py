@@ -28,7 +28,7 @@ CLOSE = {"atol": 1e-10, "rtol": 1e-10}
 SIZES = [(5, 3), (4, 0, 3)]  # samples of each rank
 
 
-def test_a_copy_has_the_same_group(tmp_path):
+def test_deep_copy_of_a_module_has_the_same_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         group = dist.group.WORLD
@@ -51,8 +51,8 @@ def test_a_copy_has_the_same_group(tmp_path):
         dist.destroy_process_group()
 
 
-# Called with student, teacher, mask, labels of one process, whose rows are as long as they need.
-# What they do without `gather` on all samples is what they have to do with it on the parts.
+# Calls with student, teacher, mask and labels of one process, trimmed to its longest row.
+# With `gather` on each process's samples they have to equal one process with all samples.
 LOSSES = {
     "relation_loss": (relation_loss, lambda s, t, m, y: ((s, t, m), {"over": "samples"})),
     "relations over tokens": (relation_loss, lambda s, t, m, y: ((s, t, m), {})),
@@ -116,7 +116,7 @@ LOSSES = {
             {"ridge": (1e-2, 1e-1), "top_k": 3, "reduction": "none"},
         ),
     ),
-    "cca_loss, mean of layers": (  # nothing to compare in the last
+    "cca_loss, mean of layers": (  # the last process has nothing to compare
         cca_loss,
         lambda s, t, m, y: (
             (s[:, :2].movedim(1, 0), t[:, :2].movedim(1, 0), torch.stack([m[:, 0], y > 5])),
@@ -145,12 +145,12 @@ def features(seed=0, rows=8):
     teacher = torch.randn(rows, 5, 7, generator=generator, dtype=torch.float64)
     mask = torch.rand(rows, 5, generator=generator) > 0.2
     mask[:, 0] = mask[0] = True
-    mask[4:, 3:] = False  # a shorter part
+    mask[4:, 3:] = False  # a process with fewer samples
     return student, teacher, mask, torch.arange(rows) % 3
 
 
 def part(data, start, stop):
-    """Samples of one process, its rows cut to their longest."""
+    """Samples of one process, trimmed to its longest row."""
     student, teacher, mask, labels = (x[start:stop] for x in data)
     length = int(mask.any(0).nonzero().max()) + 1 if stop > start else 2
     return student[:, :length], teacher[:, :length], mask[:, :length], labels
@@ -190,7 +190,7 @@ def each_rank(rank, sizes):
             around = AcrossRanks(made(loss))
             results[name].append(step(around, arguments, [x[slice(*ends)] for x in whole]))
         for _, _, weights in results[name]:
-            for gradient in weights:  # what data-parallel training does with gradients
+            for gradient in weights:  # data-parallel training averages gradients
                 dist.all_reduce(gradient)
                 gradient /= len(sizes)
     return results
@@ -198,7 +198,7 @@ def each_rank(rank, sizes):
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
 @pytest.mark.parametrize("sizes", SIZES)
-def test_values_and_gradients_are_those_of_one_process(sizes, tmp_path):
+def test_values_and_gradients_equal_those_of_one_process(sizes, tmp_path):
     ranks = run_ranks(each_rank, len(sizes), tmp_path, sizes)
     whole = features(rows=sum(sizes))
     for name, (loss, arguments) in LOSSES.items():
@@ -225,7 +225,7 @@ def test_fullgraph_with_gather_raises_with_the_reason(call):
         compiled(torch.ones(2))
 
 
-# What the table of `fastkd.distributed` says of a part: 10 samples of 5 tokens in float32.
+# The table of `fastkd.distributed` for 10 samples of 5 tokens in float32 in each process.
 SENT = {
     "relations over samples": (
         partial(relation_loss, over="samples"), lambda s, t, m, y: (s, t, m), 10 * 5 * (4 * 7 + 1)
@@ -245,7 +245,7 @@ SENT = {
 
 
 def bytes_sent(rank):
-    """Bytes sent, except for a few integers and means."""
+    """Bytes sent, without a few integers and means."""
     sent = []
 
     def watched(collective):
@@ -272,7 +272,7 @@ def bytes_sent(rank):
 
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
-def test_sent_bytes_equal_the_table(tmp_path):
+def test_bytes_sent_equal_the_documented_table(tmp_path):
     for found in run_ranks(bytes_sent, 2, tmp_path):
         assert found == {name: expected for name, (_, _, expected) in SENT.items()}
 
@@ -350,7 +350,7 @@ def test_rows_of_every_dtype_and_count(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
 @pytest.mark.parametrize("name", LOSSES)
-def test_one_process_needs_no_group(name):
+def test_gather_without_a_process_group(name):
     loss, arguments = LOSSES[name]
     expected = step(made(loss), arguments, features())
     for criterion in (made(loss, gather=True), AcrossRanks(made(loss))):

@@ -1,4 +1,4 @@
-"""Every command of README, CONTRIBUTING and docs is run: here as far as its work, or by a test."""
+"""Commands of README, CONTRIBUTING and docs: each runs here up to its work, or in a named test."""
 
 import ast
 import re
@@ -22,12 +22,12 @@ from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Which test runs what can't be stopped before its work: the beginning of a command, and where.
+# Commands that can't be stopped before their work: their beginning, and the test that runs them.
 RUN_BY = {
     "fastkd doctor": "cli/test_doctor.py::test_all_backends_that_run_are_right",
-    "pip install torch": "test_install.py::test_without_torch",
-    "pip install --no-build-isolation .": "test_install.py::test_without_the_extension",
-    "pip install ./fastkd-": "test_install.py::test_sdist_to_wheel_to_install_in_an_isolated_build",
+    "pip install torch": "test_install.py::test_build_without_torch_is_refused",
+    "pip install --no-build-isolation .": "test_install.py::test_install_without_the_extension",
+    "pip install ./fastkd-": "test_install.py::test_sdist_builds_a_wheel_that_installs",
     "pip install --no-deps torch": "../tools/versions/__main__.py::environment",
     "python -m tools.versions.cuda_stubs": "../tools/versions/__main__.py::environment",
     ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",
@@ -36,12 +36,12 @@ RUN_BY = {
     "python -m tools.estimate": "tools/test_estimate.py::test_a_case_without_a_gpu",
     "pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
     ".venv/bin/pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
-    "pytest-benchmark compare": "bench/test_report.py::test_runs_are_joined_by_machine",
+    "pytest-benchmark compare": "bench/test_report.py::test_runs_of_one_machine_are_merged",
 }
 
 
 def documented():
-    """The commands of the pages, without what they set in the environment."""
+    """Commands of the pages, without their environment variables."""
     for path in PAGES:
         for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", path.read_text(), re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
@@ -79,7 +79,7 @@ def test_every_command_of_the_docs_runs(words, monkeypatch, tmp_path):
 
 
 def started(words, monkeypatch):
-    """What a command says that is stopped before its work: its options are there and agree."""
+    """Output of a command that stops before its work: its options exist and are consistent."""
 
     def stop(*args, **kwargs):
         raise RunFailed("reached the work")
@@ -96,7 +96,7 @@ def started(words, monkeypatch):
 
 
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
-# Pages that other tests run, or that show how a tool of others fails.
+# Pages that other tests run, or that show an error of another tool.
 RUN_ELSEWHERE = {"any_loop.md", "versions.md"}
 WITH_CODE = [
     str(path.relative_to(ROOT))
@@ -106,13 +106,13 @@ WITH_CODE = [
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_code_of_the_pages_runs(page, capsys):
+def test_python_blocks_of_the_pages_run(page, capsys):
     for block in PYTHON.findall((ROOT / page).read_text()):
         exec(block, {})
 
 
-def test_sketches_name_what_there_is():
-    """```py, not ```python: with models, data and packages of the reader's."""
+def test_sketches_use_existing_names():
+    """Blocks marked ```py, which need the reader's models, data and packages, are only checked."""
     losses = (ROOT / "fastkd/integrations/sentence_transformers.py").read_text()
     known = {"SFTTrainer", "GKDTrainer", "SentenceTransformerTrainer"}
     known |= {*fastkd.distill.__all__, *re.findall(r"(?m)^class (\w+)", losses)}
@@ -125,8 +125,8 @@ def test_sketches_name_what_there_is():
         assert {name for name in used if name[0].isupper()} <= known | made
 
 
-def test_plans_of_studies_are_read(tmp_path):
-    """Those of runs in stages are run: cli/test_stages.py."""
+def test_study_files_of_the_pages_are_valid(tmp_path):
+    """Files of runs in stages are tested by cli/test_stages.py."""
     page = (ROOT / "docs" / "studies" / "README.md").read_text()
     plans = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert len(plans) == 3
@@ -134,14 +134,14 @@ def test_plans_of_studies_are_read(tmp_path):
         assert study.make(tomllib.loads(training_config), tmp_path).variants
 
 
-def test_a_command_that_is_wrong_is_seen(monkeypatch):
+def test_invalid_command_of_a_page_is_detected(monkeypatch):
     assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
     assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)
     assert len(COMMANDS) > 15 and len(WITH_CODE) > 12
 
 
-def test_an_extra_is_got_in_one_way_that_works_from_a_checkout():
-    """Only `how_to_get` knows whether this is one."""
+def test_pages_install_extras_by_one_command():
+    """The command is that of `how_to_get`, which knows whether this is a checkout."""
     sources = [*ROOT.glob("fastkd/**/*.py"), *ROOT.glob("bench/*.py"), *PAGES]
     named = {p.name for p in sources if re.search(r"pip install \S*fastkd\[", p.read_text())}
     assert named <= {"extras.py", "design.md"}

@@ -1,4 +1,4 @@
-"""No call on a GPU waits for it, or mixes devices: seen without a GPU; see `dry_cuda`."""
+"""Calls on a GPU neither synchronise nor mix devices; tested without a GPU by `tools.dry_cuda`."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ def listed():
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_call_is_listed(listed, name):
+def test_every_public_function_and_option_has_a_call(listed, name):
     """Every value of its Literal options is listed too."""
     assert name in listed, f"tools/calls has no call of {name}"
     public = getattr(fastkd, name)
@@ -64,7 +64,7 @@ def test_every_public_call_is_listed(listed, name):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_every_tensor_argument_is_listed(loss):
+def test_every_tensor_argument_has_a_call(loss):
     given = walked(loss.name)["given"]
     for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
         public = getattr(fastkd, name)

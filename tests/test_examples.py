@@ -8,7 +8,7 @@ import pytest
 from tests.cli.launched import Launch
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-# What an example needs besides fastkd[train].
+# Packages that an example needs besides fastkd[train].
 NEEDS = {
     "lightning_module": "lightning",
     "lora_decoder": "peft",
@@ -17,7 +17,7 @@ NEEDS = {
     "trl_sft": "trl",
 }
 
-# Whose loss is printed at some steps.
+# Examples that print their loss at some steps.
 FALLING = (
     "custom_loop", "fsdp2", "lora_decoder", "packed_rows", "peft_lora", "top_k_server", "trl_sft",
 )  # fmt: skip
@@ -50,5 +50,5 @@ def test_example_runs(path, capsys, tmp_path):
         assert lines[-1].endswith("2 layers")
     if path.stem == "sentence_transformer":
         assert found[-1] > found[0]
-    if path.stem == "lightning_module":  # the second stage, as progress tells
+    if path.stem == "lightning_module":  # the second stage, by the progress of training
         assert {line.split(":")[0] for line in lines} >= {"cos_nce", "soft", "task", "total"}

@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 needs_extension = pytest.mark.skipif(
     not extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
 )
-# Here eigenvalues and eigenvectors too, which the public functions do not show.
+# Also eigenvalues and eigenvectors, which the public functions do not return.
 SIZES = (1, 2, 3, 16, 31, 32, 33, 64, 127, 128, 129)
 
 
 @pytest.fixture
 def op_device(device):
-    """Where the operators run: on CUDA if their CUDA part is built."""
+    """Device of the operators: CUDA if their CUDA part is built."""
     return device if extension.CUDA else torch.device("cpu")
 
 
@@ -73,7 +73,7 @@ def test_roots(n, op_device):
     [(1, 1), (2, 2), (3, 1), (3, 5), (16, 3), (31, 1), (31, 4), (32, 2), (33, 3)]
     + [(n, 0) for n in (1, 2, 3, 4, 16, 31, 32)],
 )
-def test_roots_as_on_a_gpu(n, warps):
+def test_roots_of_the_cuda_source_on_threads(n, warps):
     """The CUDA kernels' own source; their lanes are threads, three a warp. 0: a warp alone."""
     check_all(
         n,
@@ -86,7 +86,7 @@ def test_roots_as_on_a_gpu(n, warps):
 @needs_extension
 @pytest.mark.parametrize("n", [0, 1, 2, 33, 129, 300])
 def test_eigenvalues_and_vectors(n, op_device):
-    """Of matrices that are not positive as well."""
+    """Also for matrices that are not positive definite."""
     a = torch.randn(3, n, n).double()
     a[1] = a[1].tril().mT @ a[1].tril()
     a[2] = torch.eye(n)
@@ -98,7 +98,7 @@ def test_eigenvalues_and_vectors(n, op_device):
 
 
 @pytest.mark.slow
-def test_no_lane_of_a_gpu_races_another(tmp_path):
+def test_cuda_source_has_no_races_between_lanes(tmp_path):
     """The CUDA kernels' source on threads, watched by ThreadSanitizer; and with a barrier less."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -139,7 +139,7 @@ def test_no_lane_of_a_gpu_races_another(tmp_path):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_the_same_without_the_extension(n):
+def test_roots_without_the_extension_are_equal(n):
     check_all(
         n,
         lambda a: linalg._roots_by_eigh(a, False, 0.0),
@@ -150,7 +150,7 @@ def test_the_same_without_the_extension(n):
 
 @needs_extension
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_bad_numbers_stay_in_their_matrix(value, op_device):
+def test_nan_and_inf_stay_in_their_matrix(value, op_device):
     for n in (1, 2, 5, 40):
         a = with_eigenvalues(torch.rand(4, n) + 0.5)
         a[2, n - 1, 0] = value
@@ -167,7 +167,7 @@ def test_bad_numbers_stay_in_their_matrix(value, op_device):
 
 
 @needs_extension
-def test_bad_input_is_named():
+def test_invalid_input_is_named():
     with pytest.raises(RuntimeError, match="a must be float64"):
         torch.ops.fastkd.eigh(torch.eye(2, dtype=torch.float32))
     for op in (torch.ops.fastkd.sqrtm, lambda a: torch.ops.fastkd.inv_sqrtm(a, 0.0)):
@@ -194,7 +194,7 @@ def test_opcheck(op_device):
 @needs_extension
 @pytest.mark.parametrize("root", [sqrtm, functools.partial(inv_sqrtm, ridge=0.1), inv_sqrtm])
 def test_values_and_gradients_equal_the_pytorch_path(root, monkeypatch):
-    """Repeated and zero eigenvalues included."""
+    """Also for repeated and zero eigenvalues."""
     values = torch.tensor([0.0, 0.0, 1.0, 1.0, 2.5])
     a = torch.stack([with_eigenvalues(values), with_eigenvalues(values + 0.5)]).requires_grad_()
     upstream = torch.randn(2, 5, 5).double()
@@ -228,7 +228,7 @@ def test_the_package_works_without_the_extension():
 
 @pytest.mark.slow
 def test_cuda_source_compiles_without_spills():
-    """Which takes long to see, unless kernels/proven.json knows this source and compiler."""
+    """Compiling is slow, unless kernels/proven.json has this source and compiler."""
     nvcc = recipe.find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed, so csrc/linalg/roots.cu was not compiled")

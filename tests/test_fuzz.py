@@ -11,7 +11,7 @@ SEEDS = {"torch": 4, "triton": 2, "cpp": 4}  # the interpreter is slow
 CASES = [
     pytest.param(name, backend, marks=MARKS[backend])
     for name in fuzz.FUNCTIONS
-    # Seconds each: test_promises.py compiles every loss on every backend.
+    # Compiling takes seconds; test_promises.py compiles every loss on every backend.
     for backend in (("torch",) if name == "compiled" else fuzz.backends(name))
 ]
 

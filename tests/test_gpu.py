@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; `make gpu-check` runs these beside the parity suite there.
+"""Tests that need a CUDA device; `make gpu-check` runs them with the parity suite.
 
 The cases are the benchmark's: toy sizes for every loss, title and dtype, and the BERT sizes.
 """
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-# None without a GPU, where all would be skipped.
+# No subjects without a GPU, where every test would be skipped.
 PAIRS = gpu_check.pairs() if torch.cuda.is_available() else {}
 every_pair = pytest.mark.parametrize("case, provider", PAIRS.values(), ids=PAIRS)
 
@@ -45,7 +45,7 @@ def test_equals_the_oracle(case, provider, device):
 
 
 @every_pair
-def test_never_waits_for_the_device(case, provider, device):
+def test_calls_do_not_synchronise_with_the_host(case, provider, device):
     bound = bind(case, provider, device)
     bound.step()
     torch.cuda.synchronize()
@@ -57,7 +57,7 @@ def test_never_waits_for_the_device(case, provider, device):
 
 
 @every_pair
-def test_captured_in_a_graph(case, provider, device):
+def test_step_is_captured_in_a_cuda_graph(case, provider, device):
     assert gpu_check.graph_problem(case, provider, device) == ""
 
 
@@ -75,7 +75,7 @@ def launches(step):
 
 
 @every_pair
-def test_few_launches(case, provider, device):
+def test_number_of_kernel_launches_per_step(case, provider, device):
     """Six layers of relations between tokens and samples in 12, any other loss at one in 8."""
     if provider.name != "fastkd triton" or case.set != "bert":
         pytest.skip("the limits are for Triton kernels at BERT size")
@@ -89,7 +89,7 @@ def test_few_launches(case, provider, device):
 
 
 @every_pair
-def test_same_bits_every_time(case, provider, device):
+def test_repeated_calls_give_the_same_bits(case, provider, device):
     bound = bind(case, provider, device)
     loss, grads = bound.step()
     for _ in range(3):

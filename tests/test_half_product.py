@@ -1,4 +1,4 @@
-"""Products of bfloat16 with float32 sums by a CPU that multiplies bfloat16, and by others."""
+"""Products of bfloat16 with float32 sums, on CPUs with and without bfloat16 instructions."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ SIZES = [(1, 1, 1), (1, 7, 300), (16, 32, 16), (33, 65, 47), (600, 40, 530), (70
 
 
 def matrix(rows, columns, dtype, dense=True, seed=0):
-    """Within a larger one of NaN, by rows or by columns."""
+    """A matrix stored by rows or columns within a larger one of NaN."""
     shape = (rows + 3, columns + 5) if dense else (columns + 5, rows + 3)
     whole = torch.full(shape, float("nan"))
     part = (whole if dense else whole.T)[1 : rows + 1, 2 : columns + 2]
@@ -60,7 +60,7 @@ def test_product(size, dtype, unit):
 @each_unit
 @pytest.mark.parametrize("size", [*SIZES, (300, 400, 70)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_product_that_is_rounded_once(size, dtype, unit):
+def test_product_is_rounded_to_bfloat16_once(size, dtype, unit):
     M, K, N = size
     for i in range(2):
         a, b = matrix(M, K, dtype, bool(i)), matrix(K, N, torch.bfloat16, seed=1)
@@ -91,7 +91,7 @@ def test_product_of_strided_and_empty_matrices(unit):
 
 @each_unit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_not_finite_stays_in_its_row(dtype, unit):
+def test_nan_and_inf_stay_in_their_row(dtype, unit):
     a, b = matrix(40, 70, dtype).clone(), matrix(70, 40, torch.bfloat16, seed=1)
     a[3, 5], a[20, 69], a[33, 0] = float("inf"), float("nan"), -float("inf")
     out = torch.empty(40, 40)
@@ -119,7 +119,7 @@ def test_bits_do_not_depend_on_threads(size, dtype, unit):
 
 
 @pytest.mark.parametrize("has_unit", [pytest.param(True, marks=needs_unit), False])
-def test_products_with_and_without_the_unit(has_unit, monkeypatch):
+def test_products_with_and_without_matrix_instructions(has_unit, monkeypatch):
     monkeypatch.setattr(products, "_has_half_product", lambda: has_unit)
     monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
     x, weight = matrix(20, 33, torch.bfloat16), matrix(50, 33, torch.bfloat16, seed=1)
@@ -139,14 +139,14 @@ def test_products_with_and_without_the_unit(has_unit, monkeypatch):
 
 
 @needs_unit
-def test_products_have_a_fake():
+def test_operator_has_a_fake_implementation():
     args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
     tests = "test_schema", "test_faketensor"
     torch.library.opcheck(torch.ops.fastkd_cpp.half_product.default, args, test_utils=tests)
 
 
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
-def test_units_that_are_not_there_are_refused():
+def test_unsupported_instructions_are_refused():
     given = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
     with pytest.raises(RuntimeError, match="unit: must be fastest, tiles or vectors, got gpu"):
         torch.ops.fastkd_cpp.half_product(*given, "gpu")

@@ -1,4 +1,4 @@
-"""The heads of models from transformers: their own logits, from what goes into the output layer."""
+"""`Head.of` for models of transformers: the head's logits equal the model's."""
 
 import copy
 
@@ -53,7 +53,7 @@ def model_of(name):
             setattr(config, token, 0)
     auto = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM"}[kind]
     model = getattr(transformers, auto).from_config(config)
-    with torch.no_grad():  # a bias of zeros would tell nothing
+    with torch.no_grad():  # a bias of zeros would test nothing
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
@@ -71,7 +71,7 @@ def head_states_and_logits(model, layer=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_the_models(name):
+def test_head_reproduces_the_models_logits(name):
     model = model_of(name)
     head, states, logits = head_states_and_logits(model)
     assert relative_error(head.logits(states), logits) < 1e-5
@@ -120,14 +120,14 @@ def test_lora_switched_off_and_merged():
     assert not head.low_rank and relative_error(head.logits(states), logits) < 1e-5
 
 
-def test_a_whole_head_that_peft_saves():
+def test_head_in_modules_to_save_of_peft():
     model = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
     head, states, logits = head_states_and_logits(model)
     assert relative_error(head.logits(states), logits) < 1e-5
     assert head.weight.requires_grad
 
 
-def test_dropout_is_the_adapters():
+def test_dropout_of_the_adapter_is_applied():
     model = lora(lora_dropout=0.5).train()
     assert Head.of(model).low_rank[0].dropout is not None
     assert Head.of(model.eval()).low_rank[0].dropout is None
@@ -139,7 +139,7 @@ def test_other_adapters_are_refused():
 
 
 class Packed(nn.Module):
-    """As libraries of quantised layers have them."""
+    """A quantised layer with its own `dequantize`."""
 
     def __init__(self, weight):
         super().__init__()
@@ -204,7 +204,7 @@ def a_sharded_head(rank):
 
 
 def a_sharded_language_model():
-    """It computes no full logits, and trains the same."""
+    """No process computes full logits, and gradients equal those of the whole head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -278,7 +278,9 @@ def heads_in_parts(rank, size):
     assert head.weight is layer.lm_head.weight and head.shard.largest == 60 // size
     seen = []
     made_rows = linear_soft_targets.soft_target_rows
-    with pytest.MonkeyPatch.context() as patch:  # no process has more than its words
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # no process has more than its part of the vocabulary
         patch.setattr(
             linear_soft_targets,
             "soft_target_rows",
@@ -293,7 +295,7 @@ def test_vocabulary_parallel_head_is_computed_on_its_shards(tmp_path):
 
 
 def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
-    """In such a mesh each process may have its own hidden states."""
+    """In a two-dimensional mesh each process may have its own hidden states."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -308,7 +310,7 @@ def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_a_factor_before_the_cap():
+def test_head_with_scale_and_softcap():
     muse = pytest.importorskip("transformers.models.muse_glimmer")
     small = GQA | {"output_multiplier": 0.3, "final_logit_softcapping": 0.5, "pad_token_id": 0}
     sees = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24)

@@ -68,7 +68,7 @@ def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
     ],
     ids=ids,
 )
-def test_by_hand(divergence, value):
+def test_divergences_by_hand(divergence, value):
     student, teacher = torch.zeros(1, 2).double(), torch.tensor([[3.0, 1.0]]).double().log()
     for loss in (soft_target_loss, soft_target_loss_ref):
         assert loss(student, teacher, divergence=divergence).item() == pytest.approx(value)
@@ -96,7 +96,7 @@ def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_of_logits(divergence, reduction):
+def test_divergences_of_logits(divergence, reduction):
     student, teacher = 2 * torch.randn(2, 5, 9, dtype=torch.float64)
     student[:, 3] = teacher[:, 3] = -torch.inf
     mask = torch.tensor([1, 0, 1, 1, 1])
@@ -156,7 +156,7 @@ TEACHERS = ("logits", "bucket", "renormalise")
         [None, (0.0, 0.0), (0.1, 0.01)],
     ),
 )
-def test_every_pair_of_options(
+def test_pairs_of_options_match_the_reference(
     divergence, reduction, masked, chunk_bytes, teacher, softcap, scale, task
 ):
     student, (h_t, w_t, b_t) = heads(3, 4)
@@ -201,7 +201,7 @@ def made(loss, student, scale, softcap, given, **options):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_task_is_torchs_cross_entropy(softcap):
+def test_cross_entropy_equals_torch(softcap):
     (h, w, b), (h_t, w_t, _) = heads(20)
     labels = torch.randint(V, (20,))
     labels[3] = -1
@@ -263,7 +263,7 @@ def test_cpp_rows_equal_pytorch(divergence):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("V", [1, 17, 3001])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.1)])
-def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
+def test_cross_entropy_rows_in_cpp(dtype, V, smoothing, z_loss):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, V + 3, generator=generator).to(dtype)[:, :V] * 4
     labels, weights = torch.arange(5) * 7 % V, torch.rand(5, generator=generator)
@@ -288,8 +288,8 @@ def test_rows_of_labels_in_cpp(dtype, V, smoothing, z_loss):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("words", [None, 1024])
-def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
-    """One operator computes values and the gradients that are needed."""
+def test_cross_entropy_of_one_chunk(dtype, with_bias, words, monkeypatch):
+    """One operator computes the values and only the required gradients."""
     generator = torch.Generator().manual_seed(0)
     shapes = (9, 40), (1100, 40), (1100,)
     h, w, b = given = [torch.randn(x, generator=generator).to(dtype) for x in shapes]
@@ -326,7 +326,7 @@ def test_labels_of_one_chunk(dtype, with_bias, words, monkeypatch):
 
 
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
-def test_shapes_of_labels_of_one_chunk():
+def test_cross_entropy_of_one_chunk_on_the_meta_device():
     h, w, b = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
     call = torch.ops.fastkd_cpp.cross_entropy_of_states
     rest = torch.arange(4), torch.rand(4), None
@@ -339,7 +339,7 @@ def test_shapes_of_labels_of_one_chunk():
         call(h, w, b, torch.arange(4), None, None, 0, *more[1:])
 
 
-def test_terms_by_name():
+def test_terms_are_returned_by_name():
     (h, w, _), (h_t, w_t, _) = heads(4)
     given = h, w, h_t, w_t[:V]
     options = dict(soft_weight=0.0, task=CrossEntropy(torch.randint(V, (4,))))
@@ -399,7 +399,7 @@ def test_backward_twice_and_in_any_size():
         torch.testing.assert_close(b, a / 2)
 
 
-def test_gradcheck_of_everything():
+def test_gradcheck_of_all_terms():
     student, (h_t, w_t, b_t) = heads(4)
     labels = torch.tensor([1, 2, -100, 0])
     for reduction in ("batchmean", "none"):
@@ -420,7 +420,7 @@ def test_gradcheck_of_everything():
 
 
 @pytest.mark.parametrize("teacher", TEACHERS)
-def test_compiled(teacher):
+def test_compiled_loss_equals_eager(teacher):
     def step(h, w, b, h_t, w_t, labels, words, log_probs):
         given = (h_t, Head(w_t)) if teacher == "logits" else (TopK(words, log_probs, teacher),)
         loss, terms = linear_soft_target_loss(
@@ -444,7 +444,7 @@ def test_compiled(teacher):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
+def test_half_precision_logits_are_not_rounded(dtype):
     """Logits are never rounded to half precision, also for labels."""
     generator = torch.Generator().manual_seed(0)
     shapes = (24, 512), (8000, 512), (24, 256), (8000, 256)
@@ -695,13 +695,13 @@ def wrong_calls():
 
 
 @pytest.mark.parametrize("place", range(25))
-def test_mistakes(place):
+def test_invalid_arguments_are_named(place):
     message, call = wrong_calls()[place]
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
 
 
-def test_public():
+def test_head_classes_are_public():
     for name in ("CrossEntropy", "Divergence", "Head", "TopK"):
         assert name in fastkd.__all__

@@ -14,18 +14,18 @@ from setuptools.config.pyprojecttoml import read_configuration
 from fastkd._core.extras import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-# From the lowest up; a module imports from its own floor and those below.
+# Layers from the lowest up; a module imports from its own layer and lower ones.
 FLOORS = (
     "_core", "kernels", "_torch", "",
     "analysis", "distill", "integrations", "train", "study", "cli", "bench", "tools", "tests",
 )  # fmt: skip
-OUTSIDE = FLOORS[-3:]  # folders beside the package
+OUTSIDE = FLOORS[-3:]  # folders outside the package
 FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS if floor not in OUTSIDE}
 FOLDERS["train.tasks"] = ROOT / "fastkd/train/tasks"
 
 
 def sources() -> dict[str, Path]:
-    """Every module by the one name it is imported by."""
+    """Every module by its import name."""
     found = {}
     for floor, folder in FOLDERS.items():
         for path in sorted(folder.glob("*.py")):
@@ -57,14 +57,14 @@ def floor(module: str) -> int:
 
 
 def imported(module: str) -> Iterator[str]:
-    """Modules that run when ``module`` does, wherever its imports stand."""
+    """Modules that ``module`` imports, at its top or inside functions."""
     path = SOURCES[module]
     left: list[ast.AST] = [parsed(path)]
     while left:
         node = left.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             continue
-        # No expression holds an import, and most of a file are expressions.
+        # Expressions have no imports, and most nodes are expressions.
         left += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -76,7 +76,7 @@ def imported(module: str) -> Iterator[str]:
                     package = package.rpartition(".")[0]
                 base = f"{package}.{base}".strip(".")
             below = [f"{base}.{alias.name}" for alias in node.names]
-            # ``from fastkd import cca`` needs the package's names only where it asks for one.
+            # ``from fastkd import cca`` needs public.py only if it imports a public name.
             yield from (name if name in SOURCES else base for name in below)
 
 
@@ -88,7 +88,7 @@ def arrows() -> dict[str, set[str]]:
     }
 
 
-def test_imports_point_down():
+def test_modules_import_from_lower_layers_only():
     upwards = [
         f"{module} imports {other} from a floor above"
         for module, needs in arrows().items()
@@ -98,7 +98,7 @@ def test_imports_point_down():
     assert not upwards
 
 
-def test_imports_form_no_circle():
+def test_imports_form_no_cycle():
     left = dict(arrows())
     while free := [module for module, needs in left.items() if not needs & set(left)]:
         for module in free:
@@ -107,8 +107,8 @@ def test_imports_form_no_circle():
     assert not left, f"these import each other, or depend on some that do: {circle}"
 
 
-def test_no_module_has_two_names():
-    """kernels/ is the package's; imported by the folder it would exist twice."""
+def test_each_module_is_imported_by_one_name():
+    """fastkd.kernels and kernels/ are one folder, so a module could be imported by two names."""
     for module, path in SOURCES.items():
         named = set()
         for node in ast.walk(parsed(path)):
@@ -120,8 +120,8 @@ def test_no_module_has_two_names():
         assert not twice, f"{module} imports {twice}"
 
 
-def test_the_command_line_stays_in_cli():
-    """What a library says goes to an object that is handed in."""
+def test_only_cli_imports_typer_and_rich():
+    """Library code prints through a display object that the caller passes."""
     for module, path in SOURCES.items():
         if floor(module) < FLOORS.index("cli"):
             packages = {name.partition(".")[0] for name in imported(module)}
@@ -132,8 +132,8 @@ def test_the_command_line_stays_in_cli():
             assert not [c for c in calls if getattr(c.func, "id", "") == "print"], module
 
 
-def test_what_is_imported_is_declared():
-    """Not what another package happens to bring; triton comes with a torch that can use it."""
+def test_imported_packages_are_declared_dependencies():
+    """No dependency is only transitive, except triton, which torch installs where it can use it."""
     project = read_configuration(ROOT / "pyproject.toml")["project"]
     asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     known = {Requirement(line).name for line in asked} | {"fastkd", "bench", "triton"}

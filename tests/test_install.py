@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what to copy"),
 ]
 
-# What an extension of this torch is called in the version of its wheel.
+# Label of this torch's extension in the version of a wheel.
 LABEL = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
 
 CHECK = """
@@ -62,7 +62,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """A copy of the checkout without what was built in it; symbolic links stay links."""
+    """A copy of the checkout without build outputs; symbolic links stay links."""
     copy_source(tmp_path / "source")
     return tmp_path / "source"
 
@@ -89,7 +89,7 @@ def python(tmp_path) -> Path:
 
 
 def pip(python: Path, command: str, *what: str | Path, cwd: Path, **variables: str) -> str:
-    """pip of this environment, at work in another; nothing but build tools comes from an index."""
+    """Run this environment's pip for another; only build tools are read from an index."""
     options = ("--no-deps", "--disable-pip-version-check", "-v")
     start = (sys.executable, "-m", "pip", "--python", python, command)
     return run(*start, *options, *what, cwd=cwd, **variables)
@@ -97,7 +97,7 @@ def pip(python: Path, command: str, *what: str | Path, cwd: Path, **variables: s
 
 @pytest.fixture
 def in_haste(tmp_path) -> dict[str, str]:
-    """Variables under which the compilers don't optimise: `make test` has built what is tested."""
+    """Variables that switch off compiler optimisation, to save time."""
     compilers = {}
     for name, usual in (("CC", "cc"), ("CXX", "c++")):
         compiler = tmp_path / name
@@ -108,16 +108,16 @@ def in_haste(tmp_path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
-def test_one_binary_is_right_for_every_torch(tmp_path):
-    """It calls the stable C functions of torch only."""
+def test_extension_uses_only_the_stable_abi_of_torch(tmp_path):
+    """The binary then works with every torch."""
     undefined = run("nm", "-D", "--undefined-only", fastkd._C.__file__, cwd=tmp_path)
     assert "aoti_torch" in undefined
     assert not re.findall(r"_ZN\w*(?:2at|3c10|5torch)\w*", undefined)
 
 
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
-def test_one_binary_is_right_for_every_linux():
-    """Whatever system and compiler it was built by."""
+def test_extension_requires_glibc_2_28_at_most():
+    """The binary then works on every supported Linux, whatever built it."""
     oldest = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}
     names = "|".join(oldest).encode()
     library = Path(fastkd._C.__file__).read_bytes()
@@ -128,8 +128,8 @@ def test_one_binary_is_right_for_every_linux():
     assert not newer, "csrc/base/glibc_2_28.h names what older systems have"
 
 
-def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path, in_haste):
-    """torch is no build requirement; its headers are found in the environment all the same."""
+def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
+    """torch is no build requirement; its headers are read from the environment."""
     code = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     run(python, "-c", code, cwd=source)
     (sdist,) = (source / "dist").glob("*.tar.gz")
@@ -149,7 +149,7 @@ def test_sdist_to_wheel_to_install_in_an_isolated_build(source, python, tmp_path
     assert built == "True" and tmp_path / "env" in Path(file).parents
 
 
-def test_without_the_extension(source, python, tmp_path):
+def test_install_without_the_extension(source, python, tmp_path):
     words = "wheel", "--no-build-isolation", "-w", tmp_path, source
     output = pip(python, *words, cwd=tmp_path, FASTKD_NO_EXT="1")
     assert "FASTKD_NO_EXT=1, building without the extension" in output
@@ -161,7 +161,7 @@ def test_without_the_extension(source, python, tmp_path):
     assert "slower than it can be: no extension" in doctor
 
 
-def test_without_torch(source, tmp_path):
+def test_build_without_torch_is_refused(source, tmp_path):
     python = environment(tmp_path / "bare", with_torch=False)
     with pytest.raises(AssertionError, match="no torch here to build the extension with"):
         pip(python, "install", source, cwd=tmp_path)
@@ -169,8 +169,8 @@ def test_without_torch(source, tmp_path):
     assert "FASTKD_NO_EXT=1, building without the extension" in output
 
 
-def test_without_a_compiler(source, python, tmp_path):
-    """The package goes without its extension, unless that is required."""
+def test_install_without_a_compiler(source, python, tmp_path):
+    """The package installs without its extension, unless FASTKD_REQUIRE_EXT is set."""
     words = ("install", "--no-build-isolation", source)
     nowhere = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
     with pytest.raises(AssertionError, match="It needs g\\+\\+ from version 9 on") as failure:
@@ -182,8 +182,8 @@ def test_without_a_compiler(source, python, tmp_path):
     assert built == "False"
 
 
-def test_a_free_threaded_python_gets_a_binary_of_its_own():
-    """Its headers refuse the limited API."""
+def test_free_threaded_python_builds_its_own_extension():
+    """A free-threaded Python's headers refuse the limited API."""
     code = (
         "import runpy, sysconfig; "
         "sysconfig.get_config_var = lambda name: name == 'Py_GIL_DISABLED'; "
@@ -197,8 +197,8 @@ def test_a_free_threaded_python_gets_a_binary_of_its_own():
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is x86-64's")
 @pytest.mark.parametrize("version", [9, 10, 12])
-def test_what_an_older_compiler_lacks_is_left_out(version):
-    """gcc knows AMX from version 11 on, avx512_bf16 from 10 on; they are taken together."""
+def test_instructions_unknown_to_the_compiler_are_left_out(version):
+    """gcc has AMX from version 11 and avx512_bf16 from version 10; fastkd uses both or neither."""
     torch_headers = Path(torch.__file__).parent / "include"
     command = ["g++", *recipe.COMPILE_ARGS[:1], "-E", "-dM", "-U__GNUC__", f"-D__GNUC__={version}"]
     command += [f"-D{name}={value}" for name, value in recipe.MACROS]
@@ -207,7 +207,7 @@ def test_what_an_older_compiler_lacks_is_left_out(version):
     assert ("#define FASTKD_VECTORS" in macros) == (version >= 11)
 
 
-def test_a_label_that_is_not_what_is_built_stops_the_build(tmp_path):
+def test_wrong_wheel_label_stops_the_build(tmp_path):
     result = subprocess.run(
         [sys.executable, "setup.py", "egg_info", "--egg-base", tmp_path],
         cwd=ROOT,
@@ -219,15 +219,15 @@ def test_a_label_that_is_not_what_is_built_stops_the_build(tmp_path):
     assert "FASTKD_LABEL=cu130, but what is built here is none" in result.stderr
 
 
-def test_the_wheels_of_the_workflow():
-    """Every build has a label of its own, and what the steps name is there."""
+def test_wheel_workflow_is_consistent():
+    """Every build has a label of its own, and the files named in the steps exist."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
     jobs = workflow["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     labels = [s["env"]["FASTKD_LABEL"] for s in steps if "FASTKD_LABEL" in s.get("env", {})]
     assert labels == ["cpu", "cu130"]
     assert all(("run" in step) != ("uses" in step) for step in steps)
-    # The index of torch's CPU builds has little else.
+    # The index of torch's CPU builds has few other packages.
     assert not any("PIP_INDEX_URL" in step.get("env", {}) for step in steps)
     assert all(need in jobs for job in jobs.values() for need in [job.get("needs", "cpu")])
     kept = [s["with"]["name"] for s in steps if "upload-artifact" in s.get("uses", "")]
@@ -235,7 +235,7 @@ def test_the_wheels_of_the_workflow():
     assert kept == [f"wheel-{label}" for label in labels] and set(taken) <= set(kept)
 
 
-def test_an_old_setuptools_is_named():
+def test_old_setuptools_is_named():
     code = "import runpy, setuptools; setuptools.__version__ = '75.8.0'; runpy.run_path('setup.py')"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 1

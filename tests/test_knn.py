@@ -82,7 +82,7 @@ def searches(request, monkeypatch):
 
 
 def every_search(test):
-    """Run each of PyTorch's searches; kernels have a single one."""
+    """Run each of PyTorch's searches; the kernels have one."""
     of_kernels = pytest.mark.left_out(
         where=lambda given: given.get("backend") == "triton" and given["searches"] != "small"
     )
@@ -142,7 +142,7 @@ def test_real_valued_labels(backend):
 
 
 def matched(student_labels, teacher_labels, **options):
-    """Which of up to eight rows of the bank each row of the student compares with."""
+    """Indices of the bank's rows, up to eight, that each student row is compared with."""
     teacher = (4.0 ** torch.arange(len(teacher_labels))).sqrt()[:, None]
     losses = knn_feature_loss(
         torch.zeros(len(student_labels), 1),
@@ -156,7 +156,7 @@ def matched(student_labels, teacher_labels, **options):
     return [[j for j in range(len(teacher)) if int(loss) >> 2 * j & 1] for loss in losses]
 
 
-def test_labels_that_are_equal_in_float64(backend):
+def test_labels_equal_within_float64_rounding(backend):
     big, least, greatest = 2**53, -(2**63), 2**63 - 1
     for tolerance, expected in ((None, []), (0, []), (0.9, []), (1, [0, 2]), (2, [0, 1, 2])):
         options = {"tolerance": tolerance, "backend": backend}
@@ -200,7 +200,7 @@ def test_ignored_rows_are_left_out(backend):
             student, teacher, torch.full((4,), -100), labels[1], backend=backend, **options
         )
         assert nothing == 0
-    # 156 is -100 in eight bits, and no reason to leave anything out.
+    # 156 is -100 in eight bits, but must not be ignored.
     labels = torch.full((4,), 156, dtype=torch.uint8)
     check(backend, student[1:], teacher[2:], labels[1:], labels[1:], reduction="mean")
 
@@ -239,7 +239,7 @@ def test_ties_go_to_the_lower_index(backend):
     labels = torch.tensor([0, 1, 0]), torch.zeros(5, dtype=torch.long)
     _, grad = value_and_grad(knn_feature_loss, student, teacher, *labels, k=2, backend=backend)
     assert torch.equal(grad, torch.tensor([[1.0, -1.0], [0, 0], [1.0, -1.0]]))
-    # Across labels too, whatever order a search by label takes.
+    # Also across labels, for every order of a search by label.
     labels = torch.zeros(3), torch.tensor([0.0, 0.4, 0.3, 0.2, 0.1])
     _, grad = value_and_grad(
         knn_feature_loss, student, teacher, *labels, tolerance=0.5, backend=backend
@@ -287,7 +287,7 @@ def test_near_duplicates_in_float64(monkeypatch, small_problem):
 
 @every_search
 def test_many_ties_go_to_the_lower_index(backend):
-    # As far from the origin each: more rows than any list of candidates holds.
+    # Rows of equal norm: more than the list of candidates holds.
     teacher = torch.cat([2 * torch.eye(40)[:20], torch.eye(40), torch.eye(40)[:30]])
     student = torch.zeros(2, 40)
     for labels, tolerance in (
@@ -365,7 +365,7 @@ def test_zero_and_constant_features(backend):
         assert (grad == 0).all()
 
 
-def test_nothing_to_compare_is_zero(backend):
+def test_loss_without_neighbours_is_zero(backend):
     student, teacher, *_ = batch(3, 4, 5, 1, dtype=torch.float32)
     teacher[2] = torch.nan
     cases = [
@@ -386,7 +386,7 @@ def test_nothing_to_compare_is_zero(backend):
 
 @every_search
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_nan_reaches_its_own_label_and_no_other(backend, bad):
+def test_nan_affects_rows_of_its_own_label_only(backend, bad):
     student, teacher, *_ = batch(6, 20, 5, 1, dtype=torch.float32)
     labels = torch.tensor([0, 1, 2, 0, 1, 3]), torch.arange(20) % 3
     clean = value_and_grad(
@@ -407,7 +407,7 @@ def test_nan_reaches_its_own_label_and_no_other(backend, bad):
     )
 
 
-def test_small_class_clips_only_its_own_rows(backend):
+def test_k_is_clipped_for_rows_of_a_small_class_only(backend):
     student, teacher, *_ = batch(4, 9, 5, 1, dtype=torch.float32)
     labels = torch.tensor([1, 0, 0, 1]), torch.tensor([1, 0, 0, 0, 0, 0, 0, 0, 0])
     check(backend, student, teacher, *labels, k=5, reduction="none", upstream=torch.randn(4))
@@ -476,7 +476,7 @@ def test_many_blocks(monkeypatch, k, own):
     check("torch", student, teacher, *labels, k=k, tolerance=1)
     reals = torch.rand(300, dtype=torch.float64), torch.rand(700)
     reals[0][5], reals[1][9], reals[1][10] = torch.nan, torch.nan, torch.inf
-    reals[1][100:500] = torch.nan  # most of what a search among the sorted labels meets
+    reals[1][100:500] = torch.nan  # the common cases of a search among sorted labels
     check("torch", student, teacher, *reals, k=k, tolerance=0.05)
 
 
@@ -508,7 +508,7 @@ def test_properties(rows, bank, size, k, seed):
         reduction="none",
     )
     assert torch.allclose(moved, losses, atol=1e-10)
-    # A row's own class is all that it sees.
+    # A row's loss depends on its own class only.
     far = torch.where((labels[1] == labels[0][0])[:, None], teacher, 1e6)
     first = knn_feature_loss(student[:1], far, labels[0][:1], labels[1], k=k)
     assert torch.allclose(first, losses[0])
@@ -533,7 +533,7 @@ def test_module_pools_and_projects():
         out = loss(noisy[0], wide, labels, bank_labels, mask=mask, teacher_mask=bank_mask)
         assert out.isfinite()
 
-        # The projector's bias is no feature of a padded position.
+        # The projector's bias must not become a feature at padding.
         loss = IntraClassKNNLoss(k=2, student_dim=6, teacher_dim=3, pool=pool)
         narrow = noisy[1][..., :3]
         projected = rows(loss.projector(student))
@@ -577,7 +577,7 @@ def test_module_without_tokens_or_samples_is_zero(pool, shape):
         assert student.grad.shape == student.shape
 
 
-def test_no_mask_is_ignored():
+def test_mask_applies_to_both_models_or_is_refused():
     loss = IntraClassKNNLoss(pool="mean")
     student, teacher, labels = torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.arange(2)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -603,7 +603,7 @@ def test_ties_under_a_default_device(rows):
         assert torch.equal(knn_feature_loss(*arguments), expected)
 
 
-def test_meta_device_of_a_measure():
+def test_intra_class_similarity_on_the_meta_device():
     x, labels = torch.randn(4, 3, device="meta"), torch.zeros(4, device="meta")
     assert intra_class_similarity(x, labels).shape == ()
 

@@ -28,7 +28,7 @@ def spectrum(n: int, condition: float) -> Tensor:
 
 @functools.cache
 def matrix(n: int, kind: str) -> Tensor:
-    """One float64 matrix of KINDS; those of a size share their eigenvectors."""
+    """A float64 matrix of each of KINDS; matrices of one size share their eigenvectors."""
     if kind.startswith("condition"):
         return _rotated(spectrum(n, float(kind.removeprefix("condition "))), _basis(n))
     values = {
@@ -52,13 +52,13 @@ def _rotated(values: Tensor, vectors: Tensor) -> Tensor:
 
 
 def assert_inverse_root(inverse: Tensor, values: Tensor, vectors: Tensor, unit: float) -> None:
-    """To condition·unit, against float64 eigh of the matrix as it was given, ridge included."""
+    """Error at most condition·unit, against float64 eigh of the input with its ridge."""
     condition = (values[-1] / values[0]).item() if len(values) else 1.0
     oracle = (vectors * values.rsqrt()) @ vectors.mT
     assert relative_error(inverse, oracle) <= condition * unit
 
 
-# Real hidden sizes take seconds a case, and have no method of their own.
+# Hidden sizes of models take seconds for each case and use no other method.
 PARITY = [(n, kind) for n in SIZES for kind in KINDS]
 PARITY += [(256, "rank-deficient"), (512, "repeated"), (768, "condition 1e+08")]
 
@@ -77,7 +77,7 @@ def test_parity_with_float64_eigh(n, kind, device):
         assert relative_error(root.double() @ root.double(), a) <= product_error
 
         values, vectors = torch.linalg.eigh(a.double())
-        roundings = 64 if dtype == torch.float64 else 8  # the documented cut
+        roundings = 64 if dtype == torch.float64 else 8  # the documented threshold
         keep = values > roundings * torch.finfo(dtype).eps * values[-1]
         assert_inverse_root(inverse, values[keep], vectors[:, keep], unit)
         if values[0] > 0:
@@ -87,12 +87,12 @@ def test_parity_with_float64_eigh(n, kind, device):
         assert_inverse_root(inverse, values + ridge, vectors, unit)
 
 
-# The larger ones, which take long, at one condition.
+# Larger sizes are slow: one condition number only.
 @pytest.mark.left_out(where=lambda given: given["n"] > 129 and given["condition"][-2:] != "06")
 @pytest.mark.parametrize("condition", ["condition 100", "condition 10000", "condition 1e+06"])
 @pytest.mark.parametrize("n", [8, 33, 64, 65, 96, 97, 128, 129, 700])
-def test_float32_loses_no_more_than_rounding_the_matrix_does(n, condition, device):
-    """Values and gradients, within ten times, on both sides of every change of method."""
+def test_float32_error_is_at_most_that_of_rounding_the_matrix(n, condition, device):
+    """Values and gradients within ten times that error, at sizes around each change of method."""
     exact = matrix(n, condition)
     upstream = torch.randn(n, n).double()
     upstream = upstream.float().double()
@@ -230,7 +230,7 @@ def test_backward_twice_and_non_unit_upstream(device):
     assert relative_error(first, reference) <= 1e-9
 
 
-def test_only_the_symmetric_part_counts(device):
+def test_only_the_symmetric_part_has_an_effect(device):
     a = with_eigenvalues(torch.rand(6) + 0.5).to(device)
     skew = torch.randn(6, 6).double().to(device)
     assert relative_error(sqrtm(a + skew - skew.mT), sqrtm(a)) <= 1e-12
@@ -291,7 +291,7 @@ def test_tiny_and_huge_matrices(scale, device):
     assert small.grad.isfinite().all()
 
 
-def test_autocast_changes_nothing(device):
+def test_roots_are_equal_under_autocast(device):
     a = with_eigenvalues(torch.rand(6) + 0.5).to(device, torch.float32).requires_grad_()
     plain = sqrtm(a)
     (plain_grad,) = torch.autograd.grad(plain.sum(), a)
@@ -310,7 +310,7 @@ def test_compiles_once_for_all_sizes(device):
         rtol=1e-9,
         atol=1e-9,
     )
-    assert graphs <= 3  # the first, any size, beyond the extension
+    assert graphs <= 3  # the first size, a middle one, and one beyond the extension
 
 
 @pytest.mark.parametrize("n", [3, 200])

@@ -35,7 +35,7 @@ FUNCTIONS["relation_loss, plain autograd"] = (
 )
 def test_large_allocations_cause_few_page_faults(monkeypatch):
     def flags(x: torch.Tensor) -> list[str]:
-        """Of the mapping in which the middle of x lies."""
+        """Page size of the mapping that contains the middle of x."""
         middle, inside = x.data_ptr() + x.nbytes // 2, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if (bounds := re.match("([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
@@ -48,9 +48,9 @@ def test_large_allocations_cause_few_page_faults(monkeypatch):
     x = torch.randn(1024, 1536)
     _, gradient = torch.ops.fastkd_cpp.layer_norm_mse(x, x, 1e-5, 1, True, False)
     if not all("hg" in flags(made) for made in (large, gradient)):
-        with pytest.raises(FileNotFoundError):  # a system without them
+        with pytest.raises(FileNotFoundError):  # a system without huge pages
             Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    # Else torch.empty touches it.
+    # Otherwise torch.empty writes to it.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     taken_anew = memory.empty((1 << 23,), torch.float32, torch.device("cpu"))
     if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
@@ -71,7 +71,7 @@ def test_half_precision_gradient_is_multiplied_in_float32():
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_second_derivatives_raise(name):
-    """Also with torch.autograd.grad for inputs alone, where PyTorch would skip the error."""
+    """Also with torch.autograd.grad for inputs only, where PyTorch would skip the error."""
     function, inputs = FUNCTIONS[name]
     (x, *learning), given, options = inputs(torch.Generator().manual_seed(0))
 
@@ -90,7 +90,7 @@ def normal(*shape, seed=0):
 
 
 def means_over_spans(x):
-    """Over 514 tokens, a number that bfloat16 can't count to."""
+    """Over 514 tokens, which bfloat16 can't represent."""
 
     class Model:
         @staticmethod
@@ -102,7 +102,7 @@ def means_over_spans(x):
     return pooled.hidden[1][:, 1:]
 
 
-# A function or Module, and the shapes of its features; the first one's learn.
+# A function or Module, and the shapes of its features; the first requires grad.
 SUMS = {
     "means over spans": (lambda: means_over_spans, (2, 2570, 8)),
     "CosNCELoss": (lambda: fastkd.CosNCELoss(24, 32), (16, 7, 24), (16, 7, 32)),
@@ -124,7 +124,7 @@ SUMS = {
 
 
 def turned(projection):
-    """Away from where it starts, at a matrix that rounds nothing."""
+    """Set a projection to a matrix that is not the identity and exact in bfloat16."""
     for parameter in projection.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return projection

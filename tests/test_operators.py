@@ -1,4 +1,4 @@
-"""The C++ operators by themselves, as exported and compiled graphs call them."""
+"""The C++ operators called directly, as exported and compiled graphs call them."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ labels = torch.arange(6)
 SOFT = "forward_kl", 1.0, 1.0
 STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, vocabulary=7,
               scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0, narrow=False)  # fmt: skip
-# By operator: positional arguments that it takes, and options.
+# Valid positional arguments and options of each operator.
 CALLS = {
     "layer_norm_mse": ((x, x), dict(eps=0.0, divisor=1, needs_dx=True, needs_dy=True)),
     "soft_target_loss": (
@@ -78,8 +78,8 @@ def changed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["size", "dtype", "dimensions"])
 @pytest.mark.parametrize("name", CALLS)
-def test_wrong_tensors_are_refused(name, kind):
-    """A size, dtype or number of dimensions that an operator can't take, in any of its tensors."""
+def test_wrong_shapes_and_dtypes_are_refused(name, kind):
+    """Wrong sizes, dtypes and numbers of dimensions of every tensor of every operator."""
     arguments, options = CALLS[name]
     getattr(OPS, name)(*arguments, **options)
     schema = getattr(OPS, name).default._schema
@@ -131,7 +131,7 @@ def run(code: str, **environment: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-def test_running_out_of_memory_on_a_thread_is_reported_as_such():
+def test_out_of_memory_on_a_thread_raises_memory_error():
     """The exception's type and text leave the parallel region."""
     code = """
 import resource, torch
@@ -149,8 +149,8 @@ except MemoryError as error:
 
 
 @pytest.mark.skipif(not extension.MKL or sys.platform != "linux", reason="torch has no MKL here")
-def test_functions_of_lapack_are_those_of_torch(tmp_path):
-    """Another BLAS that was loaded first has the same names."""
+def test_lapack_is_loaded_from_torchs_library(tmp_path):
+    """Even if another BLAS with the same symbols was loaded first."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")

@@ -88,7 +88,7 @@ def test_cayley_matches_reference(shape, dtype):
 def test_cayley_gradient():
     raw = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a: cayley(a - a.mT), raw)
-    # The formula is differentiated as it stands, so any matrix will do.
+    # The gradient holds for any matrix, not for skew-symmetric ones only.
     assert torch.autograd.gradcheck(cayley, raw)
 
 
@@ -155,7 +155,7 @@ def test_projection_applies_its_weight(sizes, layers, is_orthogonal):
     assert module.weight.shape == sizes
     if is_orthogonal:
         assert orthogonality_error(module.weight) < 1e-12
-    for rows in (0, 1, 3, 20):  # few rows are solved for, many multiplied
+    for rows in (0, 1, 3, 20):  # few rows: a solve; many rows: a product with W
         x = torch.randn(rows, sizes[0], dtype=torch.float64)
         torch.testing.assert_close(module(x), x @ module.weight)
     x = torch.randn(2, 3, 2, sizes[0], dtype=torch.float64)
@@ -256,8 +256,8 @@ def test_parameters_of_half_precision_rows_have_gradients_of_float32(dtype, rows
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])
-def test_projection_made_in_another_way(orthogonal):
-    """Under a default dtype of half precision, or on the meta device and then given memory."""
+def test_projection_under_other_default_dtypes_and_devices(orthogonal):
+    """Under a default dtype of half precision, or on the meta device followed by to_empty."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         projection = OrthogonalProjection(3, 5, orthogonal=orthogonal)
@@ -497,7 +497,7 @@ def learns(*shape, device="cpu"):
     ids=["mean", "batchmean", "sum"],
 )
 def test_layer_norm_mse_sizes_share_two_graphs(device, reduction, make):
-    """Reductions differ in a divisor, which only the sizes that it counts make symbolic."""
+    """Reductions differ in a divisor, which is symbolic for the sizes that it counts."""
     loss = functools.partial(layer_norm_mse, reduction=reduction, backend="torch")
     calls = [[learns(*make(n), device=device) for _ in "xy"] for n in (4, 5, 9, 33)]
     assert count_graphs(loss, calls, rtol=1e-4, atol=1e-5) <= 2
@@ -520,7 +520,7 @@ def test_projection_sizes_share_two_graphs(device, is_orthogonal):
 
 
 def test_dual_loss_sizes_share_two_graphs(device):
-    """Samples and tokens."""
+    """Changing numbers of samples and tokens."""
     module = DualProjectionLoss(16, 12, backend="torch").to(device)
     calls = [
         (
@@ -542,7 +542,7 @@ def test_teachers_made_in_inference_mode(backend, device):
     for is_orthogonal in (True, False):
         module = DualProjectionLoss(8, 6, orthogonal=is_orthogonal, backend=backend).to(device)
         module(learns(4, 3, 8, device=device), tokens, mask).backward()
-        for rows in (x, x.repeat(5, 1)):  # solved for, and multiplied by W
+        for rows in (x, x.repeat(5, 1)):  # by a solve, and by a product with W
             module.teacher_projection(rows).sum().backward()
 
 
@@ -550,7 +550,7 @@ def test_teachers_made_in_inference_mode(backend, device):
     ("is_orthogonal", "rows", "bad"),
     every_two_meet([True, False], [3, 12], [float("nan"), float("inf")]),
 )
-def test_padded_samples_never_reach_the_projections(backend, device, is_orthogonal, rows, bad):
+def test_samples_without_real_tokens_have_no_effect(backend, device, is_orthogonal, rows, bad):
     module = randomise(DualProjectionLoss(6, 4, orthogonal=is_orthogonal, backend=backend)).to(
         device
     )
@@ -635,7 +635,7 @@ def test_dual_loss_pools_real_tokens():
         torch.stack([side[i][mask[i].bool()].mean(0) for i in (0, 1, 3)])
         for side in (student, teacher)
     ]
-    # The sample without a token neither adds nor counts.
+    # The sample without a token is in neither sum nor count.
     expected = dual_loss_as_written(module, *pooled)
     right = dual_grads(expected, module, student)
     for given_mask, padding in ((mask, 0.0), (mask.bool(), float("nan")), (mask, float("inf"))):
@@ -704,7 +704,7 @@ def test_dual_loss_bad_input():
         DualProjectionLoss(4, 6, reduction="means")
 
 
-def test_right_after_the_number_of_threads_was_set():
+def test_factors_are_right_after_set_num_threads():
     # In a process of its own: batched LU factors from MKL then come out wrong from n = 384 on.
     code = """
 import torch, fastkd

@@ -54,7 +54,7 @@ def loss(request) -> Subject:
 
 @pytest.fixture
 def runs_on(request) -> str:
-    """Of the loss."""
+    """Loss of the subject."""
     return request.node.callspec.params["loss"][0]
 
 
@@ -66,7 +66,7 @@ def features(dtype: torch.dtype = torch.float32, batch: int = B) -> tuple[Tensor
 
 
 def padding(batch: int = B) -> Tensor:
-    """The tokenizer's: 1 at real tokens, on the left of the row."""
+    """A tokenizer's mask: 1 at real tokens, on the left of each row."""
     lengths = torch.arange(batch) % (N - 1) + 2
     return (torch.arange(N) < lengths[:, None]).long().to(DEVICE)
 
@@ -97,7 +97,7 @@ def test_dtypes(loss, runs_on):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         if dtype == torch.float64:
             if runs_on == "triton":
-                continue  # refused: each loss's own file has the sentence
+                continue  # refused; each loss's own test file checks the sentence
             loss.double()
         value, gradient = value_and_gradient(loss, *features(dtype), padding())
         assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -125,7 +125,7 @@ def test_padding(loss):
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="to look at the values would wait for the GPU")
 @pytest.mark.parametrize("loss", _parameters("torch"), indirect=True)
-def test_a_mask_without_a_real_token_is_warned_of_once(loss):
+def test_mask_without_a_real_token_warns_once(loss):
     if not loss.masked:
         pytest.skip("it takes no mask")
     student, teacher = features()
@@ -188,7 +188,7 @@ def test_nan_in_real_data(loss):
 @every_loss
 def test_autocast(loss, wanted):
     """autocast"""
-    # PyTorch asks for the backward pass outside: it casts its own linear layers' inside.
+    # PyTorch requires the backward pass outside of autocast.
     for inside in (False,) if list(loss.parameters()) else (False, True):
         student, teacher = features()
         with torch.autocast(DEVICE.type, torch.bfloat16):
@@ -271,7 +271,7 @@ def test_compile_without_gradients():
 
 
 class _Operations(TorchDispatchMode):
-    """Notes what runs."""
+    """Record the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,10 +283,10 @@ class _Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("loss", _parameters("torch", "cpp"), indirect=True)
-def test_no_gradient_is_made_for_nobody(loss):
+def test_no_gradient_is_computed_without_requires_grad(loss):
     student, teacher = features()
     made = []
-    for needed in (False, False, True):  # what is said once is said in the first
+    for needed in (False, False, True):  # a warning that is given once comes from the first call
         loss.requires_grad_(needed)
         with torch.no_grad(), _Operations() as operations:
             loss(student.requires_grad_(needed), teacher, padding() if loss.masked else None)
@@ -318,7 +318,7 @@ def test_same_bits(loss, wanted):
     """the same bits on every run"""
     found = value_and_gradient(loss, *features(), padding())
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    with torch.no_grad():  # and where no gradient is wanted
+    with torch.no_grad():  # and without gradients
         assert torch.equal(loss(*features(), padding()), wanted[0])
 
 
@@ -347,8 +347,8 @@ def test_teacher_of_inference_mode(loss, wanted):
 
 
 @every_loss
-def test_the_meta_device_gives_shapes(loss, runs_on):
-    """Where there is no data there is no kernel to start."""
+def test_meta_device_returns_shapes(loss, runs_on):
+    """Without data no kernel starts."""
     loss.to("meta")
     for batch in (B, 40):  # fewer samples than features, and more
         student, teacher = (x.detach().to("meta") for x in features(batch=batch))
@@ -376,7 +376,7 @@ WRONG = {
 }
 
 
-# Both sides of the one may learn; of the other the test itself asks a list for its dtype.
+# Some losses have no frozen teacher; for lists of layers this test has no dtype to compare.
 NO_MISTAKE = {
     ("layer_norm_mse", "a teacher that requires grad"),
     ("linear_soft_target_loss", "a list of numbers"),
@@ -434,7 +434,7 @@ class _Step(nn.Module):
         return self.model["loss"](self.model["body"](x), teacher, mask)
 
 
-def test_no_sentence_of_the_readme_is_without_a_test():
+def test_every_sentence_of_the_readme_has_a_test():
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     paragraph = readme.split("What every loss keeps:")[1].split("\n\n")[0]
     promised = re.sub(r"\s+", " ", paragraph).strip().rstrip(".")
@@ -449,5 +449,5 @@ def test_no_sentence_of_the_readme_is_without_a_test():
     assert re.fullmatch(r"[\s;,]*(works under|and)?[\s;,]*(works under|and)?[\s;,]*", left), left
 
 
-# Sentences whose test stands in another file.
+# Sentences that another file tests.
 ELSEWHERE = {"no synchronisation with the host on a GPU": "tests/test_dry_cuda.py"}

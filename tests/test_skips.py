@@ -1,4 +1,4 @@
-"""What is left out and what is skipped, and the settings that other processors are played by."""
+"""Left-out cases, skipped tests, and the settings that emulate other processors."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tools.versions.__main__ import LEFT_OUT
 
 @pytest.mark.left_out(where=lambda given: given["size"] == 4)
 @pytest.mark.parametrize("size", [3, 4])
-def test_left_out(size):
+def test_left_out_marks_cases_with_nothing_to_test(size):
     assert size == 3
 
 
@@ -35,7 +35,7 @@ def test_only_unsupported_kernel_tests_are_skipped(runs_on):
 
 
 def test_table_of_skips():
-    """Reports from other processes hold lists instead of tuples."""
+    """Reports from other processes have lists instead of tuples."""
     lines = []
     reporter = SimpleNamespace(
         stats={"skipped": [SimpleNamespace(longrepr=["a.py", 1, f"Skipped: {x}"]) for x in "bab"]},

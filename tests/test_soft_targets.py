@@ -63,7 +63,7 @@ def test_reference_on_three_tokens_by_hand():
     student = torch.tensor(p_s).double().log()[None]
     teacher = torch.tensor(p_t).double().log()[None]
     log2 = math.log(2)
-    # Only the first and last words differ: ±log 2 weighted with ¼ and ½.
+    # Only the first and last tokens differ: ±log 2 weighted with ¼ and ½.
     assert soft_target_loss_ref(student, teacher).item() == pytest.approx(0.25 * log2)
     reverse = soft_target_loss_ref(student, teacher, divergence="reverse_kl")
     assert reverse.item() == pytest.approx(0.25 * log2)
@@ -77,7 +77,7 @@ def test_reference_adaptive_kl_by_hand():
     forward = sum(t * math.log(t / s) for s, t in zip(p_s, p_t, strict=True))
     reverse = sum(s * math.log(s / t) for s, t in zip(p_s, p_t, strict=True))
     # In the teacher's order .35, .30, .20, .15 the second already passes one half: the head is
-    # the last word alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1.
+    # the last token alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1.
     expected = (0.05 * forward + 0.25 * reverse) / 0.3
     student, teacher = (torch.tensor(p).double().log()[None] for p in (p_s, p_t))
     value = soft_target_loss_ref(student, teacher, divergence="adaptive_kl")
@@ -85,7 +85,7 @@ def test_reference_adaptive_kl_by_hand():
 
 
 def test_adaptive_kl_head_may_hold_exactly_half(backend, device):
-    # .5, .25, .25: the head is the first word, and so it is for .6, .2, .2, beyond one half.
+    # .5, .25, .25: the head is the first token, as for .6, .2, .2, which exceeds one half.
     student = torch.tensor([[0.2, 0.3, 0.5], [0.2, 0.3, 0.5]], dtype=torch.float32).log()
     teacher = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.2, 0.2]], dtype=torch.float32).log()
     options = dict(divergence="adaptive_kl", reduction="none", backend=backend)
@@ -115,7 +115,7 @@ def test_adaptive_kl_head_of_equal_tokens_is_their_first_half(backend, device, V
 
 
 def test_adaptive_kl_ties_go_to_the_lower_index(backend, device):
-    # Five equal words: two of them make up the head, the first two.
+    # Five equal tokens: the head is the first two.
     teacher = torch.zeros(1, 5, device=device)
     student = torch.tensor([[0.3, 0.1, 0.2, 0.2, 0.2]], device=device).log()
     p_s = student[0].exp()
@@ -166,7 +166,7 @@ RAGGED = [*((3, V) for V in VOCABULARIES), *((rows, 6) for rows in (1, 2, 17, 12
 SUMS = [d for d in DIVERGENCES if d != "adaptive_kl"]
 
 
-# The search for the head at each edge of a tile; the others, which are sums of rows, in turn.
+# The search for the head at each edge of a tile; other divergences, sums of rows, alternate.
 @pytest.mark.parametrize(
     ("divergence", "shape"),
     [
@@ -241,7 +241,7 @@ def test_denominator_of_a_double_loss():
 
 
 @divergences
-def test_split_for_accumulation_changes_nothing(backend, device, divergence):
+def test_micro_batches_add_up_to_the_whole_batch(backend, device, divergence):
     student, teacher = make_logits(6, 8, dtype=torch.float32, device=device)
     loss = functools.partial(soft_target_loss, divergence=divergence, backend=backend)
     parts = sum(loss(student[i], teacher[i], denominator=6) for i in (slice(0, 1), slice(1, 6)))
@@ -261,7 +261,7 @@ def test_strided_inputs(backend, device, divergence):
 
 
 @divergences
-def test_padding_never_matters(backend, device, divergence):
+def test_padding_has_no_effect(backend, device, divergence):
     student, teacher = make_logits(4, 7, dtype=torch.float32, device=device)
     mask = torch.tensor([True, False, True, False], device=device)
     loss = functools.partial(
@@ -330,7 +330,7 @@ def test_adaptive_kl_is_infinite_for_tokens_of_probability_zero(backend, device,
     assert (soft_target_loss_ref(*pair, **options) == inf).all()
 
 
-def test_adaptive_kl_of_weight_0_counts_nothing(backend, device):
+def test_infinite_kl_of_weight_0_has_no_effect(backend, device):
     """The head, one token, has no gap, so the infinite forward KL has weight 0."""
     teacher = torch.tensor([[0.5, 0.25, 0.25]], device=device).log()
     student = torch.tensor([[0.5, 0.5, 0.0]], device=device).log()
@@ -357,7 +357,7 @@ def test_divergence_is_infinite_for_tokens_of_probability_zero(backend, device):
     ("divergence", "side", "bad"),
     every_two_meet(DIVERGENCES, ["student", "teacher"], [float("nan"), float("inf")]),
 )
-def test_real_nan_and_inf_are_not_hidden(backend, device, divergence, side, bad):
+def test_nan_and_inf_in_real_rows_give_nan(backend, device, divergence, side, bad):
     student, teacher = make_logits(3, 6, dtype=torch.float32, device=device)
     student, teacher = student.detach(), teacher.clone()
     (student if side == "student" else teacher)[1, 2] = bad
@@ -449,7 +449,7 @@ def test_gradients_are_computed_in_the_forward_pass(backend, device, reduction):
     assert_accurate(once, expected, torch.float32)
 
 
-# Rows, words. The interpreter pays by the row.
+# Rows, vocabulary. The interpreter's time grows with rows.
 SIZES = {
     "torch": [(4, 4), (5, 6), (17, 9), (16, 64)],
     "triton": [(4, 4), (5, 6), (7, 9), (4, 64)],
@@ -462,7 +462,7 @@ def check_graphs(loss, calls):
     assert count_graphs(loss, calls) <= 2
 
 
-# Every word once, with the reductions and masks in turn. Kernels are one operator in a graph.
+# Every divergence once, alternating reductions and masks. Kernels are one operator in a graph.
 @pytest.mark.left_out(
     where=lambda given: given["backend"] != "torch" and given["divergence"] != "adaptive_kl"
 )
@@ -508,7 +508,7 @@ def test_no_view_between_loss_and_logits(backend, device):
     assert [type(x).__name__ for x, _ in node.next_functions if x] == ["AccumulateGrad"]
 
 
-def test_same_storage_on_both_sides(backend, device):
+def test_student_and_teacher_with_shared_storage(backend, device):
     pair = torch.randn(2, 4, 6, device=device)
     loss = functools.partial(soft_target_loss, backend=backend)
     for compiled in (loss, counted(loss)[0]):
@@ -539,7 +539,7 @@ def test_meta_device_has_shapes_of_rows(divergence):
     shift=st.floats(-50, 50),
     divergence=st.sampled_from(DIVERGENCES),
 )
-def test_adding_a_constant_to_the_logits_changes_nothing(seed, shift, divergence):
+def test_loss_is_invariant_under_a_constant_in_the_logits(seed, shift, divergence):
     torch.manual_seed(seed)
     student, teacher = make_logits(3, 8)
     plain = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
@@ -645,7 +645,7 @@ def test_linear_long_vocabulary(backend, device, divergence):
     check_linear(heads, backend, divergence=divergence, temperature=2.0)
 
 
-# Reductions and masks stand around the kernels: one of the two with them.
+# Reductions and masks run outside of the kernels: one of each is enough.
 @pytest.mark.left_out(where=lambda given: given["backend"] != "torch" and given["masked"])
 @pytest.mark.parametrize(("reduction", "masked"), [("batchmean", True), ("none", False)])
 def test_linear_sizes_stay_symbolic(backend, device, reduction, masked):

@@ -24,7 +24,7 @@ def without_schedule():
 
 
 @pytest.mark.parametrize("call", [saturated, nothing_real, without_schedule])
-def test_a_warning_points_at_its_caller(call, recwarn):
+def test_warning_points_at_its_caller(call, recwarn):
     call()
     ours = [w for w in recwarn if issubclass(w.category, UserWarning)]
     assert [w.filename for w in ours] == [__file__]

@@ -48,14 +48,14 @@ def activations(model, batch):
 
 
 @pytest.mark.parametrize("variance", [0.5, 0.99, 1.0])
-def test_adjacent_is_beside_the_diagonal(variance):
+def test_adjacent_reads_the_superdiagonal(variance):
     model, batch = bert(BertForSequenceClassification), padded_batch()
     adjacent = adjacent_layer_cca(model, [batch], variance=variance)
     matrix = svcca_matrix(model, [batch], variance=variance)
     torch.testing.assert_close(adjacent, matrix.diagonal(1))
 
 
-def test_split_order_padding_and_labels_change_nothing():
+def test_result_is_invariant_under_batch_split_order_and_padding():
     model, batch = bert(), padded_batch()
     whole = svcca_matrix(model, [batch])
     pieces = [{k: v[i : i + 5] for k, v in batch.items()} for i in range(0, 24, 5)]
@@ -79,7 +79,7 @@ def test_moments_keep_digits_far_from_zero(kind):
 
 
 class Fast(nn.Module):
-    """Two layers of 32 features, at no cost."""
+    """A model with two layers of 32 features."""
 
     def forward(self, input_ids, output_hidden_states):
         x = torch.randn(4, 64, 32)
@@ -87,7 +87,7 @@ class Fast(nn.Module):
 
 
 def test_memory_does_not_grow_with_batches():
-    """1,000 batches are 62 MiB of features."""
+    """The features of 1,000 batches would take 62 MiB."""
     batch, peaks = {"input_ids": torch.zeros(4, 64)}, []
     for measures in (["cka"], ["cca"]):
         for number in (10, 1000):
@@ -101,7 +101,7 @@ def test_memory_does_not_grow_with_batches():
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_teacher_against_student(measure):
-    """Every entry is that of the two layers' features."""
+    """Each entry equals the similarity of the two layers' features."""
     teacher, student, batch = bert(), bert(layers=1, hidden=8), padded_batch(rows=40)
     pieces = [{k: v[i : i + 9] for k, v in batch.items()} for i in range(0, 40, 9)]
     found = layer_similarity(teacher, pieces, [measure], other=student)[measure]
@@ -132,7 +132,7 @@ def test_matrices_of_one_measure():
         assert torch.equal(other, found[name])
 
 
-def test_a_student_that_knows_fewer_inputs():
+def test_student_that_accepts_fewer_inputs():
     batch = {**padded_batch(), "token_type_ids": torch.zeros(24, 10, dtype=torch.long)}
     student = model_of(DistilBertModel, "distilbert", 1)
     assert svcca_matrix(bert(), [batch], other=student).shape == (4, 2)
@@ -160,7 +160,7 @@ def test_intra_class_similarity_of_every_layer(pool):
         layer_intra_class_similarity(model, [{**batch, "labels": torch.rand(24)}])
 
 
-def test_a_decoders_sentence_token_is_its_last():
+def test_sentence_token_of_a_decoder_is_the_last():
     torch.manual_seed(0)
     model = model_of(GPT2Model, "gpt2", 1)
     batch = labelled(padded_batch())
@@ -171,7 +171,7 @@ def test_a_decoders_sentence_token_is_its_last():
 
 
 def measured(ends, **options):
-    """Everything that can be gathered, of these parts of one batch."""
+    """All results that are reduced over processes, for these parts of one batch."""
     torch.manual_seed(3)
     batch = labelled(padded_batch())
     batches = [{k: v[a:b] for k, v in batch.items()} for a, b in ends]
@@ -200,7 +200,7 @@ def test_ranks_equal_one_process(tmp_path):
         torch.testing.assert_close(of_all, ranks[0][0], rtol=0, atol=0)
 
 
-def test_modes_and_gradients_are_left_alone():
+def test_training_mode_and_gradients_are_unchanged():
     model = bert().train()
     model.encoder.layer[0].eval()
     before = [m.training for m in model.modules()]
@@ -212,7 +212,7 @@ def test_modes_and_gradients_are_left_alone():
     assert [m.training for m in model.modules()] == before
 
 
-def test_another_default_device_changes_nothing():
+def test_result_is_equal_under_another_default_device():
     model, batch = bert(), padded_batch()
     batch["labels"] = torch.arange(24) % 3
 
@@ -261,7 +261,7 @@ def test_errors_name_the_argument():
         svcca_matrix(bert(), [batch], other=model)
 
     class Shorter(torch.nn.Module):
-        """Has tokens of its own, as vision models do that differ in their special ones."""
+        """A vision model with its own number of special tokens."""
 
         def forward(self, input_ids, output_hidden_states):
             return SimpleNamespace(hidden_states=[torch.zeros(24, 9, 4)])
@@ -270,7 +270,7 @@ def test_errors_name_the_argument():
         cka_matrix(bert(), [{"input_ids": batch["input_ids"]}], other=Shorter())
 
 
-def test_rccc_is_first_against_last():
+def test_rccc_compares_the_first_with_the_last_layer():
     matrix = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.9], [0.3, 0.9, 1.0]])
     assert rccc(matrix) == pytest.approx(0.3)
     with pytest.raises(ValueError, match="square"):

@@ -1,4 +1,4 @@
-"""Pictures hold the numbers they were given and land where they were asked to."""
+"""Pictures show the computed numbers and are saved under the given path."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     assert plot_layer_similarity(matrix, ax=figure.add_subplot()) is figure
     assert plot_layer_similarity(torch.ones(2, 3), names=("teacher", "student")).axes
-    # From 0 to 1, values from 0.96 on were all of one colour.
+    # On a scale from 0 to 1 all values above 0.96 would have one colour.
     near = plot_layer_similarity(0.96 + 0.04 * torch.eye(3))
     assert near.axes[0].images[0].get_clim() == pytest.approx((0.95, 1.0))
     with pytest.raises(ValueError, match="not empty"):
@@ -33,7 +33,7 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
 
 
 def test_panels_share_their_colours_and_leave_no_corner_empty(tmp_path):
-    """Five panels had one title, a bar of colours each, and a hole beside the last two."""
+    """Five panels have one colour bar, their own titles and a centred last row."""
     teacher, student, across = torch.eye(7), torch.eye(4), 0.3 + 0.5 * torch.rand(7, 4)
     names = ("layer", "layer")
     rows = (
@@ -46,10 +46,10 @@ def test_panels_share_their_colours_and_leave_no_corner_empty(tmp_path):
     assert {ax.images[0].get_clim() for ax in panels} == {(0.0, 1.0)}
     assert bar.get_ylabel() == "SVCCA"
     begin = [ax.get_subplotspec().colspan.start for ax in panels]
-    assert begin == [0, 2, 4, 1, 3]  # of six columns: the last two stand in the middle
+    assert begin == [0, 2, 4, 1, 3]  # on a grid of six columns the last two panels are centred
 
 
-def test_relations_leave_padding_out(tmp_path):
+def test_relation_picture_has_no_padding(tmp_path):
     student, teacher = torch.randn(2, 6, 4), torch.randn(2, 6, 9)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
     student[mask == 0] = float("nan")
@@ -59,7 +59,7 @@ def test_relations_leave_padding_out(tmp_path):
     rows = torch.nn.functional.normalize(teacher[0, :4].double(), dim=-1)
     torch.testing.assert_close(torch.tensor(maps[1]), rows @ rows.T)
     assert (tmp_path / "relations.png").stat().st_size > 1000
-    # Tokens are counted in whole numbers, or named.
+    # Axes have whole numbers or tokens.
     numbers = [text.get_text() for text in figure.axes[0].get_xticklabels()]
     assert numbers == ["0", "1", "2", "3"]
     words = [list("abcdef"), list("uvwxyz")]
@@ -72,7 +72,7 @@ def test_relations_leave_padding_out(tmp_path):
 
 
 def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
-    """They are what the loss compares, with the sentence's tokens beside them."""
+    """The relations equal those of the loss, and the axes have the sentence's tokens."""
     torch.manual_seed(0)
     tokens = ["[CLS]", "a", "word", "[SEP]"]
     features = {
@@ -81,7 +81,7 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
     figure = plot_sentence(features, tokens, tmp_path / "relations.png")
     assert (tmp_path / "relations.png").read_bytes().startswith(b"\x89PNG")
     axes = iter(figure.axes[:12])
-    assert len(figure.axes) == 24  # a bar of colours for each map
+    assert len(figure.axes) == 24  # one colour bar for each map
     for name, x in features.items():
         x = x.double()
         centred = x - x.mean(1, keepdim=True)
@@ -121,7 +121,7 @@ def test_agreement_does_not_depend_on_the_size_of_features():
 
 
 def test_any_sentence_can_be_drawn(tmp_path, recwarn):
-    """Marks that mean mathematics, a script without glyphs, and a page of text."""
+    """Mathematical signs, a script without glyphs, and a page of text."""
     for tokens, path in (
         (["$$", "a$b$c", "蒸"], tmp_path / "relations.png"), (["word"] * 400, None), (["one"], None)
     ):  # fmt: skip

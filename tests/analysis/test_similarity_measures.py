@@ -1,4 +1,4 @@
-"""Measures against plain numpy on all features at once, in any split, and where others fail."""
+"""Similarity measures against plain numpy on all features, for any split into batches."""
 
 import pickle
 from itertools import product
@@ -36,13 +36,13 @@ def pwcca(x, y):
 
 
 def hsic(k, j):
-    """Gretton et al.: of centred Gram matrices."""
+    """Biased estimator of Gretton et al., with centred Gram matrices."""
     centre = np.eye(len(k)) - 1 / len(k)
     return np.trace(centre @ k @ centre @ j)
 
 
 def unbiased_hsic(k, j):
-    """Song et al. 2012, eq. 5."""
+    """Unbiased estimator, Song et al. 2012, eq. 5."""
     n, k, j = len(k), k - np.diag(np.diag(k)), j - np.diag(np.diag(j))
     sums = k.sum() * j.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ j).sum()
     return (np.trace(k @ j) + sums) / (n * (n - 3))
@@ -63,7 +63,7 @@ PLAIN = {
 
 
 def features(condition=1e3, rows=300, seed=0):
-    """Two layers that share causes, turned, far from zero, of this ratio of singular values."""
+    """Two rotated layers with shared factors, large means and this ratio of singular values."""
     rng = np.random.default_rng(seed)
     causes = rng.standard_normal((rows, 12))
     made = []
@@ -83,8 +83,8 @@ def streamed(measure, *layers, splits):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("measure", ["cca", "pwcca", "svcca"])
-def test_rounding_of_the_features_is_no_direction(measure, dtype):
-    """Of 8 causes, in 16 and 24 dimensions far from zero: the others hold rounding errors alone."""
+def test_rounding_errors_of_features_count_as_no_direction(measure, dtype):
+    """Eight factors in 16 and 24 dimensions: the other directions are rounding errors."""
     torch.manual_seed(0)
     causes = torch.randn(1000, 8, dtype=torch.float64)
     x, y = (causes @ torch.randn(8, n, dtype=torch.float64) + 5 for n in (16, 24))
@@ -106,7 +106,7 @@ def test_equals_numpy_on_all_features(measure, condition):
 
 
 @pytest.mark.parametrize("kind", [Covariances, Factors])
-def test_moments_are_those_of_all_rows(kind):
+def test_moments_of_batches_equal_those_of_all_rows(kind):
     x = torch.cat(features(1e2), 1)
     far, layers = x + 1e4, [range(14), range(14, 31)]
     first, second = kind(fourth=True), kind(fourth=True)
@@ -127,14 +127,14 @@ def test_moments_are_those_of_all_rows(kind):
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_never_fails(measure):
-    """Where packages raise, or return NaN: what is left of the directions is compared."""
+def test_degenerate_features_give_finite_similarities(measure):
+    """Where other packages raise or return NaN, the remaining directions are compared."""
     rng = np.random.default_rng(0)
     wide = [torch.tensor(rng.standard_normal((5, size))) for size in (30, 20)]
     few = similarity(*wide, measure)
     if "cka" in measure:
         assert few == pytest.approx(PLAIN[measure](*(x.numpy() for x in wide)), abs=1e-9)
-    else:  # five points see no difference
+    else:  # five points always correlate fully
         assert few == pytest.approx(1.0, abs=1e-9)
 
     x, y = features()
@@ -160,7 +160,7 @@ def test_never_fails(measure):
 
 
 def test_pwcca_where_correlations_are_equal():
-    """Three shared directions: what the solver turns within them doesn't matter."""
+    """With three equal correlations the solver's rotation within them has no effect."""
     rng = np.random.default_rng(1)
     shared = torch.tensor(rng.standard_normal((200, 3)))
     x, y = (
@@ -180,7 +180,7 @@ def test_unbiased_cka_of_unlike_layers_is_small_with_few_rows():
     assert similarity(x, y, "cka") > 0.5 > 0.1 > abs(similarity(x, y, "unbiased_cka"))
 
 
-def test_what_is_kept_does_not_grow():
+def test_stored_moments_do_not_grow_with_batches():
     for measures in (["svcca"], ["pwcca", "unbiased_cka"]):
         moments, sizes = moments_for(measures, 0.99), {}
         for number in range(1, 1001):
@@ -190,14 +190,14 @@ def test_what_is_kept_does_not_grow():
         assert sizes[1000] - sizes[10] < 16  # the digits of the count
 
 
-def test_float32_counts_as_it_is():
+def test_float32_features_are_compared_in_float64():
     x, y = (z.float() for z in features(10))
     for measure in MEASURES:
         found = similarity(x, y, measure)
         torch.testing.assert_close(found, similarity(x.double(), y.double(), measure))
 
 
-def test_mistakes_are_named():
+def test_invalid_arguments_are_named():
     x = torch.randn(5, 3)
     for arguments, message in (
         ((x, torch.randn(4, 3)), "y must have shape"),

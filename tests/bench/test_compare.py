@@ -1,4 +1,4 @@
-"""Comparing two commits: what is slower is flagged, what is only noise is not."""
+"""Comparison of two commits: slower providers are reported, noise is not."""
 
 import random
 
@@ -26,7 +26,7 @@ def simulated(source, deviations, disturbed):
     "scatter, disturbed, detected",
     [(0.02, 0.0, 0.98), (0.02, 0.03, 0.97), (0.04, 0.0, 0.9), (0.04, 0.03, 0.85), (0.08, 0.03, 0)],
 )
-def test_how_often_the_rule_is_wrong(scatter, disturbed, detected):
+def test_error_rates_of_the_comparison(scatter, disturbed, detected):
     """Headline groups hold 25 providers: under 5% of comparisons raise an alarm, +20% is found."""
     source = random.Random(0)
     comparisons, size = 60, 25
@@ -51,7 +51,7 @@ def test_one_disturbed_run_neither_alarms_nor_hides():
 
 
 @pytest.mark.parametrize("growth, flagged", [(0.08, False), (0.12, True)])
-def test_ten_per_cent_is_the_least(growth, flagged):
+def test_changes_below_ten_per_cent_are_not_reported(growth, flagged):
     assert compare.slower([(QUIET, [x + growth for x in QUIET])]) == [flagged]
 
 
@@ -68,12 +68,12 @@ def runs(ratio, peak=1 << 20):
         ([{}] * 5, "knn, fastkd cpp: no longer measured"),
     ],
 )
-def test_report(after, printed, capsys):
+def test_report_lists_slower_and_missing_groups(after, printed, capsys):
     assert compare.report(runs(0.0), after) == ("nothing" not in printed)
     assert printed in capsys.readouterr().out
 
 
-def test_both_trees_run_in_turn(monkeypatch, tmp_path):
+def test_runs_alternate_between_the_two_trees(monkeypatch, tmp_path):
     calls = []
 
     def ratios(tree, out, arguments):

@@ -1,4 +1,4 @@
-"""What is measured of a case: wrong providers are refused, memory and ratios are right."""
+"""Measurements of a case: errors, peak memory and ratios."""
 
 import functools
 import statistics
@@ -23,7 +23,7 @@ def timed(*providers, **options):
     return group
 
 
-def test_a_right_provider_is_timed():
+def test_accurate_provider_is_timed():
     group = timed(Provider("same", call(lambda x, y: (y * x).sin().sum())))
     assert not group.refused
     assert group.info["same"]["value_error"] < 1e-5 > group.info["same"]["gradient_error"]
@@ -40,7 +40,7 @@ def test_a_right_provider_is_timed():
         (lambda x, y: (x * y).sin().sum() * float("nan"), "value"),
     ],
 )
-def test_a_wrong_provider_is_refused(wrong, what, dtype):
+def test_inaccurate_provider_is_refused(wrong, what, dtype):
     group = timed(Provider("planted", call(wrong)), dtype=dtype)
     assert what in group.refused["planted"]
     assert "planted" not in group.samples and "peak_bytes" not in group.info["planted"]
@@ -56,7 +56,7 @@ def test_a_provider_that_fails_gives_its_error_as_the_reason():
     assert "value_error" not in group.info["other"] and group.samples["other"]
 
 
-def test_the_oracle_may_be_smaller():
+def test_errors_may_be_measured_at_a_smaller_size():
     seen = []
 
     def spy(x, y):
@@ -82,7 +82,7 @@ def test_peak_memory_of_a_known_allocation(elements):
 def test_peak_memory_of_an_operation_and_its_gradient():
     n = 512
     x = torch.randn(n, n, requires_grad=True)
-    # exp keeps its result for the backward pass; the gradient is made beside it.
+    # exp saves its result for the backward pass; the gradient is a second tensor.
     peak = measure.peak_bytes(Bound(lambda: x.exp().sum(), [x]).step, CPU)
     assert peak == pytest.approx(2 * n * n * 4, rel=0.01)
 
@@ -103,7 +103,7 @@ def test_leaves_are_found_in_lists():
     assert cases.leaves_of({"x": [a, b], "y": c, "k": 3, "name": "x"}) == [a, c]
 
 
-def test_ratios_hold_where_the_machine_slows_down(monkeypatch):
+def test_ratios_do_not_depend_on_the_machines_speed(monkeypatch):
     """A provider that takes half the time does so in every round, whatever the machine's speed."""
 
     class Clock:

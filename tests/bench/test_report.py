@@ -1,4 +1,4 @@
-"""Pages come from pytest-benchmark's JSON; what was not measured is an empty cell."""
+"""Pages from pytest-benchmark's JSON; an empty cell was not measured."""
 
 import json
 
@@ -20,7 +20,7 @@ def benchmark(case, provider, seconds, ratio=None, **more):
 
 
 def result_file(name="somewhere", threads=2, **machine):
-    """The cpu set without COS-NCE, with figures that can be found again."""
+    """Results of the cpu set without COS-NCE, with distinct figures."""
     found = []
     for case in suite.cases(["cpu"]):
         if case.loss != "contrastive":
@@ -58,7 +58,7 @@ def pages(tmp_path, monkeypatch):
     return write
 
 
-def test_the_pages_have_the_figures(pages, tmp_path):
+def test_pages_contain_the_measured_figures(pages, tmp_path):
     one, gpu = result_file("one", threads=1), result_file("gpu", gpu="Some GPU")
     readme, page = pages(one, gpu, result_file())
     assert "A CPU, 2 threads, torch 2.13.0, commit abc1234, 2026-01-02:" in readme
@@ -80,7 +80,7 @@ def test_without_results_every_cell_is_empty(pages):
     assert readme.count("|  |  |  |  |  |\n") == 10
 
 
-def test_runs_are_joined_by_machine(tmp_path):
+def test_runs_of_one_machine_are_merged(tmp_path):
     paths = []
     for number, ratio in enumerate((0.5, 0.9, 0.2)):
         case = suite.cases(["cpu"])[0]

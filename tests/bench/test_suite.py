@@ -46,12 +46,12 @@ def test_a_group_is_timed_and_reported(tmp_path, monkeypatch, capsys):
         assert text.startswith("before\n") and text.endswith("\nafter\n")
 
 
-def test_sets_and_losses():
+def test_selection_of_cases_by_set_and_loss():
     cases = suite.every_case()
     assert {case.set for case in cases} == set(suite.SETS)
     assert {case.loss for case in suite.cases(["cpu"])} == set(suite.LOSSES)
     assert len([case for case in suite.cases(["cpu"]) if case.headline]) == 10
-    # Every loss has sizes that grow, but for whole steps.
+    # Every loss has a sweep of sizes, except whole steps.
     assert {c.loss for c in suite.cases(["cpu"]) if c.sweep} == {*suite.LOSSES} - {"step"}
 
 
@@ -74,8 +74,8 @@ def test_floors_of_known_work(name, title, size, milliseconds):
     assert floor == pytest.approx(milliseconds, rel=0.01)
 
 
-def test_digests_repeat():
-    """What gpu-check compares between processes, here on the CPU."""
+def test_digests_are_reproducible():
+    """Digests that gpu-check compares between processes, here on the CPU."""
     first, second = (list(gpu_check.digests("toy", torch.device("cpu"))) for _ in range(2))
     assert first == second and len(first) >= 10
     assert all("fastkd torch" in line or "fastkd " in line for line in first)

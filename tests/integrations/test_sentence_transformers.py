@@ -95,8 +95,8 @@ LOSSES = {
 @pytest.mark.parametrize("parts", [None, 5])
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
-def test_values_and_gradients_are_the_functions(folder, name, columns, parts):
-    """Of one column, and of two that are one batch; with a gradient cache too."""
+def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
+    """With one column, with two columns as one batch, and with a gradient cache."""
     cls, options, function = LOSSES[name]
     model, teacher = student_of(folder), teacher_of(folder)
     texts = (TEXTS, OTHERS)[:columns]
@@ -110,7 +110,7 @@ def test_values_and_gradients_are_the_functions(folder, name, columns, parts):
         torch.testing.assert_close(got, wanted, **CLOSE)
 
 
-def test_columns_that_mean_the_same_are_averaged(folder):
+def test_loss_is_averaged_over_columns(folder):
     model, teacher = student_of(folder), teacher_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
     value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
@@ -137,7 +137,7 @@ def test_prefixes_are_compared_with_the_whole_teacher(folder):
 
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
-def test_truncated_embeddings_are_compared_as_they_are_used(folder):
+def test_truncated_embeddings_are_compared_after_truncation(folder):
     model = student_of(folder)
     model.truncate_dim = 8
     (student,), (labels,) = embedded(model, TEXTS), teacher_answers(teacher_of(folder), TEXTS)
@@ -147,7 +147,7 @@ def test_truncated_embeddings_are_compared_as_they_are_used(folder):
         torch.testing.assert_close(value.detach(), expected.detach(), **CLOSE)
 
 
-def test_a_rounded_students_teacher_is_not_rounded(folder):
+def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
     model = student_of(folder)
     student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
     found = RelationDistillLoss(model).loss_of_embeddings([student], teacher)
@@ -155,7 +155,7 @@ def test_a_rounded_students_teacher_is_not_rounded(folder):
     assert not torch.equal(found, relation_loss(student, teacher.bfloat16(), over="samples"))
 
 
-def test_a_projection_under_autocast_is_the_one_outside(folder):
+def test_projection_is_equal_under_autocast(folder):
     loss = CosNCEDistillLoss(student_of(folder), teacher_dim=32)
     student, teacher = torch.randn(8, 16), torch.randn(8, 32)
     torch.nn.init.normal_(loss.projections["16"].weight)
@@ -164,7 +164,7 @@ def test_a_projection_under_autocast_is_the_one_outside(folder):
         assert torch.equal(loss.loss_of_embeddings([student], teacher), expected)
 
 
-def test_large_embeddings_that_no_loss_reads(folder):
+def test_large_embeddings_without_a_loss_have_no_effect(folder):
     """Their sum is beyond float16."""
     model = student_of(folder).half()
     with torch.no_grad():
@@ -179,7 +179,7 @@ METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_layers_are_a_distillers(folder, name):
+def test_layer_terms_equal_a_distillers(folder, name):
     model, teacher = student_of(folder), teacher_of(folder)
     loss = LayerDistillLoss(model, teacher, copy.deepcopy(METHODS[name]))
     distiller = Distiller(
@@ -232,7 +232,9 @@ def train(rank, name, folder, out, batch, seed, **arguments):
     """Three steps with SentenceTransformerTrainer: the student's weights, and the loss's own."""
     warnings.simplefilter("ignore")
     model, teacher = student_of(folder), teacher_of(folder)
-    torch.manual_seed(seed + rank)  # what a loss draws for itself is drawn alike nevertheless
+    torch.manual_seed(
+        seed + rank
+    )  # random numbers of a loss are equal in all processes nevertheless
     loss = MAKERS[name](model, teacher)
     if name == "layers":
         with torch.no_grad():
@@ -251,7 +253,7 @@ def train(rank, name, folder, out, batch, seed, **arguments):
 
 
 class InOrder(SentenceTransformerTrainer):
-    """Batches in the order of the rows, so that the processes' batches make up one process's."""
+    """Batches in the order of the rows, so that all processes' batches make up one process's."""
 
     def get_batch_sampler(self, dataset, batch_size, drop_last, **options):
         batches = [range(i, min(i + batch_size, len(dataset))) for i in range(0, 12, batch_size)]
@@ -259,8 +261,8 @@ class InOrder(SentenceTransformerTrainer):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_two_processes_are_one(folder, tmp_path):
-    """All makers in one pair of processes: what they cost is their start."""
+def test_two_processes_train_the_same_student_as_one(folder, tmp_path):
+    """All losses run in one pair of processes, since starting processes is slow."""
     together = run_ranks(train_all, 2, tmp_path / "ranks", folder, tmp_path / "out", 3)
     alone = train_all(0, folder, tmp_path / "one", 6)
     for name in MAKERS:
@@ -297,7 +299,7 @@ def test_accumulation(folder, tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_saved_scores_the_same_without_fastkd(folder, tmp_path):
+def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
     model, teacher = student_of(folder), teacher_of(folder)
     before = copy.deepcopy(model)
     numbers = teacher.similarity_pairwise(*(teacher.encode(x) for x in (TEXTS, OTHERS[::-1])))
@@ -332,7 +334,7 @@ def test_what_is_saved_scores_the_same_without_fastkd(folder, tmp_path):
     )
 
 
-def test_nothing_named_model_but_the_student(folder):
+def test_only_the_student_is_a_child_named_model(folder):
     """The Trainer puts its wrapped model in the place of every child of this name."""
     model, teacher = student_of(folder), teacher_of(folder)
     inner = CosNCEDistillLoss(model)
@@ -343,7 +345,7 @@ def test_nothing_named_model_but_the_student(folder):
         assert loss.get_config_dict() and "title" in loss.citation
 
 
-def test_wrong_calls_are_one_sentence(folder, tmp_path):
+def test_invalid_calls_raise_one_sentence(folder, tmp_path):
     model, teacher = student_of(folder), teacher_of(folder)
     features = features_of(model, TEXTS)
     loss = RelationDistillLoss(model)

@@ -34,6 +34,6 @@ def subjects(backend: str) -> Iterator[Subject]:
         if kernels or backend == "torch":
             for subject in getattr(FILES.get(loss.name), "subjects", lambda backend: ())(backend):
                 function = subject.name.split()[0]
-                # In C++ some of a file's functions have kernels, others none.
+                # Some functions of a file have no C++ kernels.
                 if backend != "cpp" or function in kernels or function not in loss.with_reference:
                     yield subject

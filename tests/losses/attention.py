@@ -36,7 +36,7 @@ def random_attention(draw: Draw) -> Case:
 
     def side(h: int) -> Tensor:
         x = draw.features(B, h, N, N)
-        # Padded rows alone are poisoned by `failure`; a padded key stands in the rows of others.
+        # `failure` writes NaN to padded rows only; padded keys are in the rows of real tokens.
         return draw.laid_out(torch.where(pair, x, torch.tensor(float("nan"), dtype=x.dtype)))
 
     students = {f"s{i}": side(H) for i in range(layers)}

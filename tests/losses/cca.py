@@ -118,7 +118,7 @@ def random_cca_module(draw: Draw) -> Case:
 
 
 def random_correlations(draw: Draw) -> str | None:
-    """A measure without a gradient."""
+    """A similarity measure, which has no gradient."""
     m, D_x, D_y = (draw.size() for _ in range(3))
     ridge, mask = draw.pick([1e-4, 1e-1, (1e-3, 1e-1)]), draw.mask(m)
     pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)

@@ -13,7 +13,7 @@ from tests.support.subject import D_S, D_T, Subject, labels, of_module
 
 
 def cos_nce(student, teacher, negatives, labels, mask) -> tuple[Tensor, Tensor]:
-    """LRC-BERT, eqs. 1-2, of every position (B, P), and which positions compare anything."""
+    """LRC-BERT, eqs. 1-2, at every position (B, P), and a mask of positions with a negative."""
     B, P, _ = student.shape
     losses, compared = student.sum(-1) * 0, torch.zeros(B, P, dtype=torch.bool)
     rows = []

@@ -24,10 +24,10 @@ def nearest(student, teacher, labels, bank_labels, k, tolerance=None) -> Tensor:
             for j, other in enumerate(bank_labels.tolist())
             if (label == other if tolerance is None else abs(label - other) <= tolerance)
         ]
-        squares = (teacher[same] - x).square().sum(-1)  # as many as there are of its label
+        squares = (teacher[same] - x).square().sum(-1)  # at most the number of rows with its label
         order = squares.detach().argsort(stable=True)[:k]
         total = squares[order].sum()
-        # A row of its label that is no number poisons it, chosen or not.
+        # NaN in any row of its label gives NaN, selected or not.
         losses.append((total + 0 * squares.detach().sum()) / max(student.shape[1], 1))
     return torch.stack(losses) if losses else student.sum(1)
 
@@ -47,7 +47,7 @@ def random_knn(draw: Draw) -> Case:
     given = M != N or draw.chance(0.5)
     labels, bank_labels = draw.labels(N), draw.labels(M)
     tolerance = draw.pick([None, None, 0.5])
-    if tolerance is not None and draw.chance(0.3):  # beyond what float64 tells apart
+    if tolerance is not None and draw.chance(0.3):  # closer than float64 can distinguish
         labels, bank_labels = labels + 2**54, bank_labels + 2**54
     if not given:
         bank_labels = labels

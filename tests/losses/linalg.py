@@ -45,7 +45,7 @@ def random_roots(draw: Draw) -> Case:
     spectrum = torch.logspace(0, -torch.tensor(condition).log10(), n, dtype=torch.float64)
     a = ((basis * spectrum) @ basis.mT).to(draw.pick([torch.float32, torch.float64]))
     options = {"ridge": ridge} if inverse else {}
-    double = a.dtype == torch.float64  # as float32 is computed too
+    double = a.dtype == torch.float64  # float32 input is computed in float64 as well
     return Case(
         lambda a: (fastkd.inv_sqrtm if inverse else fastkd.sqrtm)(a, **options),
         lambda a: root(oracles.decomposed(a) if double else a, inverse, ridge),

@@ -57,7 +57,7 @@ def random_layer_norm(draw: Draw) -> Case:
 
 
 def moved(draw: Draw, module: torch.nn.Module) -> torch.nn.Module:
-    """Away from the identity."""
+    """Set a projection to a matrix other than the identity."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * draw.normal(*parameter.shape).float()
@@ -91,7 +91,7 @@ def random_projection(draw: Draw) -> Case:
         module=module,
         like="x",
         slope=lambda x: x.norm(dim=-1),
-        roundings=ROUNDINGS * layers,  # which multiply rounded rows
+        roundings=ROUNDINGS * layers,  # kernels that multiply rounded rows
     )
 
 

@@ -61,7 +61,7 @@ def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) 
 
 
 def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, temperature, divergence):
-    """The divergence over the k words, and over a bucket of all others or not."""
+    """The divergence over the k tokens, optionally with a bucket of all other tokens."""
     p_s, p_t = (student / temperature).softmax(-1), log_probs.exp()
     of_words = torch.stack([row[i] for row, i in zip(p_s, ids, strict=True)])
     if tail == "bucket":
@@ -78,19 +78,19 @@ def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, tempera
 
 
 def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Of the student, of the teacher and of their mean."""
+    """Log-probabilities of student, teacher and their mixture."""
     log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
     m = (log_s.exp() + log_t.exp()) / 2
     return log_s, log_t, torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
 
 
 def _held(z: Tensor, working: torch.dtype) -> Tensor:
-    """The distribution of logits without what ``working`` rounds to 0."""
+    """Distribution of logits; probabilities that ``working`` rounds to 0 are 0."""
     return z.masked_fill(z.softmax(-1).to(working) == 0, -torch.inf).softmax(-1)
 
 
 def nearly_held(student: Tensor, teacher: Tensor, temperature: float, working) -> Tensor:
-    """Rows with a probability that ``working`` holds with few digits or none, against an infinity.
+    """Rows with a probability that is subnormal or 0 in ``working`` where the other is infinite.
 
     In exact numbers the divergence is infinite, and in those that round the probability to 0 it is
     not; the kernels round it a part at a time.
@@ -104,7 +104,7 @@ def nearly_held(student: Tensor, teacher: Tensor, temperature: float, working) -
 
 
 def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
-    """How large what a row's gradient is the difference of is, without τ².
+    """Size of the two terms whose difference is a row's gradient, without τ².
 
     A student that is sure of a word has a gradient p (log p/q − KL) of nearly 0 there, but a
     rounding of the two logarithms makes one of their size.
@@ -123,7 +123,9 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     gap = (p_t - p_s).abs()
     for place, i in enumerate(p_t.argsort(descending=True, stable=True).tolist()):
         mass += p_t[i].item()
-        if place > 0 and mass > 0.5 + 1e-12:  # half of equal words is half, but for rounding
+        if (
+            place > 0 and mass > 0.5 + 1e-12
+        ):  # half of the equal tokens has probability ½, up to rounding
             break
         head += gap[i].item()
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
@@ -145,7 +147,7 @@ def random_soft_targets(draw: Draw) -> Case:
         denominator = draw.pick([3, 2.5, torch.tensor(3.0), torch.tensor(7, dtype=torch.float64)])
     mask = draw.mask(*shape)
     student, teacher = (draw.features(*shape, V, scales=(0.01, 100.0)) for _ in range(2))
-    if draw.chance(0.2) and V > 2:  # entries that no distribution can take, or that one can't
+    if draw.chance(0.2) and V > 2:  # entries that are invalid for both distributions, or for one
         for side in (student, teacher) if draw.chance(0.7) else (draw.pick([student, teacher]),):
             side[..., 0] = -torch.inf
     factor = options["temperature"] ** 2 if t2 else 1.0
@@ -277,7 +279,7 @@ def random_top_k(draw: Draw) -> Case:
             divergence=divergence,
             mask=mask,
             scale_by_t2=False,
-            backend="auto",  # left to PyTorch
+            backend="auto",  # runs in PyTorch
         )
 
     return Case(

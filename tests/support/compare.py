@@ -134,7 +134,7 @@ def counted(
         graphs.append(graph)
         return compiler(graph, inputs)
 
-    torch._dynamo.reset()  # of what the same lines were compiled to before
+    torch._dynamo.reset()  # drop graphs compiled from the same lines before
     return torch.compile(function, fullgraph=True, backend=count), graphs
 
 

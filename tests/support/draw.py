@@ -30,17 +30,17 @@ class Case:
     scale: float = 1.0
     module: torch.nn.Module | None = None
     mask: Tensor | None = None  # (B, N): positions whose features become NaN after the oracle
-    masked: tuple[str, ...] = ()  # names of the features it belongs to, by default all
+    masked: tuple[str, ...] = ()  # names of the features that the mask applies to, by default all
     autocast: bool = False
     # The size of d(result)/d(row) for a row of features (..., D): 1/‖x‖ where only angles count.
     slope: Callable[[Tensor], Tensor] | None = None
-    # How many roundings of the inputs the result may cost.
+    # Allowed error in roundings of the inputs.
     roundings: float = ROUNDINGS
-    # The type whose numbers the kernel multiplies, where that is a half type.
+    # Half-precision dtype of the kernel's products, if any.
     products: torch.dtype | None = None
-    # Rows where rounding alone tells whether the result is infinite.
+    # Rows where rounding decides whether the result is infinite.
     unsure: Tensor | None = None
-    # Name of the argument whose dtype the result has; others come in the working dtype.
+    # Argument whose dtype the result has; all others have the working dtype.
     like: str | None = None
 
 

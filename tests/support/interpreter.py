@@ -16,7 +16,7 @@ from packaging.version import Version
 from fastkd._core import extension
 from fastkd._core.dispatch import TRITON_INSTALLED
 
-# Of a test that runs on a backend.
+# Functions of tests with a backend.
 MARKS = {
     "torch": [],
     "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")],
@@ -87,7 +87,7 @@ def _replace_language_once() -> None:
 
 
 def _work_out_types_once() -> None:
-    """Every result has a type of its own, which half of the time goes into: equal ones share it."""
+    """Cache types of results: creating a new one for each result takes half of the time."""
     import triton.language as tl
     from triton.runtime import interpreter
 

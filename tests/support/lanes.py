@@ -1,4 +1,4 @@
-"""The CUDA matrix roots on threads, compiled from their source when a test first asks for them."""
+"""The CUDA matrix roots on threads, compiled from their source at first use."""
 
 import ctypes
 import functools

@@ -67,7 +67,7 @@ def run(command: str, *flags: object, expect: int = 0, **options: object) -> str
 
 
 def sentences(rows: int, seed: int) -> list[tuple[str, int]]:
-    """Texts whose first word tells the class, 0 or 1."""
+    """Texts whose first word determines the class, 0 or 1."""
     rng = random.Random(seed)
     made = []
     for i in range(rows):
