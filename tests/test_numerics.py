@@ -12,7 +12,7 @@ import torch
 from torch.autograd import functional
 
 import fastkd
-from fastkd._core import extension, memory
+from fastkd._core import allocation, extension
 from fastkd._core.numerics import times_upstream
 from fastkd._core.registry import LOSSES
 from fastkd.distill.outputs import Outputs
@@ -44,7 +44,7 @@ def test_large_allocations_cause_few_page_faults(monkeypatch):
                 return line.split()[1:]
         return []
 
-    large = memory.empty((memory.LARGE // 1024, 256), torch.float32, torch.device("cpu"))
+    large = allocation.empty((allocation.LARGE // 1024, 256), torch.float32, torch.device("cpu"))
     x = torch.randn(1024, 1536)
     _, gradient = torch.ops.fastkd_cpp.layer_norm_mse(x, x, 1e-5, 1, True, False)
     if not all("hg" in flags(made) for made in (large, gradient)):
@@ -52,7 +52,7 @@ def test_large_allocations_cause_few_page_faults(monkeypatch):
             Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     # Otherwise torch.empty writes to it.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    taken_anew = memory.empty((1 << 23,), torch.float32, torch.device("cpu"))
+    taken_anew = allocation.empty((1 << 23,), torch.float32, torch.device("cpu"))
     if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         taken_anew.fill_(1)

@@ -17,7 +17,7 @@ BACKENDS = get_args(Backend)
 # Looked up at import, without importing triton itself: that happens when a kernel starts.
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Public name → what its kernels support.
+# Calls that the kernels of each public name support.
 TRITON_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.triton.items()}
 CPP_FUNCTIONS = {name: kernels for loss in LOSSES for name, kernels in loss.cpp.items()}
 

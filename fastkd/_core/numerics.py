@@ -44,7 +44,7 @@ def saveable(x: Tensor) -> Tensor:
 
 
 def save_for_backward(ctx, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward`` of ``tensors``, of which some may be inference tensors."""
+    """``ctx.save_for_backward`` of ``tensors``; inference tensors are copied."""
     ctx.save_for_backward(*(None if x is None else saveable(x) for x in tensors))
 
 

@@ -1,1 +1,1 @@
-"""The fast PyTorch forms behind the losses, a file a loss."""
+"""Fast PyTorch forms of the losses, one file for each loss."""

@@ -1,4 +1,4 @@
-"""SoftTargetOptions-target and label losses from hidden states, for a chunk of positions at a time.
+"""Soft-target and label losses from hidden states, for a chunk of positions at a time.
 
 The head computes a chunk's logits, their gradient overwrites them, and products with the head add
 it to float32 sums. Memory holds at most `LossOptions.chunk_bytes` of (positions, V) logits, and
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastkd._core.memory import empty
+from fastkd._core.allocation import empty
 from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
@@ -586,7 +586,7 @@ class _ChunkedPass:
     def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
         """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products.
 
-        Weights (R, 1) multiply the states, which have fewer shard than the gradient, unless
+        Weights (R, 1) multiply the states, which have fewer columns than the gradient, unless
         half-precision states would round them.
         """
         states, head = self.student.states, self.student.weights

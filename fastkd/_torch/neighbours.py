@@ -34,7 +34,7 @@ MAX_BLOCK_ROWS = 1024
 # bank rows of the other labels too.
 ROWS_OF_OWN = 256
 
-# Elements of one block of pairs of rows, of which several exist at a time.
+# Elements of one block of pairs of rows; several blocks exist at a time.
 PAIR_ELEMENTS = 2**18
 
 # Up to this product of rows, bank and features, comparing all pairs is cheaper than the search.

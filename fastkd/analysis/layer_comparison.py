@@ -60,7 +60,7 @@ def layer_similarity(
         measures: "svcca", "pwcca", "cca", "cka", "unbiased_cka".
         other: a second model that reads the same tokens, for example a student; of any sizes.
         variance: fraction of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
-        gather: compare over the batches of all processes, of which each reads its own.
+        gather: compare over the batches of all processes; each process reads its own.
         group: the processes that gather, by default all.
 
     Returns:

@@ -26,7 +26,7 @@ def similarity(
 
     With x̄, ȳ the centred features and ρ_1 ≥ ρ_2 ≥ ... their canonical correlations:
 
-    - ``"cca"``: the mean of the ρ_i (Raghu et al. 2017), as many as the lower rank.
+    - ``"cca"``: the mean of the ρ_i (Raghu et al. 2017); their number is the lower rank.
     - ``"svcca"``: the mean of the ρ_i of the leading singular directions of x̄ and ȳ that hold
       ``variance`` of each one's variance (Raghu et al. 2017; MC3KD, section 3.2).
     - ``"pwcca"``: Σ α_i ρ_i / Σ α_i, α_i = Σ_j |⟨h_i, x̄_j⟩| with the canonical variates h_i of x
