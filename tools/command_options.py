@@ -7,15 +7,15 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from fastkd.train.distill_settings import Pairing
-from fastkd.train.option_fields import Option, defaults_of, options_of
+from fastkd.train.options import Option, defaults_of, options_of
+from fastkd.train.settings import Pairing
 
 PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
 BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
 END = "<!-- end of options -->"
 # The dataclass of each command's options.
 COMMANDS = {
-    "distill": "train.distill_settings.Settings",
+    "distill": "train.settings.DistillOptions",
     "cache": "cli.command_settings.CacheSettings",
     "verify": "cli.command_settings.VerifySettings",
     "evaluate": "cli.command_settings.EvaluateSettings",

@@ -19,11 +19,10 @@ from transformers import AutoModel, AutoTokenizer
 
 from fastkd._core.machine import describe
 from fastkd.distill import student_from_teacher
-from fastkd.train.distill_settings import Settings
+from fastkd.train.config import DistillConfig
+from fastkd.train.distillation import run_distillation
 from fastkd.train.docstrings import load_docstrings
 from fastkd.train.packaged_teacher import teacher_path
-from fastkd.train.progress import Display
-from fastkd.train.run import distill
 
 SEEDS = range(4)
 TEXTS, HELD_OUT, WORDS = 20 * 32, 200, 16
@@ -62,12 +61,13 @@ def texts(out: Path) -> dict[str, Path]:
 def run(method: str, seed: int, paths: dict[str, Path], out: Path) -> dict[str, Any]:
     """The report of one student; its folder is deleted."""
     name, options = METHODS[method]
-    settings = Settings(
+    config = DistillConfig(
         task="embedding", teacher=str(teacher_path()), train=paths["train"], evals=paths["eval"],
-        student_layers=2, method=name, options=options, seed=seed, epochs=1, batch_size=32,
-        learning_rate=2e-4, max_length=24, precision="bf16", device="cpu", out=out,
+        student_layers=2, method=name, options=options, seed=seed, num_train_epochs=1,
+        batch_size=32, learning_rate=2e-4, max_length=24, precision="bf16", device_name="cpu",
+        out=out,
     )  # fmt: skip
-    report = distill(settings, Display())
+    report = run_distillation(config)
     shutil.rmtree(out)
     return report
 

@@ -34,6 +34,7 @@ from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
 from fastkd.train import processes, tasks
+from fastkd.train.computation import choose_device
 from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import accepted
@@ -44,7 +45,6 @@ from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
 from fastkd.train.tasks.base import default_padding_side
 from fastkd.train.trained_model import columns_of, read_training_record
-from fastkd.train.training_config import choose_device
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
 SAID = {"model": "model", "before": "student before", "student": "student"}

@@ -19,7 +19,7 @@ from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes
-from fastkd.train.distill_settings import Pairing
+from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
@@ -30,13 +30,13 @@ from fastkd.train.models import (
     make_method,
     num_bytes,
 )
-from fastkd.train.option_fields import as_json
+from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import LOCK, MANIFEST, locked, saving, write_json
+from fastkd.train.settings import Pairing
 from fastkd.train.training import stopping_at_once
-from fastkd.train.training_config import TrainingConfig, autocast, choose_device
 
 
 def write(settings: CacheSettings, console: Console) -> None:
@@ -49,7 +49,7 @@ def write(settings: CacheSettings, console: Console) -> None:
     out = settings.out
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopping_at_once())
-        processes.join(settings.device)
+        processes.join(settings.device_name)
         stack.enter_context(processes.enter_on_first_process(locked(out)))
         display = stack.enter_context(RichDisplay(console))
         with processes.errors_on_all():
@@ -76,7 +76,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         scores = run.score_with_warnings(run.teacher, "teacher")
         number, own = rows.shared(run.collate, size, run.device)
         own = counted(own, display, "teacher", number)
-        with processes.errors_on_all(), saving(out), autocast(run.training_config):
+        with processes.errors_on_all(), saving(out), run.training_config.autocast():
             try:
                 if number:
                     distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
@@ -102,11 +102,10 @@ def _remove_partial(out: Path) -> None:
 
 def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool = False) -> Run:
     """Rows and teacher; see `load_teacher`."""
-    device = choose_device(settings.device, settings.precision)
     training_config = TrainingConfig(
         batch_size=batch_size * world_size(),
         precision=settings.precision,
-        device=device,
+        device_name=settings.device_name,
         seed=settings.seed,
     )
     make_method(settings.method, settings.options, settings.preset)
@@ -114,7 +113,7 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     tokenizer, teachers = load_tokenizers(settings, corpus.task)
     read = teachers or tokenizer
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
-    nn.Module.to(teacher, device)
+    nn.Module.to(teacher, training_config.device)
     length = settings.max_length
     return Run(
         corpus, tokenizer, teacher, training_config, length, display, teacher_tokenizer=teachers

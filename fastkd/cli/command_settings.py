@@ -5,9 +5,10 @@ from pathlib import Path
 
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.train import tasks
-from fastkd.train.distill_settings import (
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.options import Checked, data_option, given, option, run_option
+from fastkd.train.settings import (
     MAX_LENGTH,
-    Checked,
     ColumnOptions,
     Pairing,
     device,
@@ -15,23 +16,21 @@ from fastkd.train.distill_settings import (
     remote_code,
     seed,
 )
-from fastkd.train.errors import InputError, nearest
-from fastkd.train.option_fields import data_option, given, option, run_option
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CacheSettings(Pairing):
     out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
     batch_size: int = run_option(32, "Rows at a time.", least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class VerifySettings(Pairing):
     rows: int = run_option(8, "Rows of the step.", least=2)
     ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DemoSettings(Checked):
     task: str = option(
         "classification",
@@ -45,7 +44,7 @@ class DemoSettings(Checked):
     fast: bool = option(False, "A few steps on a few rows, as a check.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AnalyzeSettings(ColumnOptions):
     model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
     student: str | None = option(None, "A student to compare with it.")
@@ -99,7 +98,7 @@ class AnalyzeSettings(ColumnOptions):
                 raise InputError(f"--measures {name!r}: {nearest(name, MEASURES)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PredictSettings(ColumnOptions):
     """The options of `fastkd predict`, and most of `fastkd evaluate`."""
 
@@ -124,7 +123,7 @@ class PredictSettings(ColumnOptions):
         tasks.check(self.task)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EvaluateSettings(PredictSettings):
     metric: str | None = option(None, "Score to compute as well.")
     label_order: str | None = option(
@@ -138,7 +137,7 @@ class EvaluateSettings(PredictSettings):
         tasks.check_metric(self.task, self.metric)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ExportSettings(Checked):
     model: str = option(..., "Model: a student's directory, or a hub name.")
     out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")

@@ -25,9 +25,10 @@ from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.study_runs import StudyRuns, leave_launcher
+from fastkd.study.study_runs import StudyRuns
 from fastkd.study.task_runs import TaskRuns
 from fastkd.train.errors import InputError
+from fastkd.train.launcher import leave_launcher
 from fastkd.train.models import be_quiet
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.run import save_model
@@ -104,7 +105,7 @@ def make_study(size: Size, seed: int, device: str) -> Study:
 
 
 def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
-    """Run `fastkd demo`; returns what demo.json holds."""
+    """Run `fastkd demo`; returns the content of demo.json."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
@@ -188,7 +189,7 @@ def _keep_best(report: dict[str, Any], study: Study, work: TaskRuns, size: Size)
     """Train the best student again, the same bits; save it, time it, draw what it sees."""
     out = work.out.parent
     variant = next(v for v in study.variants if v.name == report["best"])
-    trained = work.distil(variant, study.seeds[0])
+    trained = work.train_student(variant, study.seeds[0])
     run, student = trained.run, trained.student
     seconds = run.seconds_a_batch(student, size.timing_rounds)
     report["speedup"] = seconds["teacher"] / seconds["student"]

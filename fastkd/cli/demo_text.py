@@ -28,16 +28,16 @@ from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.demo import TITLES, Sizes, either
 from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
-from fastkd.study.study_runs import leave_launcher
 from fastkd.train import data
-from fastkd.train.distill_settings import Pairing
+from fastkd.train.config import TrainingConfig
 from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
+from fastkd.train.launcher import leave_launcher
 from fastkd.train.models import be_quiet, count
 from fastkd.train.run import Run, assemble, save_model
 from fastkd.train.saving import locked, read_manifest, saving, write_json
+from fastkd.train.settings import Pairing
 from fastkd.train.training import stopping_at_once
-from fastkd.train.training_config import TrainingConfig, choose_device
 
 TASK = "causal-lm"
 END = "<end>"
@@ -152,7 +152,7 @@ def _begin(
     """A teacher that has learned, with its rows."""
     pairing = Pairing(
         task=TASK, train=paths["train"], evals=paths["eval"], teacher=str(settings.out / "teacher"),
-        max_length=size.length, seed=settings.seed, device=settings.device,
+        max_length=size.length, seed=settings.seed, device_name=settings.device,
         student_layers=size.layers // 2,
     )  # fmt: skip
     corpus = data.load(pairing)
@@ -162,7 +162,7 @@ def _begin(
     corpus = dataclasses.replace(corpus, task=task)
     training_config = TrainingConfig(
         max_steps=size.teacher_steps, batch_size=size.batch_size, learning_rate=1e-3,
-        device=choose_device(settings.device, "fp32"), seed=settings.seed,
+        device_name=settings.device, seed=settings.seed,
     )  # fmt: skip
     torch.nn.Module.to(teacher, training_config.device)
     run = Run(corpus, tokenizer, teacher, training_config, size.length, display)
@@ -171,7 +171,7 @@ def _begin(
         f"{size.length} tokens; {len(run.eval_rows[''])} held out; device {training_config.device}"
     )
     display.say(f"teacher: {size.layers} layers, {count(teacher):,} parameters")
-    run.finetune(training_config, every=size.teacher_steps)
+    run.train_teacher(training_config, every=size.teacher_steps)
     return run, pairing
 
 
@@ -186,7 +186,7 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
         try:
             options = OPTIONS.get(name, {})
             distiller = assemble(dataclasses.replace(pairing, method=name, options=options), run)
-            history = run.distil(distiller, TITLES[name], every=every)
+            history = run.train_student(distiller, TITLES[name], every=every)
         except InputError as error:  # it compares what a language model hasn't
             left_out[name] = str(error)
             run.display.say(f"{TITLES[name]}: left out ({error})")

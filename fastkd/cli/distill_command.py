@@ -9,22 +9,25 @@ from rich.console import Console
 from rich.table import Table
 
 from fastkd.cli.display import RichDisplay, say
-from fastkd.train import processes, run, stages
-from fastkd.train.distill_settings import Settings
+from fastkd.train import distillation, processes, stages
+from fastkd.train.config import DistillConfig
 from fastkd.train.progress import compared, format_scores
+from fastkd.train.settings import DistillOptions
 
 
-def distill(settings: Settings, console: Console) -> None:
-    """Run `fastkd distill`; see `fastkd.train.run.distill`, and `fastkd.train.stages`."""
+def run(options: DistillOptions, console: Console) -> None:
+    """Run `fastkd distill`; see `fastkd.train.distillation` and `fastkd.train.stages`."""
+    settings = DistillConfig(**vars(options))
     log_json = settings.log_json if processes.first() else None
     if settings.stages is None:
-        show(run.distill(settings, RichDisplay(console, log_json)), settings.out, console)
+        report = distillation.run_distillation(settings, RichDisplay(console, log_json))
+        show(report, settings.out, console)
         return
     ordered = stages.read(settings)
     stages.check(settings, ordered)
     for stage in ordered:
         say(console, f"stage {stage.number} of {len(ordered)}: {stage.name}")
-        show(stages.distil(stage, RichDisplay(console, log_json)), stage.out, console)
+        show(stages.run_stage(stage, RichDisplay(console, log_json)), stage.out, console)
     say(console, f"the student of the last stage: {stages.link(ordered)}")
 
 

@@ -87,6 +87,13 @@ TRIALS = tuple(
 )
 
 
+def run(settings: object, console: Any) -> bool:
+    """Run `fastkd doctor`; returns whether every backend that runs here is right."""
+    from fastkd.cli.display import say
+
+    return examine(lambda line: say(console, line))
+
+
 def examine(write: Callable[[str], object]) -> bool:
     """Write the report line by line; return whether every backend that runs here is right."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,32 +5,16 @@ imports its options when it is called, and the rest when it runs.
 """
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-from rich.console import Console
+from typing import Annotated, Any, NamedTuple
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
-from fastkd.cli.display import new_console, say
-from fastkd.cli.typer_commands import NoOptions, command
+from fastkd.cli.display import new_console
+from fastkd.cli.typer_commands import command
 from fastkd.train.errors import InputError, Interrupted, RunFailed
-from fastkd.train.launcher import first, launched
-
-if TYPE_CHECKING:
-    from fastkd.cli.command_settings import (
-        AnalyzeSettings,
-        CacheSettings,
-        DemoSettings,
-        EvaluateSettings,
-        ExportSettings,
-        PredictSettings,
-        VerifySettings,
-    )
-    from fastkd.study.study_settings import StudySettings
-    from fastkd.train.distill_settings import Settings
+from fastkd.train.launcher import first, launched, leave_launcher
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -41,12 +25,134 @@ ANSWERING = ("transformers", "safetensors")
 UsageError: Any = typer.BadParameter.__mro__[1]  # typer brings its own click, or click's
 
 
-# How a command that was stopped goes on with what it has saved.
-GOES_ON = {
-    "distill": ", --resume continues the run",
-    "study": ", the same command goes on",
-    "demo": ", the same command goes on",
-    "cache": ", the same command goes on",
+class Command(NamedTuple):
+    """A command: its help, the dataclass of its options, and its function.
+
+    ``function(settings, console)`` may return False for exit code 1. The packages in ``needs`` are
+    imported before it starts work. Only the first of several processes runs it if ``alone``.
+    ``after_stop`` ends the sentence for an interrupted command.
+    """
+
+    help: str
+    options: str
+    function: str
+    needs: Sequence[str] = TRAINING
+    alone: bool = False
+    after_stop: str = ""
+
+
+AGAIN = ", the same command goes on"
+COMMANDS = {
+    "distill": Command(
+        """Distil a teacher into a smaller student.
+
+    For example, on a GLUE task from the hub:
+
+        fastkd distill --teacher bert-base-uncased --finetune-teacher 3 --task sst2 --method fcd
+
+    or on local files:
+
+        fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
+    """,
+        "train.settings.DistillOptions",
+        "cli.distill_command.run",
+        after_stop=", --resume continues the run",
+    ),
+    "evaluate": Command(
+        """Score a model on labelled rows.
+
+    For example:
+
+        fastkd evaluate --model runs/distill/student --data dev.tsv
+    """,
+        "cli.command_settings.EvaluateSettings",
+        "cli.evaluate_command.evaluate",
+        ANSWERING,
+        alone=True,
+    ),
+    "predict": Command(
+        """Label rows with a model: class and probability, or a number.
+
+    For example:
+
+        fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
+    """,
+        "cli.command_settings.PredictSettings",
+        "cli.predict_command.predict",
+        ANSWERING,
+        alone=True,
+    ),
+    "export": Command(
+        "Write a model as ONNX, and check that ONNX Runtime gives the same outputs.",
+        "cli.command_settings.ExportSettings",
+        "cli.export_command.export",
+        ANSWERING,
+        alone=True,
+    ),
+    "cache": Command(
+        """Store a fine-tuned teacher's outputs on every training row, for runs without it.
+
+    For example:
+
+        fastkd cache --teacher ./teacher --train train.tsv --eval dev.tsv --out runs/cache
+
+        fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
+    """,
+        "cli.command_settings.CacheSettings",
+        "cli.cache_command.write",
+        after_stop=AGAIN,
+    ),
+    "verify": Command(
+        """Compute one step in every way that should give the same, and print how far the gradients
+    differ.
+
+    Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
+    your teacher, student, method and rows, in float64, without dropout.
+    """,
+        "cli.command_settings.VerifySettings",
+        "cli.verify_command.verify",
+        alone=True,
+    ),
+    "demo": Command(
+        "Distil a real teacher with every method, offline, in a few minutes.",
+        "cli.command_settings.DemoSettings",
+        "cli.demo_command.run",
+        (*TRAINING, "matplotlib"),
+        after_stop=AGAIN,
+    ),
+    "doctor": Command(
+        "Print what is installed, which backends run and why not, and check them.",
+        "cli.typer_commands.NoOptions",
+        "cli.doctor.run",
+        (),
+    ),
+    "study": Command(
+        """Compare methods with one budget over several seeds, and print what exceeds noise.
+
+    For example, from a file, or from options; the same command goes on after a stop:
+
+        fastkd study SPEC.toml --out runs/study --jobs 4
+
+        fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
+    """,
+        "study.study_settings.StudySettings",
+        "cli.study_command.run",
+        (*TRAINING, "matplotlib"),
+        after_stop=AGAIN,
+    ),
+    "analyze": Command(
+        """Similarity of the layers of a model, or of teacher and student, as numbers and pictures.
+
+    For example:
+
+        fastkd analyze --model bert-base-uncased --task rte --measures svcca,pwcca
+
+        fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
+    """,
+        "cli.command_settings.AnalyzeSettings",
+        "cli.analyze_command.run",
+        ("transformers", "matplotlib"),
+    ),
 }
 
 
@@ -63,7 +169,7 @@ class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
             return super().make_context(info_name, args or ["--help"], *rest, **more)
 
     def invoke(self, ctx: Any) -> Any:
-        with errors_as_sentences(lambda: GOES_ON.get(ctx.invoked_subcommand, "")):
+        with errors_as_sentences(lambda: COMMANDS[ctx.invoked_subcommand].after_stop):
             return super().invoke(ctx)
 
 
@@ -152,158 +258,33 @@ def _end(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _command(options: str, needs: Sequence[str] = TRAINING, *, alone: bool = False) -> Callable:
-    """Register a command, ``function(settings, console)``; exit code 1 if it returns False.
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"fastkd.{module}"), name)
 
-    ``options`` names the dataclass of its options: "train.distill_settings.Settings". The packages
-    in ``needs`` are imported before the command starts work. With ``alone`` only the first of
-    several processes runs the command.
-    """
 
-    def decorate(function: Callable[[Any, Console], bool | None]) -> Callable[..., Any]:
-        def run(settings: Any) -> None:
-            if alone and not first():
+def _register(name: str, meta: Command) -> None:
+    """List a command; its options are imported when it is called, and its function when it runs."""
+
+    def run(settings: Any) -> None:
+        if meta.alone:
+            if not first():
                 return
-            for module in needs:
-                require(module, "train")
-            with new_console() as console:
-                if function(settings, console) is False:
-                    raise typer.Exit(1)
+            leave_launcher()
+        for module in meta.needs:
+            require(module, "train")
+        with new_console() as console:
+            if _imported(meta.function)(settings, console) is False:
+                raise typer.Exit(1)
 
-        def build() -> Any:
-            module, _, cls = options.rpartition(".")
-            settings = getattr(importlib.import_module(f"fastkd.{module}"), cls)
-            single = typer.Typer(add_completion=False)
-            single.command(name, help=function.__doc__, cls=UniqueOptionsCommand)(
-                command(settings)(run)
-            )
-            return typer.main.get_command(single)
+    def build() -> Any:
+        single = typer.Typer(add_completion=False)
+        typed = command(_imported(meta.options), run)
+        single.command(name, help=meta.help, cls=UniqueOptionsCommand)(typed)
+        return typer.main.get_command(single)
 
-        name = function.__name__
-        return app.command(name, help=function.__doc__)(build)
-
-    return decorate
+    app.command(name, help=meta.help)(build)
 
 
-@_command("train.distill_settings.Settings")
-def distill(settings: "Settings", console: Console) -> None:
-    """Distil a teacher into a smaller student.
-
-    For example, on a GLUE task from the hub:
-
-        fastkd distill --teacher bert-base-uncased --finetune-teacher 3 --task sst2 --method fcd
-
-    or on local files:
-
-        fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
-    """
-    from fastkd.cli.distill_command import distill
-
-    distill(settings, console)
-
-
-@_command("cli.command_settings.EvaluateSettings", ANSWERING, alone=True)
-def evaluate(settings: "EvaluateSettings", console: Console) -> None:
-    """Score a model on labelled rows.
-
-    For example:
-
-        fastkd evaluate --model runs/distill/student --data dev.tsv
-    """
-    from fastkd.cli.evaluate_command import evaluate
-
-    evaluate(settings, console)
-
-
-@_command("cli.command_settings.PredictSettings", ANSWERING, alone=True)
-def predict(settings: "PredictSettings", console: Console) -> None:
-    """Label rows with a model: class and probability, or a number.
-
-    For example:
-
-        fastkd predict --model runs/distill/student --data new.txt --out labels.tsv
-    """
-    from fastkd.cli.predict_command import predict
-
-    predict(settings, console)
-
-
-@_command("cli.command_settings.ExportSettings", ANSWERING, alone=True)
-def export(settings: "ExportSettings", console: Console) -> None:
-    """Write a model as ONNX, and check that ONNX Runtime gives the same outputs."""
-    from fastkd.cli.export_command import export
-
-    export(settings, console)
-
-
-@_command("cli.command_settings.CacheSettings")
-def cache(settings: "CacheSettings", console: Console) -> None:
-    """Keep what a fine-tuned teacher says of every training row, for runs without it.
-
-    For example:
-
-        fastkd cache --teacher ./teacher --train train.tsv --eval dev.tsv --out runs/cache
-
-        fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
-    """
-    from fastkd.cli.cache_command import write
-
-    write(settings, console)
-
-
-@_command("cli.command_settings.VerifySettings", alone=True)
-def verify(settings: "VerifySettings", console: Console) -> bool:
-    """Take one step in every way that should be the same, and tell how far the gradients differ.
-
-    Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
-    your teacher, student, method and rows, in float64, without dropout.
-    """
-    from fastkd.cli.verify_command import verify
-
-    return verify(settings, console)
-
-
-@_command("cli.command_settings.DemoSettings", (*TRAINING, "matplotlib"))
-def demo(settings: "DemoSettings", console: Console) -> None:
-    """Distil a real teacher with every method, offline, in a few minutes."""
-    from fastkd.cli import demo, demo_text
-
-    (demo_text if settings.task == demo_text.TASK else demo).run_demo(settings, console)
-
-
-@_command("cli.typer_commands.NoOptions", ())
-def doctor(settings: NoOptions, console: Console) -> bool:
-    """Say what is installed, which backends run and why not, and check them."""
-    from fastkd.cli.doctor import examine
-
-    return examine(functools.partial(say, console))
-
-
-@_command("study.study_settings.StudySettings", (*TRAINING, "matplotlib"))
-def study(settings: "StudySettings", console: Console) -> None:
-    """Compare methods with one budget over several seeds, and say what exceeds noise.
-
-    For example, from a file, or from options; the same command goes on after a stop:
-
-        fastkd study SPEC.toml --out runs/study --jobs 4
-
-        fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
-    """
-    from fastkd.cli.study_command import run
-
-    run(settings, console)
-
-
-@_command("cli.command_settings.AnalyzeSettings", ("transformers", "matplotlib"))
-def analyze(settings: "AnalyzeSettings", console: Console) -> None:
-    """How alike the layers of a model are, or of teacher and student, as numbers and pictures.
-
-    For example:
-
-        fastkd analyze --model bert-base-uncased --task rte --measures svcca,pwcca
-
-        fastkd analyze --model ./teacher --student runs/distill/student --data dev.tsv
-    """
-    from fastkd.cli.analyze_command import run
-
-    run(settings, console)
+for _name, _meta in COMMANDS.items():
+    _register(_name, _meta)

@@ -8,9 +8,10 @@ from rich.console import Console
 from fastkd.cli.display import RichDisplay
 from fastkd.study import study_report
 from fastkd.study.spec import read
-from fastkd.study.study_runs import StudyRuns, leave_launcher
+from fastkd.study.study_runs import StudyRuns
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
+from fastkd.train.launcher import leave_launcher
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_directory
 from fastkd.train.training import stopping_at_once

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from fastkd.cli.command_settings import PredictSettings
+from fastkd.train.computation import PredictionConfig, choose_device
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_new_file, csv_text
 from fastkd.train.trained_model import TrainedModel
-from fastkd.train.training_config import TrainingConfig, choose_device
 
 
 def begin(settings: PredictSettings) -> TrainedModel:
@@ -19,9 +19,10 @@ def begin(settings: PredictSettings) -> TrainedModel:
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:
         raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
-    device = choose_device(settings.device, settings.precision)
-    training_config = TrainingConfig(
-        batch_size=settings.batch_size, precision=settings.precision, device=device
+    training_config = PredictionConfig(
+        batch_size=settings.batch_size,
+        precision=settings.precision,
+        device=choose_device(settings.device, settings.precision),
     )
     remote = settings.trust_remote_code
     return TrainedModel(settings.model, training_config, remote, settings.onnx, settings.task)

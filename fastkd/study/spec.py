@@ -28,19 +28,22 @@ from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
 from fastkd.distill.order import LABELLED_SHARE
 from fastkd.study.study_settings import StudySettings
-from fastkd.train.distill_settings import Checked, ColumnOptions, Source, device, precision
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import attention_for, make_method
-from fastkd.train.option_fields import fits, given, option
-from fastkd.train.option_files import (
+from fastkd.train.options import (
+    Checked,
     check_name,
     check_tables,
     check_types,
     errors_with_file_keys,
+    fits,
+    given,
+    option,
+    read_options_file,
     resolve_path,
-    tables,
 )
+from fastkd.train.settings import ColumnOptions, Source, device, precision
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 PACKAGED = "packaged"
@@ -194,7 +197,7 @@ def read(settings: StudySettings) -> Study:
     Raises:
         InputError: an invalid field or option; the message names it.
     """
-    spec = {} if settings.spec is None else {**tables(settings.spec)}
+    spec = {} if settings.spec is None else {**read_options_file(settings.spec)}
     folder = Path() if settings.spec is None else settings.spec.parent
     shared = ("seeds", "teacher", "steps", "seconds", "device")
     spec.update({k: v for k in shared if (v := getattr(settings, k)) not in (None, "auto")})

@@ -24,23 +24,12 @@ import torch
 from fastkd._core.extras import require
 from fastkd.study.spec import Study, TaskSpec, Variant
 from fastkd.study.task_runs import TaskRuns, key_of
-from fastkd.train import processes
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.models import be_quiet
 from fastkd.train.progress import Display, clock
 from fastkd.train.saving import read_json, write_json
 
 filelock: Any = require("filelock", "train")
-
-# Environment variables that a launcher sets.
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
 
 
 class Job(NamedTuple):
@@ -81,21 +70,6 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def _done(job: Job) -> bool:
     return _result(job) is not None
-
-
-def leave_launcher() -> tuple[int, int]:
-    """Rank and number of the launched processes; detaches this process from the launcher.
-
-    Otherwise Trainer would divide the rows of every step among the processes.
-    """
-    found = processes.rank(), int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
-    if processes.launched() and local < len(visible.split(",")):
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    return found
 
 
 class StudyRuns:

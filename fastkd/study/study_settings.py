@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastkd.train.distill_settings import ColumnOptions, device
-from fastkd.train.option_fields import option, run_option, training_option
+from fastkd.train.options import option, run_option, training_option
+from fastkd.train.settings import ColumnOptions, device
 
 comparison_option = functools.partial(option, panel="What is compared")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StudySettings(ColumnOptions):
     """The options of `fastkd study`; an option overrides the field of the study's file.
 

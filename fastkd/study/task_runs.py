@@ -27,8 +27,9 @@ from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.arrow_rows import Encoded, file_fingerprint, fingerprint
+from fastkd.train.computation import choose_device
+from fastkd.train.config import TrainingConfig
 from fastkd.train.corpus import Corpus
-from fastkd.train.distill_settings import Source
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.evaluation import predict
@@ -40,14 +41,14 @@ from fastkd.train.models import (
     load,
     tokenizer_of,
 )
-from fastkd.train.option_files import errors_with_file_keys
+from fastkd.train.options import errors_with_file_keys
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run import Run, save_model
 from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import find_damage
+from fastkd.train.settings import Source
 from fastkd.train.tasks.base import Task
-from fastkd.train.training_config import TrainingConfig, choose_device
 
 filelock: Any = require("filelock", "train")
 
@@ -233,7 +234,7 @@ class TaskRuns:
             f"{self.study.batch_size} rows"
         )
         run = self._answering(self.corpus, model, training_config)
-        history = run.finetune(training_config, every=self.task.teacher_steps)
+        history = run.train_teacher(training_config, every=self.task.teacher_steps)
         scores = history[-1]["scores"]
         self.display.say(
             f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
@@ -275,7 +276,7 @@ class TaskRuns:
             learning_rate=study.learning_rate,
             labelled_share=study.labelled_share,
             precision=study.precision,
-            device=self.device,
+            device_name=study.device,
             seed=seed,
         )
 
@@ -413,7 +414,7 @@ class TaskRuns:
             corpus = dataclasses.replace(corpus, unlabelled=None)
         return self._answering(corpus, self.teacher, self._plan(steps, seed))
 
-    def distil(self, variant: Variant, seed: int) -> "TrainedStudent":
+    def train_student(self, variant: Variant, seed: int) -> "TrainedStudent":
         """Train one student.
 
         Raises:
@@ -425,7 +426,7 @@ class TaskRuns:
         run = self._run(steps, seed, not distiller.method.uses_teacher)
         memory = PeakMemory(self.device)
         title = f"{variant.name}, seed {seed}"
-        history = run.distil(distiller, title, every=-(-steps // study.evaluations))
+        history = run.train_student(distiller, title, every=-(-steps // study.evaluations))
         student = cast(PreTrainedModel, distiller.student).eval()
         return TrainedStudent(run, student, distiller.method, history, memory.read())
 
@@ -434,7 +435,7 @@ class TaskRuns:
         method = self._method(variant, self.selected if variant.compares_selected else [])
         about = {"hyperparameters": _plain(method.hyperparameters())}
         try:
-            trained = self.distil(variant, seed)
+            trained = self.train_student(variant, seed)
         except TrainingFailed as error:
             return {**about, "failed": str(error), "measured": self._measured(None, None)}
         seconds = [entry.pop("seconds") for entry in trained.history]
@@ -455,7 +456,7 @@ class TaskRuns:
         distiller = self._distiller(variant, cached=True)
         run = self._run(CALIBRATION_STEPS, 0, not distiller.method.uses_teacher, evals=1)
         half = CALIBRATION_STEPS // 2
-        history = run.distil(distiller, "calibration", every=half)
+        history = run.train_student(distiller, "calibration", every=half)
         a_step = (history[-1]["seconds"] - history[0]["seconds"]) / half
         return max(1, round(seconds / a_step))
 

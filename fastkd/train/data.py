@@ -14,12 +14,12 @@ from fastkd._core.extras import require
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import Rows, file_fingerprint, stored
 from fastkd.train.corpus import Corpus
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
 from fastkd.train.files import first_row, is_text
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
+from fastkd.train.settings import Source
 from fastkd.train.tasks.base import LabelInfo, Task
 
 TEST = "test"

@@ -16,9 +16,9 @@ from fastkd.distributed import world_size
 from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.progress import Display, counted
-from fastkd.train.training_config import TrainingConfig, autocast
 
 if TYPE_CHECKING:
+    from fastkd.train.computation import Computation
     from fastkd.train.tasks.base import Task
 
 
@@ -27,7 +27,7 @@ def predict(
     examples: Encoded,
     task: "Task",
     tokenizer: Any,
-    training_config: TrainingConfig,
+    training_config: "Computation",
     display: Display | None = None,
 ) -> Any:
     """Predictions of ``model`` for all rows, in eval mode; draws no random numbers.
@@ -42,7 +42,7 @@ def predict(
     number, batches = examples.shared(collate, size, training_config.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
-        with torch.no_grad(), autocast(training_config):
+        with torch.no_grad(), training_config.autocast():
             for batch in batches:
                 parts.append(task.answer(model, batch, tokenizer))
             if together and number < -(-len(order) // (ranks * size)):  # others have one more

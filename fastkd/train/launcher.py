@@ -1,9 +1,12 @@
-"""This process's place among those that a launcher such as torchrun started.
+"""Rank of this process among those that a launcher such as torchrun started.
 
 Read from the environment, without torch.
 """
 
 import os
+
+# Environment variables that a launcher sets.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def launched() -> bool:
@@ -12,10 +15,25 @@ def launched() -> bool:
 
 
 def rank() -> int:
-    """The number of this process, 0 in a run of one."""
+    """Rank of this process; 0 in a run of one."""
     return int(os.environ["RANK"]) if launched() else 0
 
 
 def first() -> bool:
-    """Whether this process speaks and writes."""
+    """Whether this process prints and writes files."""
     return rank() == 0
+
+
+def leave_launcher() -> tuple[int, int]:
+    """Rank and number of the launched processes; detaches this process from the launcher.
+
+    For work that processes do not share: Trainer would share the rows of every step between them.
+    """
+    found = rank(), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(local + 1))))
+    if launched() and local < len(visible.split(",")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local]
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    return found

@@ -26,12 +26,12 @@ from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.classes import by_names
 from fastkd.train.corpus import Corpus
-from fastkd.train.distill_settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.lora import TRAINED
-from fastkd.train.option_fields import as_json, given
+from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest
+from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import Task
 
 # Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from fastkd.distributed import world_size
-from fastkd.train import processes, trainer_args
+from fastkd.train import processes
 from fastkd.train.arrow_rows import Rows, fingerprint
+from fastkd.train.config import DistillConfig
 from fastkd.train.corpus import Corpus
-from fastkd.train.distill_settings import Settings
 from fastkd.train.errors import InputError
-from fastkd.train.option_fields import as_json, defaults_of
+from fastkd.train.options import defaults_of, options_of
 from fastkd.train.saving import (
     MANIFEST,
     discard,
@@ -52,21 +52,25 @@ class RunDirectory:
         InputError: --out has content that --resume cannot continue or --overwrite may not replace.
     """
 
-    def __init__(self, settings: Settings):
-        self.settings, self.path = settings, settings.out
+    def __init__(self, config: DistillConfig):
+        self.path, self.resume, self.overwrite = config.out, config.resume, config.overwrite
+        #: Options of this run, and the defaults of options that an older version didn't save.
+        self.saved, defaults = config.saved(), defaults_of(config)
+        self.defaults = {meta.key: defaults[name] for name, meta in options_of(config).items()}
+        self.defaults["trainer_args"] = {}
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
         #: Where files are now that somebody else had put into `work`.
         self.kept: Path | None = None
         self._recover()
         self.manifest = self._read_manifest()
-        if settings.resume:
+        if self.resume:
             self._check_settings()
         else:
             self._refuse_or_clear()
         complete = None if self.manifest else _run_manifest(self.path / "student")
         #: The report of the complete run that --resume finds, if there is nothing to continue.
-        self.done: dict[str, Any] | None = complete if settings.resume else None
+        self.done: dict[str, Any] | None = complete if self.resume else None
 
     def _recover(self) -> None:
         """Complete directory moves that a killed run left unfinished."""
@@ -90,7 +94,7 @@ class RunDirectory:
             raise InputError(
                 f"--out {self.path}: fastkd did not write {self.work}; move it, or give another"
             )
-        if self.settings.resume and manifest is None and path.exists():
+        if self.resume and manifest is None and path.exists():
             raise InputError(
                 f"--resume: {path} is damaged, so its options are lost; "
                 "pass --overwrite to start again"
@@ -107,11 +111,10 @@ class RunDirectory:
                 f"--resume: {self.path / 'student'} has no readable {MANIFEST} of a run; "
                 "move it away, or give another --out"
             )
-        defaults = {**defaults_of(self.settings), "trainer_args": {}}
         if before is None:
             return
-        for name, value in self._described().items():
-            then = before["settings"].get(name, defaults.get(name))
+        for name, value in self.saved.items():
+            then = before["settings"].get(name, self.defaults.get(name))
             if then != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "
@@ -124,15 +127,9 @@ class RunDirectory:
                 "pass --overwrite to train it again"
             )
 
-    def _described(self) -> dict[str, Any]:
-        """The settings, with the content of the file --trainer-args."""
-        arguments = trainer_args.read(self.settings.trainer_args)
-        return {**as_json(self.settings), "trainer_args": arguments}
-
     def _refuse_or_clear(self) -> None:
         """Without --resume: raise if results would be lost; with --overwrite remove old work."""
-        overwrite = self.settings.overwrite
-        if self.manifest is not None and not overwrite:
+        if self.manifest is not None and not self.overwrite:
             raise InputError(
                 f"--out {self.path} holds an unfinished run; pass --resume to continue it, "
                 "--overwrite to start again, or another --out"
@@ -141,7 +138,7 @@ class RunDirectory:
             directory = self.path / name
             if not directory.exists():
                 continue
-            if not overwrite:
+            if not self.overwrite:
                 raise InputError(
                     f"--out {self.path} already holds a {name}; pass --resume to continue that "
                     "run, --overwrite to replace it once a new one is complete, or another --out"
@@ -183,7 +180,7 @@ class RunDirectory:
         manifest = {
             "run": secrets.token_hex(8),
             "processes": world_size(),
-            "settings": self._described(),
+            "settings": self.saved,
             "fingerprints": prints,
         }
         with saving(self.work):
@@ -211,11 +208,11 @@ class RunDirectory:
         assert self.manifest is not None
         return self.manifest
 
-    def check_room(self, teacher: int, student: int) -> None:
+    def check_room(self, teacher: int, student: int, finetune: bool) -> None:
         """Raise if the disk lacks room for the run; the sizes of the models are in bytes."""
         # A model, its successor, and three checkpoints of weights and two moments.
         needed = 11 * student
-        if self.settings.finetune_teacher:
+        if finetune:
             needed = max(11 * teacher, teacher + needed)
         needed -= sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())
         free = free_bytes(self.path)

@@ -22,23 +22,24 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from fastkd.train import data, processes, run
-from fastkd.train.distill_settings import OF_ALL_STAGES, Settings
+from fastkd.train import data, distillation, processes
+from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.models import STUDENT, be_quiet, load
-from fastkd.train.option_fields import option
-from fastkd.train.option_files import (
+from fastkd.train.options import (
     check_name,
     check_tables,
     check_types,
     errors_with_file_keys,
     file_keys,
+    option,
+    read_options_file,
     resolve_path,
-    tables,
 )
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RESULTS
 from fastkd.train.saving import read_manifest
+from fastkd.train.settings import OF_ALL_STAGES
 
 PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
 MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
@@ -47,8 +48,8 @@ MAKES = ("student", "student_layers", "teacher_layers", "student_config", "stude
 LAST = "student"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageSettings(Settings):
+@dataclasses.dataclass(kw_only=True)
+class StageConfig(DistillConfig):
     """The options of a stage."""
 
     follows: str | None = option(None, "The run whose student this one begins with.")
@@ -60,7 +61,7 @@ class Stage:
 
     name: str
     number: int
-    settings: StageSettings
+    settings: StageConfig
     before: Path | None  # the student that it begins with
 
     @property
@@ -69,14 +70,14 @@ class Stage:
         return self.settings.out
 
 
-def read(settings: Settings) -> list[Stage]:
+def read(settings: DistillConfig) -> list[Stage]:
     """The stages of --stages.
 
     Raises:
         InputError: anything in the file that no stage can have, by its stage and key.
     """
     assert settings.stages is not None
-    found = dict(tables(settings.stages))
+    found = dict(read_options_file(settings.stages))
     entries = check_tables("stages", found.pop("stages", {}))
     if not entries:
         raise InputError(f"{settings.stages} has no stages; a table [stages.NAME] is one")
@@ -93,15 +94,17 @@ def read(settings: Settings) -> list[Stage]:
                 raise InputError(f"{where}: {made} is for the first stage; others take its student")
             values["student"] = str(before)
         shared = {name: getattr(settings, name) for name in OF_ALL_STAGES}
-        with errors_with_file_keys(where, Settings):
-            stage = StageSettings(**{**shared, **values, "out": out, "stages": None})
+        with errors_with_file_keys(where, DistillConfig):
+            stage = StageConfig(**{**shared, **values, "out": out, "stages": None})
         stages.append(Stage(name, number, stage, before))
     return stages
 
 
 def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of `Settings` that a stage gives."""
-    keys = {key: name for key, name in file_keys(Settings).items() if name not in OF_ALL_STAGES}
+    """Fields of `DistillConfig` that a stage's table gives."""
+    keys = {
+        key: name for key, name in file_keys(DistillConfig).items() if name not in OF_ALL_STAGES
+    }
     values = {}
     for key, value in table.items():
         if key in OF_ALL_STAGES:
@@ -112,31 +115,30 @@ def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
         if name in PATHS:
             value = resolve_path(f"{where}: {key}", value, folder)
         else:
-            check_types(f"{where}: ", {name: value}, Settings, {name: key})
+            check_types(f"{where}: ", {name: value}, DistillConfig, {name: key})
             if name in MODELS and (folder / value).is_dir():
                 value = str(folder / value)
         values[name] = value
     return values
 
 
-def check(settings: Settings, stages: list[Stage]) -> None:
+def check(settings: DistillConfig, stages: list[Stage]) -> None:
     """Raise for whatever can be seen to be wrong in any stage before the first one begins.
 
     That is options, files, rows and whether models are there; all processes call it.
     """
     be_quiet()
-    processes.join(stages[0].settings.device)
     with processes.errors_on_all():
         _check_out(settings, stages)
         words = None
         for stage in stages:
-            with errors_with_file_keys(f"stages.{stage.name} of {settings.stages}", Settings):
+            with errors_with_file_keys(f"stages.{stage.name} of {settings.stages}", DistillConfig):
                 words = _check(stage.settings, words)
 
 
-def _check(settings: Settings, words: int | None) -> int:
+def _check(settings: DistillConfig, words: int | None) -> int:
     """Check a stage whose student reads so many words; how many they are, of the first one."""
-    run.check(settings)
+    distillation.check(settings)
     remote = settings.trust_remote_code
     if settings.teacher_cache is not None:
         option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
@@ -154,7 +156,7 @@ def _check(settings: Settings, words: int | None) -> int:
     return int(teacher.vocab_size)
 
 
-def _check_out(settings: Settings, stages: list[Stage]) -> None:
+def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
     last = settings.out / LAST
     if last.exists() and not last.is_symlink():
         raise InputError(f"--out {settings.out} holds a student of a run without --stages")
@@ -168,7 +170,7 @@ def _check_out(settings: Settings, stages: list[Stage]) -> None:
             )
 
 
-def distil(stage: Stage, display: Display) -> dict[str, Any]:
+def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
     """Run a stage, or go on with it; its report, as it was if it is complete.
 
     What it holds of another run's student is overwritten.
@@ -181,14 +183,14 @@ def distil(stage: Stage, display: Display) -> dict[str, Any]:
             lambda: _began_with_other_student(settings)
         ):
             settings = dataclasses.replace(settings, resume=False, overwrite=True)
-    return run.distill(settings, display)
+    return distillation.run_distillation(settings, display)
 
 
 def _run_manifest(student: Path | None) -> str | None:
     return None if student is None else (read_manifest(student) or {}).get("run")
 
 
-def _began_with_other_student(settings: StageSettings) -> bool:
+def _began_with_other_student(settings: StageConfig) -> bool:
     """Whether what lies in --out, finished or not, began with another student."""
     places = (settings.out / "unfinished", settings.out / "student")
     manifests = [manifest for manifest in map(read_manifest, places) if manifest]

@@ -12,6 +12,7 @@ import torch
 from fastkd._core.extras import require
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import Encoded, Encoder, Rows
+from fastkd.train.computation import Computation
 from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.evaluation import predict
@@ -22,7 +23,6 @@ from fastkd.train.models import load_trained, longest
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import Task
-from fastkd.train.training_config import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TrainedModel:
     def __init__(
         self,
         name: str,
-        training_config: TrainingConfig,
+        training_config: Computation,
         remote_code: bool,
         onnx: Path | None = None,
         task: str | None = None,

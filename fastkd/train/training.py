@@ -1,6 +1,7 @@
 """A training loop around transformers.Trainer: evaluation, best model, checkpoints, signals."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -19,15 +20,14 @@ from transformers import (
     ProgressCallback,
     TrainerCallback,
     TrainerState,
-    TrainingArguments,
     set_seed,
 )
-from transformers.integrations import get_available_reporting_integrations
 
 from fastkd.distill.order import Order
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Encoded
-from fastkd.train.errors import InputError, Interrupted, Stopped, TrainingFailed
+from fastkd.train.config import TrainingConfig
+from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.saving import (
     MANIFEST,
@@ -40,7 +40,6 @@ from fastkd.train.saving import (
     write_manifest,
 )
 from fastkd.train.trainers import StepTrainer
-from fastkd.train.training_config import TrainingConfig
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
@@ -119,7 +118,6 @@ class CallbackConfig:
     save_best: Callable[[dict[str, Any], list[dict]], None] | None = None
     every: int | None = None
     checkpoints: Checkpoints | None = None
-    trackers: tuple[str, ...] = ()
     log_directory: Path | None = None
     printed: bool = True
 
@@ -338,42 +336,15 @@ def _ended(checkpoint: Path | None) -> TrainerState | None:
 
 def _arguments(
     training_config: TrainingConfig, options: CallbackConfig, folder: Path, steps: int
-) -> TrainingArguments:
-    own: dict[str, Any] = {
-        "output_dir": str(folder),
-        "num_train_epochs": training_config.epochs,
-        "max_steps": training_config.max_steps,
-        "per_device_train_batch_size": training_config.own_rows,
-        "learning_rate": training_config.learning_rate,
-        "weight_decay": training_config.weight_decay,
-        "warmup_steps": round(training_config.warmup * steps),
-        "bf16": training_config.precision == "bf16",
-        "fp16": training_config.precision == "fp16",
-        "use_cpu": training_config.device.type == "cpu",
-        "seed": training_config.seed,
-        "save_strategy": "epoch" if options.checkpoints else "no",
-        "logging_steps": max(1, min(10, steps // 50)),
-        # A NaN is reported, not smoothed over.
-        "logging_nan_inf_filter": False,
-        "remove_unused_columns": False,
-        "disable_tqdm": True,
-        "report_to": list(options.trackers) or "none",
-        "dataloader_pin_memory": training_config.device.type == "cuda",
-    }
-    arguments = TrainingArguments(**{**own, **training_config.trainer})
-    # One process, one device: replicas of Trainer's DataParallel would each see part of a batch.
-    if arguments.n_gpu > 1:
-        arguments._n_gpu = 1
-    return arguments
-
-
-def check_trackers(names: str | None) -> None:
-    """Raise unless transformers can report to all of ``names``, separated by commas."""
-    known = get_available_reporting_integrations()
-    for name in filter(None, (names or "").split(",")):
-        if name not in known:
-            have = f"installed: {', '.join(known)}" if known else "none is installed"
-            raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
+) -> TrainingConfig:
+    """The configuration of one training, whose checkpoints are written to ``folder``."""
+    args = dataclasses.replace(
+        training_config, save_strategy="epoch" if options.checkpoints else "no"
+    )
+    args.output_dir, args.warmup_steps = str(folder), round(args.warmup * steps)
+    if "logging_steps" not in args.passed:
+        args.logging_steps = max(1, min(10, steps // 50))
+    return args
 
 
 @contextlib.contextmanager

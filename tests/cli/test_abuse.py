@@ -1,6 +1,5 @@
 """Malformed options and files, generated: one sentence each, which names option, file or row."""
 
-import dataclasses
 import datetime
 import decimal
 import gzip
@@ -26,13 +25,13 @@ from fastkd.cli.command_settings import (
     VerifySettings,
 )
 from fastkd.cli.main import app
-from fastkd.train.distill_settings import Settings
+from fastkd.train.config import DistillConfig
 from fastkd.train.errors import TrainingFailed
-from fastkd.train.option_fields import options_of
+from fastkd.train.options import options_of
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
 COMMANDS = {
-    "distill": Settings,
+    "distill": DistillConfig,
     "evaluate": EvaluateSettings,
     "predict": PredictSettings,
     "export": ExportSettings,
@@ -116,15 +115,15 @@ def bad_options():
     """(command, flag, value) that must be refused."""
     for command, cls in COMMANDS.items():
         kinds = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            meta, kind = options_of(cls)[field.name], kinds[field.name]
+        for name, meta in options_of(cls).items():
+            kind = kinds[name]
             choices = meta.choices() if callable(meta.choices) else meta.choices
             values: tuple[str, ...] = ()
             if {int, float} & {kind, *typing.get_args(kind)}:
                 values = BAD_NUMBERS
             elif Path in {kind, *typing.get_args(kind)}:
-                values = BAD_PATHS[:3] if field.name in WRITTEN else BAD_PATHS
-            elif choices or (kind is not bool and field.name not in FREE and field.name != "set"):
+                values = BAD_PATHS[:3] if name in WRITTEN else BAD_PATHS
+            elif choices or (kind is not bool and name not in FREE and name != "set"):
                 values = BAD_WORDS
             for value in values:
                 yield command, meta.flag, value

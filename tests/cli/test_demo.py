@@ -190,7 +190,7 @@ def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
     study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
     work = task_runs.TaskRuns(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)
-    again = work.distil(study.variants[2], 5)
+    again = work.train_student(study.variants[2], 5)
     assert again.run.answers == first["predictions"]
 
 

@@ -260,7 +260,7 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
         a_step = step_seconds["lrc_bert" if distiller.method.uses_teacher else "labels"]
         return [{"seconds": 9.0}, {"seconds": 9.0 + every * a_step}]
 
-    monkeypatch.setattr(Run, "distil", train)
+    monkeypatch.setattr(Run, "train_student", train)
     methods = "[methods]\nlabels = {}\nlrc_bert = {}\n"
     found = spec.read(StudySettings(spec=write(root, methods), seconds=2.0))
     task = TaskRuns(found, found.tasks[0], root / "out")

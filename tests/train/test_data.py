@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fastkd.train.data import describe, load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import doubt, evaluate
+from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import to_classes
 

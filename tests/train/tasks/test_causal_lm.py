@@ -19,8 +19,8 @@ from transformers import (
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoder
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _tokens
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import refused, through

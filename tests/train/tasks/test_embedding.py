@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertT
 
 from fastkd.train import tasks
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
 from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
+from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.cli.launched import Launch, commands
 from tests.support.tiny import make_teacher, run, sentences, words_of

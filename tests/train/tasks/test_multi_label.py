@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from fastkd.distill import Distiller, SoftTargets
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
 from fastkd.train.tasks.multi_label import TASK
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import refused, through

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
 from fastkd.train.tasks.multiple_choice import TASK
 from tests.support.tiny import WORDS, make_teacher, run
 from tests.train.tasks.through import refused, through

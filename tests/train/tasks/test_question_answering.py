@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
+from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, make_teacher, run
 from tests.train.tasks.through import killed_and_resumed, refused, through

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences
 from tests.train.tasks.through import killed_and_resumed, refused, through

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
-from fastkd.train.distill_settings import Source
 from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
 from fastkd.train.tasks.token_classification import TASK
 from tests.support.tiny import WORDS, make_teacher, run
 from tests.train.tasks.through import refused, through

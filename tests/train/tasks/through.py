@@ -8,9 +8,9 @@ import pytest
 
 from fastkd.distill.verify import _Step
 from fastkd.train.data import load
-from fastkd.train.distill_settings import Source
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
+from fastkd.train.settings import Source
 from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
 

@@ -1,4 +1,8 @@
-"""The options of `fastkd distill`."""
+"""Options of the commands, as dataclasses whose fields `fastkd.train.options` reads.
+
+They need no transformers, so that the help of a command is quick. `fastkd.train.config` turns those
+of `fastkd distill` into transformers.TrainingArguments.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +15,8 @@ from fastkd.train import lora, tasks
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.input_columns import Columns
-from fastkd.train.option_fields import (
+from fastkd.train.options import (
+    Checked,
     check,
     data_option,
     given,
@@ -26,14 +31,16 @@ from fastkd.train.option_fields import (
 MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
-# Options beside --stages; the others stand in its file.
+# Options beside --stages; all others belong into its file.
 OF_ALL_STAGES = (
     "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",
 )  # fmt: skip
 
 
 def device() -> Any:
-    return training_option("auto", "auto, cpu or cuda.", choices=("auto", "cpu", "cuda"))
+    return training_option(
+        "auto", "auto, cpu or cuda.", flag="--device", key="device", choices=("auto", "cpu", "cuda")
+    )
 
 
 def seed() -> Any:
@@ -48,16 +55,9 @@ def remote_code() -> Any:
     return option(False, "Run code that comes with a model on the hub.")
 
 
-class Checked:
-    """Options whose bounds are checked as they are made."""
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ColumnOptions(Checked):
-    """Where text and label stand in a file or data set."""
+    """Columns of text and label in a file or data set."""
 
     text_column: str | None = data_option(None, "Column of the text.")
     text_pair_column: str | None = data_option(None, "Column of the second text.")
@@ -66,14 +66,14 @@ class ColumnOptions(Checked):
 
     @property
     def columns(self) -> Columns:
-        """Those that are given."""
+        """The given columns."""
         label = self.label_column
         return Columns(self.text_column, self.text_pair_column, label, not self.no_header)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Source(ColumnOptions):
-    """Where the rows come from."""
+    """Source of the rows: a GLUE task, a data set on the hub, or files."""
 
     task: str | None = data_option(
         None,
@@ -142,21 +142,21 @@ class Source(ColumnOptions):
 
     @property
     def glue_name(self) -> str | None:
-        """The GLUE task, of --task or --data, if it is one."""
+        """Name of the GLUE task that --task or --data gives, if any."""
         return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
 
     @property
     def glue(self) -> Glue | None:
-        """Where its columns stand, and how it is scored."""
+        """Columns and metrics of the GLUE task, if any."""
         return GLUE_TASKS.get(self.glue_name or "")
 
     @property
     def kind(self) -> str | None:
-        """What --task says of how rows are read."""
+        """Value of --task if it is a kind of rows, not a GLUE data set."""
         return tasks.kind_of(self.task)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Pairing(Source):
     """Teacher, student and method."""
 
@@ -216,7 +216,7 @@ class Pairing(Source):
         least=4,
     )
     precision: str = precision()
-    device: str = device()
+    device_name: str = device()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,24 +237,16 @@ class Pairing(Source):
             raise InputError("--unlabelled and --method labels exclude each other")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings(Pairing):
-    """The options of `fastkd distill`, by the names they have there."""
+@dataclass(kw_only=True)
+class TrainingOptions(Checked):
+    """Length, speed, precision and device of a training.
 
-    teacher: str | None = option(  # type: ignore[assignment]
-        None, "Teacher: a directory or a hub name."
+    Names are those of ``transformers.TrainingArguments``, where it has the option.
+    """
+
+    num_train_epochs: float = training_option(
+        3.0, "Epochs of distillation.", flag="--epochs", key="epochs", above=0
     )
-    teacher_cache: Path | None = model_option(
-        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
-    )
-    out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
-    finetune_teacher: float = model_option(
-        0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
-    )
-    teacher_learning_rate: float = model_option(
-        5e-5, "Learning rate of --finetune-teacher.", above=0
-    )
-    epochs: float = training_option(3.0, "Epochs of distillation.", above=0)
     batch_size: int = training_option(32, "Rows in a step of a process.", least=1)
     accumulate: int = training_option(
         1,
@@ -274,6 +266,28 @@ class Settings(Pairing):
         least=0,
         most=1,
     )
+    seed: int = seed()
+    precision: str = precision()
+    device_name: str = device()
+
+
+@dataclass(kw_only=True)
+class DistillOptions(TrainingOptions, Pairing):
+    """Options of `fastkd distill`: data, teacher and student, method, training, and the run."""
+
+    teacher: str | None = option(  # type: ignore[assignment]
+        None, "Teacher: a directory or a hub name."
+    )
+    teacher_cache: Path | None = model_option(
+        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
+    )
+    out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
+    finetune_teacher: float = model_option(
+        0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
+    )
+    teacher_learning_rate: float = model_option(
+        5e-5, "Learning rate of --finetune-teacher.", above=0
+    )
     pack: bool = training_option(
         False, "Several conversations in a row of --max-length, none of which sees another."
     )
@@ -286,9 +300,11 @@ class Settings(Pairing):
         most=1,
     )
     gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
-    fsdp: bool = training_option(
+    #: Not accelerate's ``fsdp``; see `fastkd.train.sharding`.
+    shard: bool = training_option(
         False,
         "Spread teacher and student over the processes (FSDP2): none holds a whole model.",
+        flag="--fsdp",
         saved=False,
     )
     trainer_args: Path | None = training_option(
@@ -300,7 +316,7 @@ class Settings(Pairing):
     checkpoint_every: int | None = run_option(
         None, "Checkpoints within an epoch, too.", metavar="STEPS", least=1
     )
-    report_to: str | None = run_option(
+    report_to: str | None = run_option(  # a list once they are checked
         None, "Trackers that get the losses, such as tensorboard; separated by commas."
     )
     log_json: Path | None = run_option(
@@ -319,56 +335,58 @@ class Settings(Pairing):
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
         if self.stages is not None:
-            self._check_stages()
+            check(self)
+            more = given(self, *(name for name in options_of(self) if name not in OF_ALL_STAGES))
+            if more:
+                raise InputError(
+                    f"--stages and {more[0]} exclude each other: it stands in the file"
+                )
             return
-        super().__post_init__()
+        Pairing.__post_init__(self)  # not the next of a subclass
         self._check_teacher()
-        if self.fsdp:
+        if self.shard:
             self._check_sharding()
-        if not self.finetune_teacher and given(self, "teacher_learning_rate"):
-            raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
-        if self.log_json is not None:
-            log = self.log_json.absolute()
-            read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
-            if log in [path.absolute() for path in read if path is not None]:
-                raise InputError(f"--log-json {self.log_json} is a file that the run reads")
-            for name in ("student", "teacher", "unfinished"):
-                if log.is_relative_to((self.out / name).absolute()):
-                    raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
-
-    def _check_sharding(self) -> None:
-        """What --fsdp doesn't go with."""
-        if self.teacher_layers == SELECT:
-            raise InputError(
-                f"--fsdp and --teacher-layers {SELECT} exclude each other: a student is made of a "
-                "teacher that is whole; name the layers"
-            )
-        if self.precision == "fp16":
-            raise InputError("--fsdp and --precision fp16 exclude each other: take bf16")
-        if self.on_policy and self.gather:
-            raise InputError(
-                "--fsdp, --gather and --on-policy exclude each other: a process without rows has "
-                "nothing to write while the others do"
-            )
-
-    def _check_stages(self) -> None:
-        check(self)
-        more = given(self, *(name for name in options_of(self) if name not in OF_ALL_STAGES))
-        if more:
-            raise InputError(f"--stages and {more[0]} exclude each other: it stands in the file")
+        self._check_log()
 
     def _check_teacher(self) -> None:
+        if not self.finetune_teacher and given(self, "teacher_learning_rate"):
+            raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
         if self.teacher_cache is None:
             if self.teacher is None:
                 raise InputError("--teacher is missing: a directory or a hub name")
             return
         if self.on_policy:
             raise InputError(
-                "--on-policy and --teacher-cache exclude each other: a cache says nothing of what "
-                "the student writes"
+                "--on-policy and --teacher-cache exclude each other: a cache has no outputs on "
+                "text that the student generates"
             )
         if self.finetune_teacher:
             raise InputError(
-                "--teacher-cache and --finetune-teacher exclude each other: a cache is of a "
-                "teacher that is fine-tuned already"
+                "--teacher-cache and --finetune-teacher exclude each other: the teacher of a cache "
+                "is fine-tuned already"
             )
+
+    def _check_sharding(self) -> None:
+        if self.teacher_layers == SELECT:
+            raise InputError(
+                f"--fsdp and --teacher-layers {SELECT} exclude each other: selecting layers needs "
+                "a whole teacher; name the layers"
+            )
+        if self.precision == "fp16":
+            raise InputError("--fsdp and --precision fp16 exclude each other: take bf16")
+        if self.on_policy and self.gather:
+            raise InputError(
+                "--fsdp, --gather and --on-policy exclude each other: a process without rows "
+                "cannot take part in generating text"
+            )
+
+    def _check_log(self) -> None:
+        if self.log_json is None:
+            return
+        log = self.log_json.absolute()
+        read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
+        if log in [path.absolute() for path in read if path is not None]:
+            raise InputError(f"--log-json {self.log_json} is a file that the run reads")
+        for name in ("student", "teacher", "unfinished"):
+            if log.is_relative_to((self.out / name).absolute()):
+                raise InputError(f"--log-json {self.log_json} lies in what the run replaces")

@@ -1,33 +1,40 @@
 """Dataclass fields that declare an option's type, default, help and bounds.
 
-The command line (`fastkd.cli.typer_commands`), the validation (`check`) and the saved settings
-(`as_json`) are derived from the fields.
+The command line (`fastkd.cli.typer_commands`), its checks, the options in a TOML or YAML file and
+the saved settings of a run are derived from these fields.
 """
 
 import ast
+import contextlib
 import dataclasses
 import enum
 import functools
 import math
+import os
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from fastkd._core.extras import require
 from fastkd.train.errors import InputError, nearest
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What an option is besides its name, type and default.
+    """An option besides its field's name, type and default.
 
-    ``flag`` is needed only where it isn't the field's name, or as a word in capitals for an
-    argument without one; an option that doesn't change the result is not ``saved``.
+    ``flag`` defaults to the field's name; a word in capitals is an argument without a flag.
+    ``key``, the name in a run's saved settings, defaults to the field's name too; an option that
+    does not change the result is not ``saved``. ``joined``: assignments separated by commas.
     """
 
     help: str
     flag: str = ""
+    key: str = ""
     metavar: str | None = None
     panel: str | None = None
     least: float | None = None
@@ -35,8 +42,12 @@ class Option:
     most: float | None = None
     choices: Callable[[], Iterable[str]] | Iterable[str] = ()
     saved: bool = True
-    #: Of assignments: several may stand in one word, apart by commas.
     joined: bool = False
+
+    @property
+    def file_key(self) -> str:
+        """Name of the option in a file: ``eval``, ``set``."""
+        return self.flag.removeprefix("--").replace("-", "_")
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
@@ -57,30 +68,36 @@ class Option:
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an `Option`; ``...`` as the default makes it required."""
-    meta = Option(help, **more)
+    metadata = {"option": Option(help, **more)}
     if default is ...:
-        return dataclasses.field(metadata={"option": meta})
+        return dataclasses.field(metadata=metadata)
     if isinstance(default, Mapping):
-        return dataclasses.field(default_factory=dict, metadata={"option": meta})
-    return dataclasses.field(default=default, metadata={"option": meta})
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-# The panels that several commands have; none of the last changes the result.
+# Panels of several commands' help; options of the last one do not change the result.
 data_option = functools.partial(option, panel="Data")
 model_option = functools.partial(option, panel="Teacher and student")
 training_option = functools.partial(option, panel="Training")
 run_option = functools.partial(option, panel="The run", saved=False)
 
 
+class Checked:
+    """Base class of options that checks their bounds when they are created."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 def options_of(cls: Any) -> dict[str, Option]:
     """The options of a dataclass or its instance, by field name."""
     return {
         field.name: dataclasses.replace(
-            field.metadata["option"],
-            flag=field.metadata["option"].flag or "--" + field.name.replace("_", "-"),
+            meta, flag=meta.flag or "--" + field.name.replace("_", "-"), key=meta.key or field.name
         )
         for field in dataclasses.fields(cls)
-        if "option" in field.metadata
+        if (meta := field.metadata.get("option")) is not None
     }
 
 
@@ -99,7 +116,7 @@ def given(settings: Any, *names: str) -> list[str]:
 
 
 def defaults_of(settings: Any) -> dict[str, Any]:
-    """The defaults, by field name; of what has none `dataclasses.MISSING`."""
+    """Default of each field; `dataclasses.MISSING` for a required one."""
     return {
         field.name: field.default
         if field.default_factory is dataclasses.MISSING
@@ -109,9 +126,9 @@ def defaults_of(settings: Any) -> dict[str, Any]:
 
 
 def as_json(settings: Any) -> dict[str, Any]:
-    """Everything that the result depends on, in JSON's types."""
+    """The options that the result depends on, in JSON's types."""
     return {
-        name: _jsonable(getattr(settings, name))
+        meta.key: _jsonable(getattr(settings, name))
         for name, meta in options_of(settings).items()
         if meta.saved
     }
@@ -165,3 +182,83 @@ def fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return isinstance(value, str)
     return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def read_options_file(path: Path) -> Mapping[str, Any]:
+    """Content of a TOML or YAML file."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix not in (".yaml", ".yml"):
+            return _toml().loads(text)
+        yaml: Any = require("yaml", "train")
+        try:
+            found = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(" ".join(str(error).split())) from None
+        if not isinstance(found, Mapping):
+            raise ValueError("it holds no names and values")
+        return found
+    except ValueError as error:
+        raise InputError(f"{path} can't be read: {error}") from None
+
+
+def _toml() -> Any:
+    try:
+        return require("tomllib", "train")
+    except ModuleNotFoundError:  # Python 3.10
+        return require("tomli", "train")
+
+
+def check_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
+    """``found`` if it is a table of tables; raises InputError otherwise."""
+    if not isinstance(found, Mapping):
+        raise InputError(f"{name} must be a table, got {found!r:.40}")
+    for key, entry in found.items():
+        if not isinstance(entry, Mapping):
+            raise InputError(f"{name}.{key} must be a table, got {entry!r:.40}")
+    return found
+
+
+def check_types(
+    where: str, values: Mapping[str, Any], cls: Any, keys: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise for the first of ``values`` that has another type than its field of ``cls``.
+
+    ``keys``: names of fields in messages.
+    """
+    kinds = typing.get_type_hints(cls)
+    for name, value in values.items():
+        if not fits(value, kinds[name]):
+            kind = getattr(kinds[name], "__name__", kinds[name])
+            raise InputError(f"{where}{keys.get(name, name)} must be {kind}, got {value!r:.40}")
+
+
+def check_name(where: str, name: str) -> None:
+    """Raise unless a table's name can be a directory name."""
+    if re.search(r"[^\w.-]", name):
+        raise InputError(f"{where}: letters, digits and -_. only")
+
+
+def resolve_path(where: str, given: Any, folder: Path) -> Path:
+    """A path in a file, relative to its ``folder``; $NAME is an environment variable."""
+    if not isinstance(given, str):
+        raise InputError(f"{where} must be a path, got {given!r:.40}")
+    return folder / Path(os.path.expandvars(given)).expanduser()
+
+
+def file_keys(cls: Any) -> dict[str, str]:
+    """Field names of a dataclass of options, by their names in a file."""
+    return {meta.file_key: name for name, meta in options_of(cls).items()}
+
+
+@contextlib.contextmanager
+def errors_with_file_keys(where: str, cls: Any) -> Iterator[None]:
+    """Context in which errors name the options of ``cls`` as a file does, not as flags."""
+    try:
+        yield
+    except InputError as error:
+        keys = {meta.flag: meta.file_key for meta in options_of(cls).values()}
+        message = re.sub(r"--[a-z-]+", lambda flag: keys.get(flag[0], flag[0]), str(error))
+        raise InputError(f"{where}: {message}") from None

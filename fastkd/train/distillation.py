@@ -1,0 +1,432 @@
+"""The job behind `fastkd distill`: check everything, fine-tune the teacher, train the student.
+
+`fastkd.train.run_directory` describes the content of the output directory.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import fastkd
+from fastkd.distill.distiller import Distiller
+from fastkd.distributed import world_size
+from fastkd.train import data, lora, processes, sharding, tasks
+from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
+from fastkd.train.card import CARD, write_card
+from fastkd.train.config import DistillConfig
+from fastkd.train.corpus import Corpus
+from fastkd.train.errors import InputError
+from fastkd.train.models import (
+    STUDENT,
+    attention_for,
+    be_quiet,
+    count,
+    layers_of,
+    load_cached_teacher,
+    load_teacher,
+    load_tokenizers,
+    make_method,
+    num_bytes,
+)
+from fastkd.train.progress import Display, format_scores
+from fastkd.train.run import Run, assemble, save_model, select
+from fastkd.train.run_directory import (
+    CHECKPOINTS,
+    EVAL_ROWS,
+    RunDirectory,
+    corpus_fingerprints,
+    model_fingerprint,
+)
+from fastkd.train.saving import (
+    MANIFEST,
+    discard,
+    find_damage,
+    locked,
+    read_json,
+    read_manifest,
+    saving,
+    update_manifest,
+)
+from fastkd.train.settings import MAX_LENGTH, SELECT
+from fastkd.train.tasks.base import Task
+from fastkd.train.training import Checkpoints, stopping_at_once
+
+
+def run_distillation(config: DistillConfig, display: Display | None = None) -> dict[str, Any]:
+    """Run `fastkd distill`; returns the content of the student's manifest.
+
+    The ``display`` is entered after all options are checked.
+
+    Raises:
+        InputError: an option, file or model cannot be used; raised before training.
+    """
+    started = time.perf_counter()
+    display = display or Display()
+    be_quiet()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopping_at_once())
+        with processes.errors_on_all():
+            check(config)
+        stack.enter_context(processes.enter_on_first_process(locked(config.out)))
+        with processes.errors_on_all():
+            stack.enter_context(display)
+        job = Distillation(config, display)
+        if job.out.done is not None:
+            job.check_done()
+            return job.out.done
+        distiller: Distiller | None = job.begin()
+        if config.finetune_teacher:
+            distiller = None  # its student has the weights before fine-tuning
+            job.finetune_teacher()
+        report = job.train_student(distiller)
+        report["seconds"]["total"] += time.perf_counter() - started
+        job.finish(report)
+    return report
+
+
+def check(config: DistillConfig) -> None:
+    """Raise for options that do not fit method, task or processes, before anything is read."""
+    if config.shard and world_size() == 1:
+        raise InputError(
+            "--fsdp: shards models over processes, but there is one; start several by `torchrun "
+            "--nproc-per-node N -m fastkd distill ...`"
+        )
+    make_method(config.method, config.options, config.preset)
+    kind = tasks.of_file(config.kind, config.train)
+    if config.finetune_teacher and not kind.supervised:
+        raise InputError(
+            f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"
+        )
+
+
+class Distillation:
+    """A run of `fastkd distill`: options, output directory, rows and models."""
+
+    run: Run
+
+    def __init__(self, config: DistillConfig, display: Display):
+        self.config, self.display = config, display
+        self.out = processes.on_first_process(lambda: RunDirectory(config))
+        self._report_moved_files()
+        with processes.errors_on_all():
+            corpus = data.load(config)
+        if config.method == "labels":  # unlabelled rows have no loss
+            corpus = dataclasses.replace(corpus, unlabelled=None)
+        for line in data.describe(corpus):
+            display.say(line)
+        self.corpus = corpus
+
+    def check_done(self) -> None:
+        """Check that the complete run had the same rows."""
+        done, corpus = self.out.done or {}, self.corpus
+        self.out.begin(corpus_fingerprints(corpus.task.reorder_classes(done.get("labels"), corpus)))
+        self.display.say(f"{self.config.out}: this run is already complete")
+
+    def begin(self) -> Distiller:
+        """Load and check data and models, and start the run in the output directory."""
+        config, out, display = self.config, self.out, self.display
+        with processes.errors_on_all():
+            prints = self._load()
+            # Errors of student and method are raised now, not after the teacher's fine-tuning.
+            distiller = assemble(config, self.run, gather=config.gather)
+            self._check(distiller)
+        student = cast(PreTrainedModel, distiller.student)
+        if config.student is not None:
+            prints["student weights"] = model_fingerprint(student)
+        run, sizes = self.run, (num_bytes(self.run.teacher), num_bytes(student))
+        processes.on_first_process(lambda: out.check_room(*sizes, bool(config.finetune_teacher)))
+        out.begin(prints)
+        counts = ", ".join(f"{number} {name} rows" for name, number in self._counts().items())
+        display.say(f"{counts}, device {run.device.type}")
+        if max(world_size(), out.processes) > 1:
+            begun = out.processes
+            before = f", as in the {begun} that began" if begun != world_size() else ""
+            rows = run.training_config.batch_size * config.gradient_accumulation_steps
+            display.say(f"{world_size()} processes: {rows} rows a step in all{before}")
+        if not config.shard:
+            nn.Module.to(run.teacher, run.device)
+        return distiller
+
+    def _load(self) -> dict[str, str]:
+        """Set `run`, with its teacher or teacher cache; returns fingerprints of its inputs."""
+        config, options = self.config, dict[str, Any]()
+        length, corpus = config.max_length, self.corpus
+        if config.teacher_cache is not None:
+            teacher, about, tokenizer, corpus = self._load_cache(config.teacher_cache)
+            options["cached"] = about
+            if length == MAX_LENGTH:
+                length = about["settings"]["max_length"]
+            student = read_json(teacher.path / STUDENT / MANIFEST)["files"]
+            parts = teacher.digest, json.dumps(student, sort_keys=True)
+            prints = {"teacher cache": fingerprint(part.encode() for part in parts)}
+        else:
+            tokenizer, teachers = load_tokenizers(config, corpus.task)
+            fresh = bool(config.finetune_teacher)
+            finetuned = fresh and _is_complete(self.out.teacher)
+            name = str(self.out.teacher if finetuned else config.teacher)
+            teacher, corpus = load_teacher(config, name, corpus, teachers or tokenizer, fresh)
+            options["teacher_tokenizer"] = teachers
+            prints = {} if finetuned else {"teacher weights": model_fingerprint(teacher)}
+            if teachers is not None:
+                prints["teacher's tokenizer files"] = tokenizer_fingerprint(teachers)
+        training = dataclasses.replace(config, batch_size=config.batch_size * self.out.processes)
+        self.run = Run(
+            corpus, tokenizer, teacher, training, length, self.display, pack=config.pack, **options
+        )
+        prints["tokenizer files"] = tokenizer_fingerprint(tokenizer)
+        return {**corpus_fingerprints(corpus), **prints}
+
+    def _load_cache(self, folder: Path) -> tuple[Any, dict[str, Any], Any, Corpus]:
+        cache, about, tokenizer, corpus = load_cached_teacher(self.config, folder, self.corpus)
+        if corpus.task.compares_with_teacher(corpus.metrics):
+            raise InputError(
+                f"--teacher-cache {folder}: it has no outputs of the teacher on the evaluation "
+                f"rows, which {corpus.metrics[0]} compares; pass --teacher"
+            )
+        return cache, about, tokenizer, corpus
+
+    def _check(self, distiller: Distiller) -> None:
+        """Raise unless a cache holds every training row, and an on-policy student has a loss."""
+        run, method = self.run, distiller.method
+        if run.teacher_model is None:
+            self._check_cached(distiller)
+        if not self.config.on_policy:
+            return
+        if type(run.task).generated is Task.generated:
+            run.task.generated(distiller.student, {}, run.tokenizer, 0)
+        for progress in (0.0, 1.0):
+            weights = method.weights(progress)
+            if not any(weight for name, weight in weights.items() if name != "task"):
+                raise InputError(
+                    f"--on-policy: {type(method).__name__} trains on labels alone, and generated "
+                    "text has none; take another --method"
+                )
+
+    def _check_cached(self, distiller: Distiller) -> None:
+        """Raise unless the cache holds every training row; the processes share the check."""
+        run, size = self.run, 256
+        rows, cache, rank, ranks = run.all_rows, run.teacher, processes.rank(), world_size()
+        for number, batch in enumerate(rows.batches(run.collate, size, rank=rank, ranks=ranks)):
+            if all(key in cache for key in distiller.sample_keys(batch)):
+                continue
+            for i in range(len(batch["input_ids"])):
+                row = {name: x[i : i + 1] for name, x in batch.items()}
+                if not all(key in cache for key in distiller.sample_keys(row)):
+                    source, number = rows.place((number * ranks + rank) * size + i)
+                    raise InputError(
+                        f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write "
+                        "it from the same rows with the same --max-length"
+                    )
+
+    def finetune_teacher(self) -> None:
+        """Fine-tune the teacher to its best evaluation, saved as OUT/teacher."""
+        config, run, target = self.config, self.run, self.out.teacher
+        if processes.on_first_process(lambda: _is_complete(target)):
+            return
+        if config.shard:
+            sharding.shard(run.teacher, run.device)
+        training = dataclasses.replace(
+            run.training_config,
+            num_train_epochs=config.finetune_teacher,
+            learning_rate=config.teacher_learning_rate,
+        )
+        history = run.train_teacher(training, **self._saving_options(target, run.teacher, {}))
+        best = self._best(target, run.teacher)
+        if config.shard:  # the student is initialised from a whole teacher
+            run.teacher = run.teacher_model = best
+        else:
+            run.teacher.load_state_dict(best.state_dict())
+
+        def finish() -> None:
+            report = {**read_json(target / MANIFEST), "complete": True, "history": history}
+            with saving(target):
+                update_manifest(target, report)
+                Checkpoints(self.out.work / CHECKPOINTS["teacher"], {}).clear()
+
+        processes.on_first_process(finish)
+
+    def train_student(self, distiller: Distiller | None) -> dict[str, Any]:
+        """Train the student and save its best state as OUT/student; returns the run's report.
+
+        The ``distiller`` is None if the teacher was fine-tuned.
+        """
+        config, run, out = self.config, self.run, self.out
+        if config.shard:
+            distiller = distiller or assemble(config, run, gather=config.gather)
+            sharding.shard_distiller(distiller, run.device)
+        teacher_scores = self._score_teacher()
+        selected = None
+        if config.teacher_layers == SELECT:
+            selected = out.once("selected", lambda: select(config, run))
+        if distiller is None or selected:
+            distiller = assemble(config, run, selected, config.gather)
+        student = cast(PreTrainedModel, distiller.student)
+        report: dict[str, Any] = {
+            "fastkd": fastkd.__version__,
+            "torch": torch.__version__,
+            "rows": self._counts(),
+            "parameters": {**run.size("parameters", count), "student": count(student)},
+            "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
+            "layers": student.config.num_hidden_layers,
+            "teacher_layers": self._initial_layers(selected),
+            "task": run.task.name(),
+            **run.task.report(),
+            "paired": run.corpus.train.paired,
+            "teacher": teacher_scores,
+        }
+        options = self._saving_options(out.student, student, report)
+        began = time.perf_counter()
+        history = run.train_student(distiller, config.method, config.on_policy, **options)
+        training = history[-1]["seconds"]
+        before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
+        self.display.say("scoring and timing the best student ...")
+        report.update(self._score_best(student, report))
+        # The manifest of the saved student has its scores. The first process reads it, before it
+        # moves the directory.
+        return {
+            **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
+            **report,
+            "compared_layers": distiller.method.teacher_layers,
+            "complete": True,
+            "history": history,
+            "seconds": {"training": training, "total": before},
+        }
+
+    def finish(self, report: dict[str, Any]) -> None:
+        """Complete the student's directory and move the results to --out."""
+        student = self.out.student
+
+        def publish() -> None:
+            with saving(self.config.out):
+                write_card(student, report)
+                update_manifest(student, report, CARD)
+                self.out.finish()
+
+        processes.on_first_process(publish)
+        self._report_moved_files()
+        self.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
+
+    def _report_moved_files(self) -> None:
+        if self.out.kept is not None:
+            self.display.say(
+                f"{self.out.kept}: files that fastkd did not write, or that have changed"
+            )
+            self.out.kept = None
+
+    def _best(self, target: Path, model: nn.Module) -> Any:
+        """The saved best model, of the class of ``model`` without adapters and shards."""
+        kind = type(lora.plain(sharding.without_shards(model)))
+        # Teacher and student are timed with the same attention.
+        return kind.from_pretrained(
+            target, **attention_for(self.config.method, self.config.attention)
+        )
+
+    def _score_best(self, student: PreTrainedModel, report: dict[str, Any]) -> dict[str, Any]:
+        """Sizes, test scores and seconds per batch of the best student, read from its files."""
+        run, best = self.run, self._best(self.out.student, student)
+        found: dict[str, Any] = {}
+        for size, measure in (("parameters", count), ("bytes", num_bytes)):
+            # Adapters are merged into the weights.
+            found[size] = {**report[size], "student": measure(best)}
+        if self.config.shard:
+            sharding.shard(best, run.device, learns=False)
+        else:
+            best.to(run.device)
+        run.score_with_warnings(best, "student")
+        if run.test_rows:
+            both = {"teacher": run.teacher_model, "student": best}
+            found["test"] = {
+                name: run.score(model, run.test_rows) for name, model in both.items() if model
+            }
+        if self.config.shard:  # no process runs it alone
+            seconds = processes.all_gather(run.seconds_a_batch(best))[0]
+        else:
+            seconds = processes.on_first_process(lambda: run.seconds_a_batch(best))
+        return {**found, "seconds_a_batch": seconds}
+
+    def _initial_layers(self, selected: list[int] | None) -> list[int] | None:
+        """Teacher layers that the student was initialised from; None if it was not."""
+        config = self.config
+        own = config.student is not None or config.student_weights == "random"
+        if own or self.run.teacher_model is None:
+            return None
+        return selected or layers_of(config, self.run.teacher)
+
+    def _score_teacher(self) -> dict[str, float]:
+        """The teacher's scores; those in a cache if it was scored on the same rows."""
+        run, config = self.run, self.config
+        if run.teacher_model is not None:
+            scores = run.score_with_warnings(run.teacher_model, "teacher")
+        else:
+            prints, settings = run.cached["fingerprints"], run.cached["settings"]
+            same = prints.get(EVAL_ROWS) == self.out.identity["fingerprints"][EVAL_ROWS]
+            for name, value in (("max_length", run.max_length), ("precision", config.precision)):
+                same = same and settings.get(name) == value
+            scores = run.cached["teacher"] if same else {}
+        if any(map(math.isnan, scores.values())):
+            raise InputError(f"--teacher {config.teacher}: its outputs are not finite")
+        if scores:
+            self.display.say(f"teacher:  {format_scores(scores)}")
+        return scores
+
+    def _counts(self) -> dict[str, int]:
+        """Number of rows of each kind that is present."""
+        run = self.run
+        counts = {
+            "train": len(run.train_rows),
+            "eval": sum(map(len, run.eval_rows.values())),
+            "test": sum(map(len, run.test_rows.values())),
+            "unlabelled": len(run.all_rows) - len(run.train_rows),
+        }
+        return {name: number for name, number in counts.items() if number}
+
+    def _saving_options(
+        self, target: Path, model: PreTrainedModel, report: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Fields of `CallbackConfig`: checkpoints, and the best ``model`` saved to ``target``."""
+        out, run, config = self.out, self.run, self.config
+        checkpoints = Checkpoints(
+            out.work / CHECKPOINTS[target.name],
+            {"run": out.identity["run"]},
+            config.checkpoint_every,
+            config.resume,
+        )
+
+        def clear_damage() -> None:
+            why = find_damage(target) if target.exists() else None
+            if why:
+                self.display.say(f"{target} is damaged ({why}); its training starts again")
+                discard(target)
+                checkpoints.clear()
+
+        processes.on_first_process(clear_damage)
+
+        def save_best(entry: dict[str, Any], history: list[dict]) -> None:
+            found = {
+                "complete": False, "student": entry["scores"], "best": entry, "history": history
+            }  # fmt: skip
+            full, whole = {**out.identity, **report, **found}, sharding.whole(model)
+            later = (CARD,) if target == out.student else ()
+            processes.on_first_process(
+                lambda: save_model(target, whole, run.tokenizer, full, run.task, later)
+            )
+
+        return {
+            "save_best": save_best,
+            "checkpoints": checkpoints,
+            "log_directory": config.out / "logs" / target.name,
+        }
+
+
+def _is_complete(directory: Path) -> bool:
+    """Whether ``directory`` holds a complete, intact model."""
+    report = read_manifest(directory)
+    return bool(report and report.get("complete")) and find_damage(directory) is None
