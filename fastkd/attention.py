@@ -7,7 +7,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice, check_mask, check_pair, check_shape, layer_pairs
+from fastkd._core.checks import (
+    check_choice,
+    check_mask,
+    check_pair,
+    check_shape,
+    checked_weights,
+    layer_pairs,
+)
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
     apply,
@@ -31,6 +38,7 @@ def attention_loss_ref(
     mask: Tensor | None = None,
     *,
     heads: Heads = "match",
+    weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Eq. 7 of TinyBERT in plain PyTorch; see `attention_loss`."""
@@ -42,7 +50,7 @@ def attention_loss_ref(
     pair = real[:, None, :, None] & real[:, None, None, :]
     squares = torch.where(pair, A_s - A_t, 0).square()
     mse = squares.sum((2, 3)) / pair.sum((2, 3)).clamp(min=1)  # (B, h), of each head
-    return reduced(mse.sum(1) / h, real.any(1), reduction)
+    return reduced(mse.sum(1) / h, real.any(1), reduction, weights)
 
 
 def attention_loss(
@@ -51,6 +59,7 @@ def attention_loss(
     mask: Tensor | None = None,
     *,
     heads: Heads = "match",
+    weights: Tensor | None = None,
     reduction: Reduction = "mean",
     backend: Backend = "auto",
 ) -> Tensor:
@@ -68,6 +77,8 @@ def attention_loss(
         mask: (B, N) bool or 0/1, 1 = real token.
         heads: "match" compares head by head and needs H = H_t; "mean" compares the mean over the
             student's heads with the mean over the teacher's, for any numbers of heads.
+        weights: (B,) floating, factors of the samples' losses, of any sign and without gradient. A
+            weight of 0 is no mask: the sample still counts in the mean.
         reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
             for (B,).
         backend: "auto", "torch", "triton" or "cpp".
@@ -83,7 +94,7 @@ def attention_loss(
     >>> attention_loss(student, teacher).item()
     0.25
     """
-    return _attention_layers([(student, teacher)], mask, heads, reduction, backend)
+    return _attention_layers([(student, teacher)], mask, heads, weights, reduction, backend)
 
 
 class AttentionLoss(nn.Module):
@@ -120,7 +131,7 @@ class AttentionLoss(nn.Module):
     ) -> Tensor:
         """The loss as a scalar, or (B,)."""
         pairs = layer_pairs(student, teacher)
-        return _attention_layers(pairs, mask, self.heads, self.reduction, self.backend)
+        return _attention_layers(pairs, mask, self.heads, None, self.reduction, self.backend)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads!r}, reduction={self.reduction!r}"
@@ -130,6 +141,7 @@ def _attention_layers(
     pairs: list[tuple[Tensor, Tensor]],
     mask: Tensor | None,
     heads: Heads,
+    weights: Tensor | None,
     reduction: Reduction,
     backend: Backend,
 ) -> Tensor:
@@ -139,12 +151,14 @@ def _attention_layers(
         _check_maps(student, teacher, pairs[0][0], heads)
     first = pairs[0][0]
     real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
+    compared = None if real is None else real.any(1)
+    weights = checked_weights(weights, first.shape[:1], first, compared)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
     backends = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
     runs_on = backends.pop() if len(backends) == 1 else "torch"
     options = _Options(heads == "mean", len(pairs), reduction)
     if runs_on == "cpp":
-        terms = [apply(_CppAttention, options, real, *pair) for pair in pairs]
+        terms = [apply(_CppAttention, options, real, weights, *pair) for pair in pairs]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
     groups = [[i] for i in range(len(pairs))]
     if runs_on == "triton":
@@ -157,8 +171,8 @@ def _attention_layers(
         function = _TorchAttention if runs_on == "torch" else _TritonAttention
         terms.append(apply(function, options, real, *students, *teachers))
     losses = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-    compared = torch.ones_like(losses, dtype=torch.bool) if real is None else real.any(1)
-    return reduced(losses, compared, reduction)
+    compared = torch.ones_like(losses, dtype=torch.bool) if compared is None else compared
+    return reduced(losses, compared, reduction, weights)
 
 
 def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:
@@ -238,10 +252,16 @@ class _CppAttention(torch.autograd.Function):
     """Loss of one layer over the number of layers; one pass over the rows, with the gradient."""
 
     @staticmethod
-    def forward(ctx, options, mask, student, teacher):
-        maps = student.contiguous(), teacher.contiguous()
+    def forward(ctx, options, mask, weights, student, teacher):
         loss, *gradient = torch.ops.fastkd_cpp.attention(
-            *maps, mask, options.mean, options.layers, options.reduction, ctx.needs_input_grad[2]
+            student.contiguous(),
+            teacher.contiguous(),
+            mask,
+            weights,
+            options.mean,
+            options.layers,
+            options.reduction,
+            ctx.needs_input_grad[3],
         )
         ctx.save_for_backward(*gradient)
         ctx.dtype = student.dtype
@@ -251,7 +271,7 @@ class _CppAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (dx,) = ctx.saved_tensors
-        return None, None, times_upstream(dx, grad, ctx.dtype), None
+        return None, None, None, times_upstream(dx, grad, ctx.dtype), None
 
 
 class _TritonAttention(torch.autograd.Function):

@@ -19,6 +19,7 @@ from fastkd._core.checks import (
     check_pair,
     check_positive_int,
     check_shape,
+    checked_weights,
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
@@ -26,6 +27,7 @@ from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
     apply,
     autocast_off,
+    direction_ref,
     once_differentiable,
     project,
     reduced,
@@ -58,6 +60,7 @@ def cos_nce_loss_ref(
     mask: Tensor | None = None,
     negatives_mask: Tensor | None = None,
     negatives_labels: Tensor | None = None,
+    weights: Tensor | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Eqs. 1-2 of LRC-BERT in plain PyTorch; see `cos_nce_loss`."""
@@ -69,7 +72,7 @@ def cos_nce_loss_ref(
     # The negatives n_j of sample i, and which of them count: (B, K, ...)
     if negatives is None:
         n = z_t
-        cos_n = torch.einsum("i...d,j...d->ij...", _direction_ref(z_s), _direction_ref(n))
+        cos_n = torch.einsum("i...d,j...d->ij...", direction_ref(z_s), direction_ref(n))
         other = ~torch.eye(size, dtype=torch.bool, device=z_s.device)
         if labels is not None:
             other &= labels[:, None] != labels[None, :]
@@ -81,7 +84,7 @@ def cos_nce_loss_ref(
             counts = negatives_mask.bool()
             n = torch.where(counts[..., None], n, 0)
         samples = "i" if n.dim() > z_s.dim() else ""
-        cos_n = torch.einsum(f"i...d,{samples}k...d->ik...", _direction_ref(z_s), _direction_ref(n))
+        cos_n = torch.einsum(f"i...d,{samples}k...d->ik...", direction_ref(z_s), direction_ref(n))
         if negatives_labels is not None:
             assert labels is not None
             labels, negatives_labels = comparable(labels, negatives_labels)
@@ -91,19 +94,13 @@ def cos_nce_loss_ref(
 
     # g(x, y) = 1 - x·y / (‖x‖ ‖y‖)   (eq. 2)
     g_n = 1 - cos_n  # (B, K, ...)
-    g_p = 1 - (_direction_ref(z_t) * _direction_ref(z_s)).sum(-1)  # (B, ...)
+    g_p = 1 - (direction_ref(z_t) * direction_ref(z_s)).sum(-1)  # (B, ...)
     # Σ_i (2 - (g(n_i, z_S) - g(z_T, z_S))) / 2K + g(z_T, z_S)   (eq. 1)
     k = counts.sum(1)  # (B, ...)
     total = torch.where(counts, 2 - (g_n - g_p[:, None]), 0).sum(1)
     compared = real & (k > 0)
     losses = torch.where(compared, total / (2 * k.clamp_min(1)) + g_p, 0)
-    return reduced(losses, compared, reduction)
-
-
-def _direction_ref(x: Tensor) -> Tensor:
-    """x / ‖x‖, and zero for a zero vector, whose cosines are 0."""
-    norm = x.norm(dim=-1, keepdim=True)
-    return torch.where(norm == 0, 0, x / torch.where(norm == 0, 1, norm))
+    return reduced(losses, compared, reduction, weights)
 
 
 def cos_nce_loss(
@@ -115,6 +112,7 @@ def cos_nce_loss(
     mask: Tensor | None = None,
     negatives_mask: Tensor | None = None,
     negatives_labels: Tensor | None = None,
+    weights: Tensor | None = None,
     reduction: Reduction = "mean",
     backend: Backend = "auto",
     gather: bool = False,
@@ -142,6 +140,9 @@ def cos_nce_loss(
             padding.
         negatives_labels: (K,) or (B, K), like ``negatives``; the negatives of a sample are those
             whose label differs from its own.
+        weights: (B, ...) floating, the leading dimensions of ``student``: factors of the positions'
+            losses, of any sign and without gradient. A weight of 0 is no mask: the position still
+            counts in the mean.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch", "triton" or "cpp".
         gather: compare the samples of all processes as one batch, and shared ``negatives`` as one
@@ -167,6 +168,7 @@ def cos_nce_loss(
         reduction,
         backend,
         ranks_of(gather, group),
+        weights,
     )
 
 
@@ -188,8 +190,9 @@ def _cos_nce_layers(
     reduction: str,
     backend: str,
     ranks: Ranks | None,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """Mean `cos_nce_loss` of the layers; reduction "none" allows one layer."""
+    """Mean `cos_nce_loss` of the layers; reduction "none" and weights allow one layer."""
     first = students[0]
     for student, teacher in zip(students, teachers, strict=True):
         check_pair(student, teacher, min_ndim=2)
@@ -197,13 +200,14 @@ def _cos_nce_layers(
         same = (*first.shape[:-1], student.shape[-1])
         check_shape("student", student, same, "leading dimensions as in the first layer")
     mask = check_mask(mask, first.shape[:-1], first.device)
+    weights = checked_weights(weights, first.shape[:-1], first, mask)
     if labels is not None:
         check_labels("labels", labels, first.shape[0], first.device)
     given = _checked_given(given, students, labels)
     check_choice("reduction", reduction, REDUCTIONS)
     if ranks is not None:
-        students, teachers, given, labels, mask = _gathered(
-            students, teachers, given, labels, mask, ranks
+        students, teachers, given, labels, mask, weights = _gathered(
+            students, teachers, given, labels, mask, weights, ranks
         )
         first = students[0]
     runs_on = backend_of(backend, "cos_nce_loss", first)
@@ -211,6 +215,8 @@ def _cos_nce_layers(
     students, teachers = [_flat(x) for x in students], [_flat(saveable(x)) for x in teachers]
     if mask is not None:
         mask = mask.reshape(students[0].shape[:2])
+    if weights is not None:
+        weights = weights.reshape(students[0].shape[:2])
     negatives: Sequence[Tensor | None] = [None] * len(students)
     if given.features is not None:
         leading = given.features[0].dim() - first.dim() + 1
@@ -219,15 +225,15 @@ def _cos_nce_layers(
     layers = list(zip(students, teachers, negatives, strict=True))
     labels_and_masks = (labels, mask, given.labels, given.mask)
     if runs_on == "triton" and students[0].numel() > 0:
-        loss = _triton_layers(layers, labels_and_masks, reduction)
+        loss = _triton_layers(layers, labels_and_masks, weights, reduction)
     else:
         losses = []
         for layer in layers:
             if runs_on == "cpp":
-                losses.append(apply(_CppCosNCE, reduction, *layer, *labels_and_masks))
+                losses.append(apply(_CppCosNCE, reduction, *layer, *labels_and_masks, weights))
             else:
                 terms, compared = apply(_TorchCosNCE, *layer, *labels_and_masks)
-                losses.append(reduced(terms, compared, reduction))
+                losses.append(reduced(terms, compared, reduction, weights))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
 
@@ -238,12 +244,16 @@ def _gathered(
     given: _Negatives,
     labels: Tensor | None,
     mask: Tensor | None,
+    weights: Tensor | None,
     ranks: Ranks,
-) -> tuple[list[Tensor], list[Tensor], _Negatives, Tensor | None, Tensor | None]:
+) -> tuple[list[Tensor], list[Tensor], _Negatives, Tensor | None, Tensor | None, Tensor | None]:
     """Samples of all processes, and their negatives: shared ones become one bank."""
     each = given.features is not None and given.features[0].dim() > students[0].dim()
     besides = _gathered_besides(labels, given, each)
-    rows, mask = ranks.gather_samples([*students, *teachers], mask, besides)
+    weighted = [] if weights is None else [weights[..., None]]
+    rows, mask = ranks.gather_samples([*students, *teachers, *weighted], mask, besides)
+    if weights is not None:
+        weights = rows.pop().squeeze(-1)
     labels = None if labels is None else ranks.gather(labels)
     if given.features is not None:
         negatives, bank = given.features, ranks
@@ -260,7 +270,7 @@ def _gathered(
                 negatives_mask = bank.gather(F.pad(negatives_mask, padding))
         others = None if given.labels is None else bank.gather(given.labels)
         given = _Negatives(negatives, negatives_mask, others)
-    return rows[: len(students)], rows[len(students) :], given, labels, mask
+    return rows[: len(students)], rows[len(students) :], given, labels, mask, weights
 
 
 def _gathered_besides(labels: Tensor | None, given: _Negatives, each: bool) -> str:
@@ -503,7 +513,9 @@ class _CppCosNCE(torch.autograd.Function):
     # parameters.
     @staticmethod
     def forward(ctx, reduction, *tensors):
-        student, teacher, negatives, labels, mask, negatives_labels, negatives_mask = tensors
+        student, teacher, negatives, labels, mask, negatives_labels, negatives_mask, weights = (
+            tensors
+        )
         rows, rows_mask = (teacher, mask) if negatives is None else (negatives, negatives_mask)
         own, row_classes, classes = None, None, 1
         if labels is not None:
@@ -519,6 +531,7 @@ class _CppCosNCE(torch.autograd.Function):
             rows_mask,
             own,
             row_classes,
+            None if weights is None else weights.flatten(),
             classes,
             labels is not None,
             labels is None and negatives is None,
@@ -533,7 +546,7 @@ class _CppCosNCE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (dx,) = ctx.saved_tensors
-        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 6
+        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 7
 
 
 def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -654,6 +667,7 @@ def _sum_of_others(x: Tensor) -> Tensor:
 def _triton_layers(
     layers: list[tuple[Tensor, Tensor, Tensor | None]],
     labels_and_masks: tuple[Tensor | None, ...],
+    weights: Tensor | None,
     reduction: str,
 ) -> Tensor:
     """Mean loss of the layers in Triton; layers of one shape share launches."""
@@ -663,7 +677,8 @@ def _triton_layers(
     for group in layer_groups([layer[:1] for layer in layers]):  # teachers have the same shapes
         part = [layers[i] for i in group]
         features = [x for tensors in zip(*part, strict=True) for x in tensors if x is not None]
-        loss = apply(_TritonCosNCE, _Options(reduction, len(part)), *labels_and_masks, *features)
+        options = _Options(reduction, len(part))
+        loss = apply(_TritonCosNCE, options, *labels_and_masks, weights, *features)
         losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -682,7 +697,7 @@ class _TritonCosNCE(torch.autograd.Function):
     def forward(ctx, options, *tensors):
         from fastkd.kernels.contrastive import cos_nce
 
-        labels, mask, negatives_labels, negatives_mask, *features = tensors
+        labels, mask, negatives_labels, negatives_mask, weights, *features = tensors
         n = options.layers
         students, teachers = (
             _with_equal_strides(features[:n]),
@@ -703,10 +718,17 @@ class _TritonCosNCE(torch.autograd.Function):
             negatives_labels,
             negatives_mask,
             each,
-            options.reduction,
+            options.reduction if weights is None else "none",
         )
         ctx.options, ctx.own_too = options, not negatives and labels is None
-        ctx.save_for_backward(mask, *saved, *students, *teachers)
+        factor = None
+        if weights is not None:
+            compared = saved[2][0] != 0
+            factor = weights / compared.sum() if options.reduction == "mean" else weights
+            factor = torch.where(compared, factor, 0)
+            loss = loss * factor
+            loss = loss if options.reduction == "none" else loss.sum()
+        ctx.save_for_backward(mask, factor, *saved, *students, *teachers)
         return loss
 
     @staticmethod
@@ -714,11 +736,12 @@ class _TritonCosNCE(torch.autograd.Function):
     def backward(ctx, grad):
         from fastkd.kernels.contrastive import SAVED, cos_nce_gradient
 
-        mask, *rest = ctx.saved_tensors
+        mask, factor, *rest = ctx.saved_tensors
         saved, features = rest[:SAVED], rest[SAVED:]
         n = ctx.options.layers
+        grad = grad if factor is None else grad * factor
         dx = cos_nce_gradient(features[:n], features[n:], mask, saved, grad, ctx.own_too)
-        return (None,) * 5 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 5 - n)
+        return (None,) * 6 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
 
 
 def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from fastkd.attention import attention_loss, attention_loss_ref
 from fastkd.cca import canonical_correlations, cca_loss, cca_loss_ref
 from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
+from fastkd.hidden_states import hidden_state_loss, hidden_state_loss_ref
 from fastkd.knn import intra_class_similarity, knn_feature_loss, knn_feature_loss_ref
 from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 from fastkd.projection import cayley, cayley_ref, layer_norm_mse, layer_norm_mse_ref
@@ -24,6 +25,8 @@ __all__ = [
     "cca_loss_ref",
     "cos_nce_loss",
     "cos_nce_loss_ref",
+    "hidden_state_loss",
+    "hidden_state_loss_ref",
     "intra_class_similarity",
     "inv_sqrtm",
     "inv_sqrtm_ref",

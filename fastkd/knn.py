@@ -17,12 +17,14 @@ from fastkd._core.checks import (
     check_number,
     check_pair,
     check_positive_int,
+    checked_weights,
 )
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
     apply,
     autocast_off,
+    dense_rows,
     first_order_only,
     once_differentiable,
     project,
@@ -50,6 +52,7 @@ def knn_feature_loss_ref(
     k: int = 1,
     tolerance: float | None = None,
     ignore_index: int = -100,
+    weights: Tensor | None = None,
     reduction: Reduction = "sum",
 ) -> Tensor:
     """The paper's equations (section 2) in plain PyTorch; see `knn_feature_loss`."""
@@ -75,6 +78,8 @@ def knn_feature_loss_ref(
         mean = torch.where(distance.squeeze(1) == -torch.inf, torch.nan, mean)
         l_hidd = l_hidd + torch.where(distance.squeeze(1) < torch.inf, mean, 0)
         d = d.scatter(1, nearest, torch.inf)
+    if weights is not None:
+        l_hidd = l_hidd * weights
     if reduction == "mean":
         l_hidd = l_hidd / _count(student_labels, ignore_index).clamp_min(1)
     return l_hidd if reduction == "none" else l_hidd.sum()
@@ -89,6 +94,7 @@ def knn_feature_loss(
     k: int = 1,
     tolerance: float | None = None,
     ignore_index: int = -100,
+    weights: Tensor | None = None,
     reduction: Reduction = "sum",
     backend: Backend = "auto",
     gather: bool = False,
@@ -113,6 +119,8 @@ def knn_feature_loss(
         tolerance: labels a and b match if |a - b| <= tolerance (regression); None: if they are
             equal.
         ignore_index: student and teacher rows with this label are left out.
+        weights: (N,) floating, factors of the student rows' losses, of any sign and without
+            gradient. A weight of 0 is no mask: the row still counts in the mean.
         reduction: "sum" over rows, "mean" (the sum over the number of rows that are not ignored),
             or "none".
         backend: "auto", "torch", "triton" or "cpp".
@@ -151,6 +159,8 @@ def knn_feature_loss(
         check_number("tolerance", tolerance, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
+    counted = None if weights is None else _counted(student_labels, ignore_index)
+    weights = checked_weights(weights, (size,), student, counted)
 
     student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
     bank_labels = student_labels if teacher_labels is None else teacher_labels
@@ -169,6 +179,7 @@ def knn_feature_loss(
         losses = upcast(student.masked_fill(torch.ones_like(student, dtype=torch.bool), 0)).sum(1)
     else:
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
+        in_cpp = runs_on == "cpp"  # the operator multiplies by the weights
         losses = apply(
             _FUNCTIONS[runs_on],
             _Options(k, ignore_index, reduction),
@@ -176,17 +187,24 @@ def knn_feature_loss(
             teacher,
             *ranges,
             count,
+            *((weights,) if in_cpp else ()),
         )
+        if weights is not None and not in_cpp:
+            losses = losses * weights
     if reduction == "none":
         return losses if ranks is None else gather_rows(losses, group)
     total = losses.sum() if losses.dim() else losses
     return total if ranks is None else ranks.total(total)
 
 
-def _count(labels: Tensor, ignore_index: int) -> Tensor:
-    """Number of labels that are not ignored."""
+def _counted(labels: Tensor, ignore_index: int) -> Tensor:
+    """Which labels are not ignored."""
     (labels,) = comparable(labels)
-    return (labels != ignore_index).sum()
+    return labels != ignore_index
+
+
+def _count(labels: Tensor, ignore_index: int) -> Tensor:
+    return _counted(labels, ignore_index).sum()
 
 
 class IntraClassKNNLoss(InGroup):
@@ -410,13 +428,14 @@ class _CppKNN(torch.autograd.Function):
     """The reduced loss and its gradient, in one pass over the rows."""
 
     @staticmethod
-    def forward(ctx, options, student, teacher, low, high, labels, count):
+    def forward(ctx, options, student, teacher, low, high, labels, count, weights):
         wide = torch.float64 if labels.is_floating_point() else torch.int64
         ranges = (None if x is None else x.to(wide) for x in (low, high, labels))
         loss, *gradient = torch.ops.fastkd_cpp.knn(
-            *_dense(student, teacher),
+            *dense_rows(student, teacher),
             *ranges,
             count,
+            weights,
             options.k,
             options.ignore_index,
             options.reduction,
@@ -430,7 +449,7 @@ class _CppKNN(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (dx,) = ctx.saved_tensors
-        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 5
+        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 6
 
 
 class _TritonKNN(torch.autograd.Function):
@@ -440,7 +459,7 @@ class _TritonKNN(torch.autograd.Function):
     def forward(ctx, options, student, teacher, low, high, labels, count):
         from fastkd.kernels.knn import knn_forward
 
-        student, teacher = _dense(student, teacher)
+        student, teacher = dense_rows(student, teacher)
         losses, factor, nearest = knn_forward(
             student, teacher, low, high, labels, count, options.k, options.ignore_index
         )
@@ -454,10 +473,6 @@ class _TritonKNN(torch.autograd.Function):
 
         student, teacher, nearest, factor = ctx.saved_tensors
         return None, knn_backward(student, teacher, nearest, factor, grad), *[None] * 5
-
-
-def _dense(*rows: Tensor) -> list[Tensor]:
-    return [x if x.stride(1) == 1 else x.contiguous() for x in rows]
 
 
 _FUNCTIONS = {

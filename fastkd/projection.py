@@ -19,12 +19,14 @@ from fastkd._core.checks import (
     check_pair,
     check_positive_int,
     check_shape,
+    checked_weights,
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
     apply,
     as_rows,
     autocast_off,
+    dense_rows,
     once_differentiable,
     rescale_extreme_rows,
     saveable,
@@ -437,12 +439,20 @@ def _refined_inverse(
 
 
 def layer_norm_mse_ref(
-    x: Tensor, y: Tensor, eps: float = 1e-5, reduction: Reduction = "mean"
+    x: Tensor,
+    y: Tensor,
+    eps: float = 1e-5,
+    reduction: Reduction = "mean",
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖²; see `layer_norm_mse`."""
     norm_x = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
     norm_y = F.layer_norm(upcast(y), y.shape[-1:], eps=eps)
-    return (norm_x - norm_y).square().sum() / 2 / _divisor(x, reduction)
+    squares = (norm_x - norm_y).square()
+    if weights is not None:
+        squares = squares * weights[..., None]
+    return squares.sum() / 2 / _divisor(x, reduction)
 
 
 def layer_norm_mse(
@@ -451,6 +461,8 @@ def layer_norm_mse(
     eps: float = 1e-5,
     reduction: Reduction = "mean",
     backend: Backend = "auto",
+    *,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Half squared distance of two layer-normalised tensors, with gradients to both.
 
@@ -466,6 +478,8 @@ def layer_norm_mse(
         reduction: the sum over all elements, divided by their number ("mean"), by the number of
             rows ("batchmean") or by 1 ("sum").
         backend: "auto", "torch", "triton" or "cpp".
+        weights: (...) floating, the leading dimensions of ``x``: factors of the rows' losses, of
+            any sign and without gradient. They don't change the divisor.
 
     Returns:
         Scalar in float32 (float64 for float64); 0 without rows.
@@ -484,16 +498,21 @@ def layer_norm_mse(
     check_like("y", y, "x", x)
     check_number("eps", eps, at_least=0)
     check_choice("reduction", reduction, REDUCTIONS)
-    return _layer_norm_mse(x, y, _Options(float(eps), reduction), backend)
+    remedy = "call it once for each row whose weight learns"
+    weights = checked_weights(weights, x.shape[:-1], x, of="x", remedy=remedy)
+    weights = None if weights is None else weights.flatten()
+    return _layer_norm_mse(x, y, weights, _Options(float(eps), reduction), backend)
 
 
-def _layer_norm_mse(x: Tensor, y: Tensor, options: "_Options", backend: Backend) -> Tensor:
-    x, y = saveable(x), saveable(y)
+def _layer_norm_mse(
+    x: Tensor, y: Tensor, weights: Tensor | None, options: "_Options", backend: Backend
+) -> Tensor:
+    x, y = as_rows(saveable(x)), as_rows(saveable(y))
     runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
-    if runs_on == "torch":
-        return apply(_TorchLayerNormMSE, options, x, y)
-    function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
-    return apply(function, options, as_rows(x), as_rows(y))
+    function: type[torch.autograd.Function] = _TorchLayerNormMSE
+    if runs_on != "torch":
+        function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
+    return apply(function, options, weights, x, y)
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -512,12 +531,13 @@ class _TorchLayerNormMSE(torch.autograd.Function):
     """Loss whose gradient with respect to the normalised rows is their difference, up to sign."""
 
     @staticmethod
-    def forward(ctx, options, x, y):
+    def forward(ctx, options, weights, x, y):
         with autocast_off(x):
             norm_x, rstd_x = _normalise(x, options.eps)
             norm_y, rstd_y = _normalise(y, options.eps)
-            total = torch.linalg.vector_norm(norm_x - norm_y, dim=-1).square().sum()
-        ctx.save_for_backward(norm_x, norm_y, rstd_x, rstd_y)
+            squares = torch.linalg.vector_norm(norm_x - norm_y, dim=-1).square()
+            total = (squares if weights is None else squares * weights).sum()
+        ctx.save_for_backward(weights, norm_x, norm_y, rstd_x, rstd_y)
         ctx.options, ctx.divisor = options, _divisor(x, options.reduction)
         ctx.dtypes = x.dtype, y.dtype
         return total / (2 * ctx.divisor)
@@ -525,18 +545,19 @@ class _TorchLayerNormMSE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        norm_x, norm_y, rstd_x, rstd_y = ctx.saved_tensors
+        weights, norm_x, norm_y, rstd_x, rstd_y = ctx.saved_tensors
         with autocast_off(norm_x):
             scale = grad / ctx.divisor
+            scale = scale if weights is None else scale * weights[:, None]
             along = (norm_x * norm_y).sum(-1, keepdim=True)
             dx = dy = None
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[2]:
                 dx = _row_gradient(norm_x, norm_y, along, rstd_x, ctx.options.eps, scale)
                 dx = dx.to(ctx.dtypes[0])
-            if ctx.needs_input_grad[2]:
+            if ctx.needs_input_grad[3]:
                 dy = _row_gradient(norm_y, norm_x, along, rstd_y, ctx.options.eps, scale)
                 dy = dy.to(ctx.dtypes[1])
-        return None, dx, dy
+        return None, None, dx, dy
 
 
 def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -595,10 +616,10 @@ class _CppLayerNormMSE(torch.autograd.Function):
     """Loss and gradients of rows (R, D), in one pass over the rows."""
 
     @staticmethod
-    def forward(ctx, options, x, y):
+    def forward(ctx, options, weights, x, y):
         divisor = _divisor(x, options.reduction)
         loss, *gradients = torch.ops.fastkd_cpp.layer_norm_mse(
-            *_dense(x, y), options.eps, divisor, *ctx.needs_input_grad[1:]
+            *dense_rows(x, y), weights, options.eps, divisor, *ctx.needs_input_grad[2:]
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = x.dtype
@@ -608,9 +629,11 @@ class _CppLayerNormMSE(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         gradients = iter(ctx.saved_tensors)
-        needs = ctx.needs_input_grad[1:]
-        return None, *(
-            times_upstream(next(gradients), grad, ctx.dtype) if need else None for need in needs
+        needs = ctx.needs_input_grad[2:]
+        return (
+            None,
+            None,
+            *(times_upstream(next(gradients), grad, ctx.dtype) if need else None for need in needs),
         )
 
 
@@ -618,30 +641,27 @@ class _TritonLayerNormMSE(torch.autograd.Function):
     """Loss and gradients of rows (R, D), a kernel for each pass."""
 
     @staticmethod
-    def forward(ctx, options, x, y):
+    def forward(ctx, options, weights, x, y):
         from fastkd.kernels import projection as kernels
 
-        x, y = _dense(x, y)
+        x, y = dense_rows(x, y)
         divisor = _divisor(x, options.reduction)
-        loss, stats = kernels.layer_norm_mse_forward(x, y, options.eps, divisor)
-        ctx.save_for_backward(x, y, stats)
+        losses, stats = kernels.layer_norm_mse_forward(x, y, options.eps, divisor)
+        ctx.save_for_backward(weights, x, y, stats)
         ctx.options = options
-        return loss
+        return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels import projection as kernels
 
-        needs_dx, needs_dy = ctx.needs_input_grad[1:]
-        x, y, stats = ctx.saved_tensors
+        needs_dx, needs_dy = ctx.needs_input_grad[2:]
+        weights, x, y, stats = ctx.saved_tensors
+        grad = grad.expand(x.shape[0]) if weights is None else grad * weights
         eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
         grads = kernels.layer_norm_mse_backward(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
-        return None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
-
-
-def _dense(*rows: Tensor) -> list[Tensor]:
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+        return None, None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
 
 
 class DualProjectionLoss(nn.Module):
@@ -734,8 +754,8 @@ class DualProjectionLoss(nn.Module):
         projected_s, projected_t = self._project(h_s, h_t)
         # Rows of zeros normalise to zeros: a sample left out adds nothing to either term.
         options = _Options(1e-5, self.reduction)
-        spl = _layer_norm_mse(projected_s, h_t, options, self.backend)
-        tpl = _layer_norm_mse(projected_t, h_s, options, self.backend)
+        spl = _layer_norm_mse(projected_s, h_t, None, options, self.backend)
+        tpl = _layer_norm_mse(projected_t, h_s, None, options, self.backend)
         loss = torch.lerp(tpl, spl, self.gamma)
         if valid is None or self.reduction == "sum":
             return loss

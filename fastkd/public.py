@@ -7,6 +7,7 @@ from fastkd.cca import CCALoss
 from fastkd.contrastive import CosNCELoss
 from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
 from fastkd.head import Head
+from fastkd.hidden_states import HiddenStateLoss
 from fastkd.knn import IntraClassKNNLoss
 from fastkd.projection import DualProjectionLoss, OrthogonalProjection
 from fastkd.queue import FeatureQueue
@@ -24,6 +25,7 @@ __all__ = [
     "FCDLoss",
     "FeatureQueue",
     "Head",
+    "HiddenStateLoss",
     "IntraClassKNNLoss",
     "OrthogonalProjection",
     "SoftTargetLoss",

@@ -16,6 +16,7 @@ from fastkd._core.checks import (
     check_number,
     check_pair,
     check_shape,
+    checked_weights,
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
@@ -24,6 +25,7 @@ from fastkd._core.numerics import (
     autocast_off,
     first_order_only,
     once_differentiable,
+    reduced,
     saveable,
     times_upstream,
     upcast,
@@ -61,10 +63,12 @@ def relation_loss_ref(
     temperature: float = 10.0,
     eps: float = 1e-8,
     segments: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """`relation_loss` as the paper writes it: full (N, N) relations and autograd."""
     if segments is not None:
-        [(student, teacher)], mask = _unpacked([(student, teacher)], mask, segments)
+        pairs = [(student, teacher)]
+        [(student, teacher)], mask, weights = _unpacked(pairs, mask, weights, segments)
     F_s, F_t = upcast(student), upcast(teacher)  # (B, N, D)
     if mask is None:
         mask = torch.ones(F_s.shape[:2], dtype=torch.bool, device=F_s.device)
@@ -93,7 +97,8 @@ def relation_loss_ref(
         gamma = tau**2 * (log_p_t.exp() * (log_p_t - log_p_s) * pair).sum(1)
 
     counts = mask.sum(1) >= 2  # one token alone has no relation
-    return gamma.masked_fill(~counts, 0).sum() / counts.sum().clamp_min(1)  # eqs. 8, 9
+    gamma = gamma.masked_fill(~counts, 0)
+    return reduced(gamma, counts, "mean", weights)  # eqs. 8, 9
 
 
 def relation_loss(
@@ -107,6 +112,7 @@ def relation_loss(
     temperature: float = 10.0,
     eps: float = 1e-8,
     segments: Tensor | None = None,
+    weights: Tensor | None = None,
     backend: Backend = "auto",
     gather: bool = False,
     group: Group = None,
@@ -135,6 +141,9 @@ def relation_loss(
             the loss is that of one padded row per document. On the CPU or on the features' device.
             On a GPU or in a graph the ids can't be read: they are compared in all pairs, which
             takes N² numbers for each row, and (B·N)² over samples.
+        weights: (B,) floating, factors of the samples' losses over tokens, of any sign and without
+            gradient. A weight of 0 is no mask: the sample still counts in the average. With
+            ``segments`` all documents of a row have its weight. Not over samples.
         backend: ``"auto"``, ``"torch"``; ``"cpp"``, ``"triton"`` (only ``"l2"``, ``"pearson"``).
         gather: compare the samples of all processes as one batch; see `fastkd.distributed`.
         group: the processes that gather, by default all.
@@ -157,10 +166,16 @@ def relation_loss(
     """
     check_choice("over", over, OVER)
     _check_options(normalize, distance, temperature, eps)
-    weights = float(over == "tokens"), float(over == "samples")
-    options = Options(*weights, normalize, distance, temperature, eps)
+    if weights is not None and over == "samples":
+        raise ValueError(
+            "weights are those of samples, and over='samples' compares pairs of samples; leave "
+            "them out, or take over='tokens'"
+        )
+    terms = float(over == "tokens"), float(over == "samples")
+    options = Options(*terms, normalize, distance, temperature, eps)
     pairs = [(student, teacher)]
-    return _relations(pairs, mask, segments, options, backend, ranks_of(gather, group))[0]
+    ranks = ranks_of(gather, group)
+    return _relations(pairs, mask, segments, options, backend, ranks, weights)[0]
 
 
 class FCDLoss(InGroup):
@@ -258,10 +273,12 @@ def _relations(
     options: Options,
     backend: str,
     ranks: Ranks | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Weighted loss () of all layers, and its two terms (2,) in the order of OVER, detached.
 
-    The terms may be None without ``options.return_terms``.
+    The terms may be None without ``options.return_terms``. ``weights`` (B,) are factors of the
+    samples' losses over tokens.
     """
     if _are_embeddings(pairs):
         _check_embeddings(options, segments)
@@ -274,16 +291,19 @@ def _relations(
         check_shape("student", student, (*rows, student.size(2)), "(B, N) of the first layer")
         check_shape("teacher", teacher, (*rows, teacher.size(2)), "(B, N) of student")
     mask = check_mask(mask, rows, first.device)
+    remedy = "call it once for each sample whose weight learns"
+    related = None if weights is None or mask is None else mask.sum(1) >= 2
+    weights = checked_weights(weights, rows[:1], first, related, remedy=remedy)
     if segments is not None:
         _check_segments(segments, first)
     if options.tokens == options.samples == 0:  # a zero in the graph of the students
         segments = ranks = None
     # Processes have different row lengths, so their ids can't be compared in all pairs.
     if segments is not None and (ranks is not None or values_readable(segments)):
-        pairs, mask = _unpacked(pairs, mask, segments)
+        pairs, mask, weights = _unpacked(pairs, mask, weights, segments)
         segments = None
     if ranks is not None:
-        return _across_ranks(pairs, mask, options, backend, ranks)
+        return _across_ranks(pairs, mask, weights, options, backend, ranks)
 
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
     unsupported = None
@@ -292,16 +312,16 @@ def _relations(
     call = {"normalize": options.normalize, "distance": options.distance}
     runs_on = backend_of(backend, "relation_loss", widest, unsupported, **call)
     if runs_on == "triton":
-        return _in_triton(pairs, mask, options, backend)
+        return _in_triton(pairs, mask, weights, options, backend)
     with autocast_off(first):
         if segments is not None:
-            return _by_pairs(pairs, mask, segments, options)
+            return _by_pairs(pairs, mask, weights, segments, options)
         if options.normalize == "softmax":
             pairs = [(_softmax(first_order_only(s), mask), _softmax(t, mask)) for s, t in pairs]
         function: type[torch.autograd.Function] = _TorchRelations
         if runs_on == "cpp":
             function, options = _CppRelations, dataclasses.replace(options, in_cpp=True)
-        return apply(function, options, mask, *_features(pairs))
+        return apply(function, options, mask, weights, *_features(pairs))
 
 
 def _features(pairs: Pairs) -> list[Tensor]:
@@ -339,7 +359,7 @@ def _check_embeddings(options: Options, segments: Tensor | None) -> None:
 
 
 def _in_triton(
-    pairs: Pairs, mask: Tensor | None, options: Options, backend: str
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, options: Options, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """`_relations` in Triton; layers of one shape share their launches.
 
@@ -356,9 +376,9 @@ def _in_triton(
     if kernels.tokens or kernels.samples or not (by_tokens or by_samples):
         for group in layer_groups(pairs):
             features = _features([pairs[i] for i in group])
-            results.append(apply(_TritonRelations, kernels, mask, *features))
+            results.append(apply(_TritonRelations, kernels, mask, weights, *features))
     if products.tokens or products.samples:
-        results.append(apply(_TorchRelations, products, mask, *_features(pairs)))
+        results.append(apply(_TorchRelations, products, mask, weights, *_features(pairs)))
     loss = functools.reduce(torch.add, (loss for loss, _ in results))
     if not options.return_terms:
         return loss, None
@@ -385,7 +405,12 @@ def _features_win(over: str, pairs: Pairs) -> bool:
 
 
 def _across_ranks(
-    pairs: Pairs, mask: Tensor | None, options: Options, backend: str, ranks: Ranks
+    pairs: Pairs,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    options: Options,
+    backend: str,
+    ranks: Ranks,
 ) -> tuple[Tensor, Tensor]:
     """`_relations` of the samples of all processes.
 
@@ -394,7 +419,8 @@ def _across_ranks(
     first = pairs[0][0]
     tokens = samples = first.new_zeros((), dtype=working_dtype(first))
     if options.tokens:
-        own, _ = _relations(pairs, mask, None, dataclasses.replace(options, samples=0.0), backend)
+        of_tokens = dataclasses.replace(options, samples=0.0)
+        own, _ = _relations(pairs, mask, None, of_tokens, backend, weights=weights)
         real = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
         count = (real.sum(1) >= 2).sum()
         tokens = ranks.total(own * count) / ranks.sum(count).clamp_min(1)
@@ -406,7 +432,7 @@ def _across_ranks(
 
 
 def _by_pairs(
-    pairs: Pairs, mask: Tensor | None, segments: Tensor, options: Options
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """`_relations` where the values of ``segments`` can't be read: all pairs of tokens, masked."""
     first = pairs[0][0]
@@ -421,7 +447,7 @@ def _by_pairs(
                 normalized(zero_padding(upcast(x), valid), options.normalize)
                 for x in (first_order_only(student), teacher)
             )
-            tokens = tokens + options.tokens * paired_loss(y_s, y_t, alike, options)
+            tokens = tokens + options.tokens * paired_loss(y_s, y_t, alike, options, weights)
     if options.samples:  # any two tokens of the batch may be at one position
         valid = valid.view(1, -1)
         alike = position[:, :, None] == position[:, None, :]
@@ -446,9 +472,9 @@ def _check_segments(segments: Tensor, student: Tensor) -> None:
 
 
 def _unpacked(
-    pairs: Pairs, mask: Tensor | None, segments: Tensor
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Features (B, N, D) with each document in a row of its own, and the mask of these rows."""
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
+    """Features (B, N, D) with each document in a row of its own, and their mask and weights."""
     B, N = segments.shape
     token = torch.arange(B * N, device="cpu")
     # An id stands for one document per row; its tokens keep their order.
@@ -460,7 +486,10 @@ def _unpacked(
     real = index >= 0
     if mask is not None:
         real = real & (mask.flatten() != 0)[index]
-    return [(s.flatten(0, 1)[index], t.flatten(0, 1)[index]) for s, t in pairs], real
+    if weights is not None:
+        row = row_and_id.new_zeros(len(index)).index_copy_(0, document, row_and_id[:, 0])
+        weights = weights[row.to(weights.device, non_blocking=True)]
+    return [(s.flatten(0, 1)[index], t.flatten(0, 1)[index]) for s, t in pairs], real, weights
 
 
 def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -485,21 +514,23 @@ class _GradientInForward(torch.autograd.Function):
                 None if dx is None else times_upstream(dx, grad, dtype)
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
-        return (None, None, *gradients, *(None for _ in gradients))
+        return (None, None, None, *gradients, *(None for _ in gradients))
 
 
 class _TorchRelations(_GradientInForward):
     @staticmethod
     def forward(ctx, options, *tensors):
-        mask, *features = tensors
+        mask, weights, *features = tensors
         zero = features[0].new_zeros((), dtype=working_dtype(features[0]))
         terms, gradients = torch.stack((zero, zero)), []
         with autocast_off(features[0]):
             for i, (student, teacher) in enumerate(_as_pairs(features)):
-                needs_grad = ctx.needs_input_grad[2 + i]
+                needs_grad = ctx.needs_input_grad[3 + i]
                 dx = torch.zeros_like(student, dtype=working_dtype(student)) if needs_grad else None
                 losses = [
-                    relation_term(student, teacher, mask, dx, over, options) if weight else zero
+                    relation_term(student, teacher, mask, weights, dx, over, options)
+                    if weight
+                    else zero
                     for over, weight in zip(OVER, (options.tokens, options.samples), strict=True)
                 ]
                 terms = terms + torch.stack(losses)
@@ -515,30 +546,30 @@ class _CppRelations(_GradientInForward):
 
     @staticmethod
     def forward(ctx, options, *tensors):
-        mask, *features = tensors
+        mask, weights, *features = tensors
         total: Any = None
         gradients = []
         for i, (student, teacher) in enumerate(_as_pairs(features)):
-            needs_grad = ctx.needs_input_grad[2 + i]
+            needs_grad = ctx.needs_input_grad[3 + i]
             student, teacher = (
                 x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher)
             )
-            weights = {"tokens": float(options.tokens), "samples": float(options.samples)}
+            factors = {"tokens": float(options.tokens), "samples": float(options.samples)}
             products = [
                 over
-                for over, weight in weights.items()
+                for over, weight in factors.items()
                 if weight and by_features(over, student, teacher, options, needs_grad)
             ]
-            remaining = (0.0 if over in products else weight for over, weight in weights.items())
+            remaining = (0.0 if over in products else weight for over, weight in factors.items())
             terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
-                student, teacher, mask, *remaining, options.eps, needs_grad
+                student, teacher, mask, weights, *remaining, options.eps, needs_grad
             )
             dx = gradient[0] if gradient else None
             if products:
                 losses = dict(zip(OVER, terms.unbind(), strict=True))
                 with autocast_off(student):
                     for over in products:
-                        loss = relation_term(student, teacher, mask, dx, over, options)
+                        loss = relation_term(student, teacher, mask, weights, dx, over, options)
                         losses[over] = losses[over] + loss
                 terms = torch.stack(list(losses.values()))
             total = terms if total is None else total + terms
@@ -556,19 +587,19 @@ class _TritonRelations(torch.autograd.Function):
     def forward(ctx, options, *tensors):
         from fastkd.kernels import relation as kernels
 
-        mask, *features = tensors
+        mask, weights, *features = tensors
         layers = len(features) // 2
         students, teachers = features[:layers], features[layers:]
-        weights = options.tokens, options.samples
-        ctx.needs_grad = ctx.needs_input_grad[2 : 2 + layers]
+        factors = options.tokens, options.samples
+        ctx.needs_grad = ctx.needs_input_grad[3 : 3 + layers]
         losses, *dx = kernels.relations(
-            students, teachers, mask, *weights, options.eps, any(ctx.needs_grad)
+            students, teachers, mask, weights, *factors, options.eps, any(ctx.needs_grad)
         )
         if dx:
             ctx.save_for_backward(mask, *dx, *(saveable(x) for x in students))
         if not options.return_terms:
             return losses.sum(), None
-        parts = losses.split(kernels.counts_of_losses(students, *weights))
+        parts = losses.split(kernels.counts_of_losses(students, *factors))
         terms = torch.stack([part.sum() for part in parts])
         ctx.mark_non_differentiable(terms)
         return terms.sum(), terms
@@ -582,6 +613,7 @@ class _TritonRelations(torch.autograd.Function):
         gradients = kernels.projected(dx, students, mask, grad).unbind()
         requested = zip(gradients, ctx.needs_grad, strict=True)
         return (
+            None,
             None,
             None,
             *(dx if needs else None for dx, needs in requested),

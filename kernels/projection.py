@@ -1,9 +1,9 @@
 """LayerNorm-MSE: ½‖norm(x) − norm(y)‖² over rows, and its gradient to both sides.
 
 Data path. Forward: a program holds whole rows of x and y in registers, takes mean and variance
-there, and writes one partial loss and four numbers a row (mean and 1/√(var + eps) of each side).
-One PyTorch sum adds the partials. Backward: a program reads the rows again, rebuilds the
-normalised rows from the four numbers, and writes dx and dy with the upstream gradient applied.
+there, and writes the loss and four numbers of each row (mean and 1/√(var + eps) of each side).
+PyTorch adds the losses, times the rows' weights. Backward: a program reads the rows again, rebuilds
+the normalised rows from the four numbers, and writes dx and dy with the upstream gradient applied.
 
 With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es when one
 side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192; about 10E
@@ -71,7 +71,7 @@ def _normalise(x, inside, D, eps):
 def layer_norm_mse_forward_kernel(
     x_ptr,
     y_ptr,
-    partial_ptr,  # (programs,)
+    losses_ptr,  # (R,)
     stats_ptr,  # (R, 4): mean and rstd of x, mean and rstd of y
     R,
     D,
@@ -82,8 +82,7 @@ def layer_norm_mse_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    row = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     inside = (row < R)[:, None] & (column < D)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
@@ -91,8 +90,8 @@ def layer_norm_mse_forward_kernel(
     norm_x, mean_x, rstd_x = _normalise(x.to(tl.float32), inside, D, eps)
     norm_y, mean_y, rstd_y = _normalise(y.to(tl.float32), inside, D, eps)
     difference = norm_x - norm_y  # (BLOCK_R, BLOCK_D)
-    total = tl.sum(tl.sum(difference * difference, axis=1), axis=0)
-    tl.store(partial_ptr + program, total * scale)
+    squares = tl.sum(difference * difference, axis=1)
+    tl.store(losses_ptr + row, squares * scale, mask=row < R)
 
     tl.store(stats_ptr + row * 4, mean_x, mask=row < R)
     tl.store(stats_ptr + row * 4 + 1, rstd_x, mask=row < R)
@@ -123,12 +122,13 @@ def _gradient(along, norm, rstd, eps):
     return rest + norm * (part * (eps * rstd * rstd) - left)[:, None]
 
 
-@triton.jit(do_not_specialize=["R", "first"])
+@triton.jit(do_not_specialize=["R", "stride_dloss", "first"])
 def layer_norm_mse_backward_kernel(
     x_ptr,
     y_ptr,
     stats_ptr,  # (R, 4)
-    dloss_ptr,  # ()
+    dloss_ptr,  # (R,)
+    stride_dloss,  # 0 where all rows have the same
     dx_ptr,
     dy_ptr,
     R,
@@ -155,7 +155,7 @@ def layer_norm_mse_backward_kernel(
 
     norm_x = _normalised(x, mean_x, rstd_x, inside, D)
     norm_y = _normalised(y, mean_y, rstd_y, inside, D)
-    dloss = tl.load(dloss_ptr) * scale
+    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=row < R, other=0.0) * scale
     out = row[:, None] * D + column[None, :]
     dx = _gradient(norm_x - norm_y, norm_x, rstd_x, eps)
     tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
@@ -165,23 +165,24 @@ def layer_norm_mse_backward_kernel(
 
 
 def _forward_shapes(x, y, eps, divisor):
-    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape[0], 4, dtype=torch.float32)
+    R = x.shape[0]
+    return x.new_empty(R, dtype=torch.float32), x.new_empty(R, 4, dtype=torch.float32)
 
 
 @operator(_forward_shapes)
 def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
-    """½Σ(norm(x) − norm(y))² / divisor (), and the rows' statistics, for x and y (R, D)."""
+    """½‖norm(x) − norm(y)‖² / divisor (R,), and the rows' statistics, for x and y (R, D)."""
     R, D = x.shape
     config = blocks(D)
     programs = cdiv(R, config["BLOCK_R"])
-    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    losses = torch.empty(R, dtype=torch.float32, device=x.device)
     stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
     if programs:
         scale = 0.5 / divisor
         layer_norm_mse_forward_kernel[(programs,)](
-            x, y, partial, stats, R, D, x.stride(0), y.stride(0), eps, scale, **config
+            x, y, losses, stats, R, D, x.stride(0), y.stride(0), eps, scale, **config
         )
-    return partial.sum(), stats
+    return losses, stats
 
 
 def _backward_shapes(x, y, stats, dloss, eps, divisor, needs_dx, needs_dy):
@@ -199,7 +200,7 @@ def layer_norm_mse_backward(
     needs_dx: bool,
     needs_dy: bool,
 ) -> list[Tensor]:
-    """dx, dy or both (R, D), as needed, in the dtype of x."""
+    """dx, dy or both (R, D), as needed, in the dtype of x; ``dloss`` (R,) may be expanded."""
     R, D = x.shape
     config = blocks(D)
     programs = cdiv(R, config["BLOCK_R"])
@@ -215,6 +216,7 @@ def layer_norm_mse_backward(
             b,
             stats,
             dloss,
+            dloss.stride(0),
             da,
             db,
             R,

@@ -121,7 +121,7 @@ def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> l
     return [len(students) * G * (weight != 0 and members >= 2) for G, members, weight in kinds]
 
 
-def _relations_shapes(students, teachers, mask, tokens, samples, eps, gradient):
+def _relations_shapes(students, teachers, mask, weights, tokens, samples, eps, gradient):
     x = students[0]
     shape = len(students), *x.shape[:2], padded_size(x.shape[-1])
     losses = x.new_empty(sum(counts_of_losses(students, tokens, samples)), dtype=torch.float32)
@@ -133,6 +133,7 @@ def relations(
     students: list[Tensor],
     teachers: list[Tensor],
     mask: Tensor | None,
+    weights: Tensor | None,
     tokens: float,
     samples: float,
     eps: float,
@@ -140,15 +141,22 @@ def relations(
 ) -> list[Tensor]:
     """tokens · loss over tokens + samples · loss over samples, summed over layers of one shape.
 
+    ``weights`` (B,) are factors of the samples' losses over tokens.
+
     Returns the summands, one for each group of each layer, tokens first; and with ``gradient`` the
     gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before `projected`.
     """
     B, N, _ = students[0].shape
     shares = None, None
+    if weights is not None and mask is None:  # with a mask a group's share is read from memory
+        mask = torch.ones(B, N, dtype=torch.bool, device=students[0].device)
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
-        shares = mask.new_empty((2, 4), dtype=torch.float32)
-        relation_share_kernel[(2,)](mask, shares, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+        of_terms = mask.new_empty((2, 4), dtype=torch.float32)
+        relation_share_kernel[(2,)](mask, of_terms, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+        of_tokens = of_terms[0, :1]
+        of_tokens = of_tokens.expand(B) if weights is None else of_tokens * weights
+        shares = of_tokens, of_terms[1, :1].expand(N)
     layers = Layers(students, teachers, mask, eps)
     s_b, s_n, _ = layers.students[0].stride()
     t_b, t_n, _ = layers.teachers[0].stride()

@@ -260,6 +260,7 @@ def relation_sums_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        "stride_share",
         "first_group",
         "first_loss",
         "groups",
@@ -274,7 +275,8 @@ def relation_coefficients_kernel(
     offset_ptr,  # (2·chunk, 2, N)
     scale_ptr,  # of the student
     size_ptr,
-    shares_ptr,
+    shares_ptr,  # (groups,)
+    stride_share,
     mix_ptr,  # (chunk, 2): A = mix_t·R̃_t + mix_s·R̃_s
     coefficient_ptr,  # (chunk, 2, N): what multiplies A·s and s of each row
     loss_ptr,  # from first_loss on (groups,)
@@ -295,7 +297,9 @@ def relation_coefficients_kernel(
     group = first_group + slot
     size = tl.load(size_ptr + group)
     usable = size >= 2
-    weight *= tl.load(shares_ptr) if HAS_MASK else tl.div_rn(1.0, groups * 1.0)
+    weight *= (
+        tl.load(shares_ptr + group * stride_share) if HAS_MASK else tl.div_rn(1.0, groups * 1.0)
+    )
     partial_ptr += slot * 3 * tiles
     covariance = tl.zeros((BLOCK_N,), tl.float64)
     square_s = tl.zeros((BLOCK_N,), tl.float64)
@@ -555,7 +559,7 @@ class _Workspace:
         )
         coefficients = self._empty(groups, 2, N)
         relation_coefficients_kernel[(groups,)](
-            partial, offsets, self.scale, self.sizes, term.shares,
+            partial, offsets, self.scale, self.sizes, term.shares, term.stride_share,
             self.mix, coefficients, self.losses,
             first, self.first_loss, term.groups, N, self.tiles, *term.strides,
             term.weight, layers.eps,

@@ -233,4 +233,9 @@ class Term(NamedTuple):
     strides_t: tuple[int, int]
     strides: tuple[int, int]  # the same in the (B, N) arrays
     weight: float
-    shares: Tensor | None  # first the share of a group with two real members in the average
+    shares: Tensor | None  # (groups,): the groups' shares in the average, times their weights
+
+    @property
+    def stride_share(self) -> int:
+        """0 where all groups have the same share."""
+        return 0 if self.shares is None else self.shares.stride(0)

@@ -87,6 +87,7 @@ def _centred_relation(
     do_not_specialize=[
         "N",
         "rows",
+        "stride_share",
         "stride_side",
         "stride_group",
         "stride_n",
@@ -98,7 +99,8 @@ def relation_small_groups_kernel(
     s_ptrs,  # layers of (groups, N, Ds)
     t_ptrs,  # layers of (groups, N, Dt)
     scale_ptr,  # (layers, 2, stride_side)
-    shares_ptr,  # (1,): the share of a group in the average
+    shares_ptr,  # (groups,): the groups' shares in the average, times their weights
+    stride_share,  # 0 where all groups have the same
     dx_ptr,  # (layers, rows, Ds)
     loss_ptr,  # from first_loss on (layers, groups): weighted losses
     N,
@@ -163,7 +165,7 @@ def relation_small_groups_kernel(
     loss = sigma_s * sigma_t * tl.sum(difference * difference) / (2 * count * count)
     loss = tl.where(denominator == eps, 1.0, (loss + eps) / denominator)
     if HAS_MASK:
-        weight *= tl.load(shares_ptr)
+        weight *= tl.load(shares_ptr + group * stride_share)
     weight = tl.where(real >= 2, weight, 0.0)
     loss_ptr += first_loss + layer * tl.num_programs(0)
     tl.store(loss_ptr + group, tl.where(real >= 2, weight * loss, 0.0))
@@ -230,6 +232,7 @@ def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) ->
         *layers.pointers,
         layers.scale,
         term.shares,
+        term.stride_share,
         layers.dx,
         losses,
         term.N,

@@ -18,6 +18,7 @@
 
 #include "losses/attention/attention.h"
 #include "losses/cos_nce/cos_nce.h"
+#include "losses/hidden_states/hidden_states.h"
 #include "losses/knn/knn.h"
 #include "losses/layer_norm_mse/layer_norm_mse.h"
 #include "base/processors.h"
@@ -88,9 +89,28 @@ void layer_norm_mse(int64_t n, Type type, std::mt19937& random) {
   compare("layer_norm_mse", n, type, 2 * bytes, [&](bool threads, char* out) {
     std::vector<double> losses(kRows);
     const Rows dx{out, n, n, type}, dy{out + bytes, n, n, type};
-    const LayerNormMSE of{x.rows, y.rows, 1e-5, 0.3, dx, dy};
+    const LayerNormMSE of{{x.rows, y.rows, dx, dy, 0.3}, 1e-5};
     share(kRows, threads, [&](int64_t begin, int64_t end) { of.rows(begin, end, losses.data()); });
   });
+}
+
+void hidden_states(int64_t n, Type type, std::mt19937& random) {
+  const Memory x(n, type, &random), y(n, type, &random), weights(1, type, &random);
+  const std::unique_ptr<bool[]> mask(new bool[kRows]);
+  for (int64_t i = 0; i < kRows; ++i) mask[i] = i != 3;
+  const size_t bytes = kRows * n * size_of(type);
+  for (const auto distance : {Distance::kMse, Distance::kCosine, Distance::kSmoothL1}) {
+    compare("hidden_states", n, type, bytes, [&](bool threads, char* out) {
+      std::vector<double> losses(kRows);
+      const Rows dx{out, n, n, type};
+      const HiddenStates of{
+          {x.rows, y.rows, dx, {}, 0.3, weights.rows, mask.get()}, distance, 0.5};
+      share(kRows, threads, [&](int64_t begin, int64_t end) {
+        of.rows(begin, end, losses.data());
+      });
+      if (losses[3] != 0) std::printf("a masked row's loss of %g\n", losses[3]);
+    });
+  }
 }
 
 void soft_targets(int64_t n, Type type, std::mt19937& random) {
@@ -342,6 +362,7 @@ int main(int, char** arguments) {
     for (const Type type : kTypes) {
       for (const int64_t n : {1, 2, 7, 16, 17, 65, 1030}) {
         layer_norm_mse(n, type, random);
+        hidden_states(n, type, random);
         soft_targets(n, type, random);
         cos_nce(n, type, random);
         knn(n, type, random);

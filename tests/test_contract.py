@@ -38,7 +38,7 @@ def test_signatures_in_the_docs_equal_the_code():
 def test_signature_lists_literal_values():
     assert contract.signature("attention_loss") == (
         'attention_loss(student, teacher, mask=None, *, heads="match"|"mean", '
-        'reduction="mean"|"sum"|"none", backend="auto")'
+        'weights=None, reduction="mean"|"sum"|"none", backend="auto")'
     )
     assert contract.signature("CCALoss").endswith(")(student, teacher, mask=None)")
 

@@ -26,26 +26,43 @@ STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, 
               scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0, narrow=False)  # fmt: skip
 # Valid positional arguments and options of each operator.
 CALLS = {
-    "layer_norm_mse": ((x, x), dict(eps=0.0, divisor=1, needs_dx=True, needs_dy=True)),
+    "layer_norm_mse": (
+        (x, x, torch.rand(6)),
+        dict(eps=0.0, divisor=1, needs_dx=True, needs_dy=True),
+    ),
+    "hidden_states": (
+        (x, x, torch.ones(6).bool(), torch.rand(6)),
+        dict(kind="mse", beta=1.0, reduction="mean", gradient=True),
+    ),
     "soft_target_loss": (
         (x, x, torch.ones(6).bool(), torch.tensor(3.0), *SOFT, "batchmean", True),
         {},
     ),
     "soft_target_rows": ((x.clone(), x, torch.ones(6).bool(), torch.rand(6), *SOFT), {}),
     "cos_nce": (
-        (cube, cube, cube, torch.ones(6, 4).bool(), torch.ones(6, 4).bool(), labels, labels, 6),
+        (
+            cube,
+            cube,
+            cube,
+            torch.ones(6, 4).bool(),
+            torch.ones(6, 4).bool(),
+            labels,
+            labels,
+            torch.rand(24),
+            6,
+        ),
         dict(others=True, own_too=False, reduction="mean", gradient=True),
     ),
     "attention": (
-        (maps, maps, torch.ones(2, 4).bool()),
+        (maps, maps, torch.ones(2, 4).bool(), torch.rand(2)),
         dict(mean=False, layers=1, reduction="mean", gradient=True),
     ),
     "knn": (
-        (x, x, labels, labels, labels, torch.tensor(6)),
+        (x, x, labels, labels, labels, torch.tensor(6), torch.rand(6)),
         dict(k=1, ignore_index=-100, reduction="sum", gradient=True),
     ),
     "relation_terms": (
-        (cube, cube, torch.ones(6, 4).bool()),
+        (cube, cube, torch.ones(6, 4).bool(), torch.rand(6)),
         dict(tokens=1.0, samples=1.0, eps=1e-8, gradient=True),
     ),
     "cross_entropy": (
@@ -97,11 +114,11 @@ def test_strides_that_would_be_misread_are_refused():
     wide = torch.randn(6, 10)[:, ::2]
     soft = torch.ones(6).bool(), torch.rand(6), *SOFT
     for call in (
-        lambda: OPS.layer_norm_mse(wide, x, 0.0, 1, True, False),
-        lambda: OPS.layer_norm_mse(x, wide, 0.0, 1, True, False),
+        lambda: OPS.layer_norm_mse(wide, x, None, 0.0, 1, True, False),
+        lambda: OPS.layer_norm_mse(x, wide, None, 0.0, 1, True, False),
         lambda: OPS.soft_target_rows(x[:1].expand(6, 5), x, *soft),  # rows written over each other
-        lambda: OPS.attention(maps.mT, maps, None, False, 1, "mean", False),
-        lambda: OPS.relation_terms(cube.mT, cube.mT, None, 1.0, 0.0, 1e-8, False),
+        lambda: OPS.attention(maps.mT, maps, None, None, False, 1, "mean", False),
+        lambda: OPS.relation_terms(cube.mT, cube.mT, None, None, 1.0, 0.0, 1e-8, False),
     ):
         with pytest.raises(RuntimeError, match=r"strides that .* pass \w+\.contiguous\(\)"):
             call()
@@ -137,11 +154,11 @@ def test_out_of_memory_on_a_thread_raises_memory_error():
 import resource, torch
 from fastkd._core import extension
 x = torch.randn(1, 20_000, 1)
-torch.ops.fastkd_cpp.relation_terms(x[:, :2], x[:, :2], None, 1.0, 0.0, 1e-8, False)
+torch.ops.fastkd_cpp.relation_terms(x[:, :2], x[:, :2], None, None, 1.0, 0.0, 1e-8, False)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, -1))
 try:
-    torch.ops.fastkd_cpp.relation_terms(x, x, None, 1.0, 0.0, 1e-8, False)
+    torch.ops.fastkd_cpp.relation_terms(x, x, None, None, 1.0, 0.0, 1e-8, False)
 except MemoryError as error:
     print("MemoryError", error)
 """

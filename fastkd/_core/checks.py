@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastkd._core.numerics import saveable, values_readable
+from fastkd._core.numerics import saveable, values_readable, working_dtype
 from fastkd._core.warn import warn_caller
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -98,6 +98,41 @@ def check_mask(
     if warn_if_empty and values_readable(real) and real.numel() > 0 and not bool(real.any()):
         _warn_of_empty_mask(name)
     return real
+
+
+def check_weights(
+    weights: Tensor | None,
+    shape: Sequence[int],
+    device: torch.device,
+    of: str = "student",
+    remedy: str = 'multiply the losses of reduction="none"',
+) -> None:
+    """Raise unless ``weights``, if given, are floating, without gradient, and have ``shape``."""
+    if weights is None:
+        return
+    check_floating("weights", weights, min_ndim=0)
+    check_shape("weights", weights, shape, f"the leading dimensions of {of}")
+    if weights.device != device:
+        raise ValueError(f"weights is on {weights.device} but {of} is on {device}")
+    if weights.requires_grad:
+        raise ValueError(
+            f"weights requires grad, and gets none; {remedy}, or pass weights.detach()"
+        )
+
+
+def checked_weights(
+    weights: Tensor | None,
+    shape: Sequence[int],
+    like: Tensor,
+    counted: Tensor | None = None,
+    **hints: str,
+) -> Tensor | None:
+    """``weights`` in the working dtype of ``like``, 0 outside ``counted`` (bool), or None."""
+    check_weights(weights, shape, like.device, **hints)
+    if weights is None:
+        return None
+    weights = saveable(weights).to(working_dtype(like))
+    return weights if counted is None else weights.masked_fill(~counted, 0)
 
 
 @functools.cache  # warns once a process

@@ -27,7 +27,13 @@ def _roots_meta(a: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _layer_norm_mse_meta(
-    x: Tensor, y: Tensor, eps: float, divisor: int, needs_dx: bool, needs_dy: bool
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor | None,
+    eps: float,
+    divisor: int,
+    needs_dx: bool,
+    needs_dy: bool,
 ) -> list[Tensor]:
     """Shapes of the loss and of the requested gradients."""
     return [_scalar(x), *(_gradient(x) for needed in (needs_dx, needs_dy) if needed)]
@@ -37,6 +43,7 @@ def _relation_terms_meta(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
+    weights: Tensor | None,
     tokens: float,
     samples: float,
     eps: float,
@@ -107,6 +114,7 @@ def _states_meta(
 # Name of an operator → function that returns empty results, for tracing.
 CPP_OPERATORS = {
     "layer_norm_mse": _layer_norm_mse_meta,
+    "hidden_states": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "soft_target_loss": lambda student, *rest: _loss_meta(
         student, student.shape[:1], rest[-2], rest[-1], wide=True
     ),

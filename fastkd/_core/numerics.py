@@ -93,6 +93,17 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+def dense_rows(*rows: Tensor) -> list[Tensor]:
+    """Rows (R, D) whose last dimension is dense, as the kernels read them."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in rows]
+
+
+def direction_ref(x: Tensor) -> Tensor:
+    """x / ‖x‖, and zero for a zero vector, whose cosines are 0."""
+    norm = x.norm(dim=-1, keepdim=True)
+    return torch.where(norm == 0, 0, x / torch.where(norm == 0, 1, norm))
+
+
 def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
     """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, without autocast.
 
@@ -115,8 +126,15 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask[..., None], x, 0)
 
 
-def reduced(losses: Tensor, counted: Tensor, reduction: str) -> Tensor:
-    """Reduction ("none", "sum", or "mean" over ``counted``) of losses that are 0 elsewhere."""
+def reduced(
+    losses: Tensor, counted: Tensor, reduction: str, weights: Tensor | None = None
+) -> Tensor:
+    """Reduction ("none", "sum", or "mean" over ``counted``) of losses that are 0 elsewhere.
+
+    ``weights`` are multiplied into the losses; the divisor of the mean stays the number counted.
+    """
+    if weights is not None:
+        losses = losses * weights
     if reduction == "none":
         return losses
     total = losses.sum()

@@ -91,6 +91,15 @@ def _features(
     return make
 
 
+def _hidden_states(B: int, N: int, D: int) -> Inputs:
+    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        student, teacher = (_random(generator, B, N, D) for _ in range(2))
+        mask = torch.arange(N) < torch.arange(B)[:, None] + N - B
+        return [student], [teacher], {"mask": mask, "weights": _random(generator, B, N)}
+
+    return make
+
+
 def _maps(B: int, H: int, N: int) -> Inputs:
     def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
         student, teacher = (_random(generator, B, H, N, N) for _ in range(2))
@@ -202,6 +211,16 @@ LOSSES = (
         cpp={"attention_loss": _CPP},
         triton={"attention_loss": Kernels()},
         kernel_files=("attention",),
+    ),
+    Loss(
+        name="hidden_states",
+        title="Hidden states: squared difference, cosine, smooth ℓ1",
+        paper="Sanh et al., *DistilBERT*, 2019; Li et al., *EAGLE*, 2024",
+        functions={"hidden_state_loss": _hidden_states(3, 7, 16)},
+        modules=("HiddenStateLoss",),
+        cpp={"hidden_state_loss": _CPP},
+        triton={"hidden_state_loss": Kernels()},
+        kernel_files=("hidden_states",),
     ),
     Loss(
         name="soft_targets",

@@ -41,11 +41,15 @@ def relation_term(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
+    weights: Tensor | None,
     dx: Tensor | None,
     over: str,
     options: Options,
 ) -> Tensor:
-    """Weighted loss of one layer pair ``over`` tokens or samples; adds its gradient to ``dx``."""
+    """Weighted loss of one layer pair ``over`` tokens or samples; adds its gradient to ``dx``.
+
+    ``weights`` (B,) are factors of the samples' losses over tokens.
+    """
     feature_side = by_features(over, student, teacher, options, dx is not None)
     if over == "samples":
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
@@ -65,6 +69,8 @@ def relation_term(
         mask = mask & counts
         group_weight = weight / counts.sum().clamp_min(1).to(loss.dtype)
 
+    if over == "tokens" and weights is not None:
+        group_weight = group_weight * weights  # (groups,)
     chunks = _chunks(student, Ds + Dt, feature_side)
     chunk = (groups + chunks - 1) // chunks
     for i in range(chunks):
@@ -73,13 +79,14 @@ def relation_term(
         s = Centred(student[part], part_mask, options.normalize)
         t = Centred(teacher[part], part_mask, options.normalize)
         part_dx = None if dx is None else dx[part]
+        part_weight = group_weight[part] if group_weight.dim() else group_weight
         if feature_side:
-            losses = pearson_by_features(s, t, group_weight, options.eps, part_dx)
+            losses = pearson_by_features(s, t, part_weight, options.eps, part_dx)
         else:
-            losses = _distance_by_relations(s, t, group_weight, options, part_dx)
+            losses = _distance_by_relations(s, t, part_weight, options, part_dx)
         if part_mask is not None:
             losses = losses.masked_fill(~counts[part, 0], 0)
-        loss = loss + group_weight * losses.sum()
+        loss = loss + (part_weight * losses).sum()
     return loss
 
 
@@ -296,6 +303,8 @@ def _distance_by_relations(
 ) -> Tensor:
     """Losses (G,) from (N, N) relations; adds weight · their gradient to ``dx`` (G, N, Ds).
 
+    ``weight`` is () or (G,).
+
     ∂/∂y_i = 2kΣ_j A_ij y_j = 2k(H_i + Σ_j A_ij y_i) with H_i = Σ_j A_ij (s_j − s_i). Σ_j A_ij y_j
     itself would lose digits between similar rows.
     """
@@ -305,7 +314,7 @@ def _distance_by_relations(
     row_sums = A.sum(-1)  # (G, N)
     A.diagonal(dim1=1, dim2=2).sub_(row_sums)
     h = s.unscaled_gradient(torch.bmm(A, s.rows), row_sums)
-    dx.addcmul_(h, (2 * weight * k[:, None] * s.derivative)[..., None])
+    dx.addcmul_(h, ((2 * weight * k)[:, None] * s.derivative)[..., None])
     return losses
 
 
@@ -342,7 +351,7 @@ def pearson_by_features(
     # ∂/∂R̃_s = p·R̃_t + q·R̃_s =: A
     p = -1 / denominator
     q = covariance / denominator.square() * sigma_t * _reciprocal(sigma_s)
-    p, q = 2 * weight * p[:, None], 2 * weight * q[:, None]  # (G, 1)
+    p, q = (2 * weight * p)[:, None], (2 * weight * q)[:, None]  # (G, 1)
     w = p * v + q * u  # (G, N)
     row_sums = n * w
     # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), where 1ᵀS is rounding error.
@@ -356,8 +365,12 @@ def pearson_by_features(
     return losses
 
 
-def paired_loss(y_s: Tensor, y_t: Tensor, same: Tensor, options: Options) -> Tensor:
+def paired_loss(
+    y_s: Tensor, y_t: Tensor, same: Tensor, options: Options, weights: Tensor | None = None
+) -> Tensor:
     """Mean loss of the groups of rows in (G, M, D); ``same`` (G, M, M) is True within a group.
+
+    ``weights`` (G,) are factors of the losses of all groups in a (M, D).
 
     A value of a group, such as its size, is repeated at each of its rows, and sums over a group
     are products with ``same``, which are deterministic. Autograd computes the gradient.
@@ -399,7 +412,9 @@ def paired_loss(y_s: Tensor, y_t: Tensor, same: Tensor, options: Options) -> Ten
         log_p_s, log_p_t = (_log_softmax_of_groups(R, same, options) for R in (R_s, R_t))
         kl = (log_p_t.exp() * (log_p_t - log_p_s)).masked_fill(~same, 0).sum(-1)
         losses = options.temperature**2 * group_sum(kl.to(size.dtype))
-    return (losses * weight).sum() / weight.sum().clamp_min(1)
+    losses = losses * weight
+    losses = losses if weights is None else losses * weights[:, None]
+    return losses.sum() / weight.sum().clamp_min(1)
 
 
 def _log_softmax_of_groups(R: Tensor, same: Tensor, options: Options) -> Tensor:

@@ -32,6 +32,7 @@ def random_attention(draw: Draw) -> Case:
     options = {"heads": heads, "reduction": reduction, "backend": draw.backend}
     mask = draw.mask(B, N)
     argument = draw.mask_argument(mask)
+    weights, factors = draw.weights(mask.any(1)) if layers == 1 else (None, mask.any(1).double())
     pair = mask[:, None, :, None] & mask[:, None, None, :]
 
     def side(h: int) -> Tensor:
@@ -44,14 +45,14 @@ def random_attention(draw: Draw) -> Case:
 
     def call(**x: Tensor) -> Tensor:
         if layers == 1:
-            return fastkd.attention_loss(x["s0"], x["t0"], argument, **options)
+            return fastkd.attention_loss(x["s0"], x["t0"], argument, weights=weights, **options)
         sides = [x[n] for n in students], [x[n] for n in teachers]
         return fastkd.AttentionLoss(**options)(*sides, argument)
 
     def oracle(**x: Tensor) -> Tensor:
         pairs = zip(students, teachers, strict=True)
         losses = [attention(x[s], x[t], mask, heads) for s, t in pairs]
-        return reduced(torch.stack(losses).mean(0), mask.any(1), reduction)
+        return reduced(torch.stack(losses).mean(0) * factors, mask.any(1), reduction)
 
     return Case(call, oracle, students, teachers, scale=0.0)
 

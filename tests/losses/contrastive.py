@@ -44,6 +44,7 @@ def random_cos_nce(draw: Draw) -> Case:
     wide = (1e-18, 1e15) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
     mask = draw.mask(B, P)
     labels = draw.labels(B) if kind == "labels" else None
+    weights, factors = draw.weights(mask)
     given = {"teacher": draw.features(B, P, D, scales=wide)}
     if kind in ("shared", "each"):
         lead = (B, K) if kind == "each" else (K,)
@@ -51,7 +52,7 @@ def random_cos_nce(draw: Draw) -> Case:
 
     def oracle(student: Tensor, teacher: Tensor, negatives: Tensor | None = None) -> Tensor:
         losses, compared = cos_nce(student, teacher, negatives, labels, mask)
-        return reduced(losses, compared, reduction)
+        return reduced(losses * factors, compared, reduction)
 
     return Case(
         lambda student, teacher, mask, negatives=None: fastkd.cos_nce_loss(
@@ -60,6 +61,7 @@ def random_cos_nce(draw: Draw) -> Case:
             negatives=negatives,
             labels=labels,
             mask=mask,
+            weights=weights,
             reduction=reduction,
             backend=draw.backend,
         ),
@@ -67,7 +69,7 @@ def random_cos_nce(draw: Draw) -> Case:
         {"student": draw.features(B, P, D, scales=wide)},
         given,
         {"mask": draw.mask_argument(mask)},
-        scale=2.0,
+        scale=2.0 * factors.abs().max().item() if factors.numel() else 2.0,
         mask=mask,
         masked=("student", "teacher"),
         slope=by_norm,

@@ -52,6 +52,7 @@ def random_knn(draw: Draw) -> Case:
     if not given:
         bank_labels = labels
     k, reduction = draw.pick([1, 2, 5, 16]), draw.pick(["sum", "mean", "none"])
+    weights, factors = draw.weights(torch.ones(N, dtype=torch.bool))
     wide = (1e-30, 1e19) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
 
     def reduced(losses: Tensor) -> Tensor:
@@ -67,11 +68,12 @@ def random_knn(draw: Draw) -> Case:
             bank_labels if given else None,
             k=k,
             tolerance=tolerance,
+            weights=weights,
             reduction=reduction,
             backend=draw.backend,
         ),
         lambda student, teacher: reduced(
-            nearest(student, teacher, labels, bank_labels, k, tolerance)
+            nearest(student, teacher, labels, bank_labels, k, tolerance) * factors
         ),
         {"student": draw.features(N, *shape, scales=wide)},
         {"teacher": draw.features(M, *shape, scales=wide)},

@@ -45,11 +45,12 @@ def random_layer_norm(draw: Draw) -> Case:
     eps, reduction = draw.pick([1e-5, 1e-12]), draw.pick(REDUCTIONS)
     divisor = {"mean": shape[0] * shape[1], "batchmean": shape[0], "sum": 1}[reduction]
     wide = (1e-3, 30.0) if draw.dtype == torch.float16 else (1e-3, 30.0, 1e30)
+    weights, factors = draw.weights(torch.ones(shape[0], dtype=torch.bool))
     return Case(
         lambda x, y: fastkd.layer_norm_mse(
-            x, y, eps=eps, reduction=reduction, backend=draw.backend
+            x, y, eps=eps, reduction=reduction, backend=draw.backend, weights=weights
         ),
-        lambda x, y: layer_norm_mse(x, y, eps).sum() / max(divisor, 1),
+        lambda x, y: (layer_norm_mse(x, y, eps) * factors).sum() / max(divisor, 1),
         {"x": draw.features(*shape, scales=wide), "y": draw.features(*shape, scales=wide)},
         scale=float(shape[1]) if reduction != "mean" else 1.0,
         slope=lambda x: (x.var(-1, correction=0) + eps).rsqrt(),

@@ -19,18 +19,28 @@ SPACING = 2**-24 / 4096 / torch.finfo(torch.float32).eps
 
 
 def relation(
-    student, teacher, mask, over, normalize, distance, temperature, eps, spacing=0.0
+    student,
+    teacher,
+    mask,
+    over,
+    normalize,
+    distance,
+    temperature,
+    eps,
+    spacing=0.0,
+    factors=None,
 ) -> Tensor:
     """FCD, eqs. 3-9: one relation a sample, or a token position, over its real members only.
 
-    ``spacing``: of the entries of unit rows, in roundings of 1.
+    ``spacing``: of the entries of unit rows, in roundings of 1. ``factors`` of the samples' losses.
     """
     if over == "samples":
         student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.mT
-    losses = []
-    for s, t, real in zip(student, teacher, mask, strict=True):
+    losses, weights = [], []
+    for i, (s, t, real) in enumerate(zip(student, teacher, mask, strict=True)):
         if int(real.sum()) < 2:
             continue
+        weights.append(student.new_ones(()) if factors is None else factors[i])
         R_s, R_t = (_relation(x[real], normalize, spacing) for x in (s, t))
         if distance == "pearson":
             X, Y = R_s - R_s.mean(), R_t - R_t.mean()
@@ -40,7 +50,9 @@ def relation(
         else:
             log_s, log_t = (torch.log_softmax(R.flatten() / temperature, 0) for R in (R_s, R_t))
             losses.append(temperature**2 * (log_t.exp() * (log_t - log_s)).sum())
-    return torch.stack(losses).mean() if losses else student.sum() * 0
+    if not losses:
+        return student.sum() * 0
+    return (torch.stack(losses) * torch.stack(weights)).mean()
 
 
 def _relation(x: Tensor, normalize: str, spacing: float) -> Tensor:
@@ -70,6 +82,9 @@ def random_relation(draw: Draw) -> Case:
     if options["over"] == "samples" and draw.chance(0.2):  # embeddings (B, D)
         rows, N = (B,), 1
     mask = draw.mask(*rows)
+    weights, factors = None, None
+    if options["over"] == "tokens":
+        weights, factors = draw.weights(mask.sum(1) >= 2)
     wide = {"l2": (1e-18, 1e15, 1e30), "layer_norm": (0.1, 1e30)}.get(options["normalize"], (0.1,))
     if draw.dtype == torch.float16:
         wide = (0.1,)
@@ -79,7 +94,7 @@ def random_relation(draw: Draw) -> Case:
         size = max(x.double().square().sum(-1).max().item() for x in (student, teacher))
     return Case(
         lambda student, teacher, mask: fastkd.relation_loss(
-            student, teacher, mask, backend=draw.backend, **options
+            student, teacher, mask, weights=weights, backend=draw.backend, **options
         ),
         lambda student, teacher: relation(
             student.reshape(B, N, D_s),
@@ -87,6 +102,7 @@ def random_relation(draw: Draw) -> Case:
             mask.reshape(B, N),
             **options,
             spacing=SPACING if kernels else 0.0,
+            factors=factors,
         ),
         {"student": student},
         {"teacher": teacher},

@@ -122,6 +122,14 @@ class Draw:
             return None
         return mask.to(self.pick([torch.bool, torch.int64, torch.float32]))
 
+    def weights(self, real: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Factors of losses as users pass them, NaN where not ``real``; in float64, 0 there."""
+        if self.chance(0.5):
+            return None, real.double()
+        x = self.normal(*real.shape).to(self.pick([torch.bfloat16, torch.float32, torch.float64]))
+        x = x.where(torch.rand(real.shape, generator=self.generator) < 0.8, 0)
+        return x.masked_fill(~real, float("nan")), x.double().masked_fill(~real, 0)
+
     def labels(self, size: int) -> Tensor:
         return torch.randint(0, self.pick([1, 2, 3, 7]), (size,), generator=self.generator)
 

@@ -146,7 +146,7 @@ def test_relations(kernels):
         torch.randn(2, 6, 16, device=device()),
         torch.randn(2, 6, 32, device=device()),
     )
-    losses, *_ = kernels.relations([student], [teacher], None, 1.0, 0.0, 1e-8, False)
+    losses, *_ = kernels.relations([student], [teacher], None, None, 1.0, 0.0, 1e-8, False)
     torch.testing.assert_close(losses.sum(), fastkd.relation_loss_ref(student, teacher))
 
 

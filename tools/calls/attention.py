@@ -45,6 +45,7 @@ def calls() -> Calls:
         options = {"heads": heads, "reduction": reduction, "backend": backend}
         for of in (fastkd.AttentionLoss, fastkd.attention_loss):
             yield Call(of, inputs, options)
+        yield Call(fastkd.attention_loss, inputs | {"weights": given(3)}, options)
     # More than 2^31 elements.
     yield Call(
         fastkd.attention_loss,

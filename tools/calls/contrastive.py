@@ -66,6 +66,15 @@ def calls() -> Calls:
             {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
             | {"backend": backend},
         )
+    for reduction, backend, masked in itertools.product(
+        ("mean", "sum", "none"), ("auto", "torch", "triton"), BOTH
+    ):
+        inputs = {"student": learns(6, 3, 16), "teacher": given(6, 3, 16), "weights": given(6, 3)}
+        yield Call(
+            fastkd.cos_nce_loss,
+            inputs | mask_of(6, 3, masked=masked),
+            {"reduction": reduction, "backend": backend},
+        )
     for labelled, shape in itertools.product(
         BOTH, ((2, 48), (1, 48), (33, 1, 768), (2**17, 32, 768), (64, 2**20, 64))
     ):

@@ -50,6 +50,12 @@ def calls() -> Calls:
                 },
                 {"tolerance": tolerance, "reduction": reduction, "backend": backend},
             )
+    for reduction, backend in itertools.product(
+        ("sum", "mean", "none"), ("auto", "torch", "triton")
+    ):
+        weighted = rows(65, 65, 16, torch.int64, torch.float32) | {"weights": given(65)}
+        options = {"reduction": reduction, "backend": backend}
+        yield Call(fastkd.knn_feature_loss, weighted, options)
     for pool, reduction, backend in itertools.product(
         ("cls", "mean", "tokens"), ("sum", "mean", "none"), ("auto", "torch", "triton")
     ):

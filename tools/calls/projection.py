@@ -20,7 +20,9 @@ def calls() -> Calls:
         yield Call(fastkd.layer_norm_mse, pair, {})
     for reduction, backend in itertools.product(REDUCTIONS, ON_A_GPU):
         pair = {"x": learns(2, 3, 48), "y": learns(2, 3, 48)}
-        yield Call(fastkd.layer_norm_mse, pair, {"reduction": reduction, "backend": backend})
+        options = {"reduction": reduction, "backend": backend}
+        for weights in ({}, {"weights": given(2, 3)}):
+            yield Call(fastkd.layer_norm_mse, pair | weights, options)
     yield Call(fastkd.layer_norm_mse, {"x": learns(2**22, 768), "y": learns(2**22, 768)}, {})
     for (n, out), rows, backend in itertools.product(
         ((1, 1), (48, 32), (48, 64), (256, 256), (257, 257), (2047, 2047), (2048, 2048)),

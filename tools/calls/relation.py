@@ -74,6 +74,10 @@ def calls() -> Calls:
     for backend in ("torch", "triton"):
         inputs = pair(4, 16, 48, torch.float32, 2, True, True)
         yield Call(fastkd.FCDLoss, inputs, {"backend": backend})
+    for N, backend, masked in itertools.product((16, 300), ("auto", "torch", "triton"), BOTH):
+        inputs = {"student": learns(4, N, 48), "teacher": given(4, N, 48), "weights": given(4)}
+        inputs |= mask_of(4, N, masked=masked)
+        yield Call(fastkd.relation_loss, inputs, {"backend": backend})
     yield Call(
         fastkd.relation_loss,
         {"student": learns(4, 16, 48), "teacher": given(4, 16, 48), "segments": numbers(4, 16)},

@@ -15,6 +15,7 @@ const int64_t* places_of(const std::optional<Tensor>& places, Tensor& holder) {
 }
 
 // The loss, () or with reduction "none" (B, P), and if requested the student's gradient (B, P, D).
+// ``weights`` (B·P,) are factors of the positions' losses.
 // A sample's negatives are all ``rows`` (K, P, D), or those of its class: ``own`` (B,) has the
 // samples' classes, ``segments`` (K,) the rows'. With ``others`` they are the rows of all other
 // classes. With ``own_too`` the rows include each sample's own teacher row, which is not a
@@ -22,7 +23,7 @@ const int64_t* places_of(const std::optional<Tensor>& places, Tensor& holder) {
 std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const Tensor& rows,
                             const Mask& mask, const Mask& rows_mask,
                             const std::optional<Tensor>& own, const std::optional<Tensor>& segments,
-                            int64_t classes, bool others, bool own_too,
+                            const std::optional<Tensor>& weights, int64_t classes, bool others, bool own_too,
                             const std::string& reduction, bool gradient) {
   const ScalarType type = check_floating(student, "student");
   check(student, "student", type, {kAnySize, kAnySize, kAnySize});
@@ -30,6 +31,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   check(rows, "rows", type, {kAnySize, student.size(1), student.size(2)});
   check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
   check(rows_mask, "rows_mask", ScalarType::Bool, {rows.size(0), rows.size(1)});
+  check_numbers(weights, "weights", student.size(0) * student.size(1));
   check_places(own, "own", student.size(0), classes);
   check_places(segments, "segments", rows.size(0), classes);
   const Positions z = positions_of(student), t = positions_of(teacher);
@@ -45,7 +47,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
   std::vector<double> losses(B * P);
   int64_t compared = 0;
   for (int64_t i = 0; i < B * P; ++i) compared += count(i / P, i % P) > 0;
-  const double weight = 1 / divisor_of(reduction, compared);
+  const double divisor = divisor_of(reduction, compared);
   Positions dz{};
   std::vector<Tensor> results{new_losses(student, reduction, {B, P})};
   if (gradient) {
@@ -59,6 +61,7 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
       const Rows to = dz.row_if_any(b, p);
       if (n > 0) {
         const double w = 0.5 / double(n), v = own_too ? w + 1.5 : 1.5;
+        const double weight = (weights ? numbers_of(*weights).get(b * P + p) : 1) / divisor;
         const Rows s = sums.only(place ? place[b] : 0);
         const Rows next = ahead < end ? z.row(ahead, p)
                                       : negatives.rows.row_if_any(ahead - end, p + 1);
@@ -94,8 +97,8 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "cos_nce(Tensor student, Tensor teacher, Tensor rows, Tensor? mask, Tensor? rows_mask,"
-      " Tensor? own, Tensor? segments, SymInt classes, bool others, bool own_too, str reduction,"
-      " bool gradient) -> Tensor[]");
+      " Tensor? own, Tensor? segments, Tensor? weights, SymInt classes, bool others, bool own_too,"
+      " str reduction, bool gradient) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

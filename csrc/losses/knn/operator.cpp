@@ -8,11 +8,12 @@ namespace fastkd {
 namespace {
 
 // The loss, () or with reduction "none" (N,), divided by ``count`` if given; if requested the
-// student's gradient (N, D). ``labels`` (M,) of the bank, and the bounds ``low`` and ``high`` (N,)
+// student's gradient (N, D). A row's loss is multiplied by its weight. ``labels`` (M,) of the bank, and the bounds ``low`` and ``high`` (N,)
 // of a student row's label, are int64 or float64. Without ``high`` it equals ``low``.
 std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tensor& low,
                         const std::optional<Tensor>& high, const Tensor& labels,
-                        const std::optional<Tensor>& count, int64_t k, int64_t ignore_index,
+                        const std::optional<Tensor>& count,
+                        const std::optional<Tensor>& weights, int64_t k, int64_t ignore_index,
                         const std::string& reduction, bool gradient) {
   const ScalarType type = check_floating(student, "student");
   check(student, "student", type, {kAnySize, kAnySize});
@@ -25,6 +26,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
   check(low, "low", label, {N}, Strides::kAny);
   check(high, "high", label, {N});
   check_numbers(count, "count");
+  check_numbers(weights, "weights", N);
   std::vector<Tensor> results{new_losses(student, reduction, {N})};
   if (gradient) results.push_back(new_large(student, {N, D}, gradient_type(student)));
   const Rows dx = gradient ? rows_of(results.back()) : Rows{};
@@ -59,7 +61,10 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
   });
   const double divisor = count ? std::max(value_of(*count), 1.0) : 1;
   each_row(N, M * 64 + 4 * D, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) losses[i] = of.row(i, k, 1 / divisor, dx);
+    for (int64_t i = begin; i < end; ++i) {
+      const double weight = weights ? numbers_of(*weights).get(i) : 1;
+      losses[i] = of.row(i, k, weight / divisor, dx);
+    }
   });
   put_losses(losses, results[0]);
   return results;
@@ -71,7 +76,7 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "knn(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
-      " SymInt k, int ignore_index, str reduction, bool gradient) -> Tensor[]");
+      " Tensor? weights, SymInt k, int ignore_index, str reduction, bool gradient) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

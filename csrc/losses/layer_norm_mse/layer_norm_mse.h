@@ -1,14 +1,13 @@
 // LayerNorm-MSE on a CPU: ½‖norm(x) − norm(y)‖² of every row, and its gradients.
 #pragma once
 
-#include "base/rows.h"
+#include "losses/row_pairs.h"
 
 namespace fastkd {
 
 struct LayerNormMSE {
-  Rows x, y;
-  double eps, scale;
-  Rows dx, dy;  // gradients of scale·loss; null: not computed
+  RowPairs pairs;
+  double eps;
 
   void rows(int64_t begin, int64_t end, double* losses) const;
 };

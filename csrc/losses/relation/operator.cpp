@@ -112,17 +112,21 @@ class Relations {
   std::unique_ptr<Line[]> memory_;
 };
 
-// Returns weight times the mean loss of the groups; stores its gradient in ``dx`` (groups, N, D),
-// or adds it.
+// Returns weight times the mean loss of the groups, each times its own of ``weights`` unless these
+// are null; stores its gradient in ``dx`` (groups, N, D), or adds it.
 template <typename W>
-double relations_of(const Groups& of, double weight, double eps, bool add, const Positions* dx) {
+double relations_of(const Groups& of, double weight, const Rows& weights, double eps, bool add,
+                    const Positions* dx) {
   const int64_t groups = of.student.samples, N = of.student.positions;
   const int64_t threads = torch::stable::get_num_threads();
   const double share = weight / double(std::max<int64_t>(of.compared, 1));
   std::vector<double> losses(groups);
   const auto run = [&](int64_t begin, int64_t end) {
     Relations<W> relations(of, eps, dx);
-    for (int64_t g = begin; g < end; ++g) losses[g] = share * relations(g, share, add);
+    for (int64_t g = begin; g < end; ++g) {
+      const double factor = weights.data ? share * weights.get(g) : share;
+      losses[g] = factor * relations(g, factor, add);
+    }
   };
   // Each thread has groups of its own, or all threads share each group where groups are few.
   if (groups % threads == 0 || groups >= 4 * threads) {
@@ -134,13 +138,16 @@ double relations_of(const Groups& of, double weight, double eps, bool add, const
 }
 
 // The weighted losses (2) over tokens and over samples of features (B, N, D), and if requested the
-// student's gradient of their sum, in the working dtype.
+// student's gradient of their sum, in the working dtype. ``weights`` (B,) are factors of the
+// samples' losses over tokens.
 std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher, const Mask& mask,
-                                   double tokens, double samples, double eps, bool gradient) {
+                                   const std::optional<Tensor>& weights, double tokens,
+                                   double samples, double eps, bool gradient) {
   const ScalarType own = check_floating(student, "student");
   check(student, "student", own, {kAnySize, kAnySize, kAnySize});
   check(teacher, "teacher", own, {student.size(0), student.size(1), kAnySize});
   check(mask, "mask", ScalarType::Bool, {student.size(0), student.size(1)});
+  check_numbers(weights, "weights", student.size(0));
   const ScalarType type = working_type(student);
   std::vector<Tensor> results{torch::stable::new_empty(student, {2}, type)};
   Positions dx{};
@@ -159,9 +166,10 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
     if (groups.student.samples == 0 || groups.student.positions < 2) continue;
     if (of_samples) dx = dx.turned();
     const Positions* to = gradient ? &dx : nullptr;
+    const Rows own_weights = weights && !of_samples ? numbers_of(*weights) : Rows{};
     terms.put(of_samples, type == ScalarType::Double
-                              ? relations_of<double>(groups, weight, eps, add, to)
-                              : relations_of<float>(groups, weight, eps, add, to));
+                              ? relations_of<double>(groups, weight, own_weights, eps, add, to)
+                              : relations_of<float>(groups, weight, own_weights, eps, add, to));
     add = true;
   }
   if (gradient && !add) torch::stable::zero_(results.back());
@@ -173,8 +181,8 @@ std::vector<Tensor> relation_terms(const Tensor& student, const Tensor& teacher,
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
-      "relation_terms(Tensor student, Tensor teacher, Tensor? mask, float tokens, float samples,"
-      " float eps, bool gradient) -> Tensor[]");
+      "relation_terms(Tensor student, Tensor teacher, Tensor? mask, Tensor? weights, float tokens,"
+      " float samples, float eps, bool gradient) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

@@ -1,0 +1,274 @@
+"""Distance of hidden states on every backend."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastkd.hidden_states import HiddenStateLoss, hidden_state_loss, hidden_state_loss_ref
+from tests.support.compare import DTYPES, assert_matches_reference, counted, value_and_grad
+
+TRITON_FUNCTION = "hidden_state_loss"
+KINDS = ("mse", "cosine", "smooth_l1")
+
+check = functools.partial(assert_matches_reference, hidden_state_loss, hidden_state_loss_ref)
+REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def states(B=3, N=5, D=9, dtype=torch.float32):
+    return [torch.randn(B, N, D, dtype=torch.float64).to(dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("function", [hidden_state_loss, hidden_state_loss_ref])
+def test_worked_example(function):
+    student, teacher = (
+        torch.tensor([[3.0, 0.0], [1.0, 1.0]]),
+        torch.tensor([[0.0, 0.0], [2.0, 2.0]]),
+    )
+    assert function(student, teacher).item() == (4.5 + 1) / 2
+    assert function(student, teacher, kind="smooth_l1").item() == (1.25 + 0.5) / 2
+    assert function(student, teacher, kind="smooth_l1", beta=0.0).item() == (1.5 + 1) / 2
+    # A zero vector has no direction: its cosine is 0.
+    assert function(student, teacher, kind="cosine").item() == pytest.approx(0.5, abs=1e-6)
+    assert function(student, teacher, torch.tensor([0, 1])).item() == 1
+    assert function(student, teacher, weights=torch.tensor([0.0, -2.0])).item() == -1
+
+
+@pytest.mark.within_kernels
+@each_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 9), (1, 1, 1), (2, 3, 64), (1, 5, 257), (2, 2, 1030)])
+def test_matches_reference(backend, shape, dtype, kind):
+    # Of one feature the cosine is ±1, and its gradient nothing but rounding error.
+    floor = 1.0 if kind == "cosine" and shape[-1] == 1 else 1e-8
+    check(backend, *states(*shape, dtype=dtype), kind=kind, gradient_floor=floor)
+
+
+@each_kind
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_masks_weights_and_reductions(backend, reduction, kind):
+    upstream = torch.randn(3, 5) if reduction == "none" else torch.tensor(-2.5)
+    options = {"reduction": reduction, "kind": kind, "upstream": upstream}
+    for mask in (REAL.bool(), REAL, torch.zeros(3, 5), None):
+        for weights in (None, torch.randn(3, 5), torch.zeros(3, 5)):
+            check(backend, *states(), mask, weights=weights, **options)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 2.0])
+def test_beta(backend, beta):
+    student, teacher = states()
+    teacher[0] = student[0]  # no difference: no gradient either
+    check(backend, student, teacher, kind="smooth_l1", beta=beta)
+
+
+@each_kind
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_padding_changes_nothing(backend, bad, kind):
+    student, teacher = states()
+    weights, padded = torch.randn(3, 5), ~REAL.bool()
+    call = functools.partial(value_and_grad, hidden_state_loss, kind=kind, backend=backend)
+    clean = call(student, teacher, REAL, weights=weights)
+    dirty = call(
+        student.masked_fill(padded[..., None], bad),
+        teacher.masked_fill(padded[..., None], bad),
+        REAL,
+        weights=weights.masked_fill(padded, bad),
+    )
+    assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[1], clean[1])
+    assert (dirty[1][padded] == 0).all()
+
+
+@each_kind
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", [0, 1])
+def test_real_nan_is_never_hidden(backend, bad, side, kind):
+    pair = states()
+    pair[side][2, 3, 4] = bad
+    options = {"reduction": "none", "kind": kind, "backend": backend}
+    losses = hidden_state_loss(*pair, REAL, **options)
+    assert not losses[2, 3].isfinite() and losses.isfinite().sum() == losses.numel() - 1
+    # A weight of 0 is no mask.
+    assert not hidden_state_loss(*pair, REAL, weights=torch.zeros(3, 5), **options)[2, 3].isfinite()
+
+
+@each_kind
+def test_equal_states_are_exactly_zero(backend, kind):
+    student, _ = states(D=100)
+    for teacher in (student, student * 2) if kind == "cosine" else (student,):
+        loss, grad = value_and_grad(hidden_state_loss, student, teacher, kind=kind, backend=backend)
+        assert loss == 0 and (grad == 0).all()
+
+
+def test_nothing_to_compare_is_zero(backend):
+    student, teacher = states()
+    for kind in KINDS:
+        for s, t, mask in ((student, teacher, torch.zeros(3, 5)), (student[:0], teacher[:0], None)):
+            loss, grad = value_and_grad(hidden_state_loss, s, t, mask, kind=kind, backend=backend)
+            assert loss == 0 and (grad == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-12, 1e12, 1e25])
+@pytest.mark.parametrize("D", [7, 300])
+def test_cosines_of_huge_and_tiny_states(backend, size, D):
+    student, teacher = states(D=D)
+    teacher[0, 0] = 0
+    expected = value_and_grad(hidden_state_loss, student, teacher, kind="cosine")
+    found = value_and_grad(
+        hidden_state_loss, student * size, teacher / size, kind="cosine", backend=backend
+    )
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1] * size, expected[1], rtol=1e-5, atol=1e-7)
+
+
+def test_nearly_parallel_states_keep_their_digits(backend):
+    student = torch.randn(4, 400, dtype=torch.float64)
+    teacher = student + 1e-4 * torch.randn(4, 400, dtype=torch.float64)
+    pair = student.float(), teacher.float()
+    exact = 1 - F.cosine_similarity(*(x.double() for x in pair)).mean()
+    loss = hidden_state_loss(*pair, kind="cosine", backend=backend)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["mse", "smooth_l1"])
+def test_squares_that_overflow_a_sum_alone(backend, kind):
+    student = torch.full((1, 4096), 5e17)
+    loss = hidden_state_loss(student, torch.zeros_like(student), kind=kind, backend=backend)
+    assert loss.item() == pytest.approx({"mse": 2.5e35, "smooth_l1": 5e17}[kind], rel=1e-6)
+
+
+@each_kind
+def test_strides(backend, kind):
+    wide = torch.randn(2, 3, 21)[..., 1::2]
+    check(backend, wide, wide.flip(1), kind=kind)
+    turned = torch.randn(9, 3, 4).transpose(0, 2)
+    check(backend, turned, torch.randn(4, 3, 9), kind=kind)
+    check(backend, torch.randn(2, 1, 9).expand(2, 3, 9), torch.randn(2, 3, 9), kind=kind)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    B=st.integers(1, 3),
+    N=st.integers(1, 9),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 10**6),
+)
+def test_padding_and_order_change_nothing(B, N, kind, seed):
+    torch.manual_seed(seed)
+    student, teacher = states(B, N, dtype=torch.float64)
+    mask, weights = torch.rand(B, N) < 0.7, torch.randn(B, N)
+    loss = hidden_state_loss(student, teacher, mask, kind=kind, weights=weights)
+    order = torch.randperm(N)
+    moved = [x[:, order] for x in (student, teacher, mask)]
+    found = hidden_state_loss(*moved, kind=kind, weights=weights[:, order])
+    torch.testing.assert_close(found, loss)
+    longer = [F.pad(x, (0, 0, 0, 2), value=torch.nan) for x in (student, teacher)]
+    found = hidden_state_loss(
+        *longer, F.pad(mask, (0, 2)), kind=kind, weights=F.pad(weights, (0, 2))
+    )
+    torch.testing.assert_close(found, loss)
+
+
+@each_kind
+@pytest.mark.parametrize("backend_of_float64", ["torch", "cpp"])
+def test_gradcheck(kind, backend_of_float64):
+    from fastkd._core import extension
+
+    if backend_of_float64 == "cpp" and not extension.CPU:
+        pytest.skip("the extension is not built")
+    student, teacher = states(dtype=torch.float64)
+    weights = torch.randn(3, 5)
+    for reduction in ("mean", "sum", "none"):
+        options = {"kind": kind, "reduction": reduction, "backend": backend_of_float64}
+        assert torch.autograd.gradcheck(
+            lambda x: hidden_state_loss(x, teacher, REAL, weights=weights, **options),  # noqa: B023
+            student.requires_grad_(),
+        )
+
+
+@each_kind
+def test_backward_twice(backend, kind):
+    student, teacher = states()
+    loss = hidden_state_loss(student.requires_grad_(), teacher, REAL, kind=kind, backend=backend)
+    first = torch.autograd.grad(loss, student, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, student)[0], first[0])
+
+
+def test_a_projection_where_widths_differ(backend):
+    module = HiddenStateLoss("mse", 6, 9, backend=backend)
+    student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 9)
+    weights = torch.rand(3, 5)
+    found = module(student.masked_fill(~REAL[..., None].bool(), torch.nan), teacher, REAL, weights)
+    projected = F.linear(student, module.projector.weight, module.projector.bias)
+    expected = hidden_state_loss_ref(projected, teacher, REAL, weights=weights)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    assert module.projector.weight.grad.abs().sum() > 0
+    assert HiddenStateLoss("mse", 6, 6).projector is None
+    assert HiddenStateLoss().projector is None
+
+
+def test_autocast_changes_nothing(backend):
+    student, teacher = states()
+    for kind in KINDS:
+        call = functools.partial(value_and_grad, hidden_state_loss, kind=kind, backend=backend)
+        plain = call(student, teacher, REAL)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            under = call(student, teacher, REAL)
+        assert torch.equal(under[0], plain[0]) and torch.equal(under[1], plain[1])
+
+
+@each_kind
+def test_one_graph_under_compile(backend, kind):
+    module = HiddenStateLoss(kind, backend=backend)
+    compiled, graphs = counted(module)
+    student, teacher = states()
+    student.requires_grad_()
+    for extra in ((REAL, torch.randn(3, 5)), (REAL,), ()):
+        results = []
+        for function in (module, compiled):
+            loss = function(student, teacher, *extra)
+            results.append((loss, *torch.autograd.grad(loss, student)))
+        torch.testing.assert_close(results[1], results[0])
+    assert len(graphs) == 3
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (
+            {"student": torch.zeros(2, 3, 0), "teacher": torch.zeros(2, 3, 0)},
+            ValueError,
+            "at least",
+        ),
+        ({"student": torch.zeros(2, 3)}, ValueError, "teacher must have shape"),
+        ({"teacher": torch.zeros(2, 3, 4).half()}, TypeError, "teacher is torch.float16"),
+        ({"teacher": torch.zeros(2, 3, 4).requires_grad_()}, ValueError, "teacher requires"),
+        ({"mask": torch.ones(2, 4)}, ValueError, "mask must have shape"),
+        ({"weights": torch.ones(2, 4)}, ValueError, "weights must have shape"),
+        ({"weights": torch.ones(2, 3).long()}, TypeError, "weights must be bfloat16"),
+        ({"weights": torch.ones(2, 3).requires_grad_()}, ValueError, 'reduction="none"'),
+        ({"kind": "mae"}, ValueError, "kind must be one of"),
+        ({"beta": -1.0}, ValueError, "beta must be at least 0"),
+        ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
+        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+    ],
+)
+def test_wrong_arguments_are_named(change, error, message):
+    right = {"student": torch.zeros(2, 3, 4), "teacher": torch.zeros(2, 3, 4)}
+    with pytest.raises(error, match=message):
+        hidden_state_loss(**(right | change))
+
+
+def test_wrong_options_of_the_module_are_named():
+    with pytest.raises(ValueError, match="pass both or neither"):
+        HiddenStateLoss("mse", 4)
+    with pytest.raises(ValueError, match="did you mean 'cosine'"):
+        HiddenStateLoss("cosin")
+    with pytest.raises(ValueError, match="student_dim=4"):
+        HiddenStateLoss("mse", 4, 6)(torch.zeros(2, 5), torch.zeros(2, 6))
+    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
+        hidden_state_loss(*states(dtype=torch.float64), backend="triton")
