@@ -1,8 +1,8 @@
-"""A small decoder that has read nothing, with text to read: what decoder.toml studies.
+"""An untrained small decoder and its data, for the study of decoder.toml.
 
-`python -m bench.studies.decoder FOLDER` writes Python's library's sources as FOLDER/train.jsonl and
-FOLDER/eval.jsonl, and into FOLDER/decoder a tokenizer of pairs of bytes and a model of the size
-that `fastkd demo --task causal-lm` has; then `DECODER=FOLDER fastkd study
+`python -m bench.studies.decoder FOLDER` writes the sources of Python's library as
+FOLDER/train.jsonl and FOLDER/eval.jsonl, and into FOLDER/decoder a byte-pair tokenizer and a model
+of the size of `fastkd demo --task causal-lm`. The next command is `DECODER=FOLDER fastkd study
 bench/studies/decoder.toml --out runs/decoder`.
 """
 

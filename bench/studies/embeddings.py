@@ -62,8 +62,8 @@ COMPARED = {"relations": (16, 32, 128, 512), "COS-NCE": (16, 32, 128, 512), "CCA
 class Variant(NamedTuple):
     student: str
     loss: str  # names of LOSSES or "layers", with " + " between them; "" trains nothing
-    texts: int = BATCH  # in a step
-    compared: int = BATCH  # with each other
+    texts: int = BATCH  # texts of a step
+    compared: int = BATCH  # texts that are compared with each other
     steps: int = STEPS
 
 
@@ -81,7 +81,7 @@ BATCHES = [
 
 
 class Embedded(nn.Module):
-    """Losses of one pass's embeddings, added up; only ``compared`` texts see each other."""
+    """Sum of the losses over groups of ``compared`` texts of one forward pass."""
 
     def __init__(self, student: SentenceTransformer, names: list[str], compared: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Embedded(nn.Module):
 
 
 def compare(loss: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A loss between embeddings of the student and the teacher."""
+    """A loss between student and teacher embeddings, by its name."""
     if isinstance(loss, EmbedDistillLoss):
         return loss.compute_loss_from_embeddings([x], [y])
     if isinstance(loss, MarginMSELoss):
@@ -112,7 +112,7 @@ def compare(loss: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Study:
-    """The teacher, the texts, what the teacher says about them, and the students as they begin."""
+    """Teacher, texts, the teacher's embeddings, and the initial students."""
 
     def __init__(self) -> None:
         still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -170,7 +170,7 @@ class Study:
         }
 
     def run(self, variant: Variant, seed: int) -> dict[str, float]:
-        """One student: its scores, and processor seconds a step."""
+        """Scores of one trained student, and processor seconds for each step."""
         torch.manual_seed(seed)
         student = self.student(variant.student)
         seconds = self.fit(student, variant, seed) if variant.loss else 0.0
@@ -216,7 +216,7 @@ def key(variant: Variant, seed: int) -> str:
 
 
 def main() -> None:
-    """Make the runs that are missing."""
+    """Train the missing students."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
