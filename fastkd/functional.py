@@ -14,6 +14,7 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
+from fastkd.token_log_probs import log_probs, log_probs_ref
 
 __all__ = [
     "attention_loss",
@@ -36,6 +37,8 @@ __all__ = [
     "layer_norm_mse_ref",
     "linear_soft_target_loss",
     "linear_soft_target_loss_ref",
+    "log_probs",
+    "log_probs_ref",
     "relation_loss",
     "relation_loss_ref",
     "soft_target_loss",

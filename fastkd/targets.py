@@ -18,6 +18,8 @@ from fastkd._core.checks import (
     check_shape,
 )
 from fastkd._core.numerics import as_rows, values_readable
+from fastkd.head import Head
+from fastkd.token_log_probs import top_k
 
 Tail = Literal["bucket", "renormalise"]
 
@@ -137,6 +139,43 @@ class TopK:
         if self.ids.shape[-1] == 0:
             raise ValueError("ids must have at least one token a position, got none")
         check_choice("tail", self.tail, get_args(Tail))
+
+    @staticmethod
+    def of(
+        hidden: Tensor,
+        head: Tensor | Head,
+        k: int,
+        *,
+        temperature: float = 1.0,
+        tail: Tail = "bucket",
+        chunk_bytes: int | None = None,
+    ) -> "TopK":
+        """The k most probable tokens of a teacher's head, without all logits in memory.
+
+        Args:
+            hidden: (..., D) last hidden states of the teacher, without grad.
+            head: (V, D) weight, or a `Head`. A vocabulary-parallel head is gathered.
+            k: tokens kept at a position, at most V.
+            temperature: that of the call which the result goes to.
+            tail: as in `TopK`.
+            chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a
+                GPU.
+
+        Returns:
+            ids and log-probabilities (..., k), most probable first, in float32 (float64 for
+            float64).
+
+        Raises:
+            ValueError, TypeError: a wrong shape, dtype, device or number, or hidden states that
+                require grad.
+
+        >>> top = TopK.of(torch.zeros(2, 3), torch.randn(5, 3), k=2)
+        >>> top.ids.shape, round(top.log_probs[0, 0].exp().item(), 4)
+        (torch.Size([2, 2]), 0.2)
+        """
+        check_floating("hidden", hidden)
+        check_no_grad("hidden", hidden)
+        return TopK(*top_k(hidden, head, k, temperature, chunk_bytes), tail)
 
     def check(self, leading: torch.Size, V: int, device: torch.device, mask: Tensor | None) -> None:
         """Raise unless ids are below V, at the student's positions and on its device."""

@@ -24,7 +24,7 @@ PUBLIC = [
 ]
 
 # Parameters that references don't have: they are plain PyTorch, in one process.
-AROUND = {"backend", "gather", "group"}
+AROUND = {"backend", "chunk_bytes", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.with_reference]
 
 

@@ -143,6 +143,24 @@ def _warn_of_empty_mask(name: str) -> None:
     )
 
 
+def check_token_ids(
+    name: str, ids: Tensor, shape: Sequence[int], V: int, device: torch.device
+) -> None:
+    """Raise unless ``ids`` are integers of ``shape`` on ``device``, 0 to V − 1."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    check_shape(name, ids, shape, "the leading dimensions of hidden, and K tokens or none")
+    if ids.device != device:
+        raise ValueError(f"{name} is on {ids.device} but hidden is on {device}")
+    if values_readable(ids) and ids.numel():
+        least, largest = (int(x) for x in ids.aminmax())
+        if least < 0 or largest >= V:
+            wrong = least if least < 0 else largest
+            raise ValueError(f"{name} must be token ids 0 to {V - 1}, got {wrong}")
+
+
 def check_labels(
     name: str, labels: Tensor, size: int | Sequence[int], device: torch.device
 ) -> None:

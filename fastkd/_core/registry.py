@@ -123,6 +123,15 @@ def _heads(rows: int, student: int, teacher: int, vocabulary: int) -> Inputs:
     return make
 
 
+def _tokens(rows: int, size: int, vocabulary: int) -> Inputs:
+    def make(generator: torch.Generator) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+        trained = [_random(generator, rows, size), _random(generator, vocabulary, size)]
+        ids = torch.randint(vocabulary, (rows, 3), generator=generator)
+        return trained, [], {"ids": ids}
+
+    return make
+
+
 def _skew(n: int) -> Inputs:
     return lambda generator: ([(x := _random(generator, 2, n, n)) - x.mT], [], {})
 
@@ -237,6 +246,11 @@ LOSSES = (
         },
         triton={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
+    ),
+    Loss(
+        name="token_log_probs",
+        title="Log-probabilities of tokens, for the losses above",
+        building_blocks={"log_probs": _tokens(20, 8, 33)},
     ),
     Loss(
         name="linalg",

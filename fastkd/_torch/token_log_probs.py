@@ -1,0 +1,190 @@
+"""Log-probabilities of a head's tokens, for a chunk of positions at a time.
+
+Memory holds at most ``chunk_bytes`` of (positions, V) logits. The backward pass computes the
+logits again; a chunk's gradient overwrites them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastkd._core.numerics import (
+    autocast_off,
+    once_differentiable,
+    save_for_backward,
+    upcast,
+    working_dtype,
+)
+from fastkd._core.operator import operator
+from fastkd._core.products import add_product, product_back, scaled_for_products
+from fastkd._torch.linear_soft_targets import HeadForm, _HeadOnStates
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """Options of the log-probabilities."""
+
+    form: HeadForm
+    temperature: float
+    chunk_bytes: int
+
+    @property
+    def flat(self) -> tuple[float, float, float, int]:
+        """The options as arguments of an operator, whose types are limited."""
+        return self.form.scale, self.form.softcap, self.temperature, self.chunk_bytes
+
+
+class TokenLogProbs(torch.autograd.Function):
+    """log q(id) (R, K) of ids (R, K); ``tensors`` are those of `fastkd.head.Head.on`."""
+
+    @staticmethod
+    def forward(ctx, options, ids, *tensors):
+        values, log_total = token_log_probs(list(tensors), ids, *options.flat)
+        save_for_backward(ctx, ids, log_total, *tensors)
+        ctx.options = options
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ids, log_total, *tensors = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[2:])
+        call = tensors, ids, log_total, grad.contiguous(), needs
+        found = iter(token_log_probs_backward(*call, *ctx.options.flat))
+        dtypes = [None if x is None else x.dtype for x in tensors]
+        grads = (next(found).to(x) if need else None for x, need in zip(dtypes, needs, strict=True))
+        return None, None, *grads
+
+
+class _Chunks:
+    """Logits over the temperature, a chunk of positions after the other."""
+
+    def __init__(
+        self,
+        tensors: list[Tensor | None],
+        scale: float,
+        softcap: float,
+        temperature: float,
+        chunk_bytes: int,
+    ) -> None:
+        assert tensors[0] is not None and tensors[1] is not None
+        self.rows, vocabulary = len(tensors[0]), len(tensors[1])
+        self.head = _HeadOnStates(tensors, HeadForm(scale, softcap), vocabulary)
+        self.temperature = temperature
+        self.step = max(chunk_bytes // (working_dtype(tensors[0]).itemsize * vocabulary), 1)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, self.rows, self.step):
+            chunk = slice(start, start + self.step)
+            yield chunk, upcast(self.head.finish(self.head.products(chunk)))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """``logits`` over the temperature, in the same memory."""
+        return logits if self.temperature == 1 else logits.div_(self.temperature)
+
+
+def _shapes(tensors, ids, scale, softcap, temperature, chunk_bytes):
+    new, dtype = tensors[0].new_empty, working_dtype(tensors[0])
+    return [new(ids.shape, dtype=dtype), new(ids.shape[0], dtype=dtype)]
+
+
+# Operators for PyTorch too: else each number of chunks would compile its own graph.
+@operator(_shapes)
+def token_log_probs(
+    tensors: list[Tensor | None],
+    ids: Tensor,
+    scale: float,
+    softcap: float,
+    temperature: float,
+    chunk_bytes: int,
+) -> list[Tensor]:
+    """log q(id) (R, K) and log Σ exp(logits/τ) (R,)."""
+    hidden = tensors[0]
+    assert hidden is not None
+    values, log_total = _shapes(tensors, ids, scale, softcap, temperature, chunk_bytes)
+    with autocast_off(hidden):
+        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
+        for chunk, logits in chunks:
+            z = chunks.scaled(logits)
+            log_total[chunk] = z.logsumexp(-1)
+            values[chunk] = z.gather(-1, ids[chunk]) - log_total[chunk, None]
+    return [values, log_total]
+
+
+def _backward_shapes(tensors, ids, log_total, grad, needs, *options):
+    needed = (x for x, need in zip(tensors, needs, strict=True) if need)
+    return [x.new_empty(x.shape, dtype=working_dtype(x)) for x in needed]
+
+
+@operator(_backward_shapes)
+def token_log_probs_backward(
+    tensors: list[Tensor | None],
+    ids: Tensor,
+    log_total: Tensor,
+    grad: Tensor,
+    needs: list[bool],
+    scale: float,
+    softcap: float,
+    temperature: float,
+    chunk_bytes: int,
+) -> list[Tensor]:
+    """Gradients of the tensors that need one, in the working dtype, for ``grad`` (R, K)."""
+    hidden = tensors[0]
+    assert hidden is not None
+    grads = {
+        i: torch.zeros_like(x, dtype=working_dtype(x), memory_format=torch.contiguous_format)
+        for i, (x, need) in enumerate(zip(tensors, needs, strict=True))
+        if need and x is not None
+    }
+    with autocast_off(hidden):
+        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
+        head = chunks.head
+        for chunk, logits in chunks:
+            slope = head.slope(logits)
+            # ∂/∂z = (Σ_k g_k (1[v = id_k] − q_v)) / τ, then through the cap and the scale.
+            dz = chunks.scaled(logits).sub_(log_total[chunk, None]).exp_()
+            dz.mul_(-grad[chunk].sum(-1, keepdim=True)).scatter_add_(-1, ids[chunk], grad[chunk])
+            dz.mul_(scale / temperature)
+            dz = dz if slope is None else dz.mul_(slope)
+            bias = 2 * len(head.states)
+            if bias in grads:
+                grads[bias] += dz.sum(0)
+            for i, (x, w) in enumerate(zip(head.states, head.weights, strict=True)):
+                scaled, factor = scaled_for_products(dz.to(working_dtype(x)), x.dtype)
+                if 2 * i in grads:
+                    part = product_back(scaled, w)
+                    grads[2 * i][chunk] = part if factor is None else part.mul_(factor)
+                if 2 * i + 1 in grads:
+                    add_product(grads[2 * i + 1], scaled, x[chunk], factor, first=False)
+    return [grads[i] for i in sorted(grads)]
+
+
+def _top_shapes(tensors, k, scale, softcap, temperature, chunk_bytes):
+    hidden = tensors[0]
+    shape = hidden.shape[0], k
+    values = hidden.new_empty(shape, dtype=working_dtype(hidden))
+    return [values, hidden.new_empty(shape, dtype=torch.int64)]
+
+
+@operator(_top_shapes)
+def top_log_probs(
+    tensors: list[Tensor | None],
+    k: int,
+    scale: float,
+    softcap: float,
+    temperature: float,
+    chunk_bytes: int,
+) -> list[Tensor]:
+    """The k largest log q (R, k), in descending order, and their ids (R, k)."""
+    hidden = tensors[0]
+    assert hidden is not None
+    values, ids = _top_shapes(tensors, k, scale, softcap, temperature, chunk_bytes)
+    with autocast_off(hidden):
+        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
+        for chunk, logits in chunks:
+            z = chunks.scaled(logits)
+            top, ids[chunk] = z.topk(k, -1)
+            values[chunk] = top - z.logsumexp(-1, keepdim=True)
+    return [values, ids]
