@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +41,8 @@ class _Prepare(TrainerCallback):
         if not trainer.distiller.method.prepared:
             # The loader draws random numbers that training would otherwise have drawn.
             with torch.random.fork_rng():
-                loader = trainer.get_train_dataloader()
-                trainer.distiller.prepare(itertools.islice(loader, trainer.prepare_batches))
+                batches = itertools.islice(trainer._preparation(), trainer.prepare_batches)
+                trainer.distiller.prepare(batches)
 
 
 class _Drawn(torch.utils.data.Sampler):
@@ -151,6 +151,10 @@ class DistillationTrainer(Trainer):
         self.distiller = distiller
         # Sum and number of steps since the last log.
         self._logged: dict[str, tuple[Tensor, float]] = {}
+
+    def _preparation(self) -> Iterable[dict[str, Any]]:
+        """The batches that the method prepares itself from."""
+        return self.get_train_dataloader()
 
     def _warn_of_parts(self) -> None:
         """Warn where terms that compare samples see those of one accumulated batch at a time."""

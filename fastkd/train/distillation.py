@@ -41,6 +41,7 @@ from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
+    Checkpoints,
     RunDirectory,
     corpus_fingerprints,
     model_fingerprint,
@@ -57,7 +58,7 @@ from fastkd.train.saving import (
 )
 from fastkd.train.settings import MAX_LENGTH, SELECT
 from fastkd.train.tasks.base import Task
-from fastkd.train.training import Checkpoints, stopping_at_once
+from fastkd.train.training import stopping_at_once
 
 
 def run_distillation(config: DistillConfig, display: Display | None = None) -> dict[str, Any]:

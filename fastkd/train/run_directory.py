@@ -5,9 +5,11 @@ teacher/      the fine-tuned teacher (with --finetune-teacher)
 unfinished/   a run in progress, described by its manifest; --resume continues it
 """
 
+import contextlib
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fastkd.train.saving import (
     find_damage,
     free_bytes,
     move_directory,
+    read_json,
     read_manifest,
     recover_directory,
     remove_own,
@@ -34,13 +37,70 @@ from fastkd.train.saving import (
     staging_of,
     unlisted_files,
     write_json,
+    write_manifest,
 )
-from fastkd.train.training import Checkpoints
 
 RESULTS = ("student", "teacher")
-# Beside them in ``unfinished/``, by what is trained.
+# Directories of checkpoints in ``unfinished/``, by the trained model.
 CHECKPOINTS = {"student": "checkpoints", "teacher": "teacher-checkpoints"}
 EVAL_ROWS = "evaluation rows"
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Checkpoints of a training, from which it can be resumed.
+
+    Trainer writes a checkpoint to `incomplete`; with its manifest it is moved to ``directory``. The
+    manifest holds ``identity``, so that a run continues its own checkpoints only.
+    """
+
+    directory: Path
+    identity: dict[str, Any]
+    every: int | None = None
+    resume: bool = False
+
+    @property
+    def incomplete(self) -> Path:
+        """Directory of checkpoints that are still being written."""
+        return self.directory / ".new"
+
+    def newest(self, say: Callable[[str], None]) -> Path | None:
+        """The newest intact checkpoint of this run; damaged ones are reported and removed."""
+        shutil.rmtree(self.incomplete, ignore_errors=True)
+        for path in self._all():
+            why = find_damage(path)
+            if why is None and read_json(path / MANIFEST).get("run") != self.identity["run"]:
+                why = "it belongs to another run"
+            if why is None:
+                return path
+            say(f"{path}: cannot be used ({why}); resuming from the one before it")
+            discard(path)
+        return None
+
+    def complete(self, step: int) -> None:
+        """Complete the checkpoint at ``step`` and delete the oldest ones."""
+        name = f"checkpoint-{step}"
+        with saving(self.directory):
+            write_manifest(self.incomplete / name, self.identity)
+            move_directory(self.incomplete / name, self.directory / name)
+            with contextlib.suppress(OSError):
+                self.incomplete.rmdir()
+        for old in self._all()[KEPT_CHECKPOINTS:]:
+            discard(old)
+
+    def clear(self) -> None:
+        """Remove all checkpoints, except files that fastkd did not write."""
+        shutil.rmtree(self.incomplete, ignore_errors=True)
+        for path in self._all():
+            remove_own(path)
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+    def _all(self) -> list[Path]:
+        found = [(p.name.partition("-")[2], p) for p in self.directory.glob("checkpoint-*")]
+        steps = [(int(step), path) for step, path in found if step.isdecimal()]
+        return [path for _, path in sorted(steps, reverse=True)]
 
 
 class RunDirectory:
@@ -60,7 +120,7 @@ class RunDirectory:
         self.defaults["trainer_args"] = {}
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
-        #: Where files are now that somebody else had put into `work`.
+        #: Directory to which files in `work` were moved that fastkd did not write.
         self.kept: Path | None = None
         self._recover()
         self.manifest = self._read_manifest()
@@ -154,12 +214,10 @@ class RunDirectory:
             self.manifest = None
 
     def begin(self, prints: dict[str, str]) -> None:
-        """Start a run with these fingerprints, or check that the one to resume has them.
+        """Start a run with these fingerprints, or check that the run to resume has them.
 
-        All processes call it.
-
-        A fingerprint that can't be taken any more, such as that of a teacher that has since been
-        fine-tuned, is left out of ``prints``.
+        All processes call this method. A fingerprint that can no longer be computed, such as that
+        of a teacher that has since been fine-tuned, is left out of ``prints``.
         """
         everywhere = processes.all_gather(prints)
         for number, others in enumerate(everywhere):
@@ -230,7 +288,7 @@ class RunDirectory:
         self._clear()
 
     def _clear(self) -> None:
-        """Remove what the run wrote into `work`, its marker last."""
+        """Remove the run's files from `work`, the manifest last."""
         for name in RESULTS:
             shutil.rmtree(staging_of(self.work / name), ignore_errors=True)
             if (self.work / name).exists():

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +116,7 @@ class StepTrainer(_Trainer):
         self.accumulate = accumulate
         self.steps = StepSampler(order, args.seed, args.process_index, args.world_size)
 
-    def loader(self, steps: StepSampler) -> DataLoader:
+    def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""
         args = self.args
         return DataLoader(
@@ -132,10 +131,10 @@ class StepTrainer(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """See ``transformers.Trainer.get_train_dataloader``."""
-        return self.loader(self.steps)
+        return self._loader(self.steps)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not sharding.sharded(model):  # which is there
+        if not sharding.sharded(model):  # whose shards are on the device
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -211,20 +210,6 @@ class StepTrainer(_Trainer):
             losses.append(super().training_step(model, batch, *args))
         return torch.stack(losses).sum()
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The mean loss over this process's rows, times their share."""
-        if num_items_in_batch is not None:
-            # A loss divided by the number of items of all processes already has its share.
-            num_items_in_batch = num_items_in_batch * self.share
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss if self.share == 1.0 else loss * self.share
-
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """Weight of this process's mean loss; by default its rows' ``share``."""
         return share
@@ -254,8 +239,10 @@ class TeacherTrainer(StepTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `StepTrainer.compute_loss`; inputs that the teacher does not take are dropped."""
-        return super().compute_loss(model, accepted(self.model, inputs), *args, **kwargs)
+        """The mean loss of this process's rows, times their share, without unused inputs."""
+        return self.share * super().compute_loss(
+            model, accepted(self.model, inputs), *args, **kwargs
+        )
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """Share of these rows in the step, by labelled tokens where tokens have labels."""
@@ -317,7 +304,7 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
         self.parts = 1
 
     def _warn_of_parts(self) -> None:
-        """Nothing: the command prints a line with its own options."""
+        """No warning: the command prints a line that names its own options."""
 
     @property
     def _model_attribute(self) -> tuple[Any, str]:
@@ -348,16 +335,10 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
                 rows = self.on_policy.draw(self.distiller.student, batch, seed=seed)
             yield {**batch, **self.data_collator(rows)}
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """See `DistillationTrainer.train`; all processes prepare the method on the same batches."""
-        if not self.distiller.method.prepared and not resume_from_checkpoint:
-            whole = StepSampler(self.steps.order, self.steps.seed)
-            with torch.random.fork_rng():
-                batches = itertools.islice(self.loader(whole), self.prepare_batches)
-                self.distiller.prepare(
-                    {name: x for name, x in batch.items() if name != SHARE} for batch in batches
-                )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+    def _preparation(self) -> Iterator[dict[str, Any]]:
+        """Whole steps, the same in all processes."""
+        for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
+            yield {name: x for name, x in batch.items() if name != SHARE}
 
     def _micro_batches(
         self, model: nn.Module, inputs: dict[str, Any], share: Any
@@ -371,16 +352,26 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
         self.losses = None
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
-        """See `StepTrainer.compute_loss`; for a micro-batch its term of the whole step's loss."""
-        if self.losses is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        self._set_progress()
-        output = next(self.losses)
-        # The log averages over the micro-batches.
-        self._note({name: self.parts * value for name, value in output.terms.items()})
-        return output.loss
+        """The mean loss of this process's rows, times their share.
+
+        For a micro-batch it is the micro-batch's term of the whole step's loss.
+        """
+        if self.losses is not None:
+            self._set_progress()
+            output = next(self.losses)
+            # The log averages over the micro-batches.
+            self._note({name: self.parts * value for name, value in output.terms.items()})
+            return output.loss
+        if num_items_in_batch is not None:
+            # A loss divided by the number of items of all processes already has its share.
+            num_items_in_batch = num_items_in_batch * self.share
+        return self.share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _share(self, inputs: dict[str, Any], share: Any) -> Any:
         """The default share; also sets the scale of the label loss for unlabelled rows."""

@@ -1,11 +1,10 @@
-"""A training loop around transformers.Trainer: evaluation, best model, checkpoints, signals."""
+"""A training by transformers.Trainer: evaluation, best model, checkpoints, signals."""
 
 import contextlib
 import dataclasses
 import functools
 import math
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -29,83 +28,17 @@ from fastkd.train.arrow_rows import Encoded
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.saving import (
-    MANIFEST,
-    discard,
-    find_damage,
-    move_directory,
-    read_json,
-    remove_own,
-    saving,
-    write_manifest,
-)
+from fastkd.train.run_directory import Checkpoints
 from fastkd.train.trainers import StepTrainer
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
-KEPT_CHECKPOINTS = 2
 SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
 
 
 @dataclass(frozen=True)
-class Checkpoints:
-    """Checkpoints of a training, from which it can be resumed.
-
-    Trainer writes into `fresh`, from where a checkpoint comes once it is sealed. ``identity`` is
-    written into every checkpoint; only those that carry it are continued.
-    """
-
-    directory: Path
-    identity: dict[str, Any]
-    every: int | None = None
-    resume: bool = False
-
-    @property
-    def incomplete(self) -> Path:
-        """Directory of checkpoints that are still being written."""
-        return self.directory / ".new"
-
-    def newest(self, say: Callable[[str], None]) -> Path | None:
-        """The newest intact checkpoint of this run; damaged ones are reported and removed."""
-        shutil.rmtree(self.incomplete, ignore_errors=True)
-        for path in self._all():
-            why = find_damage(path)
-            if why is None and read_json(path / MANIFEST).get("run") != self.identity["run"]:
-                why = "it belongs to another run"
-            if why is None:
-                return path
-            say(f"{path}: cannot be used ({why}); resuming from the one before it")
-            discard(path)
-        return None
-
-    def complete(self, step: int) -> None:
-        """Complete the checkpoint at ``step`` and delete the oldest ones."""
-        name = f"checkpoint-{step}"
-        with saving(self.directory):
-            write_manifest(self.incomplete / name, self.identity)
-            move_directory(self.incomplete / name, self.directory / name)
-            with contextlib.suppress(OSError):
-                self.incomplete.rmdir()
-        for old in self._all()[KEPT_CHECKPOINTS:]:
-            discard(old)
-
-    def clear(self) -> None:
-        """Remove all checkpoints, except files that fastkd did not write."""
-        shutil.rmtree(self.incomplete, ignore_errors=True)
-        for path in self._all():
-            remove_own(path)
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
-
-    def _all(self) -> list[Path]:
-        found = [(p.name.partition("-")[2], p) for p in self.directory.glob("checkpoint-*")]
-        steps = [(int(step), path) for step, path in found if step.isdecimal()]
-        return [path for _, path in sorted(steps, reverse=True)]
-
-
-@dataclass(frozen=True)
 class CallbackConfig:
-    """Evaluation, saving and reporting of a training.
+    """Evaluation, saving and progress of a training.
 
     ``evaluate()`` returns scores; ``main_metric`` selects the best model. ``save_best(entry,
     history)`` is called after the best evaluation so far. The model is evaluated every ``every``
@@ -163,7 +96,7 @@ class TrainingCallback(TrainerCallback):
         return Interrupted(step, self.signum)
 
     def on_epoch_begin(self, args, state, control, **_):
-        # A resumed epoch goes on in its own order.
+        # A resumed epoch continues in its own order.
         self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
 
     def on_train_begin(self, args, state, control, **_):
@@ -185,8 +118,8 @@ class TrainingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.sync_signals()
-        # At the end of an epoch, a last half one too, the checkpoint comes after the evaluation,
-        # see on_epoch_end.
+        # At the end of an epoch, also of a last partial one, the checkpoint follows the evaluation
+        # of on_epoch_end.
         ends_epoch = state.global_step % self.steps_in_epoch == 0
         ends_epoch |= state.global_step == state.max_steps
         every = self.config.checkpoints.every if self.config.checkpoints else None
@@ -239,7 +172,7 @@ class TrainingCallback(TrainerCallback):
             self.config.save_best(entry, [*past, entry])
         # Seconds are those of training alone.
         self.started += time.perf_counter() - began
-        # Logged only once the model is kept: what a checkpoint calls the best is on the disk.
+        # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
         if not self.config.printed:
@@ -302,17 +235,16 @@ def train(
             args=_arguments(training_config, options, folder, total),
             train_dataset=examples,
             data_collator=collate,
-            callbacks=[watcher],
         )
+        trainer.add_callback(watcher)  # after the method has prepared itself
         trainer.feed(order, training_config.accumulate)
         for chatty in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(chatty)
         last = None
         if checkpoints and checkpoints.resume:
             last = processes.on_first_process(functools.partial(checkpoints.newest, display.say))
-        set_seed(
-            (training_config.seed + processes.rank()) % 2**32
-        )  # dropout isn't the same in all processes
+        # Dropout differs between the processes.
+        set_seed((training_config.seed + processes.rank()) % 2**32)
         ended = _ended(last)
         if ended is None:
             trainer.train(resume_from_checkpoint=str(last) if last else None)
@@ -320,7 +252,7 @@ def train(
             trainer.state = ended
             trainer._load_from_checkpoint(str(last))
         watcher.sync_signals()
-        if watcher.signum is not None:  # it came with the last step
+        if watcher.signum is not None:  # received in the last step
             raise watcher.stopped(trainer.state.global_step)
     return history_of(trainer.state.log_history)
 
@@ -349,7 +281,7 @@ def _arguments(
 
 @contextlib.contextmanager
 def _logging_to(logs: Path | None) -> Iterator[None]:
-    """TensorBoard's files lie there, not among the checkpoints, unless the user says otherwise."""
+    """Context that sends TensorBoard's files to ``logs``, unless its variable is set already."""
     name = "TENSORBOARD_LOGGING_DIR"
     if logs is None or name in os.environ:
         yield
@@ -363,7 +295,7 @@ def _logging_to(logs: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let ``handler`` have the signals; one that is ignored (nohup) stays so."""
+    """Context in which ``handler`` receives the signals; ignored ones (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -379,7 +311,7 @@ def _signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def stopping_at_once() -> contextlib.AbstractContextManager[None]:
-    """Outside training a signal ends the command in an orderly way."""
+    """Context in which a signal raises `Stopped`, for all work outside training."""
 
     def stop(signum: int, frame: object) -> None:
         raise Stopped(signum)
