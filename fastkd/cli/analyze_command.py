@@ -1,7 +1,7 @@
-"""What `fastkd analyze` does: how alike layers are, of a model or of teacher and student.
+"""`fastkd analyze`: similarity of layers within a model, or between teacher and student.
 
-In --out: layers.json, everything; layers.csv, the similarities one by one; a picture for each
-measure; relations.png, how each model relates the tokens of one sentence.
+Files in --out: layers.json, all results; layers.csv, the similarities as rows; a picture per
+measure; relations.png, each model's relations between the tokens of one sentence.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
 
 
 def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
-    """Texts, second texts and class numbers; None where there are none."""
+    """Texts, second texts or None, class ids or None."""
     if settings.text is not None:
         return read_lines(settings.text), None, None
     glue = GLUE_TASKS.get(settings.task or "")
@@ -106,7 +106,7 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file that hold anything."""
+    """The non-blank lines of a text file."""
     if not path.exists():
         raise InputError(f"--text {path}: no such file")
     return [line.strip() for _, line in text_lines(path, "--text") if line.strip()]
@@ -115,7 +115,7 @@ def read_lines(path: Path) -> list[str]:
 def load_models(
     settings: AnalyzeSettings, device: torch.device
 ) -> tuple[dict[str, torch.nn.Module], Any]:
-    """The models by the names they have in the report, and the tokenizer of all."""
+    """Models by their names in the report, and the tokenizer of all."""
     model, tokenizer = load_model(settings.model, device, settings.trust_remote_code)
     models = {"model": model}
     if settings.student is not None:
@@ -142,7 +142,7 @@ def load_models(
 
 
 def _began(student: str) -> tuple[list[int], dict[str, int]] | None:
-    """The teacher layers that `fastkd distill` made the student of, and its other sizes."""
+    """Teacher layers that `fastkd distill` made the student of, and its changed sizes."""
     about = read_manifest(Path(student).expanduser()) or {}
     layers = about.get("teacher_layers")
     return layers and (layers, about.get("settings", {}).get("student_config", {}))
@@ -162,7 +162,7 @@ def batches_of(
     max_length: int = 128,
     labels: list[int] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """This process's padded batches; texts of like length together, which changes no result."""
+    """This process's padded batches; texts of similar length share a batch."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     starts = range(0, len(order), batch_size)
     for start in starts[processes.rank() :: world_size()]:
@@ -187,9 +187,9 @@ def analyze(
     models: dict[str, torch.nn.Module],
     batches: Iterator[dict[str, Tensor]],
 ) -> dict[str, Any]:
-    """All similarities from one pass: what layers.json holds, but for the sentence."""
+    """All similarities from one pass: the content of layers.json without the sentence."""
     measures = cast(list[Measure], list(dict.fromkeys(settings.measures.split(","))))
-    wanted = list(dict.fromkeys(["svcca", *measures]))  # from which RCCC and C_T(l) come
+    wanted = list(dict.fromkeys(["svcca", *measures]))  # RCCC and C_T(l) need SVCCA
     classes = [IntraClassSums(cast(Pool, settings.pool)) for _ in models]
     moments = moments_for(wanted, settings.variance)
     with processes.errors_on_all(), _about(settings):
@@ -237,7 +237,7 @@ def analyze(
 
 @contextlib.contextmanager
 def _about(settings: AnalyzeSettings) -> Iterator[None]:
-    """What is wrong with the models' outputs is one sentence."""
+    """Context in which an error about the models' outputs is one sentence."""
     try:
         yield
     except ValueError as error:
@@ -245,7 +245,7 @@ def _about(settings: AnalyzeSettings) -> Iterator[None]:
 
 
 def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
-    """layers.csv and the pictures of the similarities."""
+    """Write layers.csv and the pictures of the similarities."""
     heads = ("measure", "model", "layer", "other_model", "other_layer", "value")
     rows: list[tuple] = []
     for measure in report["measures"]:
@@ -260,7 +260,7 @@ def write(out: Path, report: dict[str, Any], names: Sequence[str]) -> None:
 def _panels(
     report: dict[str, Any], names: Sequence[str], measure: str
 ) -> Iterator[tuple[str, str, list[list[float]]]]:
-    """(rows' model, columns' model, matrix): each alone, then against the model."""
+    """(rows' model, columns' model, matrix): each model alone, then against the first."""
     for name in names:
         yield name, name, (report if name == "model" else report[name])[measure]
     for name in names:
@@ -274,7 +274,7 @@ def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> Non
         values = torch.tensor(panels[0][2])
         plot_layer_similarity(values, path, title=f"{title} {report['model']}".strip())
         return
-    # Each alone, and those against the model, which are below if there are several.
+    # Each model alone, and comparisons with the first model, in a second row if several.
     rows: tuple[list, list] = [], []
     for a, b, values in panels:
         heading = SAID[a] if a == b else f"{SAID[b]} against the {SAID[a]}"
@@ -292,7 +292,7 @@ def draw_sentence(
     sentence: str,
     max_length: int,
 ) -> None:
-    """relations.png; and how far each student's relations agree with the model's."""
+    """Write relations.png and each student's agreement with the model's relations."""
     batch = tokenizer(sentence, truncation=True, max_length=max_length, return_tensors="pt")
     features = {}
     for name, model in models.items():
@@ -313,7 +313,7 @@ def draw_sentence(
 
 
 def table(report: dict[str, Any]) -> str:
-    """Each layer's correlation with the one before it, RCCC, and the students beside the model."""
+    """Text of the results: adjacent correlations, RCCC, and students against the model."""
     lines = [f"{report['tokens']} tokens", "layer  correlation with the layer before"]
     lines += [f"{i:5}  {value:.4f}" for i, value in enumerate(report["adjacent_cca"], start=1)]
     lines.append(f"RCCC (embeddings and last layer): {report['rccc']:.4f}")

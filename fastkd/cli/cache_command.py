@@ -1,7 +1,7 @@
-"""`fastkd cache`: what a teacher says of every training row, kept for `--teacher-cache`.
+"""`fastkd cache`: a teacher's outputs on every training row, stored for `--teacher-cache`.
 
-The directory holds the cache of `fastkd.distill.TeacherCache`; beside it the student as it begins,
-with the tokenizer, and `MANIFEST`, written last: settings, scores and sizes of the teacher.
+The directory holds the files of `fastkd.distill.TeacherCache`, the initial student with its
+tokenizer, and `MANIFEST`, written last, with settings, scores and sizes of the teacher.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ from fastkd.train.training import stopping_at_once
 
 
 def write(settings: CacheSettings, console: Console) -> None:
-    """Run `fastkd cache`, in any number of processes; one that was cut off goes on.
+    """Run or resume `fastkd cache`, in any number of processes.
 
     Raises:
-        InputError: something given can't be used, or the directory holds another cache.
+        InputError: an option cannot be used, or the directory holds another cache.
     """
     be_quiet()
     out = settings.out
@@ -56,7 +56,7 @@ def write(settings: CacheSettings, console: Console) -> None:
             others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]
             if others and not (out / ABOUT).exists():
                 raise InputError(
-                    f"--out {out} holds something else than a cache; give another --out"
+                    f"--out {out} holds other files than a cache's; give another --out"
                 )
             run = load(settings, settings.batch_size, display)
             if run.teacher_tokenizer is not None:
@@ -91,7 +91,7 @@ def write(settings: CacheSettings, console: Console) -> None:
 
 
 def _is_partial(path: Path) -> bool:
-    """Whether a killed process was writing this file, by the name that it has until then."""
+    """Whether a file was left incomplete by a killed process, by its temporary name."""
     return re.fullmatch(r"\.[0-9a-f]{32}", path.name) is not None
 
 

@@ -209,14 +209,14 @@ def _keep_best(report: dict[str, Any], study: Study, work: TaskRuns, size: Size)
 
 
 def _draw(report: dict[str, Any], path: Any) -> None:
-    """The way from labels only to the teacher, and how far each method gets."""
+    """Draw each method's accuracy between labels only and the teacher."""
     students = report["students"]
     names = sorted(students, key=lambda name: students[name]["accuracy"])
     base = students[LABELS_ONLY]["accuracy"]
     teacher = report["teacher"]["scores"]["accuracy"]
     figure = new_figure(8.4, 4.2)
     ax = figure.subplots()
-    reach = teacher  # of what is drawn, beside which the shares stand
+    reach = teacher  # right end of the bars, where the text begins
     for i, name in enumerate(names):
         row = students[name]
         colour = "#1a7f37" if _ahead(row) else "#9aa0a6"

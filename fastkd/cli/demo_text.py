@@ -1,8 +1,8 @@
-"""`fastkd demo --task causal-lm`: a small decoder of Python, cut in half by every method.
+"""`fastkd demo --task causal-lm`: a small decoder of Python code, halved by every method.
 
-A tokenizer and a decoder are made of the sources of Python's library on the spot. Students with
-half its layers learn from it, each by another method, as many steps on the same rows, and are
-scored as they go: perplexity against seconds of training.
+A tokenizer and a decoder are trained on the sources of Python's library. Students with half its
+layers are trained by each method for the same steps on the same rows. Perplexity is plotted against
+seconds of training.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ from fastkd.train.training import stopping_at_once
 
 TASK = "causal-lm"
 END = "<end>"
-HELD_OUT = 10  # one file in so many
+HELD_OUT = 10  # one file in ten
 PROMPT = "def "
-# Labels that LRC-BERT softens are classes; of thousands of tokens little would be left of one.
+# LRC-BERT smooths class labels; over thousands of tokens little of a label would remain.
 OPTIONS: dict[str, dict[str, Any]] = {"lrc_bert": {"gamma": 0.0}}
 
 
@@ -64,7 +64,7 @@ class Size(Sizes):
 
 
 def sources(root: Path) -> Iterator[str]:
-    """The Python files below ``root`` that are no tests, in an order by their names' hashes."""
+    """Python files below ``root`` except tests, ordered by the hashes of their names."""
 
     def place(path: Path) -> bytes:
         name = path.relative_to(root).as_posix()
@@ -78,7 +78,7 @@ def sources(root: Path) -> Iterator[str]:
 
 
 def write_texts(folder: Path, size: Size, root: Path) -> dict[str, Path]:
-    """Files of documents to train and to evaluate on.
+    """Write files of training and evaluation documents; returns their paths.
 
     Raises:
         InputError: this Python comes without its library's sources.
@@ -100,7 +100,7 @@ def write_texts(folder: Path, size: Size, root: Path) -> dict[str, Path]:
 
 
 def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Pairs of bytes that these texts have most often."""
+    """Byte-pair encoding of these texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -124,11 +124,11 @@ def make_teacher(tokenizer: PreTrainedTokenizerFast, size: Size, seed: int) -> G
 
 
 def run_demo(settings: DemoSettings, console: Console, root: Path | None = None) -> dict[str, Any]:
-    """Run `fastkd demo --task causal-lm`; returns what demo.json holds."""
+    """Run `fastkd demo --task causal-lm`; returns the content of demo.json."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
     be_quiet()
-    if leave_launcher()[0]:  # there is one teacher and one run after another
+    if leave_launcher()[0]:  # one teacher, and one run after another
         return {}
     size = Size.of(settings)
     out, display = settings.out, RichDisplay(console)
@@ -149,7 +149,7 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
 def _begin(
     settings: DemoSettings, size: Size, display: RichDisplay, paths: dict[str, Path]
 ) -> tuple[Run, Pairing]:
-    """A teacher that has learned, with its rows."""
+    """A trained teacher with its rows."""
     pairing = Pairing(
         task=TASK, train=paths["train"], evals=paths["eval"], teacher=str(settings.out / "teacher"),
         max_length=size.length, seed=settings.seed, device_name=settings.device,
@@ -176,7 +176,7 @@ def _begin(
 
 
 def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> dict[str, Any]:
-    """A student by each method; the best is kept."""
+    """Train a student by each method, and save the best."""
     run.training_config = dataclasses.replace(run.training_config, max_steps=size.student_steps)
     every = -(-size.student_steps // size.evaluations)
     students: dict[str, Any] = {}
@@ -187,7 +187,7 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
             options = OPTIONS.get(name, {})
             distiller = assemble(dataclasses.replace(pairing, method=name, options=options), run)
             history = run.train_student(distiller, TITLES[name], every=every)
-        except InputError as error:  # it compares what a language model hasn't
+        except InputError as error:  # the method does not fit a language model
             left_out[name] = str(error)
             run.display.say(f"{TITLES[name]}: left out ({error})")
             continue
@@ -221,7 +221,7 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
 
 
 def _sample(student: Any, tokenizer: Any, tokens: int) -> str:
-    """What a student writes, each time its likeliest token."""
+    """Text that a student generates greedily."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(student.device)
     ids = student.eval().generate(
         input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
@@ -231,7 +231,7 @@ def _sample(student: Any, tokenizer: Any, tokens: int) -> str:
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:
-    """Perplexity against seconds of training."""
+    """Draw perplexity against seconds of training."""
     figure = new_figure(8.4, 4.2)
     ax = figure.subplots()
     for name, row in report["students"].items():

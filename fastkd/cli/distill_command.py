@@ -1,4 +1,4 @@
-"""`fastkd distill`: the run, and the table at its end."""
+"""`fastkd distill`: the run, and the table of its results."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ def run(options: DistillOptions, console: Console) -> None:
 
 
 def show(report: dict[str, Any], out: Path, console: Console) -> None:
-    """Print the end of a run: teacher against best student."""
+    """Print the results of a run: teacher and best student."""
     sets = {"": report, "test ": report.get("test", {})}
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("", "parameters", "MiB", "ms a batch"):
@@ -42,7 +42,7 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
             table.add_column(prefix + name, justify="right")
     for name in ("teacher", "student"):
         milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
-        # A cache may have scored its teacher by other metrics than the student's.
+        # A cache may have scored its teacher with other metrics than the student's.
         scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
         table.add_row(
             name,
@@ -69,5 +69,5 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
 
 
 def _metrics(scores: dict[str, Any]) -> list[str]:
-    """The columns of a set of rows, by the metrics of the student."""
+    """Names of the student's metrics."""
     return list(scores.get("student", {}))

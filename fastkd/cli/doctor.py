@@ -30,7 +30,7 @@ PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit
 BACKENDS = ("torch", "triton", "cpp")
 NO_KERNEL = "no kernel"
 TO_BUILD = "in a checkout: pip install --no-build-isolation --no-deps ."
-# Far above what float32 loses, far below what a wrong kernel gives.
+# Far above float32 rounding, far below the error of a wrong kernel.
 TOLERANCE = 1e-3
 
 
@@ -123,7 +123,7 @@ def examine(write: Callable[[str], object]) -> bool:
 
 
 def _check(write: Callable[[str], object], device: torch.device) -> bool:
-    """Write the table of checks, then why some were not made; return whether all others passed."""
+    """Write the table of checks and the reasons for skipped ones; returns whether all passed."""
     write("\nErrors relative to the references in float64")
     row = "{:<26}{:<16}{:<16}{}"
     write(row.format("", *BACKENDS))
@@ -168,7 +168,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _extension() -> tuple[str, bool]:
-    """State of ``fastkd._C``, and whether that is right: one that was not built is."""
+    """State of ``fastkd._C``, and whether it is right; not built counts as right."""
     try:
         importlib.import_module("fastkd._C")
     except ModuleNotFoundError:
@@ -181,7 +181,7 @@ def _extension() -> tuple[str, bool]:
 
 
 def _vectors() -> str:
-    """Size of the vectors that the extension's CPU kernels take here, and why not larger ones."""
+    """Vector width of the extension's CPU kernels here, and why it is not larger."""
     taken = torch.ops.fastkd_cpp.vector_bytes()
     kind = torch.backends.cpu.get_cpu_capability()
     empty_column = taken < {"AVX2": 32, "AVX512": 64}.get(kind, 0)
@@ -203,7 +203,7 @@ def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None
 
 
 def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, str | None]:
-    """The table's cell, and what failed, if anything."""
+    """The table's cell, and the failure, if any."""
     try:
         error = trial.error(backend, device)
     except Exception as raised:

@@ -1,4 +1,4 @@
-"""`fastkd evaluate`: the scores of a finished model on a file."""
+"""`fastkd evaluate`: the scores of a trained model on a file."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`fastkd export`: a model as ONNX, checked against the model it was made from."""
+"""`fastkd export`: a model as ONNX, checked against the original model."""
 
 import contextlib
 import inspect
@@ -22,12 +22,12 @@ from fastkd.train.saving import add_to_manifest, check_new_file, saving, write_f
 from fastkd.train.tasks.base import Task
 from fastkd.train.trained_model import OnnxModel
 
-# Far above what another order of sums costs in float32, far below what a wrong graph gives.
+# Far above float32 rounding of another order of sums, far below the error of a wrong graph.
 TOLERANCE = 1e-3
 
 
 class _Outputs(nn.Module):
-    """Positional tensors in, some of the outputs out: what a graph can be."""
+    """The model with positional tensors and selected outputs, as an ONNX graph has them."""
 
     def __init__(self, model: nn.Module, names: list[str], task: Task):
         super().__init__()
@@ -39,7 +39,7 @@ class _Outputs(nn.Module):
 
 
 def export(settings: ExportSettings, console: Console) -> float:
-    """Write the ONNX file; the largest relative difference between the two models' outputs."""
+    """Write the ONNX file; returns the largest relative difference of the outputs."""
     for module in ("onnx", "onnxscript", "onnxruntime"):
         require(module, "onnx")
     be_quiet()

@@ -1,4 +1,4 @@
-"""`fastkd predict`: what a finished model answers to the rows of a file."""
+"""`fastkd predict`: predictions of a trained model for the rows of a file."""
 
 from rich.console import Console
 
@@ -10,7 +10,7 @@ from fastkd.train.saving import write_file
 
 
 def predict(settings: PredictSettings, console: Console) -> None:
-    """Print a line for each row, or write them to --out; one without text gets no answer."""
+    """Print or write a line for each row; rows without text get no prediction."""
     model = begin(settings)
     task = model.task = model.task.for_prediction()
     rows = model.read(settings.data, settings.columns, settings.task, labelled=False)

@@ -14,7 +14,7 @@ from fastkd.train.trained_model import TrainedModel
 
 
 def begin(settings: PredictSettings) -> TrainedModel:
-    """The model, once nothing is in the way of its answers."""
+    """The model, loaded after the options are checked."""
     be_quiet()
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:
@@ -29,14 +29,14 @@ def begin(settings: PredictSettings) -> TrainedModel:
 
 
 def table(kind: str, found: list[dict[str, Any]], between: str | None = None) -> str:
-    """Rows as a file of this kind; see `Task.list_separator`."""
+    """Rows as the text of a file of this kind; ``between`` is `Task.list_separator`."""
     if kind in TABLES:
         found = [{name: _joined(x, between) for name, x in row.items()} for row in found]
     return FORMATS[kind](found)
 
 
 def _joined(value: Any, between: str | None) -> Any:
-    """A list as a table keeps it in one cell."""
+    """A list as the text of one cell."""
     if not isinstance(value, list):
         return value
     if between is not None and all(isinstance(x, str) and between not in x for x in value):
@@ -45,7 +45,7 @@ def _joined(value: Any, between: str | None) -> Any:
 
 
 def _tsv(found: list[dict[str, Any]]) -> str:
-    """Unquoted, as `fastkd` reads it: what separates cells and rows is a space within a text."""
+    """Unquoted, as `fastkd` reads it; separators inside a text become spaces."""
     rows = ([*found[0]], *(row.values() for row in found))
     return "".join("\t".join(map(_cell, row)) + "\n" for row in rows)
 

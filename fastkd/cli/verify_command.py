@@ -1,4 +1,4 @@
-"""`fastkd verify`: one step of the user's own distillation, taken in every way that promises it."""
+"""`fastkd verify`: one step of the user's distillation, computed in every equivalent way."""
 
 import dataclasses
 
@@ -16,10 +16,10 @@ from fastkd.train.training import stopping_at_once
 
 
 def verify(settings: VerifySettings, console: Console) -> bool:
-    """Run `fastkd verify`; whether nothing differs that shouldn't.
+    """Run `fastkd verify`; returns whether all equivalent ways agree.
 
     Raises:
-        InputError: something given can't be used.
+        InputError: an option cannot be used.
     """
     be_quiet()
     with stopping_at_once(), RichDisplay(console) as display:

@@ -1,4 +1,4 @@
-"""The model card of a student: what it is, from whom, its scores, how to load it."""
+"""The model card of a student: its origin, scores and use."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
 
 CARD = "README.md"
-FILES = {"evaluation": "evals", "test": "test"}  # the options that may name what was scored
+FILES = {"evaluation": "evals", "test": "test"}  # options with the files of scored rows
 TEXT = Path(__file__).with_name("card.md.in")
 
 
@@ -78,7 +78,7 @@ def _made(method: str) -> str:
 
 
 def _adapters(settings: Mapping[str, Any], report: Mapping[str, Any], head: str, name: str) -> str:
-    """How to make the base of LoRA adapters that isn't saved; nothing without such adapters."""
+    """Code that makes the unsaved base of LoRA adapters; empty without such adapters."""
     if not settings.get("lora") or settings["student"] is not None:
         return ""
     if settings["teacher_cache"] is not None:

@@ -1,7 +1,7 @@
-"""Real labelled text on every machine: the docstrings of Python's standard library.
+"""Labelled text on every machine: the docstrings of Python's standard library.
 
-The label of a docstring is the area of the library it comes from; that of a pair of them is how
-close they stand there. Files are parsed, never imported.
+The label of a docstring is its area of the library; that of a pair is how close both are in the
+library. Files are parsed, never imported.
 """
 
 import ast
@@ -52,15 +52,15 @@ AREAS = {
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 FEWEST_WORDS = 4
 LONGEST_WORDS = 60
-HELD_OUT = 5  # one group in so many
-# What two texts of a pair may share: nothing, the area, the package, the module, the class.
+HELD_OUT = 5  # one group in five
+# Two texts of a pair share nothing, or an area, a package, a module, a class.
 GRADES = 5
 
 
 def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
     """(area, group, text) of every docstring below ``root`` whose module has an area.
 
-    A group is a class or function at the top of a module, with all that is in it.
+    A group is a class or function at the top level of a module, with its members.
     """
     area_of = {module: area for area, modules in AREAS.items() for module in modules.split()}
     for path in sorted(root.rglob("*.py")):
@@ -85,7 +85,7 @@ def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and what it holds but for expressions, in the order of `ast.walk`."""
+    """``node`` and its descendants except expressions, in the order of `ast.walk`."""
     todo = collections.deque([node])
     while todo:
         node = todo.popleft()
@@ -94,10 +94,10 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
-    """At most so many training and held-out docstrings of each area.
+    """Training and held-out docstrings, at most ``train_rows`` and ``eval_rows`` of each area.
 
     Every text occurs once, and a class with its methods is either trained on or held out. Areas
-    whose modules this installation doesn't have are left out.
+    that this installation lacks are left out.
 
     Raises:
         InputError: fewer than two areas have docstrings (Python was installed without sources).
@@ -124,11 +124,10 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
 
 
 def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = None) -> Corpus:
-    """At most so many training and held-out pairs of docstrings of each grade.
+    """Training and held-out pairs of docstrings, at most that many of each grade.
 
-    The label is how close the two stand in the library: 4 in one class, 3 in one module, 2 in one
-    package, 1 in one area, 0 otherwise. A class with its methods is either trained on or held out,
-    and no pair has texts of both.
+    The label is what both texts share: 4 a class, 3 a module, 2 a package, 1 an area, 0 nothing. A
+    class with its methods is either trained on or held out, and no pair has texts of both sets.
 
     Raises:
         InputError: fewer than two areas have docstrings, or a grade has no pairs.
@@ -146,14 +145,14 @@ def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = N
 
 
 def _place(area: str, group: str) -> tuple[str, ...]:
-    """Area, package, module and class of a docstring; a function at the top is no class."""
+    """Area, package, module and class of a docstring; no class for a function."""
     path, _, name = group.rpartition(":")
     package = PurePosixPath(path).parts[0]
     return area, package, path, name if name[:1].isupper() else ""
 
 
 def _grade(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many levels two places share; a class without a name is shared by none."""
+    """Number of levels that two places share; an empty class name is never shared."""
     shared = 0
     for x, y in zip(one, other, strict=True):
         if x != y or not x:
@@ -165,7 +164,7 @@ def _grade(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 def _pairs(
     texts: list[tuple[str, str, str]], grade: int, limit: int
 ) -> Iterator[tuple[str, str, int]]:
-    """At most ``limit`` pairs of a grade, each text first in one of them, drawn by their hashes."""
+    """At most ``limit`` pairs of a grade, drawn by hash; each text is the first of one pair."""
     near: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
     for area, group, text in texts:
         place = _place(area, group)
@@ -185,7 +184,7 @@ def _pairs(
 
 
 def _split(root: Path) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
-    """(area, group, text) to train on and held out; every text once, in the order of its hash."""
+    """Training and held-out (area, group, text); every text once, ordered by hash."""
     found: dict[str, tuple[str, str, str]] = {}
     ambiguous = set()
     for area, group, text in docstrings(root):

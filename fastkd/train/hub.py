@@ -1,4 +1,4 @@
-"""Whether the hub answers, found out once and quickly."""
+"""Whether the Hugging Face hub can be reached, tested once and quickly."""
 
 import contextlib
 import functools
@@ -11,24 +11,24 @@ from typing import Any
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError, first_line
 
-# Its own clients try for half a minute and more.
+# The hub's own clients retry for half a minute and more.
 SECONDS = 3.0
 
 
 @functools.cache
 def hub_answers() -> bool:
-    """Whether the hub can be reached; if not, all later calls take what their caches hold."""
+    """Whether the hub can be reached; if not, later calls read the local cache only."""
     hub = require("huggingface_hub", "train")
     if hub.constants.HF_HUB_OFFLINE:
         return False
     answered = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # whatever the client of the day raises
+        with contextlib.suppress(Exception):  # clients raise many unrelated types
             hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=SECONDS)
             answered.set()
 
-    # In a thread, as looking up a name takes no time limit.
+    # In a thread, since a name lookup has no timeout.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(SECONDS)
@@ -42,7 +42,7 @@ def hub_answers() -> bool:
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """A file of a folder, or of a name on the hub; None if it isn't there."""
+    """Path of a file in a folder or hub repository; None if it is missing."""
     transformers: Any = require("transformers.utils", "train")
     local = Path(name).expanduser()
     name = str(local) if local.exists() else name
@@ -54,6 +54,6 @@ def file_of(name: str, file: str) -> Path | None:
 
 
 def why_not(error: Exception) -> str:
-    """The reason why the hub didn't give what was asked for, in one line."""
+    """Reason for a failed download, in one line."""
     line = first_line(error)
     return line if hub_answers() else f"{line} (the hub can't be reached, only the cache)"

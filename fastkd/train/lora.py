@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OPTION = "--lora"
-# Beside a student with what its adapters have learned added to its weights.
+# Directory of the adapters, beside the weights into which they are merged.
 ADAPTER = "adapter"
-# What PEFT calls the heads of transformers; of classifiers it trains the head as well.
+# PEFT's task types of transformers' heads; PEFT also trains the head of a classifier.
 HEADS = {
     "AutoModelForCausalLM": "CAUSAL_LM",
     "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
@@ -24,8 +24,8 @@ HEADS = {
     "AutoModelForTokenClassification": "TOKEN_CLS",
     "AutoModelForQuestionAnswering": "QUESTION_ANS",
 }
-# Of these all that is not in the body learns as a whole: PEFT knows some of them by their names. So
-# does an encoder's pooler, without which many are published.
+# Models whose modules outside the body are trained in full; PEFT finds only some of them by name.
+# The pooler of an encoder is trained too, since many encoders are published without one.
 TRAINED = (
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
@@ -35,7 +35,7 @@ TRAINED = (
 
 
 def read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``peft.LoraConfig`` that are ``given``, by their names on the command line."""
+    """Options of ``peft.LoraConfig`` from the values of --lora."""
     words: dict[str, Any] = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
     for name, value in given.items():
         if name not in words:
@@ -61,9 +61,10 @@ def read(given: Mapping[str, Any]) -> dict[str, Any]:
 def adapted(
     student: "PreTrainedModel", given: Mapping[str, Any], head: str, name: str | None
 ) -> "PreTrainedModel":
-    """``student``, a model with this ``head`` of transformers, with adapters that alone learn.
+    """``student`` with adapters, which alone are trained (and its head, where it is new).
 
-    Its ``name`` is that under which it can be loaded, None if it was made here.
+    ``head`` is transformers' class of the model; ``name`` is its path or hub name, None for a
+    student of teacher layers.
     """
     peft: Any = require("peft", "lora")
     body = student.base_model_prefix
@@ -78,23 +79,23 @@ def adapted(
         model = peft.get_peft_model(student, config)
     except (TypeError, ValueError) as error:
         raise InputError(f"{OPTION}: {str(error).splitlines()[0]}") from error
-    # A student of teacher layers has the teacher's name, which is another model.
+    # A student of teacher layers would carry the name of the teacher, another model.
     config.base_model_name_or_path = name or ""
     return cast("PreTrainedModel", model)
 
 
 def plain(student: nn.Module) -> "PreTrainedModel":
-    """The model that adapters are in, or ``student`` itself."""
+    """The base model of adapters, or ``student`` itself."""
     model: Any = student
     return cast("PreTrainedModel", model.get_base_model() if _has_adapters(model) else model)
 
 
 def save(student: nn.Module, directory: Path) -> None:
-    """Save a model for ``from_pretrained``; of one with adapters their sum, and they beside it."""
+    """Save a model for ``from_pretrained``; adapters are merged, and also saved on their own."""
     model: Any = student
     if _has_adapters(model):
         model.save_pretrained(directory / ADAPTER)
-        # Of a copy: taken out again, weights would no longer be the same bits.
+        # A copy is merged: subtracting the adapters again would change the weights' bits.
         model = copy.deepcopy(model).merge_and_unload()
     model.save_pretrained(directory)
 

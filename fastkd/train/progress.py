@@ -14,10 +14,10 @@ class Track:
         """Training begins at ``step`` of ``total``."""
 
     def advance(self, step: int) -> None:
-        """Step number ``step`` is done."""
+        """Report that ``step`` is done."""
 
     def losses(self, step: int, losses: Mapping[str, float]) -> None:
-        """The losses at ``step``, as means since the last time."""
+        """Report the losses at ``step``, as means since the last report."""
 
     def stop(self) -> None:
         """The training is over."""

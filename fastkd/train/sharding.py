@@ -1,11 +1,10 @@
-"""Models spread over the processes by FSDP2 (--fsdp): none holds a whole one.
+"""Models sharded over the processes by FSDP2 (--fsdp), so that no process holds a whole model.
 
-`fully_shard` is called here, and not accelerate's plugin, which shards the one module that Trainer
-trains. Of a Distiller that is too much and too little: the teacher would be gathered for a whole
-step, torch refuses tied embeddings in the two groups that the plugin makes of them, and the student
-alone, as scores and ``generate`` call it, would be without its embeddings and head. Its
-checkpoints are not those of a model either; these are what a run without --fsdp writes, and either
-goes on with the other's.
+accelerate's plugin shards the one module that Trainer trains. For a Distiller this has four faults:
+the teacher is gathered for a whole step; torch refuses tied embeddings in the plugin's two groups;
+the student alone, as evaluation and ``generate`` call it, lacks embeddings and head; and the
+checkpoints are not those of a model. `fully_shard` is therefore called here. Checkpoints are those
+of a run without --fsdp, and each kind of run resumes the other's.
 """
 
 import contextlib
@@ -25,16 +24,17 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import lora, processes
 
-# Where a sharded model keeps the same one without memory.
+# Attribute of a sharded model: the same model on the meta device.
 EMPTY = "_fastkd_empty"
-# Tells ``generate`` of transformers that no process may stop before the others.
+# Attribute that makes transformers' ``generate`` end at the same token in all processes.
 MANAGED = "_is_fsdp_managed_module"
 
 
 def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
-    """Spread a ``model`` of transformers over the processes, in place; all have the same one.
+    """Shard a transformers ``model``, equal in all processes, in place.
 
-    Its blocks go to ``device`` one by one. What doesn't learn is whole only while it runs.
+    Blocks are moved to ``device`` one by one. A model that is not trained (``learns=False``) frees
+    its gathered weights after every forward pass.
     """
     mesh, inner = _mesh(device.type), lora.plain(model)
     empty = {
@@ -45,7 +45,7 @@ def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=None if learns else True)
     vars(inner)[MANAGED] = True
-    if hasattr(model, "generate"):  # it calls what is within: PEFT's model, an encoder
+    if hasattr(model, "generate"):  # which calls inner modules: PEFT's model, an encoder
         register_fsdp_forward_method(model, "generate")
 
 
@@ -54,7 +54,7 @@ def shard_distiller(distiller: Distiller, device: torch.device) -> None:
     shard(distiller.student, device)
     if distiller.teachers.live:
         shard(distiller.teacher, device, learns=False)
-    else:  # what it said before
+    else:  # cached outputs
         distiller.teacher.to(device)
     distiller.method.to(device)
     if any(True for _ in distiller.method.parameters()):
@@ -67,7 +67,7 @@ def _mesh(kind: str) -> DeviceMesh:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What the model runs one after the other: entries of its outermost lists with attention."""
+    """Blocks of the model: entries of its outermost module lists that contain attention."""
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{x}.") for x in found):
@@ -78,19 +78,19 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def sharded(model: nn.Module) -> bool:
-    """Whether `shard` was called for it, or a part of it."""
+    """Whether the model or a part of it is sharded."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def without_shards(model: nn.Module) -> Any:
-    """A model of the same classes that isn't sharded: without memory, or ``model`` itself."""
+    """The unsharded model: its copy on the meta device, or ``model`` if it is not sharded."""
     return vars(model).get(EMPTY, model)
 
 
 def whole(model: Any) -> Any:
-    """A whole copy of a sharded model in the first process, None in the others; all call it.
+    """Full copy of a sharded model in the first process, None in the others.
 
-    One that isn't sharded is itself.
+    All processes call it. A model that is not sharded is returned itself.
     """
     empty = vars(model).get(EMPTY)
     if empty is None:
@@ -110,7 +110,7 @@ def whole(model: Any) -> Any:
 
 
 def unread(model: nn.Module) -> Any:
-    """A whole copy of a sharded model, whose parameters are yet to be read."""
+    """Full copy of a sharded model with uninitialised parameters."""
     empty = vars(model)[EMPTY]
     parameters = {
         id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
@@ -120,7 +120,7 @@ def unread(model: nn.Module) -> Any:
 
 
 def take(model: nn.Module, full: nn.Module) -> None:
-    """Give a sharded model the weights of a whole one that learn."""
+    """Copy the trained weights of a full model into a sharded model."""
     _let_go(model)
     with torch.no_grad():
         for p, x in zip(model.parameters(), full.parameters(), strict=True):
@@ -129,12 +129,12 @@ def take(model: nn.Module, full: nn.Module) -> None:
 
 
 def whole_state(state: Any) -> Any:
-    """A state dict in one piece, in the first process; all call it."""
+    """Full state dict in the first process; all processes call it."""
     return tree_map_only(DTensor, _gathered, state)
 
 
 class StateDictProxy(nn.Module):
-    """In the place of a module or optimizer whose state is whole in checkpoints."""
+    """Stand-in for a module or optimizer, with the full state dict that checkpoints hold."""
 
     target: Any
 
@@ -152,7 +152,7 @@ class StateDictProxy(nn.Module):
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give the optimizer of sharded parameters a whole state."""
+    """Load a full state into the optimizer of sharded parameters."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [i for group in state["param_groups"] for i in group["params"]]
     for number, p in zip(numbers, own, strict=True):
@@ -163,11 +163,11 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _part(x: Any, like: Any) -> Any:
-    """This process's part of a whole tensor, if it is in parts that it is to be ``like``."""
+    """This process's shard of ``x`` if ``like`` is sharded, else ``x``."""
     if not isinstance(like, DTensor):
         return x
     part = distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
-    return part.clone()  # the whole is let go
+    return part.clone()  # so that the full tensor can be freed
 
 
 def _gathered(x: Tensor) -> Tensor | None:
@@ -176,7 +176,7 @@ def _gathered(x: Tensor) -> Tensor | None:
 
 
 def _let_go(model: nn.Module) -> None:
-    """What a last pass has gathered stands in the parameters' place until then."""
+    """Reshard all modules; gathered weights of the last forward pass replace their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -184,7 +184,7 @@ def _let_go(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """``value`` as an attribute for a while."""
+    """Context in which ``value`` replaces an attribute."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

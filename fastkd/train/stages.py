@@ -1,6 +1,6 @@
-"""`fastkd distill --stages`: runs of which each begins with the student of the one before.
+"""`fastkd distill --stages`: consecutive runs, each starting from the previous run's student.
 
-A file has a table for each stage, in their order, and before them the options of all of them:
+A file has the options of all stages first, then one table per stage, in order:
 
     teacher = "./teacher"
     [stages.general]
@@ -43,38 +43,38 @@ from fastkd.train.settings import OF_ALL_STAGES
 
 PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
 MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
-# What makes a student; that of a later stage is there.
+# Options that make a student; later stages have one already.
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 LAST = "student"
 
 
 @dataclasses.dataclass(kw_only=True)
 class StageConfig(DistillConfig):
-    """The options of a stage."""
+    """Options of a stage."""
 
-    follows: str | None = option(None, "The run whose student this one begins with.")
+    follows: str | None = option(None, "Id of the run whose student this stage starts from.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A run of several."""
+    """One of several consecutive runs; ``before`` is the student that it starts from."""
 
     name: str
     number: int
     settings: StageConfig
-    before: Path | None  # the student that it begins with
+    before: Path | None
 
     @property
     def out(self) -> Path:
-        """Its directory."""
+        """Output directory of the stage."""
         return self.settings.out
 
 
 def read(settings: DistillConfig) -> list[Stage]:
-    """The stages of --stages.
+    """The stages in the file --stages.
 
     Raises:
-        InputError: anything in the file that no stage can have, by its stage and key.
+        InputError: the file has an invalid entry; the message names its stage and key.
     """
     assert settings.stages is not None
     found = dict(read_options_file(settings.stages))
@@ -123,9 +123,9 @@ def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
 
 
 def check(settings: DistillConfig, stages: list[Stage]) -> None:
-    """Raise for whatever can be seen to be wrong in any stage before the first one begins.
+    """Check options, files, rows and models of all stages before the first one begins.
 
-    That is options, files, rows and whether models are there; all processes call it.
+    All processes call it.
     """
     be_quiet()
     with processes.errors_on_all():
@@ -137,7 +137,7 @@ def check(settings: DistillConfig, stages: list[Stage]) -> None:
 
 
 def _check(settings: DistillConfig, words: int | None) -> int:
-    """Check a stage whose student reads so many words; how many they are, of the first one."""
+    """Check a stage against the vocabulary size of the stages before; returns that size."""
     distillation.check(settings)
     remote = settings.trust_remote_code
     if settings.teacher_cache is not None:
@@ -171,9 +171,9 @@ def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
 
 
 def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
-    """Run a stage, or go on with it; its report, as it was if it is complete.
+    """Run or resume a stage; returns its report.
 
-    What it holds of another run's student is overwritten.
+    Results that started from another student are overwritten.
     """
     settings = stage.settings
     if stage.before is not None:
@@ -191,14 +191,14 @@ def _run_manifest(student: Path | None) -> str | None:
 
 
 def _began_with_other_student(settings: StageConfig) -> bool:
-    """Whether what lies in --out, finished or not, began with another student."""
+    """Whether the run in --out, finished or not, started from another student."""
     places = (settings.out / "unfinished", settings.out / "student")
     manifests = [manifest for manifest in map(read_manifest, places) if manifest]
     return any(m.get("settings", {}).get("follows") != settings.follows for m in manifests)
 
 
 def link(stages: list[Stage]) -> Path:
-    """A link to the last student, beside the stages; that student where links can't be made."""
+    """Path of a link to the last student; of the student itself where links are not supported."""
     last = stages[-1].out
     path, target = last.parent / LAST, Path(last.name) / "student"
 

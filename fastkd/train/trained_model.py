@@ -60,10 +60,10 @@ def columns_of(
     training: TrainingRecord | None,
     kind: type[Task] | None = None,
 ) -> Columns:
-    """Columns of --data: those ``asked`` for, else those of the training if the file has them.
+    """Columns of --data: the requested ones, else those of the training if the file has them.
 
     Raises:
-        InputError: the ``model`` was trained on pairs of texts, and there is no second one.
+        InputError: the ``model`` was trained on pairs of texts, and the file has no second text.
     """
     kind = kind or tasks.named(None)
     kind.check_file(path, "--data")
@@ -112,9 +112,9 @@ class TrainedModel:
         return rows if labelled else self.task.without_labels(rows)
 
     def answers(self, rows: Rows, max_length: int | None, display: Display) -> tuple[Any, Encoded]:
-        """What the model answers to each encoded row, see `Task.answer`; and these rows.
+        """Predictions for each row, see `Task.answer`, and the encoded rows.
 
-        Without a ``max_length`` texts are as long as in the training.
+        ``max_length`` defaults to that of the training.
         """
         limit = longest(self.tokenizer, self.model)
         trained = None if self.training is None else self.training.max_length
