@@ -187,7 +187,7 @@ def test_fewer_observations_than_dimensions(m, ridge, backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(dtype, backend):
+def test_matches_the_reference_in_every_dtype(dtype, backend):
     student, teacher = related(2, 50, dims=(6, 4), dtype=dtype)
     value, grad = value_and_grad(cca_loss, student, teacher, ridge=1e-2, backend=backend)
     assert value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

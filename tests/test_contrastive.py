@@ -481,7 +481,7 @@ def test_module_takes_a_masked_bank(backend, device):
     size=st.integers(1, 9),
     seed=st.integers(0, 2**16),
 )
-def test_properties(batch, positions, size, seed):
+def test_loss_is_invariant_under_order_scale_and_rotation(batch, positions, size, seed):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -512,7 +512,7 @@ def test_properties(batch, positions, size, seed):
     assert 0 <= cos_nce_loss(student, teacher) <= 4
 
 
-def test_blocks_of_samples(monkeypatch):
+def test_blocks_of_samples_do_not_change_the_result(monkeypatch):
     monkeypatch.setattr("fastkd.contrastive.BLOCK_ELEMENTS", 50)
     student, teacher = features(7, 3, 8)
     check("torch", student, teacher)

@@ -139,7 +139,7 @@ def test_cuda_source_has_no_races_between_lanes(tmp_path):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_roots_without_the_extension_are_equal(n):
+def test_roots_without_the_extension_are_accurate(n):
     check_all(
         n,
         lambda a: linalg._roots_by_eigh(a, False, 0.0),

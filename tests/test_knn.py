@@ -465,7 +465,7 @@ def test_compiles_with_a_tensor_given_twice(backend):
 
 
 @pytest.mark.parametrize(("k", "own"), [(1, 256), (4, 70), (1, 20), (4, 1)])
-def test_many_blocks(monkeypatch, k, own):
+def test_many_blocks_match_the_reference(monkeypatch, k, own):
     # Blocks of 64 rows that begin and end within a label, or with it; banks in several parts.
     monkeypatch.setattr("fastkd._torch.neighbours.MAX_BLOCK_ROWS", 64)
     monkeypatch.setattr("fastkd._torch.neighbours.ROWS_OF_OWN", own)
@@ -488,7 +488,7 @@ def test_many_blocks(monkeypatch, k, own):
     k=st.integers(1, 6),
     seed=st.integers(0, 2**16),
 )
-def test_properties(rows, bank, size, k, seed):
+def test_loss_is_invariant_under_order_rotation_and_shift(rows, bank, size, k, seed):
     generator = torch.Generator().manual_seed(seed)
     student, teacher = (
         torch.randn(n, size, generator=generator, dtype=torch.float64) for n in (rows, bank)

@@ -124,7 +124,7 @@ def test_reference_equals_figure_4():
     torch.testing.assert_close(samples, figure_4(student, teacher, 0, 1))
 
 
-def test_by_hand(backend, device):
+def test_pearson_by_hand(backend, device):
     """Three unit rows at right angles against rows of which two coincide."""
     student = torch.eye(3, device=device)[None]
     teacher = torch.tensor([[[2.0, 0.0], [5.0, 0.0], [0.0, 3.0]]], device=device)
@@ -176,7 +176,7 @@ def test_reference_masks_like_removal(over, kind):
 )
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", [1, 2, 15, 16, 17, 127, 128, 129, 300])
-def test_lengths(backend, device, over, members):
+def test_matches_reference_at_every_length(backend, device, over, members):
     B, N = shape_of(over, 2, members)
     student = features(B, N, 24, dtype=torch.float32, device=device)
     teacher = features(B, N, 17, dtype=torch.float32, device=device)
@@ -207,7 +207,7 @@ def test_masks(backend, device, over, kind, members):
     ("dtype", "size", "over"),
     every_two_meet(DTYPES, [(33, False), (33, True), (140, True)], OVER),
 )
-def test_dtypes(backend, device, dtype, size, over):
+def test_matches_reference_in_every_dtype(backend, device, dtype, size, over):
     members, masked = size
     B, N = shape_of(over, 2, members)
     student = features(B, N, 48, 0.5, dtype, device)
@@ -221,7 +221,7 @@ def test_dtypes(backend, device, dtype, size, over):
     ("normalize", "distance", "kind", "over"),
     [(*o, *rest) for o, *rest in every_two_meet(OPTIONS, ["none", "one", "random"], OVER)],
 )
-def test_options(backend, device, normalize, distance, kind, over):
+def test_matches_reference_with_every_option(backend, device, normalize, distance, kind, over):
     for dtype, N in itertools.product((torch.float64, torch.float32), (6, 25)):
         if backend == "triton" and dtype == torch.float64:
             continue
@@ -517,7 +517,7 @@ def test_value_of_identical_rows_of_documents(normalize, readable, monkeypatch):
         ["pearson", "mse", "kl"], [(3, 20, 24, 16), (3, 60, 8, 5)], ["layer_norm", "none"], OVER
     ),
 )
-def test_anisotropic_features_with_options(distance, shape, normalize, over):
+def test_anisotropic_features_with_every_option(distance, shape, normalize, over):
     groups, members, Ds, Dt = shape
     B, N = shape_of(over, groups, members)
     student = features(B, N, Ds, 0.9999, torch.float32)
