@@ -168,7 +168,7 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
     assert f"--out {cache} was written otherwise (fingerprint: teacher" in error
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    assert "holds something else" in call("cache", tmp_path / "mine", expect=2)
+    assert "holds other files than a cache" in call("cache", tmp_path / "mine", expect=2)
     bare = make_teacher(tmp_path / "bare", head=False)
     assert "no classification head" in call("cache", tmp_path / "x", teacher=bare, expect=2)
     error = call("cache", tmp_path / "x", method="tinybert", expect=2)
