@@ -18,6 +18,7 @@ from fastkd._core.checks import (
     check_number,
     check_positive_int,
     check_shape,
+    checked_weights,
 )
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
@@ -39,6 +40,7 @@ from fastkd._torch.linear_soft_targets import (
     HeadForm,
     LinearSoftTargets,
     LossOptions,
+    Positions,
 )
 from fastkd._torch.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
@@ -61,6 +63,7 @@ def soft_target_loss_ref(
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
     vocabulary: int | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The divergences in plain PyTorch, as in the literature; see `soft_target_loss`."""
     if mask is None:
@@ -74,8 +77,15 @@ def soft_target_loss_ref(
         teacher = upcast(teacher_logits)[..., :vocabulary].where(real, 0)
         log_pt = torch.log_softmax(teacher / temperature, dim=-1)
     loss = _divergence_ref(log_ps, log_pt, divergence)
-    loss = loss.where(real[..., 0], 0) * (temperature**2 if scale_by_t2 else 1.0)
-    return _reduced_ref(loss, real, reduction, denominator)
+    loss = loss * (temperature**2 if scale_by_t2 else 1.0)
+    return _reduced_ref(
+        _at_positions_ref(loss, weights, real[..., 0]), real, reduction, denominator
+    )
+
+
+def _at_positions_ref(loss: Tensor, weights: Tensor | None, real: Tensor) -> Tensor:
+    """Losses (...) times the weights of their positions; 0 where masked."""
+    return (loss if weights is None else loss * weights.to(loss.dtype)).where(real, 0)
 
 
 def _divergence_ref(
@@ -97,8 +107,18 @@ def _divergence_ref(
         return _kl_ref(p_t, log_pt, _log_mixture_ref(log_pt, log_ps, skew))
     if name == "skew_reverse_kl":
         return _kl_ref(p_s, log_ps, _log_mixture_ref(log_ps, log_pt, skew))
+    total_variation = (p_t - p_s).abs().sum(-1) / 2
     if name == "total_variation":
-        return (p_t - p_s).abs().sum(-1) / 2
+        return total_variation
+    acceptance = torch.minimum(p_t, p_s).sum(-1)
+    if name == "negative_log_acceptance":
+        # Fill it too: in a backward pass 1/0 · 0 would be NaN.
+        never = acceptance == 0
+        return -torch.where(never, 1, acceptance).log().masked_fill(never, -torch.inf)
+    if name == "lk":
+        weight = torch.exp(-divergence.rate * acceptance.detach())  # λ
+        kl = _weighted_ref(weight, _kl_ref(p_t, log_pt, log_ps))
+        return kl + (1 - weight) * total_variation
     weight = torch.tensor(mix, dtype=p_s.dtype, device=p_s.device)
     if name == "adaptive_kl":
         gap = (p_t - p_s).detach().abs()
@@ -181,6 +201,7 @@ def soft_target_loss(
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
     vocabulary: int | None = None,
+    weights: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Divergence between the softened output distributions of teacher and student.
@@ -214,6 +235,9 @@ def soft_target_loss(
         vocabulary: n, if only the first n token ids of student and teacher have one meaning: all
             other ids, such as a head's padding, are removed from both distributions, and V may
             differ.
+        weights: (...), floating, any sign, without gradient: factors of the positions' losses. They
+            don't change the divisor of "batchmean": a weight of 0 is not a mask, and an infinite
+            loss times 0 is NaN.
         backend: "auto", "torch", "triton" or "cpp".
 
     Returns:
@@ -233,6 +257,7 @@ def soft_target_loss(
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     leading, V = student_logits.shape[:-1], student_logits.shape[-1]
     mask = check_mask(mask, leading, student_logits.device)
+    weights = _flat(checked_weights(weights, leading, student_logits, mask))
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     tail, rows = "", []
     if isinstance(teacher, TopK):
@@ -248,10 +273,15 @@ def soft_target_loss(
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
     options = _Options(soft, reduction, runs_on)
     if runs_on == "triton":
-        loss = apply(_TritonSoftTargets, options, student, rows[0], mask, denominator)
+        loss = apply(_TritonSoftTargets, options, student, rows[0], mask, denominator, weights)
     else:
-        loss = apply(_SoftTargets, options, student, mask, denominator, *rows)
+        loss = apply(_SoftTargets, options, student, mask, denominator, weights, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
+
+
+def _flat(x: Tensor | None) -> Tensor | None:
+    """(...) as (R,), for the backward pass."""
+    return None if x is None else saveable(x.flatten())
 
 
 def _cut_logits(
@@ -359,13 +389,14 @@ class _SoftTargets(torch.autograd.Function):
     """Loss and gradient in one pass over the logits, in PyTorch or C++."""
 
     @staticmethod
-    def forward(ctx, options, student, mask, denominator, *teacher):
-        # student (R, V), mask (R,); the teacher's logits (R, V), or its ids and log_probs (R, K)
+    def forward(ctx, options, student, mask, denominator, weights, *teacher):
+        # student (R, V), mask and weights (R,); the teacher's logits (R, V), or its ids and
+        # log_probs (R, K)
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows = options.reduction == "none"
         rows_of = _cpp_soft_targets if options.runs_on == "cpp" else _torch_soft_targets
         loss, dstudent = rows_of(
-            student, list(teacher), mask, denominator, ctx.needs_input_grad[1], options
+            student, list(teacher), mask, denominator, weights, ctx.needs_input_grad[1], options
         )
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
         return loss
@@ -377,7 +408,7 @@ class _SoftTargets(torch.autograd.Function):
         if ctx.by_rows:
             grad = (grad if mask is None else grad.masked_fill(~mask, 0))[:, None]
         dstudent = times_upstream(dstudent, grad, ctx.dtype)
-        return None, dstudent, None, None, *[None] * ctx.teachers
+        return None, dstudent, None, None, None, *[None] * ctx.teachers
 
 
 def _torch_soft_targets(
@@ -385,12 +416,15 @@ def _torch_soft_targets(
     teacher: list[Tensor],
     mask: Tensor | None,
     denominator: Tensor | None,
+    weights: Tensor | None,
     needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
     """The reduced loss and its gradient (R, V) in the working dtype."""
     divisor = _divisor(student, mask, options.reduction, denominator)
-    loss, dstudent = scaled_soft_rows(student, teacher, mask, needs_grad, options.soft, divisor)
+    loss, dstudent = scaled_soft_rows(
+        student, teacher, mask, needs_grad, options.soft, divisor, weights
+    )
     return (loss if options.reduction == "none" else loss.sum() / divisor), dstudent
 
 
@@ -412,14 +446,16 @@ def _cpp_soft_targets(
     teacher: list[Tensor],
     mask: Tensor | None,
     denominator: Tensor | None,
+    weights: Tensor | None,
     needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
     """`_torch_soft_targets` in C++."""
-    student, logits = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, *teacher))
-    loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(
-        student, logits, mask, denominator, *options.soft.per_row, options.reduction, needs_grad
-    )
+    ids = teacher[0] if options.soft.tail else None
+    student, targets = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher[-1]))
+    rows = student, targets, ids, mask, denominator, weights
+    last = options.soft.tail == "bucket", options.reduction, needs_grad
+    loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(*rows, *options.soft.per_row, *last)
     return loss, gradient[0] if needs_grad else None
 
 
@@ -427,17 +463,19 @@ class _TritonSoftTargets(torch.autograd.Function):
     """Two kernels for the loss, and a third that reads the logits again for the gradient."""
 
     @staticmethod
-    def forward(ctx, options, student, teacher, mask, denominator):
+    def forward(ctx, options, student, teacher, mask, denominator, weights):
         from fastkd.kernels import soft_targets as kernels
 
         student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
         ctx.options = options
         loss, stats = kernels.soft_target_forward(student, teacher, mask, *options.soft.per_row)
+        if weights is not None:
+            loss = loss * weights
         divisor = None
         if options.reduction != "none":
             counts = options.reduction == "batchmean"
             loss, divisor = kernels.soft_target_reduce(loss, mask, denominator, counts)
-        save_for_backward(ctx, student, teacher, mask, stats, divisor)
+        save_for_backward(ctx, student, teacher, mask, stats, divisor, weights)
         return loss
 
     @staticmethod
@@ -445,11 +483,14 @@ class _TritonSoftTargets(torch.autograd.Function):
     def backward(ctx, grad):
         from fastkd.kernels import soft_targets as kernels
 
-        student, teacher, mask, stats, divisor = ctx.saved_tensors
+        student, teacher, mask, stats, divisor, weights = ctx.saved_tensors
+        if weights is not None:  # one upstream gradient for each row
+            grad = (grad if divisor is None else grad / divisor) * weights
+            divisor = None
         dstudent = kernels.soft_target_backward(
             student, teacher, mask, stats, divisor, grad, *ctx.options.soft.per_row
         )
-        return None, dstudent, None, None, None
+        return None, dstudent, None, None, None, None
 
 
 def linear_soft_target_loss_ref(
@@ -477,9 +518,10 @@ def linear_soft_target_loss_ref(
     soft = soft_target_loss_ref(student, teacher, mask=mask, **options)
     reduction, denominator = options.get("reduction", "batchmean"), options.get("denominator")
     V = options.get("vocabulary")
-    rows = _task_ref(upcast(student)[..., :V].where(mask[..., None], 0), mask, task)
+    task_rows, *rest = _task_ref(upcast(student)[..., :V].where(mask[..., None], 0), mask, task)
+    task_rows = _at_positions_ref(task_rows, task.weights if task else None, mask)
     cross_entropy, entropy, accuracy = (
-        _reduced_ref(x.where(mask, 0), mask, reduction, denominator) for x in rows
+        _reduced_ref(x.where(mask, 0), mask, reduction, denominator) for x in (task_rows, *rest)
     )
     loss = soft_weight * soft
     if task is not None:
@@ -517,6 +559,7 @@ def linear_soft_target_loss(
     vocabulary: int | None = None,
     chunk_bytes: int | None = None,
     soft_weight: float = 1.0,
+    weights: Tensor | None = None,
     task: CrossEntropy | None = None,
     return_terms: bool | Sequence[str] = False,
     backend: Backend = "auto",
@@ -542,6 +585,8 @@ def linear_soft_target_loss(
             The result depends on it only by rounding error.
         soft_weight: of the soft targets, at least 0. At 0 the teacher's logits are computed only
             for terms.
+        weights: of the positions' soft targets, as in `soft_target_loss`. The labels' are
+            `CrossEntropy.weights`.
         task: a `fastkd.CrossEntropy`. Positions left out by the mask or by ``ignore_index`` count
             in neither term.
         return_terms: also return the terms: True for all, or names of those to compute.
@@ -609,9 +654,13 @@ def linear_soft_target_loss(
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
-    mask, labels = (None if x is None else saveable(x.flatten()) for x in (mask, labels))
+    soft_weights, task_weights = (
+        checked_weights(x, leading, student_hidden, mask, of="student_hidden")
+        for x in (weights, task.weights if task else None)
+    )
+    given = Positions(_flat(labels), _flat(mask), _flat(soft_weights), _flat(task_weights))
     denominator = _as_tensor(denominator, student_hidden)
-    loss, terms = apply(LinearSoftTargets, options, mask, labels, denominator, *tensors)
+    loss, terms = apply(LinearSoftTargets, options, denominator, *given.tensors(), *tensors)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
     return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
@@ -727,8 +776,9 @@ class SoftTargetLoss(nn.Module):
         teacher_logits: Tensor | TopK,
         mask: Tensor | None = None,
         denominator: float | Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """The loss; ``denominator`` as in `soft_target_loss`."""
+        """The loss; ``denominator`` and ``weights`` as in `soft_target_loss`."""
         return soft_target_loss(
             student_logits,
             teacher_logits,
@@ -738,6 +788,7 @@ class SoftTargetLoss(nn.Module):
             reduction=self.reduction,
             scale_by_t2=self.scale_by_t2,
             denominator=denominator,
+            weights=weights,
             backend=self.backend,
         )
 

@@ -38,6 +38,8 @@ class CrossEntropy:
         labels: (...) integers, the leading dimensions of the hidden states. A label belongs to the
             hidden state at its own position: shift the next tokens yourself.
         weight: of this term in the loss.
+        weights: (...), floating, any sign, without gradient: factors of the positions' losses, as
+            in `fastkd.soft_target_loss`.
         label_smoothing: ε, 0 to 1.
         z_loss: coefficient of (log Z)², which keeps logits from drifting.
         ignore_index: positions with this label count neither here nor in the soft targets.
@@ -55,6 +57,7 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     ignore_index: int = -100
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.labels, Tensor):

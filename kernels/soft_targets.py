@@ -1,14 +1,13 @@
 """Soft targets: divergence of softened teacher and student logits, and its gradient.
 
-Data path. Forward: a program walks along its rows in blocks of the vocabulary. Each thread keeps
-running maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it sees itself
-(shifted along whenever its maximum grows), and they meet once at the end of the row: one read of
-both logits gives either KL. Jensen-Shannon needs the normalisers first and reads both logits twice;
-so does adaptive KL, and finds its head between by two histograms of the teacher's logits.
-Each row leaves its loss and the six numbers that its gradient needs; one program adds the losses.
-Backward: one read of both logits, one write of the gradient with the upstream gradient applied.
-Nothing else is of the size of the logits. Logits that nobody else needs, such as those made from
-hidden states a chunk at a time, are replaced by their gradient.
+Data path. Forward: a program reads its rows in blocks of the vocabulary. Each thread keeps running
+maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when
+its maximum grows; at the end of the row the threads combine them. So one read of both logits gives
+either KL. All other divergences need the normalisers first and read both logits twice; adaptive KL
+finds its head in between, by two histograms of the teacher's logits. Each row stores its loss and
+six numbers for its gradient; one program adds the losses. Backward: one read of both logits, one
+write of the gradient with the upstream gradient applied. Nothing else has the size of the logits.
+Logits computed from hidden states a chunk at a time are overwritten by their gradient.
 
 Exponentials are powers of 2, of (z − max)·log2(e)/τ. A fused multiply-add would save the
 subtraction, but leave the rounding of max·log2(e)/τ between a maximum and itself.
@@ -17,15 +16,24 @@ Reads of the logits, forward + backward:
 
     forward_kl, reverse_kl    1 + 1 of both sides
     the same, hot             2 + 1 of both sides
-    js                        2 + 1 of both sides
     adaptive_kl               2 + 1 of both sides, and 2 of the teacher
+    all others                2 + 1 of both sides
 
-The third of js and adaptive_kl can't be saved: their losses need the normalisers, and their
-gradients the losses. Above a temperature of HOT the losses are so small beside the terms of a sum
-without normalisers that τ² would make the sum's rounding as large as they are.
+Above a temperature of HOT the losses are so small beside the terms of a sum without normalisers
+that τ² would make the sum's rounding error as large as they are.
 
-With E = R·V elements of s bytes a KL moves 5Es bytes, js 7Es, adaptive_kl 9Es. About 20E operations
-for a KL, 40E for js. Bound by bandwidth, but for adaptive_kl's counting.
+With E = R·V elements of s bytes a KL moves 5Es bytes, adaptive_kl 9Es, all others 7Es. About 20E
+operations for a KL, 40E for js. Bound by bandwidth, except for adaptive_kl's counting.
+
+The gradients of the sums of a row, with respect to the student's logits over τ:
+
+    total_variation           p_s (M − b), b = 1 where p_s < p_t and ½ if equal, M = Σ p_s b
+    negative_log_acceptance   the same over α = Σ min(p_s, p_t)
+    lk                        λ (p_s − p_t) + (1 − λ) p_s (M − b)
+    mixed                     w (p_s − p_t) + (1 − w) p_s (log p_s/p_t − KL), w the coefficient
+    generalized_js            (1 − β) p_s (log p_s/m − KL(p_s ‖ m)), m = β p_t + (1 − β) p_s
+    skew_kl                   p_s Σu − u, u = (1 − a) p_s p_t/m, m = a p_t + (1 − a) p_s
+    skew_reverse_kl           p_s (x − Σ p_s x), x = log p_s/m − a p_s/m, m = a p_s + (1 − a) p_t
 """
 
 import math
@@ -46,20 +54,23 @@ LOG2_E = 1.4426950408889634
 BINS = tl.constexpr(256)  # of a histogram: one a thread
 # Further than sums of rounded masses are apart from each other.
 SLACK = tl.constexpr(1e-5)
-HOT = 10.0  # the temperature from which on losses are added up from terms of their own size
+HOT = 10.0  # above this temperature losses are sums of terms of their own size
+# Divergences that one read of the logits gives, and those with a form of their own above HOT.
+ONE_READ = ("forward_kl", "reverse_kl")
+WITH_HOT_FORM = (*ONE_READ, "js")
 
 
 def blocks(V: int, divergence: str) -> dict[str, int]:
     """Block sizes and warps for a vocabulary of V.
 
-    Two shapes only, to keep the compiled forms few. Long rows stream 4096 logits of each side at
+    Two shapes only, to keep the compiled forms few. Long rows are read 4096 logits of each side at
     a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
-    a multiprocessor; js and adaptive_kl have more intermediate values, and half the logits. Up to
-    1024 words, 16 rows share a program; without a bound on its registers, the assembler takes 80
-    and keeps one value in memory.
+    a multiprocessor. Divergences with more intermediate values read half as many. Up to 1024
+    tokens 16 rows share a program; without a bound on its registers the assembler takes 80 and
+    keeps one value in memory.
     """
     if V > 1024:
-        block_v = 2048 if divergence in ("js", "adaptive_kl") else 4096
+        block_v = 4096 if divergence in ONE_READ else 2048
         return {"BLOCK_R": 1, "BLOCK_V": block_v, "num_warps": 8}
     return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8, "maxnreg": 168}
 
@@ -147,6 +158,20 @@ def _log_mean(r):
     series = y * (0.5 + y * (-1.0 / 12.0 + y * (1.0 / 45.0 - y * (17.0 / 2520.0))))
     plain = tl.maximum(r, 0.0) + _log_one_plus_exp(r) - LOG_2
     return tl.where(tl.abs(r) < 0.5, r / 2.0 + series, plain)
+
+
+@triton.jit
+def _below(p_s, p_t):
+    """1 where p_s < p_t, ½ where they are equal, else 0."""
+    return tl.where(p_s < p_t, 1.0, tl.where(p_s == p_t, 0.5, 0.0))
+
+
+@triton.jit
+def _mixture(p_s, p_t, coefficient, DIVERGENCE: tl.constexpr):
+    """The mixture m of both distributions."""
+    if DIVERGENCE == "skew_reverse_kl":
+        return coefficient * p_s + (1.0 - coefficient) * p_t
+    return coefficient * p_t + (1.0 - coefficient) * p_s
 
 
 @triton.jit
@@ -298,6 +323,7 @@ def soft_target_forward_kernel(
     slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
     width,  # of a bin of adaptive_kl
+    coefficient,  # of the divergence
     DIVERGENCE: tl.constexpr,
     IS_HOT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -382,14 +408,16 @@ def soft_target_forward_kernel(
         log_s, log_t = tl.log2(total_s)[:, None, None, None], tl.log2(total_t)[:, None, None, None]
         log_ratio = tl.log2(total_t / total_s)[:, None, None, None]
         weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         for start in range(0, V, BLOCK_V):
             z_s = _load(student_row, start + columns, V, is_real)
             z_t = _load(teacher_row, start + columns, V, is_real)
             x_s = (z_s - base_s[:, None, None, None]) * slope
             x_t = (z_t - base_t[:, None, None, None]) * slope
+            p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
+            r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
             if IS_HOT:
-                p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
-                r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
                 if DIVERGENCE == "forward_kl":
                     to_teacher += _lane_sum(_excess(p_t, p_s, r))
                 elif DIVERGENCE == "reverse_kl":
@@ -400,6 +428,32 @@ def soft_target_forward_kernel(
                     to_student += _lane_sum(_excess(p_s, middle, log_middle))
                     to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
                     weighed -= _lane_sum(_times(p_s, log_middle))
+            elif DIVERGENCE == "mixed":
+                to_student += _lane_sum(_excess(p_s, p_t, -r))
+                to_teacher += _lane_sum(_excess(p_t, p_s, r))
+            elif (
+                DIVERGENCE == "total_variation"
+                or DIVERGENCE == "negative_log_acceptance"
+                or DIVERGENCE == "lk"
+            ):
+                weighed += _lane_sum(p_s * _below(p_s, p_t))
+                distance += _lane_sum(tl.abs(p_t - p_s))
+                overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
+                if DIVERGENCE == "lk":
+                    to_teacher += _lane_sum(_excess(p_t, p_s, r))
+            elif DIVERGENCE == "skew_kl":
+                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+                to_teacher += _lane_sum(_excess(p_t, m, -tl.log(p_t / m)))
+                weighed += _lane_sum(_times(p_t, (1.0 - coefficient) * p_s / m))
+            elif DIVERGENCE == "skew_reverse_kl":
+                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+                to_student += _lane_sum(_excess(p_s, m, -tl.log(p_s / m)))
+                weighed += _lane_sum(_times(p_s, tl.log(p_s / m) - coefficient * p_s / m))
+            elif DIVERGENCE == "generalized_js":
+                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+                to_student += _lane_sum(_excess(p_s, m, -tl.log(p_s / m)))
+                to_teacher += _lane_sum(_excess(p_t, m, -tl.log(p_t / m)))
+                weighed += _lane_sum(_times(p_s, tl.log(p_s / m)))
             else:
                 log_ps, log_pt = (x_s - log_s) * LOG_2, (x_t - log_t) * LOG_2
                 gap = log_pt - log_ps
@@ -408,11 +462,34 @@ def soft_target_forward_kernel(
                 to_student += _lane_sum(_times(tl.exp(log_ps), common - tl.maximum(gap, 0.0)))
                 to_teacher += _lane_sum(_times(tl.exp(log_pt), common + tl.minimum(gap, 0.0)))
         expectation = tl.sum(to_student, axis=1)
-        loss = expectation + tl.sum(to_teacher, axis=1)
+        of_teacher = tl.sum(to_teacher, axis=1)
+        loss = expectation + of_teacher
         if DIVERGENCE == "js":
             loss *= 0.5
-        if IS_HOT:
-            # The gradient takes the mean off logarithms whose normalisers are rounded: off these.
+        elif DIVERGENCE == "generalized_js":
+            loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
+        elif DIVERGENCE == "mixed":
+            share += coefficient
+            loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
+        elif DIVERGENCE == "total_variation":
+            loss = tl.sum(distance, axis=1) * 0.5
+        elif DIVERGENCE == "negative_log_acceptance":
+            accepted = tl.sum(overlap, axis=1)
+            share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
+            # Not the logarithm alone: a NaN hides in the smaller of two probabilities.
+            loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
+        elif DIVERGENCE == "lk":
+            share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
+            loss = _times(share, of_teacher) + (1.0 - share) * (tl.sum(distance, axis=1) * 0.5)
+        if IS_HOT or (
+            DIVERGENCE == "total_variation"
+            or DIVERGENCE == "negative_log_acceptance"
+            or DIVERGENCE == "lk"
+            or DIVERGENCE == "skew_kl"
+            or DIVERGENCE == "skew_reverse_kl"
+            or DIVERGENCE == "generalized_js"
+        ):
+            # The gradient subtracts this mean from values rounded as these are.
             expectation = tl.sum(weighed, axis=1)
 
     exists = row < R
@@ -473,6 +550,7 @@ def soft_target_backward_kernel(
     stride_dloss,
     slope,  # log2(e)/τ
     scale,
+    coefficient,
     DIVERGENCE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     REDUCED: tl.constexpr,
@@ -500,6 +578,7 @@ def soft_target_backward_kernel(
     dloss = tl.where(is_real[:, None], dloss, 0.0)
     to_student, to_teacher = dloss / sum_s, dloss / sum_t
     log_ratio = tl.log2(sum_t / sum_s)
+    log_s, log_t = tl.log2(sum_s), tl.log2(sum_t)
 
     for start in range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)[None, :]
@@ -511,6 +590,32 @@ def soft_target_backward_kernel(
         w_s = tl.exp2(x_s)
         if DIVERGENCE == "forward_kl":
             grad = w_s * to_student - tl.exp2(x_t) * to_teacher
+        elif (
+            DIVERGENCE == "total_variation"
+            or DIVERGENCE == "negative_log_acceptance"
+            or DIVERGENCE == "lk"
+        ):
+            p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)  # compared as in the forward pass
+            grad = p_s * (expectation - _below(p_s, p_t))
+            if DIVERGENCE == "negative_log_acceptance":
+                grad = grad * share
+            if DIVERGENCE == "lk":
+                grad = share * (p_s - p_t) + (1.0 - share) * grad
+            grad = grad * dloss
+        elif (
+            DIVERGENCE == "skew_kl"
+            or DIVERGENCE == "skew_reverse_kl"
+            or DIVERGENCE == "generalized_js"
+        ):
+            p_s, p_t = w_s / sum_s, tl.exp2(x_t) / sum_t
+            m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+            if DIVERGENCE == "skew_kl":
+                grad = p_s * expectation - _times(p_t, (1.0 - coefficient) * p_s / m)
+            elif DIVERGENCE == "skew_reverse_kl":
+                grad = _times(p_s, tl.log(p_s / m) - coefficient * p_s / m - expectation)
+            else:
+                grad = (1.0 - coefficient) * _times(p_s, tl.log(p_s / m) - expectation)
+            grad = grad * dloss
         else:
             ratio = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
             if DIVERGENCE == "js":
@@ -518,7 +623,7 @@ def soft_target_backward_kernel(
             else:
                 ratio = ratio - expectation
             grad = _times(w_s * to_student, ratio)
-            if DIVERGENCE == "adaptive_kl":
+            if DIVERGENCE == "adaptive_kl" or DIVERGENCE == "mixed":
                 plain = w_s * to_student - tl.exp2(x_t) * to_teacher
                 grad = _times(share, plain) + _times(1.0 - share, grad)
         tl.store(
@@ -542,6 +647,7 @@ def soft_target_forward(
     divergence: str,
     temperature: float,
     scale: float,
+    coefficient: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
     R, V = student.shape
@@ -568,8 +674,9 @@ def soft_target_forward(
             scale,
             # At most V entries hold half the mass: the largest of them is no less than 1/2V.
             (math.log2(V) + 1.5) / BINS.value,
+            coefficient,
             DIVERGENCE=divergence,
-            IS_HOT=temperature > HOT and divergence != "adaptive_kl",
+            IS_HOT=temperature > HOT and divergence in WITH_HOT_FORM,
             HAS_MASK=mask is not None,
             **config,
         )
@@ -623,13 +730,14 @@ def soft_target_backward(
     divergence: str,
     temperature: float,
     scale: float,
+    coefficient: float = 0.0,
 ) -> Tensor:
     """dstudent (R, V) in the dtype of student.
 
     The upstream gradient is (R,), or () with the divisor of `soft_target_reduce`.
     """
     dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    options = divergence, temperature, scale
+    options = divergence, temperature, scale, coefficient
     fill_gradient(dstudent, student, teacher, mask, stats, divisor, dloss, *options)
     return dstudent
 
@@ -645,6 +753,7 @@ def fill_gradient(
     divergence: str,
     temperature: float,
     scale: float,
+    coefficient: float = 0.0,
 ) -> None:
     """Fill dstudent, which may be student: each of its tiles is read before it is written.
 
@@ -670,6 +779,7 @@ def fill_gradient(
         0 if dloss.dim() == 0 else dloss.stride(0),
         LOG2_E / temperature,
         scale / temperature,
+        coefficient,
         DIVERGENCE=divergence,
         HAS_MASK=mask is not None,
         REDUCED=divisor is not None,

@@ -20,8 +20,16 @@ from fastkd.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import assert_accurate, every_two_meet, relative_error, value_and_grad
+from tests.support.compare import (
+    assert_accurate,
+    assert_matches_reference,
+    every_two_meet,
+    relative_error,
+    value_and_grad,
+)
 from tests.support.interpreter import MARKS
+
+TRITON_FUNCTION = "soft_target_loss"
 
 DIVERGENCES = [
     "forward_kl",
@@ -32,6 +40,8 @@ DIVERGENCES = [
     Divergence("skew_kl"),
     Divergence("skew_reverse_kl", skew=0.3),
     Divergence("total_variation"),
+    Divergence("negative_log_acceptance"),
+    Divergence("lk"),
     Divergence("mixed", mix=0.3),
 ]
 ids = functools.partial(str)
@@ -53,6 +63,12 @@ def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
     [
         # p_t = (¾, ¼), p_s = (½, ½)
         (Divergence("total_variation"), 0.25),
+        (Divergence("negative_log_acceptance"), -math.log(0.75)),
+        (  # λ = exp(−2·¾)
+            Divergence("lk", rate=2.0),
+            math.exp(-1.5) * (0.75 * math.log(3 / 2) + 0.25 * math.log(1 / 2))
+            + (1 - math.exp(-1.5)) * 0.25,
+        ),
         (Divergence("skew_kl", skew=0.5), 0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)),
         (Divergence("skew_reverse_kl", skew=0.5), 0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3)),
         (
@@ -84,6 +100,7 @@ def test_divergences_by_hand(divergence, value):
         (Divergence("skew_reverse_kl", skew=0), "reverse_kl"),
         (Divergence("mixed", mix=1), "forward_kl"),
         (Divergence("mixed", mix=0), "reverse_kl"),
+        (Divergence("lk", rate=0), "forward_kl"),
         (Divergence("adaptive_kl"), "adaptive_kl"),
     ],
     ids=ids,
@@ -96,15 +113,134 @@ def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_divergences_of_logits(divergence, reduction):
-    student, teacher = 2 * torch.randn(2, 5, 9, dtype=torch.float64)
+def test_divergences_of_logits(backend, device, divergence, reduction):
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    student, teacher = (2 * torch.randn(2, 5, 9, dtype=dtype)).to(device)
     student[:, 3] = teacher[:, 3] = -torch.inf
-    mask = torch.tensor([1, 0, 1, 1, 1])
+    mask = torch.tensor([1, 0, 1, 1, 1], device=device)
     options = dict(divergence=divergence, temperature=1.6, reduction=reduction, mask=mask)
-    options["upstream"] = torch.rand(5) if reduction == "none" else 3.0
-    found = value_and_grad(soft_target_loss, student, teacher, **options)
-    wanted = value_and_grad(soft_target_loss_ref, student, teacher, **options)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+    options["upstream"] = torch.rand(5, device=device) if reduction == "none" else 3.0
+    wanted = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+    student[1] = teacher[1] = torch.nan
+    found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
+    for x, right in zip(found, wanted, strict=True):
+        assert_accurate(x, right, dtype)
+
+
+OF_OVERLAP = ("total_variation", "negative_log_acceptance", "lk")
+WITH_COEFFICIENT = DIVERGENCES[2:]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "dtype", "words", "temperature"),
+    every_two_meet(
+        WITH_COEFFICIENT,
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16],
+        [1, 2, 129, 1030, 4100],
+        [1.0, 0.5, 20.0],
+    ),
+)
+def test_divergences_of_every_dtype_and_size(
+    backend, device, divergence, dtype, words, temperature
+):
+    student, teacher = ((2 * torch.randn(3, words)).to(device, dtype) for _ in range(2))
+    options = dict(divergence=divergence, temperature=temperature, gradient_floor=1e-6)
+    functions = soft_target_loss, soft_target_loss_ref
+    if words == 1:  # value and gradient are 0, but for rounding error times τ²
+        if backend == "triton" and dtype == torch.float64:
+            return
+        del options["gradient_floor"]
+        found = value_and_grad(functions[0], student, teacher, backend=backend, **options)
+        assert all(x.abs().max() < 1e-6 * temperature**2 for x in found)
+    else:
+        assert_matches_reference(*functions, backend, student, teacher, **options)
+
+
+def acceptance(student, teacher):
+    return torch.minimum(student.softmax(-1), teacher.softmax(-1)).sum(-1)
+
+
+def kl_by_torch(log_q, p):
+    return F.kl_div(log_q, p, reduction="none").sum(-1)
+
+
+# As in vllm-project/speculators, losses/eager.py, and SpecForge, core/lk_loss.py ("alpha", and
+# "lambda" with a scale of 1), in float64; speculators clamps α at 1e-5, and its TV is 1 − α.
+OF_DRAFTS = {
+    "total_variation": lambda s, t: 1 - acceptance(s, t),
+    "negative_log_acceptance": lambda s, t: -acceptance(s, t).log(),
+    "forward_kl": lambda s, t: kl_by_torch(s.log_softmax(-1), t.softmax(-1)),
+    "reverse_kl": lambda s, t: kl_by_torch(t.log_softmax(-1), s.softmax(-1)),
+    "js": lambda s, t: sum(
+        kl_by_torch(((s.softmax(-1) + t.softmax(-1)) / 2).log(), x.softmax(-1)) / 2 for x in (s, t)
+    ),
+}
+
+
+def lk_of_drafts(s, t, rate=3.0):
+    weight = torch.exp(-rate * acceptance(s, t).detach())
+    return weight * OF_DRAFTS["forward_kl"](s, t) + (1 - weight) * (1 - acceptance(s, t))
+
+
+@pytest.mark.parametrize("name", [*OF_DRAFTS, "lk"])
+def test_losses_of_draft_models(name):
+    """Also with weights γˢ by step s, as their trainers have them."""
+    student, teacher = 2 * torch.randn(2, 4, 6, 30, dtype=torch.float64)
+    rows = OF_DRAFTS.get(name, lk_of_drafts)
+    by_step = (0.8 ** torch.arange(4))[:, None].expand(4, 6)
+    for backend in ("torch", "auto"):
+        options = dict(divergence=Divergence(name), backend=backend)
+        found = value_and_grad(soft_target_loss, student, teacher, weights=by_step, **options)
+        wanted = value_and_grad(lambda s: (rows(s, teacher) * by_step).mean(), student)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OF_OVERLAP)
+def test_overlap_of_equal_and_of_disjoint_distributions(backend, device, name):
+    inf, divergence = float("inf"), Divergence(name)
+    loss = functools.partial(
+        value_and_grad, soft_target_loss, divergence=divergence, backend=backend
+    )
+    equal = torch.randn(4, 300, device=device)
+    value, grad = loss(equal, equal)
+    assert value.abs() < 1e-6 and grad.abs().max() < 1e-6
+    student = torch.tensor([[0.0, -inf, 1.0, -inf]], device=device)
+    teacher = torch.tensor([[-inf, 0.0, -inf, 2.0]], device=device)
+    value, grad = loss(student, teacher)
+    assert value == (1 if name == "total_variation" else inf)
+    assert grad.isfinite().all() or name == "lk"
+
+
+def test_gradient_of_a_small_acceptance_does_not_vanish(backend, device):
+    """Each side is nearly sure of another token: α = 2·e⁻⁴⁰, and the gradient is ½."""
+    student = torch.tensor([[40.0, 0.0]], device=device)
+    options = dict(divergence=Divergence("negative_log_acceptance"), backend=backend)
+    value, grad = value_and_grad(soft_target_loss, student, student.flip(-1), **options)
+    assert value.item() == pytest.approx(40 - math.log(2), rel=1e-6)
+    torch.testing.assert_close(grad, torch.tensor([[0.5, -0.5]], device=device))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("divergence", WITH_COEFFICIENT, ids=ids)
+def test_nan_is_not_hidden(backend, device, divergence, side, bad):
+    pair = {"student": torch.randn(3, 6, device=device), "teacher": torch.randn(3, 6).to(device)}
+    pair[side][1, 2] = bad
+    options = dict(divergence=divergence, reduction="none", backend=backend)
+    value = soft_target_loss(*pair.values(), **options)
+    assert value[1].isnan() and value[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "divergence", [x for x in WITH_COEFFICIENT if x.name not in OF_OVERLAP], ids=ids
+)
+def test_gradcheck_of_divergences(divergence):
+    student, teacher = torch.randn(2, 3, 5, dtype=torch.float64)
+    for backend in ("torch", "auto"):
+        loss = functools.partial(
+            soft_target_loss, teacher_logits=teacher, divergence=divergence, backend=backend
+        )
+        assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl", "total_variation"])
@@ -118,14 +254,10 @@ def test_bounded_divergences_stay_finite_for_excluded_tokens(name):
     assert value.isfinite() and grad.isfinite().all()
 
 
-def test_divergences_without_kernels_run_in_pytorch():
-    pair = torch.randn(2, 3, 7)
-    for divergence in (Divergence("js", beta=0.2), Divergence("total_variation")):
-        with pytest.raises(ValueError, match="its kernels support divergence="):
-            soft_target_loss(*pair, divergence=divergence, backend="triton")
+def test_top_k_without_kernels_runs_in_pytorch():
     top, _ = top_k(3, k=2, words=7)
     with pytest.raises(ValueError, match="its kernels support teacher='logits'"):
-        soft_target_loss(pair[0], top, backend="triton")
+        soft_target_loss(torch.randn(3, 7), top, backend="triton")
 
 
 # Whole heads
@@ -243,7 +375,7 @@ def test_the_heads_gradient_is_allocated_once():
 
 
 @MARKS["cpp"][0]
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "js", "adaptive_kl"])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "js", *DIVERGENCES], ids=ids)
 def test_cpp_rows_equal_pytorch(divergence):
     (h, w, b), (h_t, w_t, _) = heads(20)
     labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
@@ -566,13 +698,14 @@ def test_bucket_loss_is_between_zero_and_the_whole_divergence(name, k):
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])
 @pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_top_k_of_logits(tail, divergence, reduction):
+@pytest.mark.parametrize("runs_on", ["torch", "auto"])
+def test_top_k_of_logits(tail, divergence, reduction, runs_on):
     student = 2 * torch.randn(5, V, dtype=torch.float64)
     top, _ = top_k(5, k=4, tail=tail)
     options = dict(divergence=divergence, temperature=1.6, reduction=reduction)
     options |= dict(mask=torch.tensor([1, 0, 1, 1, 1]))
     options["upstream"] = torch.rand(5) if reduction == "none" else 3.0
-    found = value_and_grad(soft_target_loss, student, top, **options)
+    found = value_and_grad(soft_target_loss, student, top, backend=runs_on, **options)
     wanted = value_and_grad(soft_target_loss_ref, student, top, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
@@ -666,6 +799,7 @@ def wrong_calls():
         ("bias must have shape", lambda: Head(w, b[:3])),
         ("softcap must be greater than 0", lambda: Head(w, softcap=0.0)),
         ("name must be one of .* did you mean 'skew_kl'", lambda: Divergence("skew")),
+        ("rate must be at least 0", lambda: Divergence("lk", rate=-1)),
         ("beta must be at most 1", lambda: Divergence("js", beta=2)),
         ("labels must be integers", lambda: CrossEntropy(labels.float())),
         ("label_smoothing must be at most 1", lambda: CrossEntropy(labels, label_smoothing=2)),
@@ -694,7 +828,7 @@ def wrong_calls():
     ]
 
 
-@pytest.mark.parametrize("place", range(25))
+@pytest.mark.parametrize("place", range(26))
 def test_invalid_arguments_are_named(place):
     message, call = wrong_calls()[place]
     with pytest.raises((ValueError, TypeError), match=message) as raised:

@@ -21,7 +21,8 @@ x = torch.randn(6, 5)
 cube = torch.randn(6, 4, 5)
 maps = torch.randn(2, 3, 4, 4)
 labels = torch.arange(6)
-SOFT = "forward_kl", 1.0, 1.0
+SOFT = "forward_kl", 1.0, 1.0, 0.0, True
+TOP = torch.tensor([[0, 3]] * 6)
 STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, vocabulary=7,
               scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0, narrow=False)  # fmt: skip
 # Valid positional arguments and options of each operator.
@@ -35,10 +36,20 @@ CALLS = {
         dict(kind="mse", beta=1.0, reduction="mean", gradient=True),
     ),
     "soft_target_loss": (
-        (x, x, torch.ones(6).bool(), torch.tensor(3.0), *SOFT, "batchmean", True),
+        (
+            x,
+            x[:, :2],
+            TOP,
+            torch.ones(6).bool(),
+            torch.tensor(3.0),
+            torch.rand(6),
+            *SOFT,
+            "batchmean",
+            True,
+        ),
         {},
     ),
-    "soft_target_rows": ((x.clone(), x, torch.ones(6).bool(), torch.rand(6), *SOFT), {}),
+    "soft_target_rows": ((x.clone(), x, None, torch.ones(6).bool(), torch.rand(6), *SOFT), {}),
     "cos_nce": (
         (
             cube,
@@ -112,7 +123,7 @@ def test_wrong_shapes_and_dtypes_are_refused(name, kind):
 
 def test_strides_that_would_be_misread_are_refused():
     wide = torch.randn(6, 10)[:, ::2]
-    soft = torch.ones(6).bool(), torch.rand(6), *SOFT
+    soft = None, torch.ones(6).bool(), torch.rand(6), *SOFT
     for call in (
         lambda: OPS.layer_norm_mse(wide, x, None, 0.0, 1, True, False),
         lambda: OPS.layer_norm_mse(x, wide, None, 0.0, 1, True, False),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastkd import CrossEntropy
 from fastkd._torch import row_losses
 from fastkd._torch.linear_soft_targets import _ChunkedPass
 from fastkd.soft_targets import (
@@ -204,6 +205,195 @@ def test_reductions(backend, device, reduction, scale_by_t2):
 def test_one_row_without_leading_dimensions_has_one_loss(backend, device):
     student, teacher = make_logits(9, dtype=torch.float32, device=device)
     check_against_oracle(student, teacher, backend, reduction="none")
+
+
+# Weights of positions
+
+
+def weighted(rows, weights, mask, reduction, denominator=None):
+    """Reduction of losses (...) times weights; the divisor of the mean counts positions."""
+    total = torch.where(mask, rows * weights.to(rows.dtype), 0)
+    if reduction == "none":
+        return total
+    count = 1 if reduction == "sum" else mask.sum().clamp_min(1)
+    return total.sum() / (count if denominator is None else denominator)
+
+
+def signed_weights(*shape, device="cpu", dtype=torch.float32):
+    """Weights of both signs, the first of them 0."""
+    weights = torch.randn(*shape, dtype=torch.float64)
+    weights.view(-1)[0] = 0
+    return weights.to(device, dtype)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "reduction", "masked", "dtype", "denominator"),
+    every_two_meet(
+        DIVERGENCES,
+        ["batchmean", "sum", "none"],
+        [False, True],
+        [torch.float32, torch.bfloat16],
+        [None, 2.5],
+    ),
+)
+def test_weights_multiply_the_losses(
+    backend, device, divergence, reduction, masked, dtype, denominator
+):
+    student, teacher = make_logits(3, 4, 37, dtype=dtype, device=device)
+    weights = signed_weights(3, 4, device=device, dtype=dtype)
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 1, 0]], device=device) == 1
+    options = dict(divergence=divergence, temperature=1.7)
+    upstream = torch.rand(3, 4, device=device) if reduction == "none" else 0.7
+    denominator = denominator if reduction == "batchmean" else None
+
+    def right(logits):
+        rows = soft_target_loss_ref(logits, teacher.double(), reduction="none", **options)
+        kept = mask if masked else torch.ones_like(mask)
+        return weighted(rows, weights, kept, reduction, denominator)
+
+    exact = value_and_grad(right, student.double(), upstream=upstream)
+    options |= dict(reduction=reduction, weights=weights, mask=mask if masked else None)
+    options |= dict(denominator=denominator, upstream=upstream)
+    reference = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+    torch.testing.assert_close(reference, exact)
+    plain = value_and_grad(soft_target_loss_ref, student, teacher, **options)
+    if masked:
+        student, teacher = (z.detach().masked_fill(~mask[..., None], torch.nan) for z in
+                            (student, teacher))  # fmt: skip
+        options["weights"] = weights.masked_fill(~mask, torch.nan)
+    found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
+    for a, e, p, kind in zip(found, exact, plain, (torch.float32, dtype), strict=True):
+        assert a.dtype == kind
+        assert_accurate(a, e, kind, p)
+
+
+def test_weights_of_a_float64_loss_and_of_one_row():
+    student, teacher = make_logits(5, 9)
+    weights = signed_weights(5, dtype=torch.float64)
+    rows = soft_target_loss(student, teacher, reduction="none")
+    for backend in ("torch", "auto"):
+        value = soft_target_loss(student, teacher, weights=weights, backend=backend)
+        torch.testing.assert_close(value, (rows * weights).mean(), rtol=1e-12, atol=0)
+        one = soft_target_loss(student[1], teacher[1], weights=weights[1], backend=backend)
+        torch.testing.assert_close(one, rows[1] * weights[1], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_gradcheck_of_weights(reduction):
+    student, teacher = make_logits(2, 3, 5)
+    mask, weights = torch.tensor([[1, 0, 1], [1, 1, 1]]), signed_weights(2, 3)
+    loss = functools.partial(
+        soft_target_loss, teacher_logits=teacher, mask=mask, weights=weights, reduction=reduction
+    )
+    assert torch.autograd.gradcheck(loss, (student,))
+
+
+def test_weights_compiled(backend, device):
+    check_graphs(
+        lambda s, t, w: soft_target_loss(s, t, weights=w, backend=backend),
+        (
+            (
+                *make_logits(rows, 2, words, dtype=torch.float32, device=device),
+                signed_weights(rows, 2, device=device),
+            )
+            for rows, words in SIZES[backend]
+        ),
+    )
+
+
+def test_weights_under_autocast_and_in_the_module(backend, device):
+    student, teacher = make_logits(3, 7, dtype=torch.float32, device=device)
+    weights = signed_weights(3, device=device)
+    loss = functools.partial(soft_target_loss, student, teacher, backend=backend)
+    with torch.autocast(device.type, torch.bfloat16):
+        value = loss(weights=weights)
+    torch.testing.assert_close(value, (loss(reduction="none") * weights).mean())
+    module = SoftTargetLoss(backend=backend)
+    assert torch.equal(module(student, teacher, weights=weights), value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (torch.ones(4), ValueError, "weights must have shape .3,. "),
+        (torch.ones(3, dtype=torch.int64), TypeError, "weights must be bfloat16"),
+        ([1.0, 1.0, 1.0], TypeError, "weights must be a Tensor"),
+        (torch.ones(3, device="meta"), ValueError, "weights is on meta"),
+        (torch.ones(3, requires_grad=True), ValueError, 'weights requires grad.*reduction="none"'),
+    ],
+)
+def test_wrong_weights(weights, error, message):
+    student, teacher = make_logits(3, 5)
+    with pytest.raises(error, match=message):
+        soft_target_loss(student, teacher, weights=weights)
+    hidden, head = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(error, match=message):
+        linear_soft_target_loss(hidden, head, hidden, head, weights=weights)
+    task = CrossEntropy(torch.arange(3), weights=weights)
+    with pytest.raises(error, match=message):
+        linear_soft_target_loss(hidden, head, hidden, head, task=task)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "masked", "chunk", "divergence", "task", "soft_weight", "dtype"),
+    every_two_meet(
+        ["batchmean", "sum", "none"],
+        [False, True],
+        [880, None],
+        ["forward_kl", "js"],
+        [None, "plain", "weighted"],
+        [0.0, 0.4],
+        [torch.float32, torch.bfloat16],
+    ),
+)
+def test_linear_weights_multiply_soft_targets_and_labels(
+    backend, device, reduction, masked, chunk, divergence, task, soft_weight, dtype
+):
+    heads = make_heads(3, 4, dtype=dtype, device=device)
+    weights = signed_weights(3, 4, device=device, dtype=dtype)
+    of_task = signed_weights(3, 4, device=device) if task == "weighted" else None
+    labels = torch.randint(11, (3, 4), device=device)
+    mask = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], device=device) == 1
+    mask = mask if masked else torch.ones_like(mask)
+    upstream = torch.rand(3, 4, device=device) if reduction == "none" else 3.0
+    options = dict(divergence=divergence, soft_weight=soft_weight)
+
+    def right(hidden, weight):
+        logits = hidden @ weight.mT
+        teacher = heads[2].double() @ heads[3].double().mT
+        soft = soft_target_loss_ref(logits, teacher, divergence=divergence, reduction="none")
+        rows = soft_weight * soft * weights
+        if task is not None:
+            rows_of_task = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            rows = rows + 0.3 * rows_of_task.view(3, 4) * (1 if of_task is None else of_task)
+        return weighted(rows, torch.ones_like(rows), mask, reduction)
+
+    exact = values_and_grads(right, [x.double() for x in heads[:2]], upstream=upstream)
+    options |= dict(reduction=reduction, weights=weights, mask=mask if masked else None)
+    if task is not None:
+        options["task"] = CrossEntropy(labels, 0.3, weights=of_task)
+    reference = linear_value_and_grads(
+        linear_soft_target_loss_ref, [x.double() for x in heads], upstream=upstream, **options
+    )
+    torch.testing.assert_close(reference, exact)
+    options |= dict(chunk_bytes=chunk, backend=backend)
+    if masked:
+        options["weights"] = weights.masked_fill(~mask, torch.nan)
+    found = linear_value_and_grads(linear_soft_target_loss, heads, upstream=upstream, **options)
+    for a, e, kind in zip(found, exact, (torch.float32, dtype, dtype), strict=True):
+        assert_accurate(a, e, kind if dtype == torch.float32 else torch.bfloat16)
+
+
+def test_linear_terms_are_weighted_like_the_loss():
+    heads = make_heads(6)
+    weights, of_task = (signed_weights(6, dtype=torch.float64) for _ in range(2))
+    task = CrossEntropy(torch.arange(6), 0.3, weights=of_task)
+    loss, terms = linear_soft_target_loss(
+        *heads, weights=weights, task=task, soft_weight=0.7, return_terms=True
+    )
+    torch.testing.assert_close(loss.detach(), 0.7 * terms["soft"] + 0.3 * terms["task"])
+    plain = linear_soft_target_loss(*heads, task=CrossEntropy(task.labels), return_terms=True)[1]
+    assert terms["entropy"] == plain["entropy"] and terms["soft"] != plain["soft"]
 
 
 KINDS_OF_SEVEN = [

@@ -250,3 +250,21 @@ inline Vector<W> log_over_mean(Vector<W> x, Vector<W> y) {
   const Vector<W> t = (x - y) / (y + x * W(3));
   return t * series<W, AtanhSeries<W>>(t * t);
 }
+
+// log(x) for x ≥ 0 and finite, with an error of about two roundings; −inf for 0. NaN stays NaN.
+template <typename W>
+inline Vector<W> log_of(Vector<W> x) {
+  using F = FloatFormat<W>;
+  constexpr typename F::Bits kMantissa = (typename F::Bits(1) << F::kMantissa) - 1;
+  // The exponent is chosen so that the mantissa is near 1: from ¾ to 1½.
+  constexpr typename F::Bits kHalf = typename F::Bits(1) << (F::kMantissa - 1);
+  const Bits<W> bits = (Bits<W>)x, up = (bits & kHalf);
+  const Bits<W> exponent = (bits >> F::kMantissa) - F::kBias + (up >> (F::kMantissa - 1));
+  const Bits<W> one = (Bits<W>{} + F::kBias - (up >> (F::kMantissa - 1))) << F::kMantissa;
+  const Vector<W> m = (Vector<W>)((bits & kMantissa) | one);
+  const Vector<W> t = (m - W(1)) / (m + W(1));
+  const Vector<W> turns = __builtin_convertvector(exponent, Vector<W>);
+  const Vector<W> log = turns * F::kLn2High + (t * series<W, AtanhSeries<W>>(t * t) + turns * F::kLn2Low);
+  constexpr W kInfinite = std::numeric_limits<W>::infinity();
+  return x > 0 ? log : x == 0 ? splat(-kInfinite) : x;
+}

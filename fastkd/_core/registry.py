@@ -145,10 +145,7 @@ def _definite(n: int) -> Inputs:
 
 
 _SOFT_TARGETS = Kernels(
-    options={
-        "divergence": ("forward_kl", "reverse_kl", "adaptive_kl", "js"),
-        "teacher": ("logits",),  # no TopK
-    }
+    options={"teacher": ("logits",)}  # no TopK
 )
 
 LOSSES = (
@@ -240,10 +237,7 @@ LOSSES = (
             "linear_soft_target_loss": _heads(20, 8, 12, 33),
         },
         modules=("SoftTargetLoss",),
-        cpp={
-            name: replace(_SOFT_TARGETS, dtypes=_CPP.dtypes)
-            for name in ("soft_target_loss", "linear_soft_target_loss")
-        },
+        cpp={name: _CPP for name in ("soft_target_loss", "linear_soft_target_loss")},
         triton={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
         kernel_files=("soft_targets",),
     ),

@@ -12,12 +12,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_choice, check_fraction
+from fastkd._core.checks import check_choice, check_fraction, check_number
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
-NAMES = (*DIVERGENCES, "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
+NAMES = (
+    *DIVERGENCES,
+    "skew_kl",
+    "skew_reverse_kl",
+    "total_variation",
+    "negative_log_acceptance",
+    "lk",
+    "mixed",
+)
 
 ValueAndGrad = tuple[Tensor, Tensor | None]  # the gradient is None unless needed
 
@@ -32,7 +40,10 @@ class Divergence:
       in TRL's convention: β = 0 is forward and β = 1 reverse KL)
     - ``"skew_kl"``: KL(p_t ‖ α·p_t + (1 − α)·p_s), α = ``skew`` (DistiLLM, Ko et al. 2024)
     - ``"skew_reverse_kl"``: KL(p_s ‖ α·p_s + (1 − α)·p_t)
-    - ``"total_variation"``: ½ Σ |p_t − p_s|
+    - ``"total_variation"``: TV = ½ Σ |p_t − p_s| = 1 − α, with α = Σ min(p_t, p_s), the rate at
+      which speculative sampling accepts the student's tokens
+    - ``"negative_log_acceptance"``: −log α (Samarin et al. 2026)
+    - ``"lk"``: λ·KL(p_t ‖ p_s) + (1 − λ)·TV, λ = exp(−``rate``·α) without gradient (ibid.)
     - ``"mixed"``: ``mix``·KL(p_t ‖ p_s) + (1 − ``mix``)·KL(p_s ‖ p_t)
     - ``"forward_kl"``, ``"reverse_kl"``, ``"adaptive_kl"``: as in `fastkd.soft_target_loss`
 
@@ -41,12 +52,13 @@ class Divergence:
     Args:
         name: one of these.
         beta, skew, mix: 0 to 1.
+        rate: at least 0. The larger, the sooner "lk" turns from KL to total variation.
 
     Raises:
-        ValueError, TypeError: another name, or a coefficient that is not a number from 0 to 1.
+        ValueError, TypeError: another name, or a coefficient out of its range.
 
     >>> Divergence("skew_kl", skew=0.2)
-    Divergence(name='skew_kl', beta=0.5, skew=0.2, mix=0.5)
+    Divergence(name='skew_kl', beta=0.5, skew=0.2, mix=0.5, rate=3.0)
     """
 
     name: str
@@ -54,11 +66,13 @@ class Divergence:
     beta: float = 0.5
     skew: float = 0.1
     mix: float = 0.5
+    rate: float = 3.0
 
     def __post_init__(self) -> None:
         check_choice("name", self.name, NAMES)
         for coefficient in ("beta", "skew", "mix"):
             check_fraction(coefficient, getattr(self, coefficient))
+        check_number("rate", self.rate, at_least=0)
 
     @property
     def form(self) -> tuple[str, float]:
@@ -74,6 +88,8 @@ class Divergence:
         if self.name == "mixed":
             ends = {0.0: "reverse_kl", 1.0: "forward_kl"}
             return ends.get(self.mix, "mixed"), float(self.mix)
+        if self.name == "lk":
+            return ("lk", float(self.rate)) if self.rate else ("forward_kl", 0.0)
         return self.name, 0.0
 
 
@@ -192,14 +208,48 @@ def _skew_reverse_kl(
 def _total_variation(
     log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
 ) -> ValueAndGrad:
-    """½ Σ |p_t − p_s| and its gradient, where the sign of a gap of 0 is 0."""
-    p_s = log_ps.exp()
-    gap = p_s - log_pt.exp()
-    value = shard.sum(gap.abs()) / 2
+    """½ Σ |p_t − p_s| and its gradient."""
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+    return shard.sum((p_s - p_t).abs_()) / 2, _overlap_grad(p_s, p_t, needs_grad, shard)
+
+
+def _overlap_grad(
+    p_s: Tensor, p_t: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> Tensor | None:
+    """Gradient of 1 − Σ min(p_t, p_s): p_s (Σ p_s b − b), b = 1 where p_s < p_t, ½ if equal."""
     if not needs_grad:
+        return None
+    below = (p_t - p_s).sign_().add_(1).div_(2)
+    return (shard.sum(p_s * below)[:, None] - below).mul_(p_s)
+
+
+def _negative_log_acceptance(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
+) -> ValueAndGrad:
+    """−log α of α = Σ min(p_t, p_s), and its gradient: that of the total variation over α.
+
+    For an acceptance of 0 the value is infinite and the gradient 0.
+    """
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+    acceptance = shard.sum(torch.minimum(p_s, p_t))
+    grad = _overlap_grad(p_s, p_t, needs_grad, shard)
+    if grad is not None:
+        grad.div_(acceptance.masked_fill(acceptance == 0, 1)[:, None])
+    return -acceptance.log(), grad
+
+
+def _lk(
+    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, rate: float
+) -> ValueAndGrad:
+    """λ·KL(p_t ‖ p_s) + (1 − λ)·TV of λ = exp(−rate·α), α = Σ min(p_t, p_s)."""
+    p_s, p_t = log_ps.exp(), log_pt.exp()
+    weight = shard.sum(torch.minimum(p_s, p_t)).mul_(-rate).exp_()
+    kl, grad_of_kl = _forward_kl(log_ps, log_pt, needs_grad, shard)
+    value = _weighted(weight, kl) + (1 - weight) * shard.sum((p_s - p_t).abs_()) / 2
+    grad = _overlap_grad(p_s, p_t, needs_grad, shard)
+    if grad is None or grad_of_kl is None:
         return value, None
-    sign = gap.sign_().div_(2)
-    return value, _expectation_grad(p_s, sign, _weighted_sum(p_s, sign, shard))
+    return value, grad.lerp_(grad_of_kl, weight[:, None])
 
 
 _WITHOUT_COEFFICIENT = {
@@ -208,12 +258,14 @@ _WITHOUT_COEFFICIENT = {
     "js": _js,
     "adaptive_kl": _adaptive_kl,
     "total_variation": _total_variation,
+    "negative_log_acceptance": _negative_log_acceptance,
 }
 _WITH_COEFFICIENT = {
     "generalized_js": _generalized_js,
     "skew_kl": _skew_kl,
     "skew_reverse_kl": _skew_reverse_kl,
     "mixed": _mixed,
+    "lk": _lk,
 }
 
 

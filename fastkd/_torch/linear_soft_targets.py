@@ -5,8 +5,8 @@ it to float32 sums. Memory holds at most `LossOptions.chunk_bytes` of (positions
 the sums are the only other matrices of the head's size.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -112,6 +112,30 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
+class Positions:
+    """Tensors (R,) of the positions; None for those that a call doesn't have.
+
+    The weights are 0 where the mask is False.
+    """
+
+    labels: Tensor | None = None
+    mask: Tensor | None = None
+    soft_weights: Tensor | None = None  # factor of each position's divergence
+    task_weights: Tensor | None = None  # factor of each position's cross-entropy
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors as arguments of an operator."""
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def at(self, rows: slice | Tensor) -> "Positions":
+        """The tensors of these rows."""
+        return Positions(*(None if x is None else x[rows] for x in self.tensors()))
+
+
+POSITIONS = len(fields(Positions))
+
+
+@dataclass(frozen=True)
 class CallOptions:
     """Options of the autograd function."""
 
@@ -127,41 +151,44 @@ class LinearSoftTargets(torch.autograd.Function):
     For reduction "none" the upstream gradient weights the rows, so the backward pass computes the
     logits again.
 
-    ``tensors`` begin with the student's head on its hidden states: states (R, D) and weight (V, D),
-    further pairs of states (R, r) and weights (V, r) whose products are added, and the bias (V) or
-    None. The teacher's follow, likewise, or ids and log-probabilities (R, K) of its top k, or
-    nothing if the loss doesn't depend on the teacher.
+    ``tensors`` begin with those of `Positions`. The student's head on its hidden states follows:
+    states (R, D) and weight (V, D), further pairs of states (R, r) and weights (V, r) whose
+    products are added, and the bias (V) or None. The teacher's come last, likewise, or ids and
+    log-probabilities (R, K) of its top k, or nothing if the loss doesn't depend on the teacher.
     """
 
     @staticmethod
-    def forward(ctx, options, mask, labels, denominator, *tensors):
+    def forward(ctx, options, denominator, *tensors):
         ctx.options = options
-        student, teacher = list(tensors[: options.students]), list(tensors[options.students :])
+        given, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         ctx.teachers = len(teacher)
-        needs = list(ctx.needs_input_grad[4 : 4 + len(student)])
+        needs = list(ctx.needs_input_grad[2 + POSITIONS :][: len(student)])
         loss_options: LossOptions = options.loss
+        hidden = student[0]
+        assert hidden is not None
+        one_operator = options.runs_on == "cpp" and _in_one_operator(
+            student, teacher, given, loss_options
+        )
         if options.reduction == "none":
-            save_for_backward(ctx, labels, mask, *tensors)
-            (rows,) = _run(options, student, teacher, labels, mask, None, [False] * len(needs))
+            save_for_backward(ctx, *tensors)
+            (rows,) = _run(options, student, teacher, given, None, [False] * len(needs))
             total = rows
-        elif options.runs_on == "cpp" and _in_one_operator(
-            student, teacher, labels, mask, loss_options
-        ):
-            count = 1 if options.reduction == "sum" else max(student[0].shape[0], 1)
-            with autocast_off(student[0]):
+        elif one_operator and given.task_weights is None:
+            count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
+            with autocast_off(hidden):
                 loss, total, *grads = _cross_entropy_of_states(
-                    student, labels, None, denominator, count, loss_options, needs
+                    student, given.labels, None, denominator, count, loss_options, needs
                 )
             save_for_backward(ctx, *grads)
             ctx.mark_non_differentiable(total)
             return loss, total
         else:
-            divisor = _divisor(student[0], mask, options.reduction, denominator)
-            weights = None
+            divisor = _divisor(hidden, given.mask, options.reduction, denominator)
+            upstream = None
             if any(needs):
-                weights = divisor.reciprocal().expand(student[0].shape[0])
-            rows, *grads = _run(options, student, teacher, labels, mask, weights, needs)
+                upstream = divisor.reciprocal().expand(hidden.shape[0])
+            rows, *grads = _run(options, student, teacher, given, upstream, needs)
             save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
@@ -171,11 +198,10 @@ class LinearSoftTargets(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         options, students = ctx.options, len(ctx.dtypes)
-        needs = list(ctx.needs_input_grad[4 : 4 + students])
+        needs = list(ctx.needs_input_grad[2 + POSITIONS :][:students])
         if options.reduction == "none":
-            labels, mask, *tensors = ctx.saved_tensors
-            student, teacher = tensors[:students], tensors[students:]
-            _, *computed = _run(options, student, teacher, labels, mask, grad.contiguous(), needs)
+            given, student, teacher = _arguments(ctx.saved_tensors, options)
+            _, *computed = _run(options, student, teacher, given, grad.contiguous(), needs)
             grad = None
         else:
             computed = list(ctx.saved_tensors)
@@ -184,23 +210,31 @@ class LinearSoftTargets(torch.autograd.Function):
             times_upstream(next(grads), grad, dtype) if need else None
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return None, None, None, None, *scaled, *[None] * ctx.teachers
+        return None, None, *[None] * POSITIONS, *scaled, *[None] * ctx.teachers
+
+
+def _arguments(
+    tensors: Sequence[Tensor | None], options: CallOptions
+) -> tuple[Positions, list[Tensor | None], list[Tensor | None]]:
+    """Positions, student and teacher of the tensors of `LinearSoftTargets`."""
+    heads = list(tensors[POSITIONS:])
+    given = Positions(*tensors[:POSITIONS])
+    return given, heads[: options.students], heads[options.students :]
 
 
 def _run(
     options: CallOptions,
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    labels: Tensor | None,
-    mask: Tensor | None,
-    weights: Tensor | None,
+    given: Positions,
+    upstream: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
     """`linear_soft_targets`, without the operator's host time where no operator is needed."""
-    call = student, teacher, labels, mask, weights, needs
     if options.runs_on == "triton" or torch.compiler.is_compiling():
+        call = student, teacher, given.tensors(), upstream, needs
         return linear_soft_targets(*call, *options.loss.flat(), options.runs_on)
-    return _in_chunks(*call, options.loss, options.runs_on)
+    return _in_chunks(student, teacher, given, upstream, needs, options.loss, options.runs_on)
 
 
 def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
@@ -224,7 +258,7 @@ def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
     return terms[0] * options.soft_weight + terms[1] * options.task_weight
 
 
-def _shapes(student, teacher, labels, mask, weights, needs, *rest):
+def _shapes(student, teacher, positions, upstream, needs, *rest):
     hidden, dtype = student[0], working_dtype(student[0])
     needed = [x for x, need in zip(student, needs, strict=True) if need]
     grads = [x.new_empty(x.shape, dtype=dtype) for x in needed]
@@ -236,9 +270,8 @@ def _shapes(student, teacher, labels, mask, weights, needs, *rest):
 def linear_soft_targets(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    labels: Tensor | None,
-    mask: Tensor | None,
-    weights: Tensor | None,
+    positions: list[Tensor | None],
+    upstream: Tensor | None,
     needs: list[bool],
     form: str,
     tail: str,
@@ -247,22 +280,22 @@ def linear_soft_targets(
     sizes: list[int],
     runs_on: str,
 ) -> list[Tensor]:
-    """Terms (4, R) of every row, and gradients of Σ weights·loss for the student's tensors.
+    """Terms (4, R) of every row, and gradients of Σ upstream·loss for the student's tensors.
 
     Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients; options are
     `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
     except for `LossOptions.narrow`.
     """
     options = LossOptions.of(form, tail, group, numbers, sizes)
-    return _in_chunks(student, teacher, labels, mask, weights, needs, options, runs_on)
+    given = Positions(*positions)
+    return _in_chunks(student, teacher, given, upstream, needs, options, runs_on)
 
 
 def _in_chunks(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    labels: Tensor | None,
-    mask: Tensor | None,
-    weights: Tensor | None,
+    given: Positions,
+    upstream: Tensor | None,
     needs: list[bool],
     options: LossOptions,
     runs_on: str,
@@ -271,28 +304,36 @@ def _in_chunks(
     hidden = student[0]
     assert hidden is not None
     R, real = hidden.shape[0], None  # real: row numbers, if values can be read and some are masked
-    if mask is not None and values_readable(hidden):
-        real, mask = mask.nonzero()[:, 0], None
+    if given.mask is not None and values_readable(hidden):
+        real = given.mask.nonzero()[:, 0]
+        given = replace(given, mask=None)
         real = None if len(real) == R else real
+    mask = given.mask
     student = _real_states(student, real, mask)
     tail = bool(options.soft.tail)
     teacher = teacher if tail else _real_states(teacher, real, mask)
     if real is not None:
-        labels, weights = (None if x is None else x[real] for x in (labels, weights))
+        given = given.at(real)
+        upstream = None if upstream is None else upstream[real]
         teacher = [None if x is None else x[real] for x in teacher] if tail else teacher
-    elif mask is not None and weights is not None:
-        weights = weights.masked_fill(~mask, 0)
+    elif mask is not None and upstream is not None:
+        upstream = upstream.masked_fill(~mask, 0)
     with autocast_off(hidden):
-        if runs_on == "cpp" and _in_one_operator(student, teacher, labels, mask, options):
+        if runs_on == "cpp" and _in_one_operator(student, teacher, given, options):
+            weights = _times(upstream, given.task_weights) if any(needs) else None
             _, terms, *computed = _cross_entropy_of_states(
-                student, labels, weights, None, 0, options, needs
+                student, given.labels, weights, None, 0, options, needs
             )
             grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
         else:
             work = _ChunkedPass(student, teacher, options, needs, runs_on)
             for chunk in work.chunks:
-                work.add(chunk, *[None if x is None else x[chunk] for x in (labels, mask, weights)])
+                rows = None if upstream is None else upstream[chunk]
+                work.add(chunk, given.at(chunk), rows)
             terms, grads = work.terms, work.grads
+    for i, factor in enumerate((given.soft_weights, given.task_weights)):
+        if factor is not None:
+            terms[i] *= factor
     for i in filter(lambda i: _is_states(student, i), grads):
         grads[i] = options.shard.total(grads[i])
     if mask is not None:
@@ -303,19 +344,23 @@ def _in_chunks(
     return [terms, *(grads[i] for i in sorted(grads))]
 
 
+def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The product, where None is 1."""
+    return a if b is None else b if a is None else a * b
+
+
 def _in_one_operator(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    labels: Tensor | None,
-    mask: Tensor | None,
+    given: Positions,
     options: LossOptions,
 ) -> bool:
     """Whether one C++ operator computes all: labels alone, one chunk, a head of one product."""
     hidden, weight = student[0], student[1]
     assert hidden is not None and weight is not None
-    if mask is not None or torch.compiler.is_compiling():
+    if given.mask is not None or torch.compiler.is_compiling():
         return False
-    plain = labels is not None and len(student) == 3 and not options.student.softcap
+    plain = given.labels is not None and len(student) == 3 and not options.student.softcap
     if not plain or teacher or options.terms or options.task_weight == 0:
         return False
     if hidden.dtype in HALF and not multiplied_in_half(hidden):
@@ -467,14 +512,8 @@ class _ChunkedPass:
         step = _chunk_rows(self.options, hidden, models * self.dtype.itemsize, self.V)
         return (slice(start, start + step) for start in range(0, len(hidden), step))
 
-    def add(
-        self,
-        chunk: slice,
-        labels: Tensor | None = None,
-        mask: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """Compute a chunk's terms and, with weights (R,), add its gradients."""
+    def add(self, chunk: slice, given: Positions, upstream: Tensor | None) -> None:
+        """Compute a chunk's terms and, with an upstream gradient (R,), add its gradients."""
         student = self.student.products(chunk).to(self.dtype)
         if self.teacher is not None:
             teacher = [self.teacher.products(chunk).to(self.dtype)]
@@ -484,102 +523,119 @@ class _ChunkedPass:
         whole = self.runs_on == "triton" or bool(self.options.shard.group)
         ranges = [] if whole else row_chunks(student)
         if len(ranges) < 2:
-            self.fill(student, teacher, terms, labels, mask, weights)
+            self.fill(student, teacher, terms, given, upstream)
         else:
             for rows in ranges:
-                rest = [None if x is None else x[rows] for x in (labels, mask, weights)]
-                self.fill(student[rows], [x[rows] for x in teacher], terms[:, rows], *rest)
-        if weights is not None:
-            self.back(chunk, student, None if self.by_kernels else weights[:, None])
+                part = None if upstream is None else upstream[rows]
+                targets = [x[rows] for x in teacher]
+                self.fill(student[rows], targets, terms[:, rows], given.at(rows), part)
+        if upstream is not None:
+            self.back(chunk, student, None if self.by_kernels else upstream[:, None])
 
     def fill(
         self,
         student: Tensor,
         teacher: list[Tensor],
         terms: Tensor,
-        labels: Tensor | None = None,
-        mask: Tensor | None = None,
-        weights: Tensor | None = None,
+        given: Positions,
+        upstream: Tensor | None,
     ) -> None:
         """Write the terms (4, R) of products (R, V), and overwrite ``student`` with their gradient.
 
-        Kernels multiply the gradient by the rows' weights (R,); with PyTorch `back` does.
+        Kernels multiply the gradient by the upstream gradient (R,); with PyTorch `back` does.
         """
-        options, needs_grad = self.options, weights is not None
+        options, labels, needs_grad = self.options, given.labels, upstream is not None
         self.student.finish(student)
         if self.teacher is not None:
             self.teacher.finish(teacher[0])
         if options.terms:
             terms[2], terms[3] = entropy_and_accuracy(student, labels, options.shard)
         slope = self.student.slope(student) if needs_grad else None
-        soft_weights = weights if teacher and options.soft_weight else None
+        has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         has_task = needs_grad and labels is not None and options.task_weight != 0
+        of_kernels = upstream if self.by_kernels else None
+        task_weights = _times(of_kernels, given.task_weights)
         grad = None
         if labels is not None:
             out = student if has_task and not teacher else None
-            terms[1], grad = self.cross_entropy(student, labels, weights if has_task else None, out)
+            terms[1], grad = self.cross_entropy(student, labels, has_task, task_weights, out)
         if teacher:
-            terms[0] = self.soft_targets(student, teacher, mask, soft_weights)
-        if weights is None:
+            soft_weights = _times(of_kernels, given.soft_weights)
+            terms[0] = self.soft_targets(student, teacher, given.mask, has_soft, soft_weights)
+        if not needs_grad:
             return
+        factor: float | Tensor = options.task_weight
+        if self.runs_on != "cpp" and task_weights is not None:
+            factor = task_weights[:, None] * factor
         if grad is None:
-            if soft_weights is None:
+            if not has_soft:
                 student.zero_()
-        elif soft_weights is None:
-            if grad is not student or options.task_weight != 1:
-                torch.mul(grad, options.task_weight, out=student)
-        elif self.runs_on == "triton":
-            student.addcmul_(grad, weights[:, None], value=options.task_weight)
+        elif not has_soft:
+            if grad is not student or isinstance(factor, Tensor) or factor != 1:
+                torch.mul(grad, factor, out=student)
+        elif isinstance(factor, Tensor):
+            student.addcmul_(grad, factor)
         else:
-            student.add_(grad, alpha=options.task_weight)
+            student.add_(grad, alpha=factor)
         if slope is not None:
             student *= slope
         if options.student.scale != 1:
             student *= options.student.scale
 
     def cross_entropy(
-        self, student: Tensor, labels: Tensor, weights: Tensor | None, out: Tensor | None
+        self,
+        student: Tensor,
+        labels: Tensor,
+        needs_grad: bool,
+        weights: Tensor | None,
+        out: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Cross-entropies (R,) and, with weights (R,), their gradient, written to ``out`` if given.
+        """Cross-entropies (R,) and, if needed, their gradient, written to ``out`` if given.
 
-        Only the C++ operator multiplies the gradient by the weights.
+        Only the C++ operator multiplies the gradient by the weights (R,).
         """
         task = self.options.task
         if self.runs_on != "cpp":
-            return cross_entropy_rows(
-                student, labels, weights is not None, task, out, self.options.shard
-            )
-        if weights is not None and out is None:
+            return cross_entropy_rows(student, labels, needs_grad, task, out, self.options.shard)
+        if needs_grad and out is None:
             out = torch.empty_like(student)
         options = task.label_smoothing, task.z_loss
         return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
     def soft_targets(
-        self, student: Tensor, teacher: list[Tensor], mask: Tensor | None, weights: Tensor | None
+        self,
+        student: Tensor,
+        teacher: list[Tensor],
+        mask: Tensor | None,
+        needs_grad: bool,
+        weights: Tensor | None,
     ) -> Tensor:
-        """Divergences (R,); with weights their gradient overwrites ``student``."""
+        """Divergences (R,); if needed, their gradient times weights (R,) overwrites ``student``."""
         soft, weight = self.options.soft, self.options.soft_weight
         if not self.by_kernels:
-            needs_grad, shard = weights is not None, self.options.shard
-            value, grad = soft_target_rows(student, teacher, needs_grad, soft, shard)
+            value, grad = soft_target_rows(student, teacher, needs_grad, soft, self.options.shard)
             if grad is not None:
-                torch.mul(grad, weight * soft.scale / soft.temperature, out=student)
+                factor: float | Tensor = weight * soft.scale / soft.temperature
+                factor = factor if weights is None else weights[:, None] * factor
+                torch.mul(grad, factor, out=student)
             return value * soft.scale
 
         if self.runs_on == "cpp":
             if weights is not None and weight != 1:
                 weights = weights * weight
-            return torch.ops.fastkd_cpp.soft_target_rows(
-                student, teacher[0], mask, weights, *soft.per_row
-            )
+            ids = teacher[0] if soft.tail else None
+            rows = student, teacher[-1], ids, mask, weights if needs_grad else None
+            bucket = soft.tail == "bucket"
+            return torch.ops.fastkd_cpp.soft_target_rows(*rows, *soft.per_row, bucket)
         from fastkd.kernels import soft_targets as kernels
 
-        form, temperature, scale = soft.per_row
-        rows = student, teacher[0], mask
-        loss, stats = kernels.soft_target_forward(*rows, form, temperature, scale)
-        if weights is not None:
+        form, temperature, scale, coefficient = soft.per_row
+        logits = student, teacher[0], mask
+        loss, stats = kernels.soft_target_forward(*logits, form, temperature, scale, coefficient)
+        if needs_grad and weights is not None:
+            scale = scale * weight
             kernels.fill_gradient(
-                student, *rows, stats, None, weights, form, temperature, scale * weight
+                student, *logits, stats, None, weights, form, temperature, scale, coefficient
             )
         return loss
 

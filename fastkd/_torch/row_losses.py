@@ -29,9 +29,9 @@ class SoftTargetOptions:
     tail: str = ""  # `fastkd.targets.TopK.tail`; "" for a teacher of logits
 
     @property
-    def per_row(self) -> tuple[str, float, float]:
+    def per_row(self) -> tuple[str, float, float, float]:
         """Options that the kernels take."""
-        return self.form, self.temperature, self.scale
+        return self.form, self.temperature, self.scale, self.coefficient
 
 
 def soft_target_rows(
@@ -113,13 +113,17 @@ def scaled_soft_rows(
     needs_grad: bool,
     soft: SoftTargetOptions,
     divisor: Tensor | int,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of each row, and its gradient (R, V) over ``divisor``; both 0 where masked.
+    """Loss (R,) of each row times its weight, and its gradient (R, V) over ``divisor``.
+
+    Both are 0 where masked; the weights (R,) must be too.
 
     The gradient stays in the working dtype: in half precision small probabilities would underflow
     before the loss scale is multiplied in.
     """
     factor = soft.scale / soft.temperature / divisor
+    factors = None if weights is None else weights[:, None] * factor
     dtype = working_dtype(student)
     loss = student.new_empty(len(student), dtype=dtype)
     dstudent = student.new_empty(student.shape, dtype=dtype) if needs_grad else None
@@ -130,9 +134,11 @@ def scaled_soft_rows(
             value, grad = soft_target_rows(logits, targets, needs_grad, soft)
             loss[chunk] = value * soft.scale
             if dstudent is not None and grad is not None:
-                torch.mul(grad, factor, out=dstudent[chunk])
+                torch.mul(grad, factor if factors is None else factors[chunk], out=dstudent[chunk])
                 if mask is not None:
                     dstudent[chunk].masked_fill_(~mask[chunk, None], 0)
+        if weights is not None:
+            loss *= weights
         if mask is not None:
             loss = loss.masked_fill(~mask, 0)
     return loss, dstudent

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fastkd
 from fastkd import Divergence
+from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.subject import D_S, D_T, Subject, of_module
@@ -57,6 +58,12 @@ def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) 
         return _kl(p_s, log_s, log_mixture(p_s, p_t, divergence.skew))
     if divergence.name == "total_variation":
         return (p_t - p_s).abs().sum(-1) / 2
+    if divergence.name in ("negative_log_acceptance", "lk"):
+        accepted = torch.minimum(p_t, p_s).sum(-1)
+        if divergence.name == "lk":
+            share = torch.exp(-divergence.rate * accepted.detach())
+            return share * forward + (1 - share) * (1 - accepted)
+        return -torch.where(accepted == 0, 1, accepted).log()
     return divergence.mix * forward + (1 - divergence.mix) * reverse
 
 
@@ -151,6 +158,8 @@ def random_soft_targets(draw: Draw) -> Case:
         for side in (student, teacher) if draw.chance(0.7) else (draw.pick([student, teacher]),):
             side[..., 0] = -torch.inf
     factor = options["temperature"] ** 2 if t2 else 1.0
+    weights = draw.normal(*shape) if draw.chance(0.3) else None
+    factors = factor if weights is None else factor * weights
     working = torch.float64 if draw.dtype == torch.float64 else torch.float32
     count = 1
     if reduction == "batchmean":
@@ -158,23 +167,25 @@ def random_soft_targets(draw: Draw) -> Case:
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         sides = (torch.where(mask[..., None], z, 0) for z in (student_logits, teacher_logits))
-        rows = soft_targets(*sides, **options, working=working) * factor
+        rows = soft_targets(*sides, **options, working=working) * factors
         rows = torch.where(mask, rows, 0)
         return rows if reduction == "none" else rows.sum() / count
 
     common = {**options, "reduction": reduction, "scale_by_t2": t2, "backend": draw.backend}
-    call = functools.partial(fastkd.soft_target_loss, **common, denominator=denominator)
+    rest = {"denominator": denominator, "weights": weights}
+    call = functools.partial(fastkd.soft_target_loss, **common, **rest)
     if draw.chance(0.5):
-        call = functools.partial(fastkd.SoftTargetLoss(**common), denominator=denominator)
+        call = functools.partial(fastkd.SoftTargetLoss(**common), **rest)
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
     largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
+    most = 1 + weights.abs().max().item() if weights is not None and weights.numel() else 1.0
     return Case(
         call,
         oracle,
         {"student_logits": student},
         {"teacher_logits": teacher},
         {"mask": draw.mask_argument(mask)},
-        scale=factor * largest,
+        scale=factor * largest * most,
         mask=mask,
         slope=lambda x: gradient_terms(x, teacher.double(), **options) * mask / (largest * count),
         unsure=nearly_held(student, teacher, options["temperature"], working) & mask,
@@ -183,11 +194,9 @@ def random_soft_targets(draw: Draw) -> Case:
 
 def _any_divergence(draw: Draw) -> str | Divergence:
     share = draw.pick([0.1, 0.3, 0.5, 0.9])
-    names = ("js", "skew_kl", "skew_reverse_kl", "total_variation", "mixed")
     plain = ["forward_kl", "reverse_kl", "js"]
-    if draw.backend != "torch":
-        return draw.pick(plain)
-    objects = [Divergence(name, beta=share, skew=share, mix=share) for name in names]
+    names = [name for name in NAMES if name not in (*plain[:2], "adaptive_kl")]
+    objects = [Divergence(name, beta=share, skew=share, mix=share, rate=share) for name in names]
     return draw.pick([*plain, *objects])
 
 
@@ -200,11 +209,13 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     options |= {"chunk_bytes": draw.pick([None, 1, 3000]), "soft_weight": draw.pick([1.0, 0.3])}
     mask, labels = draw.mask(R), torch.randint(n, (R,), generator=draw.generator)
     labelled = draw.chance(0.5)
+    weights, of_task = (draw.normal(R) if draw.chance(0.3) else None for _ in range(2))
+    options["weights"] = weights
     if labelled:
         labels = labels.masked_fill(torch.rand(R, generator=draw.generator) < 0.2, -100)
         smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
         mask_of_both = mask & (labels != -100)
-        rest = {"label_smoothing": smoothing, "z_loss": z_loss}
+        rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": of_task}
         options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
         options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
     else:
@@ -220,11 +231,13 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
         rows = options["soft_weight"] * soft_targets(student, teacher, 2.0, options["divergence"])
+        rows = rows if weights is None else rows * weights
         if labelled:
             log_p = student.log_softmax(-1)
             right = log_p.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
             task = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
-            rows = rows + 0.7 * (task + z_loss * student.logsumexp(-1).square())
+            task = task + z_loss * student.logsumexp(-1).square()
+            rows = rows + 0.7 * (task if of_task is None else task * of_task)
         return torch.where(mask_of_both, rows, 0).sum() / mask_of_both.sum().clamp_min(1)
 
     def call(
@@ -279,7 +292,7 @@ def random_top_k(draw: Draw) -> Case:
             divergence=divergence,
             mask=mask,
             scale_by_t2=False,
-            backend="auto",  # runs in PyTorch
+            backend="auto" if draw.backend == "triton" else draw.backend,
         )
 
     return Case(

@@ -1,5 +1,6 @@
 // Operators of soft targets from logits.
 #include <algorithm>
+#include <map>
 
 #include "losses/soft_targets/soft_targets.h"
 #include "losses/operators.h"
@@ -7,19 +8,55 @@
 namespace fastkd {
 namespace {
 
-// Losses (R,) of logits (R, V). Gradients times ``weights`` are stored in ``gradient``, unless it
-// is null.
-std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher, const Mask& mask,
+// Contiguous token ids (R, k), each below V.
+Tensor checked_ids(const Tensor& ids, int64_t V) {
+  const Tensor tokens = torch::stable::contiguous(ids);
+  for (int64_t i = 0; i < tokens.numel(); ++i) {
+    const int64_t id = data<int64_t>(tokens)[i];
+    STD_TORCH_CHECK(id >= 0 && id < V, "ids: ", id, " is not one of the ", V, " tokens");
+  }
+  return tokens;
+}
+
+Divergence divergence_of(const std::string& name) {
+  static const std::map<std::string, Divergence> kinds{
+      {"forward_kl", Divergence::kForwardKl},
+      {"reverse_kl", Divergence::kReverseKl},
+      {"js", Divergence::kJs},
+      {"adaptive_kl", Divergence::kAdaptiveKl},
+      {"mixed", Divergence::kMixed},
+      {"generalized_js", Divergence::kGeneralizedJs},
+      {"skew_kl", Divergence::kSkewKl},
+      {"skew_reverse_kl", Divergence::kSkewReverseKl},
+      {"total_variation", Divergence::kTotalVariation},
+      {"negative_log_acceptance", Divergence::kNegativeLogAcceptance},
+      {"lk", Divergence::kLk},
+  };
+  const auto found = kinds.find(name);
+  STD_TORCH_CHECK(found != kinds.end(), "divergence: ", name, " is not one of them");
+  return found->second;
+}
+
+// Losses (R,) of logits (R, V), with a teacher of logits (R, V), or of log-probabilities (R, k) of
+// the tokens ``ids`` (R, k). Gradients times ``weights`` are stored in ``gradient``, unless it is
+// null.
+std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
+                                 const std::optional<Tensor>& ids, bool bucket, const Mask& mask,
                                  const std::string& divergence, double temperature, double scale,
-                                 const Rows& gradient, const Rows& weights) {
+                                 double coefficient, const Rows& gradient, const Rows& weights) {
   const int64_t R = student.size(0), V = student.size(1);
-  check(teacher, "teacher", student.scalar_type(), {R, V});
+  Tensor tokens;
+  if (ids) {
+    check(teacher, "teacher", check_floating(teacher, "teacher"), {R, kAnySize});
+    check(*ids, "ids", ScalarType::Long, {R, teacher.size(1)}, Strides::kAny);
+    tokens = checked_ids(*ids, V);
+  } else {
+    check(teacher, "teacher", student.scalar_type(), {R, V});
+  }
   check(mask, "mask", ScalarType::Bool, {R});
-  const Divergence kind = divergence == "forward_kl"   ? Divergence::kForwardKl
-                          : divergence == "reverse_kl" ? Divergence::kReverseKl
-                          : divergence == "js"         ? Divergence::kJs
-                                                       : Divergence::kAdaptiveKl;
-  const SoftTargets of{rows_of(student), rows_of(teacher), kind, 1 / temperature, scale, gradient};
+  const SoftTargets of{rows_of(student), rows_of(teacher), divergence_of(divergence), coefficient,
+                       1 / temperature,  scale,            gradient,
+                       ids ? data<const int64_t>(tokens) : nullptr, bucket};
   std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -37,13 +74,18 @@ Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
   return result;
 }
 
-// The loss, () or with reduction "none" (R,), and if requested the student's gradient (R, V).
-std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teacher, const Mask& mask,
+// The loss, () or with reduction "none" (R,), and if requested the student's gradient (R, V). Each
+// row's loss is multiplied by its weight, which is finite where the mask is false.
+std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teacher,
+                                     const std::optional<Tensor>& ids, const Mask& mask,
                                      const std::optional<Tensor>& denominator,
+                                     const std::optional<Tensor>& weights,
                                      const std::string& divergence, double temperature,
-                                     double scale, const std::string& reduction, bool gradient) {
+                                     double scale, double coefficient, bool bucket,
+                                     const std::string& reduction, bool gradient) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
   check_numbers(denominator, "denominator");
+  check_numbers(weights, "weights", student.size(0));
   double divisor = 1;
   if (denominator) {
     divisor = value_of(*denominator);
@@ -53,13 +95,17 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
     const int64_t R = student.size(0);
     divisor = double(std::max<int64_t>(1, real ? std::count(real, real + R, true) : R));
   }
-  double weight = 1 / divisor;
-  const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
+  std::vector<double> factors(weights ? student.size(0) : 1, 1);
+  for (size_t i = 0; weights && i < factors.size(); ++i) factors[i] = numbers_of(*weights).get(i);
+  std::vector<double> slopes = factors;  // of the reduced loss, by row
+  for (double& slope : slopes) slope /= divisor;
+  const Rows given{reinterpret_cast<char*>(slopes.data()), weights ? 1 : 0, 1, Type::kDouble};
   const Tensor dstudent =
       new_large(student, {gradient ? student.size(0) : 0, student.size(1)}, working_type(student));
-  const std::vector<double> losses =
-      soft_targets(student, teacher, mask, divergence, temperature, scale,
-                   gradient ? rows_of(dstudent) : Rows{}, weights);
+  std::vector<double> losses =
+      soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale, coefficient,
+                   gradient ? rows_of(dstudent) : Rows{}, given);
+  for (size_t i = 0; weights && i < losses.size(); ++i) losses[i] *= factors[i];
   std::vector<Tensor> results{reduction == "none" ? vector_of(losses, student)
                                                   : scalar(total(losses) / divisor, student)};
   if (gradient) results.push_back(dstudent);
@@ -67,16 +113,17 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
 }
 
 // Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits.
-Tensor soft_target_rows(const Tensor& student, const Tensor& teacher, const Mask& mask,
+Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
+                        const std::optional<Tensor>& ids, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
-                        double temperature, double scale) {
+                        double temperature, double scale, double coefficient, bool bucket) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
         weights ? Strides::kWritten : Strides::kRows);
   check_numbers(weights, "weights", student.size(0));
   const Rows gradient = weights ? rows_of(student) : Rows{};
   const Rows given = weights ? numbers_of(*weights) : Rows{};
-  return vector_of(soft_targets(student, teacher, mask, divergence, temperature, scale, gradient,
-                                given),
+  return vector_of(soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale,
+                                coefficient, gradient, given),
                    student);
 }
 
@@ -85,11 +132,13 @@ Tensor soft_target_rows(const Tensor& student, const Tensor& teacher, const Mask
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
-      "soft_target_loss(Tensor student, Tensor teacher, Tensor? mask, Tensor? denominator,"
-      " str divergence, float temperature, float scale, str reduction, bool gradient) -> Tensor[]");
+      "soft_target_loss(Tensor student, Tensor teacher, Tensor? ids, Tensor? mask,"
+      " Tensor? denominator, Tensor? weights, str divergence, float temperature, float scale,"
+      " float coefficient, bool bucket, str reduction, bool gradient) -> Tensor[]");
   m.def(
-      "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? mask, Tensor? weights,"
-      " str divergence, float temperature, float scale) -> Tensor");
+      "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? ids, Tensor? mask,"
+      " Tensor? weights, str divergence, float temperature, float scale, float coefficient,"
+      " bool bucket) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

@@ -44,7 +44,7 @@ struct Part {
 template <typename W>
 struct Kept {
   W* weights_s;  // e^{x_s}
-  W* weights_t;  // e^{x_t}; after the second pass of Jensen-Shannon log(p_s/m)
+  W* weights_t;  // e^{x_t}; after the second pass of a mixture m its gradient's own values
   W* gaps;       // τ·(x_s − x_t)
 
   Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
@@ -54,10 +54,21 @@ struct Kept {
 struct Slope {
   Divergence divergence;
   double per_gap, weight;  // 1/τ, and the upstream gradient
-  double expectation = 0;  // of the log ratio, under p_s
+  double expectation = 0;  // under p_s: of the log ratio, or of what the gradient takes off
   double share = 0;        // weight of forward KL
 };
 
+// Divergences whose values need the normalised probabilities: they visit the row once more.
+constexpr bool is_of_mixture(Divergence of) {
+  return of == Divergence::kJs || of == Divergence::kGeneralizedJs ||
+         of == Divergence::kSkewKl || of == Divergence::kSkewReverseKl;
+}
+constexpr bool is_of_overlap(Divergence of) {
+  return of == Divergence::kTotalVariation || of == Divergence::kNegativeLogAcceptance ||
+         of == Divergence::kLk;
+}
+
+constexpr int kSums = 2;   // of a row's second visit
 constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in one pass
 
 }  // namespace
@@ -158,16 +169,47 @@ class Work {
     const double reverse = whole.cross_s * whole.to_ps + whole.to_ratio;
     if (of_.divergence == Divergence::kForwardKl) return forward;
     if (of_.divergence == Divergence::kReverseKl) return slope.expectation = reverse;
-    if (of_.divergence == Divergence::kAdaptiveKl) {
-      slope.expectation = reverse, slope.share = head_share(whole);
+    if (of_.divergence == Divergence::kAdaptiveKl || of_.divergence == Divergence::kMixed) {
+      const bool mixed = of_.divergence == Divergence::kMixed;
+      slope.expectation = reverse, slope.share = mixed ? of_.coefficient : head_share(whole);
       return times(slope.share, forward) + times(1 - slope.share, reverse);
     }
-    double sums[2] = {};
+    double sums[kSums] = {};
     each_part([&](int64_t start, int64_t count, const Part& part) {
-      FASTKD_CALL(js_of, count, W(of_.slope), part, kept_.at(start), sums);
+      const W slope = W(of_.slope), coefficient = W(of_.coefficient);
+      FASTKD_CALL(sums_of_part, of_.divergence, count, slope, coefficient, part, kept_.at(start),
+                  sums);
     });
     slope.expectation = sums[0];
-    return (sums[0] + sums[1]) / 2;
+    return is_of_mixture(of_.divergence) ? loss_of_mixture(sums, slope)
+                                         : loss_of_overlap(whole, forward, sums, slope);
+  }
+
+  double loss_of_mixture(const double* sums, Slope& slope) const {
+    const double beta = of_.divergence == Divergence::kJs ? 0.5 : of_.coefficient;
+    if (of_.divergence == Divergence::kSkewKl || of_.divergence == Divergence::kSkewReverseKl) {
+      return sums[1];
+    }
+    slope.weight *= 1 - beta;
+    return beta * sums[1] + (1 - beta) * sums[0];
+  }
+
+  double loss_of_overlap(const Part& whole, double forward, const double* sums,
+                         Slope& slope) const {
+    if (of_.divergence == Divergence::kNegativeLogAcceptance) {
+      const double acceptance = sums[1];
+      slope.weight = acceptance == 0 ? 0 : slope.weight / acceptance;
+      return 0 * nan_of(whole) - std::log(acceptance);
+    }
+    const double distance = sums[1] / 2;
+    if (of_.divergence == Divergence::kTotalVariation) return distance;
+    slope.share = std::exp(-of_.coefficient * (1 - distance));
+    return times(slope.share, forward) + (1 - slope.share) * distance;
+  }
+
+  // 1, or NaN if a logit is: it may hide in the smaller of two probabilities.
+  static double nan_of(const Part& whole) {
+    return std::isnan(whole.total_s + whole.total_t) ? std::nan("") : 1;
   }
 
   // Fraction of Σ |p_t − p_s| within the head: the teacher's most probable entries, as many as hold
@@ -251,10 +293,119 @@ class Work {
   W copies_[2][kBlock];
 };
 
+// A thread's state for a teacher of k tokens. A row's divergence is that of its outcomes: the k
+// tokens and, in a bucket, all others together. The student's row is read once: exponentials of the
+// other tokens are stored where the gradient will be, and the few outcomes are computed in float64.
 template <typename W>
+class TopKWork {
+ public:
+  explicit TopKWork(const SoftTargets& of)
+      : of_(of), by_(of.slope), k_(of.teacher.n), student_(k_ + of.bucket), teacher_(student_),
+        gradient_(student_), order_(k_), own_(new W[of.student.n]),
+        parts_((of.student.n + kBlock - 1) / kBlock),
+        outcomes_{row_of(student_), row_of(teacher_), of.divergence, of.coefficient, 1, 1,
+                  of.gradient.data ? row_of(gradient_) : Rows{}},
+        work_(outcomes_) {}
+
+  // Returns the divergence of a row and stores its gradient times ``weight``.
+  double fill(int64_t row, double weight) {
+    const int64_t* ids = of_.ids + row * k_;
+    const double* given = of_.teacher.read(row, 0, k_, teacher_.data());
+    if (given != teacher_.data()) std::copy_n(given, k_, teacher_.data());
+    const bool holds = of_.gradient.data && is_of(of_.gradient.type, W());
+    W* x = holds ? of_.gradient.write(row, 0, own_.get()) : own_.get();
+    int64_t used = 0;  // an unused entry has any id
+    for (int64_t j = 0; j < k_; ++j) {
+      student_[j] = -kInfinity;
+      if (!is_unused(j)) order_[used++] = {ids[j], j};
+    }
+    const double rest = of_.bucket ? fill_rest(row, x, used) : 0;
+    for (int64_t i = 0; i < used && !of_.bucket; ++i) {
+      W copy;
+      student_[order_[i].second] = *of_.student.read(row, order_[i].first, 1, &copy) * of_.slope;
+    }
+    const double loss = work_.fill(0, weight);
+    if (of_.gradient.data == nullptr) return loss;
+    const double of_rest = rest == 0 ? 0 : gradient_[k_] / rest;
+    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
+      const int64_t count = std::min(kBlock, of_.student.n - start);
+      if (of_.bucket) {
+        FASTKD_CALL(multiply, x + start, count, W(of_rest * parts_[start / kBlock].to_ps));
+      } else {
+        std::fill_n(x + start, count, W(0));
+      }
+    }
+    for (int64_t j = 0; j < k_; ++j) {
+      if (!is_unused(j)) x[ids[j]] = W(gradient_[j]);
+    }
+    of_.gradient.written(row, 0, of_.student.n, x);
+    return loss;
+  }
+
+ private:
+  static Rows row_of(std::vector<double>& x) {
+    return {reinterpret_cast<char*>(x.data()), 0, int64_t(x.size()), Type::kDouble};
+  }
+
+  bool is_unused(int64_t j) const { return teacher_[j] == -kInfinity; }
+
+  // Stores the exponentials of the tokens outside of the ``used`` first of order_ in x, and the
+  // logarithms of the outcomes' probabilities. Returns the sum of the exponentials. The listed
+  // logits are read with their blocks: one after the other they would wait for memory.
+  double fill_rest(int64_t row, W* x, int64_t used) {
+    const int64_t n = of_.student.n;
+    std::sort(order_.begin(), order_.begin() + used);
+    double base = -kInfinity, listed = 0;
+    for (int64_t j = 0; j < k_; ++j) listed += std::exp(teacher_[j]);
+    const auto end = order_.begin() + used;
+    auto next = order_.begin();
+    for (int64_t start = 0; start < n; start += kBlock) {
+      const int64_t count = std::min(kBlock, n - start);
+      const W* z = of_.student.read(row, start, count, copy_);
+      if (z != x + start) std::copy_n(z, count, x + start);
+      for (; next < end && next->first < start + count; ++next) {
+        student_[next->second] = x[next->first] * of_.slope;
+        base = std::max(base, student_[next->second]);
+        x[next->first] = -kInfinity;
+      }
+      Part& part = parts_[start / kBlock];
+      part.base_s = base_of(FASTKD_CALL(top_of_block, x + start, count));
+      part.total_s = FASTKD_CALL(raise, x + start, count, by_, W(part.base_s));
+      if (part.total_s != 0) base = std::max(base, part.base_s * of_.slope);
+    }
+    base = base_of(base);
+    double rest = 0;
+    for (Part& part : parts_) {
+      part.to_ps = part.total_s == 0 ? 0 : std::exp(part.base_s * of_.slope - base);
+      rest += times(part.to_ps, part.total_s);
+    }
+    const double up = 1 / double(FloatFormat<W>::kDown);  // the exponentials are raised by this
+    double total = rest / up;
+    for (int64_t j = 0; j < k_; ++j) total += std::exp(student_[j] - base);
+    const double log_total = base + std::log(total);
+    for (int64_t j = 0; j < k_; ++j) student_[j] -= log_total;
+    student_[k_] = std::log(rest / up) + base - log_total;
+    const bool whole = k_ == n || listed >= 1;
+    teacher_[k_] = whole ? -kInfinity : std::log1p(-listed);
+    return rest;
+  }
+
+  const SoftTargets& of_;
+  const Exponents<W> by_;
+  const int64_t k_;
+  std::vector<double> student_, teacher_, gradient_;  // of the outcomes
+  std::vector<std::pair<int64_t, int64_t>> order_;    // the row's token ids, and their places
+  const std::unique_ptr<W[]> own_;
+  std::vector<Part> parts_;
+  const SoftTargets outcomes_;
+  Work<double> work_;
+  W copy_[kBlock];
+};
+
+template <typename W, typename RowWork>
 void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* real,
                const Rows& weights, double* losses) {
-  Work<W> work(of);
+  RowWork work(of);
   const Rows& dz = of.gradient;
   for (int64_t i = begin; i < end; ++i) {
     if (real && !real[i]) {
@@ -272,7 +423,10 @@ void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* re
 void SoftTargets::fill(int64_t begin, int64_t end, const bool* real, const Rows& weights,
                        double* losses) const {
   const bool wide = student.type == Type::kDouble || slope < 1 / kHot;
-  (wide ? fill_rows<double> : fill_rows<float>)(*this, begin, end, real, weights, losses);
+  const auto fill = ids ? (wide ? fill_rows<double, TopKWork<double>>
+                                : fill_rows<float, TopKWork<float>>)
+                        : (wide ? fill_rows<double, Work<double>> : fill_rows<float, Work<float>>);
+  fill(*this, begin, end, real, weights, losses);
 }
 
 }  // namespace fastkd

@@ -6,13 +6,28 @@
 
 namespace fastkd {
 
-enum class Divergence { kForwardKl, kReverseKl, kJs, kAdaptiveKl };
+enum class Divergence {
+  kForwardKl,
+  kReverseKl,
+  kJs,  // of the mean
+  kAdaptiveKl,
+  kMixed,
+  kGeneralizedJs,
+  kSkewKl,
+  kSkewReverseKl,
+  kTotalVariation,
+  kNegativeLogAcceptance,
+  kLk,
+};
 
 struct SoftTargets {
-  Rows student, teacher;
+  Rows student, teacher;  // logits; for a teacher of k tokens their log-probabilities
   Divergence divergence;
+  double coefficient;   // β, the skew, the share of forward KL or the rate; see Divergence in Python
   double slope, scale;  // 1/τ, and the factor of the divergence
   Rows gradient;        // of the student; null: not computed; may be the student's own rows
+  const int64_t* ids = nullptr;  // (R, k), below V, for a teacher of k tokens
+  bool bucket = false;           // whether all other tokens are one more outcome
 
   // Computes the losses of rows begin to end, and their gradients times ``weights`` (rows of one
   // number). Rows that are not ``real`` are not read; their loss and gradient are 0.

@@ -40,10 +40,13 @@ inline double top_of(const W* z, int64_t n, double top) {
 template <Divergence divergence, typename W>
 inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Part& part,
                      Kept<W> kept) {
-  constexpr bool js = divergence == Divergence::kJs;
   constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
-  constexpr bool reverse = divergence == Divergence::kReverseKl || adaptive;
-  constexpr bool forward = divergence == Divergence::kForwardKl || adaptive;
+  constexpr bool both = adaptive || divergence == Divergence::kMixed;
+  constexpr bool reverse = divergence == Divergence::kReverseKl || both;
+  constexpr bool forward =
+      divergence == Divergence::kForwardKl || divergence == Divergence::kLk || both;
+  constexpr bool second = is_of_mixture(divergence) || is_of_overlap(divergence);
+  constexpr bool js = divergence == Divergence::kJs;
   const W base_s = W(part.base_s), base_t = W(part.base_t);
   Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{}, mean_t{};
   each<W>(n, [&](int64_t i, int64_t count) {
@@ -59,7 +62,7 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
     if constexpr (forward) cross_t = none_t ? cross_t : cross_t - w_t * gap;
     if constexpr (adaptive) mean_t = none_t ? mean_t : mean_t + w_t * x_t;
     store<W>(kept.weights_s + i, w_s, count);
-    if constexpr (forward || js) store<W>(kept.weights_t + i, w_t, count);
+    if constexpr (forward || second) store<W>(kept.weights_t + i, w_t, count);
     if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
   });
   part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
@@ -67,10 +70,10 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
   if constexpr (adaptive) part.mean_t = sum<W>(mean_t) * by.slope;
 }
 
-// Adds KL(p_s ‖ m) and KL(p_t ‖ m) of a block to ``sums``. log(p/m) is computed for the larger of
-// p_s and p_t; for the smaller one it is that plus the (negative) log ratio.
+// Adds KL(p_s ‖ m) and KL(p_t ‖ m) of a block to ``sums``, m the mean. log(p/m) is computed for the
+// larger of p_s and p_t; for the smaller one it is that plus the (negative) log ratio.
 template <typename W>
-FASTKD_KERNEL void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, double* sums) {
+inline void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), to_ratio = W(part.to_ratio);
   Vector<W> to_student{}, to_teacher{};
   each<W>(n, [&](int64_t i, int64_t count) {
@@ -89,6 +92,57 @@ FASTKD_KERNEL void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, dou
   sums[0] += sum<W>(to_student), sums[1] += sum<W>(to_teacher);
 }
 
+// The same for a mixture m with another weight. Stores what the gradient needs of each entry.
+template <Divergence divergence, typename W>
+inline void mixture_of(int64_t n, W weight, const Part& part, Kept<W> kept, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), other = 1 - weight;
+  Vector<W> first{}, second{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
+    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
+    Vector<W> stored;
+    if constexpr (divergence == Divergence::kSkewKl) {
+      const Vector<W> m = p_t * weight + p_s * other;
+      const Vector<W> ratio = p_t / m;
+      second = plus<W>(second, p_t, log_of<W>(ratio));
+      stored = times<W>(p_t, p_s * other / m);
+      first += stored;
+    } else if constexpr (divergence == Divergence::kSkewReverseKl) {
+      const Vector<W> ratio = p_s / (p_s * weight + p_t * other), log = log_of<W>(ratio);
+      second = plus<W>(second, p_s, log);
+      stored = log - ratio * weight;
+      first = plus<W>(first, p_s, stored);
+    } else {
+      const Vector<W> m = p_t * weight + p_s * other;
+      stored = log_of<W>(p_s / m);
+      first = plus<W>(first, p_s, stored);
+      second = plus<W>(second, p_t, log_of<W>(p_t / m));
+    }
+    store<W>(kept.weights_t + i, stored, count);
+  });
+  sums[0] += sum<W>(first), sums[1] += sum<W>(second);
+}
+
+// Adds to ``sums`` Σ p_s b of a block, b = 1 where p_s < p_t and ½ where they are equal, and Σ |p_t −
+// p_s| or, for the negative log acceptance, Σ min(p_t, p_s).
+template <Divergence divergence, typename W>
+inline void overlap_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
+  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
+  Vector<W> below{}, tied{}, other{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
+    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
+    below = p_s < p_t ? below + p_s : below;
+    tied = p_s == p_t ? tied + p_s : tied;
+    if constexpr (divergence == Divergence::kNegativeLogAcceptance) {
+      other += p_s < p_t ? p_s : p_t;
+    } else {
+      other += absolute<W>(p_t - p_s);
+    }
+  });
+  sums[0] += sum<W>(below) + sum<W>(tied) / 2, sums[1] += sum<W>(other);
+}
+
 template <Divergence divergence, typename W>
 inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
   const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
@@ -101,8 +155,18 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
       result = p_s - load(kept.weights_t + i, count) * to_t;
     } else if constexpr (divergence == Divergence::kReverseKl) {
       result = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
-    } else if constexpr (divergence == Divergence::kJs) {
-      result = times<W>(p_s * W(0.5), load(kept.weights_t + i, count) - mean);
+    } else if constexpr (divergence == Divergence::kSkewKl) {
+      result = p_s * mean - load(kept.weights_t + i, count) * W(of.weight);
+    } else if constexpr (is_of_mixture(divergence)) {
+      result = times<W>(p_s, load(kept.weights_t + i, count) - mean);
+    } else if constexpr (is_of_overlap(divergence)) {
+      const Vector<W> plain = load(kept.weights_s + i, count) * W(part.to_ps);
+      const Vector<W> p_t = load(kept.weights_t + i, count) * W(part.to_pt);
+      const Vector<W> not_below = plain == p_t ? splat(mean - W(0.5)) : splat(mean);
+      result = p_s * (plain < p_t ? splat(mean - W(1)) : not_below);
+      if constexpr (divergence == Divergence::kLk) {
+        result = (p_s - p_t * W(of.weight)) * forward + result * reverse;
+      }
     } else {
       const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
       const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
@@ -157,20 +221,65 @@ FASTKD_KERNEL int64_t* gaps_of(int64_t start, int64_t n, const Part& part, Kept<
 // Calls body with the divergence as a compile-time constant.
 template <typename Body>
 inline void with(Divergence divergence, const Body& body) {
+#define FASTKD_CASE(kind) \
+  case Divergence::kind: return body(std::integral_constant<Divergence, Divergence::kind>())
   switch (divergence) {
-    case Divergence::kForwardKl:
-      return body(std::integral_constant<Divergence, Divergence::kForwardKl>());
-    case Divergence::kReverseKl:
-      return body(std::integral_constant<Divergence, Divergence::kReverseKl>());
-    case Divergence::kJs: return body(std::integral_constant<Divergence, Divergence::kJs>());
-    case Divergence::kAdaptiveKl:
-      return body(std::integral_constant<Divergence, Divergence::kAdaptiveKl>());
+    FASTKD_CASE(kForwardKl);
+    FASTKD_CASE(kReverseKl);
+    FASTKD_CASE(kJs);
+    FASTKD_CASE(kAdaptiveKl);
+    FASTKD_CASE(kMixed);
+    FASTKD_CASE(kGeneralizedJs);
+    FASTKD_CASE(kSkewKl);
+    FASTKD_CASE(kSkewReverseKl);
+    FASTKD_CASE(kTotalVariation);
+    FASTKD_CASE(kNegativeLogAcceptance);
+    FASTKD_CASE(kLk);
   }
+#undef FASTKD_CASE
+}
+
+// Adds the sums of a block's second visit to ``sums``.
+template <typename W>
+FASTKD_KERNEL void sums_of_part(Divergence divergence, int64_t n, W slope, W coefficient,
+                                const Part& part, Kept<W> kept, double* sums) {
+  with(divergence, [&](auto kind) {
+    if constexpr (kind() == Divergence::kJs) {
+      js_of(n, slope, part, kept, sums);
+    } else if constexpr (is_of_mixture(kind())) {
+      mixture_of<kind()>(n, coefficient, part, kept, sums);
+    } else {
+      overlap_of<kind()>(n, part, kept, sums);
+    }
+  });
 }
 
 template <typename W>
 FASTKD_KERNEL Tops tops_of(const W* z_s, const W* z_t, int64_t n, Tops tops) {
   return {top_of(z_s, n, tops.s), top_of(z_t, n, tops.t)};
+}
+
+template <typename W>
+FASTKD_KERNEL double top_of_block(const W* z, int64_t n) {
+  return top_of(z, n, -kInfinity);
+}
+
+// Overwrites a block of logits with e^{(x − base)/τ}, raised as `raised_exp` does. Returns its sum.
+template <typename W>
+FASTKD_KERNEL double raise(W* x, int64_t n, Exponents<W> by, W base) {
+  Vector<W> total{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    Bits<W> below;
+    const Vector<W> weight = raised_exp<W>(load(x + i, count, W(-kInfinity)) - base, by, below);
+    total += weight;
+    store<W>(x + i, weight, count);
+  });
+  return sum<W>(total);
+}
+
+template <typename W>
+FASTKD_KERNEL void multiply(W* x, int64_t n, W factor) {
+  each<W>(n, [&](int64_t i, int64_t count) { store<W>(x + i, load(x + i, count) * factor, count); });
 }
 
 template <typename W>
