@@ -1,12 +1,13 @@
-"""``python -m tools.widths``: accesses of the benchmarks' kernels that could be wider.
+"""``python -m tools.widths``: global accesses of the benchmarks' kernels that could be wider.
 
-As JSON, what is wrong with those of the sets `SETS`: lines of the source whose loads or stores take
-less than 16 bytes at a time, though each thread has that much of the tile, but for what is
-`ALLOWED`. ``--unproven`` compiles nothing where kernels/proven.json knows this state of kernels and
-benchmarks, ``--prove`` notes it there if nothing is wrong.
+Prints as JSON the source lines of the kernels of `SETS` whose loads or stores in PTX have less than
+16 bytes although a thread's part of the tile has 16, except `ALLOWED`. ``--unproven`` compiles
+nothing if kernels/proven.json holds this state of kernels and benchmarks. ``--prove`` records the
+state there if nothing is wrong.
 """
 
 import ast
+import functools
 import hashlib
 import json
 import linecache
@@ -14,15 +15,23 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from bench import suite
+from bench.case import Case
 from tools.compile_report import PROVEN, ROOT, WIDTHS, Form, note_proven
-from tools.machine_code import BITS, Launch, compiled, source_lines
-from tools.recording import Recorder
+from tools.dry_cuda import Device, problem
 
 SETS = ("bert", "vocab", "bank")
+# Bits of Triton's types.
+BITS = {"i1": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
+BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 
 # Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
 # it stays so: the line's beginning, by kernel.
@@ -48,26 +57,76 @@ def aligned(form: Form) -> bool:
     return "V" in known or all(name != "V" for name, _ in form.types)
 
 
+def forms_of(case: Case) -> list[Form]:
+    """Forms that fastkd's provider starts on sm_90, forward and backward."""
+    device = Device()
+    device.capability = 90
+    with FakeTensorMode():
+        inputs = case.make(device=torch.device("cpu"), dtype=case.dtype, **case.sizes)
+    with device.running(), torch.device("cuda"):
+        inputs = tree_map_only(torch.Tensor, on_device, inputs)
+        usable = (p for p in case.providers if p.why_not(torch.device("cuda")) is None)
+        provider = next((p for p in usable if p.name == "fastkd triton"), None)
+        if provider is not None:
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_: module):
+                bound = provider.bind(inputs)
+            if found := problem(bound.forward):
+                raise RuntimeError(f"{case.key}: {found}")
+    return list(device.forms)
+
+
+def on_device(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor without data on the GPU."""
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+    return made.requires_grad_(x.requires_grad)
+
+
+@functools.cache
 def narrow(form: Form) -> set[str]:
-    """Lines of the source with an access of less than 16 bytes that could have had them."""
-    made = compiled(form)
-    lines, large = source_lines(made.ttir), set()
+    """Source lines, file:line, with an access that could have 16 bytes and has less."""
+    made: Any = form.compiled().asm
+    lines, large = source_lines(made["ttir"]), set()
     tile = r"tt\.(?:load|store) .*?tensor<([\dx]+)x!tt\.ptr<(\w+)>.* loc\((#loc\d*)\)$"
-    for sizes, kind, place in re.findall(tile, made.ttir, re.MULTILINE):
+    for sizes, kind, place in re.findall(tile, made["ttir"], re.MULTILINE):
         if math.prod(map(int, sizes.split("x"))) * BITS[kind] >= 8 * 16 * 32 * form.num_warps:
             large.add(lines[place])
-    access = re.compile(r"(?:LDG|STG|LDGSTS)\.E(?!.*\.128)")
-    places = zip(made.code.instructions, made.code.lines, strict=True)
-    return {line for text, line in places if access.match(text)} & large
+    return {line for line, size in accesses(made["ptx"]) if size < 16} & large
+
+
+def accesses(ptx: str) -> list[tuple[str, int]]:
+    """Source line and bytes of each global load, store and asynchronous copy."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:.*/)?([^"/]*)"', ptx, re.MULTILINE))
+    line, found = "", []
+    for row in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", row):
+            line = f"{files[place[1]]}:{place[2]}"
+        elif access := re.search(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", row):
+            found.append((line, int(access[1] or 1) * int(access[2]) // 8))
+        elif copy := re.search(r"\bcp\.async\.c[ag]\.shared\.global.*?\], (\w+)[,;]", row):
+            found.append((line, int(copy[1], 0)))
+    return found
+
+
+def source_lines(ttir: str) -> dict[str, str]:
+    """File and line of each location; of a call, the line in the called function."""
+    direct = re.findall(r'^(#loc\d*) = loc\("(?:.*/)?(.*)":(\d+):\d+\)', ttir, re.MULTILINE)
+    named = re.findall(r'^(#loc\d*) = loc\((?:callsite\(|"[^"]*"\()(#loc\d*)', ttir, re.MULTILINE)
+    lines = {name: f"{file}:{line}" for name, file, line in direct}
+    following = dict(named)
+    for name in following:
+        target = name
+        while target in following:
+            target = following[target]
+        if target in lines:
+            lines[name] = lines[target]
+    return lines
 
 
 def narrow_lines() -> dict[str, list[str]]:
-    """By kernel; those of rows that are not aligned stand under "unaligned"."""
-    recorder = Recorder(90)
+    """Texts of narrow lines by kernel; those of rows that are not aligned under "unaligned"."""
     found: dict[str, set[str]] = {}
     for case in suite.cases(SETS):
-        started = recorder.record(case)[0] if case.loss != "step" else []
-        for form in {x.form for x in started if isinstance(x, Launch)}:
+        for form in forms_of(case) if case.loss != "step" else []:
             name = form.name if aligned(form) else "unaligned"
             found.setdefault(name, set()).update(map(source, narrow(form)))
     return {name: sorted(lines) for name, lines in found.items()}
@@ -94,7 +153,7 @@ def problems() -> list[str]:
 
 
 def state() -> str:
-    """Changes with what is compiled, and what is looked for."""
+    """Hash of kernels, benchmarks and this file, without comments."""
     files = [*sorted((ROOT / "kernels").glob("*.py")), Path(__file__)]
     files += [Path(str(module.__file__)) for module in (suite, *suite.MODULES)]
     code = (ast.unparse(ast.parse(file.read_text())) for file in files)

@@ -155,8 +155,10 @@ OBJECTS = [
 ]
 
 
+@pytest.mark.parametrize("chunk", [*range(1, 24), 2**20])
 @pytest.mark.parametrize("indent", [None, 1])
-def test_json_arrays(tmp_path, indent):
+def test_json_arrays_in_parts_of_any_size(tmp_path, monkeypatch, chunk, indent):
+    monkeypatch.setattr(files, "CHUNK", chunk)
     path = tmp_path / "a.json"
     for ascii_only in (True, False):
         path.write_text("\n" + json.dumps(OBJECTS, indent=indent, ensure_ascii=ascii_only) + "\n")
@@ -169,13 +171,14 @@ def test_json_arrays(tmp_path, indent):
     assert list(records(path, True, "--train")) == []
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 2**20])
 @pytest.mark.parametrize(
     ("text", "row", "reason"),
     [
         ('[{"a": 1}\n{"a": 2}]', 2, "','"),
         ('[{"a": 1},\n,{"a": 2}]', 2, "value"),
         ('[{"a": 1},\n]', 2, "value"),
-        ('[{"a": 1}]\n[{"a": 2}]', 2, "Extra data"),
+        ('[{"a": 1}]\n[{"a": 2}]', 2, "after"),
         ('[{"a": 1},\n{"a": 2}', 2, "','"),
         ('[{"a": 1},\n{"a": "2}]', 2, "Unterminated"),
         ('[{"a": 1},\n{"a" 2}]', 2, "':'"),
@@ -185,7 +188,8 @@ def test_json_arrays(tmp_path, indent):
         ("[", 1, "value"),
     ],
 )
-def test_malformed_json_arrays(tmp_path, text, row, reason):
+def test_malformed_json_arrays(tmp_path, monkeypatch, chunk, text, row, reason):
+    monkeypatch.setattr(files, "CHUNK", chunk)
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(InputError) as error:

@@ -3,13 +3,14 @@
     from tools.ptx import launch, Hazard
     counts = launch(ptx, grid=(3,), threads=256, shared=4096, args=[student, teacher, out, 3, 1.0])
 
-`parse` makes instructions of the text, `machine` runs CTAs with every register a numpy array over
-their threads, `memory` finds hazards, `count` adds up what a launch costs. The instructions are in
-`arithmetic`, `movement`, `warps` and `tensor`. `executing` makes Triton launch here.
+`parse` reads the text, `machine` executes CTAs with every register a numpy array over their
+threads, `memory` finds hazards, `counting` counts instructions and accesses. The instructions are
+in `arithmetic`, `movement`, `warps` and `tensor`. `executing` makes Triton launch here. `count`
+writes the page of counts.
 """
 
 from .compiled import executing
-from .count import Counts
+from .counting import Counts
 from .launches import launch
 from .memory import Hazard
 from .parse import UnknownInstruction, entries

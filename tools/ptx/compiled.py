@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .count import Counts
+from .counting import Counts
 from .launches import Written, execute, extent, flat
 from .machine import program
 from .memory import bytes_of
@@ -91,7 +91,11 @@ def _compile(kernel, capability, signature, constants, attributes, options) -> C
 
 
 class Launches(list):
-    """(kernel's name, `Counts`) of each launch, in order."""
+    """(kernel's name, `Counts`) of each launch, in order; ``forms`` has each kernel's last form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms: dict[str, Compiled] = {}
 
 
 class Fresh:
@@ -152,6 +156,7 @@ class _Kernel:
             self.device.fresh.written(), self.device.approximate,
         )  # fmt: skip
         self.device.launches.append((self.form.name, counts))
+        self.device.launches.forms[self.form.name] = self.form
 
 
 class _Device:

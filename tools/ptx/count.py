@@ -1,90 +1,299 @@
-"""What a launch costs, counted while it runs."""
+"""Counts of the kernels' compiled code, and the least time that they allow on a GPU.
 
-from dataclasses import dataclass, field
-from typing import Any
+``python -m tools.ptx.count [loss ...]`` runs the benchmarks' cases in `CASES`, forward and
+backward, compiled for ``--capability``, with fastkd's kernels and with Liger's where they are
+installed. A few rows, layers or positions are executed, and times are scaled to the whole case.
+It prints a row for each kernel, per element of the student's input, and its instructions by class.
+``--page`` writes the tables into docs/kernels.md, which explains the columns.
+"""
 
-import numpy as np
+import argparse
+import collections
+import dataclasses
+import functools
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
 
-# Opcode → class; what has a type is "float", "double" or "integer" by that.
-CLASSES = {
-    **dict.fromkeys(("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt", "div"), "special"),
-    **dict.fromkeys(("mov", "selp", "prmt", "cvta"), "move"),
-    **dict.fromkeys(("bra", "ret", "exit"), "branch"),
-    **dict.fromkeys(("shfl", "vote", "redux", "match", "activemask"), "warp"),
-    **dict.fromkeys(("bar", "barrier", "fence", "membar", "griddepcontrol"), "barrier"),
-    **dict.fromkeys(("ldmatrix", "stmatrix"), "shared"),
-    **dict.fromkeys(("mma", "wgmma"), "tensor"),
-    **dict.fromkeys(("atom", "red"), "atomic"),
-    "cvt": "convert",
-    "setp": "compare",
-    "cp": "copy",
+import torch
+
+from bench import suite
+from bench.case import Case
+from tools.compile_report import resources
+
+from .compiled import Compiled, Launches, executing
+from .counting import Counts
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
+START, END = "<!-- python -m tools.ptx.count --page -->", "<!-- end of counts -->"
+# Cases of the benchmarks by their key, and the sizes of which fewer are executed.
+CASES: dict[str, dict[str, int]] = {
+    "relation/tokens + samples/B32 N128 Ds768 Dt768 layers6/bfloat16": {"layers": 1},
+    "relation/tokens/B16 N1024 Ds1024 Dt1024/bfloat16": {"B": 1},
+    "knn/batch, k=1/N32 M32 D768 classes2/bfloat16": {},
+    "knn/bank, k=1/N32 M4096 D768 classes2/bfloat16": {},
+    "contrastive/tokens/B32 N128 D768/bfloat16": {"N": 16},
+    "contrastive/tokens/B8 N4096 D4096/bfloat16": {"N": 16},
+    "projection/LayerNorm-MSE/rows32768 D4096/bfloat16": {"rows": 8},
+    "attention/maps/B32 H12 N128/bfloat16": {"B": 1},
+    **{
+        f"soft_targets/{title}/rows8192 V152064/bfloat16": {"rows": 8}
+        for title in ("forward KL", "reverse KL", "Jensen-Shannon", "adaptive KL")
+    },
 }
+PROVIDERS = {"fastkd triton": "fastkd", "liger-kernel": "Liger"}
 
 
-def class_of(instruction: Any) -> str:
-    """The class that an instruction is counted in."""
-    name, modifiers = instruction.opcode, instruction.modifiers
-    if name in ("ld", "st"):
-        spaces = ("param", "global", "local", "const")
-        if any(x.startswith("shared") for x in modifiers):
-            return "shared"
-        return next((x for x in modifiers if x in spaces), "generic")
-    if name in ("div", "sqrt", "rcp") and modifiers[-1][0] in "us":
-        return "integer"
-    if name in CLASSES:
-        return CLASSES[name]
-    last = modifiers[-1] if modifiers else ""
-    return {"f64": "double", "pred": "compare"}.get(last, "float" if "f" in last else "integer")
+class Gpu(NamedTuple):
+    """Rates of a data sheet."""
+
+    name: str
+    processors: int
+    cycles: float  # a second
+    memory: float  # bytes a second
+    cache: float  # bytes a second from the L2 cache
+    products: float  # bf16 operations a second; tf32 has half
+    threads: int = 2048  # of a multiprocessor
+    registers: int = 65536
+    shared: int = 233_472
 
 
-@dataclass
-class Counts:
-    """Of one launch; instructions are of a warp each, predicated ones too."""
-
-    instructions: int = 0
-    by_class: dict[str, int] = field(default_factory=dict)
-    divergent: int = 0  # branches of a warp that its threads leave on both sides
-    global_bytes_read: int = 0  # distinct ones
-    global_bytes_written: int = 0
-    global_sectors_read: int = 0  # of 32 bytes, that the instructions of warps request
-    global_sectors_written: int = 0
-    shared_conflicts: int = 0  # wavefronts beyond the first of what could be one
-    barriers: int = 0  # of a CTA each
-    mma_flops: int = 0
+GPUS = (
+    Gpu("H100", 132, 1.83e9, 3.35e12, 5120 * 1.83e9, 989e12),
+    Gpu("B200", 148, 1.85e9, 8.0e12, 2 * 5120 * 1.85e9, 2250e12),
+)
 
 
-class Counter:
-    """Counts in the making."""
+class Cost(NamedTuple):
+    """One kernel's launches in one case."""
 
-    def __init__(self) -> None:
-        self.result = Counts()
-        self.known_conflicts: dict[tuple[int, bytes], int] = {}
+    kernel: str
+    elements: int  # of the student's input that was executed
+    form: Compiled
+    counts: Counts
 
-    def sectors(self, address: np.ndarray, lanes: np.ndarray, what: str) -> None:
-        """Distinct sectors of each warp's accesses, of which each lies in one."""
-        keys = (lanes // 32).astype(np.uint64) << np.uint64(52) | address >> np.uint64(5)
-        steps = keys[1:] != keys[:-1]
-        if (keys[1:] < keys[:-1]).any():
-            count = len(np.unique(keys))
-        else:
-            count = int(np.count_nonzero(steps)) + 1
-        name = f"global_sectors_{what}"
-        setattr(self.result, name, getattr(self.result, name) + count)
 
-    def wavefronts(self, address: np.ndarray, size: int, lanes: np.ndarray) -> None:
-        """Passes beyond the first over the 32 banks of 4 bytes.
+def costs(launches: Launches, elements: int) -> list[Cost]:
+    """Costs of the kernels in the order of their first launch."""
+    parts: dict[str, list[Counts]] = {}
+    for name, counts in launches:
+        parts.setdefault(name, []).append(counts)
+    return [Cost(name, elements, launches.forms[name], total(x)) for name, x in parts.items()]
 
-        Accesses of 8 bytes take a half warp at a time, those of 16 a quarter.
-        """
-        key = (size, address.tobytes() + lanes.tobytes())
-        if key not in self.known_conflicts:
-            at_once = 32 // max(size // 4, 1)
-            words = address.astype(np.int64)[:, None] // 4 + np.arange(max(size // 4, 1))
-            group = np.broadcast_to((lanes // at_once)[:, None], words.shape)
-            order = np.lexsort((words.ravel(), group.ravel()))
-            words, group = words.ravel()[order], group.ravel()[order]
-            first = np.r_[True, (words[1:] != words[:-1]) | (group[1:] != group[:-1])]
-            slots = group[first] * 32 + words[first] % 32
-            passes = np.bincount(slots, minlength=(int(group.max()) + 1) * 32).reshape(-1, 32)
-            self.known_conflicts[key] = int(np.maximum(passes.max(1) - 1, 0).sum())
-        self.result.shared_conflicts += self.known_conflicts[key]
+
+def of_case(case: Case, provider: str, capability: int) -> list[Cost]:
+    """Costs of a provider's kernels; none where it has no kernels for the case."""
+    chosen = [p for p in case.providers if p.name == provider]
+    small = case.sizes | CASES[case.key]
+    inputs = case.make(device=torch.device("cpu"), dtype=case.dtype, **small)
+    with executing(capability) as launches:
+        for one in chosen:
+            bound = one.bind(inputs)
+            bound.step()
+    return costs(launches, bound.leaves[0].numel() if chosen else 0)
+
+
+def total(parts: list[Counts]) -> Counts:
+    sums: dict[str, int] = {}
+    classes: collections.Counter[str] = collections.Counter()
+    for counts in parts:
+        for name, value in dataclasses.asdict(counts).items():
+            if name == "by_class":
+                classes.update(value)
+            else:
+                sums[name] = sums.get(name, 0) + value
+    return Counts(by_class=dict(classes), **sums)
+
+
+@functools.cache
+def registers(ptx: str, capability: int) -> int:
+    """Registers of a thread, as ptxas assigns them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
+        subprocess.run([tool, f"-arch={arch}", source, "-o", binary], check=True)
+        return resources(binary.read_bytes())["registers"]
+
+
+def resident(registers: int, shared: int, threads: int) -> int:
+    """CTAs that a multiprocessor holds; registers are allocated by 256 to a warp."""
+    gpu = GPUS[0]
+    of_warp = -(-32 * registers // 256) * 256
+    by_registers = gpu.registers // of_warp // (threads // 32)
+    return min(gpu.threads // threads, by_registers, gpu.shared // (shared + 1024), 32)
+
+
+def least(gpu: Gpu, cost: Cost) -> dict[str, float]:
+    """Least seconds of each part of a GPU for the executed launches."""
+    c, cycles = cost.counts, gpu.processors * gpu.cycles
+    products = gpu.products / (2 if ".tf32" in cost.form.ptx else 1)
+    return {
+        "issue": c.instructions / (4 * cycles),
+        "DRAM": (c.global_bytes_read + c.global_bytes_written) / gpu.memory,
+        "L2": 32 * (c.global_sectors_read + c.global_sectors_written) / gpu.cache,
+        "shared memory": (c.by_class.get("shared", 0) + c.shared_conflicts) / cycles,
+        "tensor cores": c.mma_flops / products,
+    }
+
+
+def binding(gpu: Gpu, cost: Cost) -> tuple[float, str]:
+    seconds = least(gpu, cost)
+    name = max(seconds, key=lambda part: seconds[part])
+    return seconds[name], name
+
+
+HEAD = [
+    "kernel", "instructions", "bytes requested", "distinct bytes", "lost passes", "barriers",
+    "operations", "registers", "CTAs", *(f"{gpu.name}, ms" for gpu in GPUS), "binds",
+]  # fmt: skip
+
+
+def row(source: str, cost: Cost, times: float, capability: int) -> list[str]:
+    c, each = cost.counts, 1 / cost.elements
+    used = registers(cost.form.ptx, capability)
+    passes = c.by_class.get("shared", 0) + c.shared_conflicts
+    found = [binding(gpu, cost) for gpu in GPUS]
+    return [
+        f"{source} `{cost.kernel}`", f"{32 * c.instructions * each:.1f}",
+        f"{32 * (c.global_sectors_read + c.global_sectors_written) * each:.2f}",
+        f"{(c.global_bytes_read + c.global_bytes_written) * each:.2f}",
+        f"{c.shared_conflicts / max(passes, 1):.0%}", f"{1024 * c.barriers * each:.2f}",
+        f"{c.mma_flops * each:.0f}", str(used),
+        str(resident(used, cost.form.shared, 32 * cost.form.warps)),
+        *(f"{1e3 * times * seconds:.3g}" for seconds, _ in found),
+        ", ".join(dict.fromkeys(name for _, name in found)),
+    ]  # fmt: skip
+
+
+def table(case: Case, capability: int) -> tuple[str, list[str]]:
+    """A case's table, and a line of instructions by class for each kernel."""
+    small = case.sizes | CASES[case.key]
+    times = math.prod(case.sizes.values()) / math.prod(small.values())
+    rows, classes = [], []
+    for provider, source in PROVIDERS.items():
+        found = of_case(case, provider, capability)
+        rows += [row(source, cost, times, capability) for cost in found]
+        classes += [line(cost) for cost in found]
+        if found:
+            sums = [sum(binding(gpu, cost)[0] for cost in found) for gpu in GPUS]
+            cells = [f"**{1e3 * times * x:.3g}**" for x in sums]
+            rows.append([f"**{source}**", *[""] * (len(HEAD) - 4), *cells, ""])
+    executed = ", ".join(f"{name} {n} of {case.sizes[name]}" for name, n in CASES[case.key].items())
+    title = f"**{case.key}**" + (f" (executed: {executed})" if executed else "")
+    return f"{title}\n\n{grid([HEAD, *rows])}", classes
+
+
+def grid(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    return "\n".join(f"| {' | '.join(x)} |" for x in [head, ["---"] * len(head), *rest])
+
+
+def line(cost: Cost) -> str:
+    classes = sorted(cost.counts.by_class.items(), key=lambda item: -item[1])
+    each = (f"{name} {32 * n / cost.elements:.2f}" for name, n in classes)
+    return f"{cost.kernel}: {', '.join(each)}"
+
+
+class Measured(NamedTuple):
+    """A public figure of a peer's own kernels."""
+
+    work: str
+    gpu: Gpu
+    milliseconds: float
+    source: str
+    start: Callable[[int, int], None]  # of rows and a vocabulary
+    rows: int
+    vocabulary: int
+
+
+def jensen_shannon(rows: int, vocabulary: int) -> None:
+    from liger_kernel.transformers import LigerJSD
+
+    student, teacher = (torch.randn(rows, vocabulary).log_softmax(-1).bfloat16() for _ in "st")
+    LigerJSD(beta=0.5)(student.requires_grad_(), teacher).backward()
+
+
+def cross_entropy(rows: int, vocabulary: int) -> None:
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    logits = torch.randn(rows, vocabulary).bfloat16()
+    labels = torch.arange(rows)
+    with torch.no_grad():
+        cross_entropy_forward(
+            logits.requires_grad_(), labels, None, -100, 0.0, 0.0, "mean", None, False
+        )
+
+
+def peers() -> tuple[Measured, ...]:
+    h100, b200 = GPUS
+    pull = "[Liger-Kernel#{0}](https://github.com/linkedin/Liger-Kernel/pull/{0})".format
+    return (
+        Measured("Jensen-Shannon of logits, Liger", b200, 6.06, pull(1420),
+                 jensen_shannon, 8192, 128_256),
+        Measured("cross-entropy, Liger", h100, 0.7975, pull(1290), cross_entropy, 8192, 32_000),
+    )  # fmt: skip
+
+
+def calibration(capability: int) -> str:
+    """Public figures of peers beside the bounds of their own kernels."""
+    rows = [["work", "GPU", "measured, ms", "bound, ms", "bound / measured", "source"]]
+    for peer in peers():
+        with executing(capability) as launches:
+            peer.start(4, peer.vocabulary)
+        found = costs(launches, 4 * peer.vocabulary)
+        bound = 1e3 * sum(binding(peer.gpu, x)[0] for x in found) * peer.rows / 4
+        rows.append([
+            f"{peer.work}, {peer.rows} × {peer.vocabulary:,}", peer.gpu.name,
+            f"{peer.milliseconds:g}", f"{bound:.3g}", f"{bound / peer.milliseconds:.0%}",
+            peer.source,
+        ])  # fmt: skip
+    return grid(rows)
+
+
+def write_page(text: str) -> None:
+    page = PAGE.read_text()
+    pattern = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
+    assert pattern.search(page), f"{PAGE}: no place for the tables"
+    PAGE.write_text(pattern.sub(lambda _: f"{START}\n\n{text}\n\n{END}", page))
+
+
+def chosen(losses: list[str]) -> Iterator[Case]:
+    by_key = {case.key: case for case in suite.every_case()}
+    for key in CASES:
+        if not losses or by_key[key].loss in losses:
+            yield by_key[key]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ptx.count", description=__doc__)
+    parser.add_argument("losses", nargs="*", help="losses of the benchmarks (default: all)")
+    parser.add_argument("--capability", type=int, default=90, choices=(80, 90))
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/kernels.md")
+    options = parser.parse_args(arguments)
+    known = {key.partition("/")[0] for key in CASES}
+    if unknown := set(options.losses) - known:
+        names = ", ".join(sorted(known))
+        parser.error(f"no counts of {', '.join(sorted(unknown))}; choose from {names}")
+    torch.manual_seed(0)
+    found = []
+    for case in chosen(options.losses):
+        text, classes = table(case, options.capability)
+        print("\n".join([text, "", *classes, ""]), flush=True)
+        found.append(text)
+    if options.page:
+        found.append(f"**Public figures of peers**\n\n{calibration(options.capability)}")
+        write_page("\n\n".join(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from .count import Counter, Counts, class_of
+from .counting import Counter, Counts, class_of
 from .machine import Machine, Program, program
 from .memory import Global, Region
 from .parse import Entry, width

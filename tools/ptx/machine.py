@@ -16,7 +16,7 @@ import numpy as np
 # The other modules of instructions are imported for the table that they fill.
 from . import arithmetic, instructions, movement, tensor  # noqa: F401
 from . import warps as _warps  # noqa: F401
-from .count import Counter
+from .counting import Counter
 from .memory import COPIED, Global, Hazard, Shared
 from .parse import Entry, Immediate, Instruction, Register, parse
 from .values import UNSIGNED
