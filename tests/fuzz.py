@@ -231,9 +231,9 @@ def _gradient_scales(
         return [0.0] * len(learning)
     if case.slope is not None:
         size = case.scale * max(_size(upstream), 1e-30)
-        return [
-            size * _size(case.slope(exact[n])) if n in case.learning else size for n in learning
-        ]
+        slopes = {} if case.parameter_slopes is None else case.parameter_slopes(**exact)
+        slopes |= {n: _size(case.slope(exact[n])) for n in case.learning}
+        return [size * slopes.get(n, 1.0) for n in learning]
     strangers = {
         n: draw.normal(*x.shape) * (x.nan_to_num().abs().mean() if x.numel() else 1)
         if n in case.given

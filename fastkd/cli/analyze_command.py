@@ -44,6 +44,7 @@ from fastkd.train.models import be_quiet, check_same_tokens, fitting_length, loa
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
 from fastkd.train.tasks.base import default_padding_side
+from fastkd.train.tasks.classification import Classification, row_classes
 from fastkd.train.trained_model import columns_of, read_training_record
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
@@ -97,12 +98,12 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
         asked = (settings.columns, settings.task)
         columns = columns_of(*asked, settings.data, True, name, trained[name], kind)
         rows = read_file(settings.data, columns, "--data", task=kind)
-        classes = kind.row_classes(rows)
+        classes = row_classes(rows) if issubclass(kind, Classification) else None
     else:
         assert glue is not None
         rows, _ = read_hub(HUB, str(settings.task), glue.eval_splits[0], glue.hub, "--task")
-        classes = kind.row_classes(rows, glue)
-    return kind.texts(rows), rows.pairs, classes
+        classes = row_classes(rows, glue)
+    return *kind.texts(rows), classes
 
 
 def read_lines(path: Path) -> list[str]:

@@ -6,6 +6,7 @@ from fastkd.cli.command_settings import EvaluateSettings
 from fastkd.cli.display import say, stderr_display
 from fastkd.cli.tables import begin, table
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import score
 from fastkd.train.progress import format_scores
 from fastkd.train.saving import write_file, write_json
 
@@ -18,13 +19,12 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         listed = nearest(settings.metric or "", known)
         raise InputError(f"--metric {settings.metric} doesn't score this model; {listed}")
     rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
-    rows, lines = model.task.read_labels(rows, settings.label_order)
-    task = model.task = model.task.for_evaluation(rows)
-    metrics = task.select_metrics(settings.metric)
+    model.task, rows, lines = model.task.prepare(rows, order=settings.label_order)
+    metrics = model.task.select_metrics(settings.metric)
     for line in lines:
         say(console, line)
     answers = model.answers(rows, settings.max_length, stderr_display())
-    scores = task.scores(metrics, *answers)
+    scores = score(model.task, metrics, *answers)
     say(console, f"{len(rows)} rows:  {format_scores(scores)}")
     if settings.out is not None:
         found = {"rows": len(rows), **scores}

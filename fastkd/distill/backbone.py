@@ -96,8 +96,14 @@ class Backbone(Model):
     narrowing: nn.Module | None = None
     #: Whether the loss aligns the head's outputs with labels (CTC).
     aligns = False
-    #: The teacher's problem type, if logits are compared and the student has none.
-    taught_problem: str | None = None
+    #: Whether ``problem`` selects the head's loss; heads for tokens, answers and choices have one.
+    uses_problem_type = True
+    #: Fields of the model's output with hidden states and attention maps.
+    hidden_states_name, attentions_name = "hidden_states", "attentions"
+    #: Configuration entry with the probability of skipping a block in training; "" without one.
+    layerdrop = ""
+    #: Dimension of the samples in the output of `last_modules`.
+    last_batch_dim = 0
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -108,12 +114,15 @@ class Backbone(Model):
                 f"{name} must be a transformers model, got {type(model).__name__}; describe any "
                 "other with fastkd.distill.Blocks"
             )
-        self._model, self.inner, self.base, self.config = model, inner, base, config
-        self._traced = getattr(model, "_orig_mod", model)
+        self.model, self.inner, self.base, self.config = model, inner, base, config
+        self.uncompiled: nn.Module = getattr(model, "_orig_mod", model)
         self.class_name, self._name = type(inner).__name__, name
         #: Whether hidden states, attention and predictions are those of a decoder with an encoder.
         self.encoder_decoder = is_encoder_decoder(inner)
         vocabulary_head: Any = inner.get_output_embeddings()  # type: ignore[operator]
+        if self.encoder_decoder:
+            self.hidden_states_name = "decoder_hidden_states"
+            self.attentions_name = "decoder_attentions"
         self.writes = self.encoder_decoder and bool(vocabulary_head)
         self.has_head = base is not inner or bool(vocabulary_head) or is_a(inner, *HEADS)
         self.aligns = is_a(inner, "ForCTC", "ForRNNT", "ForTDT")
@@ -123,6 +132,14 @@ class Backbone(Model):
             self.output_size = None  # one logit per choice
         self.predicts_words = bool(vocabulary_head)
         self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
+        self.uses_problem_type = not (
+            self.per_token or is_a(inner, "ForQuestionAnswering", "ForMultipleChoice")
+        )
+        if self.uses_problem_type:
+            self.problem = getattr(config, "problem_type", None)
+            if self.problem is None and self.has_head and config.num_labels == 1:
+                self.problem = "regression"
+        self.num_tokens = self._table_rows()
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
         self.causal = predicts_next_token(inner)
         # Hooks on blocks don't run in compiled code, or if a model calls block.forward.
@@ -139,7 +156,8 @@ class Backbone(Model):
         #: Kinds of packed inputs whose documents are known to be independent.
         self.known_apart: set[tuple[Any, ...]] = set()
         self._accepts = set(inspect.signature(inner.forward).parameters)
-        self._known = self._accepts | passed_on(inner, base)
+        #: Names of the inputs that the model or a module inside accepts.
+        self.known_inputs = self._accepts | passed_on(inner, base)
         self._read_layers()
 
     def _read_layers(self) -> None:
@@ -152,6 +170,8 @@ class Backbone(Model):
         if self.config.model_type == "prophetnet":
             self.streams = 1 + self.config.ngram
         self.stack: nn.Module = self.base
+        #: Configuration of the blocks: a section of its own in models with several parts.
+        self.stack_config: Any = self.config
         self.last_modules: set[nn.Module] = {self.base}
         try:
             found = find_stack(self.inner)
@@ -159,6 +179,10 @@ class Backbone(Model):
             self.no_layers = str(error)
             return
         self.section, self.depth_name = found.section, found.depth_name
+        if self.section:
+            self.stack_config = getattr(self.config, self.section)
+        names = ("decoder_layerdrop", "layerdrop") if self.encoder_decoder else ("layerdrop",)
+        self.layerdrop = next((x for x in names if getattr(self.stack_config, x, 0.0)), "")
         self.blocks_name, self.blocks = found.blocks_name, found.blocks
         self.num_layers = int(getattr(self.stack_config, found.depth_name))
         self.hidden_size = int(self.stack_config.hidden_size)
@@ -173,11 +197,6 @@ class Backbone(Model):
     @property
     def sizes(self) -> tuple[int, ...]:
         return () if self.no_layers else super().sizes
-
-    @property
-    def stack_config(self) -> Any:
-        """Configuration of the blocks: a section of its own in models with several parts."""
-        return getattr(self.config, self.section) if self.section else self.config
 
     def __getattr__(self, name: str) -> Any:
         if name in ("num_layers", "hidden_size", "blocks", "blocks_name") and self.no_layers:
@@ -200,8 +219,7 @@ class Backbone(Model):
                 "perturbs; set its perturb=False"
             ) from None
 
-    @property
-    def num_tokens(self) -> int | None:
+    def _table_rows(self) -> int | None:
         """Rows of the token embedding table; None without one."""
         try:
             table = self.inner.get_input_embeddings()  # type: ignore[operator]
@@ -213,19 +231,6 @@ class Backbone(Model):
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return next(self.inner.parameters()).dtype
-
-    @property
-    def problem(self) -> str | None:  # type: ignore[override]
-        """transformers' ``problem_type``; regression if it isn't set and there is one label.
-
-        Heads for tokens, answers and choices ignore the configuration's entry.
-        """
-        if self.per_token or is_a(self.inner, "ForQuestionAnswering", "ForMultipleChoice"):
-            return None
-        problem = getattr(self.config, "problem_type", None)
-        if problem is None and self.has_head and self.config.num_labels == 1:
-            return "regression"
-        return problem or self.taught_problem
 
     @property
     def first_position(self) -> int:  # type: ignore[override]
@@ -265,24 +270,14 @@ class Backbone(Model):
         below = inspect.signature(self.base.forward).parameters
         return argument in self._accepts or argument in below
 
-    def last_hidden(self, output: Any) -> Tensor:
-        """The last hidden states (B, N, D) in the output of one of `last_modules`."""
-        last: Tensor = output[0]
-        return last
-
     @property
     def mixes_documents(self) -> bool:
         """Whether the model family reads a packed row as one document."""
         return reads_whole_rows(self.config)
 
-    @property
-    def known_inputs(self) -> set[str]:
-        """Names of the inputs that the model or a module inside accepts."""
-        return self._known
-
     def readable(self, batch: dict[str, Any]) -> dict[str, Any]:
         """``batch`` without token types, if only the other model accepts them."""
-        unread = {"token_type_ids"} - self._known
+        unread = {"token_type_ids"} - self.known_inputs
         return {name: x for name, x in batch.items() if name not in unread}
 
     def with_decoder_inputs(self, batch: dict[str, Any], labels: Any) -> dict[str, Any]:
@@ -305,11 +300,6 @@ class Backbone(Model):
         shifted[:, 0] = self.stack_config.decoder_start_token_id
         return shifted.masked_fill(shifted == -100, self.stack_config.pad_token_id)
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that was passed; inside a graph, the uncompiled one, as Dynamo can't nest."""
-        return self._traced if torch.compiler.is_compiling() else self._model
-
     def run(self, batch: dict[str, Any]) -> Any:
         """Run the model on ``batch`` without key-value caches; raise for unknown inputs."""
         if self.dtype == torch.float64 and self.groups_experts:
@@ -317,23 +307,27 @@ class Backbone(Model):
                 f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
                 'experts is not; call its set_experts_implementation("eager")'
             )
-        return self.model(**self._given(batch))
+        # Dynamo can't trace a compiled model inside a graph.
+        model = self.uncompiled if torch.compiler.is_compiling() else self.model
+        return model(**self.arguments(batch))
 
-    def _given(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments for the model: its inputs in ``batch``, without key-value caches."""
         inputs = self.readable(batch)
-        self.check_inputs(inputs)
+        if not self.known_inputs.issuperset(inputs):
+            self.check_inputs(inputs)
         for cache in ("use_cache", "use_mems"):
-            if cache in self._known:
+            if cache in self.known_inputs:
                 inputs.setdefault(cache, False)
-        if "return_dict" in self._known:
+        if "return_dict" in self.known_inputs:
             inputs["return_dict"] = True
         return inputs
 
     def check_inputs(self, inputs: Iterable[str]) -> None:
         """Raise unless the model accepts inputs of these names."""
         for argument in inputs:
-            if argument not in self._known:
-                near = difflib.get_close_matches(argument, [*self._known, "labels"], n=1)
+            if argument not in self.known_inputs:
+                near = difflib.get_close_matches(argument, [*self.known_inputs, "labels"], n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(
                     f"{self._name} ({self.class_name}) takes no input {argument!r}{hint}"
@@ -342,10 +336,6 @@ class Backbone(Model):
     def forget_run(self) -> None:
         """Discard the last run's embeddings, before another run on the same batch."""
         self._replaced.clear()
-
-    def output_name(self, what: str) -> str:
-        """Field of the model's output with the hidden states or attention maps."""
-        return f"decoder_{what}" if self.encoder_decoder else what
 
     def check_eager(self, method: str) -> None:
         """Raise unless the model computes attention maps."""
@@ -364,8 +354,7 @@ def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if first is None:
         return inputs
 
-    def place(x: Tensor) -> Tensor:
-        numbers = x.is_floating_point() and first.is_floating_point()
-        return x.to(first.device, first.dtype if numbers else None)
-
-    return {name: tree_map_only(Tensor, place, x) for name, x in inputs.items()}
+    device, dtype = first.device, first.dtype if first.is_floating_point() else None
+    return tree_map_only(  # type: ignore[no-any-return]
+        Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs
+    )

@@ -96,9 +96,12 @@ class BlocksBackbone(Backbone):
 
     def __init__(self, model: Blocks, name: str) -> None:
         inner: Any = model.model
-        self._model = self._traced = model
+        self.model: Any = model
+        self.uncompiled = model
         self.inner, self.base = inner, inner
         self.config: Any = getattr(inner, "config", None)
+        self.stack_config = self.config
+        self.problem = "regression" if model.regression else None
         self.has_head, self.output_size = model.output_size is not None, model.output_size
         self.class_name, self._name = type(inner).__name__, name
         self.per_token, self.causal = model.per_token, model.causal
@@ -106,14 +109,14 @@ class BlocksBackbone(Backbone):
         self.hidden_size, self.blocks_name = model.hidden_size, model.blocks
         self.blocks: Any = inner.get_submodule(model.blocks)
         self.num_layers = len(self.blocks)
-        self.batch_dim = 0 if model.batch_first else 1
+        self.batch_dim = self.last_batch_dim = 0 if model.batch_first else 1
         self.shared_blocks = self.compiled = False
         self._hooks_reach = True
         self._replaced: list[Tensor] = []
         self.known_apart = set()
         self.last_modules = {inner.get_submodule(model.final) if model.final else self.blocks[-1]}
         parameters = inspect.signature(inner.forward).parameters
-        self._known = self._accepts = set(parameters)
+        self.known_inputs = self._accepts = set(parameters)
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     @property
@@ -125,22 +128,14 @@ class BlocksBackbone(Backbone):
             )
         return self.inner.get_submodule(self.model.embeddings)
 
-    @property
-    def problem(self) -> str | None:  # type: ignore[override]
-        return "regression" if self.model.regression else self.taught_problem
-
     def reads_last_position(self, batch: dict[str, Any]) -> bool:
         # Nothing says how the head finds the last token.
         return self.has_head and self.sentence_last and not self.per_token
 
-    def last_hidden(self, output: Any) -> Tensor:
-        last: Tensor = output if isinstance(output, Tensor) else output[0]
-        return last.transpose(0, 1) if self.batch_dim == 1 else last
-
     def run(self, batch: dict[str, Any]) -> Any:
         inputs = dict(batch)
         if not self._takes_all:
-            if "attention_mask" not in self._known:
+            if "attention_mask" not in self.known_inputs:
                 inputs.pop("attention_mask", None)
             self.check_inputs(inputs)
         output = self.model(**inputs)

@@ -18,10 +18,9 @@ from fastkd._core.extras import require
 from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import Blocks
-from fastkd.distill.hooks import reading_logits
 from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.method import Method
-from fastkd.distill.outputs import Outputs, model_outputs, pooled_rows
+from fastkd.distill.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 from fastkd.distill.predictions import MULTI_LABEL, REGRESSION
 from fastkd.head import Head, LowRank
 
@@ -510,10 +509,12 @@ class _Writer:
         reads = self.wanted["logits"]
         wanted = self.method.layer_request("teacher")
         inputs = placed_for(self.teacher.model, batch.model_inputs)
-        with torch.no_grad(), reading_logits(self.teacher, reads):
-            outputs = model_outputs(self.teacher, inputs, wanted, reads and words)
-        rest = outputs if reads else outputs.without_logits()
-        rest = dataclasses.replace(rest, head_inputs=None)  # the head stays where it is
+        head: HeadOutput = "none"
+        if reads:
+            head = "inputs" if words else "logits"
+        with torch.no_grad():
+            outputs = model_outputs(self.teacher, inputs, wanted, head)
+        rest = dataclasses.replace(outputs, head_inputs=None)  # the head keeps its device
         return rest.to(batch.token_mask.device), outputs.head_inputs
 
     def add(self, batch: Batch, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:

@@ -18,7 +18,7 @@ from fastkd.distill.batch import Batch, put_back
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.method import Method, Only, check_method
-from fastkd.distill.outputs import Outputs
+from fastkd.distill.outputs import HeadOutput, Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.reader import BatchReader
 from fastkd.distill.step import ItemCounts, Step
@@ -362,12 +362,12 @@ class Distiller(InGroup):
     @property
     def perturbs(self) -> bool:
         """Whether this step applies LRC-BERT's gradient perturbation."""
-        training = self.student_model.model.training and torch.is_grad_enabled()
+        training = self.student_model.uncompiled.training and torch.is_grad_enabled()
         return self.method.perturb and training
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """Read arguments as in `forward` into a batch; raise if a model has been replaced."""
-        check_in_place("student", self.student, self.student_model.model)
+        check_in_place("student", self.student, self.student_model.uncompiled)
         for teacher in self.teachers.each:
             check_in_place("teacher", self.teacher, teacher.module)
         return self.reader.read(inputs, num_items)
@@ -375,7 +375,8 @@ class Distiller(InGroup):
     def student_outputs(self, batch: Batch) -> Outputs:
         """The student's outputs on a batch, pooled over spans if the batch has spans."""
         request = self.method.layer_request("student")
-        outputs = batch_outputs(self.student_model, batch.inputs, request, batch, self.uses_lm_head)
+        head: HeadOutput = "inputs" if self.uses_lm_head else "logits"
+        outputs = batch_outputs(self.student_model, batch.inputs, request, batch, head)
         if batch.spans is None:
             return outputs
         return batch.spans.pool(outputs, 0, self.student_model, batch.feature_mask)

@@ -247,10 +247,8 @@ def _given_segments(shape: tuple[int, int], batch: dict[str, Any]) -> Tensor | N
     return None
 
 
-def unpacked(outputs: Outputs, documents: Documents | None) -> Outputs:
+def unpacked(outputs: Outputs, documents: Documents) -> Outputs:
     """Outputs whose features have each document of packed rows in a row of its own."""
-    if documents is None:
-        return outputs
     return dataclasses.replace(
         outputs,
         hidden={layer: documents.unpack(x) for layer, x in outputs.hidden.items()},

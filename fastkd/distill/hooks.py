@@ -1,8 +1,8 @@
-"""Hooks that keep or replace values inside a transformers model while it runs."""
+"""Hooks that read or replace values inside a model while it runs."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,104 +10,106 @@ from torch import Tensor, nn
 from fastkd.distill.backbone import Backbone
 
 
-class Hooks:
-    """Hooks on modules until `remove`, which torch.compile follows.
+class Hook(NamedTuple):
+    """``call(module, args, kwargs)`` before a module runs, or with its output after."""
 
-    It can't trace the counter behind the handles of the public functions, but what a module calls.
+    module: nn.Module
+    when: str  # "before" or "after"
+    call: Callable[..., Any]
+
+
+@contextlib.contextmanager
+def hooked(hooks: Iterable[Hook]) -> Iterator[None]:
+    """Context with hooks on modules.
+
+    Dynamo can't trace the handle counter of torch's public functions. Inside a graph the entries
+    are therefore added to the modules' dictionaries of hooks.
     """
-
-    def __init__(self) -> None:
-        self.handles: list[Any] = []
-        self.before_traced: list[tuple[nn.Module, str, Any]] = []
-
-    def before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, kwargs)`` before the module runs."""
-        if torch.compiler.is_compiling():
-            self._trace(module, "_forward_pre_hooks", hook)
-            self._trace(module, "_forward_pre_hooks_with_kwargs", True)
-        else:
-            self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        """Call ``hook(module, args, output)`` when the module has run."""
-        if torch.compiler.is_compiling():
-            self._trace(module, "_forward_hooks", hook)
-        else:
-            self.handles.append(module.register_forward_hook(hook))
-
-    def _trace(self, module: nn.Module, kind: str, entry: Any) -> None:
-        before = vars(module)[kind]  # getattr would leave a copy behind
-        self.before_traced.append((module, kind, before))
-        setattr(module, kind, {**before, f"fastkd {len(before)}": entry})
-
-    def remove(self) -> None:
-        """Leave the modules as they were."""
-        for handle in self.handles:
+    handles: list[Any] = []
+    replaced: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module, when, call in hooks:
+            if not torch.compiler.is_compiling():
+                handles.append(
+                    module.register_forward_pre_hook(call, with_kwargs=True)
+                    if when == "before"
+                    else module.register_forward_hook(call)
+                )
+                continue
+            entries: dict[str, Any] = {"_forward_hooks": call}
+            if when == "before":
+                entries = {"_forward_pre_hooks": call, "_forward_pre_hooks_with_kwargs": True}
+            for name, entry in entries.items():
+                previous = vars(module)[name]  # getattr would leave a copy in the module
+                replaced.append((module, name, previous))
+                setattr(module, name, {**previous, f"fastkd {len(previous)}": entry})
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-        for module, kind, before in reversed(self.before_traced):
-            setattr(module, kind, before)
+        for module, name, previous in reversed(replaced):
+            setattr(module, name, previous)
 
 
 @contextlib.contextmanager
 def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Tensor]]:
-    """Keep the hidden states ``(B, N, D)`` of ``layers`` (0 = embeddings) while the model runs.
+    """Context that captures hidden states (B, N, D) of ``layers`` (0 = embeddings) by layer.
 
-    A block's result is read where the next one takes it, so what a model does between two
-    blocks is included, and only the layers asked for stay in memory.
+    The output of a block is read at the input of the next block, so that it includes what the model
+    computes between the two.
     """
-    kept: dict[int, Tensor] = {}
-    wanted = {*layers}  # torch 2.10 does not compile set() of a set
-    hooks = Hooks()
+    captured: dict[int, Tensor] = {}
+    requested = {*layers}  # torch 2.10 does not compile set() of a set
+    last = backbone.num_layers if requested else 0
     calls = 0
 
-    def keep(layer: int, result: Any) -> None:
-        hidden = result if isinstance(result, Tensor) else result[0]
+    def read_input(layer: int | None, args: tuple, kwargs: dict[str, Any]) -> None:
+        nonlocal calls
+        if layer is None:  # shared blocks: the layer is the number of the call
+            layer, calls = calls, calls + 1
+            if layer not in requested:
+                return
+        entered = args[0] if args else _hidden_argument(kwargs)
+        hidden = entered if isinstance(entered, Tensor) else entered[0]
         if backbone.streams > 1:
             hidden = hidden[:, : hidden.shape[1] // backbone.streams]
-        kept[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
+        captured[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
 
-    def reader(layer: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            keep(layer, _first(args, kwargs))
+    def read_output(module: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        captured[last] = hidden.transpose(0, 1) if backbone.last_batch_dim == 1 else hidden
 
-        return hook
+    def before(module: nn.Module, layer: int | None) -> Hook:
+        return Hook(module, "before", lambda module, args, kwargs: read_input(layer, args, kwargs))
 
-    def count_calls(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        nonlocal calls
-        if calls in wanted:
-            keep(calls, _first(args, kwargs))
-        calls += 1
-
-    def read_last(module: nn.Module, args: tuple, output: Any) -> None:
-        kept[backbone.num_layers] = backbone.last_hidden(output)
-
-    try:
-        if backbone.shared_blocks:
-            for block in backbone.blocks:
-                hooks.before(block, count_calls)
+    hooks = []
+    if backbone.shared_blocks:
+        hooks = [before(block, None) for block in backbone.blocks]
+    elif requested:
+        hooks = [before(backbone.blocks[layer], layer) for layer in requested - {last}]
+    if requested and last in requested:
+        if backbone.narrowing is not None:
+            hooks.append(before(backbone.narrowing, last))
         else:
-            for layer in wanted - {backbone.num_layers} if wanted else ():
-                hooks.before(backbone.blocks[layer], reader(layer))
-        if wanted and backbone.num_layers in wanted:
-            if backbone.narrowing is not None:
-                hooks.before(backbone.narrowing, reader(backbone.num_layers))
-            else:
-                for module in backbone.last_modules:
-                    hooks.after(module, read_last)
-        yield kept
-    finally:
-        hooks.remove()
+            hooks += [Hook(module, "after", read_output) for module in backbone.last_modules]
+    with hooked(hooks):
+        yield captured
+
+
+def _hidden_argument(kwargs: dict[str, Any]) -> Any:
+    """The hidden states among a block's keyword arguments."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 @contextlib.contextmanager
 def entering_blocks(backbone: Backbone) -> Iterator[dict[int, Tensor]]:
-    """Keep what enters each block, also where a model calls ``block.forward``."""
+    """Context that captures the input of each block, also if the model calls ``block.forward``."""
     entered: dict[int, Tensor] = {}
     patched = []
 
     def reading(number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
-            hidden = _first(args, kwargs)
+            hidden = args[0] if args else _hidden_argument(kwargs)
             layer = len(entered) if backbone.shared_blocks else number
             entered[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
             return forward(*args, **kwargs)
@@ -128,20 +130,13 @@ def entering_blocks(backbone: Backbone) -> Iterator[dict[int, Tensor]]:
 
 
 def is_state(shown: Tensor, found: Tensor) -> bool:
-    """Whether a hidden state is what a block got, however that was laid out."""
-    # Longformer's blocks see tokens behind those that it shows, SqueezeBERT's (B, D, N).
+    """Whether a hidden state in the model's output equals a block's input, in either layout."""
+    # Longformer's blocks read extra tokens at the end, SqueezeBERT's blocks read (B, D, N).
     ways = (found[:, : shown.shape[1]], found.mT)
     return any(x.shape == shown.shape and shown.allclose(x, equal_nan=True) for x in ways)
 
 
-def _first(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What enters a block."""
-    if args:
-        return args[0]
-    return kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
-
-
-# Names of the projections in a block, as transformers' families call them.
+# Names of the projections in a block in transformers' model families.
 SEPARATE = (
     ("query", "key", "value"),
     ("q_proj", "k_proj", "v_proj"),
@@ -153,7 +148,7 @@ FUSED = ("c_attn", "Wqkv", "qkv_proj")  # queries, then keys, then values
 
 @contextlib.contextmanager
 def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int, list[Tensor]]]:
-    """Keep queries, keys and values of ``layers``, before any rotation, while the model runs."""
+    """Context that captures queries, keys and values of ``layers``, before any rotation."""
     kept: dict[int, list[Tensor]] = {}
     heads = _heads(backbone) if layers else 0
 
@@ -179,28 +174,25 @@ def capture_qkv(backbone: Backbone, layers: Sequence[int]) -> Iterator[dict[int,
 
         return hook
 
-    hooks = Hooks()
-    try:
-        for layer in layers:
-            separate, fused = _projections(backbone, layer)
-            for place, module in enumerate(separate):
-                hooks.after(module, reader(layer, place))
-            if fused is not None:
-                hooks.after(fused, fused_reader(layer))
+    hooks = []
+    for layer in layers:
+        separate, fused = _projections(backbone, layer)
+        hooks += [Hook(x, "after", reader(layer, place)) for place, x in enumerate(separate)]
+        if fused is not None:
+            hooks.append(Hook(fused, "after", fused_reader(layer)))
+    with hooked(hooks):
         yield kept
-    finally:
-        hooks.remove()
 
 
 def _heads(backbone: Backbone) -> int:
-    """Heads of attention; BART's decoder has a number of its own."""
+    """Number of attention heads; BART's decoder has its own configuration entry."""
     config = backbone.stack_config
     name = "decoder_attention_heads" if backbone.depth_name == "decoder_layers" else ""
     return int(getattr(config, name, None) or config.num_attention_heads)
 
 
 def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Module | None]:
-    """The modules that project to queries, keys and values: three, or one for all."""
+    """The three modules that compute queries, keys and values, or one fused module."""
     if not (backbone.shared_blocks or backbone.compiled):
         block = backbone.blocks[layer - 1]
         named: dict[str, nn.Module] = {}
@@ -208,10 +200,10 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
             named.setdefault(path.rpartition(".")[2], module)  # cross-attention comes second
         for names in SEPARATE:
             found = [named[name] for name in names if name in named]
-            # SqueezeBERT's convolutions have tokens behind features.
+            # SqueezeBERT's convolutions return (B, D, N).
             if len(found) == 3 and not isinstance(found[0], nn.Conv1d):
                 return found, None
-        # Without it GPTBigCode holds those of one head together.
+        # Without multi_query GPTBigCode interleaves queries, keys and values by head.
         if getattr(backbone.stack_config, "multi_query", True):
             for name in FUSED:
                 if name in named:
@@ -226,12 +218,12 @@ def _projections(backbone: Backbone, layer: int) -> tuple[list[nn.Module], nn.Mo
 def replaced_embeddings(
     backbone: Backbone, change: Callable[[Tensor], Tensor]
 ) -> Iterator[list[Tensor]]:
-    """Put ``change(emb)`` in place of the embedding layer's output; yields what went on."""
+    """Context that replaces the embedding layer's output by ``change(emb)``; yields the result."""
     changed = backbone._replaced
     changed.clear()
 
     def hook(module: nn.Module, args: tuple, output: Tensor) -> Tensor | None:
-        # GPT-2 looks token types up in the same table; only the words are the embeddings.
+        # GPT-2 looks token types up in the same table after the tokens; they are left as they are.
         if changed:
             return None
         changed.append(change(output))
@@ -248,24 +240,24 @@ def replaced_embeddings(
 def first_tokens(states: Tensor) -> Tensor:
     """The first token of each row, (..., 1, D).
 
-    Side by side in memory: rows that are apart are multiplied one by one, with a copy of the head
-    for each.
+    Contiguous: a strided batch would be multiplied row by row, with a copy of the head for each.
     """
     return states[..., :1, :].contiguous()
 
 
-@contextlib.contextmanager
-def reading_logits(backbone: Backbone, read: bool) -> Iterator[None]:
-    """Where none are read the vocabulary's head, if a module, runs over one token of each row."""
-    hooks, head = Hooks(), None
-    # What a model does behind its head is known of transformers alone.
-    if not read and backbone.shows_states and not backbone.compiled:
+def head_skipped(backbone: Backbone) -> contextlib.AbstractContextManager[None]:
+    """Context in which a vocabulary's head, if it is a module, runs over one token of each row.
+
+    For outputs whose logits nobody reads. What a model computes after its head is only known for
+    transformers' models.
+    """
+    head = None
+    if backbone.shows_states and not backbone.compiled:
         head = backbone.inner.get_output_embeddings()
-    if head is not None:
-        hooks.before(
-            head, lambda module, args, kwargs: ((first_tokens(args[0]), *args[1:]), kwargs)
-        )
-    try:
-        yield
-    finally:
-        hooks.remove()
+    if head is None:
+        return contextlib.nullcontext()
+
+    def shorten(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return (first_tokens(args[0]), *args[1:]), kwargs
+
+    return hooked([Hook(head, "before", shorten)])

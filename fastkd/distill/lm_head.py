@@ -1,4 +1,4 @@
-"""Predictions of words as hidden states and a head: the logits of all tokens are never made."""
+"""Inputs of language-model heads, in place of the logits of all tokens."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,79 +12,75 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fastkd.distill.backbone import Backbone
-from fastkd.distill.hooks import Hooks, first_tokens
+from fastkd.distill.hooks import Hook, first_tokens, hooked
 from fastkd.head import Head
 
-# How far a head's logits may be from its model's, over the largest, before it is taken for another.
+# Largest difference, relative to the largest logit, between a model's logits and those of its head:
+# in float32 or float64, and in half precision.
 EXACT, HALVED = 1e-3, 5e-2
 
 
 @dataclass(eq=False)
 class HeadInputs:
-    """What a language model's head multiplies, (B, N, D), and the head."""
+    """Inputs (B, N, D) of a language model's head, and the head."""
 
     states: Tensor
     head: Head
 
     def logits(self) -> Tensor:
-        """(B, N, V)."""
+        """Logits (B, N, V)."""
         return self.head.logits(self.states)
 
     def to(self, device: torch.device) -> "HeadInputs":
         return HeadInputs(self.states.to(device), self.head.map(lambda x: x.to(device)))
 
     def rows(self, count: int) -> "HeadInputs":
-        """Of the first ``count`` samples."""
+        """Inputs of the first ``count`` samples."""
         return HeadInputs(self.states[:count], self.head)
 
 
 @contextlib.contextmanager
 def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:
-    """The head over a vocabulary reads a token of each row; yields what it would have read.
+    """Context in which an LM head runs over one token of each row; yields the head's inputs.
 
-    Nothing, and the head reads all, where it isn't known what it does.
+    The list stays empty, and the head computes all logits, if its computation isn't known.
     """
     found: list[HeadInputs] = []
-    hooks = Hooks()
-    layer = backbone.inner.get_output_embeddings() if backbone.predicts_words else None
-    layer = layer if _can_stop(backbone, layer) else None
+    layer = backbone.inner.get_output_embeddings()
 
     def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Read here, where adapters are on or off as the model runs with them.
+        # Read while the model runs, when adapters are enabled or disabled as in this run.
         head = _head_of(backbone) if args and args[0].dim() == 3 else None
         if head is None:
             return None
         found.append(_as_multiplied(args[0], head))
         return (first_tokens(args[0]), *args[1:]), kwargs
 
-    if layer is not None:
-        hooks.before(layer, stop)
-    try:
+    with hooked([Hook(layer, "before", stop)] if _can_stop(backbone, layer) else []):
         yield found
-    finally:
-        hooks.remove()
 
 
 def _can_stop(backbone: Backbone, layer: Any) -> bool:
-    # What a model does behind its head is known of transformers alone.
+    # What a model computes after its head is only known for transformers' models.
     known = layer is not None and backbone.shows_states and not backbone.compiled
-    # A graph can't try the head out, and is made anew where it reads what an eager step has found.
+    # A graph can't compare the head with the logits, and reading the result of an eager step would
+    # recompile it.
     if known and torch.compiler.is_compiling():
         known = _ends_with_head(backbone.inner, layer) or backbone.head_tried
     return known and not backbone.other_head and not _sharded(backbone)
 
 
 def _ends_with_head(inner: nn.Module, layer: nn.Module) -> bool:
-    """Whether a model is one of those whose code behind the output layer `Head.of` knows."""
+    """Whether `Head.of` knows what the model computes after its output layer."""
     own = type(inner).__module__.startswith("transformers.")
     hooks = [*inner._forward_hooks.values(), *layer._forward_hooks.values()]
-    # Those of FSDP change no values. BART's bias behind the head is not zero in Marian's models.
+    # FSDP's hooks change no values. Marian's models have a nonzero bias after the head.
     strange = any(not getattr(x, "__module__", "").startswith("torch.") for x in hooks)
     return own and not strange and not hasattr(inner, "final_logits_bias")
 
 
 def _sharded(backbone: Backbone) -> bool:
-    """Whether parts of it are whole only while they run, in another way than by FSDP2 alone."""
+    """Whether parameters are sharded in another way than by one-dimensional FSDP2."""
     parts = [p.device_mesh for p in backbone.inner.parameters() if isinstance(p, DTensor)]
     gathered = isinstance(backbone.model, FSDPModule) and all(mesh.ndim == 1 for mesh in parts)
     return bool(parts) and not gathered
@@ -99,7 +95,7 @@ def _head_of(backbone: Backbone) -> Head | None:
 
 
 def _as_multiplied(states: Tensor, head: Head) -> HeadInputs:
-    """In the dtype of autocast, where the model multiplies in that."""
+    """Head inputs in autocast's dtype, if the model multiplies in that dtype."""
     device = states.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (states.dtype, head.weight.dtype):
         dtype = torch.get_autocast_dtype(device)
@@ -107,8 +103,8 @@ def _as_multiplied(states: Tensor, head: Head) -> HeadInputs:
     return HeadInputs(states, head)
 
 
-class _Behind(torch.autograd.Function):
-    """``states``; ``output`` gets a gradient of zeros, before theirs goes on."""
+class _BackwardAfterOutput(torch.autograd.Function):
+    """``states``, whose gradient flows on after ``output`` got a gradient of zeros."""
 
     @staticmethod
     def forward(ctx, states, output):
@@ -121,39 +117,39 @@ class _Behind(torch.autograd.Function):
         return grad, grad.new_zeros(shape, dtype=dtype)
 
 
-def gathered(backbone: Backbone, words: HeadInputs, logits: Tensor) -> HeadInputs:
-    """``words``, where FSDP2 lets the weights of a pass go: their head is gathered once more.
+def gathered(backbone: Backbone, found: HeadInputs, logits: Tensor) -> HeadInputs:
+    """Head inputs with a head that is gathered again, if FSDP2 has freed its weights.
 
-    The backward pass gathers them again when it comes to the model's output, here ``logits``.
+    The backward pass gathers the weights when it reaches the model's output, here ``logits``.
     """
     if not isinstance(backbone.model, FSDPModule):
-        return words
-    states = words.states
+        return found
+    states = found.states
     if states.requires_grad and logits.requires_grad:
-        states = _Behind.apply(states, logits)
+        states = _BackwardAfterOutput.apply(states, logits)
     return _as_multiplied(states, Head.of(backbone.model))
 
 
-def is_head(backbone: Backbone, words: HeadInputs, logits: Tensor) -> bool:
-    """Whether the model's own ``logits`` (B, 1, V) are the head's; tried out once.
+def is_head(backbone: Backbone, found: HeadInputs, logits: Tensor) -> bool:
+    """Whether the model's own ``logits`` (B, 1, V) are those of the head; compared once.
 
-    A model of a family that is not known may do more behind its output layer.
+    A model of an unknown family may compute more after its output layer.
     """
-    # Inkling leaves out what fills its vocabulary up.
-    if logits.shape[-1] != words.head.weight.shape[0]:
+    # Inkling removes its vocabulary's padding from the logits.
+    if logits.shape[-1] != found.head.weight.shape[0]:
         backbone.other_head = True
         return False
-    # Of compiled code `_can_stop` has asked.
+    # `_can_stop` has checked models inside a graph.
     if torch.compiler.is_compiling() or backbone.head_tried or is_fake(logits):
         return True
-    if any(part.dropout is not None for part in words.head.low_rank):
+    if any(part.dropout is not None for part in found.head.low_rank):
         return True
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
-        made = HeadInputs(first_tokens(words.states), words.head).logits().double()
+        made = HeadInputs(first_tokens(found.states), found.head).logits().double()
         error = (made - logits.double()).abs().max()
-        half = torch.float16 in (logits.dtype, words.states.dtype) or torch.bfloat16 in (
+        half = torch.float16 in (logits.dtype, found.states.dtype) or torch.bfloat16 in (
             logits.dtype,
-            words.states.dtype,
+            found.states.dtype,
         )
         same = bool(error <= (HALVED if half else EXACT) * made.abs().max())
     backbone.head_tried, backbone.other_head = same, not same

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,11 @@ from fastkd._core.pooling import pool_tokens
 from fastkd.analysis.model_inputs import in_eval_mode
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.families import DESCRIBE
-from fastkd.distill.hooks import capture, capture_qkv, entering_blocks, is_state
+from fastkd.distill.hooks import capture, capture_qkv, entering_blocks, head_skipped, is_state
 from fastkd.distill.lm_head import HeadInputs, gathered, is_head, stopped_at_head
 
 Logits = Tensor | tuple[Tensor, Tensor]
+HeadOutput = Literal["logits", "inputs", "none"]
 
 
 class LayerRequest(NamedTuple):
@@ -108,60 +109,60 @@ class Outputs:
 
 
 def model_outputs(
-    backbone: Backbone, inputs: dict[str, Any], request: LayerRequest, use_lm_head: bool = False
+    backbone: Backbone, inputs: dict[str, Any], request: LayerRequest, head: HeadOutput = "logits"
 ) -> Outputs:
     """Run a model on ``inputs`` and return the requested outputs.
 
-    With ``use_lm_head`` a language model's head inputs replace its logits, if the logits are known
-    to be those of the head.
+    ``head`` selects what is returned of the head: "logits"; "inputs" for the head's inputs in place
+    of a language model's logits, if its logits are known to be those of the head; "none".
     """
-    training = backbone.inner.training
-    if training and any(request) and request != LayerRequest((backbone.num_layers,)):
-        _check_layerdrop(backbone)
+    if backbone.layerdrop and backbone.inner.training and any(request):
+        _check_layerdrop(backbone, request)
     if request.attentions or request.qkv:
         _check_checkpointing(backbone)
     inputs = {**inputs, "output_attentions": True} if request.attentions else dict(inputs)
+    qkv: dict[int, list[Tensor]] = {}
+    heads: list[HeadInputs] = []
     with contextlib.ExitStack() as stack:
-        qkv = stack.enter_context(capture_qkv(backbone, request.qkv)) if request.qkv else {}
-        heads = stack.enter_context(stopped_at_head(backbone)) if use_lm_head else []
-        output, hidden = _run_with_hidden_states(backbone, inputs, set(request.layers))
-    outputs = Outputs(
-        hidden,
-        _logits(output),
-        getattr(output, "loss", None),
-        tuple(output.keys()) if hasattr(output, "keys") else (),
-        router=_router_loss(output),
-        attentions=_attention_maps(backbone, output, request.attentions),
-        qkv={layer: QKV(*qkv[layer]) for layer in request.qkv},
-    )
-    if not heads or not isinstance(outputs.logits, Tensor):
-        return outputs
-    head = gathered(backbone, heads[-1], outputs.logits)
-    if not is_head(backbone, head, outputs.logits):
-        backbone.forget_run()
-        return model_outputs(backbone, inputs, request)
-    return dataclasses.replace(outputs, logits=None, head_inputs=head)
-
-
-def _logits(output: Any) -> Logits | None:
+        if request.qkv:
+            qkv = stack.enter_context(capture_qkv(backbone, request.qkv))
+        if head == "none":
+            stack.enter_context(head_skipped(backbone))
+        elif head == "inputs" and backbone.predicts_words:
+            heads = stack.enter_context(stopped_at_head(backbone))
+        output, hidden = _run_with_hidden_states(backbone, inputs, request.layers)
+    attentions = {}
+    if request.attentions:
+        attentions = _attention_maps(backbone, output, request.attentions)
+    setattr(output, backbone.attentions_name, None)  # not to hold maps that nobody reads
     logits = getattr(output, "logits", None)
     ends = [getattr(output, f"{end}_logits", None) for end in ("start", "end")]
     if logits is None and all(isinstance(x, Tensor) for x in ends):
-        return tuple(ends)  # type: ignore[return-value]
-    return logits
-
-
-def _router_loss(output: Any) -> Tensor | None:
-    loss = getattr(output, "aux_loss", None)
-    return loss if isinstance(loss, Tensor) else None
+        logits = tuple(ends)
+    router = getattr(output, "aux_loss", None)
+    outputs = Outputs(
+        hidden,
+        None if head == "none" else logits,
+        getattr(output, "loss", None),
+        tuple(output.keys()) if hasattr(output, "keys") else (),
+        router=router if isinstance(router, Tensor) else None,
+        attentions=attentions,
+        qkv={layer: QKV(*qkv[layer]) for layer in request.qkv},
+    )
+    if not heads or not isinstance(logits, Tensor):
+        return outputs
+    gathered_inputs = gathered(backbone, heads[-1], logits)
+    if not is_head(backbone, gathered_inputs, logits):
+        backbone.forget_run()
+        return model_outputs(backbone, inputs, request)
+    return dataclasses.replace(outputs, logits=None, head_inputs=gathered_inputs)
 
 
 def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) -> dict[int, Tensor]:
-    """Remove the attention maps from the model's output and return those of ``layers``."""
-    name = backbone.output_name("attentions")
+    """The attention maps of ``layers`` in the model's output."""
     attentions = {}
     for layer in layers:
-        maps = getattr(output, name, None)
+        maps = getattr(output, backbone.attentions_name, None)
         if not maps or maps[layer - 1] is None:
             raise ValueError(
                 f"{backbone._name} ({backbone.class_name}) returns no attention map of "
@@ -173,14 +174,14 @@ def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) ->
                 "attention maps can't be compared; use another method"
             )
         attentions[layer] = maps[layer - 1]
-    setattr(output, name, None)
     return attentions
 
 
 def _run_with_hidden_states(
-    backbone: Backbone, inputs: dict[str, Any], layers: set[int]
+    backbone: Backbone, inputs: dict[str, Any], requested: Iterable[int]
 ) -> tuple[Any, dict[int, Tensor]]:
-    """The model's output and the hidden states of ``layers``, by hooks or by the output's list."""
+    """The model's output and the requested hidden states, by hooks or from the output's list."""
+    layers = {*requested}
     # A model compiled by itself is traced into the graph if the Distiller is compiled too.
     opaque = backbone.compiled and not torch.compiler.is_compiling()
     if backbone._hooks_reach or (backbone.compiled and not opaque):
@@ -205,13 +206,13 @@ def _run_with_hidden_states(
     last: set[int] = set() if opaque else {backbone.num_layers}
     with capture(backbone, last) as captured:
         output = backbone.run({**inputs, "output_hidden_states": True})
-    states = getattr(output, backbone.output_name("hidden_states"), None)
+    states = getattr(output, backbone.hidden_states_name, None)
     if states is None or len(states) != backbone.num_layers + 1:
         raise ValueError(
             f"{backbone._name} ({type(backbone.inner).__name__}) doesn't return the hidden states "
             f"of its {backbone.num_layers} layers; {DESCRIBE}"
         )
-    setattr(output, backbone.output_name("hidden_states"), None)
+    setattr(output, backbone.hidden_states_name, None)
     # Vision models end their list before the final norm.
     found = {**dict(enumerate(states)), **captured}
     return output, {layer: found[layer] for layer in layers}
@@ -232,11 +233,11 @@ def _check_shown(
             entering_blocks(backbone) as entered,
             capture(backbone, {backbone.num_layers}) as captured,
         ):
-            given = backbone._given({**inputs, "output_hidden_states": True})
+            given = backbone.arguments({**inputs, "output_hidden_states": True})
             output = backbone.inner._call_impl(**given)  # uncompiled
         torch.clear_autocast_cache()  # weights cast under no_grad would get no gradient later
         backbone.forget_run()
-        states = getattr(output, backbone.output_name("hidden_states"), None) or ()
+        states = getattr(output, backbone.hidden_states_name, None) or ()
         found = {**entered, **captured}
         backbone._shown_wrong = {
             i for i, x in enumerate(states) if i in found and not is_state(x, found[i])
@@ -267,16 +268,15 @@ def _check_checkpointing(backbone: Backbone) -> None:
             )
 
 
-def _check_layerdrop(backbone: Backbone) -> None:
-    """Raise if LayerDrop skips blocks at random, whose outputs would be missing."""
-    prefix = "decoder_" if backbone.encoder_decoder else ""
-    for name in (f"{prefix}layerdrop", "layerdrop"):
-        if getattr(backbone.stack_config, name, 0.0):
-            raise ValueError(
-                f"the {backbone._name} ({backbone.class_name}) skips layers at random in training "
-                f"({name}={getattr(backbone.stack_config, name)}), and skipped layers can't be "
-                f"compared; set {name}=0 in its configuration"
-            )
+def _check_layerdrop(backbone: Backbone, request: LayerRequest) -> None:
+    """Raise if LayerDrop may skip a requested block; the last hidden states always exist."""
+    value = getattr(backbone.stack_config, backbone.layerdrop, 0.0)
+    if value and request != LayerRequest((backbone.num_layers,)):
+        raise ValueError(
+            f"the {backbone._name} ({backbone.class_name}) skips layers at random in training "
+            f"({backbone.layerdrop}={value}), and skipped layers can't be compared; set "
+            f"{backbone.layerdrop}=0 in its configuration"
+        )
 
 
 @dataclass

@@ -392,8 +392,9 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
             f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
             f"entries and the teacher {sizes[1]}{remedy if lm_heads else ''}"
         )
-    if student.problem is None and teacher.problem in (REGRESSION, MULTI_LABEL):
-        student.taught_problem = teacher.problem
+    unset = student.problem is None and student.uses_problem_type
+    if unset and teacher.problem in (REGRESSION, MULTI_LABEL):
+        student.problem = teacher.problem
     problems = {model.problem for model in (student, teacher)} - {None}
     if len(problems) > 1 and problems & {REGRESSION, MULTI_LABEL}:
         raise ValueError(

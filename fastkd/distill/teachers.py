@@ -17,10 +17,10 @@ from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.documents import check_apart, unpacked
-from fastkd.distill.hooks import reading_logits
 from fastkd.distill.method import Method
 from fastkd.distill.outputs import (
     EnsembleOutputs,
+    HeadOutput,
     LayerRequest,
     Outputs,
     model_outputs,
@@ -35,15 +35,12 @@ class Teacher:
 
     def __init__(self, module: nn.Module) -> None:
         self.model = backbone_of(module, "teacher")
+        #: The module that was passed as the teacher, uncompiled.
+        self.module: Any = self.model.uncompiled
         #: The models that run: this one, or none for a cache.
         self.live = [self.model]
         #: Whether the warning about a vocabulary other than the student's was shown.
         self.vocabulary_warned = False
-
-    @property
-    def module(self) -> Any:
-        """The module that was passed as the teacher."""
-        return self.model.model
 
     def serve(self, method: Method, device: torch.device) -> None:
         """Raise unless this teacher has every output that a built method reads."""
@@ -75,10 +72,12 @@ class Teacher:
             self.module.eval()
         inputs = placed_for(self.module, own.model_inputs)
         reads = method.compares_logits(progress)
-        with torch.no_grad(), reading_logits(model, reads):
+        head: HeadOutput = "none"
+        if reads:
+            head = "inputs" if use_lm_head else "logits"
+        with torch.no_grad():
             request = method.layer_request("teacher")
-            outputs = batch_outputs(model, inputs, request, own, use_lm_head and reads)
-            outputs = (outputs if reads else outputs.without_logits()).to(batch.device)
+            outputs = batch_outputs(model, inputs, request, own, head).to(batch.device)
             if batch.spans is not None:
                 return batch.spans.pool(outputs, 1, model, own.feature_mask)
             if own is batch:
@@ -92,13 +91,9 @@ class CachedTeacher(Teacher):
     """A teacher whose stored outputs are read; no model runs."""
 
     def __init__(self, cache: TeacherCache) -> None:
-        self.cache = cache
+        self.module = cache
         self.model: Any = copy.copy(cache.model)  # each Distiller sets its own vocabulary
         self.live = []
-
-    @property
-    def module(self) -> Any:
-        return self.cache
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
@@ -252,7 +247,7 @@ def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> N
 def check_documents(name: str, backbone: Backbone, batch: Batch) -> None:
     """Raise if a model reads the documents of a packed row as one document."""
     if batch.documents is not None and batch.documents.packed:
-        inputs = placed_for(backbone.model, batch.model_inputs)
+        inputs = placed_for(backbone.uncompiled, batch.model_inputs)
         check_apart(backbone, name, inputs, batch.documents)
 
 
@@ -261,12 +256,13 @@ def batch_outputs(
     inputs: dict[str, Any],
     request: LayerRequest,
     batch: Batch,
-    use_lm_head: bool = False,
+    head: HeadOutput = "logits",
 ) -> Outputs:
     """Outputs of a model on a batch, each document of packed rows in a row of its own."""
     if batch.empty:
-        return model_outputs(backbone, _one_row(inputs), request, use_lm_head).rows(0)
-    return unpacked(model_outputs(backbone, inputs, request, use_lm_head), batch.documents)
+        return model_outputs(backbone, _one_row(inputs), request, head).rows(0)
+    outputs = model_outputs(backbone, inputs, request, head)
+    return outputs if batch.documents is None else unpacked(outputs, batch.documents)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -26,14 +26,21 @@ from fastkd.distill.student import layers_to_keep, student_from_teacher, with_fi
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
-from fastkd.train.arrow_rows import Encoded, file_fingerprint, fingerprint
+from fastkd.train.arrow_rows import (
+    Encoded,
+    Rows,
+    code_fingerprints,
+    file_fingerprint,
+    fingerprint,
+)
 from fastkd.train.computation import choose_device
 from fastkd.train.config import TrainingConfig
 from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.evaluation import predict
+from fastkd.train.evaluation import predict, score
 from fastkd.train.models import (
+    check_causal,
     check_depth,
     check_same_tokens,
     count,
@@ -86,7 +93,7 @@ def _from(
         model = load(whose, name, auto, False, attn_implementation=attention, **options)
     except InputError:
         model = load(whose, name, auto, False, **options)
-    task.check_model(model.config, f"{whose} {name}")
+    check_causal(task, model.config, f"{whose} {name}")
     return model
 
 
@@ -114,7 +121,7 @@ class AnswerKeepingRun(Run):
         rows, task = self.eval_rows[""], self.task
         found = predict(model, rows, task, self.tokenizer, self.training_config)
         self.answers = task.short_answers(found, rows)
-        return task.scores(self.corpus.metrics, found, rows)
+        return score(task, self.corpus.metrics, found, rows)
 
 
 class TrainedStudent(NamedTuple):
@@ -166,8 +173,8 @@ class TaskRuns:
         kind = self.corpus.task
         return key_of(
             {
-                # One's own task is a file that may change between two runs.
-                "task": [kind.name(), *(kind.code() if ":" in kind.name() else ())],
+                # A user's task is a file that may change between two runs.
+                "task": code_fingerprints(type(kind)) if ":" in kind.name() else [kind.name()],
                 "teacher": self.study.teacher,
                 "files": _files_fingerprint(Path(self.name)),
                 "rows": corpus_fingerprints(self.corpus),
@@ -245,7 +252,7 @@ class TaskRuns:
             "scores": scores,
             "rows_of_classes": None
             if names is None or not truths
-            else np.bincount(kind.strata(self.corpus.train), minlength=len(names)).tolist(),
+            else np.bincount(_class_ids(self.corpus.train), minlength=len(names)).tolist(),
             "predictions": run.answers,
             "labels": truths,
             "classes": names,
@@ -467,12 +474,19 @@ class TaskRuns:
         return found
 
 
+def _class_ids(rows: Rows) -> list[int]:
+    """Class ids for stratified sampling; 0 for rows without a class."""
+    if rows.labels is None or rows.labels.dtype != np.int64:
+        return [0] * len(rows)
+    return rows.labels.tolist()
+
+
 def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
     """``labelled`` training rows, as even over the classes as can be; the others without labels."""
     rng = random.Random(seed)
     train = corpus.train
     groups: dict[Any, list[int]] = {}
-    for i, label in enumerate(corpus.task.strata(train)):
+    for i, label in enumerate(_class_ids(train)):
         groups.setdefault(label, []).append(i)
     for group in groups.values():
         rng.shuffle(group)
@@ -481,11 +495,13 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
         for label in sorted(groups):
             if groups[label] and len(kept) < labelled:
                 kept.add(groups[label].pop())
-    rest, bare = [i for i in range(len(train)) if i not in kept], corpus.unlabelled
+    rest, unlabelled = [i for i in range(len(train)) if i not in kept], corpus.unlabelled
     if rest:
+        data.check_unlabelled(corpus.task)
         others = train.select(rest)
-        bare = corpus.task.unlabelled(others if bare is None else others.followed_by(bare))
-    return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=bare)
+        others = others if unlabelled is None else others.followed_by(unlabelled)
+        unlabelled = corpus.task.without_labels(others)
+    return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
 
 
 def _plain(value: Any) -> Any:

@@ -6,16 +6,15 @@ file is written once, by the first of several processes, while the others wait f
 """
 
 import contextlib
-import copy
+import dataclasses
 import functools
 import hashlib
+import inspect
 import itertools
-import json
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,24 +35,23 @@ if TYPE_CHECKING:
 BATCH = 128
 FEW = 8  # with fewer rows, all tokens may be unknown
 CODE = ("arrow_rows.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
-# What the teacher's own inputs begin with, as a Distiller takes them.
+# Prefix of the teacher's own inputs in a batch for a Distiller.
 TEACHER_PREFIX = "teacher_"
-# The class of a row without one, as transformers has it.
+# Class id of a row without a label, as in transformers.
 UNLABELLED = -100
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of one split, as read from the source.
+    """Rows of one split.
 
-    ``data`` has the column number and the columns of its task: text and, where present, pair and
-    label, the source's value as JSON. ``labels`` holds the encoded labels where a label is one
-    number: class ids, or real numbers.
+    ``data`` is a `datasets.Dataset` with the column ``number``, the number of each row in its
+    source, and the columns of its task: ``text`` and, where present, ``pair`` and ``label``. A
+    label that is one word is a string until the task is fitted, then a class id or a number.
     """
 
     source: str
     data: Any
-    labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -72,39 +70,39 @@ class Rows:
         """All second texts, in memory."""
         return self.data["pair"][:] if self.paired else None
 
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        """All class ids or numbers; None if the rows have neither."""
+        return _numbers(self.data, "label")
+
     def columns(self, *names: str) -> Iterator[tuple]:
         """The values of these columns, row by row."""
         for batch in self.data.select_columns(list(names)).iter(BATCH):
             yield from zip(*(batch[name] for name in names), strict=True)
 
-    def both_texts(self) -> Iterator[tuple[str, str]]:
-        """Text and second text of each row; the second is empty if there is none."""
-        if self.paired:
-            return self.columns("text", "pair")
-        return ((text, "") for (text,) in self.columns("text"))
+    def column(self, name: str) -> Iterator[Any]:
+        """The values of one column."""
+        return (value for (value,) in self.columns(name))
 
-    def contents(self) -> Iterator[tuple]:
-        """All values of each row, with its encoded label if it has one."""
-        if self.labels is None:
-            names = [name for name in self.data.column_names if name != "number"]
-            return self.columns(*names)
-        labels = (label.item() for label in self.labels)
-        return ((*texts, label) for texts, label in zip(self.both_texts(), labels, strict=True))
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rows as dictionaries by column."""
+        names = self.data.column_names
+        return (dict(zip(names, row, strict=True)) for row in self.columns(*names))
 
-    def inputs(self) -> Iterator[Any]:
-        """A hashable value for each row that identifies its model input."""
-        if "text" in self.data.column_names:
-            return self.both_texts()
-        names = [n for n in self.data.column_names if n not in ("number", "label", "labels")]
-        return (repr(row) for row in self.columns(*names))
+    def contents(self) -> Iterator[str]:
+        """All values of each row but its number, as text."""
+        return map(repr, self.columns(*(n for n in self.data.column_names if n != "number")))
+
+    def inputs(self) -> Iterator[str]:
+        """The values of each row that its model reads, as text."""
+        return self.without("label").contents()
 
     @functools.cached_property
-    def raw_labels(self) -> tuple[list[Any], np.ndarray]:
+    def raw_labels(self) -> tuple[list[str], np.ndarray]:
         """Distinct labels of the source in order of appearance, and each row's index into them."""
         column = self.data.select_columns(["label"]).with_format("arrow")[:].column("label")
         coded = column.dictionary_encode().combine_chunks()
-        labels = [json.loads(label) for label in coded.dictionary.to_pylist()]
-        return labels, coded.indices.to_numpy()
+        return coded.dictionary.to_pylist(), coded.indices.to_numpy()
 
     def number(self, index: int) -> int:
         """Number of row ``index`` in the source."""
@@ -114,8 +112,8 @@ class Rows:
         """Number in the source of the first row with raw label ``i``."""
         return self.number(int(np.argmax(self.raw_labels[1] == i)))
 
-    def map_labels(self, read: Callable[[Any], Any]) -> list[Any]:
-        """``read(label)`` for each distinct label; an InputError gets the row as a prefix."""
+    def map_labels(self, read: Callable[[str], Any]) -> list[Any]:
+        """``read(label)`` for each distinct raw label; an InputError gets the row as a prefix."""
         found = []
         for i, label in enumerate(self.raw_labels[0]):
             try:
@@ -126,9 +124,18 @@ class Rows:
                 ) from None
         return found
 
-    def labelled(self, read: Callable[[Any], float], kind: type) -> "Rows":
-        """Rows with encoded labels, ``read(label)`` of the source's, of type ``kind``."""
-        return replace(self, labels=np.array(self.map_labels(read), kind)[self.raw_labels[1]])
+    def labelled(
+        self, read: Callable[[str], float], kind: type, classes: Sequence[str] | None = None
+    ) -> "Rows":
+        """Rows whose labels are ``read(label)``, of type ``kind``; ids of ``classes`` if given."""
+        return self.with_labels(np.array(self.map_labels(read), kind)[self.raw_labels[1]], classes)
+
+    def with_labels(self, labels: np.ndarray, classes: Sequence[str] | None = None) -> "Rows":
+        """Rows with these labels, ids of ``classes`` if given."""
+        library = _library()
+        named = None if classes is None else library.ClassLabel(names=list(classes))
+        data = self.without("label").data
+        return replace(self, data=data.add_column("label", labels, feature=named))
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""
@@ -138,8 +145,7 @@ class Rows:
 
     def select(self, keep: list[int]) -> "Rows":
         """The rows of these numbers, counted from 0."""
-        labels = None if self.labels is None else self.labels[keep]
-        return replace(self, data=self.data.select(keep, keep_in_memory=True), labels=labels)
+        return replace(self, data=self.data.select(keep, keep_in_memory=True))
 
     def without(self, column: str) -> "Rows":
         """Rows without the given column, if they have it."""
@@ -148,10 +154,16 @@ class Rows:
 
     def followed_by(self, other: "Rows") -> "Rows":
         """These rows and the ``other`` rows, without labels."""
-        kept = [n for n in self.data.column_names if n in other.data.column_names]
-        kept = [n for n in kept if n not in ("label", "labels")]
+        kept = [n for n in self.data.column_names if n in other.data.column_names and n != "label"]
         parts = [rows.data.select_columns(kept) for rows in (self, other)]
         return Rows(f"{self.source} and {other.source}", _library().concatenate_datasets(parts))
+
+
+def _numbers(data: Any, name: str) -> np.ndarray | None:
+    """Column ``name`` of a data set as an array if each value is one number, else None."""
+    if getattr(data.features.get(name), "dtype", None) not in ("int64", "float64"):
+        return None
+    return np.asarray(data.select_columns([name]).with_format("numpy")[:][name])
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
@@ -180,8 +192,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         tokenizer.backend_tokenizer.no_padding()
     with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        words = type(tokenizer).__name__, file_fingerprint(Path(folder))
-    return fingerprint(word.encode() for word in words)
+        parts = type(tokenizer).__name__, file_fingerprint(Path(folder))
+    return fingerprint(part.encode() for part in parts)
+
+
+def code_fingerprints(task: "type[Task]") -> list[str]:
+    """The name of a task and the fingerprints of its source files, those of its bases included."""
+    files = dict.fromkeys(inspect.getfile(part) for part in task.__mro__ if part is not object)
+    return [task.name(), *(file_fingerprint(Path(file)) for file in files)]
 
 
 def in_memory(
@@ -193,7 +211,7 @@ def in_memory(
         {"number": list(range(1, len(texts) + 1)), **columns},
         features=_features(dict.fromkeys(columns, "large_string")),
     )
-    return Rows(source, data, np.asarray(labels))
+    return Rows(source, data).with_labels(np.asarray(labels))
 
 
 def stored(
@@ -208,25 +226,20 @@ def stored(
     """
     library = _library()
     code = (file_fingerprint(Path(__file__).parent / name) for name in CODE)
-    words = (*parts, *code, library.__version__)
+    parts = (*parts, *code, library.__version__)
     try:
         with _writing(source):
             data = library.Dataset.from_generator(
                 records,
                 features=_features(columns),
-                fingerprint=fingerprint(f"{word}\0".encode() for word in words),
+                fingerprint=fingerprint(f"{part}\0".encode() for part in parts),
                 writer_batch_size=BATCH,
             )
     except library.exceptions.DatasetGenerationError as error:
-        # What went wrong in `records`, or while it was written.
+        # The error of `records`, or of the writer.
         with _writing(source):
             raise error.__cause__ or error from None
     return Rows(source, data)
-
-
-def label_json(label: Any) -> str:
-    """A label of any type as JSON, so that one column holds all types."""
-    return json.dumps(label, default=lambda x: float(x) if isinstance(x, Decimal) else [str(x)])
 
 
 def _features(columns: Mapping[str, Any]) -> Any:
@@ -271,27 +284,23 @@ def _writing(source: str) -> Iterator[None]:
         ) from error
 
 
+@dataclass(eq=False)
 class Encoded(torch.utils.data.Dataset):
     """Tokenized rows with labels; a collator pads them batch by batch.
 
-    ``tokens`` are the model inputs, ``labels`` the labels where each is one number. Columns for the
-    metrics, and ``number`` and ``length`` of each row, are in ``evaluation_columns``.
+    ``tokens`` has the model inputs and, where the task has them, ``labels``. The columns for the
+    metrics, and ``number`` and ``length`` of each row, are in ``evaluation_columns``. ``ends`` has
+    the end of each of the ``sources`` in the encoded rows.
     """
 
+    tokens: Any
+    evaluation_columns: Any
+    sources: list[Rows]
+    ends: list[int]
     #: The teacher's answers, where metrics compare with the teacher.
     teacher_answers: Any = None
     #: The rows encoded with the teacher's tokenizer, where that differs.
     teacher_encoded: "Encoded | None" = None
-
-    def __init__(self, tokens: Any, rows: Rows, beside: Sequence[str] = ()):
-        self.sources, self.labels = [rows], rows.labels
-        beside = ["number", "length", *beside]
-        self.evaluation_columns, self.tokens = (
-            tokens.select_columns(beside),
-            tokens.remove_columns(beside),
-        )
-        self.lengths = np.asarray(self.evaluation_columns.with_format("numpy")["length"][:])
-        self.ends = [len(tokens)]
 
     @property
     def rows(self) -> Rows:
@@ -299,9 +308,19 @@ class Encoded(torch.utils.data.Dataset):
         (rows,) = self.sources
         return rows
 
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each row."""
+        return np.asarray(_numbers(self.evaluation_columns, "length"))
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray | None:
+        """The label of each row, where that is one number."""
+        return _numbers(self.tokens, "labels")
+
     @property
     def targets(self) -> np.ndarray:
-        """The labels, where they are one number a row."""
+        """The label of each row, which must be one number."""
         assert self.labels is not None
         return self.labels
 
@@ -321,16 +340,12 @@ class Encoded(torch.utils.data.Dataset):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([int(index)])[0]
+        return self.tokens[int(index)]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         columns = self.tokens[list(indices)]
-        if self.labels is not None:
-            columns = {**columns, "labels": self.labels[indices].tolist()}
-        return [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
-        ]
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, values, strict=True)) for values in rows]
 
     def batches(
         self,
@@ -374,24 +389,18 @@ class Encoded(torch.utils.data.Dataset):
         theirs = theirs.rename_columns(
             {name: f"{TEACHER_PREFIX}{name}" for name in theirs.column_names}
         )
-        both = copy.copy(self)
-        both.tokens = _library().concatenate_datasets([self.tokens, theirs], axis=1)
-        return both
+        both = _library().concatenate_datasets([self.tokens, theirs], axis=1)
+        return dataclasses.replace(self, tokens=both)
 
     def followed_by(self, other: "Encoded") -> "Encoded":
-        """These rows and the ``other`` rows; only labels and lengths are copied."""
-        both = Encoded.__new__(Encoded)
-        both.tokens = _library().concatenate_datasets([self.tokens, other.tokens])
-        both.evaluation_columns = _library().concatenate_datasets(
-            [self.evaluation_columns, other.evaluation_columns]
+        """These rows and the ``other`` rows."""
+        join = _library().concatenate_datasets
+        return Encoded(
+            join([self.tokens, other.tokens]),
+            join([self.evaluation_columns, other.evaluation_columns]),
+            [*self.sources, *other.sources],
+            [*self.ends, *(len(self) + end for end in other.ends)],
         )
-        both.labels = None
-        if self.labels is not None and other.labels is not None:
-            both.labels = np.concatenate([self.labels, other.labels])
-        both.sources = [*self.sources, *other.sources]
-        both.ends = [*self.ends, *(len(self) + end for end in other.ends)]
-        both.lengths = np.concatenate([self.lengths, other.lengths])
-        return both
 
 
 class Encoder:
@@ -399,26 +408,24 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, max_length: int, task: "Task"):
         self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
-        self.words = [tokenizer_fingerprint(tokenizer), str(max_length)]
+        self.parts = [tokenizer_fingerprint(tokenizer), str(max_length)]
         for module in ("transformers", "tokenizers"):
-            self.words.append(getattr(require(module, "train"), "__version__", ""))
-        self.words += [task.name(), repr(task), *task.code()]
+            self.parts.append(getattr(require(module, "train"), "__version__", ""))
+        self.parts += [repr(task), *code_fingerprints(type(task))]
 
     def __call__(self, rows: Rows) -> Encoded:
         data, task = rows.data, self.task
-        added, what = task.added_tokens(self.tokenizer, rows)
+        added = max(1, self.tokenizer.num_special_tokens_to_add(pair=rows.paired))
         if added >= self.max_length:
+            what = "a pair" if rows.paired else "a text"
             raise InputError(
                 f"--max-length {self.max_length}: leaves no room for text, as the tokenizer "
                 f"adds {added} tokens to {what}; give a larger one"
             )
-        name = fingerprint(f"{word}\0".encode() for word in (data._fingerprint, *self.words))
+        name = fingerprint(f"{part}\0".encode() for part in (data._fingerprint, *self.parts))
 
-        # A column of the tokens may be called as one of the rows and have another type.
-        aside = data.rename_columns({column: f"_{column}" for column in data.column_names})
-
-        def encode(columns: dict[str, list]) -> dict[str, list]:
-            batch = {column[1:]: values for column, values in columns.items()}
+        def encode(batch: dict[str, list]) -> dict[str, list]:
+            batch = dict(batch)
             batch["where"] = [f"{rows.source}, row {number}" for number in batch["number"]]
             found = dict(task.encode(batch, self.tokenizer, self.max_length))
             found.setdefault("number", batch["number"])
@@ -429,15 +436,18 @@ class Encoder:
             return found
 
         with _writing(rows.source), _locked(data, name):
-            tokens = aside.map(
+            tokens = data.map(
                 encode,
                 batched=True,
                 batch_size=BATCH,
                 writer_batch_size=BATCH,
-                remove_columns=aside.column_names,
+                remove_columns=data.column_names,
                 new_fingerprint=name,
             )
-        encoded = Encoded(tokens, rows, task.evaluation_columns)
+        beside = ["number", "length", *task.evaluation_columns]
+        encoded = Encoded(
+            tokens.remove_columns(beside), tokens.select_columns(beside), [rows], [len(tokens)]
+        )
         self._check_known(rows, encoded)
         return encoded
 

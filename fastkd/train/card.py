@@ -1,13 +1,16 @@
 """The model card of a student: its origin, scores and use."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from fastkd._core.extras import require
 from fastkd.train import lora, tasks
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
+from fastkd.train.tasks.base import Task
 
 CARD = "README.md"
 FILES = {"evaluation": "evals", "test": "test"}  # options with the files of scored rows
@@ -64,11 +67,29 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
-        labels=task.about(report),
+        labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
         adapters=_adapters(settings, report, task.head, Path(directory).name),
-        usage=task.usage(report, Path(directory).name),
+        usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _listed(value: Any) -> Any:
+    """A list of names joined by commas, with Markdown's special characters escaped."""
+    if not isinstance(value, list | tuple):
+        return value
+    names = (" ".join(str(name).split()) for name in value)
+    return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", name) for name in names)
+
+
+def _usage(task: type[Task], report: Mapping[str, Any], directory: str) -> str:
+    """Example code that uses the student."""
+    return Template(task.usage).substitute(
+        directory=directory,
+        head=task.head,
+        pipeline=task.pipeline,
+        inputs='{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."',
+    )
 
 
 def _made(method: str) -> str:

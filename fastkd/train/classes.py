@@ -1,4 +1,4 @@
-"""Names of classes: what they mean, and in which order a head has them."""
+"""Names of classes: their meanings, and their order in a head."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +11,20 @@ MOST_CLASSES_SHOWN = 20
 
 
 def class_names(config: Any) -> list[str]:
-    """The classes of a head."""
+    """Class names of a head, from its configuration."""
     return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
 
 
 def whole_numbers(names: Iterable[str]) -> bool:
-    """Whether each of them is one."""
+    """Whether all ``names`` are whole numbers."""
     return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
 
 
 def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> str:
-    """How numbered ``labels`` are read as the classes ``names`` of a head, by id; a line.
+    """A line that prints how numbered ``labels`` are read as the classes ``names`` of a head.
 
     Raises:
-        InputError: such classes are usually numbered the other way round.
+        InputError: such classes usually have the opposite numbers.
     """
     if not labels or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
         return ""
@@ -40,7 +40,7 @@ def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> 
     return f"labels are read as numbers of the model's classes: {', '.join(shown)}"
 
 
-# Meanings of which the first has the smaller number in GLUE and wherever numbers are a scale.
+# Pairs of meanings; the first has the smaller number in GLUE and on any scale.
 USUAL_ORDER = (
     ("negative", "positive"),
     ("no", "yes"),
@@ -49,7 +49,7 @@ USUAL_ORDER = (
     ("entailment", "notentailment"),
     ("entailment", "contradiction"),
 )
-# Words that mean the same class.
+# The word of a class by each of its synonyms.
 SYNONYMS = {
     word: group[0]
     for group in (
@@ -70,7 +70,7 @@ SYNONYMS = {
 
 
 def meaning(name: str) -> str:
-    """A class's name without case, gaps and choice of synonym; of a number its value."""
+    """The name of a class without case, gaps and synonyms; the value of a number."""
     number = as_number(name)
     if number is not None:
         return str(number)
@@ -79,7 +79,7 @@ def meaning(name: str) -> str:
 
 
 def label_order(given: str, names: list[str], whose: str) -> list[str]:
-    """What --label-order says, which must be each of ``names`` once."""
+    """The class names in --label-order, which must be each of ``names`` once."""
     order = [name.strip() for name in given.split(",")]
     if sorted(order) != sorted(names):
         raise InputError(
@@ -90,7 +90,7 @@ def label_order(given: str, names: list[str], whose: str) -> list[str]:
 
 
 def by_names(names: list[str], head: list[str]) -> list[str] | None:
-    """``names`` in the order of the ``head`` that has these, or their meanings; None if not."""
+    """``names`` in the order of a ``head`` with these classes or meanings; else None."""
     if sorted(head) == sorted(names):
         return head
     ours = {meaning(name): name for name in names}

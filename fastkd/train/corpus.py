@@ -1,4 +1,4 @@
-"""The rows of a run, and the task that they are of."""
+"""The rows of a run, and their task."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and evaluation rows with what their task makes of the labels.
+    """Training and evaluation rows with the task fitted to them.
 
     ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
-    mismatched. ``test`` rows are scored once, at the end; ``unlabelled`` ones carry what losses on
-    labels leave out. Of the ``metrics`` the first picks the best model.
+    mismatched. ``test`` rows are scored once, at the end. ``unlabelled`` rows train all losses but
+    those on labels. The first of the ``metrics`` selects the best model.
     """
 
     train: Rows
@@ -24,12 +24,12 @@ class Corpus:
     metrics: tuple[str, ...]
     test: Rows | None = None
     unlabelled: Rows | None = None
-    #: Lines to be read: how many rows are marked as having no label, ...
+    #: Lines to print: how many rows have no label, ...
     without_labels: tuple[str, ...] = ()
     #: ... and how numbers were read as the classes of a head.
     reading: str = ""
 
     @property
     def names(self) -> list[str] | None:
-        """What the outputs of the head are called, if they have names."""
+        """Class names of the head; None if it has none."""
         return self.task.names

@@ -1,7 +1,7 @@
 """The rows of `fastkd distill`: GLUE tasks, any hub dataset, local files, as their task reads them.
 
-Every row is read and checked before anything is trained; a mistake is one InputError that names
-the option, or the file and the row (counted as an editor does: the first line is row 1).
+Every row is read and checked before training. An error is one InputError with the option, or with
+the file and the row.
 """
 
 from collections import Counter
@@ -11,27 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
-from fastkd.train import tasks
-from fastkd.train.arrow_rows import Rows, file_fingerprint, stored
+from fastkd.train import files, tasks
+from fastkd.train.arrow_rows import Rows, code_fingerprints, file_fingerprint, stored
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.files import first_row, is_text
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
 from fastkd.train.settings import Source
-from fastkd.train.tasks.base import LabelInfo, Task
+from fastkd.train.tasks.base import ClassTask, LabelInfo, Task
 
 TEST = "test"
+
+
+def check_file(path: Path, option: str, task: type[Task]) -> None:
+    """Raise unless ``path`` is a file, or a folder, that ``task`` can read."""
+    files.check_file(path, option, task.suffixes, task.folders)
 
 
 def read_file(
     path: Path, columns: Columns, option: str, every: bool = False, task: type[Task] | None = None
 ) -> Rows:
-    """Read and check the rows of a file as a task does; messages name ``option``.
+    """Read and check the rows of a file for a task; errors name ``option``.
 
     Without a label column they have no labels. A row without text is an error, unless ``every``
-    one is wanted.
+    row is read.
     """
     kind = tasks.named(None) if task is None else task
 
@@ -41,15 +45,40 @@ def read_file(
             settled = settled or kind.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
             row = {"number": number, **kind.row(record, settled, where)}
-            if not every and not kind.has_text(row):
-                raise InputError(f"{where}: column {kind.empty_column(row, settled)!r} is empty")
+            empty = None if every else empty_column(kind, row)
+            if empty is not None:
+                raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
             yield row
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
 
-    kind.check_file(path, option)
+    check_file(path, option, kind)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
-    return stored(str(path), rows, (*parts, kind.name(), *kind.code()), kind.features(columns))
+    return stored(str(path), rows, (*parts, *code_fingerprints(kind)), _stored(kind, columns))
+
+
+def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
+    """The stored columns of a task with these ``columns``, and their types."""
+    missing = [name for name in task.optional if getattr(columns, name) is None]
+    return {name: kind for name, kind in task.stored.items() if name not in missing}
+
+
+def empty_column(task: type[Task], row: dict[str, Any]) -> str | None:
+    """The stored column without text in a row that has too little text; else None."""
+    parts = [
+        (name, text)
+        for name in task.stored
+        if name != "label" and row.get(name) is not None
+        for text in _listed(row[name])
+    ]
+    blank = [name for name, text in parts if not text.strip()]
+    if task.every_text:
+        return blank[0] if blank else None
+    return "text" if len(blank) == len(parts) else None
+
+
+def _listed(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [value]
 
 
 def read_hub(
@@ -72,21 +101,29 @@ def read_hub(
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
     columns = kind.resolve_columns(columns, dict.fromkeys(data.column_names), source)
-    declared_classes = (
-        None if columns.label is None else kind.declared_classes(data.features[columns.label])
-    )
+    feature = None
+    if columns.label is not None and issubclass(kind, ClassTask):
+        feature = data.features[columns.label]
+        feature = getattr(feature, "feature", feature)  # of a list
+    classes: list[str] | None = getattr(feature, "names", None)
+
+    def class_name(label: Any, where: str) -> Any:
+        if isinstance(label, list):
+            return [class_name(i, where) for i in label]
+        if label is None or label < 0:
+            raise InputError(f"{where}: no label (a hidden test split?)")
+        assert classes is not None
+        return classes[label]
 
     def rows() -> Iterator[dict[str, Any]]:
-        for number, record in enumerate(data.select_columns(kind.hub_columns(columns)), 1):
+        for number, record in enumerate(data, 1):
             where = f"{source}, row {number}"
-            if declared_classes is not None:
-                record[columns.label] = kind.declared_name(
-                    record[columns.label], declared_classes, where
-                )
+            if classes is not None:
+                record[columns.label] = class_name(record[columns.label], where)
             yield {"number": number, **kind.row(record, columns, where)}
 
-    parts = (data._fingerprint, repr(columns), repr(declared_classes), kind.name(), *kind.code())
-    return stored(source, rows, parts, kind.features(columns)), declared_classes
+    parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(kind))
+    return stored(source, rows, parts, _stored(kind, columns)), classes
 
 
 def load(source: Source) -> Corpus:
@@ -105,6 +142,7 @@ def load(source: Source) -> Corpus:
     task, train, evals, more = fitted.task, fitted.train, fitted.evals, fitted.without_labels
     test = evals.pop(TEST, None)
     if source.unlabelled is not None:
+        check_unlabelled(task)
         columns = file_columns(source.columns, glue, source.unlabelled, kind, labelled=False)
         own = more
         more = read_file(source.unlabelled, columns, "--unlabelled", task=kind)
@@ -115,9 +153,18 @@ def load(source: Source) -> Corpus:
         task,
         task.select_metrics(source.metric, glue),
         test,
-        None if more is None else task.unlabelled(more),
+        None if more is None else task.without_labels(more),
         without_labels=fitted.notes,
     )
+
+
+def check_unlabelled(task: Task) -> None:
+    """Raise unless rows without labels can train models of ``task``."""
+    if not task.unlabelled:
+        raise InputError(
+            f"--unlabelled: rows of --task {task.name()} have no labels, or cannot be trained on "
+            "without them; leave it out"
+        )
 
 
 def _read_files(
@@ -155,7 +202,7 @@ def _read_splits(
 
 
 def describe(corpus: Corpus) -> Iterator[str]:
-    """What the rows hold, and what looks like a mistake in them: lines to be read."""
+    """Lines to print: a summary of the rows, and warnings about likely mistakes."""
     yield from corpus.without_labels
     yield from corpus.task.describe(corpus)
     if corpus.unlabelled is not None:
@@ -172,9 +219,9 @@ def describe(corpus: Corpus) -> Iterator[str]:
 
 
 def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
-    """How many rows of ``sets`` have the texts of a training row; only their hashes are kept."""
-    wanted = Counter(hash(texts) for rows in sets for texts in rows.inputs())
-    return sum(wanted.pop(hash(texts), 0) for texts in train.inputs())
+    """How many rows of ``sets`` have the texts of a training row; compares hashes."""
+    counts = Counter(hash(texts) for rows in sets for texts in rows.inputs())
+    return sum(counts.pop(hash(texts), 0) for texts in train.inputs())
 
 
 def file_columns(
@@ -184,15 +231,15 @@ def file_columns(
     task: type[Task] | None = None,
     labelled: bool = True,
 ) -> Columns:
-    """GLUE's own layout for its files, or the hub's columns where the header has them.
+    """Columns of a file: those ``asked`` for, GLUE's, or the defaults of the task.
 
-    The names that are ``asked`` for go before these.
+    A file of a GLUE task has GLUE's own layout, or the hub's columns if its header has them.
     """
     columns = (task or tasks.named(None)).columns
     if glue is not None:
         columns = glue.file
         hub = {name for name in (glue.hub.text, glue.hub.pair, glue.hub.label) if name is not None}
-        if asked.header and hub <= set(first_row(path)):
+        if asked.header and hub <= set(files.first_row(path)):
             columns = glue.hub
     elif not asked.header:
         needed = {"--text-column": asked.text}
@@ -203,10 +250,10 @@ def file_columns(
                 f"--no-header needs {' and '.join(needed)} as numbers, the first being 0"
             )
     columns = asked.over(columns)
-    if is_text(path):
+    if files.is_text(path):
         if columns.pair is not None:
             raise InputError(
-                f"{path}: a line is one text, and two are compared; use another format"
+                f"{path}: a .txt file has one text a line, but two are compared; use another format"
             )
         columns = replace(columns, text="text", header=True)
     return columns if labelled else replace(columns, label=None)

@@ -57,7 +57,7 @@ from fastkd.train.saving import (
     update_manifest,
 )
 from fastkd.train.settings import MAX_LENGTH, SELECT
-from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import reorder_classes
 from fastkd.train.training import stopping_at_once
 
 
@@ -128,7 +128,7 @@ class Distillation:
     def check_done(self) -> None:
         """Check that the complete run had the same rows."""
         done, corpus = self.out.done or {}, self.corpus
-        self.out.begin(corpus_fingerprints(corpus.task.reorder_classes(done.get("labels"), corpus)))
+        self.out.begin(corpus_fingerprints(reorder_classes(done.get("labels"), corpus)))
         self.display.say(f"{self.config.out}: this run is already complete")
 
     def begin(self) -> Distiller:
@@ -187,7 +187,7 @@ class Distillation:
 
     def _load_cache(self, folder: Path) -> tuple[Any, dict[str, Any], Any, Corpus]:
         cache, about, tokenizer, corpus = load_cached_teacher(self.config, folder, self.corpus)
-        if corpus.task.compares_with_teacher(corpus.metrics):
+        if not corpus.task.teacher_metrics.isdisjoint(corpus.metrics):
             raise InputError(
                 f"--teacher-cache {folder}: it has no outputs of the teacher on the evaluation "
                 f"rows, which {corpus.metrics[0]} compares; pass --teacher"
@@ -201,8 +201,11 @@ class Distillation:
             self._check_cached(distiller)
         if not self.config.on_policy:
             return
-        if type(run.task).generated is Task.generated:
-            run.task.generated(distiller.student, {}, run.tokenizer, 0)
+        if run.task.generated is None:
+            raise InputError(
+                f"--on-policy: models of --task {run.task.name()} do not generate text; leave it "
+                "out"
+            )
         for progress in (0.0, 1.0):
             weights = method.weights(progress)
             if not any(weight for name, weight in weights.items() if name != "task"):

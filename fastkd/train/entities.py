@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 OUTSIDE = "O"
-# Begin, inside, middle; end, last; single, unit: IOB1, IOB2, IOBES, BMES, BILOU. Without a type the
-# mark may stand alone.
+# Begin, inside, middle; end, last; single, unit: IOB1, IOB2, IOBES, BMES, BILOU. The type may be
+# missing.
 MARKED = re.compile(r"([BIMELSU])(?:-(.+))?", re.DOTALL)
 
-# Marks behind which an entity may go on, and marks by which it does.
+# Marks after which an entity may continue, and marks that continue it.
 INNER, FOLLOWING = ("B", "I", "M"), ("I", "M", "E", "L")
 
 Entity = tuple[int, int, str]
@@ -46,7 +46,7 @@ def entities(tags: Iterable[str]) -> set[Entity]:
 def precision_recall_f1(
     found: Iterable[Sequence[str]], true: Iterable[Sequence[str]]
 ) -> tuple[float, float, float]:
-    """Those of the entities of all rows; 0 where there is nothing to divide by."""
+    """Precision, recall and F1 of the entities of all rows; 0 where a divisor is 0."""
     both = given = wanted = 0
     for ours, theirs in zip(found, true, strict=True):
         answered, meant = entities(ours), entities(theirs)

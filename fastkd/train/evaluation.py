@@ -1,4 +1,4 @@
-"""Predictions of a model over encoded rows, and the metrics of classification and regression."""
+"""Predictions of a model over encoded rows, and their metrics."""
 
 import inspect
 import itertools
@@ -30,10 +30,10 @@ def predict(
     training_config: "Computation",
     display: Display | None = None,
 ) -> Any:
-    """Predictions of ``model`` for all rows, in eval mode; draws no random numbers.
+    """`Task.answer` of ``model`` for all rows, in eval mode, without random numbers.
 
     Returns an array if `Task.answer` returns arrays, else a list. Several processes share the rows,
-    and each of them gets all predictions.
+    and each of them returns all answers.
     """
     was_training = model.training
     model.eval()
@@ -45,7 +45,7 @@ def predict(
         with torch.no_grad(), training_config.autocast():
             for batch in batches:
                 parts.append(task.answer(model, batch, tokenizer))
-            if together and number < -(-len(order) // (ranks * size)):  # others have one more
+            if together and number < -(-len(order) // (ranks * size)):  # others have another batch
                 (spare,) = itertools.islice(
                     examples.batches(collate, 1, device=training_config.device), 1
                 )
@@ -54,20 +54,36 @@ def predict(
         model.train(was_training)
     by_rank = processes.all_gather(parts)
     found = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
+    back = np.argsort(order)
     if isinstance(found[0], np.ndarray):
-        answers = np.concatenate(found)
-        back = np.empty_like(answers)
-        back[order] = answers
-        return back
-    placed = dict(zip(order, (one for part in found for one in part), strict=True))
-    return [placed[i] for i in range(len(order))]
+        return np.concatenate(found)[back]
+    answers = [one for part in found for one in part]
+    return [answers[i] for i in back]
+
+
+def finite(answers: Any) -> bool:
+    """Whether all numbers in ``answers`` are finite."""
+    if isinstance(answers, np.ndarray):
+        return bool(np.isfinite(answers).all())
+    if isinstance(answers, list | tuple):
+        return all(map(finite, answers))
+    return not isinstance(answers, float) or math.isfinite(answers)
+
+
+def score(
+    task: "Task", metrics: Sequence[str], answers: Any, examples: Encoded
+) -> dict[str, float]:
+    """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
+    if not finite(answers):
+        return dict.fromkeys(metrics, math.nan)
+    return task.scores(metrics, answers, examples)
 
 
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` without what ``model`` has no argument for: DistilBERT knows no second text.
+    """``inputs`` without those for which ``model`` has no argument, such as DistilBERT's.
 
-    Positions that start again say where documents begin, if transformers gets neither a mask nor a
-    cache beside them.
+    transformers separates documents by positions that start again, but only without a mask and a
+    cache.
     """
     arguments = inspect.signature(model.forward).parameters
     left_out = {"token_type_ids", "segments"} - set(arguments)
@@ -77,13 +93,13 @@ def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in left_out}
 
 
-# Agreements above their mean in random orders, in standard deviations, that one in twenty exceeds.
+# Standard deviations above the mean that one in twenty random orders exceeds in agreement.
 CHANCE = 1.645
 
 
 def doubt(logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None) -> str | None:
-    """Why the answers look useless: constant, or no better than a random permutation."""
-    if not np.isfinite(logits).all() or np.ptp(labels) == 0:
+    """Why finite answers look useless: constant, or no better than a random permutation."""
+    if np.ptp(labels) == 0:
         return None
     if names is None:
         answers = logits[:, 0]
@@ -114,33 +130,27 @@ def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
 def evaluate(
     metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
 ) -> dict[str, float]:
-    """The named scores of ``logits`` (rows, classes), or (rows, 1) for regression.
+    """The named metrics of finite ``logits`` (rows, classes), or (rows, 1) for regression.
 
-    F1 is that of class ``positive`` of two, or the mean over more.
+    F1 is that of class ``positive`` of two classes, or the mean over more.
     """
-    if not np.isfinite(logits).all():
-        return dict.fromkeys(metrics, float("nan"))
     classes = logits.shape[-1]
     predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
 
-    def scorer(function: str) -> Any:
-        return getattr(require("sklearn.metrics", "train"), function)
+    def sklearn(function: str, **options: Any) -> float:
+        compute = getattr(require("sklearn.metrics", "train"), function)
+        return compute(labels, predictions, **options)
 
     def correlation(function: str) -> float:
         if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
             return 0.0
         return getattr(require("scipy.stats", "train"), function)(predictions, labels)[0]
 
+    f1 = {"average": "binary" if classes == 2 else "macro", "pos_label": positive}
     compute = {
         "accuracy": lambda: (predictions == labels).mean(),
-        "mcc": lambda: scorer("matthews_corrcoef")(labels, predictions),
-        "f1": lambda: scorer("f1_score")(
-            labels,
-            predictions,
-            average="binary" if classes == 2 else "macro",
-            pos_label=positive if classes == 2 else 1,
-            zero_division=0.0,
-        ),
+        "mcc": lambda: sklearn("matthews_corrcoef"),
+        "f1": lambda: sklearn("f1_score", zero_division=0.0, **f1),
         "pearson": lambda: correlation("pearsonr"),
         "spearman": lambda: correlation("spearmanr"),
         "mse": lambda: ((predictions - labels) ** 2).mean(),
@@ -148,21 +158,21 @@ def evaluate(
     return {name: float(compute[name]()) for name in metrics}
 
 
-def rouge_l(written: Sequence[str], wanted: Sequence[str]) -> float:
-    """The mean of ROUGE-L's F-measures, as rouge-score has them, without stemming.
+def rouge_l(generated: Sequence[str], references: Sequence[str]) -> float:
+    """rouge-score's mean F-measure of ROUGE-L, without stemming.
 
-    rouge-score's own tokenizer drops all but ASCII letters and digits; `Words` gives the same words
-    for such text, and those of other scripts.
+    rouge-score's own tokenizer drops all but ASCII letters and digits. `Words` gives the same words
+    for such text, and words of other scripts.
     """
     scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"], tokenizer=Words())
-    pairs = zip(wanted, written, strict=True)
-    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(wanted)
+    pairs = zip(references, generated, strict=True)
+    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(references)
 
 
 class Words:
-    """Tokenizer of lower-case words of any script; each letter of scripts without spaces is one.
+    """Tokenizer of lower-case words; in scripts without spaces each letter is a word.
 
-    A text without letters and digits gives its characters.
+    A text without letters and digits is split into characters.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The GLUE tasks: where their text and labels stand, and how they are scored."""
+"""The GLUE tasks: their columns and metrics."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from fastkd.train.input_columns import Columns
 
 @dataclass(frozen=True)
 class Glue:
-    """A GLUE task: its columns on the hub and in GLUE's own files, and how it is scored."""
+    """A GLUE task: its columns on the hub and in GLUE's own files, its metrics and splits."""
 
     hub: Columns
     file: Columns

@@ -1,4 +1,4 @@
-"""Where in a file or data set the parts of a row stand, and what stands there, checked."""
+"""Names of the columns that a task reads, and checked access to their values."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from fastkd.train.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Columns:
-    """Where text, second text and label stand; without a header the names are 0, 1, 2, ..."""
+    """Names of the columns of text, second text and label; without a header 0, 1, 2, ..."""
 
     text: str | None = None
     pair: str | None = None
@@ -17,7 +17,7 @@ class Columns:
     header: bool = True
 
     def over(self, others: "Columns") -> "Columns":
-        """These, and of the ``others`` those that these leave open."""
+        """These names, and those of ``others`` where these are None."""
         return Columns(
             self.text or others.text,
             self.pair or others.pair,
@@ -27,7 +27,7 @@ class Columns:
 
 
 def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
-    """``columns`` with the text column found, after checking that all of them are there."""
+    """``columns`` with the text column found; raises if one of them is missing in ``record``."""
     text = columns.text
     if text is None:
         found = [name for name in ("text", "sentence") if name in record]
@@ -47,7 +47,7 @@ def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
 
 
 def field(record: dict, name: str | None, where: str) -> Any:
-    """What stands in column ``name`` of a row; ``where`` it is begins a message."""
+    """The value of column ``name`` of a row; ``where`` is the prefix of an InputError."""
     assert name is not None
     if name not in record:
         raise InputError(f"{where}: no column {name!r}; {nearest(name, record)}")
@@ -71,12 +71,12 @@ def words_of(record: dict, name: str | None, where: str) -> list[str]:
 
 
 def whole(value: Any, name: str | None, where: str) -> Any:
-    """``value``, after checking that UTF-8 can say it: JSON may hold halves of characters."""
+    """``value``; raises for text with a lone surrogate, which JSON allows and UTF-8 does not."""
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         raise InputError(f"{where}: column {name!r} holds half a character (a lone surrogate)")
     return value
 
 
 def holds_text(*texts: str) -> bool:
-    """Whether there is anything to read in them."""
+    """Whether one of ``texts`` is not blank."""
     return any(text.strip() for text in texts)

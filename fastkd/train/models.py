@@ -19,6 +19,7 @@ from fastkd.analysis.model_inputs import Batches, reads_last_token
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
+from fastkd.distill.families import reads_whole_rows
 from fastkd.distill.layers import SCHEMES, select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
@@ -33,6 +34,7 @@ from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import fit_config as fit_head
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
 STUDENT = "student"
@@ -147,9 +149,9 @@ def _load_weights(
         output_loading_info=True,
         **options,
     )
-    task.check_model(model.config, f"{option} {name}")
+    check_causal(task, model.config, f"{option} {name}")
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
-    body = "" if task.headless() else f"{model.base_model_prefix}."
+    body = "" if headless(task) else f"{model.base_model_prefix}."
     # Encoders are often published without their pooler, which belongs to the head.
     lost = [key for key in fresh if key.startswith(body) and "pooler" not in key]
     if lost:
@@ -157,7 +159,21 @@ def _load_weights(
             f"{option} {name}: its weights don't fit its configuration ({lost[0]} is missing or of "
             "another size)"
         )
-    return model, [] if task.headless() else fresh
+    return model, [] if headless(task) else fresh
+
+
+def headless(task: Task | type[Task]) -> bool:
+    """Whether the models of ``task`` have no head and return hidden states."""
+    return task.head == "AutoModel"
+
+
+def check_causal(task: Task | type[Task], config: Any, who: str) -> None:
+    """Raise if a task predicts next tokens and the model reads them; ``who`` prefixes the error."""
+    if task.head == "AutoModelForCausalLM" and reads_whole_rows(config):
+        raise InputError(
+            f"{who}: a {config.model_type} model attends to both sides, and so sees the "
+            "token to predict; use a decoder, or --task masked-lm"
+        )
 
 
 def be_quiet() -> None:
@@ -175,7 +191,7 @@ def load_teacher(
     """
     config = load("--teacher", name, AutoConfig, settings.trust_remote_code)
     task = corpus.task
-    fitting = task.fits(config)
+    fitting = task.num_labels in (None, config.num_labels)
     head = type(task).of(config) if fitting else None
     fit_config(config, task, tokenizer)
     transformers.set_seed(settings.seed)  # imports PEFT, which predictions do not need
@@ -210,7 +226,7 @@ def check_depth(option: str, wanted: int, depth: int) -> None:
 
 def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
     """Set the task and the padding token in a model's configuration."""
-    task.fit_config(config)
+    fit_head(task, config)
     fit_padding(config, tokenizer)
 
 
@@ -296,7 +312,7 @@ def load_cached_teacher(
         )
     config = _cached_config(settings, folder)
     task = corpus.task
-    if not task.fits(config):
+    if task.num_labels not in (None, config.num_labels):
         raise InputError(
             f"{option} {folder}: its teacher's head has {config.num_labels} outputs, the data "
             f"needs {task.num_labels}"
@@ -398,7 +414,8 @@ def _student_from_path(
     if not own_tokens and settings.tokenizer is None:
         check_same_tokens("--student", name, tokenizer, settings.trust_remote_code)
     theirs = task.names or []
-    ours = (type(task).of(config).names if theirs and task.fits(config) else None) or []
+    fitting = theirs and task.num_labels == config.num_labels
+    ours = (type(task).of(config).names if fitting else None) or []
     if ours != theirs and by_names(theirs, ours) not in (None, theirs):
         raise InputError(
             f"--student {name}: its head's classes are {', '.join(ours)} and the teacher's "

@@ -22,8 +22,8 @@ from fastkd.train.arrow_rows import Encoded, Encoder, Rows
 from fastkd.train.config import TrainingConfig
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import accepted, predict
-from fastkd.train.models import fitting_length, layers_of, make_method, make_student
+from fastkd.train.evaluation import accepted, finite, predict, score
+from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
@@ -143,7 +143,7 @@ class Run:
         answers = self._answers(model, self.eval_rows)
         for suffix, found in answers.items():
             examples = self.eval_rows[suffix]
-            why = self.task.sanity_warning(found, examples)
+            why = self.task.sanity_warning(found, examples) if finite(found) else None
             if why:
                 rows = f"{len(examples)} evaluation rows{f' ({suffix})' if suffix else ''}"
                 self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
@@ -160,7 +160,7 @@ class Run:
             k: predict(model, rows, task, tokenizer, self.training_config)
             for k, rows in read.items()
         }
-        if teacher_answers and task.compares_with_teacher(self.corpus.metrics):
+        if teacher_answers and not task.teacher_metrics.isdisjoint(self.corpus.metrics):
             for suffix, answers in found.items():
                 sets[suffix].teacher_answers = answers
         return found
@@ -168,7 +168,7 @@ class Run:
     def _scores(self, answers: dict[str, Any], sets: Mapping[str, Encoded]) -> dict[str, float]:
         scores = {}
         for suffix, answer in answers.items():
-            found = self.task.scores(self.corpus.metrics, answer, sets[suffix])
+            found = score(self.task, self.corpus.metrics, answer, sets[suffix])
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
@@ -215,6 +215,7 @@ class Run:
         """
         own = None
         if on_policy:
+            assert self.task.generated is not None
             own = OnPolicy(
                 on_policy, functools.partial(self.task.generated, tokenizer=self.tokenizer)
             )
@@ -302,10 +303,10 @@ def assemble(
     task, teacher_answers = run.task, run.teacher_model
     configs = (student if teacher_answers is None else teacher_answers).config, student.config
     method = make_method(
-        settings.method, settings.options, settings.preset, selected, task.headless(),
+        settings.method, settings.options, settings.preset, selected, headless(task),
         task.method_options(*configs),
     )  # fmt: skip
-    if method.by_class and run.train_rows.labels is None:
+    if method.by_class and not run.task.by_class:
         raise InputError(
             f"--method {settings.method}: compares rows of one class, but rows of --task "
             f"{run.task.name()} have no class; take another --method"

@@ -13,9 +13,9 @@ from fastkd._core.extras import require
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import Encoded, Encoder, Rows
 from fastkd.train.computation import Computation
-from fastkd.train.data import file_columns, read_file
+from fastkd.train.data import check_file, file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed, first_line
-from fastkd.train.evaluation import predict
+from fastkd.train.evaluation import finite, predict
 from fastkd.train.files import first_row
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.input_columns import Columns
@@ -66,7 +66,7 @@ def columns_of(
         InputError: the ``model`` was trained on pairs of texts, and the file has no second text.
     """
     kind = kind or tasks.named(None)
-    kind.check_file(path, "--data")
+    check_file(path, "--data", kind)
     if tasks.kind_of(task) is not None:
         task = None
     then = training or TrainingRecord(NO_COLUMNS, None, None)
@@ -108,8 +108,7 @@ class TrainedModel:
         """The rows of --data; unless ``labelled``, rows without text are included."""
         kind = type(self.task)
         columns = columns_of(asked, task, path, labelled, self.name, self.training, kind)
-        rows = read_file(path, columns, "--data", not labelled, kind)
-        return rows if labelled else self.task.without_labels(rows)
+        return read_file(path, columns, "--data", not labelled, kind)
 
     def answers(self, rows: Rows, max_length: int | None, display: Display) -> tuple[Any, Encoded]:
         """Predictions for each row, see `Task.answer`, and the encoded rows.
@@ -132,7 +131,7 @@ class TrainedModel:
                 f"--onnx {self.onnx}: it has {found.shape[-1]} outputs, and --model {self.name} "
                 f"{outputs}"
             )
-        if not task.finite(found):
+        if not finite(found):
             raise RunFailed(f"--model {self.name}: its outputs are not finite")
         return found, encoded
 

@@ -1,5 +1,6 @@
 """COS-NCE: `cos_nce`, the oracle; `RANDOM` calls against it; `subjects` that keep every promise."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -82,15 +83,23 @@ def random_cos_nce_module(draw: Draw) -> Case:
     module = fastkd.CosNCELoss(D_s, D_t, pool=pool, backend=draw.backend)
     mask = draw.mask(B, N)
 
-    def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
-        real = mask
-        if pool != "tokens":
-            student, teacher = (oracles.pooled(x, mask, pool)[:, None] for x in (student, teacher))
-            real = mask.any(1, keepdim=True)
-        student = student @ parameters["W.weight"].mT
-        return reduced(*cos_nce(student, teacher, None, None, real), "mean")
+    real = mask if pool == "tokens" else mask.any(1, keepdim=True)
 
-    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    def compared(x: Tensor) -> Tensor:
+        return x if pool == "tokens" else oracles.pooled(x, mask, pool)[:, None]
+
+    def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
+        projected = compared(student) @ parameters["W.weight"].mT
+        return reduced(*cos_nce(projected, compared(teacher), None, None, real), "mean")
+
+    def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
+        """A short projection has a large gradient, which is 0 in one dimension."""
+        rows = compared(student)[real]
+        sizes = rows.norm(dim=-1) * by_norm(rows @ inputs["W.weight"].mT)
+        return {"W.weight": sizes.norm().item() / max(len(rows), 1)}
+
+    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    return dataclasses.replace(case, parameter_slopes=slopes)
 
 
 RANDOM = {"cos_nce": random_cos_nce, "cos_nce_module": random_cos_nce_module}

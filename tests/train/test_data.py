@@ -9,10 +9,10 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import doubt, evaluate
+from fastkd.train.evaluation import doubt, evaluate, finite, score
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.classification import to_classes
+from fastkd.train.tasks.classification import Classification, to_classes
 
 
 def write(path, text):
@@ -404,4 +404,7 @@ def test_scores_by_hand():
     assert scores["pearson"] == pytest.approx(28 / np.sqrt(50 * 20))
     assert scores["mse"] == pytest.approx((1 + 4 + 9 + 4) / 4)
     assert evaluate(("pearson",), np.ones((3, 1)), np.arange(3.0)) == {"pearson": 0.0}
-    assert np.isnan(evaluate(("accuracy",), np.full((2, 2), np.nan), np.arange(2))["accuracy"])
+    for answers in (np.full((2, 2), np.nan), [("text", np.inf, 1)], [[1.0, np.nan]]):
+        assert not finite(answers)
+        assert np.isnan(score(Classification(), ("accuracy",), answers, None)["accuracy"])
+    assert finite([("text", 0.5, 1), np.ones(2)])

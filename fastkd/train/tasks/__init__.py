@@ -30,14 +30,14 @@ DEFAULT_TASK = "classification"
 
 
 def check(name: str | None) -> None:
-    """Raise unless --task ``name`` is one of GLUE's, one of these, or looks like one's own."""
+    """Raise unless --task ``name`` is a GLUE task, one of `NAMES`, or package.module:Class."""
     known = (*NAMES, *GLUE_TASKS)
     if name is not None and ":" not in name and name not in known:
         raise InputError(f"--task {name!r} is not an option; {nearest(name, known)}")
 
 
 def kind_of(name: str | None) -> str | None:
-    """``name`` of --task unless it is that of a GLUE data set."""
+    """``name`` of --task, None for a GLUE task."""
     return None if name in GLUE_TASKS else name
 
 
@@ -47,7 +47,7 @@ def named(name: str | None) -> type[Task]:
         module = (name or DEFAULT_TASK).replace("-", "_")
         return importlib.import_module(f"{__name__}.{module}").TASK
     if "" not in sys.path:
-        sys.path.append("")  # the console script, unlike python -m, doesn't look here
+        sys.path.append("")  # the console script, unlike python -m, does not have it
     place, _, wanted = name.partition(":")
     try:
         found = getattr(importlib.import_module(place), wanted, None)
@@ -63,7 +63,7 @@ def _every() -> Iterable[type[Task]]:
 
 
 def of_file(name: str | None, path: Path | None) -> type[Task]:
-    """The task ``name``; without one the only task that reads such a file, else the default."""
+    """The task ``name``; without a name the only task that reads such a file, or the default."""
     if name is None and path is not None:
         kind = Path(path.name.removesuffix(".gz")).suffix.lower()
         for task in _every():
@@ -73,14 +73,14 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
 
 
 def of_model(who: str, name: str | None, trained: str | None, config: Any) -> type[Task]:
-    """The task ``name``; else that of the model's training or head; else the default.
+    """The task ``name``; without a name that of the model's training or head, or the default.
 
-    ``trained`` was read from the folder of the model, called ``who``. Only the name of a task of
-    fastkd is accepted there: a class of one's own is code, which the command line alone may name.
+    ``trained`` was read from the folder of the model, called ``who``. It must be the name of a task
+    of fastkd: a user's class is code, which only the command line may name.
     """
     if name is None and trained is not None and trained not in NAMES:
         raise InputError(
-            f"{who}: it was trained with --task {trained!r}, which is none of fastkd's own; "
+            f"{who}: it was trained with --task {trained!r}, which is not a task of fastkd; "
             "pass --task, which imports such a class"
         )
     if name is not None or trained is not None:
@@ -99,7 +99,7 @@ def of_model(who: str, name: str | None, trained: str | None, config: Any) -> ty
 
 
 def check_metric(task: str | None, metric: str | None) -> None:
-    """Raise unless ``metric`` is a score of the task, or, where none is said, of any."""
+    """Raise unless ``metric`` is one of the task, or of any task if it is None."""
     kind = kind_of(task)
     known = dict.fromkeys(
         name for one in (_every() if kind is None else [named(kind)]) for name in one.metrics

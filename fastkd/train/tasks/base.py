@@ -1,8 +1,7 @@
 """Base classes of tasks: how rows are read, encoded, scored and predicted."""
 
 import contextlib
-import inspect
-import re
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,20 +13,25 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows, file_fingerprint, label_json
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.classes import by_names, class_names, label_order, read_as_ids, whole_numbers
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import accepted
 from fastkd.train.glue import Glue
-from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
+from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
+from fastkd.train.label_values import label_text
 
-LABEL, LABELS = "label", "labels"
-
-Tokens = Mapping[str, list[Any]]  # columns of them
+Tokens = Mapping[str, list[Any]]  # columns by name
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
+TEXT = "large_string"
+# Example code for the model card that loads model and tokenizer without a pipeline.
+LOADING = """from transformers import $head, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("$directory")
+model = $head.from_pretrained("$directory")
+"""
 
 
 class LabelInfo(NamedTuple):
@@ -58,36 +62,75 @@ class Task:
     the rows or a head. Their ``repr`` must show their whole value, since it is part of the file
     name of the encoded rows.
 
-    `row` reads a record into the columns (`features`) of an Arrow file. `encode` turns rows into
-    tokens and may return more or fewer rows. `collator` builds batches. `answer` returns one small
-    object for each row of a batch, because all of them are kept in memory; `scores` receives them
-    in the order of the encoded rows, complete in every process.
+    `row` reads a record into the columns (`stored`) of an Arrow file: ``text``, ``pair``,
+    ``label``. `fit` turns labels into ids. `encode` turns rows into tokens and may return more or
+    fewer rows. `collator` builds batches. `answer` returns one small object for each row of a
+    batch, because all of them are kept in memory; `scores` and `predictions` receive them in the
+    order of the encoded rows, complete in every process.
     """
 
-    #: All supported metrics; those reported by default, of which the first selects the best
-    #: checkpoint; metrics to minimise; metrics that already are percentages.
+    # Rows
+
+    #: Default column names. The first two are the names of the texts in `fastkd predict`, too.
+    columns: ClassVar[Columns] = Columns()
+    #: `datasets` types of the stored columns; ``[type]`` stands for a list. An optional column is
+    #: stored only if `Columns` names it.
+    stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": TEXT}
+    optional: ClassVar[tuple[str, ...]] = ("pair", "label")
+    #: Whether each text of a row must hold something, not only one of them.
+    every_text: ClassVar[bool] = False
+    #: File suffixes that only this task reads, and whether it reads folders of files.
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    folders: ClassVar[bool] = False
+
+    # Labels and metrics
+
+    #: All supported metrics, those to minimise, those that already are percentages, and those that
+    #: compare with the teacher's answers.
     metrics: ClassVar[tuple[str, ...]]
-    default_metrics: ClassVar[tuple[str, ...]]
     lower_is_better: ClassVar[frozenset[str]] = frozenset()
     percent: ClassVar[frozenset[str]] = frozenset()
+    teacher_metrics: ClassVar[frozenset[str]] = frozenset()
+    #: Whether rows have labels, so that a model can be trained without a teacher.
+    supervised: ClassVar[bool] = True
+    #: Whether rows without labels can be trained on (--unlabelled), and the label they get.
+    unlabelled: ClassVar[bool] = False
+    no_label: ClassVar[float | None] = None
+    #: Whether a row has one label, by which methods may compare rows of one class.
+    by_class: ClassVar[bool] = False
+
+    # The model
+
     #: The Auto class of transformers that loads the model, and the head's name in messages.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
-    #: ``config.problem_type`` of transformers that identifies a model of this task.
+    #: ``config.problem_type`` of transformers.
     problem: ClassVar[str | None] = None
     #: Names of the model's outputs, and of the outputs of its ONNX export.
     outputs: ClassVar[tuple[str, ...]] = ("logits",)
+    #: Whether the student may use a tokenizer other than the teacher's.
+    two_tokenizers: ClassVar[bool] = False
+    #: The collator of transformers that pads batches.
+    collator_class: ClassVar[str] = "DataCollatorWithPadding"
+    #: Columns of `encode` for the metrics only; the model does not get them.
+    evaluation_columns: ClassVar[tuple[str, ...]] = ()
+    #: Method of a task that generates text: rows of ``batch`` with answers sampled from ``model``,
+    #: called as ``generated(model, batch, tokenizer, seed)`` for --on-policy. A row's sample must
+    #: depend on ``seed`` and that row alone.
+    generated: ClassVar[Callable[..., list[dict[str, Any]]] | None] = None
+
+    # The model card and the output of `fastkd predict`
+
     pipeline: ClassVar[str] = "text-classification"
     #: The library that loads a saved student, by its name on the hub.
     library: ClassVar[str] = "transformers"
-    #: Whether rows have labels, so that a model can be trained without a teacher.
-    supervised: ClassVar[bool] = True
-    #: Whether the student may use a tokenizer other than the teacher's.
-    two_tokenizers: ClassVar[bool] = False
-    #: File suffixes that only this task reads.
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    #: Default column names.
-    columns: ClassVar[Columns] = Columns()
+    #: A sentence on the model, with entries of its manifest in braces.
+    summary: ClassVar[str] = ""
+    #: Example code, with $directory, $head, $pipeline and $inputs.
+    usage: ClassVar[str] = (
+        "from transformers import pipeline\n\n"
+        'classify = pipeline("$pipeline", "$directory")\nprint(classify($inputs))'
+    )
     #: Separator of the items of a list in a table's cell; None: the cell holds a JSON list.
     list_separator: ClassVar[str | None] = None
 
@@ -100,24 +143,6 @@ class Task:
         return f"{cls.__module__}:{cls.__qualname__}"
 
     @classmethod
-    def headless(cls) -> bool:
-        """Whether the models have no head and return hidden states."""
-        return cls.head == "AutoModel"
-
-    @classmethod
-    def code(cls) -> list[str]:
-        """Fingerprints of the source files of the class and its bases."""
-        own = (part for part in cls.__mro__ if part is not object)
-        return [file_fingerprint(Path(inspect.getfile(part))) for part in own]
-
-    # Rows
-
-    @classmethod
-    def check_file(cls, path: Path, option: str) -> None:
-        """Raise unless ``path`` is a file, or a folder, that `records` can read."""
-        files.check_file(path, option, cls.suffixes)
-
-    @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
         """Rows of a file as (number, dictionary by column); see `fastkd.train.files.records`."""
         return files.records(path, header, option, every)
@@ -128,89 +153,59 @@ class Task:
         return settle_columns(columns, record, source)
 
     @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        """Columns of the Arrow file except ``number``, and their `datasets` types."""
-        parts = {"text": True, "pair": columns.pair, LABEL: columns.label}
-        return {name: "large_string" for name, there in parts.items() if there is not None}
-
-    @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        """The `features` of a ``record``; ``where`` is the prefix of an InputError."""
-        row = {"text": text_of(record, columns.text, where)}
-        if columns.pair is not None:
-            row["pair"] = text_of(record, columns.pair, where)
+        """The `stored` columns of a ``record``; ``where`` is the prefix of an InputError."""
+        row: dict[str, Any] = {}
+        for role, name in (("text", columns.text), ("pair", columns.pair)):
+            if name is not None:
+                read = words_of if isinstance(cls.stored[role], list) else text_of
+                row[role] = read(record, name, where)
         if columns.label is not None:
-            value = field(record, columns.label, where)
-            row[LABEL] = label_json(whole(value, columns.label, where))
+            row["label"] = label_text(record, columns.label, where)
         return row
 
     @classmethod
-    def has_text(cls, row: Mapping[str, Any]) -> bool:
-        """Whether a stored row has any text."""
-        return holds_text(row["text"], row.get("pair", ""))
+    def texts(cls, rows: Rows) -> tuple[list[str], list[str] | None]:
+        """The texts of all rows, and the second texts if a model reads both."""
+        return rows.texts, rows.pairs
 
     @classmethod
-    def empty_column(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
-        """The empty column of a row without text, for the error message."""
-        return columns.text
-
-    @classmethod
-    def hub_columns(cls, columns: Columns) -> list[str]:
-        """The columns of a data set on the hub that `row` reads."""
-        return [name for name in (columns.text, columns.pair, columns.label) if name is not None]
-
-    @classmethod
-    def declared_classes(cls, feature: Any) -> list[str] | None:
-        """The class names that a data set on the hub declares for its column of labels."""
-        return getattr(feature, "names", None)
-
-    @classmethod
-    def declared_name(cls, label: Any, declared_classes: list[str], where: str) -> Any:
-        """The class name of an integer ``label`` of a data set that declares its classes."""
-        if label is None or label < 0:
-            raise InputError(f"{where}: no label (a hidden test split?)")
-        return declared_classes[label]
-
-    @classmethod
-    def texts(cls, rows: Rows) -> list[str]:
-        """One text for each row, as `fastkd analyze` reads them."""
-        return rows.texts
+    def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The input columns of a stored row that `fastkd predict` repeats."""
+        names = {"text": cls.columns.text or "text", "pair": cls.columns.pair or "pair"}
+        return {name: row[role] for role, name in names.items() if row.get(role) is not None}
 
     # Labels
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        """The task fitted to these rows. ``Rows.labels`` is set where a label is one number."""
+        """The task fitted to these rows, which get labels in its encoding."""
         return FittedTask(cls(), train, evals)
 
-    def unlabelled(self, rows: Rows) -> Rows:
-        """``rows`` with labels that the losses ignore."""
-        raise InputError(f"--unlabelled: the rows of --task {self.name()} have no labels")
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple["Task", Rows, tuple[str, ...]]:
+        """Task and rows for a fitted task, and lines to print.
 
-    def for_evaluation(self, rows: Rows) -> "Task":
-        """The task for evaluation on ``rows``, which may determine the metrics."""
-        return self
-
-    def for_prediction(self) -> "Task":
-        """The task for `predictions`, which may encode rows differently from training."""
-        return self
+        ``labelled`` rows get labels in the task's encoding; ``order`` is the value of
+        --label-order. Others get placeholders where batches need labels.
+        """
+        if order is not None:
+            raise InputError(
+                f"--label-order {order}: must name the data's label for each class of the model, "
+                "and it has none"
+            )
+        return self, rows if labelled else self.without_labels(rows), ()
 
     def for_packing(self) -> "Task":
-        """The task for --pack, where a training row holds several texts."""
-        raise InputError(f"--pack: the rows of --task {self.name()} stand alone")
+        """The task for --pack, where a training row has several texts."""
+        raise InputError(f"--pack: rows of --task {self.name()} are not packed; leave it out")
 
     def without_labels(self, rows: Rows) -> Rows:
-        """``rows`` for prediction only, with placeholder labels where batches need them."""
-        return rows
-
-    @classmethod
-    def row_classes(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
-        """Class ids of the rows as read from the source; None if rows have no class."""
-        return None
-
-    def strata(self, rows: Rows) -> Sequence[int]:
-        """Class ids used for stratified sampling."""
-        return [0] * len(rows)
+        """``rows`` without labels, or with labels that the losses ignore."""
+        if self.no_label is None:
+            return rows.without("label")
+        return rows.with_labels(np.full(len(rows), self.no_label))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         """Lines to print: a summary of the labels, and warnings about likely mistakes."""
@@ -233,26 +228,6 @@ class Task:
         """The task of a trained model, from its ``config`` and its manifest (``report``)."""
         return cls()
 
-    @classmethod
-    def check_model(cls, config: Any, who: str) -> None:
-        """Raise if a model with this ``config`` cannot do the task; ``who`` prefixes the error."""
-        if cls.head == "AutoModelForCausalLM" and reads_whole_rows(config):
-            raise InputError(
-                f"{who}: a {config.model_type} model attends to both sides, and so sees the "
-                "token to predict; use a decoder, or --task masked-lm"
-            )
-
-    def fits(self, config: Any) -> bool:
-        """Whether a head with this ``config`` has as many outputs as the task needs."""
-        return self.num_labels in (None, config.num_labels)
-
-    def fit_config(self, config: Any) -> None:
-        """Set number and names of the classes in ``config``."""
-        if self.names is not None:
-            config.num_labels = len(self.names)
-            config.id2label = dict(enumerate(self.names))
-            config.label2id = {label: i for i, label in enumerate(self.names)}
-
     def match(
         self, corpus: Corpus, head: "Task | None", asked: str | None, who: str, fresh: bool = False
     ) -> Corpus:
@@ -267,37 +242,20 @@ class Task:
             )
         return corpus
 
-    def reorder_classes(self, names: list[str] | None, corpus: Corpus) -> Corpus:
-        """``corpus`` with its classes reordered as in ``names``, if they are the same classes."""
-        return corpus
-
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        """Rows with labels for a trained model, and lines to print (``asked``: --label-order)."""
-        if asked is not None:
-            raise InputError(
-                f"--label-order {asked}: must name the data's label for each class of the model, "
-                "and it has none"
-            )
-        return rows, ()
+    def method_options(self, teacher: Any, student: Any) -> dict[str, Any]:
+        """Default options of methods, from the models' configurations; --set overrides them."""
+        return {}
 
     # Tokens
-
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        """Number of special tokens of a row, and what a row is: "a text" or "a pair"."""
-        added = tokenizer.num_special_tokens_to_add(pair=rows.paired)
-        return added, "a pair" if rows.paired else "a text"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         """Token columns of a batch of rows; ``batch["where"]`` holds the prefixes of errors.
 
         Columns in `evaluation_columns` go to the attribute of that name of `Encoded`, all others to
         the model. ``number`` gives the source row of each encoded row where that is not one to one.
-        ``labels`` are included unless they are in ``Rows.labels``.
         """
-        return tokenizer(batch["text"], batch.get("pair"), truncation=True, max_length=max_length)
-
-    #: Columns of `encode` for `scores` and `predictions` only; the model does not get them.
-    evaluation_columns: ClassVar[tuple[str, ...]] = ()
+        tokens = tokenizer(batch["text"], batch.get("pair"), truncation=True, max_length=max_length)
+        return {**tokens, "labels": batch["label"]} if "label" in batch else tokens
 
     def collator(self, tokenizer: Any) -> Collate:
         """A function that turns encoded rows into a batch, the same for the same rows.
@@ -305,18 +263,14 @@ class Task:
         A collator may have a method ``for_epoch``, which returns the collator for (seed, epoch) of
         training. Its result for a row must not depend on the other rows of the batch.
         """
-        transformers: Any = require("transformers", "train")
-        return DefaultPaddingSide(transformers.DataCollatorWithPadding(tokenizer), tokenizer)
+        collate = getattr(require("transformers", "train"), self.collator_class)
+        return DefaultPaddingSide(collate(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
         """Two batches of different sizes: an export is traced with one, compared on both."""
         texts = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
         short = {"truncation": True, "max_length": longest, "return_tensors": "pt"}
         return [dict(tokenizer(some, padding=True, **short)) for some in texts]
-
-    def method_options(self, teacher: Any, student: Any) -> dict[str, Any]:
-        """Default options of methods, from the models' configurations; --set overrides them."""
-        return {}
 
     # Scores and predictions
 
@@ -331,61 +285,43 @@ class Task:
         """
         return logits(model, batch).float().cpu().numpy()
 
-    def generated(
-        self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
-    ) -> list[dict[str, Any]]:
-        """The rows of ``batch`` with answers sampled from ``model``, for --on-policy.
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        """The metrics reported by default; the first selects the best checkpoint."""
+        return self.metrics
 
-        A row's sample must depend on ``seed`` and that row alone, not on the rest of the batch.
-        """
-        raise InputError(
-            f"--on-policy: models of --task {self.name()} do not generate text; leave it out"
-        )
+    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
+        """The metrics to report, the ``wanted`` one first."""
+        usual = self.default_metrics
+        if glue is not None and set(glue.metrics) <= set(self.metrics):
+            usual = glue.metrics
+        if wanted is not None and wanted not in self.metrics:
+            raise InputError(
+                f"--metric {wanted!r}: no metric of --task {self.name()}; "
+                f"{nearest(wanted, self.metrics)}"
+            )
+        return tuple(dict.fromkeys((wanted, *usual) if wanted else usual))
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        """The given metrics, by name; NaN if the answers are not finite."""
+        """The given metrics, by name, of finite answers; called by `evaluation.score`."""
         raise NotImplementedError
 
-    def finite(self, answers: Any) -> bool:
-        """Whether all answers are finite."""
-        return not isinstance(answers, np.ndarray) or bool(np.isfinite(answers).all())
-
-    def compares_with_teacher(self, metrics: Sequence[str]) -> bool:
-        """Whether these metrics need the teacher's answers, ``examples.taught``."""
-        return False
-
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        """Why the answers look useless, as the end of a sentence; None if they do not."""
-        return None
+        """Why finite answers look useless, as the end of a sentence; None if they do not."""
+        found = self.short_answers(answers, examples)
+        return f"are all {found[0]!r:.60}" if len(set(found)) == 1 < len(found) else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         """The output columns of `fastkd predict` for each row."""
         raise NotImplementedError
-
-    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        """The input columns that `fastkd predict` repeats before the predictions."""
-        texts = ("text", *("pair",) * rows.paired)
-        return (dict(zip(texts, row, strict=True)) for row in rows.columns(*texts))
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         """One number or word for each answer; a study stores them to compare students."""
         return []
 
     def references(self, examples: Encoded) -> list[Any]:
-        """The correct value of each of `short_answers`."""
+        """The correct value of each of `short_answers`; empty if a study cannot compare them."""
         return []
-
-    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        """The metrics to report; the first selects the best checkpoint."""
-        usual = self.default_metrics if glue is None else glue.metrics
-        if wanted is None:
-            return usual
-        if wanted not in self.metrics:
-            raise InputError(
-                f"--metric {wanted!r}: no metric of --task {self.name()}; "
-                f"{nearest(wanted, self.metrics)}"
-            )
-        return (wanted, *(m for m in usual if m != wanted))
 
     # Saved files
 
@@ -396,37 +332,13 @@ class Task:
         """Entries of the task in a student's manifest; `of` reads them back."""
         return {"labels": self.names}
 
-    @classmethod
-    def about(cls, report: Mapping[str, Any]) -> str:
-        """A sentence on the labels for the model card, from the manifest."""
-        names = report.get("labels")
-        return f"Classes: {markdown_list(names)}." if names else ""
-
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        """Example code for the model card."""
-        shown = f"print(classify({example_of(report)}))"
-        return cls.pipeline_usage("classify", f'"{directory}"', shown)
-
-    @classmethod
-    def pipeline_usage(cls, name: str, arguments: str, shown: str) -> str:
-        """Example code with a pipeline called ``name``; ``shown`` is the line that uses it."""
-        made = f'{name} = pipeline("{cls.pipeline}", {arguments})'
-        return f"from transformers import pipeline\n\n{made}\n{shown}"
-
-    @classmethod
-    def loading_code(cls, directory: str) -> str:
-        """Example code that loads ``tokenizer`` and ``model`` without a pipeline."""
-        return (
-            f"from transformers import {cls.head}, AutoTokenizer\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{directory}")\n'
-            f'model = {cls.head}.from_pretrained("{directory}")\n'
-        )
-
 
 @dataclass(frozen=True)
 class ClassTask(Task):
     """A task with named classes; a trained head determines their order."""
+
+    unlabelled: ClassVar[bool] = True
+    summary: ClassVar[str] = "Classes: {labels}."
 
     classes: tuple[str, ...] = ()
     #: Whether the classes have an order of their own: whole numbers, or declared by a data set.
@@ -435,9 +347,6 @@ class ClassTask(Task):
     @property
     def names(self) -> list[str]:
         return list(self.classes)
-
-    def without_labels(self, rows: Rows) -> Rows:
-        return self.unlabelled(rows)
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
@@ -448,12 +357,12 @@ class ClassTask(Task):
     ) -> Corpus:
         names = self.names
         if asked is not None:
-            return self.reorder_classes(label_order(asked, names, "the data"), corpus)
+            return reorder_classes(label_order(asked, names, "the data"), corpus)
         if head is None or head.names is None:
             return corpus
         order = by_names(names, head.names)
         if order is not None or fresh:
-            return self.reorder_classes(order, corpus)
+            return reorder_classes(order, corpus)
         elsewhere = any(
             name in head.names and head.names.index(name) != i for i, name in enumerate(names)
         )
@@ -465,48 +374,17 @@ class ClassTask(Task):
             )
         return replace(corpus, reading=read_as_ids(dict(enumerate(names)), head.names, who))
 
-    def reorder_classes(self, names: list[str] | None, corpus: Corpus) -> Corpus:
-        old = self.names
-        if names is None or names == old or sorted(names) != sorted(old):
-            return corpus
-        new = [names.index(name) for name in old]
-
-        def renumber(rows: Rows) -> Rows:
-            return rows if rows.labels is None else replace(rows, labels=np.array(new)[rows.labels])
-
-        return replace(
-            corpus,
-            train=renumber(corpus.train),
-            evals={k: renumber(rows) for k, rows in corpus.evals.items()},
-            test=corpus.test and renumber(corpus.test),
-            task=self.renumbered(tuple(names), new),
-        )
-
-    def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
-        """The task with reordered ``classes``; old class i is ``new[i]``."""
-        return replace(self, classes=classes)
-
 
 @dataclass(frozen=True)
 class ListedTask(ClassTask):
-    """A task with a list of classes for each row, in the column `LABELS`."""
+    """A task with a list of class names for each row."""
 
     #: What a class is called in messages.
     label_noun: ClassVar[str] = "label"
 
     @classmethod
-    def declared_classes(cls, feature: Any) -> list[str] | None:
-        return getattr(getattr(feature, "feature", None), "names", None)
-
-    @classmethod
-    def declared_name(cls, label: Any, declared_classes: list[str], where: str) -> list[str]:
-        return [super(ListedTask, cls).declared_name(i, declared_classes, where) for i in label]
-
-    @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        names = given.declared_classes or sorted(
-            {x for (row,) in train.columns(LABELS) for x in row}
-        )
+        names = given.declared_classes or sorted({x for row in train.column("label") for x in row})
         numbered = whole_numbers(names)
         if numbered and given.declared_classes is None:
             names.sort(key=int)
@@ -520,7 +398,7 @@ class ListedTask(ClassTask):
 
     def check_known(self, rows: Rows, unknown: str) -> None:
         """Raise for the first label that is not a class of the task."""
-        for number, row in rows.columns("number", LABELS):
+        for number, row in rows.columns("number", "label"):
             for name in row:
                 if name not in self.classes:
                     raise InputError(
@@ -528,12 +406,42 @@ class ListedTask(ClassTask):
                         f"{nearest(name, self.classes)}"
                     )
 
-    def unlabelled(self, rows: Rows) -> Rows:
-        return rows.without(LABELS)
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple[Task, Rows, tuple[str, ...]]:
+        if labelled:
+            self.check_known(rows, "is none of the model's")
+        return super().prepare(rows, labelled, order)
 
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        self.check_known(rows, "is none of the model's")
-        return super().read_labels(rows, asked)
+
+def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:
+    """``corpus`` with its classes in the order of ``names``, if they are the same classes."""
+    task = corpus.task
+    if not isinstance(task, ClassTask) or names is None or names == task.names:
+        return corpus
+    if sorted(names) != sorted(task.names):
+        return corpus
+    new = np.array([names.index(name) for name in task.names])
+
+    def renumber(rows: Rows) -> Rows:
+        return rows if rows.labels is None else rows.with_labels(new[rows.labels], names)
+
+    return replace(
+        corpus,
+        train=renumber(corpus.train),
+        evals={k: renumber(rows) for k, rows in corpus.evals.items()},
+        test=corpus.test and renumber(corpus.test),
+        task=dataclasses.replace(task, classes=tuple(names)),
+    )
+
+
+def fit_config(task: Task, config: Any) -> None:
+    """Set number, names and problem type of the head in ``config``."""
+    if task.num_labels is not None:
+        config.num_labels, config.problem_type = task.num_labels, task.problem
+    if task.names is not None:
+        config.id2label = dict(enumerate(task.names))
+        config.label2id = {label: i for i, label in enumerate(task.names)}
 
 
 @dataclass(frozen=True)
@@ -549,7 +457,7 @@ class DefaultPaddingSide:
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
         with default_padding_side(self.tokenizer):
-            return self.collate(rows)
+            return {name: x for name, x in self.collate(rows).items() if x is not None}
 
 
 @contextlib.contextmanager
@@ -561,16 +469,6 @@ def default_padding_side(tokenizer: Any) -> Iterator[None]:
         yield
     finally:
         tokenizer.padding_side = given
-
-
-def markdown_list(names: Iterable[str]) -> str:
-    """Names joined by commas, with Markdown's special characters escaped."""
-    return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", " ".join(x.split())) for x in names)
-
-
-def example_of(report: Mapping[str, Any]) -> str:
-    """The placeholder input in `Task.usage`: one text, or a pair."""
-    return '{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."'
 
 
 def probabilities(names: Iterable[Any], values: torch.Tensor) -> dict[str, float]:

@@ -16,9 +16,9 @@ from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
-from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns
 from fastkd.train.tasks.base import (
+    TEXT,
     Collate,
     DefaultPaddingSide,
     Task,
@@ -30,13 +30,13 @@ from fastkd.train.tasks.base import (
 
 @dataclass(frozen=True)
 class Decoder(Task):
-    """A task of models that read from left to right, with several texts in a row."""
+    """A task of models that read from left to right; a row may have several texts."""
 
     head: ClassVar[str] = "AutoModelForCausalLM"
     head_name: ClassVar[str] = "language model head"
     pipeline: ClassVar[str] = "text-generation"
 
-    #: Texts in a row don't see each other.
+    #: Whether the model reads each text of a row as if alone.
     separate_documents: bool = True
 
     @classmethod
@@ -44,7 +44,7 @@ class Decoder(Task):
         transformers: Any = require("transformers", "train")
         model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
         arguments = set() if model is None else {*inspect.signature(model.forward).parameters}
-        # What doesn't cache keys has masks of its own, and what is stateful remembers all it read.
+        # Models without a key cache have masks of their own; stateful models keep earlier texts.
         caches = arguments & {"past_key_values", "cache"}  # until transformers 5.23, and from 5.24
         fits = "position_ids" in arguments and caches and not model._is_stateful
         return cls(separate_documents=bool(fits) and not reads_whole_rows(config))
@@ -61,54 +61,44 @@ class Decoder(Task):
 
 @dataclass(frozen=True)
 class CausalLM(Decoder):
-    """Documents: of a ``.txt`` those apart by an empty line, else of a column; files or folders.
+    """Documents: in ``.txt`` separated by an empty line, else one a row; files or folders.
 
-    Their tokens, each document's followed by the end token, are cut into rows of --max-length. A
-    row's documents don't see each other, in models that know them by positions that start again:
-    the first token of each is only read. Other models read a row as one document. Bits per byte
-    are over the UTF-8 bytes of the tokens that are predicted.
+    Their tokens, with an end token after each document, are cut into rows of --max-length. Models
+    that separate documents by positions that start again read each document of a row as if alone,
+    and do not predict its first token. Other models read a row as one document. Bits per byte are
+    over the UTF-8 bytes of the predicted tokens.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
-    default_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
     lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
     columns: ClassVar[Columns] = Columns("text", None, None)
+    stored: ClassVar[Mapping[str, Any]] = {"text": TEXT}
+    optional: ClassVar[tuple[str, ...]] = ()
+    folders: ClassVar[bool] = True
     evaluation_columns: ClassVar[tuple[str, ...]] = ("bytes",)
+    usage: ClassVar[str] = (
+        "from transformers import pipeline\n\n"
+        'write = pipeline("$pipeline", "$directory")\nprint(write("Once upon a time"))'
+    )
 
-    #: Each document is a row of its own, cut off at --max-length.
+    #: Whether each document is a row of its own, cut off at --max-length: for predictions.
     one_per_row: bool = False
-
-    @classmethod
-    def check_file(cls, path: Path, option: str) -> None:
-        if not path.is_dir():
-            super().check_file(path, option)
-        elif not any(cls._files(path)):
-            raise InputError(f"{option} {path}: the folder holds no file that could be read")
-
-    @staticmethod
-    def _files(path: Path) -> Iterator[Path]:
-        kinds = (*files.READERS, ".parquet")
-        inside = sorted(part for part in path.rglob("*") if part.is_file())
-        return (part for part in inside if files.kind_of(part) in kinds)
 
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
         if path.is_dir():
-            parts = (cls.records(part, header, option) for part in cls._files(path))
+            parts = (cls.records(part, header, option) for part in files.files_in(path))
             yield from (record for part in parts for record in part)
         elif files.is_text(path):
             yield from _documents(path, option)
         else:
             yield from files.records(path, header, option, every)
 
-    def for_packing(self) -> Task:
-        raise InputError(f"--pack: the rows of --task {self.name()} are packed without it")
-
-    def for_prediction(self) -> "CausalLM":
-        return replace(self, one_per_row=True)
-
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        return 1, "a document"
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple[Task, Rows, tuple[str, ...]]:
+        _, rows, notes = super().prepare(rows, labelled, order)
+        return replace(self, one_per_row=not labelled), rows, notes
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {
@@ -136,7 +126,7 @@ class CausalLM(Decoder):
     def _rows(
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> list[list[tuple[int, int, int]]]:
-        """Tokens in rows, each with the bytes that it stands for and the number of its document."""
+        """Tokens in rows, each with its number of bytes and the number of its document."""
         documents = [
             [(token, size, i) for token, size in _tokens(text, tokenizer)]
             for i, text in enumerate(batch["text"])
@@ -146,14 +136,11 @@ class CausalLM(Decoder):
         stream = [token for document in documents for token in document]
         cuts = [*range(0, len(stream), max_length), len(stream)]
         if len(cuts) > 2 and cuts[-1] - cuts[-2] == 1 and max_length > 2:
-            cuts[-2] -= 1  # a last token alone would be said by none
+            cuts[-2] -= 1  # a single last token would not be predicted
         return [stream[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         return next_token_loss_sums(model, batch)
-
-    def finite(self, answers: Any) -> bool:
-        return all(math.isfinite(loss) for loss, _ in answers)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, _ in answers)
@@ -165,37 +152,33 @@ class CausalLM(Decoder):
         return {name: compute[name]() for name in metrics}
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        """Of each document up to --max-length."""
+        """Number of tokens and perplexity of each document up to --max-length."""
         return [
             {"tokens": count + 1, "perplexity": perplexity(loss / count) if count else None}
             for loss, count in answers
         ]
 
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return cls.pipeline_usage("write", f'"{directory}"', 'print(write("Once upon a time"))')
-
 
 def next_token_loss_sums(
     model: nn.Module, batch: dict[str, torch.Tensor]
 ) -> list[tuple[float, int]]:
-    """The sum of -log p of a row's labels but the first, and how many they are."""
+    """The sum of -log p of a row's labels but the first, and their number."""
     return token_loss_sums(logits(model, batch)[:, :-1], batch["labels"][:, 1:])
 
 
 def perplexity(loss: float) -> float:
-    """That of a mean of -log p."""
+    """Perplexity of a mean of -log p."""
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
 
 
 @dataclass(frozen=True)
 class Pad:
-    """Makes a batch of rows that may have positions of their own."""
+    """Collator of rows that may have position ids."""
 
     tokenizer: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # The one for language models takes end tokens for padding where these are the same.
+        # The collator for language models masks end tokens where they are the padding token.
         transformers: Any = require("transformers", "train")
         positions = [row["position_ids"] for row in rows if "position_ids" in row]
         rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
@@ -211,7 +194,7 @@ class Pad:
 
 
 def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """Token ids of a document and its end, with the bytes that each stands for."""
+    """Token ids of a document and its end token, each with its number of UTF-8 bytes."""
     end = tokenizer.eos_token_id
     end = tokenizer.sep_token_id if end is None else end
     found = tokenizer(
@@ -222,7 +205,7 @@ def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     )
     ids = found["input_ids"]
     spans = found.get("offset_mapping")
-    if spans is None:  # a slow tokenizer doesn't say; as if all tokens were as long
+    if spans is None:  # from a slow tokenizer: as if all tokens were equally long
         count, length = len(ids), len(text)
         spans = [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
     sizes = _token_bytes(text, spans)
@@ -235,11 +218,10 @@ def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
 
 
 def _token_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
-    """UTF-8 bytes of each token, which has the characters from ``start`` to ``stop``.
+    """Number of UTF-8 bytes of each token, which has the characters from ``start`` to ``stop``.
 
-    Characters that no token has, such as spaces, count with the next one. Tokens of bytes may be
-    parts of one character: its bytes are divided among them, so that a row that begins within it
-    has a part of them.
+    Characters of no token, such as spaces, count with the next token. Where tokens are parts of one
+    character, its bytes are divided among them, because a row may begin within a character.
     """
     parts = [0] * len(text)
     for start, stop in spans:
@@ -258,7 +240,7 @@ def _token_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
 
 
 def _documents(path: Path, option: str) -> files.Records:
-    """Texts of lines, apart by an empty one."""
+    """Texts of several lines, separated by empty lines."""
     lines: list[str] = []
     began = 0
     for number, line in files.text_lines(path, option):

@@ -1,10 +1,10 @@
-"""Conversations: what the assistant says next."""
+"""Conversations: the next message of the assistant."""
 
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,44 +18,50 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
-from fastkd.train.tasks.base import Task, Tokens
+from fastkd.train.tasks.base import TEXT, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
 MESSAGES = "messages"
 INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
 ASSISTANT = "assistant"
-# By which a template says what the assistant writes, to `apply_chat_template`.
+# Mark of the assistant's text in a template, for `apply_chat_template`.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-NEW_TOKENS = 128  # the longest answer that is written
+NEW_TOKENS = 128  # maximum length of a generated answer
 
 
 @dataclass(frozen=True)
 class Chat(Decoder):
-    """Columns ``messages``: lists of objects with ``role`` and ``content``.
+    """A column ``messages``: lists of objects with ``role`` and ``content``.
 
     Rows with ``instruction``, perhaps ``input``, and ``output`` are conversations of one question.
-    The tokenizer's chat template makes text of them; the losses count what the assistant says.
-    Of a conversation longer than --max-length the last answer loses its end and what is before it
-    its beginning, neither more than half of --max-length leaves it. What follows the last answer
-    is not read. Scored are all answers by their loss, and the last one by ROUGE-L against what
-    the model writes in its place, greedily, up to `NEW_TOKENS` tokens.
+    The tokenizer's chat template turns them into text; the losses count the assistant's tokens. In
+    a conversation longer than --max-length the last answer loses its end and the text before it its
+    beginning; each keeps at least half of --max-length. Messages after the last answer are not
+    read. The loss is over all answers. ROUGE-L compares the last answer with the model's greedy
+    generation, up to `NEW_TOKENS` tokens.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "rouge_l")
-    default_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "rouge_l")
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
-    # The answers stand among the messages.
+    # The answers are among the messages, each a JSON object.
     columns: ClassVar[Columns] = Columns(MESSAGES, None, MESSAGES)
+    stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT]}
+    optional: ClassVar[tuple[str, ...]] = ()
     evaluation_columns: ClassVar[tuple[str, ...]] = ("answer",)
+    usage: ClassVar[str] = (
+        "from transformers import pipeline\n\n"
+        'write = pipeline("$pipeline", "$directory")\n'
+        'print(write([{"role": "user", "content": "..."}]))'
+    )
 
-    #: Rows are encoded up to where an answer is to be written.
+    #: Whether rows end before the answer to generate: for predictions.
     prompts: bool = False
-    #: Rows hold several conversations.
+    #: Whether rows hold several conversations: for --pack.
     packed: bool = False
 
-    @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        return {MESSAGES: ["large_string"]}
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        return "perplexity", "rouge_l"
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
@@ -87,40 +93,36 @@ class Chat(Decoder):
             checked = checked[: answers[-1] + 1]
             if not checked[-1]["content"].strip():
                 raise InputError(f"{where}: message {len(checked)}, the answer, is empty")
-        return {MESSAGES: [json.dumps(message, ensure_ascii=False) for message in checked]}
+        return {"text": [json.dumps(message, ensure_ascii=False) for message in checked]}
 
     @classmethod
-    def has_text(cls, row: Mapping[str, Any]) -> bool:
-        return bool(row[MESSAGES])
-
-    @classmethod
-    def hub_columns(cls, columns: Columns) -> list[str]:
-        return list(dict.fromkeys(super().hub_columns(columns)))
-
-    @classmethod
-    def texts(cls, rows: Rows) -> list[str]:
+    def texts(cls, rows: Rows) -> tuple[list[str], None]:
         return [
             "\n".join(json.loads(message)["content"] for message in messages)
-            for (messages,) in rows.columns(MESSAGES)
-        ]
+            for messages in rows.column("text")
+        ], None
 
-    def for_prediction(self) -> Task:
-        return replace(self, prompts=True)
+    @classmethod
+    def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {MESSAGES: [json.loads(message) for message in row["text"]]}
+
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple[Task, Rows, tuple[str, ...]]:
+        _, rows, notes = super().prepare(rows, labelled, order)
+        return replace(self, prompts=not labelled), rows, notes
 
     def for_packing(self) -> Task:
         if not self.separate_documents:
             raise InputError(
-                "--pack: the model doesn't tell conversations in a row apart by positions that "
-                "start again"
+                "--pack: the model does not separate the conversations of a row by positions that "
+                "start again; leave it out"
             )
         return replace(self, packed=True)
 
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        return 1, "a conversation"
-
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {n: [] for n in ("input_ids", "labels", "answer")}
-        for where, kept in zip(batch["where"], batch[MESSAGES], strict=True):
+        for where, kept in zip(batch["where"], batch["text"], strict=True):
             messages = [json.loads(message) for message in kept]
             last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
             mask: Sequence[int]
@@ -147,9 +149,9 @@ class Chat(Decoder):
         }
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """The sum of -log p of the answers' tokens, how many they are, and what is written."""
+        """The sum of -log p of the answers' tokens, their number, and the generated text."""
         if not hasattr(model, "generate"):
-            raise InputError(f"--onnx: --task {self.name()} lets the model write, which ONNX can't")
+            raise InputError(f"--onnx: --task {self.name()} generates text; ONNX files cannot")
         found = next_token_loss_sums(model, batch)
         written = [tokens for _, tokens in write(model, prompts_of(batch), tokenizer)]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -167,9 +169,6 @@ class Chat(Decoder):
             rows.append({name: row[name] for name in row if name in batch})
         return rows
 
-    def finite(self, answers: Any) -> bool:
-        return all(math.isfinite(loss) for loss, *_ in answers)
-
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, *_ in answers)
         loss /= max(1, sum(count for _, count, _ in answers))
@@ -182,25 +181,15 @@ class Chat(Decoder):
         }
         return {name: compute[name]() for name in metrics}
 
-    def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        written = {text for *_, text in answers}
-        return f"are all {written.pop()!r:.40}" if len(written) == 1 < len(answers) else None
+    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
+        return [text for *_, text in answers]
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{"answer": text} for *_, text in answers]
 
-    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        for (messages,) in rows.columns(MESSAGES):
-            yield {MESSAGES: [json.loads(message) for message in messages]}
-
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        shown = 'print(write([{"role": "user", "content": "..."}]))'
-        return cls.pipeline_usage("write", f'"{directory}"', shown)
-
 
 def _of_instruction(record: dict[str, Any], columns: Columns, where: str) -> list[dict[str, str]]:
-    """The conversation of an instruction, with its input behind an empty line, and its answer."""
+    """The conversation of an instruction and its answer; an input follows an empty line."""
     question = text_of(record, columns.text, where)
     if not holds_text(question):
         return []
@@ -214,7 +203,7 @@ def _of_instruction(record: dict[str, Any], columns: Columns, where: str) -> lis
 
 
 def _message(message: Any, number: int, name: str | None, where: str) -> dict[str, Any]:
-    """A message, of which role and content are text; what else it has is the template's."""
+    """A message whose role and content are text; other entries are for the template."""
     if not isinstance(message, dict):
         raise InputError(f"{where}: message {number} is not an object but {message!r:.40}")
     kept = {key: value for key, value in message.items() if value is not None}
@@ -236,16 +225,16 @@ def _apply(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> 
     jinja2: Any = require("jinja2", "train")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    except jinja2.TemplateError as error:  # templates refuse what they don't know
+    except jinja2.TemplateError as error:  # templates raise it for roles they do not know
         reason = first_line(error)
         raise InputError(f"{where}: the tokenizer's chat template refuses it ({reason})") from error
 
 
 def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[int], Sequence[int]]:
-    """Token ids of a conversation, and for each 1 where the assistant says it.
+    """Token ids of a conversation, and a mask with 1 for the assistant's tokens.
 
     Raises:
-        InputError: there is no template, or it can't be told what is an answer.
+        InputError: there is no template, or it does not allow to find the answers.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -279,7 +268,7 @@ def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[i
 
 
 def _last_run(counted: Sequence[int]) -> int:
-    """Where the last run of ones begins."""
+    """Start of the last run of ones."""
     stop = len(counted) - list(reversed(counted)).index(1)
     zeros = [i for i in range(stop) if not counted[i]]
     return zeros[-1] + 1 if zeros else 0
@@ -296,12 +285,12 @@ def _shortened(
     return ids[part], mask[part]
 
 
-# Tokens and labels of a conversation.
+# Token ids and labels of a conversation.
 Talk = tuple[list[int], list[int]]
 
 
 def _fitted(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Which conversations stand in each row of ``most`` tokens: one is in the first with room."""
+    """The conversations of each row of ``most`` tokens: each is in the first row with room."""
     rows: list[list[int]] = []
     left: list[int] = []
     for i, length in enumerate(lengths):
@@ -315,8 +304,8 @@ def _fitted(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _joined(talks: list[Talk]) -> dict[str, list[int]]:
-    """A row of conversations, each of which begins at position 0."""
-    labels = [[UNLABELLED, *own[1:]] for _, own in talks]  # a first token is only read
+    """A row of conversations; each begins at position 0."""
+    labels = [[UNLABELLED, *own[1:]] for _, own in talks]  # a first token is not predicted
     row = {
         "input_ids": [ids for ids, _ in talks],
         "labels": labels,
@@ -340,7 +329,7 @@ def _talks(batch: Mapping[str, torch.Tensor]) -> list[list[Talk]]:
 
 
 def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
-    """The tokens of each conversation before its last answer; all where it has none."""
+    """The tokens of each conversation before its last answer; all if it has no answer."""
     prompts = []
     for ids, labels in itertools.chain(*_talks(batch)):
         counted = [int(label != UNLABELLED) for label in labels]
@@ -349,19 +338,19 @@ def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
 
 
 def stops_of(tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the end token, and the template's own behind an answer."""
+    """The tokens that end an answer: the end token, and special tokens of the template after it."""
     talk = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
     ids, mask = answers_of(talk, tokenizer, "a conversation of two messages")
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
-    special.discard(tokenizer.unk_token_id)  # it may stand for the words above
+    special.discard(tokenizer.unk_token_id)  # the two words above may be unknown
     return sorted(({*ids[_last_run(mask) :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
 class Draw:
-    """Makes the likeliest word a draw at temperature 1 (Gumbel's maximum; a logits processor).
+    """Logits processor whose likeliest token is a sample at temperature 1 (Gumbel-max).
 
-    Seed and prompt decide what is drawn, not the prompts beside it.
+    The sample of a prompt depends on ``seed`` and that prompt alone.
     """
 
     def __init__(self, seed: int, prompts: list[list[int]]):
@@ -374,7 +363,7 @@ class Draw:
             made = (torch.Generator(scores.device) for _ in self.seeds)
             pairs = zip(made, self.seeds, strict=True)
             self.generators = [generator.manual_seed(seed) for generator, seed in pairs]
-        waits = torch.empty_like(scores, dtype=torch.float64)  # float32 has too many of 0
+        waits = torch.empty_like(scores, dtype=torch.float64)  # in float32 too many are 0
         for row, generator in zip(waits, self.generators, strict=True):
             row.exponential_(generator=generator)
         return scores.double().log_softmax(-1) - waits.log()
@@ -383,9 +372,9 @@ class Draw:
 def write(
     model: Any, prompts: list[list[int]], tokenizer: Any, draw: Draw | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Each prompt, and what ``model`` writes behind it with the token that ends it.
+    """Each prompt, and the tokens that ``model`` generates after it, with the end token.
 
-    It takes the likeliest words, or a ``draw``. Prompts that leave no room lose their beginning.
+    Generation is greedy, or sampled by ``draw``. Prompts that leave no room lose their beginning.
     """
     new = NEW_TOKENS
     positions = getattr(model.config, "max_position_embeddings", None)
@@ -394,7 +383,7 @@ def write(
         prompts = [prompt[-(positions - new) :] for prompt in prompts]
     stops = stops_of(tokenizer)
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    # What else is set in a model's folder would change what it draws.
+    # Options in a model's folder would change the samples.
     options = {} if draw is None else {"logits_processor": [draw], "repetition_penalty": 1.0}
     with in_eval_mode(model), torch.no_grad():
         found = model.generate(

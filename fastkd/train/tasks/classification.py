@@ -1,12 +1,10 @@
 """A class for a text, or for two."""
 
 import difflib
-import functools
-import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,11 +22,11 @@ from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import doubt, evaluate
 from fastkd.train.glue import Glue
-from fastkd.train.label_values import as_name, as_number
+from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import ClassTask, FittedTask, LabelInfo, Task, probabilities
 from fastkd.train.tasks.regression import Regression
 
-# What spreadsheets and data frames write where a label is missing.
+# Values that spreadsheets and data frames write for a missing label.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
 
 
@@ -37,10 +35,21 @@ class Classification(ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`."""
 
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "mcc", "f1")
-    default_metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+    problem: ClassVar[str | None] = "single_label_classification"
+    no_label: ClassVar[float | None] = UNLABELLED
+    by_class: ClassVar[bool] = True
 
-    #: The class whose F1 is a score, where there are two: the data's second.
-    positive: int = 1
+    #: The class whose F1 is a metric, where there are two; None: the second.
+    f1_class: str | None = None
+
+    @property
+    def positive(self) -> int:
+        """The id of `f1_class`."""
+        return 1 if self.f1_class is None else self.classes.index(self.f1_class)
+
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        return ("accuracy",)
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
@@ -54,27 +63,14 @@ class Classification(ClassTask):
         anything = given.labels == "classes" or given.declared_classes is not None
         rest, notes = None, []
         if not anything:
-            (train, rest), *others = map(with_labels, (train, *evals.values()))
+            (train, rest), *others = map(split_unlabelled, (train, *evals.values()))
             evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
             pairs = ((train, rest), *others)
-            notes = [without(kept, out) for kept, out in pairs if out is not None]
+            notes = [_count_unlabelled(kept, out) for kept, out in pairs if out is not None]
         train, evals, names = encode(train, evals, given.declared_classes, anything)
-        task = cls(tuple(names), given.declared_classes is not None or whole_numbers(names))
+        numbered = given.declared_classes is not None or whole_numbers(names)
+        task = cls(tuple(names), numbered, names[1])
         return FittedTask(task, train, evals, rest, tuple(notes))
-
-    def unlabelled(self, rows: Rows) -> Rows:
-        return replace(rows, labels=np.full(len(rows), UNLABELLED))
-
-    @classmethod
-    def row_classes(cls, rows: Rows, glue: Glue | None = None) -> list[int] | None:
-        if is_regression(rows) if glue is None else glue.regression:
-            return None
-        labels, which = rows.raw_labels
-        groups = [UNLABELLED if _is_no_label(label) else i for i, label in enumerate(labels)]
-        return np.array(groups)[which].tolist()
-
-    def strata(self, rows: Rows) -> Sequence[int]:
-        return np.asarray(rows.labels).tolist()
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         names, train = self.names, _counts(corpus.train)
@@ -101,29 +97,26 @@ class Classification(ClassTask):
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
         if config.num_labels == 1:
             return Regression.of(config, report)
-        positive = 0 if (report or {}).get("f1_of") == 0 else 1
-        return cls(tuple(class_names(config)), positive=positive)
+        names = class_names(config)
+        return cls(tuple(names), f1_class=names[(report or {}).get("f1_of") != 0])
 
-    def fit_config(self, config: Any) -> None:
-        super().fit_config(config)
-        config.problem_type = "single_label_classification"
-
-    def renumbered(self, classes: tuple[str, ...], new: list[int]) -> Task:
-        return replace(self, classes=classes, positive=new[self.positive])
-
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        names, order = self.names, None
-        if asked is not None:
-            order = [name.strip() for name in asked.split(",")]
-            if len(set(order)) != len(order) or len(order) != len(names):
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple[Task, Rows, tuple[str, ...]]:
+        if not labelled:
+            return super().prepare(rows, labelled)
+        names, given = self.names, None
+        if order is not None:
+            given = [name.strip() for name in order.split(",")]
+            if len(set(given)) != len(given) or len(given) != len(names):
                 raise InputError(
-                    f"--label-order {asked}: must name the data's label for each class of the "
+                    f"--label-order {order}: must name the data's label for each class of the "
                     f"model, and they are {', '.join(names)}"
                 )
-        rows, bare = with_labels(rows)
-        notes = [] if bare is None else [without(rows, bare)]
-        rows, reading = to_classes(rows, names, order)
-        return rows, tuple(filter(None, (*notes, reading)))
+        rows, rest = split_unlabelled(rows)
+        notes = [] if rest is None else [_count_unlabelled(rows, rest)]
+        rows, reading = to_classes(rows, names, given)
+        return self, rows, tuple(filter(None, (*notes, reading)))
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return evaluate(metrics, answers, examples.targets, self.positive)
@@ -141,9 +134,6 @@ class Classification(ClassTask):
     def references(self, examples: Encoded) -> list[Any]:
         return examples.targets.tolist()
 
-    def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        return super().select_metrics(wanted, None if glue is None or glue.regression else glue)
-
     def report(self) -> dict[str, Any]:
         return {"labels": self.names, "f1_of": self.positive}
 
@@ -160,12 +150,19 @@ def encode(
     """Labels as class ids in the order of ``names``.
 
     Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
-    else names in alphabetical order. Evaluation rows may spell a class otherwise ("Good" for
-    "good"), as in `to_classes`. A label that training never shows is an error, and so is one that
-    looks like a missing value, unless ``anything`` may be a class.
+    else names in alphabetical order. Evaluation rows may spell a class differently ("Good" for
+    "good"), as in `to_classes`. Raises for a label that no training row has, and for one that looks
+    like a missing value unless ``anything`` may be a class.
     """
-    read = functools.partial(_class_of, anything=anything)
-    seen, *_ = [set(rows.map_labels(read)) for rows in (train, *evals.values())]
+
+    def check(label: str) -> str:
+        if not anything and label.casefold() in NOT_LABELS:
+            raise InputError(
+                f"label {label!r} looks like a missing value; if it is a class, --labels classes"
+            )
+        return label
+
+    seen, *_ = [set(rows.map_labels(check)) for rows in (train, *evals.values())]
     if names is None:
         names = sorted(seen)
         if whole_numbers(seen):  # 1 and 01 are two names of one number
@@ -174,8 +171,7 @@ def encode(
         raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
     class_of = _classes_by_name(names)
 
-    def find(label: Any) -> int:
-        name = as_name(label)
+    def find(name: str) -> int:
         found = class_of(name)
         if found is None:
             raise InputError(
@@ -183,50 +179,49 @@ def encode(
             )
         return found
 
-    labelled = {k: rows.labelled(find, int) for k, rows in evals.items()}
-    return train.labelled(find, int), labelled, list(names)
+    labelled = {k: rows.labelled(find, int, names) for k, rows in evals.items()}
+    return train.labelled(find, int, names), labelled, list(names)
 
 
 def _classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
-    """The number of the class of a name, or of the one class with its meaning."""
+    """A function from a name to the id of its class, or of the only class with its meaning."""
     exact = {name: i for i, name in enumerate(names)}
     meanings = [meaning(name) for name in names]
     meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
     return lambda name: exact.get(name, meant.get(meaning(name)))
 
 
-def with_labels(rows: Rows) -> tuple[Rows, Rows | None]:
-    """The rows that have a class, and those that -100 marks as having none."""
+def split_unlabelled(rows: Rows) -> tuple[Rows, Rows | None]:
+    """Rows with a class, and rows with label -100, which have none."""
     labels, which = rows.raw_labels
-    bare = np.array([_is_no_label(label) for label in labels])[which]
-    if not bare.any():
+    empty = np.array([_is_no_label(label) for label in labels])[which]
+    if not empty.any():
         return rows, None
-    if bare.all():
+    if empty.all():
         raise InputError(f"{rows.source}: no row has a label, all are {UNLABELLED}")
-    return rows.select(np.flatnonzero(~bare).tolist()), rows.select(np.flatnonzero(bare).tolist())
+    return rows.select(np.flatnonzero(~empty).tolist()), rows.select(np.flatnonzero(empty).tolist())
 
 
-def _is_no_label(label: Any) -> bool:
+def _is_no_label(label: str) -> bool:
     return as_number(label) == UNLABELLED
 
 
 def to_classes(
     rows: Rows, names: Sequence[str], order: Sequence[str] | None = None
 ) -> tuple[Rows, str]:
-    """Labels as ids of a finished model's classes: by name, by meaning, or the ids themselves.
+    """Rows with labels as class ids of a trained model, and a line on numbers read as ids.
 
-    Those that ``order`` names are the classes in its order. How numbers were read is a line, else
-    empty.
+    A label is the name of a class, a name with its meaning, or its id. With ``order``, the data's
+    labels in the order of the classes, it is one of these names. The line may be empty.
     """
     if order is not None:
         names = order
     class_of = _classes_by_name(names)
     numbered = order is None and not whole_numbers(names)
-    numbered = numbered and whole_numbers(map(as_name, rows.raw_labels[0]))
+    numbered = numbered and whole_numbers(rows.raw_labels[0])
     as_ids: set[int] = set()
 
-    def find(label: Any) -> int:
-        name = as_name(label)
+    def find(name: str) -> int:
         found = class_of(name)
         if found is None and numbered and 0 <= int(name) < len(names):
             found = int(name)
@@ -235,23 +230,17 @@ def to_classes(
             raise InputError(f"label {name!r:.60} is no class of the model; {nearest(name, names)}")
         return found
 
-    found = rows.labelled(find, int)
+    found = rows.labelled(find, int, names)
     return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
 
 
-def _class_of(label: Any, anything: bool) -> str:
-    """The name that ``label`` is; with ``anything`` every word is one."""
-    name = as_name(label) if isinstance(label, str | int | float) else ""
-    if isinstance(label, float) and not math.isfinite(label):
-        raise InputError(f"the label is {label}")
-    if label is not None and not isinstance(label, str | int | float):
-        raise InputError(f"the label is no word or number but {label!r:.40}")
-    if not name:
-        raise InputError("the label is empty")
-    if not anything and name.casefold() in NOT_LABELS:
-        why = "looks like a missing value; if it is a class, --labels classes"
-        raise InputError(f"label {name!r} {why}")
-    return name
+def row_classes(rows: Rows, glue: Glue | None = None) -> list[int] | None:
+    """Class ids of rows as read from the source; None if the labels are real numbers."""
+    if is_regression(rows) if glue is None else glue.regression:
+        return None
+    labels, which = rows.raw_labels
+    ids = [UNLABELLED if _is_no_label(label) else i for i, label in enumerate(labels)]
+    return np.array(ids)[which].tolist()
 
 
 def is_regression(train: Rows) -> bool:
@@ -263,21 +252,21 @@ def is_regression(train: Rows) -> bool:
     if real is not None and bad is not None:
         rows = train.first_row_with_label(bad), train.first_row_with_label(real)
         raise InputError(
-            f"{train.source}, row {rows[0]}: label {as_name(labels[bad])!r:.60} is not a number "
-            f"while row {rows[1]} has {as_name(labels[real])}; mend it, or pass --labels classes "
+            f"{train.source}, row {rows[0]}: label {labels[bad]!r:.60} is not a number "
+            f"while row {rows[1]} has {labels[real]}; mend it, or pass --labels classes "
             "if these are names"
         )
     return real is not None
 
 
-def without(labelled: Rows, rest: Rows) -> str:
-    """How many rows have no label, a line."""
+def _count_unlabelled(labelled: Rows, rest: Rows) -> str:
+    """A line on the number of rows without a label."""
     count, total = len(rest), len(labelled) + len(rest)
     return f"{rest.source}: {count} of {total} rows have no label ({UNLABELLED})"
 
 
 def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:
-    """What class ``i`` lacks, of which there are ``count`` training rows."""
+    """Rows that class ``i`` lacks; it has ``count`` training rows."""
     if not count:
         return "no training row"
     name = names[i]

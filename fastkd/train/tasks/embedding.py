@@ -1,4 +1,4 @@
-"""Sentence embeddings: texts; pairs with a score; queries with what answers them; triples."""
+"""Sentence embeddings: texts; pairs with a score; queries with their answers; triples."""
 
 import json
 import re
@@ -21,9 +21,9 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import accepted, evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
-from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, words_of
+from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import LABEL, FittedTask, LabelInfo, Task, Tokens
+from fastkd.train.tasks.base import TEXT, FittedTask, LabelInfo, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -34,9 +34,9 @@ RANKED = ("ndcg@10", "recall@10")
 TRIPLES = ("accuracy",)
 AGREEMENT = ("agreement", "overlap")
 NEIGHBOURS = 10
-# Similarities in memory, of queries and documents.
+# Similarities of queries and documents in memory at a time.
 SIMILARITIES = 2**24
-# What scores need of the rows to evaluate on.
+# Why rows have no reference values for a metric.
 WITHOUT = {
     **dict.fromkeys(
         SCORED, "have no scores; --text-pair-column and --label-column say where they are"
@@ -44,7 +44,7 @@ WITHOUT = {
     **dict.fromkeys(RANKED, "have no columns query and positive"),
     **dict.fromkeys(TRIPLES, "have no columns anchor, positive and negative"),
 }
-# Columns as sentence-transformers and its users name them.
+# Column names of sentence-transformers and its users.
 ALONE = ("text", "sentence")
 ALIKE = ("sentence1", "sentence2", "score")
 ASKING, ANSWERING = ("query", "anchor"), ("positive", "passage")
@@ -54,34 +54,34 @@ NEGATIVES = "negatives"
 
 @dataclass(frozen=True)
 class TextColumns(Columns):
-    """Also where the texts stand that don't answer the first."""
+    """Columns, and the names of those with wrong answers, for messages."""
 
-    negatives: tuple[str, ...] = ()
+    negatives: str = NEGATIVES
 
 
 @dataclass(frozen=True)
 class Embedding(Task):
-    """Texts, alone or in rows that say which are alike, by the columns that there are.
+    """Texts, or texts with their relation, by the columns of the file.
 
-    - ``text`` or ``sentence``: one a row.
-    - ``sentence1``, ``sentence2`` and ``score``: how alike they are.
-    - ``query`` or ``anchor``, ``positive`` or ``passage``: the second answers the first, which may
-      stand in several rows. Others that don't in ``negative``, ``negative_1``, ..., or a list
+    - ``text`` or ``sentence``: one text a row.
+    - ``sentence1``, ``sentence2`` and ``score``: the similarity of two texts.
+    - ``query`` or ``anchor``, ``positive`` or ``passage``: a query, which may occur in several
+      rows, and an answer. Wrong answers are in ``negative``, ``negative_1``, ..., or a list
       ``negatives``; with one of them in the first row the rows are scored as triples.
 
     Each text is a row of tokens. Models are folders of sentence-transformers, and so are students:
-    the teacher's pooling and normalisation make embeddings of their last hidden states, of no more
-    tokens than the folder says (``max_seq_length``).
+    the teacher's pooling and normalisation make embeddings of their last hidden states, of at most
+    ``max_seq_length`` tokens of the folder.
 
-    Scores follow the rows to evaluate on: the correlations of cosines with scores; how high a
-    query's answers rank among all documents of the file, by sentence-transformers' evaluator; the
-    share of triples whose positive is nearer than the negative. Texts alone compare with the
-    teacher: agreement is Pearson's correlation of the cosines of all texts, overlap the share of
-    each text's ten nearest that are the teacher's, too.
+    Metrics follow the evaluation rows: correlations of cosines with scores; the ranks of a query's
+    answers among all documents of the file, by sentence-transformers' evaluator; the fraction of
+    triples whose positive is nearer than the negative. Texts alone compare with the teacher:
+    agreement is Pearson's correlation of the cosines of all texts, overlap the fraction of each
+    text's ten nearest texts that are the teacher's.
     """
 
     metrics: ClassVar[tuple[str, ...]] = (*SCORED, *RANKED, *TRIPLES, *AGREEMENT)
-    default_metrics: ClassVar[tuple[str, ...]] = SCORED
+    teacher_metrics: ClassVar[frozenset[str]] = frozenset(AGREEMENT)
     head: ClassVar[str] = "AutoModel"
     head_name: ClassVar[str] = "head"
     pipeline: ClassVar[str] = "sentence-similarity"
@@ -90,15 +90,29 @@ class Embedding(Task):
     outputs: ClassVar[tuple[str, ...]] = ("sentence_embedding",)
     two_tokenizers: ClassVar[bool] = True
     columns: ClassVar[Columns] = Columns(None, None, None)
+    stored: ClassVar[Mapping[str, Any]] = {
+        "text": TEXT,
+        "pair": TEXT,
+        NEGATIVES: [TEXT],
+        "label": "float64",
+    }
+    optional: ClassVar[tuple[str, ...]] = ()
+    every_text: ClassVar[bool] = True
+    summary: ClassVar[str] = "It embeds a text. Pooling: {pooling}; unit length: {normalized}."
+    usage: ClassVar[str] = (
+        "from sentence_transformers import SentenceTransformer\n\n"
+        'model = SentenceTransformer("$directory")\n'
+        'print(model.similarity(model.encode("..."), model.encode("...")))'
+    )
 
-    #: How the states of a text become one, and whether that gets length 1.
+    #: Pooling of the hidden states of a text, and whether the embedding gets length 1.
     pooling: tuple[str, ...] = ("mean",)
     normalized: bool = False
-    #: Tokens that sentence-transformers reads of a text.
+    #: Maximum number of tokens that sentence-transformers reads of a text.
     max_seq_length: int | None = None
-    #: How it compares embeddings where somebody uses the folder; scores are of cosines.
+    #: Similarity function of the folder, for its users; metrics are of cosines.
     similarity: str | None = None
-    #: The scores that the rows to evaluate on have an answer for; none: they are texts alone.
+    #: Metrics for which the evaluation rows have reference values; none for texts alone.
     answered: tuple[str, ...] = SCORED
 
     @classmethod
@@ -111,13 +125,8 @@ class Embedding(Task):
                 f"{source}: column {columns.label!r} scores how alike two texts are; "
                 "--text-pair-column says where the second is"
             )
-        negatives = _negatives(columns, record)
+        negatives = " or ".join(_negatives(columns, record))
         return TextColumns(columns.text, columns.pair, columns.label, columns.header, negatives)
-
-    @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        texts = {"text": "large_string", "pair": "large_string", NEGATIVES: ["large_string"]}
-        return {**texts, LABEL: "float64"}
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
@@ -125,7 +134,7 @@ class Embedding(Task):
         pair = None if columns.pair is None else text_of(record, columns.pair, where)
         negatives = [
             text
-            for name in _negatives(columns, record)  # rows of .jsonl may have unlike many
+            for name in _negatives(columns, record)  # rows of .jsonl may differ in number
             if record[name] is not None
             for text in _texts_in(record, name, where)
         ]
@@ -135,28 +144,11 @@ class Embedding(Task):
             score = as_number(value)
             if score is None or score != score:
                 raise InputError(f"{where}: score {value!r:.40} is not a finite number")
-        return {"text": text, "pair": pair, NEGATIVES: negatives, LABEL: score}
+        return {"text": text, "pair": pair, NEGATIVES: negatives, "label": score}
 
     @classmethod
-    def has_text(cls, row: Mapping[str, Any]) -> bool:
-        return all(map(holds_text, _texts_of(row)))
-
-    @classmethod
-    def empty_column(cls, row: Mapping[str, Any], columns: Columns) -> str | None:
-        if not holds_text(row["text"]):
-            return columns.text
-        if not holds_text(row["pair"] or ""):
-            return columns.pair
-        return " or ".join(getattr(columns, "negatives", ())) or NEGATIVES
-
-    @classmethod
-    def hub_columns(cls, columns: Columns) -> list[str]:
-        more = columns.negatives if isinstance(columns, TextColumns) else ()
-        return [*super().hub_columns(columns), *more]
-
-    @classmethod
-    def texts(cls, rows: Rows) -> list[str]:
-        return [text for row in _rows(rows) for text in _texts_of(row)]
+    def texts(cls, rows: Rows) -> tuple[list[str], None]:
+        return [text for row in rows.records() for text in _texts_of(row)], None
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
@@ -164,12 +156,9 @@ class Embedding(Task):
         common = tuple(name for name in each[0] if all(name in names for names in each))
         return FittedTask(cls(answered=common), train, evals)
 
-    def for_evaluation(self, rows: Rows) -> Task:
-        return replace(self, answered=_answered(rows))
-
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
-        """The pooling of the folder, or the name on the hub, that ``config`` is of."""
+        """The pooling of the folder, or hub name, of ``config``."""
         return _of_folder(config.name_or_path)
 
     def match(
@@ -180,26 +169,26 @@ class Embedding(Task):
             return corpus
         return replace(corpus, task=replace(head, answered=self.answered))
 
-    def read_labels(self, rows: Rows, asked: str | None) -> tuple[Rows, tuple[str, ...]]:
-        if not _answered(rows):
+    def prepare(
+        self, rows: Rows, labelled: bool = True, order: str | None = None
+    ) -> tuple[Task, Rows, tuple[str, ...]]:
+        _, rows, notes = super().prepare(rows, labelled, order)
+        answered = _answered(rows) if labelled else ()
+        if labelled and not answered:
             raise InputError(
-                f"{rows.source}: two texts a row are needed, and a score or which of them answers "
-                "the other; --text-pair-column and --label-column say where they are"
+                f"{rows.source}: needs two texts a row, and a score if the second does not answer "
+                "the first; pass --text-pair-column and --label-column"
             )
-        return super().read_labels(rows, asked)
+        return replace(self, answered=answered), rows, notes
+
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        return self.answered or AGREEMENT
 
     def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         if wanted in WITHOUT and wanted not in self.answered:
             raise InputError(f"--metric {wanted}: the rows to evaluate on {WITHOUT[wanted]}")
-        super().select_metrics(wanted, None)
-        first = () if wanted is None else (wanted,)
-        return tuple(dict.fromkeys((*first, *(self.answered or AGREEMENT))))
-
-    def compares_with_teacher(self, metrics: Sequence[str]) -> bool:
-        return not set(metrics).isdisjoint(AGREEMENT)
-
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        return tokenizer.num_special_tokens_to_add(pair=False), "a text"
+        return super().select_metrics(wanted)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         names = ("number", "text", "pair", NEGATIVES)
@@ -239,14 +228,11 @@ class Embedding(Task):
         return modules.Pooling(width, self.pooling)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        if not self.finite(answers):
-            return dict.fromkeys(metrics, float("nan"))
         found = {}
         wanted = [name for name in metrics if name in SCORED]
         if wanted:
             cosines = np.array([_cosine(*one[:2]) for one in self._embedded(answers, examples)])
-            truths = np.array([score for (score,) in examples.rows.columns(LABEL)])
-            found = evaluate(wanted, cosines[:, None], truths)
+            found = evaluate(wanted, cosines[:, None], np.asarray(examples.rows.labels))
         if not set(metrics).isdisjoint(RANKED):
             found.update(self._ranked(answers, examples))
         if not set(metrics).isdisjoint(TRIPLES):
@@ -256,17 +242,17 @@ class Embedding(Task):
                 for other in others
             ]
             found[TRIPLES[0]] = float(np.mean(nearer))
-        if self.compares_with_teacher(metrics):
+        if not self.teacher_metrics.isdisjoint(metrics):
             found.update(self._agreement(answers, examples))
         return {name: found[name] for name in metrics}
 
     def _ranked(self, answers: Any, examples: Encoded) -> dict[str, float]:
-        """How high answers rank among the documents of all rows, by cosine."""
+        """Ranks of the answers among the documents of all rows, by cosine."""
         library: Any = require("sentence_transformers.sentence_transformer.evaluation", EXTRA)
         util: Any = require("sentence_transformers.util", EXTRA)
         known = _Known({}, {})
         relevant: dict[str, set[str]] = {}
-        rows = zip(_rows(examples.rows), self._embedded(answers, examples), strict=True)
+        rows = zip(examples.rows.records(), self._embedded(answers, examples), strict=True)
         for row, (first, *others) in rows:
             query, *documents = _texts_of(row)
             known.queries.setdefault(query, first)
@@ -293,15 +279,15 @@ class Embedding(Task):
             )
         if examples.teacher_answers is None:
             raise InputError(
-                f"{', '.join(AGREEMENT)} compare with the teacher, which isn't there; "
-                f"take one of {', '.join(SCORED)}"
+                f"{', '.join(AGREEMENT)} compare with the teacher, and there is none; "
+                f"use one of {', '.join(SCORED)}"
             )
         return dict(zip(AGREEMENT, agreement(answers, examples.teacher_answers), strict=True))
 
     def _embedded(self, answers: Any, examples: Encoded) -> Iterator[list[Any]]:
-        """The embeddings of the texts of each row that was read."""
+        """The embeddings of the texts of each row."""
         each = iter(answers)
-        return ([next(each) for _ in _texts_of(row)] for row in _rows(examples.rows))
+        return ([next(each) for _ in _texts_of(row)] for row in examples.rows.records())
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         found = []
@@ -312,10 +298,6 @@ class Embedding(Task):
             found.append(row)
         return found
 
-    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        for text, pair in rows.columns("text", "pair"):
-            yield {"text": text} if pair is None else {"text": text, "pair": pair}
-
     def save(self, directory: Path, config: Any) -> None:
         modules = [
             {"idx": i, "name": str(i), "path": f"{i}_{part}" if i else "", "type": f"{TYPES}{part}"}
@@ -325,7 +307,7 @@ class Embedding(Task):
             (directory / str(module["path"])).mkdir()
         self._pool(config.hidden_size).save(str(directory / str(modules[1]["path"])))
         longest, limit = self.max_seq_length, getattr(config, "max_position_embeddings", None)
-        if longest and limit and longest > limit:  # a student of another body has its own
+        if longest and limit and longest > limit:  # a student with another body
             longest = None
         length = {"max_seq_length": longest, "do_lower_case": False}
         used = {"similarity_fn_name": self.similarity}
@@ -335,26 +317,13 @@ class Embedding(Task):
     def report(self) -> dict[str, Any]:
         return {"labels": None, "pooling": self.pooling, "normalized": self.normalized}
 
-    @classmethod
-    def about(cls, report: Mapping[str, Any]) -> str:
-        length = ", of length 1" if report["normalized"] else ""
-        return f"It embeds a text: {' and '.join(report['pooling'])} of the tokens{length}."
-
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return (
-            "from sentence_transformers import SentenceTransformer\n\n"
-            f'model = SentenceTransformer("{directory}")\n'
-            'print(model.similarity(model.encode("..."), model.encode("...")))'
-        )
-
 
 TYPES = "sentence_transformers.models."
 TASK = Embedding
 
 
 class _Known(NamedTuple):
-    """A model that has embedded its texts before."""
+    """Stand-in for a model whose embeddings are computed already."""
 
     queries: dict[str, np.ndarray]
     documents: dict[str, np.ndarray]
@@ -367,7 +336,7 @@ class _Known(NamedTuple):
 
 
 def _columns_by_name(record: Mapping[str, Any], source: str) -> Columns:
-    """Those that there are, by the names that they usually have."""
+    """The columns of a file that have default names."""
     if ALIKE[0] in record:
         text, pair, score = (name if name in record else None for name in ALIKE)
         return Columns(text, pair, score)
@@ -382,7 +351,7 @@ def _columns_by_name(record: Mapping[str, Any], source: str) -> Columns:
 
 
 def _negatives(columns: Columns, record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns of texts that don't answer the first."""
+    """The columns with wrong answers."""
     asks = columns.pair is not None and columns.label is None
     return tuple(name for name in record if asks and NEGATIVE.fullmatch(name))
 
@@ -393,22 +362,16 @@ def _texts_in(record: dict[str, Any], name: str, where: str) -> list[str]:
     return [text_of(record, name, where)] if one else words_of(record, name, where)
 
 
-def _rows(rows: Rows) -> Iterator[dict[str, Any]]:
-    """What was kept of the texts of each row."""
-    names = ("text", "pair", NEGATIVES)
-    return (dict(zip(names, row, strict=True)) for row in rows.columns(*names))
-
-
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
-    """The texts of a row, in the order in which they are encoded."""
+    """The texts of a row, in the order of their tokens."""
     pair = row.get("pair")
     return [row["text"], *([] if pair is None else [pair]), *(row.get(NEGATIVES) or [])]
 
 
 def _answered(rows: Rows) -> tuple[str, ...]:
-    """The scores that rows have an answer for: all rows of a file are alike."""
+    """Metrics for which rows have reference values; all rows of a file have the same columns."""
     first = rows.data[0]
-    if first[LABEL] is not None:
+    if first["label"] is not None:
         return SCORED
     if first["pair"] is None:
         return ()
@@ -423,46 +386,46 @@ def _cosine(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def _unit(embedding: np.ndarray) -> np.ndarray:
-    """Of length 1, in float64; 0 stays."""
+    """``embedding`` scaled to length 1, in float64; zeros stay."""
     wide = embedding.astype(np.float64)
     length = np.linalg.norm(wide, axis=-1, keepdims=True)
     return wide / np.where(length > 0, length, 1)
 
 
 def agreement(student: np.ndarray, teacher: np.ndarray) -> tuple[float, float]:
-    """How alike embeddings (N, D) and (N, Dt) place N texts; N at least 12.
+    """Agreement of embeddings (N, D) and (N, Dt) of N texts; N at least 12.
 
-    Pearson's correlation of the cosines of all pairs, and the share of a text's ten nearest that
-    are the other's too. Needs memory for 128 rows of cosines.
+    Pearson's correlation of the cosines of all pairs, and the fraction of a text's ten nearest
+    texts that both have in common. Needs memory for 128 rows of cosines.
     """
-    sides = _unit(student), _unit(teacher)
+    both = _unit(student), _unit(teacher)
     count = len(student)
     shared, sums, products = 0, np.zeros(2), np.zeros((2, 2))
     # Cosines shifted by their means: no digits are lost where all are near 1.
-    means = [((x.sum(0) ** 2).sum() - (x**2).sum()) / (count * (count - 1)) for x in sides]
+    means = [((x.sum(0) ** 2).sum() - (x**2).sum()) / (count * (count - 1)) for x in both]
     for start in range(0, count, BATCH):
         rows = range(start, min(start + BATCH, count))
         itself = np.arange(len(rows)), np.array(rows)
         near, centred = [], []
-        for side, mean in zip(sides, means, strict=True):
-            cosines = side[start : rows.stop] @ side.T
+        for embeddings, mean in zip(both, means, strict=True):
+            cosines = embeddings[start : rows.stop] @ embeddings.T
             cosines[itself] = -np.inf
             near.append(np.argpartition(-cosines, NEIGHBOURS, axis=1)[:, :NEIGHBOURS])
             cosines -= mean
             cosines[itself] = 0
             centred.append(cosines.ravel())
         shared += sum(len(np.intersect1d(a, b)) for a, b in zip(*near, strict=True))
-        both = np.stack(centred)
-        sums += both.sum(1)
-        products += both @ both.T
-    spread = products - np.outer(sums, sums) / (count * (count - 1))
-    scale = np.sqrt(spread[0, 0] * spread[1, 1])
-    pearson = float(spread[0, 1] / scale) if scale > 0 else 0.0
+        pair = np.stack(centred)
+        sums += pair.sum(1)
+        products += pair @ pair.T
+    covariance = products - np.outer(sums, sums) / (count * (count - 1))
+    scale = np.sqrt(covariance[0, 0] * covariance[1, 1])
+    pearson = float(covariance[0, 1] / scale) if scale > 0 else 0.0
     return pearson, shared / (NEIGHBOURS * count)
 
 
 def _of_folder(name: str) -> Embedding:
-    """The task as the modules of a sentence-transformers model say."""
+    """The task of a sentence-transformers model, from the files of its modules."""
     modules = _json_of(name, MODULES)
     if modules is None:
         raise InputError(
@@ -477,18 +440,19 @@ def _of_folder(name: str) -> Embedding:
     about = _json_of(name, LENGTH) or {}
     if about.get("do_lower_case"):
         raise InputError(
-            f"{name}: {LENGTH} says do_lower_case, which is for the tokenizer to do; set it there"
+            f"{name}: {LENGTH} sets do_lower_case, which fastkd does not support; "
+            "set it in the tokenizer"
         )
     using = _json_of(name, USED) or {}
     used = [role for role, prompt in (using.get("prompts") or {}).items() if prompt]
     if used:
         raise InputError(
-            f"{name}: it puts prompts before texts ({', '.join(used)}), which fastkd does not"
+            f"{name}: it adds prompts to texts ({', '.join(used)}), which fastkd does not support"
         )
     if using.get("truncate_dim") is not None:
         raise InputError(
             f"{name}: {USED} cuts embeddings to truncate_dim {using['truncate_dim']}, which fastkd "
-            "does not; take it out there"
+            "does not support; remove it there"
         )
     library: Any = require("sentence_transformers.sentence_transformer.modules", EXTRA)
     try:
@@ -502,7 +466,7 @@ def _of_folder(name: str) -> Embedding:
 
 
 def _json_of(name: str, file: str) -> Any:
-    """The content of a file of a folder, or of a name on the hub; None if it isn't there."""
+    """The JSON content of a file of a folder or hub name; None if there is no such file."""
     found = file_of(name, file)
     try:
         return None if found is None else json.loads(found.read_text(encoding="utf-8"))

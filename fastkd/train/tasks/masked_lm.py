@@ -1,4 +1,4 @@
-"""Language models that read both ways: hidden tokens of running text."""
+"""Language models that read in both directions: masked tokens of running text."""
 
 import hashlib
 import itertools
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import UNLABELLED, Encoded
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.base import Collate, Tokens, logits, token_loss_sums
 from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
@@ -19,28 +19,29 @@ from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
 
 @dataclass(frozen=True)
 class MaskedLM(CausalLM):
-    """Documents as --task causal-lm reads and packs them, between a model's special tokens.
+    """Documents read and packed as in --task causal-lm, between a model's special tokens.
 
-    15% of a row's tokens are hidden as transformers does it (BERT, section 3.1), at least one: in
-    training others in each epoch, by its seed; the same ones in evaluation and of a cached teacher.
+    15% of a row's tokens are masked as in transformers (BERT, section 3.1), at least one. Training
+    masks other tokens in each epoch, by its seed; evaluation and a cached teacher mask the same.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("masked_perplexity",)
-    default_metrics: ClassVar[tuple[str, ...]] = metrics
     lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
     head: ClassVar[str] = "AutoModelForMaskedLM"
     pipeline: ClassVar[str] = "fill-mask"
     evaluation_columns: ClassVar[tuple[str, ...]] = ()
+    usage: ClassVar[str] = (
+        "from transformers import pipeline\n\n"
+        'fill = pipeline("$pipeline", "$directory")\n'
+        'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
+    )
 
-    #: Encoders of words read a row as one document.
+    #: Encoders read a row as one document.
     separate_documents: bool = False
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "MaskedLM":
         return cls()
-
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        return sum(map(len, _around(tokenizer))), "a document"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         first, last = _around(tokenizer)
@@ -58,7 +59,7 @@ class MaskedLM(CausalLM):
         return Hide(tokenizer)
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """The sum of -log p of a row's hidden tokens, and how many they are."""
+        """The sum of -log p of a row's masked tokens, and their number."""
         return token_loss_sums(logits(model, batch), batch["labels"])
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
@@ -66,21 +67,16 @@ class MaskedLM(CausalLM):
         return dict.fromkeys(metrics, perplexity(loss / count) if count else math.nan)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
-        """Of each document up to --max-length."""
+        """Masked tokens and their perplexity of each document up to --max-length."""
         return [
             {"hidden": count, "masked_perplexity": perplexity(loss / count) if count else None}
             for loss, count in answers
         ]
 
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        shown = 'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'
-        return cls.pipeline_usage("fill", f'"{directory}"', shown)
-
 
 @dataclass(frozen=True)
 class Hide:
-    """Makes a batch of rows, of whose tokens some are hidden: a row's own, by these numbers."""
+    """Collator that masks tokens of each row, chosen by the row and the numbers in ``draw``."""
 
     tokenizer: Any
     draw: tuple[int, ...] = ()
@@ -105,12 +101,12 @@ class Hide:
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens before and behind a text."""
+    """The special tokens before and after a text."""
     found = tokenizer("a", return_special_tokens_mask=True)
     pieces = list(zip(found["input_ids"], found["special_tokens_mask"], strict=True))
     first = [token for token, _ in itertools.takewhile(lambda piece: piece[1], pieces)]
-    behind = itertools.takewhile(lambda piece: piece[1], reversed(pieces))
-    return first, [token for token, _ in behind][::-1]
+    after = itertools.takewhile(lambda piece: piece[1], reversed(pieces))
+    return first, [token for token, _ in after][::-1]
 
 
 TASK = MaskedLM

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,18 +10,16 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import require
-from fastkd.train.arrow_rows import UNLABELLED, Encoded
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.classes import MOST_CLASSES_SHOWN
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns, field, whole
 from fastkd.train.label_values import as_name
 from fastkd.train.tasks.base import (
-    LABELS,
+    TEXT,
     ListedTask,
     Tokens,
-    example_of,
-    markdown_list,
     probabilities,
 )
 
@@ -30,32 +28,29 @@ BETWEEN = "|"
 
 @dataclass(frozen=True)
 class MultiLabel(ListedTask):
-    """Texts and lists of labels, which may be empty; in tables they are split by "|".
+    """Texts and lists of labels, which may be empty; tables split them by "|".
 
-    Each output of the head is a decision of its own: the label is given where it is above 0.
+    Each output of the head is a separate decision: the label is predicted where it is above 0.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
-    default_metrics: ClassVar[tuple[str, ...]] = metrics
     problem: ClassVar[str | None] = "multi_label_classification"
-    columns: ClassVar[Columns] = Columns("text", None, LABELS)
+    columns: ClassVar[Columns] = Columns("text", None, "labels")
+    stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
     list_separator: ClassVar[str | None] = BETWEEN
-
-    @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        kept = super().features(replace(columns, label=None))
-        return kept if columns.label is None else {**kept, LABELS: ["large_string"]}
+    summary: ClassVar[str] = "Labels: {labels}."
+    usage: ClassVar[str] = (
+        "from transformers import pipeline\n\n"
+        'label = pipeline("$pipeline", "$directory", top_k=None)\n'
+        "print(label($inputs))  # those with a score above 0.5"
+    )
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         row = super().row(record, replace(columns, label=None), where)
         if columns.label is not None:
-            row[LABELS] = _labels_of(record, columns.label, where)
+            row["label"] = _labels_of(record, columns.label, where)
         return row
-
-    def fit_config(self, config: Any) -> None:
-        super().fit_config(config)
-        config.problem_type = self.problem
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:
@@ -66,18 +61,16 @@ class MultiLabel(ListedTask):
         yield f"labels, training/evaluation rows: {', '.join(counts)}"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        found = super().encode(batch, tokenizer, max_length)
-        if LABELS in batch:
-            labels = [[float(name in row) for name in self.classes] for row in batch[LABELS]]
+        tokens = super().encode(batch, tokenizer, max_length)
+        if "label" in batch:
+            labels = [[float(name in row) for name in self.classes] for row in batch["label"]]
         else:
             labels = [[float(UNLABELLED)] * len(self.classes)] * len(batch["text"])
-        return {**found, "labels": labels}
+        return {**tokens, "labels": labels}
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        if not self.finite(answers):
-            return dict.fromkeys(metrics, float("nan"))
         scorers: Any = require("sklearn.metrics", "train")
-        rows = (row for (row,) in examples.rows.columns(LABELS))
+        rows = examples.rows.column("label")
         true = np.array([[name in row for name in self.classes] for row in rows], dtype=int)
         found = (answers > 0).astype(int)
 
@@ -87,7 +80,7 @@ class MultiLabel(ListedTask):
                 return scorers.average_precision_score(true, answers, average="macro")
 
         def f1(average: str) -> float:
-            # scikit-learn takes one column for two classes, of which "no" would count as well.
+            # With one column scikit-learn would average over "yes" and "no".
             average = average if len(self.classes) > 1 else "binary"
             return scorers.f1_score(true, found, average=average, zero_division=0)
 
@@ -99,7 +92,7 @@ class MultiLabel(ListedTask):
         return {name: float(compute[name]()) for name in metrics}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        if not self.finite(answers) or ((answers > 0) != (answers[:1] > 0)).any():
+        if ((answers > 0) != (answers[:1] > 0)).any():
             return None
         return f"are all {BETWEEN.join(self._given(answers[0])) or 'no label'!r}"
 
@@ -109,7 +102,7 @@ class MultiLabel(ListedTask):
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().sigmoid()
         return [
-            {LABELS: self._given(row), **probabilities(self.classes, each)}
+            {"labels": self._given(row), **probabilities(self.classes, each)}
             for row, each in zip(answers, likely, strict=True)
         ]
 
@@ -117,17 +110,8 @@ class MultiLabel(ListedTask):
         return [BETWEEN.join(self._given(row)) for row in answers]
 
     def references(self, examples: Encoded) -> list[Any]:
-        rows = (row for (row,) in examples.rows.columns(LABELS))
+        rows = examples.rows.column("label")
         return [BETWEEN.join(name for name in self.classes if name in row) for row in rows]
-
-    @classmethod
-    def about(cls, report: Mapping[str, Any]) -> str:
-        return f"Labels: {markdown_list(report['labels'])}."
-
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        shown = f"print(label({example_of(report)}))  # those with a score above 0.5"
-        return cls.pipeline_usage("label", f'"{directory}", top_k=None', shown)
 
 
 def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
@@ -148,9 +132,9 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     return names
 
 
-def _counts(sets: Any) -> Counter[str]:
-    """How many rows have each label."""
-    return Counter(name for rows in sets for (row,) in rows.columns(LABELS) for name in row)
+def _counts(sets: Iterable[Rows]) -> Counter[str]:
+    """Number of rows with each label."""
+    return Counter(name for rows in sets for row in rows.column("label") for name in row)
 
 
 TASK = MultiLabel

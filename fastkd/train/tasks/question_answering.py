@@ -1,4 +1,4 @@
-"""Answers that stand in a text: SQuAD 1.1, and 2.0 with questions that the text doesn't answer."""
+"""Answers that are spans of a text: SQuAD 1.1, and 2.0 with questions without an answer."""
 
 import json
 import re
@@ -18,18 +18,18 @@ from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import accepted
-from fastkd.train.input_columns import Columns, field, holds_text, text_of, whole
-from fastkd.train.tasks.base import Collate, FittedTask, LabelInfo, Task, Tokens
+from fastkd.train.input_columns import Columns, field, text_of, whole
+from fastkd.train.tasks.base import LOADING, TEXT, Collate, FittedTask, LabelInfo, Task, Tokens
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"
 # As in the papers' scripts: tokens of a question, tokens that windows share, tokens of an answer,
-# and how many starts and ends are put together.
+# and number of starts and ends that are combined.
 LONGEST_QUESTION, STRIDE, LONGEST_ANSWER, BEST = 64, 128, 30, 20
 
 
 class Span(NamedTuple):
-    """An answer: where it stands in the context, and the sum of its two logits."""
+    """An answer: its place in the context, and the sum of its two logits."""
 
     score: float
     start: int
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """The best answers to a question, and the score of there being none."""
+    """The best answers to a question, and the score of no answer."""
 
     best: list[Span]
     none: float
@@ -47,23 +47,47 @@ class Reading(NamedTuple):
 class QuestionAnswering(Task):
     """SQuAD's ``.json``, or rows with ``id``, ``question``, ``context`` and ``answers``.
 
-    A context that is longer than --max-length is read in windows that overlap. The answer is the
-    best span of all windows. Where training rows lack answers, it is empty if the first token, in
-    the window that is least sure of it, scores more than that span.
+    A context longer than --max-length is read in overlapping windows. The answer is the best span
+    of all windows. If training rows lack answers, the answer is empty where the first token scores
+    more than that span, in the window with its lowest score.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match", "best_f1", "best_exact_match")
-    default_metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match")
+    unlabelled: ClassVar[bool] = True
     percent: ClassVar[frozenset[str]] = frozenset(metrics)
     head: ClassVar[str] = "AutoModelForQuestionAnswering"
     head_name: ClassVar[str] = "question answering head"
     outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
     pipeline: ClassVar[str] = "question-answering"
     columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
+    stored: ClassVar[Mapping[str, Any]] = {
+        ID: TEXT,
+        "text": TEXT,
+        "pair": TEXT,
+        "label": {"text": [TEXT], "answer_start": ["int64"]},
+    }
+    optional: ClassVar[tuple[str, ...]] = ("label",)
+    every_text: ClassVar[bool] = True
     evaluation_columns: ClassVar[tuple[str, ...]] = ("starts", "ends", "none", "begins")
+    summary: ClassVar[str] = "It finds the answer to a question in a text."
+    usage: ClassVar[str] = (
+        f"{LOADING}"
+        'tokens = tokenizer("question", "text", return_tensors="pt")\n'
+        "found = model(**tokens)\n"
+        "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"
+        'print(tokenizer.decode(tokens["input_ids"][0, start : end + 1]))'
+    )
 
-    #: Whether a question may have no answer; None: as the rows that are scored have it.
+    #: Whether a question may have no answer; None: if one of the scored rows has none.
     empty: bool | None = None
+
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        return "f1", "exact_match"
+
+    @property
+    def num_labels(self) -> int:
+        return 2
 
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
@@ -72,41 +96,19 @@ class QuestionAnswering(Task):
         return _with_unique_ids(found, path)
 
     @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        kept: dict[str, Any] = dict.fromkeys((ID, QUESTION, CONTEXT), "large_string")
-        answers = {"text": ["large_string"], "answer_start": ["int64"]}
-        return kept if columns.label is None else {**kept, ANSWERS: answers}
-
-    @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         name = _id(record, where)
         where = f"{where}, question {name!r:.60}"
         context = text_of(record, columns.pair, where)
         row: dict[str, Any] = {
             ID: name,
-            QUESTION: text_of(record, columns.text, where),
-            CONTEXT: context,
+            "text": text_of(record, columns.text, where),
+            "pair": context,
         }
         if columns.label is not None:
             given = field(record, columns.label, where)
-            row[ANSWERS] = _answers(given, columns.label, context, where)
+            row["label"] = _answers(given, columns.label, context, where)
         return row
-
-    @classmethod
-    def has_text(cls, row: Mapping[str, Any]) -> bool:
-        return holds_text(row[QUESTION]) and holds_text(row[CONTEXT])
-
-    @classmethod
-    def hub_columns(cls, columns: Columns) -> list[str]:
-        return [ID, *super().hub_columns(columns)]
-
-    @classmethod
-    def declared_classes(cls, feature: Any) -> list[str] | None:
-        return None
-
-    @classmethod
-    def texts(cls, rows: Rows) -> list[str]:
-        return [f"{question} {text}" for question, text in rows.columns(QUESTION, CONTEXT)]
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
@@ -120,39 +122,35 @@ class QuestionAnswering(Task):
     def report(self) -> dict[str, Any]:
         return {**super().report(), "no_answer": self.empty}
 
-    def fit_config(self, config: Any) -> None:
-        config.num_labels, config.problem_type = 2, None
-
-    def without_labels(self, rows: Rows) -> Rows:
-        return self.unlabelled(rows)
-
-    def unlabelled(self, rows: Rows) -> Rows:
-        return rows.without(ANSWERS)
+    @classmethod
+    def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {ID: row[ID], **super().shown(row)}
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if self.empty:
-            without = sum(not found["text"] for (found,) in corpus.train.columns(ANSWERS))
+            without = sum(not found["text"] for found in corpus.train.column("label"))
             yield f"{without} of {len(corpus.train)} training questions have no answer"
         elif any(map(_some_empty, corpus.evals.values())):
             yield "warning: evaluation questions without an answer, and none in the training rows"
 
     # Tokens
 
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        # A question and its context need two tokens each to overlap at all.
-        return tokenizer.num_special_tokens_to_add(pair=True) + 3, "a question and its text"
-
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         if not tokenizer.is_fast:
             raise InputError(
                 f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
-                "none: it doesn't say where in the text a token stands"
+                "none: it does not give the place of a token in the text"
             )
         room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
+        if room < 4:  # a question and its context need two tokens each to overlap at all
+            raise InputError(
+                f"--max-length {max_length}: leaves no room for text, as the tokenizer adds "
+                f"{max_length - room} tokens to a question and its text; give a larger one"
+            )
         longest = min(LONGEST_QUESTION, room // 2)
         found = tokenizer(
-            _cut(batch[QUESTION], tokenizer, longest),
-            batch[CONTEXT],
+            _cut(batch["text"], tokenizer, longest),
+            batch["pair"],
             truncation="only_second",
             max_length=max_length,
             stride=min(STRIDE, (room - longest) // 2),
@@ -168,7 +166,7 @@ class QuestionAnswering(Task):
                 for k in (0, 1)
             )
             none = _nowhere(found["input_ids"][i], tokenizer)
-            answers = batch[ANSWERS][row] if ANSWERS in batch else None
+            answers = batch["label"][row] if "label" in batch else None
             at = (UNLABELLED,) * 2 if answers is None else _tokens(answers, starts, ends, none)
             begins = i == 0 or row != rows[i - 1]
             for name, value in zip(columns, (starts, ends, none, begins, *at), strict=True):
@@ -176,7 +174,7 @@ class QuestionAnswering(Task):
         return {**found, **columns, "number": [batch["number"][row] for row in rows]}
 
     def collator(self, tokenizer: Any) -> Collate:
-        # On the right, whatever is usual: positions count from the first token.
+        # On the right in any family: positions count from the first token.
         return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
@@ -188,18 +186,15 @@ class QuestionAnswering(Task):
     # Scores and predictions
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """The logits of each window's tokens as starts and as ends, (2, tokens) a window."""
+        """The start and end logits of each window's tokens, (2, tokens) a window."""
         inputs = {name: x for name, x in batch.items() if name not in (FROM, TO)}
         found = model(**accepted(model, inputs))
         both = torch.stack([found.start_logits, found.end_logits], 1).float().cpu().numpy()
         lengths = batch["attention_mask"].sum(-1).tolist()
         return [x[:, :length] for x, length in zip(both, lengths, strict=True)]
 
-    def finite(self, answers: Any) -> bool:
-        return all(np.isfinite(x).all() for x in answers)
-
     def _readings(self, answers: Any, examples: Encoded) -> list[Reading]:
-        """That of each row, in their order, from all of its windows."""
+        """The reading of each row, from all of its windows."""
         windows: list[list[Reading]] = []
         beside = (
             row
@@ -207,7 +202,7 @@ class QuestionAnswering(Task):
             for row in zip(*(batch[name] for name in self.evaluation_columns), strict=True)
         )
         for logits, (*places, begins) in zip(answers, beside, strict=True):
-            if begins:  # rows of a file may stand on one line, and have its number
+            if begins:  # several rows may have the number of one line
                 windows.append([])
             windows[-1].append(_read(logits, *places))
         readings = []
@@ -223,16 +218,14 @@ class QuestionAnswering(Task):
         """The answer to each question; an empty one if there is none."""
         rows, empty = examples.rows, self.empty
         if empty is None:
-            empty = ANSWERS in rows.data.column_names and _some_empty(rows)
-        for (context,), (best, none) in zip(rows.columns(CONTEXT), readings, strict=True):
+            empty = "label" in rows.data.column_names and _some_empty(rows)
+        for context, (best, none) in zip(rows.column("pair"), readings, strict=True):
             no = not best or (empty and none > best[0].score)
             yield "" if no else context[best[0].start : best[0].end]
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        """In percent, as SQuAD's own scripts give them."""
-        if not self.finite(answers):
-            return dict.fromkeys(metrics, float("nan"))
-        gold = [found["text"] for (found,) in examples.rows.columns(ANSWERS)]
+        """The metrics in percent, as in SQuAD's scripts."""
+        gold = [found["text"] for found in examples.rows.column("label")]
         readings = self._readings(answers, examples)
         found = squad(list(self._texts(readings, examples)), gold)
         if not found.keys() >= {*metrics}:
@@ -249,38 +242,20 @@ class QuestionAnswering(Task):
             for text, (best, none) in zip(texts, readings, strict=True)
         ]
 
-    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        names = (ID, QUESTION, CONTEXT)
-        return (dict(zip(names, row, strict=True)) for row in rows.columns(*names))
-
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return list(self._texts(self._readings(answers, examples), examples))
 
     def references(self, examples: Encoded) -> list[Any]:
-        return [next(iter(found["text"]), "") for (found,) in examples.rows.columns(ANSWERS)]
-
-    @classmethod
-    def about(cls, report: Mapping[str, Any]) -> str:
-        return "It finds the answer to a question in a text."
-
-    @classmethod
-    def usage(cls, report: Mapping[str, Any], directory: str) -> str:
-        return (
-            f"{cls.loading_code(directory)}"
-            'tokens = tokenizer("question", "text", return_tensors="pt")\n'
-            "found = model(**tokens)\n"
-            "start, end = found.start_logits.argmax(), found.end_logits.argmax()\n"
-            'print(tokenizer.decode(tokens["input_ids"][0, start : end + 1]))'
-        )
+        return [next(iter(found["text"]), "") for found in examples.rows.column("label")]
 
 
 def _some_empty(rows: Rows) -> bool:
-    """Whether there is a question without an answer."""
-    return any(not found["text"] for (found,) in rows.columns(ANSWERS))
+    """Whether a question has no answer."""
+    return any(not found["text"] for found in rows.column("label"))
 
 
 def _nested(path: Path, option: str) -> dict[str, Any] | None:
-    """What SQuAD's file holds; None for an array of rows, or rows line by line."""
+    """The content of SQuAD's file; None for an array of rows, or rows line by line."""
     lines = list(files.text_lines(path, option))
     try:
         found = json.loads("".join(line for _, line in lines))
@@ -294,7 +269,7 @@ def _nested(path: Path, option: str) -> dict[str, Any] | None:
 
 
 def _questions(path: Path, found: dict[str, Any]) -> files.Records:
-    """The questions of SQuAD's file, numbered as they come."""
+    """The questions of SQuAD's file, numbered in their order."""
     number = 0
     for a, article in enumerate(_objects(found, "data", str(path))):
         where = f"{path}, data[{a}]"
@@ -306,7 +281,7 @@ def _questions(path: Path, found: dict[str, Any]) -> files.Records:
 
 
 def _with_unique_ids(records: files.Records, path: Path) -> files.Records:
-    """``records``, after checking that no two have the same id: predictions are found by it."""
+    """``records``; raises if two have the same id, which identifies a prediction."""
     seen = set()
     for number, record in records:
         where = f"{path}, row {number}"
@@ -333,7 +308,7 @@ def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
 
 
 def _answers(given: Any, column: str, context: str, where: str) -> dict[str, list[Any]]:
-    """Texts and their places, from SQuAD's list of objects or from the hub's object of lists."""
+    """Texts and their offsets, from SQuAD's list of objects or from the hub's object of lists."""
     names = ("text", "answer_start")
     if isinstance(given, list) and all(isinstance(one, dict) for one in given):
         given = {name: [one.get(name) for one in given] for name in names}
@@ -354,7 +329,7 @@ def _answers(given: Any, column: str, context: str, where: str) -> dict[str, lis
 
 
 def _cut(questions: list[str], tokenizer: Any, longest: int) -> list[str]:
-    """``questions`` of at most so many tokens."""
+    """``questions`` cut to ``longest`` tokens."""
     found = tokenizer(
         questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -365,7 +340,7 @@ def _cut(questions: list[str], tokenizer: Any, longest: int) -> list[str]:
 
 
 def _nowhere(ids: list[int], tokenizer: Any) -> int:
-    """The token that answers a question which has no answer: the one that begins a sentence."""
+    """Place of the token that stands for no answer: the first special token of the input."""
     first = tokenizer.cls_token_id
     return ids.index(first) if first in ids else 0
 
@@ -373,7 +348,7 @@ def _nowhere(ids: list[int], tokenizer: Any) -> int:
 def _tokens(
     answers: dict[str, list[Any]], starts: list[int], ends: list[int], none: int
 ) -> tuple[int, int]:
-    """First and last token of the first answer, ``none`` if this window doesn't hold all of it."""
+    """First and last token of the first answer, ``none`` if it is not inside this window."""
     inside = [i for i, start in enumerate(starts) if start >= 0]
     if not answers["text"] or not inside:
         return none, none
@@ -401,13 +376,13 @@ def _read(logits: np.ndarray, starts: list[int], ends: list[int], none: int) -> 
 
 
 def _plain(text: str) -> str:
-    """A text as SQuAD compares it: lower case, no punctuation, no articles, single spaces."""
+    """A text normalized as in SQuAD: lower case, no punctuation or articles, single spaces."""
     text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _f1(found: list[str], gold: list[str], empty: bool) -> float:
-    """Of words. SQuAD 2.0 takes two answers without any for the same, 1.1 doesn't."""
+    """F1 of words. In SQuAD 2.0 two answers without words are equal, in 1.1 they are not."""
     if empty and not (found and gold):
         return float(found == gold)
     same = sum((Counter(found) & Counter(gold)).values())
@@ -418,7 +393,7 @@ def _f1(found: list[str], gold: list[str], empty: bool) -> float:
 
 
 def _right(found: Sequence[str], gold: Sequence[Sequence[str]]) -> Iterator[tuple[bool, float]]:
-    """Exact match and F1 of each question, against the nearest of its ``gold`` answers."""
+    """Exact match and F1 of each question, for the best of its ``gold`` answers."""
     empty = any(not answers for answers in gold)
     for text, answers in zip(found, gold, strict=True):
         said, meant = _plain(text), [_plain(answer) for answer in answers]
@@ -439,9 +414,9 @@ def squad(found: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, floa
 def squad_best(
     found: Sequence[str], gold: Sequence[Sequence[str]], doubts: Sequence[float]
 ) -> dict[str, float]:
-    """The best that any threshold gives above which ``doubts`` empty the answers that were found.
+    """The best metrics over all thresholds: answers with larger ``doubts`` count as empty.
 
-    As evaluate-v2.0.py finds it.
+    As in evaluate-v2.0.py.
     """
     order = sorted(range(len(found)), key=doubts.__getitem__)
     right = list(_right(found, gold))

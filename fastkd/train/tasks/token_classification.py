@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fastkd._core.extras import require
 from fastkd.train import files
 from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
@@ -18,12 +17,12 @@ from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, words_of
-from fastkd.train.tasks.base import LABELS, Collate, DefaultPaddingSide, ListedTask, Tokens, logits
+from fastkd.train.tasks.base import TEXT, ListedTask, Tokens, logits
 
 CONLL = ".conll"
-TOKENS = "tokens"
+TOKENS, LABELS = "tokens", "labels"
 BLANKS = " \t\r\n"
-# In CoNLL-U: columns, the first one of a line, and most comments.
+# CoNLL-U: number of columns, first column of a line, and most comments.
 COLUMNS_OF_CONLLU = 10
 NUMBER = re.compile(r"\d+([-.]\d+)?")
 ASSIGNMENT = re.compile(r"#\s*\w+\s*=\s")
@@ -33,18 +32,21 @@ ASSIGNMENT = re.compile(r"#\s*\w+\s*=\s")
 class TokenClassification(ListedTask):
     """Words and their tags: ``.conll``, or columns ``tokens`` and ``labels`` with lists of words.
 
-    A word's first piece carries its tag. Words beyond --max-length have no answer; in the scores
-    they are outside of every entity. Scores of entities are conlleval's, whatever the scheme (IOB1,
+    A word's first token carries its tag. Words beyond --max-length have no answer; the metrics
+    count them as outside of every entity. Metrics of entities are conlleval's, in any scheme (IOB1,
     IOB2, IOBES, BMES, BILOU); equal tags without a mark in a row are one entity.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall", "accuracy")
-    default_metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall")
     head: ClassVar[str] = "AutoModelForTokenClassification"
     head_name: ClassVar[str] = "token classification head"
     pipeline: ClassVar[str] = "token-classification"
     suffixes: ClassVar[tuple[str, ...]] = (CONLL,)
     columns: ClassVar[Columns] = Columns(TOKENS, None, LABELS)
+    stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT], "label": [TEXT]}
+    optional: ClassVar[tuple[str, ...]] = ("label",)
+    collator_class: ClassVar[str] = "DataCollatorForTokenClassification"
+    evaluation_columns: ClassVar[tuple[str, ...]] = ("words",)
     label_noun: ClassVar[str] = "tag"
 
     @classmethod
@@ -56,65 +58,51 @@ class TokenClassification(ListedTask):
         )
 
     @classmethod
-    def features(cls, columns: Columns) -> dict[str, Any]:
-        parts = {TOKENS: columns.text, LABELS: columns.label}
-        return {name: ["large_string"] for name, there in parts.items() if there is not None}
-
-    @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         words = words_of(record, columns.text, where)
-        bare = next((i for i, word in enumerate(words) if not word.strip()), None)
-        if bare is not None:
-            raise InputError(f"{where}: word {bare + 1} is empty")
+        empty = next((i for i, word in enumerate(words) if not word.strip()), None)
+        if empty is not None:
+            raise InputError(f"{where}: word {empty + 1} is empty")
         if columns.label is None:
-            return {TOKENS: words}
+            return {"text": words}
         tags = words_of(record, columns.label, where)
         if len(tags) != len(words):
             raise InputError(f"{where}: {len(words)} words and {len(tags)} tags")
-        return {TOKENS: words, LABELS: [_checked(tag.strip(), where) for tag in tags]}
+        return {"text": words, "label": [_checked(tag.strip(), where) for tag in tags]}
 
     @classmethod
-    def has_text(cls, row: Mapping[str, Any]) -> bool:
-        return bool(row[TOKENS])
-
-    @classmethod
-    def texts(cls, rows: Rows) -> list[str]:
-        return [" ".join(words) for (words,) in rows.columns(TOKENS)]
-
-    def fit_config(self, config: Any) -> None:
-        super().fit_config(config)
-        config.problem_type = None
+    def texts(cls, rows: Rows) -> tuple[list[str], None]:
+        return [" ".join(words) for words in rows.column("text")], None
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
 
+    @property
+    def default_metrics(self) -> tuple[str, ...]:
+        return "f1", "precision", "recall"
+
     def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
-        """Tags that mark no entities are scored one by one."""
+        """Without tags that mark entities, accuracy is the default."""
         found = super().select_metrics(wanted, glue)
         marked = any(map(is_marked, self.classes))
         return found if marked or wanted is not None else ("accuracy",)
-
-    def added_tokens(self, tokenizer: Any, rows: Rows) -> tuple[int, str]:
-        return tokenizer.num_special_tokens_to_add(pair=False), "a sentence"
-
-    evaluation_columns: ClassVar[tuple[str, ...]] = ("words",)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         if not tokenizer.is_fast:
             raise InputError(
                 f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
-                "none: it doesn't say which word a piece belongs to"
+                "none: it does not give the word of each token"
             )
-        # RoBERTa's kin read a word that stands behind no blank as the end of the one before.
+        # RoBERTa and others read a word without a space before it as the end of the last word.
         apart = tokenizer(["a", "a"], is_split_into_words=True)["input_ids"]
-        blind = getattr(tokenizer, "add_prefix_space", None) is False
-        if blind and apart != tokenizer("a a")["input_ids"]:
+        joins = getattr(tokenizer, "add_prefix_space", None) is False
+        if joins and apart != tokenizer("a a")["input_ids"]:
             raise InputError(
-                f"--task {self.name()}: the tokenizer reads words without the blank before them; "
+                f"--task {self.name()}: the tokenizer reads words without the space before them; "
                 "load it with add_prefix_space=True, save it, and pass --tokenizer its folder"
             )
         found = tokenizer(
-            batch[TOKENS], is_split_into_words=True, truncation=True, max_length=max_length
+            batch["text"], is_split_into_words=True, truncation=True, max_length=max_length
         )
         ids = {tag: i for i, tag in enumerate(self.classes)}
         words, labels = [], []
@@ -122,23 +110,17 @@ class TokenClassification(ListedTask):
             pieces = found.word_ids(i)
             first = [w if w not in pieces[:at] else None for at, w in enumerate(pieces)]
             words.append([-1 if w is None else w for w in first])
-            tags = batch[LABELS][i] if LABELS in batch else None
+            tags = batch["label"][i] if "label" in batch else None
             none = [UNLABELLED] * len(all_pieces)
             labels.append(
                 none if tags is None else [UNLABELLED if w is None else ids[tags[w]] for w in first]
             )
         return {**found, "words": words, "labels": labels}
 
-    def collator(self, tokenizer: Any) -> Collate:
-        transformers: Any = require("transformers", "train")
-        return DefaultPaddingSide(
-            transformers.DataCollatorForTokenClassification(tokenizer), tokenizer
-        )
-
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
-        """The tag of each token of a row, -1 where its outputs are not finite."""
+        """The class id of each token of a row, NaN where its outputs are not finite."""
         found = logits(model, batch)
-        best = found.argmax(-1).masked_fill(~found.isfinite().all(-1), -1).cpu()
+        best = found.argmax(-1).double().masked_fill(~found.isfinite().all(-1), torch.nan).cpu()
         masks = batch["attention_mask"].bool().cpu()
         return [row[mask].tolist() for row, mask in zip(best, masks, strict=True)]
 
@@ -146,23 +128,21 @@ class TokenClassification(ListedTask):
         return all(min(row, default=0) >= 0 for row in answers)
 
     def _tags(self, answers: Any, examples: Encoded) -> Iterator[list[str | None]]:
-        """The tag of every word, None for those that the model didn't see."""
-        rows = examples.rows.columns(TOKENS)
+        """The tag of every word, None for words that the model did not read."""
+        rows = examples.rows.column("text")
         places = (
             words for batch in examples.evaluation_columns.iter(BATCH) for words in batch["words"]
         )
-        for (words,), answer, seen in zip(rows, answers, places, strict=True):
+        for words, answer, seen in zip(rows, answers, places, strict=True):
             tags: list[str | None] = [None] * len(words)
             for word, tag in zip(seen, answer, strict=True):
                 if word >= 0:
-                    tags[word] = self.classes[tag]
+                    tags[word] = self.classes[int(tag)]
             yield tags
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        if not self.finite(answers):
-            return dict.fromkeys(metrics, float("nan"))
         found = [[tag or OUTSIDE for tag in tags] for tags in self._tags(answers, examples)]
-        true = [tags for (tags,) in examples.rows.columns(LABELS)]
+        true = list(examples.rows.column("label"))
         precision, recall, f1 = precision_recall_f1(found, true)
         right = [a == b for row in zip(found, true, strict=True) for a, b in zip(*row, strict=True)]
         accuracy = sum(right) / len(right)
@@ -170,14 +150,11 @@ class TokenClassification(ListedTask):
         return {name: known[name] for name in metrics}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        given = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
-        return f"are all {given.pop()!r}" if len(given) == 1 else None
+        found = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
+        return f"are all {found.pop()!r}" if len(found) == 1 else None
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
-
-    def shown_columns(self, rows: Rows) -> Iterator[dict[str, Any]]:
-        return ({TOKENS: words} for (words,) in rows.columns(TOKENS))
 
 
 def _checked(tag: str, where: str) -> str:
@@ -189,8 +166,8 @@ def _checked(tag: str, where: str) -> str:
 def _conll(path: Path, option: str) -> files.Records:
     """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document.
 
-    Comments of CoNLL-U are skipped. Its other lines number the words and have the tag elsewhere,
-    so that they are refused.
+    Comments of CoNLL-U are skipped. Its other lines number the words and have the tag in another
+    column, so that the file is refused.
     """
     first: tuple[int, int] | None = None  # row and columns of the first word
     sentence: list[tuple[int, str]] = []
@@ -199,7 +176,7 @@ def _conll(path: Path, option: str) -> files.Records:
             sentence.append((number, line))
             continue
         tabs = any("\t" in line for _, line in sentence)
-        # A no-break space is a part of its word.
+        # A no-break space belongs to its word.
         lines = [
             (n, re.findall(rf"[^{BLANKS}]+", line))
             for n, line in sentence
@@ -223,7 +200,7 @@ def _conll(path: Path, option: str) -> files.Records:
 
 
 def _comment(line: str, tabs: bool) -> bool:
-    """Whether a line of a sentence, whose columns ``tabs`` may separate, is CoNLL-U's comment.
+    """Whether a line is a comment of CoNLL-U; ``tabs`` says whether tabs separate its columns.
 
     A word may be "#", too.
     """

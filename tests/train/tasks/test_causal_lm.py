@@ -20,6 +20,7 @@ from transformers import (
 from fastkd.train.arrow_rows import UNLABELLED, Encoder
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
+from fastkd.train.evaluation import score
 from fastkd.train.settings import Source
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _tokens
 from tests.support.tiny import make_teacher, run, sentences
@@ -161,7 +162,7 @@ def test_scores_are_those_of_the_whole_text(tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     size = sum(encoded.evaluation_columns["bytes"][:])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
-    assert math.isnan(task.scores(("perplexity",), [(math.nan, 3)], encoded)["perplexity"])
+    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3)], encoded)["perplexity"])
 
 
 def test_a_folder_is_read_file_by_file(tmp_path):
@@ -186,7 +187,5 @@ def test_a_mistake_is_one_sentence(tmp_path):
 
 def test_rows_without_labels_are_refused(tmp_path):
     path = write_text(tmp_path / "a.txt", 4)
-    with pytest.raises(
-        InputError, match="--unlabelled: the rows of --task causal-lm have no labels"
-    ):
+    with pytest.raises(InputError, match="--unlabelled: rows of --task causal-lm have no labels"):
         load(Source(task="causal-lm", train=path, evals=path, unlabelled=path))

@@ -17,6 +17,7 @@ from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
 from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import read_file
 from fastkd.train.errors import InputError
+from fastkd.train.evaluation import score
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, Draw, prompts_of, write
@@ -81,14 +82,14 @@ def test_instructions_are_conversations(tmp_path):
         {"instruction": "Say good.", "output": "good"},
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [[json.loads(x) for x in kept] for (kept,) in read(path).columns("messages")]
+    found = [[json.loads(x) for x in kept] for (kept,) in read(path).columns("text")]
     assert found == [says("Name it.\n\na film", "film"), *[says("Say good.", "good")] * 3]
     bare = replace(TASK.columns, label=None)
-    one, *_ = read_file(path, bare, "--data", True, TASK).columns("messages")
+    one, *_ = read_file(path, bare, "--data", True, TASK).columns("text")
     assert [json.loads(x) for x in one[0]] == says("Name it.\n\na film")
     table = tmp_path / "a.csv"
     table.write_text("instruction,output\nSay good.,good\n")
-    assert [json.loads(x) for x in next(read(table).columns("messages"))[0]] == found[1]
+    assert [json.loads(x) for x in next(read(table).columns("text"))[0]] == found[1]
     for row, words in (
         ({"instruction": "a"}, "no column 'output'"),
         ({"instruction": " ", "input": "a", "output": "b"}, "column 'instruction' is empty"),
@@ -162,7 +163,7 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
     found = task.scores(("loss", "perplexity"), answers, encoded)
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["perplexity"] == math.exp(found["loss"])
-    assert math.isnan(task.scores(("perplexity",), [(math.nan, 3, "")], encoded)["perplexity"])
+    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], encoded)["perplexity"])
     # Beside longer prompts the same is written as alone.
     texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
     assert [text for *_, text in answers] == texts
@@ -173,7 +174,8 @@ def test_prompts_are_answered(teacher, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
-    encoded = Encoder(tokenizer, 16, TASK().for_prediction())(rows)
+    task, rows, _ = TASK().prepare(rows, labelled=False)
+    encoded = Encoder(tokenizer, 16, task)(rows)
     assert encoded[0] == encoded[1] and set(encoded[0]["labels"]) == {-100}
     words = tokenizer.convert_ids_to_tokens(encoded[0]["input_ids"])
     assert words == ["[CLS]", "a", "film", "[MASK]"]
@@ -184,7 +186,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
     talk[0]["name"] = "Ada"
     jsonl = write_jsonl(tmp_path / "a.jsonl", [talk])
     pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), tmp_path / "a.parquet")
-    one, other = (list(read(path).columns("messages")) for path in (jsonl, tmp_path / "a.parquet"))
+    one, other = (list(read(path).columns("text")) for path in (jsonl, tmp_path / "a.parquet"))
     assert [*map(json.loads, one[0][0])] == [*map(json.loads, other[0][0])] == talk
 
 
@@ -260,12 +262,9 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
 @pytest.mark.parametrize(
     ("task", "words"),
     [
-        (
-            TASK(separate_documents=False),
-            "--pack: the model doesn't tell conversations in a row apart",
-        ),
-        (named("causal-lm")(), "--pack: the rows of --task causal-lm are packed without it"),
-        (named("classification")(), "--pack: the rows of --task classification stand alone"),
+        (TASK(separate_documents=False), "--pack: the model does not separate the conversations"),
+        (named("causal-lm")(), "--pack: rows of --task causal-lm are not packed"),
+        (named("classification")(), "--pack: rows of --task classification are not packed"),
     ],
 )
 def test_what_is_not_packed(task, words):

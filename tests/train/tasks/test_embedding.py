@@ -363,7 +363,7 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
         ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
         ('{"text": "a", "s": 1}', {"label_column": "s"}, "--text-pair-column says where"),
         ('{"text": "a"}', {"metric": "spearman"}, "--metric spearman: .* have no scores"),
-        ('{"text": "a"}', {"unlabelled": True}, "--unlabelled: the rows of --task embedding"),
+        ('{"text": "a"}', {"unlabelled": True}, "--unlabelled: rows of --task embedding"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, text, given, words):
@@ -395,7 +395,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
         **short, **few, teacher=teacher, out=tmp_path / "short"
     )
     run("cache", **where, **few, teacher=teacher, method="fcd", out=tmp_path / "cache")
-    assert "with which agreement compares; pass --teacher" in told(
+    assert "which agreement compares; pass --teacher" in told(
         **where, **few, teacher_cache=tmp_path / "cache", method="fcd", out=out
     )
 
@@ -406,7 +406,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
         ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "1"}],
          "its modules are Transformer, Dense"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
-        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "puts prompts"),
+        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "adds prompts"),
         ("config_sentence_transformers.json", {"truncate_dim": 8}, "to truncate_dim 8, which"),
         ("modules.json", None, "its modules.json is damaged"),
         ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),

@@ -70,7 +70,7 @@ def test_the_columns_of_swag(tmp_path):
     path = write_swag(tmp_path / "a.csv", 3)
     rows = read_file(path, TASK.columns, "--train", task=TASK)
     expected = [(q, [f"so {c}" for c in choices], y) for q, choices, y in asked(3)]
-    assert list(rows.columns("question", "choices", "label")) == expected
+    assert list(rows.columns("text", "pair", "label")) == expected
     tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
     encoded = Encoder(tokenizer, 16, TASK())(rows)
     first = encoded[0]["input_ids"][3]

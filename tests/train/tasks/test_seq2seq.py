@@ -96,6 +96,6 @@ def test_a_mistake_is_one_sentence(tmp_path):
 
 def test_rows_without_targets_are_refused(tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", 4)
-    words = "--unlabelled: a decoder reads the words before each of its own"
+    words = "--unlabelled: rows of --task seq2seq have no labels, or cannot be trained on"
     with pytest.raises(InputError, match=words):
         load(Source(task="seq2seq", train=path, evals=path, unlabelled=path))

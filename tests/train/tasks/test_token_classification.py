@@ -3,15 +3,17 @@
 import json
 import random
 
+import datasets
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkd.train.arrow_rows import Encoder
-from fastkd.train.data import load, read_file
+from fastkd.train.data import load, read_file, read_hub
 from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
+from fastkd.train.evaluation import score
 from fastkd.train.settings import Source
 from fastkd.train.tasks.token_classification import TASK
 from tests.support.tiny import WORDS, make_teacher, run
@@ -58,7 +60,7 @@ def test_both_formats_give_the_same_rows(tmp_path):
     jsonl = tmp_path / "a.jsonl"
     jsonl.write_text("\n".join(lines))
     found = [
-        list(read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels"))
+        list(read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label"))
         for path in (conll, jsonl)
     ]
     assert found[0] == found[1]
@@ -81,17 +83,17 @@ def test_a_no_break_space_parts_no_word(tmp_path):
     with pytest.raises(InputError, match="row 1: word 2 is empty"):
         read_file(path, TASK.columns, "--train", task=TASK)
     path.write_text("1\u00a0000 B-NUM\nfilm\tO\n", encoding="utf-8")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label")
     assert row == (["1\u00a0000", "film"], ["B-NUM", "O"])
 
 
 def test_comments_are_no_words(tmp_path):
     path = tmp_path / "a.conll"
     path.write_text("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("tokens", "labels")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label")
     assert row == (["#", "EU"], ["O", "B-ORG"])
     path.write_text("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("number", "tokens")
+    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("number", "text")
     assert row == (4, ["EU", "#", "#eu"])
 
 
@@ -150,9 +152,14 @@ def test_f1_of_tags_without_marks(tmp_path):
     assert task.scores(metrics, [[0, 0, 0, 0, 0]], encoded) == {"f1": 0.0, "accuracy": 1 / 3}
 
 
-def test_hidden_labels_of_a_hub_are_no_class():
-    with pytest.raises(InputError, match="row 1: no label"):
-        TASK.declared_name([-1, 0], ["O", "B-GOOD"], "row 1")
+def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
+    tags = datasets.List(datasets.ClassLabel(names=["O", "B-GOOD"]))
+    features = {"tokens": datasets.List(datasets.Value("string")), "labels": tags}
+    rows = {"tokens": [["a", "film"], ["good"]], "labels": [[0, 0], [-1]]}
+    found = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
+    with pytest.raises(InputError, match="split test, row 2: no label"):
+        read_hub("some/set", None, "test", TASK.columns, "--data", TASK)
 
 
 def test_words_that_are_cut_off_are_outside(tmp_path):
@@ -166,7 +173,7 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
     scores = task.scores(("precision", "recall", "f1", "accuracy"), [[0, 1, 0]], encoded)
     assert scores["precision"] == 1 and scores["recall"] == 0.5
     assert scores["accuracy"] == pytest.approx(2 / 3)
-    assert np.isnan(task.scores(("f1",), [[0, -1, 0]], encoded)["f1"])
+    assert np.isnan(score(task, ("f1",), [[0, np.nan, 0]], encoded)["f1"])
 
 
 def test_a_mistake_is_one_sentence(tmp_path):
