@@ -6,6 +6,7 @@ from fastkd.distill import methods
 from fastkd.distill.blocks import Blocks
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
+from fastkd.distill.ema import EMATeacher
 from fastkd.distill.layers import layer_map, select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import (
@@ -37,6 +38,7 @@ __all__ = [
     "DistillationTrainer",
     "Distiller",
     "DistillerOutput",
+    "EMATeacher",
     "IntraClassKNN",
     "Labels",
     "Method",

@@ -17,6 +17,7 @@ from fastkd.distill.adapters import as_teacher
 from fastkd.distill.batch import Batch, put_back
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
+from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.outputs import HeadOutput, Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
@@ -57,9 +58,9 @@ class Distiller(InGroup):
     Calling it with a batch runs both models and returns the weighted sum of the method's loss
     terms. The teacher is frozen, stays in eval mode and runs without gradient; only the layers
     that the method compares are kept. The method's own trainable modules are part of
-    ``parameters()`` from the start. ``state_dict()`` holds the student and the method, not the
-    teacher; ``student.save_pretrained`` saves the student alone. DistributedDataParallel needs
-    ``find_unused_parameters=True`` if a head or pooler is unused.
+    ``parameters()`` from the start. ``state_dict()`` holds the student and the method, and of
+    teachers only an `EMATeacher`; ``student.save_pretrained`` saves the student alone.
+    DistributedDataParallel needs ``find_unused_parameters=True`` if a head or pooler is unused.
 
     Args:
         teacher: a fine-tuned transformers encoder, decoder or encoder-decoder, frozen in place; or
@@ -433,12 +434,22 @@ class Distiller(InGroup):
 def _leave_teacher_out(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
+    kept = tuple(f"{prefix}teacher.{name}" for name in _prefixes_of_averages(module))
     for key in [key for key in state if key.startswith(f"{prefix}teacher.")]:
-        del state[key]
+        if not key.startswith(kept):
+            del state[key]
+
+
+def _prefixes_of_averages(module: Any) -> tuple[str, ...]:
+    """Beginnings of the names of teachers that change in training, in ``module.teacher``."""
+    return tuple(f"{name}." if name else "" for name in averaging_teachers(module.teacher))
 
 
 def _expect_no_teacher(module: Any, incompatible: Any) -> None:
     # A module around this one adds a prefix.
-    ours = tuple(f"teacher.{key}" for key in module.teacher.state_dict())
+    averages = _prefixes_of_averages(module)
+    ours = tuple(
+        f"teacher.{key}" for key in module.teacher.state_dict() if not key.startswith(averages)
+    )
     missing = incompatible.missing_keys
     missing[:] = [key for key in missing if not key.endswith(ours)]

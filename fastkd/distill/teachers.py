@@ -17,6 +17,7 @@ from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.documents import check_apart, unpacked
+from fastkd.distill.ema import EMATeacher
 from fastkd.distill.method import Method
 from fastkd.distill.outputs import (
     EnsembleOutputs,
@@ -176,6 +177,10 @@ class Teachers:
             )
         if not self.live:
             raise ValueError("teacher: it is a cache already; pass a model to write another")
+        if isinstance(self.each[0].module, EMATeacher):
+            raise ValueError(
+                "teacher: an EMATeacher changes in each step; cache a teacher that stays as it is"
+            )
         if isinstance(self.each[0].module, AdaptersOff):
             raise ValueError(
                 "teacher: the teacher is the student's base; write its cache with another student, "

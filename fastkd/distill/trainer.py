@@ -15,6 +15,7 @@ from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
 from fastkd.distill.batch import put_back, split_inputs
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method
 from fastkd.distill.order import LABELLED_SHARE, Order, has_label
 
@@ -26,6 +27,8 @@ Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 
 METHOD_FILE = "method.pt"
+# Averages that teach, by their names in the Distiller's teacher.
+AVERAGE_FILE = "ema_teacher.pt"
 
 
 class _Prepare(TrainerCallback):
@@ -43,6 +46,17 @@ class _Prepare(TrainerCallback):
             with torch.random.fork_rng():
                 batches = itertools.islice(trainer._preparation(), trainer.prepare_batches)
                 trainer.distiller.prepare(batches)
+
+
+class _Average(TrainerCallback):
+    """Updates the Distiller's averages after each optimizer step."""
+
+    def __init__(self, trainer: "DistillationTrainer") -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        for average in averaging_teachers(self.trainer.distiller.teacher).values():
+            average.update()
 
 
 class _Drawn(torch.utils.data.Sampler):
@@ -129,6 +143,7 @@ class DistillationTrainer(Trainer):
             self._take(model)
         super().__init__(model=model, model_init=model_init, **arguments)
         self.add_callback(_Prepare(self))
+        self.add_callback(_Average(self))
         refused = {
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss_func": self.compute_loss_func is not None,
@@ -298,6 +313,10 @@ class DistillationTrainer(Trainer):
         if self.args.should_save:
             method = self.distiller.method.state_dict()
             torch.save(method, os.path.join(output_dir, METHOD_FILE))
+            averages = averaging_teachers(self.distiller.teacher)
+            if averages:
+                states = {name: average.state_dict() for name, average in averages.items()}
+                torch.save(states, os.path.join(output_dir, AVERAGE_FILE))
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -308,12 +327,20 @@ class DistillationTrainer(Trainer):
         self._load_method(resume_from_checkpoint)
 
     def _load_method(self, checkpoint: str) -> None:
-        path = os.path.join(checkpoint, METHOD_FILE)
-        if not os.path.isfile(path):
-            raise ValueError(f"{checkpoint} has no {METHOD_FILE} to resume from")
-        self.distiller.method.load_state_dict(torch.load(path, map_location="cpu"))
+        self.distiller.method.load_state_dict(_stored(checkpoint, METHOD_FILE))
+        averages = averaging_teachers(self.distiller.teacher)
+        states = _stored(checkpoint, AVERAGE_FILE) if averages else {}
+        for name, average in averages.items():
+            average.load_state_dict(states[name])
 
     def _load_best_model(self) -> None:
         with self._student_as_model():
             super()._load_best_model()
         self._load_method(self.state.best_model_checkpoint)
+
+
+def _stored(checkpoint: str, name: str) -> Any:
+    path = os.path.join(checkpoint, name)
+    if not os.path.isfile(path):
+        raise ValueError(f"{checkpoint} has no {name} to resume from")
+    return torch.load(path, map_location="cpu")

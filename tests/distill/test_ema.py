@@ -1,0 +1,175 @@
+"""A teacher that is the student's exponential moving average."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fastkd.distill import FCD, DistillationTrainer, Distiller, EMATeacher, SoftTargets
+from tests.distill.models import batch, classifier, model, set_dropout
+from tests.distill.processes import run_ranks
+
+
+def made(decay=0.9, dtype=torch.float32, method=None):
+    torch.manual_seed(0)
+    student = classifier("bert", 2).to(dtype)
+    teacher = EMATeacher(student, decay)
+    distiller = Distiller(teacher, student, method or SoftTargets())
+    set_dropout(distiller)
+    return distiller, teacher
+
+
+def train(distiller, steps=3, wrapped=None, rows=8):
+    teacher = distiller.teacher
+    optimizer = torch.optim.SGD([p for p in distiller.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        (wrapped or distiller)(**batch(rows=rows)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher.update()
+
+
+def test_the_average_of_all_steps():
+    distiller, teacher = made()
+    expected = [p.detach().clone() for p in distiller.student.parameters()]
+    for _ in range(3):
+        train(distiller, 1)
+        for average, p in zip(expected, distiller.student.parameters(), strict=True):
+            average.mul_(0.9).add_(p.detach(), alpha=0.1)
+    for average, p in zip(expected, teacher.model.parameters(), strict=True):
+        torch.testing.assert_close(p, average)
+        assert not p.requires_grad
+    assert not teacher.model.training and distiller.student.training
+    learning = {id(p) for p in distiller.student.parameters()}
+    assert not learning & {id(p) for p in teacher.parameters()}
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+def test_decays_at_the_ends(decay):
+    distiller, teacher = made(decay)
+    start = copy.deepcopy(teacher.model.state_dict())
+    train(distiller)
+    wanted = start if decay else distiller.student.state_dict()
+    for name, x in teacher.model.state_dict().items():
+        torch.testing.assert_close(x, wanted[name])
+
+
+def test_half_precision_does_not_round_small_steps_away():
+    distiller, teacher = made(0.999, torch.bfloat16)
+    name, p = next(iter(distiller.student.named_parameters()))
+    with torch.no_grad():
+        p.fill_(1.0)
+        dict(teacher.model.named_parameters())[name].fill_(2.0)
+    for _ in range(1000):
+        teacher.update()
+    found = dict(teacher.model.named_parameters())[name]
+    expected = torch.full_like(found, 1 + 0.999**1000)
+    torch.testing.assert_close(found, expected)
+
+
+def test_state_dict_resumes_the_average():
+    for dtype in (torch.float32, torch.bfloat16):
+        whole, _ = made(dtype=dtype)
+        train(whole)
+        state = copy.deepcopy(whole.state_dict())
+        assert any(key.startswith("teacher.model.") for key in state)
+        resumed, _ = made(dtype=dtype)
+        resumed.load_state_dict(state)
+        for distiller in (whole, resumed):
+            train(distiller, 2)
+        for ours, theirs in zip(
+            resumed.teacher.parameters(), whole.teacher.parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    other = copy.deepcopy(state)
+    del other["teacher.model.classifier.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*teacher.model.classifier.weight"):
+        resumed.load_state_dict(other)
+
+
+def test_a_trainer_updates_and_resumes_it(tmp_path):
+    data = batch(rows=16)
+    rows = [{name: x[i] for name, x in data.items()} for i in range(16)]
+
+    def trainer(directory, **options):
+        distiller, _ = made()
+        arguments = t.TrainingArguments(
+            str(directory), max_steps=4, save_steps=2, per_device_train_batch_size=4,
+            learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True, **options,
+        )  # fmt: skip
+        return DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+
+    whole = trainer(tmp_path / "whole")
+    start = copy.deepcopy(whole.distiller.teacher)
+    whole.train()
+    again = trainer(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    triples = [x.teacher.parameters() for x in (whole.distiller, again.distiller)]
+    for first, ours, theirs in zip(start.parameters(), *triples, strict=True):
+        assert torch.equal(ours, theirs)
+        if first.abs().sum() > 0:
+            assert not torch.equal(ours, first)
+    (tmp_path / "whole" / "checkpoint-2" / "ema_teacher.pt").unlink()
+    with pytest.raises(ValueError, match=r"no ema_teacher\.pt to resume from"):
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
+
+def test_data_parallel_and_sharded_averages_are_those_of_one_process(tmp_path):
+    distiller, teacher = made()
+    train(distiller)
+    expected = [p.detach().clone() for p in teacher.model.parameters()]
+    for ways in run_ranks(_parallel, 2, tmp_path):
+        for name, found in ways.items():
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def _parallel(rank):
+    found = {}
+    distiller, teacher = made()
+    train(distiller, wrapped=DistributedDataParallel(distiller, find_unused_parameters=True))
+    found["DDP"] = [p.detach() for p in teacher.model.parameters()]
+    distiller, teacher = made()
+    mesh = init_device_mesh("cpu", (2,))
+    for one in (teacher.model, distiller.student):
+        for block in one.bert.encoder.layer:
+            fully_shard(block, mesh=mesh)
+        fully_shard(one, mesh=mesh)
+    train(distiller)
+    found["FSDP2"] = [p.full_tensor().detach() for p in teacher.model.parameters()]
+    return found
+
+
+def test_methods_on_layers_and_language_models():
+    distiller, _ = made(method=FCD())
+    train(distiller, 1)
+    torch.manual_seed(0)
+    student = model(t.AutoModelForCausalLM, "gpt2", 2)
+    teacher = EMATeacher(student, 0.5)
+    distiller = Distiller(teacher, student, SoftTargets())
+    set_dropout(distiller)
+    ids = torch.randint(1, 60, (3, 8))
+    for step in range(2):
+        out = distiller(input_ids=ids, labels=ids)
+        assert (out.terms["soft"].abs() < 1e-6) == (step == 0)  # at first they are equal
+        out.loss.backward()
+        with torch.no_grad():
+            for p in student.parameters():
+                p -= 0.1 * p.grad
+        teacher.update()
+
+
+def test_mistakes_are_named(tmp_path):
+    distiller, teacher = made()
+    with pytest.raises(ValueError, match="decay must be at most 1"):
+        EMATeacher(distiller.student, 1.5)
+    with pytest.raises(ValueError, match="an EMATeacher changes in each step"):
+        distiller.cache_teacher([batch()], tmp_path / "cache")
+    distiller.student.bert.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"bert.extra.bias for one; make the teacher after"):
+        teacher.update()
