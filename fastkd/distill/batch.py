@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from fastkd.analysis.model_inputs import frames_mask, pad_right, rotate
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.documents import DECODER_TOKENS, Documents, decoder_tokens, find_documents
-from fastkd.distill.spans import Spans
+from fastkd.distill.spans import Spans, counterparts
 
 SPAN_LABELS = ("start_positions", "end_positions")
 
@@ -130,8 +130,10 @@ class Batch:
 
     def align(self, spans: tuple[Tensor, Tensor]) -> None:
         """Set the spans of the student's and the teacher's tokens."""
-        batches = zip((self, self.read_by_teacher), spans, strict=True)
+        batches = list(zip((self, self.read_by_teacher), spans, strict=True))
         self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
+        rows = (x if b.first is None else rotate(x, b.first, 1) for b, x in batches)
+        self.spans.paired = counterparts(*rows)
 
     def _unpacked_spans(self, spans: Tensor) -> Tensor:
         """Span of each token of the features."""

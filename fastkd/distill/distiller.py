@@ -279,7 +279,9 @@ class Distiller(InGroup):
                 only. Samples are then compared by the token that each head reads, or by their
                 mean, as the method chooses. Methods that compare tokens need ``student_spans``
                 (B, N) and ``teacher_spans`` (B, M) from `TwoTokenizers` or `align_spans`: the
-                number of the text span of each token, −1 for none. They compare spans then.
+                number of the text span of each token, −1 for none. They compare spans then. Soft
+                targets of tokens need spans of one token each, the same token in both models, and
+                ``labels``: the predictions of these tokens are compared, in task terms too.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(

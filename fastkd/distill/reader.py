@@ -14,6 +14,7 @@ from fastkd.distill.batch import SPAN_LABELS, Batch, split_inputs
 from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
 from fastkd.distill.method import Method
 from fastkd.distill.predictions import countable
+from fastkd.distill.spans import check_paired_tokens, counterparts
 from fastkd.distill.teachers import (
     Teachers,
     check_documents,
@@ -37,8 +38,12 @@ class BatchReader:
         if own and self.method.uses_teacher:
             batch.teacher = self._batch(own, self.teachers.live)
             per_token = self.student.per_token or isinstance(batch.labels, tuple)
+            paired = spans is not None and self._pairs_tokens
             for teacher, method in self.teachers.with_methods(self.method):
-                teacher.check_own_inputs(method, per_token, spans is not None)
+                teacher.check_own_inputs(method, per_token, spans is not None, paired)
+            if spans is not None and paired:
+                ids = inputs.get("input_ids"), own.get("input_ids")
+                check_paired_tokens(type(self.method).__name__, spans, ids, batch.labels)
             if spans is not None:
                 batch.align(spans)
         if self.method.uses_teacher:
@@ -56,11 +61,23 @@ class BatchReader:
         """The student's batch, the teacher's own inputs, and the spans of student and teacher."""
         student, own, spans = split_inputs(inputs)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
+        if spans is not None and isinstance(labels, Tensor) and self._pairs_tokens:
+            # Predictions are compared where both models read the token.
+            labels = labels.masked_fill(counterparts(*spans) < 0, IGNORED)
         student, labels, first = self._from_front(student, labels)
         student = self.student.with_decoder_inputs(student, labels)
         readers = [self.student, *([] if own else self.teachers.live)]
         batch = self._batch(student, readers, labels, num_items, segments, first)
         return batch, own, spans
+
+    @property
+    def _pairs_tokens(self) -> bool:
+        """Whether predictions for tokens are compared, those of a teacher's own inputs by spans."""
+        methods = (method for _, method in self.teachers.with_methods(self.method))
+        per_token = self.student.per_token and not self.student.encoder_decoder
+        return per_token and any(
+            method.uses_teacher and method.compares_logits(0.0, 1.0) for method in methods
+        )
 
     def _from_front(
         self, inputs: dict[str, Any], labels: Any

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastkd._core.checks import check_shape
-from fastkd._core.numerics import autocast_off, upcast, zero_padding
+from fastkd._core.numerics import autocast_off, upcast, values_readable, zero_padding
 from fastkd.distill.backbone import Model
+from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.outputs import Outputs
 
 __all__ = ["TwoTokenizers", "align_spans"]
@@ -138,6 +140,30 @@ class Spans:
 
     tokens: tuple[Tensor, Tensor]
     mask: Tensor
+    #: Teacher's position (B, N) of each student token of a row, −1 for none; for predictions.
+    paired: Tensor | None = None
+
+    def predictions(self, outputs: Outputs, causal: bool) -> Outputs:
+        """The teacher's logits or head inputs (B, M, ...) at the student's positions (B, N, ...).
+
+        A causal head predicts token n + 1 at position n: it is read before that token in the
+        teacher's row. Positions without a counterpart have arbitrary values.
+        """
+        assert self.paired is not None
+        places = self.paired
+        if causal:
+            places = F.pad(places[:, 1:], (0, 1)) - 1
+        places = places.clamp(min=0)[..., None]
+
+        def at(x: Tensor) -> Tensor:
+            return x.gather(1, places.to(x.device).expand(-1, -1, x.shape[-1]))
+
+        logits, head = outputs.logits, outputs.head_inputs
+        if head is not None:
+            head = HeadInputs(at(head.states), head.head)
+        elif isinstance(logits, Tensor) and logits.dim() == 3:
+            logits = at(logits)
+        return dataclasses.replace(outputs, logits=logits, head_inputs=head)
 
     @classmethod
     def of(cls, student: Tensor, teacher: Tensor) -> "Spans":
@@ -157,6 +183,50 @@ class Spans:
             return torch.cat([model.sentence_token(x, mask)[:, None], means.to(x.dtype)], 1)
 
         return dataclasses.replace(outputs.features(pooled), spans=True)
+
+
+def check_paired_tokens(
+    method: str, spans: tuple[Tensor, Tensor], ids: tuple[Any, Any], labels: Any
+) -> None:
+    """Raise unless each span pairs one student token with one teacher token of the same id.
+
+    ``spans`` and ``ids`` are those of student and teacher, as they were passed. Values are read
+    only where that doesn't wait for a device.
+    """
+    what = (
+        f"{method} compares the predictions for each token, and the teacher has inputs of its own"
+    )
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels: {what}; pass labels of the tokens to compare, −100 elsewhere")
+    if not all(map(values_readable, spans)):
+        return
+    for row, (student, teacher) in enumerate(zip(*spans, strict=True)):
+        for name, x in (("student", student), ("teacher", teacher)):
+            numbers, counts = x[x >= 0].unique(return_counts=True)
+            if bool((counts > 1).any()):
+                several = int(numbers[counts > 1][0])
+                raise ValueError(
+                    f"{name}_spans: {what}, but span {several} of row {row} has several tokens; "
+                    "pair the tokens one by one, or set the weight of soft targets to 0"
+                )
+    if not all(isinstance(x, Tensor) for x in ids):
+        return
+    paired = counterparts(*spans)
+    theirs = ids[1].gather(1, paired.clamp(min=0))
+    wrong = (paired >= 0) & (ids[0] != theirs)
+    if bool(wrong.any()):
+        row, place = (int(x) for x in wrong.nonzero()[0])
+        raise ValueError(
+            f"teacher_spans: {what}, but token {place} of row {row} has the id "
+            f"{int(ids[0][row, place])}, and the teacher's of that span {int(theirs[row, place])}; "
+            "pair equal tokens"
+        )
+
+
+def counterparts(student: Tensor, teacher: Tensor) -> Tensor:
+    """Position (B, N) of the teacher's token of each student token's span, −1 for none."""
+    same = (student[:, :, None] == teacher[:, None, :]) & (student >= 0)[:, :, None]  # (B, N, M)
+    return torch.where(same.any(2), same.to(torch.uint8).argmax(2), -1)
 
 
 def _members(spans: Tensor, count: int) -> Tensor:

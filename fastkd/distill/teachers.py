@@ -46,18 +46,24 @@ class Teacher:
     def serve(self, method: Method, device: torch.device) -> None:
         """Raise unless this teacher has every output that a built method reads."""
 
-    def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
-        """Raise unless the method can compare a teacher whose tokens are not the student's."""
+    def check_own_inputs(
+        self, method: Method, per_token: bool, spans: bool, paired: bool = False
+    ) -> None:
+        """Raise unless the method can compare a teacher whose tokens are not the student's.
+
+        ``paired``: the spans pair single tokens, whose predictions may be compared.
+        """
         name, needed = type(method).__name__, teacher_request(method)
         if needed["inside"]:
             raise ValueError(
                 f"{name} compares attention between tokens, but the teacher has inputs of its own; "
                 "leave the teacher_ inputs out, or use another method"
             )
-        if needed["logits"] and per_token:
+        if needed["logits"] and per_token and not paired:
             raise ValueError(
                 f"{name} compares the predictions for each token, but the teacher has inputs of "
-                "its own; set the weight of soft targets to 0"
+                "its own; pair equal tokens by student_spans and teacher_spans, or set the weight "
+                "of soft targets to 0"
             )
         if needed["layers"] and needed["pool"] == "tokens" and not spans:
             raise ValueError(
@@ -80,6 +86,7 @@ class Teacher:
             request = method.layer_request("teacher")
             outputs = batch_outputs(model, inputs, request, own, head).to(batch.device)
             if batch.spans is not None:
+                outputs = batch.spans.predictions(outputs, model.causal)
                 return batch.spans.pool(outputs, 1, model, own.feature_mask)
             if own is batch:
                 return outputs
@@ -99,7 +106,9 @@ class CachedTeacher(Teacher):
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
 
-    def check_own_inputs(self, method: Method, per_token: bool, spans: bool) -> None:
+    def check_own_inputs(
+        self, method: Method, per_token: bool, spans: bool, paired: bool = False
+    ) -> None:
         raise ValueError(
             "teacher_ inputs: a teacher cache finds samples by the student's tokens; leave these "
             "inputs out"

@@ -173,3 +173,80 @@ def test_mistakes_are_named(tmp_path):
     distiller.student.bert.extra = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"bert.extra.bias for one; make the teacher after"):
         teacher.update()
+
+
+def privileged(rows=3, left=False):
+    """Prompts and answers; the teacher reads a longer prompt before the same answers."""
+    torch.manual_seed(1)
+    student, teacher = torch.randint(1, 60, (rows, 9)), torch.randint(1, 60, (rows, 14))
+    lengths = torch.tensor([5, 3, 4][:rows])
+    teacher[:, 5] = student[:, 3]  # the last token before the answers
+    masks = [torch.ones_like(x) for x in (student, teacher)]
+    spans = [torch.full_like(x, -1) for x in (student, teacher)]
+    for row, length in enumerate(lengths):
+        teacher[row, 6 : 6 + length] = student[row, 4 : 4 + length]
+        for x, mask, span, start in zip((student, teacher), masks, spans, (4, 6), strict=True):
+            end = start + int(length)
+            span[row, start:end] = torch.arange(int(length))
+            mask[row, end:], x[row, end:] = 0, 0
+    data = {
+        "input_ids": student, "attention_mask": masks[0], "student_spans": spans[0],
+        "labels": student.masked_fill(spans[0] < 0, -100), "teacher_input_ids": teacher,
+        "teacher_attention_mask": masks[1], "teacher_spans": spans[1],
+    }  # fmt: skip
+    if left:
+        for prefix in ("", "teacher_"):
+            shift = (data[f"{prefix}attention_mask"] == 0).sum(1).tolist()
+            own = [f"{prefix}input_ids", f"{prefix}attention_mask"]
+            for name in own + (["student_spans", "labels"] if not prefix else ["teacher_spans"]):
+                moved = [row.roll(by) for row, by in zip(data[name], shift, strict=True)]
+                data[name] = torch.stack(moved)
+    return data
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_privileged_context(keep_logits, left):
+    """SDFT, SDPO: KL between the answers' predictions, the teacher's after another prompt."""
+    torch.manual_seed(0)
+    student = model(t.AutoModelForCausalLM, "llama", 2)
+    teacher = EMATeacher(student, 0.9)
+    with torch.no_grad():
+        for p in teacher.model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    method = SoftTargets(alpha=0.5, temperature=1.0)
+    distiller = Distiller(teacher, student, method, keep_logits=keep_logits)
+    out = distiller(**privileged(left=left))
+    data = privileged()
+    log_p = [
+        one(
+            input_ids=data[f"{prefix}input_ids"], attention_mask=data[f"{prefix}attention_mask"]
+        ).logits.log_softmax(-1)
+        for one, prefix in ((student, ""), (teacher.model, "teacher_"))
+    ]
+    losses, task = [], []
+    for row, length in enumerate((5, 3, 4)):
+        for i in range(length):
+            ours, theirs = log_p[0][row, 3 + i], log_p[1][row, 5 + i]
+            losses.append((theirs.exp() * (theirs - ours)).sum())
+            task.append(-ours[data["input_ids"][row, 4 + i]])
+    torch.testing.assert_close(out.terms["soft"], torch.stack(losses).mean().detach())
+    torch.testing.assert_close(out.terms["task"], torch.stack(task).mean().detach())
+    assert distiller.count_items(privileged(left=left)) == len(losses)
+    out.loss.backward()
+    assert student.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_tokens_that_are_not_paired_are_named():
+    student = model(t.AutoModelForCausalLM, "llama", 2)
+    distiller = Distiller(EMATeacher(student, 0.9), student, SoftTargets())
+    data = privileged()
+    with pytest.raises(ValueError, match="labels: SoftTargets compares the predictions"):
+        distiller(**{name: x for name, x in data.items() if name != "labels"})
+    with pytest.raises(ValueError, match="span 0 of row 0 has several tokens"):
+        distiller(**data | {"student_spans": data["student_spans"].clamp(max=0)})
+    with pytest.raises(ValueError, match=r"token 4 of row 0 has the id .* pair equal tokens"):
+        distiller(**data | {"teacher_input_ids": data["teacher_input_ids"].flip(1) + 0})
+    without = {name: x for name, x in data.items() if not name.endswith("spans")}
+    with pytest.raises(ValueError, match="pair equal tokens by student_spans and teacher_spans"):
+        distiller(**without)
