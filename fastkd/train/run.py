@@ -27,6 +27,7 @@ from fastkd.train.models import fitting_length, headless, layers_of, make_method
 from fastkd.train.progress import Display
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
+from fastkd.train.sharded_trainers import ShardedStudentTrainer, ShardedTeacherTrainer
 from fastkd.train.tasks.base import Task
 from fastkd.train.trainers import (
     OnPolicy,
@@ -201,7 +202,8 @@ class Run:
     def train_teacher(self, training_config: TrainingConfig, **options: Any) -> list[dict]:
         """Train the teacher on the task, in place; ``options`` are fields of `CallbackConfig`."""
         self.teacher.requires_grad_(True).train()
-        trainer = functools.partial(TeacherTrainer, model=self.teacher)
+        kind = ShardedTeacherTrainer if sharding.sharded(self.teacher) else TeacherTrainer
+        trainer = functools.partial(kind, model=self.teacher)
         return self._train(
             trainer, self.teacher, self.train_rows, training_config, "teacher", **options
         )
@@ -219,10 +221,11 @@ class Run:
             own = OnPolicy(
                 on_policy, functools.partial(self.task.generated, tokenizer=self.tokenizer)
             )
-        if not sharding.sharded(distiller):
+        kind = ShardedStudentTrainer if sharding.sharded(distiller) else StudentTrainer
+        if kind is StudentTrainer:
             distiller.to(self.device)
         self._report_compared_rows(distiller.method)
-        trainer = functools.partial(StudentTrainer, model=distiller, on_policy=own)
+        trainer = functools.partial(kind, model=distiller, on_policy=own)
         return self._train(
             trainer, distiller.student, self.all_rows, self.training_config, title, **options
         )

@@ -151,6 +151,13 @@ class StateDictProxy(nn.Module):
         self.target.load_state_dict(parts)
 
 
+def full_state(target: Any) -> Any:
+    """A full copy of a sharded model, or a stand-in with the full state of anything else."""
+    if EMPTY in vars(target):
+        return whole(target)
+    return StateDictProxy(target, whole_state(target.state_dict()))
+
+
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a full state into the optimizer of sharded parameters."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -183,7 +190,7 @@ def _let_go(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Context in which ``value`` replaces an attribute."""
     before = getattr(owner, name)
     setattr(owner, name, value)

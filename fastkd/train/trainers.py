@@ -1,7 +1,5 @@
 """Trainers of student and teacher, whose steps have the same rows for any number of processes."""
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import DistillerOutput
 from fastkd.distill.families import predicts_next_token
 from fastkd.distill.order import Order
 from fastkd.distill.trainer import DistillationTrainer
-from fastkd.train import processes, sharding
+from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.evaluation import accepted
 from fastkd.train.saving import saving
@@ -103,7 +100,7 @@ class TwoTokenizerCollator:
 
 
 class StepTrainer(_Trainer):
-    """Trainer over the rows of `StepSampler`, with micro-batches and sharded checkpoints."""
+    """Trainer over the rows of `StepSampler`, with micro-batches."""
 
     steps: StepSampler
     gather = False
@@ -133,72 +130,10 @@ class StepTrainer(_Trainer):
         """See ``transformers.Trainer.get_train_dataloader``."""
         return self._loader(self.steps)
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not sharding.sharded(model):  # whose shards are on the device
-            super()._move_model_to_device(model, device)
-
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super()._wrap_model(model, *args, **kwargs)
-        if not sharding.sharded(model):
-            return model
-        # Autocast only: FSDP averages the gradients itself.
-        model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        vars(model)["_is_accelerate_prepared"] = True
-        return model
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
-        with processes.errors_on_all(), saving(Path(self.args.output_dir)), self._unsharded():
+        with processes.errors_on_all(), saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _unsharded(self) -> Iterator[None]:
-        """Context in which the first process, which writes, has unsharded states."""
-        pieces = []
-        owner, name = self._model_attribute
-        if sharding.sharded(getattr(owner, name)):
-            pieces.append((owner, name, sharding.whole(getattr(owner, name))))
-            pieces += [(*place, self._state_proxy(*place)) for place in self._stateful_attributes]
-        with contextlib.ExitStack() as stack:
-            for piece in pieces if processes.first() else ():
-                stack.enter_context(sharding.instead(*piece))
-            yield
-
-    @property
-    def _model_attribute(self) -> tuple[Any, str]:
-        """Owner and attribute name of the model that is trained."""
-        return self, "model"
-
-    @property
-    def _stateful_attributes(self) -> list[tuple[Any, str]]:
-        """Owners and attribute names of the other states in a checkpoint."""
-        return [(self, "optimizer")]
-
-    @staticmethod
-    def _state_proxy(owner: Any, name: str) -> nn.Module:
-        target = getattr(owner, name)
-        return sharding.StateDictProxy(target, sharding.whole_state(target.state_dict()))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        owner, name = self._model_attribute
-        model = getattr(owner, name)
-        if not sharding.sharded(model):
-            return super()._load_from_checkpoint(resume_from_checkpoint, *args)
-        full = sharding.unread(model)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sharding.instead(owner, name, full))
-            for owner, name in self._stateful_attributes[1:]:
-                stead = sharding.StateDictProxy(getattr(owner, name))
-                stack.enter_context(sharding.instead(owner, name, stead))
-            super()._load_from_checkpoint(resume_from_checkpoint, *args)
-        sharding.take(model, full)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not sharding.sharded(self.model):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        read = functools.partial(torch.load, map_location="cpu", weights_only=True)
-        sharding.load_optimizer(self.optimizer, read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True))
-        self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
         """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
@@ -305,14 +240,6 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
 
     def _warn_of_parts(self) -> None:
         """No warning: the command prints a line that names its own options."""
-
-    @property
-    def _model_attribute(self) -> tuple[Any, str]:
-        return self.distiller, "student"
-
-    @property
-    def _stateful_attributes(self) -> list[tuple[Any, str]]:
-        return [*super()._stateful_attributes, (self.distiller, "method")]
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.get_batch_samples`; on-policy batches have generated text."""
