@@ -16,8 +16,8 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.computation import Computation, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import as_json, check, fits
-from fastkd.train.settings import DistillOptions, TrainingOptions
+from fastkd.train.options import as_json, check, defaults_of, fits
+from fastkd.train.settings import PATHS, DistillOptions, TrainingOptions
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: 
     remove_unused_columns: bool = False
     disable_tqdm: bool | None = True
     save_strategy: Any = "no"
-    #: Fields that the file --trainer-args sets.
+    #: Arguments of `PASSED` that are given, most often by the file --trainer-args.
     passed: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -87,11 +87,18 @@ class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
     """
 
     def __post_init__(self) -> None:
+        for name in PATHS:
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else Path(value))
         DistillOptions.__post_init__(self)
         if self.stages is not None:  # the options of its trainings are in that file
             return
         self._check_trackers()
-        self.passed = read_trainer_args(self.trainer_args)
+        default = defaults_of(self)
+        # TrainingArguments turns some defaults into False.
+        given = {name: value for name in PASSED if (value := getattr(self, name)) is not False}
+        changed = {name: x for name, x in given.items() if x is not None and x != default[name]}
+        self.passed = {**changed, **read_trainer_args(self.trainer_args)}
         vars(self).update(self.passed)
         with _errors_of(self.trainer_args):
             TrainingConfig.__post_init__(self)

@@ -31,6 +31,11 @@ from fastkd.train.options import (
 MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
+# Options that are paths.
+PATHS = (
+    "train", "evals", "test", "unlabelled", "teacher_cache", "out", "trainer_args", "log_json",
+    "stages",
+)  # fmt: skip
 # Options beside --stages; all others belong into its file.
 OF_ALL_STAGES = (
     "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",
@@ -343,50 +348,29 @@ class DistillOptions(TrainingOptions, Pairing):
                 )
             return
         Pairing.__post_init__(self)  # not the next of a subclass
-        self._check_teacher()
-        if self.shard:
-            self._check_sharding()
-        self._check_log()
-
-    def _check_teacher(self) -> None:
-        if not self.finetune_teacher and given(self, "teacher_learning_rate"):
-            raise InputError("--teacher-learning-rate needs --finetune-teacher EPOCHS")
-        if self.teacher_cache is None:
-            if self.teacher is None:
-                raise InputError("--teacher is missing: a directory or a hub name")
-            return
-        if self.on_policy:
-            raise InputError(
-                "--on-policy and --teacher-cache exclude each other: a cache has no outputs on "
-                "text that the student generates"
-            )
-        if self.finetune_teacher:
-            raise InputError(
-                "--teacher-cache and --finetune-teacher exclude each other: the teacher of a cache "
-                "is fine-tuned already"
-            )
-
-    def _check_sharding(self) -> None:
-        if self.teacher_layers == SELECT:
-            raise InputError(
-                f"--fsdp and --teacher-layers {SELECT} exclude each other: selecting layers needs "
-                "a whole teacher; name the layers"
-            )
-        if self.precision == "fp16":
-            raise InputError("--fsdp and --precision fp16 exclude each other: take bf16")
-        if self.on_policy and self.gather:
-            raise InputError(
-                "--fsdp, --gather and --on-policy exclude each other: a process without rows "
-                "cannot take part in generating text"
-            )
-
-    def _check_log(self) -> None:
-        if self.log_json is None:
-            return
-        log = self.log_json.absolute()
-        read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
-        if log in [path.absolute() for path in read if path is not None]:
-            raise InputError(f"--log-json {self.log_json} is a file that the run reads")
-        for name in ("student", "teacher", "unfinished"):
-            if log.is_relative_to((self.out / name).absolute()):
-                raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
+        cache, shard = self.teacher_cache is not None, self.shard
+        for wrong, message in (
+            (not cache and self.teacher is None, "--teacher is missing: a directory or a hub name"),
+            (cache and self.on_policy, "--on-policy and --teacher-cache exclude each other: a "
+             "cache has no outputs on text that the student generates"),
+            (cache and self.finetune_teacher, "--teacher-cache and --finetune-teacher exclude each "
+             "other: the teacher of a cache is fine-tuned already"),
+            (shard and self.teacher_layers == SELECT, f"--fsdp and --teacher-layers {SELECT} "
+             "exclude each other: selecting layers needs a whole teacher; name the layers"),
+            (shard and self.precision == "fp16", "--fsdp and --precision fp16 exclude each other: "
+             "take bf16"),
+            (shard and self.on_policy and self.gather, "--fsdp, --gather and --on-policy exclude "
+             "each other: a process without rows cannot take part in generating text"),
+            (not self.finetune_teacher and given(self, "teacher_learning_rate"),
+             "--teacher-learning-rate needs --finetune-teacher EPOCHS"),
+        ):  # fmt: skip
+            if wrong:
+                raise InputError(message)
+        if self.log_json is not None:
+            log = self.log_json.absolute()
+            read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
+            if log in [path.absolute() for path in read if path is not None]:
+                raise InputError(f"--log-json {self.log_json} is a file that the run reads")
+            for name in ("student", "teacher", "unfinished"):
+                if log.is_relative_to((self.out / name).absolute()):
+                    raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
