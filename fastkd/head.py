@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import FLOATING, check_device, check_floating, check_number, check_shape
+from fastkd._core.checks import (
+    FLOATING,
+    check_device,
+    check_floating,
+    check_number,
+    check_shape,
+    check_vocabulary_part,
+)
 from fastkd._core.numerics import autocast_off, upcast
 from fastkd._torch.linear_soft_targets import HeadForm
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
@@ -194,6 +201,15 @@ class Head:
             LowRank(change(x.down), change(x.up), x.scale, x.dropout) for x in self.low_rank
         )
         return head
+
+    def subset(self, ids: Tensor) -> "Head":
+        """The head of the token ids (n,) alone, in their order; gradients reach the whole head."""
+        head = self.whole()
+        check_vocabulary_part("ids", ids, head.weight.shape[0])
+        bias = None if head.bias is None else head.bias[ids]
+        part = Head(head.weight[ids], bias, head.scale, head.softcap)
+        part.low_rank = tuple(LowRank(x.down, x.up[ids], x.scale, x.dropout) for x in head.low_rank)
+        return part
 
     def detach(self) -> "Head":
         """The head without gradients, for a teacher that shares the student's head."""

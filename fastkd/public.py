@@ -13,7 +13,7 @@ from fastkd.projection import DualProjectionLoss, OrthogonalProjection
 from fastkd.queue import FeatureQueue
 from fastkd.relation import FCDLoss
 from fastkd.soft_targets import SoftTargetLoss
-from fastkd.targets import CrossEntropy, TopK
+from fastkd.targets import CrossEntropy, ImportanceRatio, TopK
 
 __all__ = [
     "AttentionLoss",
@@ -26,6 +26,7 @@ __all__ = [
     "FeatureQueue",
     "Head",
     "HiddenStateLoss",
+    "ImportanceRatio",
     "IntraClassKNNLoss",
     "OrthogonalProjection",
     "SoftTargetLoss",

@@ -18,6 +18,7 @@ from fastkd._core.checks import (
     check_number,
     check_positive_int,
     check_shape,
+    check_vocabulary_part,
     checked_weights,
 )
 from fastkd._core.dispatch import Backend, backend_of
@@ -35,6 +36,8 @@ from fastkd._core.numerics import (
 from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
 from fastkd._torch.linear_soft_targets import (
     CHUNK_BYTES,
+    MAIN_TERMS,
+    TEACHER_TERMS,
     TERMS,
     CallOptions,
     HeadForm,
@@ -45,10 +48,13 @@ from fastkd._torch.linear_soft_targets import (
 from fastkd._torch.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 from fastkd.head import Head, as_head
-from fastkd.targets import CrossEntropy, TopK
+from fastkd.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
 
 Reduction = Literal["batchmean", "sum", "none"]
+TeacherMass = Literal["renormalised", "whole"]
 REDUCTIONS = get_args(Reduction)
+# Divergences of a part of the vocabulary and the teacher's whole mass; the last run in PyTorch.
+OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
 FORMS = {name: Divergence(name).form for name in DIVERGENCES}
 
 
@@ -501,33 +507,104 @@ def linear_soft_target_loss_ref(
     *,
     soft_weight: float = 1.0,
     task: CrossEntropy | None = None,
-    return_terms: bool = False,
+    return_terms: bool | Sequence[str] = False,
+    rows: Tensor | None = None,
+    draft_vocabulary: Tensor | None = None,
+    teacher_mass: TeacherMass = "renormalised",
+    ratio: ImportanceRatio | None = None,
     **options: Any,
 ) -> Any:
     """`soft_target_loss_ref` and cross-entropy of full logits; see `linear_soft_target_loss`."""
     student = as_head("student_head", student_head).logits(student_hidden)
-    teacher = teacher_hidden
+    teacher: Any = teacher_hidden
     if not isinstance(teacher, TopK):
         teacher = as_head("teacher_head", teacher_head).logits(teacher)
+    if rows is not None:
+        teacher = teacher.flatten(0, -2)[rows]
+    if draft_vocabulary is not None and teacher_mass == "renormalised":
+        teacher = teacher[..., draft_vocabulary]
     mask = options.pop("mask", None)
     if mask is None:
         mask = torch.ones(student.shape[:-1], device=student.device)
     mask = mask.bool()
     if task is not None:
         mask = mask & (task.labels.long() != task.ignore_index)
-    soft = soft_target_loss_ref(student, teacher, mask=mask, **options)
-    reduction, denominator = options.get("reduction", "batchmean"), options.get("denominator")
-    V = options.get("vocabulary")
-    task_rows, *rest = _task_ref(upcast(student)[..., :V].where(mask[..., None], 0), mask, task)
+    reduction, denominator = options.pop("reduction", "batchmean"), options.pop("denominator", None)
+    V, names = options.get("vocabulary"), _names_of_terms(return_terms)
+    logits = upcast(student)[..., :V].where(mask[..., None], 0)
+    labels = None if task is None else task.labels.long().where(mask, 0)
+    if draft_vocabulary is not None and teacher_mass == "whole":
+        soft_rows = _whole_mass_ref(logits, upcast(teacher), draft_vocabulary, mask, **options)
+    else:
+        soft_rows = soft_target_loss_ref(student, teacher, mask=mask, reduction="none", **options)
+    if ratio is not None:
+        ids = ratio.ids.long().where(mask, 0)
+        log_q = logits.detach().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        soft_rows = soft_rows * (log_q - ratio.old_log_probs.where(mask, 0)).exp().clamp(
+            max=ratio.at_most
+        )
+    task_rows, *rest = _task_ref(logits, mask, task)
     task_rows = _at_positions_ref(task_rows, task.weights if task else None, mask)
-    cross_entropy, entropy, accuracy = (
-        _reduced_ref(x.where(mask, 0), mask, reduction, denominator) for x in (task_rows, *rest)
-    )
-    loss = soft_weight * soft
+    found = dict(zip(MAIN_TERMS, (soft_rows, task_rows, *rest), strict=True))
+    if set(names) - set(MAIN_TERMS):
+        of_teacher = None if isinstance(teacher, TopK) else upcast(teacher)
+        whole_of = draft_vocabulary if teacher_mass == "whole" else None
+        found |= _terms_ref(logits, of_teacher, whole_of, labels, mask, V)
+    found = {
+        name: _reduced_ref(x.where(mask, 0), mask, reduction, denominator)
+        for name, x in found.items()
+    }
+    loss = soft_weight * found["soft"]
     if task is not None:
-        loss = loss + task.weight * cross_entropy
-    terms = dict(zip(TERMS, (soft, cross_entropy, entropy, accuracy), strict=True))
-    return (loss, {name: x.detach() for name, x in terms.items()}) if return_terms else loss
+        loss = loss + task.weight * found["task"]
+    return (loss, {name: found[name].detach() for name in names}) if names else loss
+
+
+def _whole_mass_ref(
+    student: Tensor,
+    teacher: Tensor,
+    ids: Tensor,
+    mask: Tensor,
+    temperature: float = 1.0,
+    divergence: DivergenceWord | Divergence = "forward_kl",
+    scale_by_t2: bool = True,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Losses of positions: the teacher's probabilities of its whole vocabulary, at ``ids``."""
+    log_pt = (teacher.where(mask[..., None], 0) / temperature).log_softmax(-1)[..., ids]
+    log_ps = (student / temperature).log_softmax(-1)
+    name = divergence.name if isinstance(divergence, Divergence) else divergence
+    loss = _divergence_ref(log_ps, log_pt, divergence)
+    if name == "total_variation":
+        loss = loss + (1 - log_pt.exp().sum(-1)) / 2
+    return _at_positions_ref(loss * (temperature**2 if scale_by_t2 else 1.0), weights, mask)
+
+
+def _terms_ref(
+    student: Tensor,
+    teacher: Tensor | None,
+    ids: Tensor | None,
+    labels: Tensor | None,
+    mask: Tensor,
+    V: int | None,
+) -> dict[str, Tensor]:
+    """The terms that compare teacher and student at temperature 1, for each position."""
+
+    def at_labels(log_p: Tensor) -> Tensor:
+        if labels is None:
+            return torch.zeros_like(log_p[..., 0])
+        return log_p.gather(-1, labels[..., None])[..., 0]
+
+    log_ps = student.log_softmax(-1)
+    found = {"log_prob": at_labels(log_ps)}
+    if teacher is not None:
+        log_pt = teacher[..., :V].where(mask[..., None], 0).log_softmax(-1)
+        entropy = -(log_pt.exp() * log_pt.masked_fill(log_pt == -torch.inf, 0)).sum(-1)
+        log_pt = log_pt if ids is None else log_pt[..., ids]
+        distance = (log_pt.exp() - log_ps.exp()).abs().sum(-1) + 1 - log_pt.exp().sum(-1)
+        found |= {"teacher_entropy": entropy, "teacher_log_prob": at_labels(log_pt)}
+        found["total_variation"] = distance / 2
+    return found
 
 
 def _task_ref(logits: Tensor, mask: Tensor, task: CrossEntropy | None) -> tuple[Tensor, ...]:
@@ -562,6 +639,10 @@ def linear_soft_target_loss(
     weights: Tensor | None = None,
     task: CrossEntropy | None = None,
     return_terms: bool | Sequence[str] = False,
+    rows: Tensor | None = None,
+    draft_vocabulary: Tensor | None = None,
+    teacher_mass: TeacherMass = "renormalised",
+    ratio: ImportanceRatio | None = None,
     backend: Backend = "auto",
 ) -> Any:
     """`soft_target_loss` from hidden states and LM heads, without the full logits.
@@ -589,13 +670,26 @@ def linear_soft_target_loss(
             `CrossEntropy.weights`.
         task: a `fastkd.CrossEntropy`. Positions left out by the mask or by ``ignore_index`` count
             in neither term.
-        return_terms: also return the terms: True for all, or names of those to compute.
+        return_terms: also return terms: True for the first four below, or names of those to
+            compute.
+        rows: (...) int64, the teacher's row for each of the student's positions: indices into
+            ``teacher_hidden`` (..., Dt), flattened to (T, Dt). Several positions may have one row,
+            whose logits are computed once.
+        draft_vocabulary: (V,) int64, the teacher's token ids of the student's V tokens, if the
+            student's head has a part of the teacher's vocabulary. Labels are the student's ids.
+        teacher_mass: of a draft vocabulary: "renormalised" compares p_t normalised over these
+            tokens; "whole" p_t normalised over the teacher's whole vocabulary, for forward and
+            reverse KL, total variation and negative log acceptance. KL then is the sum over these
+            tokens, and the student has probability 0 for all others.
+        ratio: a `fastkd.ImportanceRatio`, whose ratios multiply the positions' soft targets.
 
     Returns:
         As `soft_target_loss`, with gradients to ``student_hidden`` and the tensors of the student's
         head. With ``return_terms`` also a dictionary of detached terms, reduced like the loss:
         "soft", "task", the student's "entropy" at temperature 1, and the "accuracy" of its most
-        probable tokens; without labels "task" and "accuracy" are 0.
+        probable tokens. By name also, at temperature 1, the "total_variation" between teacher and
+        student, the "teacher_entropy", and "log_prob" and "teacher_log_prob" of the labels. Terms
+        of labels are 0 without a task.
 
     Raises:
         ValueError, TypeError: as `soft_target_loss`.
@@ -607,10 +701,33 @@ def linear_soft_target_loss(
     torch.Size([])
     """
     student = as_head("student_head", student_head)
-    teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, vocabulary)
+    check_choice("teacher_mass", teacher_mass, get_args(TeacherMass))
+    draft = None
+    if draft_vocabulary is not None:
+        student = student.whole()
+        teacher_head = _draft_head(
+            student, teacher_hidden, teacher_head, draft_vocabulary, vocabulary, teacher_mass
+        )
+        draft = draft_vocabulary if teacher_mass == "whole" else None
+    teacher = _teacher(
+        student_hidden, student, teacher_hidden, teacher_head, vocabulary, draft, rows
+    )
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     check_number("soft_weight", soft_weight, at_least=0)
     names = _names_of_terms(return_terms)
+    if not isinstance(ratio, ImportanceRatio | None):
+        raise TypeError(f"ratio must be an ImportanceRatio, got {type(ratio).__name__}")
+    if draft is not None and form not in OF_WHOLE_MASS:
+        raise ValueError(
+            f"teacher_mass='whole' needs divergence {', '.join(map(repr, OF_WHOLE_MASS))}, got "
+            f"{form!r}; take 'renormalised'"
+        )
+    of_teacher = set(names) & set(TEACHER_TERMS)
+    if isinstance(teacher, TopK) and of_teacher:
+        raise ValueError(
+            f"return_terms: {min(of_teacher)!r} needs the teacher's whole distribution, which a "
+            "TopK doesn't have; leave it out"
+        )
     student, teacher, shard = _sharded(student, teacher, form, vocabulary)
     leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
@@ -619,7 +736,7 @@ def linear_soft_target_loss(
     teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_hidden.device, mask)
-    if not (soft_weight or "soft" in names):
+    if not (soft_weight or "soft" in names or of_teacher):
         pass
     elif isinstance(teacher, TopK):
         teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
@@ -642,15 +759,19 @@ def linear_soft_target_loss(
         teacher_form,
         _ids_of_shard(shard, V) if shard.group else vocabulary or 0,
         chunk_bytes,
-        not {"entropy", "accuracy"}.isdisjoint(names),
+        tuple(name for name in names if name not in ("soft", "task")),
         not torch.compiler.is_compiling(),
         replace(shard, vocabulary=V) if shard.group else shard,
+        float(ratio.at_most) if ratio else 0.0,
     )
     call = {"divergence": form, "teacher": "top k" if tail else "logits"}
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider, **call)
+    unsupported = None
+    if draft is not None and form in OF_WHOLE_MASS[2:]:
+        unsupported = f"{form} of teacher_mass='whole' runs in PyTorch"
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider, unsupported, **call)
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
@@ -658,11 +779,18 @@ def linear_soft_target_loss(
         checked_weights(x, leading, student_hidden, mask, of="student_hidden")
         for x in (weights, task.weights if task else None)
     )
-    given = Positions(_flat(labels), _flat(mask), _flat(soft_weights), _flat(task_weights))
+    ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, mask)
+    if rows is not None and mask is not None:
+        rows = rows.masked_fill(~mask, 0)
+    if rows is not None and isinstance(teacher_hidden, Tensor):
+        check_ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
+    of_positions = labels, mask, soft_weights, task_weights, rows, *ratios
+    given = Positions(*map(_flat, of_positions))
     denominator = _as_tensor(denominator, student_hidden)
-    loss, terms = apply(LinearSoftTargets, options, denominator, *given.tensors(), *tensors)
+    draft = None if draft is None else saveable(draft)
+    loss, terms = apply(LinearSoftTargets, options, denominator, *given.tensors(), draft, *tensors)
     if reduction == "none":
-        loss, terms = loss.reshape(leading), terms.reshape(len(TERMS), *leading)
+        loss, terms = loss.reshape(leading), terms.reshape(len(terms), *leading)
     return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
 
 
@@ -690,7 +818,7 @@ def _ids_of_shard(shard: VocabularyShard, V: int) -> int:
 def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
     """Names of the terms to return."""
     if isinstance(return_terms, bool):
-        return TERMS if return_terms else ()
+        return MAIN_TERMS if return_terms else ()
     if isinstance(return_terms, str):
         raise TypeError(f"return_terms must be a bool or a list of names, got {return_terms!r}")
     for name in return_terms:
@@ -719,6 +847,8 @@ def _teacher(
     teacher_hidden: Tensor | TopK,
     teacher_head: Tensor | Head | None,
     vocabulary: int | None,
+    draft: Tensor | None,
+    rows: Tensor | None,
 ) -> Head | TopK:
     """The teacher's head, or its `TopK`. Checks all inputs except the ids of a `TopK`."""
     check_floating("student_hidden", student_hidden)
@@ -730,6 +860,8 @@ def _teacher(
     if isinstance(teacher_hidden, TopK):
         if teacher_head is not None:
             raise ValueError("teacher_head: a TopK has no hidden states and no head; leave it out")
+        if rows is not None:
+            raise ValueError("rows: a TopK has no hidden states; index its ids and log_probs")
         _check_vocabularies("head", vocabulary, student.weight, V)
         return teacher_hidden
     if teacher_head is None:
@@ -742,10 +874,46 @@ def _teacher(
     check_no_grad("teacher_hidden", teacher_hidden)
     for x in teacher.tensors:
         check_no_grad("teacher_head", x)
-    _check_vocabularies("head", vocabulary, student.weight, V, teacher.weight.shape[0])
-    shape = (*student_hidden.shape[:-1], teacher.weight.shape[1])
-    check_shape("teacher_hidden", teacher_hidden, shape, "student_hidden's positions, Dt")
+    if draft is None:
+        _check_vocabularies("head", vocabulary, student.weight, V, teacher.weight.shape[0])
+    leading, Dt = student_hidden.shape[:-1], teacher.weight.shape[1]
+    if rows is None:
+        shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
+    else:
+        shape, meaning = (*teacher_hidden.shape[:-1], Dt), "the teacher's rows, Dt"
+        _check_rows(rows, leading, student_hidden.device)
+    check_shape("teacher_hidden", teacher_hidden, shape, meaning)
     return teacher
+
+
+def _check_rows(rows: Tensor, leading: torch.Size, device: torch.device) -> None:
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"rows must be a Tensor, got {type(rows).__name__}")
+    if rows.dtype != torch.int64:
+        raise TypeError(f"rows must be int64, got {rows.dtype}")
+    check_shape("rows", rows, leading, "the leading dimensions of student_hidden")
+    if rows.device != device:
+        raise ValueError(f"rows is on {rows.device} but student_hidden is on {device}")
+
+
+def _draft_head(
+    student: Head,
+    teacher_hidden: Tensor | TopK,
+    teacher_head: Tensor | Head | None,
+    ids: Tensor,
+    vocabulary: int | None,
+    teacher_mass: TeacherMass,
+) -> Head:
+    """The teacher's head for a student of the tokens ``ids``: whole, or of these tokens."""
+    if isinstance(teacher_hidden, TopK):
+        raise ValueError("draft_vocabulary: a TopK has no head; leave it out, and map its ids")
+    if vocabulary is not None:
+        raise ValueError("vocabulary has no use beside draft_vocabulary; leave it out")
+    teacher = as_head("teacher_head", teacher_head).whole()
+    check_vocabulary_part("draft_vocabulary", ids, teacher.weight.shape[0])
+    check_device("draft_vocabulary", ids, "student_head", student.weight)
+    check_shape("draft_vocabulary", ids, (student.weight.shape[0],), "the student's tokens")
+    return teacher if teacher_mass == "whole" else teacher.subset(ids)
 
 
 class SoftTargetLoss(nn.Module):

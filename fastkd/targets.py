@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastkd._core.checks import (
     check_choice,
+    check_device,
     check_floating,
     check_fraction,
     check_int,
@@ -17,7 +18,7 @@ from fastkd._core.checks import (
     check_number,
     check_shape,
 )
-from fastkd._core.numerics import as_rows, values_readable
+from fastkd._core.numerics import as_rows, values_readable, working_dtype
 from fastkd.head import Head
 from fastkd.token_log_probs import top_k
 
@@ -217,6 +218,63 @@ class TopK:
             ids = torch.where(real, ids, torch.arange(K, device=ids.device))
             log_probs = log_probs.where(real, -math.log(2 * K))
         return ids, log_probs
+
+
+@dataclass(frozen=True, eq=False)
+class ImportanceRatio:
+    """Ratios of the student to the policy that drew a token, as ``ratio`` of
+    `linear_soft_target_loss`: min(q(id) / exp(old_log_prob), ``at_most``), without gradient.
+
+    q is the student at temperature 1.
+
+    Args:
+        ids: (...) integers, the drawn tokens, of the leading dimensions of the hidden states.
+        old_log_probs: (...) natural logarithms of their probabilities when they were drawn.
+        at_most: bound of the ratio, above 0.
+
+    Raises:
+        ValueError, TypeError: shapes that differ, a wrong dtype, or a bound that is not positive.
+
+    >>> ImportanceRatio(torch.tensor([2]), torch.tensor([-0.5]), at_most=2.0).at_most
+    2.0
+    """
+
+    ids: Tensor
+    old_log_probs: Tensor
+    _: KW_ONLY
+    at_most: float
+
+    def __post_init__(self) -> None:
+        check_floating("old_log_probs", self.old_log_probs, min_ndim=0)
+        check_no_grad("old_log_probs", self.old_log_probs)
+        if not isinstance(self.ids, Tensor):
+            raise TypeError(f"ids must be a Tensor, got {type(self.ids).__name__}")
+        _check_integers("ids", self.ids)
+        check_shape("ids", self.ids, self.old_log_probs.shape, "the shape of old_log_probs")
+        check_number("at_most", self.at_most, above=0)
+
+    def rows(
+        self, V: int, leading: torch.Size, like: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """ids (...) as int64 and logarithms in the working dtype of ``like``, 0 where masked."""
+        check_shape("ids", self.ids, leading, "the leading dimensions of student_hidden")
+        for name, x in (("ids", self.ids), ("old_log_probs", self.old_log_probs)):
+            check_device(name, x, "student_hidden", like)
+        ids, old = self.ids.long(), self.old_log_probs.to(working_dtype(like))
+        if mask is not None:
+            ids, old = ids.masked_fill(~mask, 0), old.masked_fill(~mask, 0)
+        check_ids_below("ids", ids, V)
+        return ids, old
+
+
+def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None:
+    """Raise unless ``ids`` are from 0 to ``end`` - 1."""
+    if not values_readable(ids) or ids.numel() == 0:
+        return
+    least, largest = (int(x) for x in ids.aminmax())
+    if least < 0 or largest >= end:
+        wrong = least if least < 0 else largest
+        raise ValueError(f"{name} must be {what} 0 to {end - 1}, got {wrong}")
 
 
 def _check_integers(name: str, x: Tensor) -> None:

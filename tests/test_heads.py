@@ -785,6 +785,169 @@ def test_top_k_of_one_position_without_leading_dimensions(tail):
     assert value == value_of_one and torch.equal(grad[0], grad_of_one)
 
 
+# Draft models: shared teacher rows, a part of the vocabulary, row terms, importance ratios
+
+EXTRA_TERMS = ["total_variation", "teacher_entropy", "log_prob", "teacher_log_prob"]
+
+
+def value_grads_and_terms(loss, student, *teacher, upstream=None, **options):
+    """Value, gradients of states, weight and bias, and all terms."""
+    states, weight, bias = (x.detach().requires_grad_() for x in student)
+    names = ["soft", "task", "entropy", "accuracy", *EXTRA_TERMS]
+    value, terms = loss(states, Head(weight, bias), *teacher, return_terms=names, **options)
+    upstream = torch.ones_like(value) if upstream is None else upstream
+    return (
+        value.detach(),
+        *torch.autograd.grad(value, (states, weight, bias), upstream),
+        *(terms[name] for name in names),
+    )
+
+
+def draft_options(leading, words, masked, with_ratio, with_task, weighted):
+    mask = torch.rand(leading) < 0.7 if masked else None
+    labels = torch.randint(words, leading).masked_fill(torch.rand(leading) < 0.2, -100)
+    ids, old = torch.randint(words, leading), -3 * torch.rand(leading, dtype=torch.float64)
+    return {
+        "mask": mask,
+        "task": CrossEntropy(labels, 0.6) if with_task else None,
+        "ratio": fastkd.ImportanceRatio(ids, old, at_most=1.3) if with_ratio else None,
+        "weights": torch.randn(leading) if weighted else None,
+    }
+
+
+@pytest.mark.parametrize(
+    (
+        "vocabulary", "divergence", "shared", "reduction", "masked", "ratio", "task", "weighted",
+        "chunk_bytes", "runs_on",
+    ),
+    every_two_meet(
+        ["same", "renormalised", "whole"],
+        ["forward_kl", "reverse_kl", Divergence("total_variation"),
+         Divergence("negative_log_acceptance")],
+        [False, True],
+        ["batchmean", "none"],
+        [False, True],
+        [False, True],
+        [False, True],
+        [False, True],
+        [None, 700],
+        ["torch", "auto"],
+    ),
+)  # fmt: skip
+def test_options_of_draft_models(
+    vocabulary, divergence, shared, reduction, masked, ratio, task, weighted, chunk_bytes, runs_on
+):
+    words, part = 19, torch.tensor([3, 0, 18, 7, 9, 11, 2])
+    student = [torch.randn(*n, dtype=torch.float64) for n in ((4, 6, 5), (7, 5), (7,))]
+    own = 7 if vocabulary == "same" else words
+    leading = (8,) if shared else (4, 6)
+    teacher = torch.randn(*leading, 6, dtype=torch.float64), torch.randn(own, 6).double()
+    options = draft_options((4, 6), 7, masked, ratio, task, weighted)
+    options |= dict(divergence=divergence, reduction=reduction, temperature=1.7)
+    if vocabulary != "same":
+        options |= dict(draft_vocabulary=part, teacher_mass=vocabulary)
+    upstream = torch.rand(4, 6, dtype=torch.float64) if reduction == "none" else None
+    if shared:
+        options["rows"] = torch.randint(8, (4, 6))
+    wanted = value_grads_and_terms(
+        linear_soft_target_loss_ref, student, *teacher, upstream=upstream, **options
+    )
+    mask = options["mask"]
+    if mask is not None:  # what masked positions hold has no effect
+        student[0] = student[0].masked_fill(~mask[..., None], torch.nan)
+        if shared:
+            options["rows"] = options["rows"].masked_fill(~mask, 99)
+        else:
+            teacher = teacher[0].masked_fill(~mask[..., None], torch.nan), teacher[1]
+        if ratio:
+            given = options["ratio"]
+            options["ratio"] = fastkd.ImportanceRatio(
+                given.ids.masked_fill(~mask, -5),
+                given.old_log_probs.masked_fill(~mask, torch.nan),
+                at_most=1.3,
+            )
+    options |= dict(chunk_bytes=chunk_bytes, backend=runs_on)
+    if vocabulary == "whole" and isinstance(divergence, Divergence):
+        options["backend"] = "auto"
+    found = value_grads_and_terms(
+        linear_soft_target_loss, student, *teacher, upstream=upstream, **options
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_reference_of_a_draft_vocabulary_by_hand():
+    """Teacher ½, ¼, ¼ of three tokens; the student has the first two, at ¾ and ¼."""
+    hidden, one = torch.ones(1, 1, dtype=torch.float64), torch.tensor([0, 1])
+    student = torch.tensor([[3.0], [1.0]]).double().log()
+    teacher = torch.tensor([[2.0], [1.0], [1.0]]).double().log()
+    log = math.log
+    for name, whole, part in (
+        ("forward_kl", log(2 / 3) / 2, 2 / 3 * log(8 / 9) + log(4 / 3) / 3),
+        ("reverse_kl", 0.75 * log(3 / 2), 0.75 * log(9 / 8) + 0.25 * log(3 / 4)),
+        ("total_variation", 0.25, 1 / 12),
+        ("negative_log_acceptance", -log(0.75), -log(11 / 12)),
+    ):
+        for mass, value in (("whole", whole), ("renormalised", part)):
+            for loss in (linear_soft_target_loss, linear_soft_target_loss_ref):
+                found = loss(
+                    hidden, student, hidden, teacher, draft_vocabulary=one, teacher_mass=mass,
+                    divergence=Divergence(name),
+                )  # fmt: skip
+                assert found.item() == pytest.approx(value), (name, mass)
+
+
+def test_teacher_rows_are_multiplied_once(monkeypatch):
+    """Four student positions for each teacher row: five products of rows instead of eight."""
+    sizes = []
+
+    def counted(self, chunk):
+        result = multiply(self, chunk)
+        sizes.append(result.numel() * self.states[0].shape[1])
+        return result
+
+    multiply = linear_soft_targets._HeadOnStates.products
+    monkeypatch.setattr(linear_soft_targets._HeadOnStates, "products", counted)
+    hidden, head = torch.randn(4, 32, 6), torch.randn(V, 6)
+    teacher = torch.randn(40, 6), torch.randn(V, 6)  # of which 8 have no position
+    rows = torch.randperm(40)[:32].expand(4, 32)
+    linear_soft_target_loss(hidden, head, *teacher, rows=rows, chunk_bytes=40 * V * 8)
+    # A row at the edge of two chunks is multiplied in both.
+    assert sum(sizes) <= (128 + 32 + 3) * V * 6
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_draft_options_compiled_and_on_the_meta_device(reduction):
+    student = [torch.randn(4, 6, 5), torch.randn(7, 5, requires_grad=True)]
+    teacher, part = (torch.randn(8, 6), torch.randn(19, 6)), torch.arange(7) * 2
+    rows, weights = torch.randint(8, (4, 6)), torch.randn(4, 6)
+    ids, old = torch.randint(7, (4, 6)), -torch.rand(4, 6)
+
+    def loss(h, w, h_t, w_t, rows, part, weights, ids, old):
+        return linear_soft_target_loss(
+            h, w, h_t, w_t, rows=rows, draft_vocabulary=part, teacher_mass="whole",
+            weights=weights, ratio=fastkd.ImportanceRatio(ids, old, at_most=2.0),
+            return_terms=EXTRA_TERMS, reduction=reduction,
+        )[0].sum()  # fmt: skip
+
+    given = *student, *teacher, rows, part, weights, ids, old
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    results = [
+        (x := run(*given), torch.autograd.grad(x, student[1])[0]) for run in (compiled, loss)
+    ]
+    torch.testing.assert_close(*results)
+    assert loss(*(x.to("meta") for x in given)).shape == ()
+
+
+def test_subset_of_a_head():
+    head = Head(torch.randn(9, 4, requires_grad=True), torch.randn(9), 0.5, softcap=3.0)
+    head.low_rank = (LowRank(torch.randn(2, 4), torch.randn(9, 2), 1.7),)
+    hidden, ids = torch.randn(3, 4), torch.tensor([8, 0, 5])
+    part = head.subset(ids)
+    torch.testing.assert_close(part.logits(hidden), head.logits(hidden)[:, ids])
+    assert torch.autograd.grad(part.logits(hidden).sum(), head.weight)[0].shape == (9, 4)
+
+
 # Mistakes
 
 
@@ -795,6 +958,10 @@ def wrong_calls():
     labels = torch.tensor([0, 1, 2])
     loss = linear_soft_target_loss
     log_probs = top.log_probs
+
+    def ratio_of(tokens, at_most=2.0):
+        return fastkd.ImportanceRatio(tokens, torch.zeros(3), at_most=at_most)
+
     return [
         ("bias must have shape", lambda: Head(w, b[:3])),
         ("softcap must be greater than 0", lambda: Head(w, softcap=0.0)),
@@ -825,10 +992,65 @@ def wrong_calls():
         ("a token twice", lambda: loss(h, w, TopK(top.ids * 0, log_probs))),
         ("log_probs must be logarithms", lambda: loss(h, w, TopK(top.ids, -log_probs))),
         ("the student's positions, K", lambda: soft_target_loss(torch.randn(4, V), top)),
+        ("rows must be int64", lambda: loss(h, w, h_t, w_t, rows=labels.int())),
+        ("rows must have shape", lambda: loss(h, w, h_t, w_t, rows=labels[:2])),
+        (
+            "rows must be the teacher's rows 0 to 2, got 4",
+            lambda: loss(h, w, h_t, w_t, rows=labels + 2),
+        ),
+        ("rows: a TopK has no hidden states", lambda: loss(h, w, top, rows=labels)),
+        (
+            "draft_vocabulary must have shape .13,.",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=labels),
+        ),
+        (
+            "draft_vocabulary must be int64",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=labels.int()),
+        ),
+        (
+            "draft_vocabulary must be token ids 0 to 12, got 14",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.arange(2, 15)),
+        ),
+        (
+            "draft_vocabulary must not have a token twice",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.zeros(13, dtype=torch.int64)),
+        ),
+        ("draft_vocabulary: a TopK", lambda: loss(h, w, top, draft_vocabulary=labels)),
+        (
+            "vocabulary has no use beside",
+            lambda: loss(h, w, h_t, w_t, vocabulary=3, draft_vocabulary=torch.arange(13)),
+        ),
+        ("teacher_mass must be one of", lambda: loss(h, w, h_t, w_t, teacher_mass="part")),
+        (
+            "teacher_mass='whole' needs divergence",
+            lambda: loss(
+                h,
+                w,
+                h_t,
+                w_t,
+                divergence="js",
+                draft_vocabulary=torch.arange(13),
+                teacher_mass="whole",
+            ),
+        ),
+        ("return_terms must be one of", lambda: loss(h, w, h_t, w_t, return_terms=["kl"])),
+        (
+            "return_terms: 'teacher_entropy' needs the teacher's whole distribution",
+            lambda: loss(h, w, top, return_terms=["teacher_entropy"]),
+        ),
+        ("ratio must be an ImportanceRatio", lambda: loss(h, w, h_t, w_t, ratio=labels)),
+        ("at_most must be greater than 0", lambda: ratio_of(labels, at_most=0.0)),
+        ("ids must have shape", lambda: ratio_of(labels[:2])),
+        ("ids must be integers", lambda: ratio_of(labels.float())),
+        (
+            "ids must be token ids 0 to 12, got 13",
+            lambda: loss(h, w, h_t, w_t, ratio=ratio_of(labels + 11)),
+        ),
+        ("ids must be int64", lambda: Head(w).subset(labels.int())),
     ]
 
 
-@pytest.mark.parametrize("place", range(26))
+@pytest.mark.parametrize("place", range(46))
 def test_invalid_arguments_are_named(place):
     message, call = wrong_calls()[place]
     with pytest.raises((ValueError, TypeError), match=message) as raised:

@@ -17,7 +17,8 @@ from tools import calls
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
 SHARED_KERNEL_FILES = {"launch", "pointers", "rounding"}
-HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "TopK"}  # public, and no loss
+# Public, and no loss.
+HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK"}
 
 
 def announced(loss) -> list[str]:

@@ -175,6 +175,26 @@ def check_labels(
         raise TypeError(f"{name} must be integers or real numbers, got {labels.dtype}")
 
 
+def check_vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Raise unless ``ids`` (n,) are int64, below ``vocabulary``, and none is repeated."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, got {ids.dtype}")
+    if ids.dim() != 1 or len(ids) == 0:
+        raise ValueError(
+            f"{name} must have shape (n,) with n of at least 1, got {tuple(ids.shape)}"
+        )
+    if not values_readable(ids):
+        return
+    least, largest = (int(x) for x in ids.aminmax())
+    if least < 0 or largest >= vocabulary:
+        wrong = least if least < 0 else largest
+        raise ValueError(f"{name} must be token ids 0 to {vocabulary - 1}, got {wrong}")
+    if int(ids.bincount().max()) > 1:
+        raise ValueError(f"{name} must not have a token twice")
+
+
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the error suggests the most similar one."""
     choices = tuple(choices)

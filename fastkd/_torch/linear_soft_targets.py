@@ -35,8 +35,10 @@ from fastkd._torch.row_losses import (
     SoftTargetOptions,
     cross_entropy_rows,
     entropy_and_accuracy,
+    log_mass_of,
     row_chunks,
     soft_target_rows,
+    teacher_terms,
 )
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
@@ -47,8 +49,10 @@ CHUNK_BYTES = (1 << 26, 1 << 31)
 # Rows of bfloat16 logits in one block of csrc/losses/cross_entropy/operator.cpp.
 LOGIT_ROWS = 128
 
-# Rows of the terms (4, R) of the positions.
-TERMS = ("soft", "task", "entropy", "accuracy")
+# Rows of the terms (len(TERMS), R) of the positions: the first are those of return_terms=True.
+MAIN_TERMS = ("soft", "task", "entropy", "accuracy")
+TEACHER_TERMS = ("total_variation", "teacher_entropy", "teacher_log_prob")
+TERMS = (*MAIN_TERMS, *TEACHER_TERMS, "log_prob")
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,13 @@ class LossOptions:
     teacher: HeadForm
     vocabulary: int  # number of token ids compared, 0 for all
     chunk_bytes: int
-    terms: bool  # compute entropy and accuracy
+    terms: tuple[str, ...]  # names of the terms to compute besides the losses
     # On the CPU the gradient of a bfloat16 weight is bfloat16 if there is one chunk: it is rounded
     # once, and again if the upstream gradient isn't a power of two. Not in graphs, whose dtypes
     # must not depend on sizes.
     narrow: bool
     shard: VocabularyShard = WHOLE_VOCABULARY
+    largest_ratio: float = 0.0  # bound of the importance ratios
 
     def flat(self) -> tuple[str, str, str, list[float], list[int]]:
         """The options as arguments of an operator, whose types are limited."""
@@ -85,8 +90,10 @@ class LossOptions:
         numbers += [task.label_smoothing, task.z_loss, self.soft_weight, self.task_weight]
         for form in (self.student, self.teacher):
             numbers += [form.scale, form.softcap]
+        numbers.append(self.largest_ratio)
         shard = self.shard
-        sizes = [self.vocabulary, self.chunk_bytes, int(self.terms), int(self.narrow)]
+        terms = sum(1 << TERMS.index(name) for name in self.terms)
+        sizes = [self.vocabulary, self.chunk_bytes, terms, int(self.narrow)]
         sizes += [shard.first, shard.largest, shard.vocabulary]
         return soft.form, soft.tail, shard.group, numbers, sizes
 
@@ -95,7 +102,7 @@ class LossOptions:
         form: str, tail: str, group: str, numbers: list[float], sizes: list[int]
     ) -> "LossOptions":
         """The inverse of `flat`."""
-        coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms = numbers
+        coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms, ratio = numbers
         return LossOptions(
             SoftTargetOptions(form, coefficient, temperature, scale, tail),
             CrossEntropyOptions(smoothing, z_loss),
@@ -105,9 +112,10 @@ class LossOptions:
             HeadForm(*forms[2:]),
             sizes[0],
             sizes[1],
-            bool(sizes[2]),
+            tuple(name for i, name in enumerate(TERMS) if sizes[2] >> i & 1),
             bool(sizes[3]),
             VocabularyShard(group, *sizes[4:]),
+            ratio,
         )
 
 
@@ -122,6 +130,9 @@ class Positions:
     mask: Tensor | None = None
     soft_weights: Tensor | None = None  # factor of each position's divergence
     task_weights: Tensor | None = None  # factor of each position's cross-entropy
+    teacher_rows: Tensor | None = None  # row of the teacher's states for each position
+    ratio_ids: Tensor | None = None  # tokens of the importance ratio, and their old log q
+    ratio_old: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """The tensors as arguments of an operator."""
@@ -133,6 +144,7 @@ class Positions:
 
 
 POSITIONS = len(fields(Positions))
+GIVEN = POSITIONS + 1  # and the draft vocabulary
 
 
 @dataclass(frozen=True)
@@ -151,19 +163,21 @@ class LinearSoftTargets(torch.autograd.Function):
     For reduction "none" the upstream gradient weights the rows, so the backward pass computes the
     logits again.
 
-    ``tensors`` begin with those of `Positions`. The student's head on its hidden states follows:
-    states (R, D) and weight (V, D), further pairs of states (R, r) and weights (V, r) whose
-    products are added, and the bias (V) or None. The teacher's come last, likewise, or ids and
-    log-probabilities (R, K) of its top k, or nothing if the loss doesn't depend on the teacher.
+    ``tensors`` begin with those of `Positions` and, or None, the teacher's token ids (V,) that are
+    compared while its probabilities are those of its whole vocabulary. The student's head on its
+    hidden states follows: states (R, D) and weight (V, D), further pairs of states (R, r) and
+    weights (V, r) whose products are added, and the bias (V) or None. The teacher's come last,
+    likewise, or ids and log-probabilities (R, K) of its top k, or nothing if the loss doesn't
+    depend on the teacher.
     """
 
     @staticmethod
     def forward(ctx, options, denominator, *tensors):
         ctx.options = options
-        given, student, teacher = _arguments(tensors, options)
+        given, draft, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         ctx.teachers = len(teacher)
-        needs = list(ctx.needs_input_grad[2 + POSITIONS :][: len(student)])
+        needs = list(ctx.needs_input_grad[2 + GIVEN :][: len(student)])
         loss_options: LossOptions = options.loss
         hidden = student[0]
         assert hidden is not None
@@ -172,7 +186,7 @@ class LinearSoftTargets(torch.autograd.Function):
         )
         if options.reduction == "none":
             save_for_backward(ctx, *tensors)
-            (rows,) = _run(options, student, teacher, given, None, [False] * len(needs))
+            (rows,) = _run(options, student, teacher, given, draft, None, [False] * len(needs))
             total = rows
         elif one_operator and given.task_weights is None:
             count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
@@ -188,7 +202,7 @@ class LinearSoftTargets(torch.autograd.Function):
             upstream = None
             if any(needs):
                 upstream = divisor.reciprocal().expand(hidden.shape[0])
-            rows, *grads = _run(options, student, teacher, given, upstream, needs)
+            rows, *grads = _run(options, student, teacher, given, draft, upstream, needs)
             save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
@@ -198,10 +212,10 @@ class LinearSoftTargets(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         options, students = ctx.options, len(ctx.dtypes)
-        needs = list(ctx.needs_input_grad[2 + POSITIONS :][:students])
+        needs = list(ctx.needs_input_grad[2 + GIVEN :][:students])
         if options.reduction == "none":
-            given, student, teacher = _arguments(ctx.saved_tensors, options)
-            _, *computed = _run(options, student, teacher, given, grad.contiguous(), needs)
+            given, draft, student, teacher = _arguments(ctx.saved_tensors, options)
+            _, *computed = _run(options, student, teacher, given, draft, grad.contiguous(), needs)
             grad = None
         else:
             computed = list(ctx.saved_tensors)
@@ -210,16 +224,15 @@ class LinearSoftTargets(torch.autograd.Function):
             times_upstream(next(grads), grad, dtype) if need else None
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return None, None, *[None] * POSITIONS, *scaled, *[None] * ctx.teachers
+        return None, None, *[None] * GIVEN, *scaled, *[None] * ctx.teachers
 
 
 def _arguments(
     tensors: Sequence[Tensor | None], options: CallOptions
-) -> tuple[Positions, list[Tensor | None], list[Tensor | None]]:
-    """Positions, student and teacher of the tensors of `LinearSoftTargets`."""
-    heads = list(tensors[POSITIONS:])
-    given = Positions(*tensors[:POSITIONS])
-    return given, heads[: options.students], heads[options.students :]
+) -> tuple[Positions, Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Positions, draft vocabulary, student and teacher of the tensors of `LinearSoftTargets`."""
+    heads, given = list(tensors[GIVEN:]), Positions(*tensors[:POSITIONS])
+    return given, tensors[POSITIONS], heads[: options.students], heads[options.students :]
 
 
 def _run(
@@ -227,14 +240,17 @@ def _run(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     given: Positions,
+    draft: Tensor | None,
     upstream: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
     """`linear_soft_targets`, without the operator's host time where no operator is needed."""
     if options.runs_on == "triton" or torch.compiler.is_compiling():
-        call = student, teacher, given.tensors(), upstream, needs
+        call = student, teacher, given.tensors(), draft, upstream, needs
         return linear_soft_targets(*call, *options.loss.flat(), options.runs_on)
-    return _in_chunks(student, teacher, given, upstream, needs, options.loss, options.runs_on)
+    return _in_chunks(
+        student, teacher, given, draft, upstream, needs, options.loss, options.runs_on
+    )
 
 
 def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
@@ -250,7 +266,7 @@ def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor
 
 
 def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
-    """The loss from its terms (4, ...); a term of weight 0 adds nothing, even if it is infinite."""
+    """The loss from its terms; a term of weight 0 adds nothing, even if it is infinite."""
     if options.task_weight == 0:
         return terms[0] * options.soft_weight
     if options.soft_weight == 0:
@@ -258,7 +274,7 @@ def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
     return terms[0] * options.soft_weight + terms[1] * options.task_weight
 
 
-def _shapes(student, teacher, positions, upstream, needs, *rest):
+def _shapes(student, teacher, positions, draft, upstream, needs, *rest):
     hidden, dtype = student[0], working_dtype(student[0])
     needed = [x for x, need in zip(student, needs, strict=True) if need]
     grads = [x.new_empty(x.shape, dtype=dtype) for x in needed]
@@ -271,6 +287,7 @@ def linear_soft_targets(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     positions: list[Tensor | None],
+    draft: Tensor | None,
     upstream: Tensor | None,
     needs: list[bool],
     form: str,
@@ -280,7 +297,7 @@ def linear_soft_targets(
     sizes: list[int],
     runs_on: str,
 ) -> list[Tensor]:
-    """Terms (4, R) of every row, and gradients of Σ upstream·loss for the student's tensors.
+    """`TERMS` of every row, and gradients of Σ upstream·loss for the student's tensors.
 
     Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients; options are
     `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
@@ -288,13 +305,14 @@ def linear_soft_targets(
     """
     options = LossOptions.of(form, tail, group, numbers, sizes)
     given = Positions(*positions)
-    return _in_chunks(student, teacher, given, upstream, needs, options, runs_on)
+    return _in_chunks(student, teacher, given, draft, upstream, needs, options, runs_on)
 
 
 def _in_chunks(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     given: Positions,
+    draft: Tensor | None,
     upstream: Tensor | None,
     needs: list[bool],
     options: LossOptions,
@@ -308,16 +326,25 @@ def _in_chunks(
         real = given.mask.nonzero()[:, 0]
         given = replace(given, mask=None)
         real = None if len(real) == R else real
+    tail, by_row = bool(options.soft.tail), given.teacher_rows is not None and bool(teacher)
+    if by_row and not (values_readable(hidden) or hidden.is_cuda):
+        assert given.teacher_rows is not None
+        teacher, by_row = _real_states(teacher, given.teacher_rows, None), False
     mask = given.mask
-    student = _real_states(student, real, mask)
-    tail = bool(options.soft.tail)
-    teacher = teacher if tail else _real_states(teacher, real, mask)
+    if mask is not None:  # values can't be read
+        student = _real_states(student, None, mask)
+        teacher = teacher if tail or by_row else _real_states(teacher, None, mask)
+        upstream = None if upstream is None else upstream.masked_fill(~mask, 0)
+    if by_row:
+        real, given, teacher = _by_teacher_row(real, given, teacher)
     if real is not None:
-        given = given.at(real)
+        student, given = _real_states(student, real, None), given.at(real)
         upstream = None if upstream is None else upstream[real]
-        teacher = [None if x is None else x[real] for x in teacher] if tail else teacher
-    elif mask is not None and upstream is not None:
-        upstream = upstream.masked_fill(~mask, 0)
+        if tail:
+            teacher = [None if x is None else x[real] for x in teacher]
+        elif not by_row:
+            teacher = _real_states(teacher, real, None)
+    mask = given.mask
     with autocast_off(hidden):
         if runs_on == "cpp" and _in_one_operator(student, teacher, given, options):
             weights = _times(upstream, given.task_weights) if any(needs) else None
@@ -325,8 +352,10 @@ def _in_chunks(
                 student, given.labels, weights, None, 0, options, needs
             )
             grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
+            terms = torch.nn.functional.pad(terms, (0, 0, 0, len(TERMS) - len(terms)))
         else:
-            work = _ChunkedPass(student, teacher, options, needs, runs_on)
+            work = _ChunkedPass(student, teacher, draft, options, needs, runs_on)
+            work.share_teacher_rows(given.teacher_rows if by_row else None)
             for chunk in work.chunks:
                 rows = None if upstream is None else upstream[chunk]
                 work.add(chunk, given.at(chunk), rows)
@@ -342,6 +371,24 @@ def _in_chunks(
         terms = _at_rows(terms.T, real, R).T.contiguous()
         grads = {i: _at_rows(x, real, R) if _is_states(student, i) else x for i, x in grads.items()}
     return [terms, *(grads[i] for i in sorted(grads))]
+
+
+def _by_teacher_row(
+    real: Tensor | None, given: Positions, teacher: list[Tensor | None]
+) -> tuple[Tensor, Positions, list[Tensor | None]]:
+    """Real positions in the order of their teacher rows, and the teacher with these rows alone.
+
+    ``teacher_rows`` then are rows of that teacher. On a GPU this waits for the device.
+    """
+    rows = given.teacher_rows
+    assert rows is not None
+    used, local = (rows if real is None else rows[real]).unique(return_inverse=True)
+    order = local.argsort(stable=True)
+    teacher = [x[used] if x is not None and _is_states(teacher, i) else x
+               for i, x in enumerate(teacher)]  # fmt: skip
+    kept = order if real is None else real[order]
+    places = torch.empty_like(rows).index_copy_(0, kept, local[order])
+    return kept, replace(given, teacher_rows=places), teacher
 
 
 def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -471,10 +518,12 @@ class _ChunkedPass:
         self,
         student: list[Tensor | None],
         teacher: list[Tensor | None],
+        draft: Tensor | None,
         options: LossOptions,
         needs: list[bool],
         runs_on: str,
     ) -> None:
+        self.draft = draft
         self.options, self.runs_on = options, runs_on
         self.by_kernels = runs_on != "torch"
         assert student[1] is not None
@@ -484,7 +533,9 @@ class _ChunkedPass:
         if options.soft.tail:
             self.top_k = [x for x in teacher if x is not None]
         elif teacher:
-            self.teacher = _HeadOnStates(teacher, options.teacher, V)
+            assert teacher[1] is not None
+            whole = V if draft is None else len(teacher[1])
+            self.teacher = _HeadOnStates(teacher, options.teacher, whole)
         hidden = self.student.states[0]
         heads = [self.student, *([self.teacher] if self.teacher else [])]
         double = any(x.dtype == torch.float64 for head in heads for x in head.states)
@@ -508,27 +559,46 @@ class _ChunkedPass:
     def ranges(self) -> Iterator[slice]:
         """Slices of positions, one for each chunk."""
         hidden = self.student.states[0]
-        models = 1 + (self.teacher is not None)
-        step = _chunk_rows(self.options, hidden, models * self.dtype.itemsize, self.V)
+        columns = self.V + (0 if self.teacher is None else len(self.teacher.weights[0]))
+        bytes_each = -(-columns * self.dtype.itemsize // max(self.V, 1))
+        step = _chunk_rows(self.options, hidden, bytes_each, self.V)
         return (slice(start, start + step) for start in range(0, len(hidden), step))
+
+    def share_teacher_rows(self, rows: Tensor | None) -> None:
+        """Let each chunk compute the teacher's rows of its positions once: ascending rows (R,)."""
+        self.teacher_chunks = dict[int, slice]()
+        if rows is None or not self.chunks:
+            return
+        ends = [min(x.stop, len(rows)) - 1 for x in self.chunks]
+        bounds = rows[[*(x.start for x in self.chunks), *ends]].tolist()
+        for chunk, first, last in zip(
+            self.chunks, bounds[: len(ends)], bounds[len(ends) :], strict=True
+        ):
+            self.teacher_chunks[chunk.start] = slice(first, last + 1)
 
     def add(self, chunk: slice, given: Positions, upstream: Tensor | None) -> None:
         """Compute a chunk's terms and, with an upstream gradient (R,), add its gradients."""
         student = self.student.products(chunk).to(self.dtype)
+        shared = self.teacher_chunks.get(chunk.start)
         if self.teacher is not None:
-            teacher = [self.teacher.products(chunk).to(self.dtype)]
+            teacher = [self.teacher.products(shared or chunk).to(self.dtype)]
         else:
             teacher = [x[chunk] for x in self.top_k]
+        if shared is not None:
+            assert given.teacher_rows is not None
+            given = replace(given, teacher_rows=given.teacher_rows - shared.start)
         terms = self.terms[:, chunk]
         whole = self.runs_on == "triton" or bool(self.options.shard.group)
         ranges = [] if whole else row_chunks(student)
         if len(ranges) < 2:
-            self.fill(student, teacher, terms, given, upstream)
-        else:
-            for rows in ranges:
-                part = None if upstream is None else upstream[rows]
-                targets = [x[rows] for x in teacher]
-                self.fill(student[rows], targets, terms[:, rows], given.at(rows), part)
+            ranges = [slice(None)]
+        for rows in ranges:
+            part, of_rows = None if upstream is None else upstream[rows], given.at(rows)
+            own = rows if shared is None else of_rows.teacher_rows
+            targets = [x[own] for x in teacher]
+            if shared is not None and of_rows.mask is not None:  # any row of the teacher
+                targets[0].masked_fill_(~of_rows.mask[:, None], 0)
+            self.fill(student[rows], targets, terms[:, rows], of_rows, part)
         if upstream is not None:
             self.back(chunk, student, None if self.by_kernels else upstream[:, None])
 
@@ -540,7 +610,7 @@ class _ChunkedPass:
         given: Positions,
         upstream: Tensor | None,
     ) -> None:
-        """Write the terms (4, R) of products (R, V), and overwrite ``student`` with their gradient.
+        """Write the terms of products (R, V), and overwrite ``student`` with their gradient.
 
         Kernels multiply the gradient by the upstream gradient (R,); with PyTorch `back` does.
         """
@@ -548,8 +618,19 @@ class _ChunkedPass:
         self.student.finish(student)
         if self.teacher is not None:
             self.teacher.finish(teacher[0])
-        if options.terms:
+        if not {"entropy", "accuracy"}.isdisjoint(options.terms):
             terms[2], terms[3] = entropy_and_accuracy(student, labels, options.shard)
+        logits = teacher[0] if self.teacher is not None else None
+        names = [x for x in options.terms if x not in MAIN_TERMS]
+        if names:
+            found = teacher_terms(names, student, logits, self.draft, labels, options.shard)
+            for name, row in found.items():
+                terms[TERMS.index(name)] = row
+        log_mass = None
+        if logits is not None and self.draft is not None:
+            logits, log_mass = logits[:, self.draft], logits
+            log_mass = log_mass_of(logits, log_mass, options.soft.temperature)
+            teacher = [logits]
         slope = self.student.slope(student) if needs_grad else None
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         has_task = needs_grad and labels is not None and options.task_weight != 0
@@ -560,8 +641,10 @@ class _ChunkedPass:
             out = student if has_task and not teacher else None
             terms[1], grad = self.cross_entropy(student, labels, has_task, task_weights, out)
         if teacher:
-            soft_weights = _times(of_kernels, given.soft_weights)
-            terms[0] = self.soft_targets(student, teacher, given.mask, has_soft, soft_weights)
+            ratio = self.ratio(student, given)
+            soft_weights = _times(_times(of_kernels, given.soft_weights), ratio)
+            soft = self.soft_targets(student, teacher, given.mask, has_soft, soft_weights, log_mass)
+            terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
             return
         factor: float | Tensor = options.task_weight
@@ -602,6 +685,14 @@ class _ChunkedPass:
         options = task.label_smoothing, task.z_loss
         return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
+    def ratio(self, student: Tensor, given: Positions) -> Tensor | None:
+        """Importance ratios (R,) of logits (R, V), or None."""
+        if given.ratio_ids is None or given.ratio_old is None:
+            return None
+        shard = self.options.shard
+        log_q = shard.gather(student, given.ratio_ids) - shard.logsumexp(student)
+        return (log_q - given.ratio_old).exp_().clamp_(max=self.options.largest_ratio)
+
     def soft_targets(
         self,
         student: Tensor,
@@ -609,11 +700,23 @@ class _ChunkedPass:
         mask: Tensor | None,
         needs_grad: bool,
         weights: Tensor | None,
+        log_mass: Tensor | None,
     ) -> Tensor:
-        """Divergences (R,); if needed, their gradient times weights (R,) overwrites ``student``."""
+        """Divergences (R,); if needed, their gradient times weights (R,) overwrites ``student``.
+
+        ``log_mass`` (R,): of the compared tokens in the teacher's whole distribution, None for 0.
+        """
         soft, weight = self.options.soft, self.options.soft_weight
+        if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
+            mass, call = log_mass.exp(), (student, teacher, mask, needs_grad)
+            if soft.form == "reverse_kl":
+                return self.soft_targets(*call, weights, None) - soft.scale * log_mass
+            kl = self.soft_targets(*call, _times(mass, weights), None)
+            return mass * kl + soft.scale * torch.xlogy(mass, mass)
         if not self.by_kernels:
-            value, grad = soft_target_rows(student, teacher, needs_grad, soft, self.options.shard)
+            value, grad = soft_target_rows(
+                student, teacher, needs_grad, soft, self.options.shard, log_mass
+            )
             if grad is not None:
                 factor: float | Tensor = weight * soft.scale / soft.temperature
                 factor = factor if weights is None else weights[:, None] * factor

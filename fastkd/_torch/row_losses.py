@@ -1,5 +1,6 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,25 @@ def soft_target_rows(
     needs_grad: bool,
     soft: SoftTargetOptions,
     shard: VocabularyShard = WHOLE_VOCABULARY,
+    log_mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Divergences (R,) of logits (R, V), and gradients with respect to student/τ, without scale.
 
-    ``teacher`` is logits (R, V), or ids and log-probabilities (R, K).
+    ``teacher`` is logits (R, V), or ids and log-probabilities (R, K). With ``log_mass`` (R,) the
+    teacher has more tokens, and the logits' tokens together this probability: for divergences of
+    Σ min(p_t, p_s), in which the student's probability of all other tokens is 0.
     """
     log_ps = log_softmax(student, soft.temperature, shard)
     if soft.tail:
         ids, log_probs = teacher
         return _from_top_k(log_ps, ids, log_probs, needs_grad, soft)
     log_pt = log_softmax(teacher[0], soft.temperature, shard)
+    if log_mass is not None:
+        log_pt += log_mass[:, None]
+        value, grad = row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad)
+        if soft.form == "total_variation":
+            value = value - torch.expm1(log_mass) / 2
+        return value, grad
     return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad, shard)
 
 
@@ -211,3 +221,40 @@ def entropy_and_accuracy(
     entropy = -shard.sum(log_p.mul_(p).masked_fill_(p == 0, 0))
     correct = torch.zeros_like(entropy) if labels is None else shard.argmax(student) == labels
     return entropy, correct.to(entropy.dtype)
+
+
+def log_mass_of(logits: Tensor, whole: Tensor, temperature: float) -> Tensor:
+    """Logarithm of the probability (R,) of the tokens of ``logits`` among those of ``whole``."""
+    return (logits / temperature).logsumexp(-1) - (whole / temperature).logsumexp(-1)
+
+
+def teacher_terms(
+    names: Collection[str],
+    student: Tensor,
+    teacher: Tensor | None,
+    draft: Tensor | None,
+    labels: Tensor | None,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
+) -> dict[str, Tensor]:
+    """Named terms (R,) of logits (R, V), at temperature 1; log-probabilities are 0 without labels.
+
+    ``draft``: the teacher's token ids (V,) of the student's tokens, None for the same vocabulary.
+    """
+    log_ps, found = shard.log_softmax(student), dict[str, Tensor]()
+    none = torch.zeros_like(log_ps[:, 0])
+    if "log_prob" in names:
+        found["log_prob"] = none if labels is None else shard.gather(log_ps, labels)
+    if teacher is None:
+        return found
+    log_pt = shard.log_softmax(teacher)
+    p_t = log_pt.exp()
+    if "teacher_entropy" in names:
+        found["teacher_entropy"] = -shard.sum((p_t * log_pt).masked_fill_(p_t == 0, 0))
+    if draft is not None:
+        log_pt, p_t = log_pt[:, draft], p_t[:, draft]
+    if "teacher_log_prob" in names:
+        found["teacher_log_prob"] = none if labels is None else shard.gather(log_pt, labels)
+    if "total_variation" in names:
+        outside = 0 if draft is None else 1 - p_t.sum(-1)
+        found["total_variation"] = (shard.sum((log_ps.exp() - p_t).abs_()) + outside) / 2
+    return found

@@ -221,6 +221,10 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     else:
         mask_of_both = mask
 
+    kept = mask.nonzero()[:, 0]
+    if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
+        options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = scale * (hidden @ weight.mT + bias)[:, :n]
         return z if cap is None else cap * (z / cap).tanh()
@@ -230,6 +234,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     ):
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
+        teacher = teacher[options["rows"]] if "rows" in options else teacher
         rows = options["soft_weight"] * soft_targets(student, teacher, 2.0, options["divergence"])
         rows = rows if weights is None else rows * weights
         if labelled:
@@ -281,8 +286,9 @@ def random_top_k(draw: Draw) -> Case:
     given = log_probs.to(draw.dtype)
 
     def oracle(student_logits: Tensor) -> Tensor:
-        rows = of_top_k(student_logits, ids, given.double(), tail, temperature, divergence)
-        return torch.where(mask, rows, 0).sum() / mask.sum().clamp_min(1)
+        real = student_logits[mask], ids[mask], given[mask].double()
+        rows = of_top_k(*real, tail, temperature, divergence)
+        return rows.sum() / mask.sum().clamp_min(1)
 
     def call(student_logits: Tensor, mask: Tensor) -> Tensor:
         return fastkd.soft_target_loss(
