@@ -28,6 +28,7 @@ class Batch:
     documents: Documents | None
     teacher: "Batch | None" = None  # the teacher's batch, if it has inputs of its own
     spans: Spans | None = None
+    loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses, in labels' order
     first: Tensor | None = None  # (B, 1) first token before rotation; None if not rotated
 
     @classmethod

@@ -273,6 +273,10 @@ class Distiller(InGroup):
             segments: (B, N) document ids in packed rows. By default they come from ``seq_idx``,
                 ``cu_seq_lens_q`` or ``position_ids`` that restart, as transformers'
                 DataCollatorWithFlattening returns them.
+            loss_weights: (B, N) floating, of any sign, without gradient, for heads with one
+                prediction per token: factors of the labels' losses, in soft and task terms. Like a
+                label, a weight belongs to the token at its position. The means divide by the number
+                of positions that count, as without weights.
             inputs: the models' other inputs, such as ``attention_mask``, (B, N), or (B, C, N) for
                 the C choices of a question, each a sample. If any name begins with ``teacher_``
                 (``teacher_input_ids``, ``teacher_pixel_values``), the teacher gets these inputs
@@ -398,6 +402,7 @@ class Distiller(InGroup):
             batch.num_items,
             token_mask=batch.mask,
             document_ids=batch.document_ids,
+            loss_weights=batch.loss_weights,
             first=batch.first,
             ranks=items.ranks,
             items=items,

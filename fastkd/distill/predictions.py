@@ -61,6 +61,21 @@ class Targets:
     mask: Tensor | None  # (B, N) real tokens, of token-level logits as the model returns them
     document_ids: Tensor | None  # (B, N), where rows are packed
     vocabulary: int | None  # number of leading logits that student and teacher share
+    loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses
+
+    @property
+    def aligned_weights(self) -> Tensor | None:
+        """Weights of the predictions: a causal head's position n predicts token n + 1."""
+        weights = self.loss_weights
+        return weights if weights is None or not self.model.causal else weights[:, 1:]
+
+    def check_unweighted(self) -> None:
+        """Raise if there are weights, for heads whose losses don't take them."""
+        if self.loss_weights is not None:
+            raise ValueError(
+                "loss_weights are factors of the losses on classes of tokens, and the head of "
+                f"{self.model.class_name} predicts something else; leave them out"
+            )
 
     @property
     def regression(self) -> bool:
@@ -134,6 +149,8 @@ def countable(
 def label_losses(logits: Logits, targets: Targets, options: PredictionOptions) -> list[Sum]:
     """Loss on the labels, whose sums are averaged: two for answer spans, else one."""
     labels = targets.needed_labels()
+    if isinstance(logits, tuple) or targets.regression or targets.multi_label(logits):
+        targets.check_unweighted()
     if isinstance(logits, tuple) or isinstance(labels, tuple):
         if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
             raise ValueError(
@@ -173,13 +190,17 @@ def _cross_entropy(
     assert aligned is not None
     if mask is not None and targets.model.causal:
         logits = logits[:, :-1]
+    weights = targets.aligned_weights
     total = F.cross_entropy(
         upcast(logits).flatten(0, -2),
         aligned.flatten(),
         ignore_index=IGNORED,
-        reduction="sum",
+        reduction="sum" if weights is None else "none",
         label_smoothing=options.label_smoothing(logits.shape[-1]),
     )
+    if weights is not None:
+        known = aligned != IGNORED
+        total = (total * weights.to(total.dtype).where(known, 0).flatten()).sum()
     return Sum(total, (aligned != IGNORED).sum(), mask is not None)
 
 
@@ -218,6 +239,8 @@ def soft_losses(
                 f"{tuple(z_t.shape)}; both need the same labels or vocabulary"
             )
         z_t = z_t.to(z_s.dtype)
+        if targets.regression or isinstance(student, tuple) or targets.multi_label(z_s):
+            targets.check_unweighted()
         if targets.regression:
             real = targets.real_numbers(z_s)
             errors = torch.where(real, upcast(z_s) - upcast(z_t), 0).square()
@@ -236,6 +259,7 @@ def soft_losses(
             temperature=options.temperature,
             divergence=options.divergence,
             mask=mask,
+            weights=targets.aligned_weights,
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
         )
@@ -268,7 +292,11 @@ def head_losses(
         assert aligned is not None
         smoothing = options.label_smoothing(classes)
         task = CrossEntropy(
-            aligned, weights["task"], label_smoothing=smoothing, ignore_index=IGNORED
+            aligned,
+            weights["task"],
+            label_smoothing=smoothing,
+            ignore_index=IGNORED,
+            weights=targets.aligned_weights,
         )
     loss, terms = linear_soft_target_loss(
         states,
@@ -279,6 +307,7 @@ def head_losses(
         divergence=options.divergence,
         scale_by_t2=options.scale_by_t2,
         mask=mask,
+        weights=targets.aligned_weights,
         reduction="sum",
         vocabulary=targets.vocabulary,
         soft_weight=weights.get("soft", 0.0),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastkd._core.checks import check_floating, check_no_grad, check_shape
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, rotate
 from fastkd.distill.backbone import Backbone
@@ -61,6 +62,7 @@ class BatchReader:
         """The student's batch, the teacher's own inputs, and the spans of student and teacher."""
         student, own, spans = split_inputs(inputs)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
+        loss_weights = student.pop("loss_weights", None)
         if spans is not None and isinstance(labels, Tensor) and self._pairs_tokens:
             # Predictions are compared where both models read the token.
             labels = labels.masked_fill(counterparts(*spans) < 0, IGNORED)
@@ -68,7 +70,22 @@ class BatchReader:
         student = self.student.with_decoder_inputs(student, labels)
         readers = [self.student, *([] if own else self.teachers.live)]
         batch = self._batch(student, readers, labels, num_items, segments, first)
+        if loss_weights is not None:
+            batch.loss_weights = self._checked_loss_weights(loss_weights, batch)
         return batch, own, spans
+
+    def _checked_loss_weights(self, loss_weights: Any, batch: Batch) -> Tensor:
+        """``loss_weights`` (B, N), in the token order of the labels."""
+        if not self.student.per_token:
+            raise ValueError(
+                "loss_weights are factors of the predictions of tokens, and the head of "
+                f"{self.student.class_name} gives one prediction a row; leave them out"
+            )
+        check_floating("loss_weights", loss_weights)
+        check_no_grad("loss_weights", loss_weights)
+        shape = batch.shape if batch.labels is None else getattr(batch.labels, "shape", ())
+        check_shape("loss_weights", loss_weights, tuple(shape or ()), "one for each label")
+        return loss_weights if batch.first is None else rotate(loss_weights, batch.first, 1)
 
     @property
     def _pairs_tokens(self) -> bool:
@@ -119,7 +136,7 @@ class BatchReader:
         student, labels, _ = self._from_front(student, student.get("labels"))
         read = self.student.with_decoder_inputs(student, labels)
         mask, _ = decoder_tokens(read, labels) or (None, None)
-        targets = {"labels", "segments", "num_items", *SPAN_LABELS}
+        targets = {"labels", "segments", "num_items", "loss_weights", *SPAN_LABELS}
         read = {name: x for name, x in read.items() if name not in targets}
         return read if mask is None else {**read, "decoder_attention_mask": mask.long()}
 

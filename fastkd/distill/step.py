@@ -78,6 +78,7 @@ class Step:
     num_items: float | Tensor | None = None
     # Mask of per-token logits, which stay in the models' row layout.
     token_mask: Tensor | None = None
+    loss_weights: Tensor | None = None  # (B, N), factors of the tokens' losses, as the labels
     document_ids: Tensor | None = None  # the document of each token of packed rows
     first: Tensor | None = None  # (B, 1), position of each row's first token before rotation
     ranks: Ranks | None = None  # the processes whose samples are compared
@@ -254,6 +255,7 @@ class Step:
             self.token_mask,
             self.document_ids,
             self.teacher_model.vocabulary,
+            self.loss_weights,
         )
 
     def task_loss(self, label_spread: float = 0.0) -> Tensor:

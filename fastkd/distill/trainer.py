@@ -258,7 +258,9 @@ class DistillationTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """See ``transformers.Trainer.prediction_step``; the model is the student."""
-        own, _, _ = split_inputs({n: x for n, x in inputs.items() if n != "segments"})
+        own, _, _ = split_inputs(
+            {n: x for n, x in inputs.items() if n not in ("segments", "loss_weights")}
+        )
         distiller, labels = self.distiller, own.pop("labels", None)
         batch = distiller.reader.read_student(distiller.student_model.readable(own), labels)
         own = batch.inputs if labels is None else {**batch.inputs, "labels": batch.labels}
@@ -294,7 +296,7 @@ class DistillationTrainer(Trainer):
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}
             # trl's collator reads from seq_lengths where the documents of a packed row begin.
-            packing = {"segments", "student_spans", "teacher_spans", "seq_lengths"}
+            packing = {"segments", "loss_weights", "student_spans", "teacher_spans", "seq_lengths"}
             # The key of a cached teacher's samples has their token types.
             self._signature_columns = sorted({"token_type_ids"} | shared | own | targets | packing)
 

@@ -1,0 +1,113 @@
+"""Weights of the tokens of a batch, in soft and task terms."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import DistillationTrainer, Distiller, SoftTargets
+from tests.distill.models import batch, classifier, model, set_dropout
+
+pytestmark = pytest.mark.filterwarnings("ignore:mask")
+
+
+def made(family="llama", head=t.AutoModelForCausalLM, keep_logits=False):
+    torch.manual_seed(0)
+    teacher, student = (model(head, family, layers) for layers in (3, 2))
+    method = SoftTargets(alpha=0.4, temperature=2.0)
+    distiller = Distiller(teacher, student, method, keep_logits=keep_logits)
+    set_dropout(distiller)
+    return distiller
+
+
+def data(left=False):
+    torch.manual_seed(1)
+    ids, mask = torch.randint(1, 60, (3, 8)), torch.ones(3, 8, dtype=torch.int64)
+    for row, length in enumerate((8, 5, 6)):
+        mask[row, length:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 2] = -100
+    weights = torch.randn(3, 8).masked_fill(mask == 0, torch.nan)
+    found = {"input_ids": ids, "attention_mask": mask, "labels": labels, "loss_weights": weights}
+    if left:
+        shift = (mask == 0).sum(1).tolist()
+        for name, x in found.items():
+            found[name] = torch.stack([row.roll(by) for row, by in zip(x, shift, strict=True)])
+    return found
+
+
+def terms(distiller, given, position):
+    """Terms where one position alone has a label."""
+    labels = torch.full_like(given["labels"], -100)
+    labels[position] = given["labels"][position]
+    with torch.no_grad():
+        return distiller(**{**given, "labels": labels}).terms
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("llama", t.AutoModelForCausalLM), ("bert", t.AutoModelForMaskedLM)],
+)
+def test_each_tokens_loss_is_multiplied(family, head, left, keep_logits):
+    distiller = made(family, head, keep_logits)
+    given = data(left)
+    weights = given.pop("loss_weights")
+    counted = given["labels"] != -100
+    if family == "llama":  # a row's first token is not predicted
+        first = given["attention_mask"].argmax(1)
+        counted[torch.arange(3), first] = False
+    positions = [tuple(p) for p in counted.nonzero().tolist()]
+    apart = [terms(distiller, given, p) for p in positions]
+    out = distiller(**given, loss_weights=weights)
+    for name in ("soft", "task"):
+        wanted = sum(weights[p] * x[name] for p, x in zip(positions, apart, strict=True))
+        torch.testing.assert_close(out.terms[name], wanted / len(positions), rtol=1e-4, atol=1e-5)
+    out.loss.backward()
+    ones = distiller(**given, loss_weights=torch.ones(3, 8))
+    torch.testing.assert_close(ones.loss, distiller(**given).loss)
+
+
+def test_packed_rows_and_micro_batches():
+    distiller = made()
+    ids = torch.randint(1, 60, (2, 6))
+    weights, positions = torch.randn(2, 6), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
+    packed = distiller(input_ids=ids, labels=ids, position_ids=positions, loss_weights=weights)
+    rows, alone = ids.view(4, 3), weights.view(4, 3)
+    apart = distiller(input_ids=rows, labels=rows, loss_weights=alone)
+    torch.testing.assert_close(packed.loss, apart.loss)
+    whole = {"input_ids": rows, "labels": rows, "loss_weights": alone}
+    halves = [{name: x[a:b] for name, x in whole.items()} for a, b in ((0, 1), (1, 4))]
+    shares = sum(out.loss.detach() for out in distiller.accumulate(halves))
+    torch.testing.assert_close(shares, apart.loss.detach())
+
+
+def test_a_trainer_passes_them_on(tmp_path):
+    distiller, given = made(), data()
+    rows = [{name: x[i].nan_to_num() for name, x in given.items()} for i in range(3)]
+    seen = []
+    arguments = t.TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=3, report_to="none", use_cpu=True,
+        disable_tqdm=True, save_strategy="no", eval_strategy="no",
+    )  # fmt: skip
+    trainer = DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+    read = distiller.reader.read
+    distiller.reader.read = lambda *a: seen.append(read(*a)) or seen[-1]
+    trainer.train()
+    assert seen[0].loss_weights.shape == (3, 8)
+    trainer.evaluate(rows)
+
+
+def test_wrong_weights_are_named():
+    distiller, given = made(), data()
+    for wrong, error, message in (
+        (torch.ones(3, 7), ValueError, "loss_weights must have shape"),
+        (torch.ones(3, 8).long(), TypeError, "loss_weights must be bfloat16"),
+        (torch.ones(3, 8, requires_grad=True), ValueError, "loss_weights requires grad"),
+    ):
+        with pytest.raises(error, match=message):
+            distiller(**given | {"loss_weights": wrong})
+    teacher, student = classifier("bert", 3), classifier("bert", 2)
+    sequence = Distiller(teacher, student, SoftTargets())
+    with pytest.raises(ValueError, match="gives one prediction a row; leave them out"):
+        sequence(**batch(), loss_weights=torch.ones(2, 2))
