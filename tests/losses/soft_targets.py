@@ -70,7 +70,7 @@ def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) 
 def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, temperature, divergence):
     """The divergence over the k tokens, optionally with a bucket of all other tokens."""
     p_s, p_t = (student / temperature).softmax(-1), log_probs.exp()
-    of_words = torch.stack([row[i] for row, i in zip(p_s, ids, strict=True)])
+    of_words = p_s[torch.arange(len(ids))[:, None], ids]
     if tail == "bucket":
         rest = p_s.scatter(-1, ids, 0).sum(-1, keepdim=True)
         of_teacher = (1 - p_t.sum(-1, keepdim=True)).clamp_min(0)
