@@ -26,7 +26,6 @@ from typing import Any
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
-from fastkd.distill.order import LABELLED_SHARE
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
@@ -42,13 +41,20 @@ from fastkd.train.options import (
     option,
     read_options_file,
     resolve_path,
+    same_option,
 )
-from fastkd.train.settings import ColumnOptions, Source, device, precision
+from fastkd.train.settings import (
+    SELECT,
+    ColumnOptions,
+    DistillOptions,
+    Pairing,
+    Source,
+    TrainingOptions,
+)
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 PACKAGED = "packaged"
 STUDENTS = ("teacher", "pretrained")
-SELECT = "select"  # name of the teacher layers that MC3KD's Algorithm 1 selects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +65,7 @@ class Variant(Checked):
     method: str
     options: dict[str, Any]
     teacher_layers: Any = "uniform"  # layers that the student is made of
-    attention: str | None = option(
-        None, "eager for a method that compares attention maps.", choices=("eager", "sdpa")
-    )
+    attention: str | None = same_option(Pairing, "attention")
     student: str | None = None  # overrides the study's ``student``
 
     @property
@@ -122,11 +126,9 @@ class TaskSpec(Checked):
         "are unlabelled. The teacher learns from all labels.",
         least=1,
     )
-    max_length: int = option(32, "Longest text, in tokens.", least=4)
+    max_length: int = same_option(Pairing, "max_length", 32)
     teacher_steps: int = option(300, "Steps of the teacher's fine-tuning.", least=1)
-    teacher_learning_rate: float = option(
-        1e-4, "Learning rate of the teacher's fine-tuning.", above=0
-    )
+    teacher_learning_rate: float = same_option(DistillOptions, "teacher_learning_rate", 1e-4)
 
     def json(self) -> dict[str, Any]:
         """Everything that a result depends on, except the rows."""
@@ -144,28 +146,24 @@ class Study(Checked):
     #: Name of the variant that all other variants are compared with.
     baseline: str = "labels"
     teacher: str = PACKAGED
-    student_layers: int = option(3, "Layers of the student.", least=1)
+    student_layers: int = same_option(Pairing, "student_layers", 3)
     #: Source of the student's weights. "teacher": layers and head of the fine-tuned teacher.
     #: "pretrained": layers of the teacher before fine-tuning, with a new head. A directory or hub
     #: name: that model unchanged, with a new head if it has none for the task.
     student: str = "teacher"
     #: Sizes of the student that differ from the teacher's.
     student_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    student_weights: str = option(
-        "cut", "Cut from the teacher's, or random.", choices=("cut", "random")
-    )
+    student_weights: str = same_option(Pairing, "student_weights")
     steps: int | None = option(80, "Training steps of every run.", least=1)
     seconds: float | None = option(None, "Training time of every run.", above=0)
     evaluations: int = option(4, "Number of evaluations in a run.", least=1)
-    batch_size: int = option(32, "Rows in a step.", least=1)
-    learning_rate: float = option(2e-4, "Peak learning rate.", above=0)
-    labelled_share: float = option(
-        LABELLED_SHARE, "Least share of a batch that has labels.", least=0, most=1
-    )
+    batch_size: int = same_option(TrainingOptions, "batch_size")
+    learning_rate: float = same_option(TrainingOptions, "learning_rate", 2e-4)
+    labelled_share: float = same_option(TrainingOptions, "labelled_share")
     #: Store the teacher's outputs on disk for all runs; otherwise each step runs the teacher.
     cache: bool = True
-    device: str = device()
-    precision: str = precision()
+    device: str = same_option(TrainingOptions, "device_name")
+    precision: str = same_option(TrainingOptions, "precision")
     #: A paper's table, printed next to the results: title, columns, and rows by variant.
     paper: Mapping[str, Any] | None = None
 
