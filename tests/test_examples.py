@@ -22,6 +22,10 @@ FALLING = (
     "custom_loop", "fsdp2", "lora_decoder", "packed_rows", "peft_lora", "top_k_server", "trl_sft",
 )  # fmt: skip
 
+# Options that make an example short, and lines of those that train both models.
+SHORT = {"draft_model": "--decoder-steps 80 --draft-steps 50 --rows 4 --contexts 512"}
+LINES = {"draft_model": 170}
+
 
 def numbers(lines):
     return [
@@ -31,8 +35,9 @@ def numbers(lines):
 
 @pytest.mark.filterwarnings("ignore", "error::DeprecationWarning:__main__")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, capsys, tmp_path):
-    assert len(path.read_text().splitlines()) < 60
+def test_example_runs(path, capsys, tmp_path, monkeypatch):
+    assert len(path.read_text().splitlines()) < LINES.get(path.stem, 60)
+    monkeypatch.setattr("sys.argv", [str(path), *SHORT.get(path.stem, "").split()])
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
     if path.stem == "fsdp2":
@@ -48,7 +53,7 @@ def test_example_runs(path, capsys, tmp_path):
         assert found[-1] < 0.6 * found[0]
     if path.stem in ("trainer", "lora_decoder", "peft_lora"):
         assert lines[-1].endswith("2 layers")
-    if path.stem == "sentence_transformer":
+    if path.stem in ("sentence_transformer", "draft_model"):
         assert found[-1] > found[0]
     if path.stem == "lightning_module":  # the second stage, by the progress of training
         assert {line.split(":")[0] for line in lines} >= {"cos_nce", "soft", "task", "total"}
