@@ -34,6 +34,9 @@ def cases() -> Iterator[Case]:
         )
         case = Work(LOSS, kind, make_states, *functions, "hidden_state_loss", cost).case
         yield case("cpu", headline=kind == "mse", B=32, N=128, D=768)
+        if kind == "mse":
+            for n in (32, 128, 512):
+                yield case("cpu", sweep="N", B=8, N=n, D=768)
         yield case("bert", torch.bfloat16, headline=kind == "mse", B=32, N=128, D=768)
         yield case("long", torch.bfloat16, headline=kind == "mse", B=8, N=4096, D=4096)
 

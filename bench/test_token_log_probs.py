@@ -28,9 +28,11 @@ def weighted_sum(function, hidden, head, ids, weight) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    for set, dtype, rows, D, V in (
-        ("cpu", torch.float32, 1024, 256, 32000),
-        ("long", torch.bfloat16, 8192, 4096, 128256),
+    for set, dtype, rows, D, V, sweep in (
+        ("cpu", torch.float32, 1024, 256, 32000, ""),
+        ("cpu", torch.float32, 256, 256, 32000, "rows"),
+        ("cpu", torch.float32, 2048, 256, 32000, "rows"),
+        ("long", torch.bfloat16, 8192, 4096, 128256, ""),
     ):
         yield Case(
             loss=LOSS,
@@ -45,6 +47,7 @@ def cases() -> Iterator[Case]:
             ),
             bytes_moved=3 * V * D * dtype.itemsize,
             operations=8 * rows * V * D,
+            sweep=sweep,
         )
 
 
