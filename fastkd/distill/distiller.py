@@ -246,6 +246,7 @@ class Distiller(InGroup):
         labels: Tensor | None = None,
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
+        loss_weights: Tensor | None = None,
         _share: tuple[WholeBatch, int] | None = None,
         **inputs: Any,
     ) -> DistillerOutput:
@@ -296,7 +297,8 @@ class Distiller(InGroup):
             whole, index = _share
             return self.output(*whole.share(index))
         self._check_schedule()
-        batch = self.read({"labels": labels, "segments": segments, **inputs}, num_items)
+        targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}
+        batch = self.read({**targets, **inputs}, num_items)
         teacher = self.teachers.outputs(batch, self.method, self.progress, self.uses_lm_head)
         if not self.perturbs:
             return self._learn(batch, teacher)
