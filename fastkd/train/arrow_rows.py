@@ -444,9 +444,9 @@ class Encoder:
                 remove_columns=data.column_names,
                 new_fingerprint=name,
             )
-        beside = ["number", "length", *task.evaluation_columns]
+        aside = ["number", "length", *task.evaluation_columns]
         encoded = Encoded(
-            tokens.remove_columns(beside), tokens.select_columns(beside), [rows], [len(tokens)]
+            tokens.remove_columns(aside), tokens.select_columns(aside), [rows], [len(tokens)]
         )
         self._check_known(rows, encoded)
         return encoded

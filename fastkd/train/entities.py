@@ -47,10 +47,11 @@ def precision_recall_f1(
     found: Iterable[Sequence[str]], true: Iterable[Sequence[str]]
 ) -> tuple[float, float, float]:
     """Precision, recall and F1 of the entities of all rows; 0 where a divisor is 0."""
-    both = given = wanted = 0
-    for ours, theirs in zip(found, true, strict=True):
-        answered, meant = entities(ours), entities(theirs)
-        both += len(answered & meant)
-        given += len(answered)
-        wanted += len(meant)
-    return both / max(1, given), both / max(1, wanted), 2 * both / max(1, given + wanted)
+    right = predicted = expected = 0
+    for tags, true_tags in zip(found, true, strict=True):
+        ours, theirs = entities(tags), entities(true_tags)
+        right += len(ours & theirs)
+        predicted += len(ours)
+        expected += len(theirs)
+    f1 = 2 * right / max(1, predicted + expected)
+    return right / max(1, predicted), right / max(1, expected), f1

@@ -97,7 +97,9 @@ def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 CHANCE = 1.645
 
 
-def doubt(logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None) -> str | None:
+def sanity_warning(
+    logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None
+) -> str | None:
     """Why finite answers look useless: constant, or no better than a random permutation."""
     if np.ptp(labels) == 0:
         return None

@@ -170,13 +170,13 @@ def _named(lines: Iterator[tuple[int, list[str]]], source: str, header: bool) ->
 def _check_names(names: list[str], where: str) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise InputError(f"{where}: column {min(twice)!r} stands there twice")
+        raise InputError(f"{where}: column {min(twice)!r} occurs twice")
 
 
 def _json_lines(path: Path, option: str, header: bool, blank: bool) -> Records:
     for number, line in text_lines(path, option):
         if line.strip():
-            yield number, _object(_loads(line.rstrip("\r\n"), path, number), path, number)
+            yield number, _object(loads(line.rstrip("\r\n"), path, number), path, number)
 
 
 def _json(path: Path, option: str, header: bool, blank: bool) -> Records:
@@ -187,7 +187,7 @@ def _json(path: Path, option: str, header: bool, blank: bool) -> Records:
         return
     row, text = lines[0][0], "".join(line for _, line in lines)
     at, decoder = text.index("[") + 1, json.JSONDecoder()
-    for record in _loads(text, path, row):
+    for record in loads(text, path, row):
         begin = BETWEEN_OBJECTS.match(text, at).end()  # type: ignore[union-attr]
         row += text.count("\n", at, begin)
         yield row, _object(record, path, row)
@@ -195,7 +195,7 @@ def _json(path: Path, option: str, header: bool, blank: bool) -> Records:
         row += text.count("\n", begin, at)
 
 
-def _loads(text: str, path: Path, row: int) -> Any:
+def loads(text: str, path: Path, row: int) -> Any:
     """The value of JSON ``text`` that begins on line ``row``."""
     try:
         return json.loads(text)

@@ -226,7 +226,7 @@ OTHER_FILES = [
     ("two.json", b'[{"text": "a", "label": 1}]\n[]', "row 2: not JSON"),
     ("cut.json", b'[{"text": "a", "label": 1},\n\n', "row 3: not JSON"),
     ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
-    ("names.csv", b",\na,1\n", "row 1: column '' stands there twice"),
+    ("names.csv", b",\na,1\n", "row 1: column '' occurs twice"),
     ("blank.csv", b" , label\na,1\n", "which column is the text"),
     ("bars.csv", b"text|label\na|1\n", "which column is the text"),
     ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
@@ -298,7 +298,7 @@ def parquet_files(folder):
         [arrow.array(["a"])] * 2 + [arrow.array([1])], ["text"] * 2 + ["label"]
     )
     parquet.write_table(table, path)
-    yield path, "column 'text' stands there twice"
+    yield path, "column 'text' occurs twice"
     whole = (folder / "nan.parquet").read_bytes()
     for end in (4, 8, len(whole) // 2, len(whole) - 8, len(whole) - 1):
         path = folder / f"cut{end}.parquet"

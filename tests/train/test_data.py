@@ -9,7 +9,7 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import doubt, evaluate, finite, score
+from fastkd.train.evaluation import evaluate, finite, sanity_warning, score
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification, to_classes
@@ -220,14 +220,17 @@ def test_answers_that_are_worth_nothing():
     labels = rng.integers(0, 3, 200)
     exact = np.eye(3)[labels]
     names = ["a", "b", "c"]
-    assert doubt(exact, labels, names) is None
-    assert doubt(np.eye(3)[(labels + (rng.random(200) < 0.5)) % 3], labels, names) is None
-    assert doubt(np.eye(3)[rng.permutation(labels)], labels, names) == "are no better than chance"
-    assert doubt(exact * [0, 1, 0] + [0, 0.5, 0], labels, names) == "are all 'b'"
+    assert sanity_warning(exact, labels, names) is None
+    assert sanity_warning(np.eye(3)[(labels + (rng.random(200) < 0.5)) % 3], labels, names) is None
+    assert (
+        sanity_warning(np.eye(3)[rng.permutation(labels)], labels, names)
+        == "are no better than chance"
+    )
+    assert sanity_warning(exact * [0, 1, 0] + [0, 0.5, 0], labels, names) == "are all 'b'"
     real = rng.normal(size=(50, 1))
-    assert doubt(real, real[:, 0], None) is None
-    assert doubt(-real, real[:, 0], None) == "are no better than chance"
-    assert doubt(np.ones((50, 1)), real[:, 0], None) == "are all 1"
+    assert sanity_warning(real, real[:, 0], None) is None
+    assert sanity_warning(-real, real[:, 0], None) == "are no better than chance"
+    assert sanity_warning(np.ones((50, 1)), real[:, 0], None) == "are all 1"
 
 
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):

@@ -52,6 +52,14 @@ class FittedTask(NamedTuple):
     notes: tuple[str, ...] = ()  # lines to print
 
 
+class Prepared(NamedTuple):
+    """A task and rows to evaluate or to predict."""
+
+    task: "Task"
+    rows: Rows
+    notes: tuple[str, ...] = ()  # lines to print
+
+
 @dataclass(frozen=True)
 class Task:
     """How rows are read, encoded and scored, and which head predicts.
@@ -182,10 +190,8 @@ class Task:
         """The task fitted to these rows, which get labels in its encoding."""
         return FittedTask(cls(), train, evals)
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple["Task", Rows, tuple[str, ...]]:
-        """Task and rows for a fitted task, and lines to print.
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> "Prepared":
+        """The task and ``rows`` for evaluation, or for prediction if they are not ``labelled``.
 
         ``labelled`` rows get labels in the task's encoding; ``order`` is the value of
         --label-order. Others get placeholders where batches need labels.
@@ -195,7 +201,7 @@ class Task:
                 f"--label-order {order}: must name the data's label for each class of the model, "
                 "and it has none"
             )
-        return self, rows if labelled else self.without_labels(rows), ()
+        return Prepared(self, rows if labelled else self.without_labels(rows))
 
     def for_packing(self) -> "Task":
         """The task for --pack, where a training row has several texts."""
@@ -406,9 +412,7 @@ class ListedTask(ClassTask):
                         f"{nearest(name, self.classes)}"
                     )
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> "Prepared":
         if labelled:
             self.check_known(rows, "is none of the model's")
         return super().prepare(rows, labelled, order)

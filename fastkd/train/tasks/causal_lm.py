@@ -21,6 +21,7 @@ from fastkd.train.tasks.base import (
     TEXT,
     Collate,
     DefaultPaddingSide,
+    Prepared,
     Task,
     Tokens,
     logits,
@@ -32,9 +33,9 @@ from fastkd.train.tasks.base import (
 class Decoder(Task):
     """A task of models that read from left to right; a row may have several texts."""
 
-    head: ClassVar[str] = "AutoModelForCausalLM"
-    head_name: ClassVar[str] = "language model head"
-    pipeline: ClassVar[str] = "text-generation"
+    head = "AutoModelForCausalLM"
+    head_name = "language model head"
+    pipeline = "text-generation"
 
     #: Whether the model reads each text of a row as if alone.
     separate_documents: bool = True
@@ -70,13 +71,13 @@ class CausalLM(Decoder):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("perplexity", "bits_per_byte")
-    lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
-    columns: ClassVar[Columns] = Columns("text", None, None)
+    lower_is_better = frozenset(metrics)
+    columns = Columns("text", None, None)
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT}
-    optional: ClassVar[tuple[str, ...]] = ()
-    folders: ClassVar[bool] = True
+    optional = ()
+    folders = True
     evaluation_columns: ClassVar[tuple[str, ...]] = ("bytes",)
-    usage: ClassVar[str] = (
+    usage = (
         "from transformers import pipeline\n\n"
         'write = pipeline("$pipeline", "$directory")\nprint(write("Once upon a time"))'
     )
@@ -94,11 +95,9 @@ class CausalLM(Decoder):
         else:
             yield from files.records(path, header, option, every)
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
-        _, rows, notes = super().prepare(rows, labelled, order)
-        return replace(self, one_per_row=not labelled), rows, notes
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+        task = replace(self, one_per_row=not labelled)
+        return super().prepare(rows, labelled, order)._replace(task=task)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {

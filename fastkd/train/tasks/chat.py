@@ -18,7 +18,7 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
-from fastkd.train.tasks.base import TEXT, Task, Tokens
+from fastkd.train.tasks.base import TEXT, Prepared, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
 MESSAGES = "messages"
@@ -41,14 +41,14 @@ class Chat(Decoder):
     generation, up to `NEW_TOKENS` tokens.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("perplexity", "loss", "rouge_l")
-    lower_is_better: ClassVar[frozenset[str]] = frozenset({"perplexity", "loss"})
+    metrics = ("perplexity", "loss", "rouge_l")
+    lower_is_better = frozenset({"perplexity", "loss"})
     # The answers are among the messages, each a JSON object.
-    columns: ClassVar[Columns] = Columns(MESSAGES, None, MESSAGES)
+    columns = Columns(MESSAGES, None, MESSAGES)
     stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT]}
-    optional: ClassVar[tuple[str, ...]] = ()
-    evaluation_columns: ClassVar[tuple[str, ...]] = ("answer",)
-    usage: ClassVar[str] = (
+    optional = ()
+    evaluation_columns = ("answer",)
+    usage = (
         "from transformers import pipeline\n\n"
         'write = pipeline("$pipeline", "$directory")\n'
         'print(write([{"role": "user", "content": "..."}]))'
@@ -106,11 +106,9 @@ class Chat(Decoder):
     def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
         return {MESSAGES: [json.loads(message) for message in row["text"]]}
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
-        _, rows, notes = super().prepare(rows, labelled, order)
-        return replace(self, prompts=not labelled), rows, notes
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+        task = replace(self, prompts=not labelled)
+        return super().prepare(rows, labelled, order)._replace(task=task)
 
     def for_packing(self) -> Task:
         if not self.separate_documents:
@@ -165,7 +163,7 @@ class Chat(Decoder):
         rows = []
         for talks in _talks(batch):
             new = [next(written) for _ in talks]
-            row = _joined([(p + said, [UNLABELLED] * len(p) + said) for p, said in new])
+            row = _joined([(p + ids, [UNLABELLED] * len(p) + ids) for p, ids in new])
             rows.append({name: row[name] for name in row if name in batch})
         return rows
 
@@ -259,9 +257,9 @@ def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[i
         start, stop = len(before), len(through)
         if ids[:stop] != through or ids[:start] != before or start >= stop:
             raise InputError(
-                f"{where}: message {i + 1} can't be told apart from the rest: the tokenizer's "
-                "chat template writes a conversation otherwise than one that goes on; give the "
-                "template {% generation %} marks"
+                f"{where}: the tokens of message {i + 1} cannot be found: the tokenizer's chat "
+                "template changes earlier text when a conversation continues; add {% generation %} "
+                "marks to it"
             )
         mask[start:stop] = [1] * (stop - start)
     return ids, mask

@@ -5,7 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from fastkd.train.classes import (
 )
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import doubt, evaluate
+from fastkd.train.evaluation import evaluate, sanity_warning
 from fastkd.train.glue import Glue
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import ClassTask, FittedTask, LabelInfo, Task, probabilities
+from fastkd.train.tasks.base import ClassTask, FittedTask, LabelInfo, Prepared, Task, probabilities
 from fastkd.train.tasks.regression import Regression
 
 # Values that spreadsheets and data frames write for a missing label.
@@ -34,10 +34,10 @@ NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
 class Classification(ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy", "mcc", "f1")
-    problem: ClassVar[str | None] = "single_label_classification"
-    no_label: ClassVar[float | None] = UNLABELLED
-    by_class: ClassVar[bool] = True
+    metrics = ("accuracy", "mcc", "f1")
+    problem = "single_label_classification"
+    no_label = UNLABELLED
+    by_class = True
 
     #: The class whose F1 is a metric, where there are two; None: the second.
     f1_class: str | None = None
@@ -100,9 +100,7 @@ class Classification(ClassTask):
         names = class_names(config)
         return cls(tuple(names), f1_class=names[(report or {}).get("f1_of") != 0])
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
         if not labelled:
             return super().prepare(rows, labelled)
         names, given = self.names, None
@@ -116,13 +114,13 @@ class Classification(ClassTask):
         rows, rest = split_unlabelled(rows)
         notes = [] if rest is None else [_count_unlabelled(rows, rest)]
         rows, reading = to_classes(rows, names, given)
-        return self, rows, tuple(filter(None, (*notes, reading)))
+        return Prepared(self, rows, tuple(filter(None, (*notes, reading))))
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return evaluate(metrics, answers, examples.targets, self.positive)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        return doubt(answers, examples.targets, self.names)
+        return sanity_warning(answers, examples.targets, self.names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)

@@ -23,7 +23,7 @@ from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import TEXT, FittedTask, LabelInfo, Task, Tokens
+from fastkd.train.tasks.base import TEXT, FittedTask, LabelInfo, Prepared, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -38,9 +38,7 @@ NEIGHBOURS = 10
 SIMILARITIES = 2**24
 # Why rows have no reference values for a metric.
 WITHOUT = {
-    **dict.fromkeys(
-        SCORED, "have no scores; --text-pair-column and --label-column say where they are"
-    ),
+    **dict.fromkeys(SCORED, "have no scores; pass --text-pair-column and --label-column"),
     **dict.fromkeys(RANKED, "have no columns query and positive"),
     **dict.fromkeys(TRIPLES, "have no columns anchor, positive and negative"),
 }
@@ -80,26 +78,26 @@ class Embedding(Task):
     text's ten nearest texts that are the teacher's.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = (*SCORED, *RANKED, *TRIPLES, *AGREEMENT)
-    teacher_metrics: ClassVar[frozenset[str]] = frozenset(AGREEMENT)
-    head: ClassVar[str] = "AutoModel"
-    head_name: ClassVar[str] = "head"
-    pipeline: ClassVar[str] = "sentence-similarity"
-    library: ClassVar[str] = "sentence-transformers"
-    supervised: ClassVar[bool] = False
-    outputs: ClassVar[tuple[str, ...]] = ("sentence_embedding",)
-    two_tokenizers: ClassVar[bool] = True
-    columns: ClassVar[Columns] = Columns(None, None, None)
+    metrics = (*SCORED, *RANKED, *TRIPLES, *AGREEMENT)
+    teacher_metrics = frozenset(AGREEMENT)
+    head = "AutoModel"
+    head_name = "head"
+    pipeline = "sentence-similarity"
+    library = "sentence-transformers"
+    supervised = False
+    outputs = ("sentence_embedding",)
+    two_tokenizers = True
+    columns = Columns(None, None, None)
     stored: ClassVar[Mapping[str, Any]] = {
         "text": TEXT,
         "pair": TEXT,
         NEGATIVES: [TEXT],
         "label": "float64",
     }
-    optional: ClassVar[tuple[str, ...]] = ()
-    every_text: ClassVar[bool] = True
-    summary: ClassVar[str] = "It embeds a text. Pooling: {pooling}; unit length: {normalized}."
-    usage: ClassVar[str] = (
+    optional = ()
+    every_text = True
+    summary = "It embeds a text. Pooling: {pooling}; unit length: {normalized}."
+    usage = (
         "from sentence_transformers import SentenceTransformer\n\n"
         'model = SentenceTransformer("$directory")\n'
         'print(model.similarity(model.encode("..."), model.encode("...")))'
@@ -122,8 +120,8 @@ class Embedding(Task):
         columns = settle_columns(columns, record, source)
         if columns.label is not None and columns.pair is None:
             raise InputError(
-                f"{source}: column {columns.label!r} scores how alike two texts are; "
-                "--text-pair-column says where the second is"
+                f"{source}: column {columns.label!r} is the similarity of two texts; "
+                "pass --text-pair-column for the second"
             )
         negatives = " or ".join(_negatives(columns, record))
         return TextColumns(columns.text, columns.pair, columns.label, columns.header, negatives)
@@ -169,17 +167,15 @@ class Embedding(Task):
             return corpus
         return replace(corpus, task=replace(head, answered=self.answered))
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
-        _, rows, notes = super().prepare(rows, labelled, order)
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
         answered = _answered(rows) if labelled else ()
         if labelled and not answered:
             raise InputError(
                 f"{rows.source}: needs two texts a row, and a score if the second does not answer "
                 "the first; pass --text-pair-column and --label-column"
             )
-        return replace(self, answered=answered), rows, notes
+        task = replace(self, answered=answered)
+        return super().prepare(rows, labelled, order)._replace(task=task)
 
     @property
     def default_metrics(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +25,12 @@ class MaskedLM(CausalLM):
     masks other tokens in each epoch, by its seed; evaluation and a cached teacher mask the same.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("masked_perplexity",)
-    lower_is_better: ClassVar[frozenset[str]] = frozenset(metrics)
-    head: ClassVar[str] = "AutoModelForMaskedLM"
-    pipeline: ClassVar[str] = "fill-mask"
-    evaluation_columns: ClassVar[tuple[str, ...]] = ()
-    usage: ClassVar[str] = (
+    metrics = ("masked_perplexity",)
+    lower_is_better = frozenset(metrics)
+    head = "AutoModelForMaskedLM"
+    pipeline = "fill-mask"
+    evaluation_columns = ()
+    usage = (
         "from transformers import pipeline\n\n"
         'fill = pipeline("$pipeline", "$directory")\n'
         'print(fill(f"A {fill.tokenizer.mask_token} upon a time"))'

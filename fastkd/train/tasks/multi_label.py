@@ -33,13 +33,13 @@ class MultiLabel(ListedTask):
     Each output of the head is a separate decision: the label is predicted where it is above 0.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("micro_f1", "macro_f1", "mean_average_precision")
-    problem: ClassVar[str | None] = "multi_label_classification"
-    columns: ClassVar[Columns] = Columns("text", None, "labels")
+    metrics = ("micro_f1", "macro_f1", "mean_average_precision")
+    problem = "multi_label_classification"
+    columns = Columns("text", None, "labels")
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
-    list_separator: ClassVar[str | None] = BETWEEN
-    summary: ClassVar[str] = "Labels: {labels}."
-    usage: ClassVar[str] = (
+    list_separator = BETWEEN
+    summary = "Labels: {labels}."
+    usage = (
         "from transformers import pipeline\n\n"
         'label = pipeline("$pipeline", "$directory", top_k=None)\n'
         "print(label($inputs))  # those with a score above 0.5"
@@ -128,7 +128,7 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
         raise InputError(f"{where}: label {names.index('') + 1} is empty")
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise InputError(f"{where}: label {min(twice)!r:.60} stands there twice")
+        raise InputError(f"{where}: label {min(twice)!r:.60} occurs twice")
     return names
 
 

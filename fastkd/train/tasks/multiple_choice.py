@@ -11,7 +11,7 @@ import torch
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import doubt
+from fastkd.train.evaluation import sanity_warning
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import (
@@ -19,6 +19,7 @@ from fastkd.train.tasks.base import (
     TEXT,
     FittedTask,
     LabelInfo,
+    Prepared,
     Task,
     Tokens,
     probabilities,
@@ -36,17 +37,17 @@ class MultipleChoice(Task):
     A model reads the question with each choice, and all rows of a file have equally many.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
-    unlabelled: ClassVar[bool] = True
-    no_label: ClassVar[float | None] = UNLABELLED
-    head: ClassVar[str] = "AutoModelForMultipleChoice"
-    head_name: ClassVar[str] = "multiple choice head"
-    pipeline: ClassVar[str] = "multiple-choice"
-    collator_class: ClassVar[str] = "DataCollatorForMultipleChoice"
-    columns: ClassVar[Columns] = Columns(QUESTION, CHOICES, "label")
+    metrics = ("accuracy",)
+    unlabelled = True
+    no_label = UNLABELLED
+    head = "AutoModelForMultipleChoice"
+    head_name = "multiple choice head"
+    pipeline = "multiple-choice"
+    collator_class = "DataCollatorForMultipleChoice"
+    columns = Columns(QUESTION, CHOICES, "label")
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": [TEXT], "label": "int64"}
-    summary: ClassVar[str] = "It chooses one of some answers to a question."
-    usage: ClassVar[str] = (
+    summary = "It chooses one of some answers to a question."
+    usage = (
         f"{LOADING}"
         'question, choices = "...", ["...", "..."]\n'
         "pairs = tokenizer([question] * len(choices), choices, padding=True, "
@@ -101,9 +102,7 @@ class MultipleChoice(Task):
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{self.choices} choices"
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
         _count(rows)
         return super().prepare(rows, labelled, order)
 
@@ -132,7 +131,7 @@ class MultipleChoice(Task):
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         names = [f"choice {i}" for i in range(answers.shape[-1])]
-        return doubt(answers, examples.targets, names)
+        return sanity_warning(answers, examples.targets, names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().softmax(-1)

@@ -52,25 +52,25 @@ class QuestionAnswering(Task):
     more than that span, in the window with its lowest score.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("f1", "exact_match", "best_f1", "best_exact_match")
-    unlabelled: ClassVar[bool] = True
-    percent: ClassVar[frozenset[str]] = frozenset(metrics)
-    head: ClassVar[str] = "AutoModelForQuestionAnswering"
-    head_name: ClassVar[str] = "question answering head"
-    outputs: ClassVar[tuple[str, ...]] = ("start_logits", "end_logits")
-    pipeline: ClassVar[str] = "question-answering"
-    columns: ClassVar[Columns] = Columns(QUESTION, CONTEXT, ANSWERS)
+    metrics = ("f1", "exact_match", "best_f1", "best_exact_match")
+    unlabelled = True
+    percent = frozenset(metrics)
+    head = "AutoModelForQuestionAnswering"
+    head_name = "question answering head"
+    outputs = ("start_logits", "end_logits")
+    pipeline = "question-answering"
+    columns = Columns(QUESTION, CONTEXT, ANSWERS)
     stored: ClassVar[Mapping[str, Any]] = {
         ID: TEXT,
         "text": TEXT,
         "pair": TEXT,
         "label": {"text": [TEXT], "answer_start": ["int64"]},
     }
-    optional: ClassVar[tuple[str, ...]] = ("label",)
-    every_text: ClassVar[bool] = True
-    evaluation_columns: ClassVar[tuple[str, ...]] = ("starts", "ends", "none", "begins")
-    summary: ClassVar[str] = "It finds the answer to a question in a text."
-    usage: ClassVar[str] = (
+    optional = ("label",)
+    every_text = True
+    evaluation_columns = ("starts", "ends", "none", "begins")
+    summary = "It finds the answer to a question in a text."
+    usage = (
         f"{LOADING}"
         'tokens = tokenizer("question", "text", return_tensors="pt")\n'
         "found = model(**tokens)\n"
@@ -196,12 +196,12 @@ class QuestionAnswering(Task):
     def _readings(self, answers: Any, examples: Encoded) -> list[Reading]:
         """The reading of each row, from all of its windows."""
         windows: list[list[Reading]] = []
-        beside = (
+        columns = (
             row
             for batch in examples.evaluation_columns.iter(BATCH)
             for row in zip(*(batch[name] for name in self.evaluation_columns), strict=True)
         )
-        for logits, (*places, begins) in zip(answers, beside, strict=True):
+        for logits, (*places, begins) in zip(answers, columns, strict=True):
             if begins:  # several rows may have the number of one line
                 windows.append([])
             windows[-1].append(_read(logits, *places))
@@ -257,14 +257,13 @@ def _some_empty(rows: Rows) -> bool:
 def _nested(path: Path, option: str) -> dict[str, Any] | None:
     """The content of SQuAD's file; None for an array of rows, or rows line by line."""
     lines = list(files.text_lines(path, option))
+    row, first = lines[0]
+    if first.lstrip().startswith("["):
+        return None
     try:
-        found = json.loads("".join(line for _, line in lines))
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", str(error))
-        if lines[0][1].lstrip().startswith("[") or reason == "Extra data":
-            return None
-        row = lines[0][0] + getattr(error, "lineno", 1) - 1
-        raise InputError(f"{path}, row {row}: not JSON ({reason})") from None
+        found = json.loads(first)
+    except (ValueError, RecursionError):
+        found = files.loads("".join(line for _, line in lines), path, row)
     return found if isinstance(found, dict) and "data" in found else None
 
 
@@ -287,7 +286,7 @@ def _with_unique_ids(records: files.Records, path: Path) -> files.Records:
         where = f"{path}, row {number}"
         name = _id(record, where)
         if name in seen:
-            raise InputError(f"{where}: question {name!r:.60} stands there twice")
+            raise InputError(f"{where}: question {name!r:.60} occurs twice")
         seen.add(name)
         yield number, record
 
@@ -323,7 +322,7 @@ def _answers(given: Any, column: str, context: str, where: str) -> dict[str, lis
         placed = isinstance(text, str) and text.strip() and isinstance(start, int) and start >= 0
         if not placed or context[start : start + len(text)] != text:
             raise InputError(
-                f"{where}: answer {text!r:.60} doesn't stand at character {start!r:.20} of its text"
+                f"{where}: answer {text!r:.60} is not at character {start!r:.20} of its text"
             )
     return {"text": texts, "answer_start": starts}
 
@@ -396,10 +395,11 @@ def _right(found: Sequence[str], gold: Sequence[Sequence[str]]) -> Iterator[tupl
     """Exact match and F1 of each question, for the best of its ``gold`` answers."""
     empty = any(not answers for answers in gold)
     for text, answers in zip(found, gold, strict=True):
-        said, meant = _plain(text), [_plain(answer) for answer in answers]
+        plain, correct = _plain(text), [_plain(answer) for answer in answers]
         if empty:
-            meant = [answer for answer in meant if answer] or [""]
-        yield said in meant, max(_f1(said.split(), answer.split(), empty) for answer in meant)
+            correct = [answer for answer in correct if answer] or [""]
+        f1 = max(_f1(plain.split(), answer.split(), empty) for answer in correct)
+        yield plain in correct, f1
 
 
 def squad(found: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:

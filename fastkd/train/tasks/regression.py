@@ -3,29 +3,29 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import doubt, evaluate
+from fastkd.train.evaluation import evaluate, sanity_warning
 from fastkd.train.label_values import LARGEST, as_number
-from fastkd.train.tasks.base import FittedTask, LabelInfo, Task
+from fastkd.train.tasks.base import FittedTask, LabelInfo, Prepared, Task
 
 
 @dataclass(frozen=True)
 class Regression(Task):
     """Real numbers, in a head with one output."""
 
-    metrics: ClassVar[tuple[str, ...]] = ("pearson", "spearman", "mse")
-    lower_is_better: ClassVar[frozenset[str]] = frozenset({"mse"})
-    problem: ClassVar[str | None] = "regression"
-    unlabelled: ClassVar[bool] = True
-    no_label: ClassVar[float | None] = math.nan
-    by_class: ClassVar[bool] = True
-    summary: ClassVar[str] = "It predicts a number."
+    metrics = ("pearson", "spearman", "mse")
+    lower_is_better = frozenset({"mse"})
+    problem = "regression"
+    unlabelled = True
+    no_label = math.nan
+    by_class = True
+    summary = "It predicts a number."
 
     @property
     def num_labels(self) -> int:
@@ -39,11 +39,9 @@ class Regression(Task):
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
         return FittedTask(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
 
-    def prepare(
-        self, rows: Rows, labelled: bool = True, order: str | None = None
-    ) -> tuple[Task, Rows, tuple[str, ...]]:
-        task, rows, notes = super().prepare(rows, labelled, order)
-        return task, to_reals(rows) if labelled else rows, notes
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+        found = super().prepare(rows, labelled, order)
+        return found._replace(rows=to_reals(rows)) if labelled else found
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         marked = np.count_nonzero(np.asarray(corpus.train.labels) == UNLABELLED)
@@ -57,7 +55,7 @@ class Regression(Task):
         return evaluate(metrics, answers, examples.targets)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        return doubt(answers, examples.targets, None)
+        return sanity_warning(answers, examples.targets, None)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{"value": float(value)} for value in answers[:, 0]]

@@ -29,17 +29,17 @@ class Seq2Seq(Task):
     without stemming. The loss is the mean over the tokens of the targets.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("chrf", "rouge_l", "loss")
-    lower_is_better: ClassVar[frozenset[str]] = frozenset({"loss"})
-    percent: ClassVar[frozenset[str]] = frozenset({"chrf"})
-    head: ClassVar[str] = "AutoModelForSeq2SeqLM"
-    head_name: ClassVar[str] = "language model head"
-    pipeline: ClassVar[str] = "text2text-generation"
-    columns: ClassVar[Columns] = Columns(SOURCE, None, TARGET)
+    metrics = ("chrf", "rouge_l", "loss")
+    lower_is_better = frozenset({"loss"})
+    percent = frozenset({"chrf"})
+    head = "AutoModelForSeq2SeqLM"
+    head_name = "language model head"
+    pipeline = "text2text-generation"
+    columns = Columns(SOURCE, None, TARGET)
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "label": TEXT}
-    optional: ClassVar[tuple[str, ...]] = ("label",)
-    collator_class: ClassVar[str] = "DataCollatorForSeq2Seq"
-    usage: ClassVar[str] = (
+    optional = ("label",)
+    collator_class = "DataCollatorForSeq2Seq"
+    usage = (
         f"{LOADING}"
         'ids = model.generate(**tokenizer("...", return_tensors="pt"), max_new_tokens=128)\n'
         "print(tokenizer.decode(ids[0], skip_special_tokens=True))"

@@ -37,17 +37,17 @@ class TokenClassification(ListedTask):
     IOB2, IOBES, BMES, BILOU); equal tags without a mark in a row are one entity.
     """
 
-    metrics: ClassVar[tuple[str, ...]] = ("f1", "precision", "recall", "accuracy")
-    head: ClassVar[str] = "AutoModelForTokenClassification"
-    head_name: ClassVar[str] = "token classification head"
-    pipeline: ClassVar[str] = "token-classification"
-    suffixes: ClassVar[tuple[str, ...]] = (CONLL,)
-    columns: ClassVar[Columns] = Columns(TOKENS, None, LABELS)
+    metrics = ("f1", "precision", "recall", "accuracy")
+    head = "AutoModelForTokenClassification"
+    head_name = "token classification head"
+    pipeline = "token-classification"
+    suffixes = (CONLL,)
+    columns = Columns(TOKENS, None, LABELS)
     stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT], "label": [TEXT]}
-    optional: ClassVar[tuple[str, ...]] = ("label",)
-    collator_class: ClassVar[str] = "DataCollatorForTokenClassification"
-    evaluation_columns: ClassVar[tuple[str, ...]] = ("words",)
-    label_noun: ClassVar[str] = "tag"
+    optional = ("label",)
+    collator_class = "DataCollatorForTokenClassification"
+    evaluation_columns = ("words",)
+    label_noun = "tag"
 
     @classmethod
     def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:

@@ -209,7 +209,7 @@ def test_a_mistake_is_one_sentence(tmp_path):
     ("template", "words"),
     [
         (None, "--task chat needs a tokenizer with a chat template"),
-        ("{{ messages | length }} {{ messages[-1].content }}", "row 1: message 2 can't be told"),
+        ("{{ messages | length }} {{ messages[-1].content }}", "row 1: the tokens of message 2"),
         (
             "{{ raise_exception('only systems') }}",
             "row 1: the .* template refuses it .only systems",

@@ -361,7 +361,7 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
         ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence2' is empty"),
         ('{"sentence1": "a", "sentence2": "b", "score": "x"}', {}, "score 'x' is not a finite"),
         ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
-        ('{"text": "a", "s": 1}', {"label_column": "s"}, "--text-pair-column says where"),
+        ('{"text": "a", "s": 1}', {"label_column": "s"}, "pass --text-pair-column"),
         ('{"text": "a"}', {"metric": "spearman"}, "--metric spearman: .* have no scores"),
         ('{"text": "a"}', {"unlabelled": True}, "--unlabelled: rows of --task embedding"),
     ],

@@ -203,9 +203,9 @@ def test_a_mistake_is_one_sentence(tmp_path):
         (question(answers=3), "question 'q7': column 'answers' is not a list of answers"),
         (
             question(answers=[{"text": "b", "answer_start": 1}]),
-            "question 'q7': answer 'b' doesn't stand at character 1 of its text",
+            "question 'q7': answer 'b' is not at character 1 of its text",
         ),
-        (question(answers=[{"text": "b"}]), "answer 'b' doesn't stand at character None"),
+        (question(answers=[{"text": "b"}]), "answer 'b' is not at character None"),
     ):
         refused(tmp_path, "question-answering", text, words, "a.json")
     for name in (["q"], {"q": 1}, None, True, 1.5):
@@ -214,7 +214,7 @@ def test_a_mistake_is_one_sentence(tmp_path):
     row = {"question": "a", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}}
     for names, said in (
         (["q", ["r"]], r"row 2: column 'id' is not text but \['r'\]"),
-        (["1", "2", 1], "row 3: question '1' stands there twice"),
+        (["1", "2", 1], "row 3: question '1' occurs twice"),
         (["\ud800"], "row 1: column 'id' holds half a character"),
     ):
         lines = "\n".join(json.dumps({"id": name, **row}) for name in names)
