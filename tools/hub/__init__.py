@@ -119,9 +119,11 @@ def portable(source: str) -> str:
     source = "".join(lines)
     if names:
         wanted = f"from typing import {', '.join(sorted(names))}\n"
-        first = re.search(r"^(?:import|from) ", source, re.MULTILINE)
-        assert first
-        source = source[: first.start()] + wanted + source[first.start() :]
+        # Not by text: a line of the docstring may begin with "from".
+        imports = (ast.Import, ast.ImportFrom)
+        first = next(node for node in ast.parse(source).body if isinstance(node, imports))
+        lines = source.splitlines(keepends=True)
+        source = "".join([*lines[: first.lineno - 1], wanted, *lines[first.lineno - 1 :]])
     ast.parse(source, feature_version=(3, 9))
     return source
 
