@@ -38,7 +38,7 @@ from fastkd._torch.row_losses import (
     log_mass_of,
     row_chunks,
     soft_target_rows,
-    teacher_terms,
+    total_variation,
 )
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
@@ -621,11 +621,9 @@ class _ChunkedPass:
         if not {"entropy", "accuracy"}.isdisjoint(options.terms):
             terms[2], terms[3] = entropy_and_accuracy(student, labels, options.shard)
         logits = teacher[0] if self.teacher is not None else None
-        names = [x for x in options.terms if x not in MAIN_TERMS]
-        if names:
-            found = teacher_terms(names, student, logits, self.draft, labels, options.shard)
-            for name, row in found.items():
-                terms[TERMS.index(name)] = row
+        for name in options.terms:
+            if name not in MAIN_TERMS:
+                terms[TERMS.index(name)] = self.term(name, student, logits, labels)
         log_mass = None
         if logits is not None and self.draft is not None:
             logits, log_mass = logits[:, self.draft], logits
@@ -685,12 +683,44 @@ class _ChunkedPass:
         options = task.label_smoothing, task.z_loss
         return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
+    def term(
+        self, name: str, student: Tensor, teacher: Tensor | None, labels: Tensor | None
+    ) -> Tensor:
+        """A term (R,) of logits (R, V) at temperature 1; those of labels are 0 without labels."""
+        shard = self.options.shard
+        of_labels = name in ("log_prob", "teacher_log_prob")
+        if (of_labels and labels is None) or (teacher is None and name != "log_prob"):
+            return torch.zeros_like(student[:, 0])
+        if labels is not None and name == "log_prob":
+            return self.log_probs(student, labels)
+        assert teacher is not None
+        if labels is not None and name == "teacher_log_prob":
+            return self.log_probs(teacher, labels if self.draft is None else self.draft[labels])
+        if name == "teacher_entropy":
+            return entropy_and_accuracy(teacher, None, shard)[0]
+        if self.draft is not None or not self.by_kernels:
+            return total_variation(student, teacher, self.draft, shard)
+        if self.runs_on == "cpp":
+            rows = student, teacher, None, None, None
+            return torch.ops.fastkd_cpp.soft_target_rows(
+                *rows, "total_variation", 1.0, 1.0, 0.0, False
+            )
+        from fastkd.kernels import soft_targets as kernels
+
+        return kernels.soft_target_forward(student, teacher, None, "total_variation", 1.0, 1.0)[0]
+
+    def log_probs(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Log-probabilities (R,) of one token for each row of logits (R, V), at temperature 1."""
+        if self.runs_on == "cpp":
+            return -torch.ops.fastkd_cpp.cross_entropy(logits, ids, None, None, 0.0, 0.0)
+        shard = self.options.shard
+        return shard.gather(logits, ids) - shard.logsumexp(logits)
+
     def ratio(self, student: Tensor, given: Positions) -> Tensor | None:
         """Importance ratios (R,) of logits (R, V), or None."""
         if given.ratio_ids is None or given.ratio_old is None:
             return None
-        shard = self.options.shard
-        log_q = shard.gather(student, given.ratio_ids) - shard.logsumexp(student)
+        log_q = self.log_probs(student, given.ratio_ids)
         return (log_q - given.ratio_old).exp_().clamp_(max=self.options.largest_ratio)
 
     def soft_targets(

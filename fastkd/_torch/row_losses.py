@@ -1,6 +1,5 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -228,33 +227,15 @@ def log_mass_of(logits: Tensor, whole: Tensor, temperature: float) -> Tensor:
     return (logits / temperature).logsumexp(-1) - (whole / temperature).logsumexp(-1)
 
 
-def teacher_terms(
-    names: Collection[str],
-    student: Tensor,
-    teacher: Tensor | None,
-    draft: Tensor | None,
-    labels: Tensor | None,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
-) -> dict[str, Tensor]:
-    """Named terms (R,) of logits (R, V), at temperature 1; log-probabilities are 0 without labels.
+def total_variation(
+    student: Tensor, teacher: Tensor, draft: Tensor | None, shard: VocabularyShard
+) -> Tensor:
+    """Total variation (R,) of logits at temperature 1.
 
-    ``draft``: the teacher's token ids (V,) of the student's tokens, None for the same vocabulary.
+    ``draft``: the teacher's token ids of the student's tokens, None for the same vocabulary. The
+    student's probability of all other tokens is 0.
     """
-    log_ps, found = shard.log_softmax(student), dict[str, Tensor]()
-    none = torch.zeros_like(log_ps[:, 0])
-    if "log_prob" in names:
-        found["log_prob"] = none if labels is None else shard.gather(log_ps, labels)
-    if teacher is None:
-        return found
-    log_pt = shard.log_softmax(teacher)
-    p_t = log_pt.exp()
-    if "teacher_entropy" in names:
-        found["teacher_entropy"] = -shard.sum((p_t * log_pt).masked_fill_(p_t == 0, 0))
-    if draft is not None:
-        log_pt, p_t = log_pt[:, draft], p_t[:, draft]
-    if "teacher_log_prob" in names:
-        found["teacher_log_prob"] = none if labels is None else shard.gather(log_pt, labels)
-    if "total_variation" in names:
-        outside = 0 if draft is None else 1 - p_t.sum(-1)
-        found["total_variation"] = (shard.sum((log_ps.exp() - p_t).abs_()) + outside) / 2
-    return found
+    p_s, p_t = (shard.log_softmax(x).exp_() for x in (student, teacher))
+    p_t = p_t if draft is None else p_t[:, draft]
+    outside = 0 if draft is None else 1 - p_t.sum(-1)
+    return (shard.sum((p_s - p_t).abs_()) + outside) / 2

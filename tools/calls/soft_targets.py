@@ -8,6 +8,7 @@ from torch import Tensor
 
 import fastkd
 from fastkd import Divergence
+from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tools.calls import (
     ALL_TYPES,
@@ -60,8 +61,10 @@ def calls_of_heads() -> Calls:
         options = {"rows": 6, "V": 1025, "dtype": dtype, "top_k": top_k, "vocabulary": 1000}
         options |= {"divergence": divergence, "reduction": reduction, "chunk_bytes": 1 << 15}
         yield Call(whole_head, {}, options)
-    for name in ("skew_kl", "skew_reverse_kl", "total_variation", "mixed"):
-        yield Call(fastkd.soft_target_loss, logits(6, 50), {"divergence": Divergence(name)})
+    others = [Divergence(name) for name in NAMES if name not in DIVERGENCES]
+    for divergence, dtype, V in itertools.product([*others, share], ALL_TYPES, (50, 1025, 30522)):
+        inputs = logits(6, V, dtype=dtype)
+        yield Call(fastkd.soft_target_loss, inputs, {"divergence": divergence})
 
 
 def calls() -> Calls:
