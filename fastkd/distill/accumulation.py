@@ -60,6 +60,13 @@ class MicroBatch:
     def run(self, items: ItemCounts) -> Step:
         """The student on this part; from the second time on with the first one's dropout."""
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        distiller = self.distiller
+        teacher = self.teacher or distiller.teachers.outputs(
+            self.batch, distiller.progress, distiller.uses_lm_head
+        )
+        if not distiller.student_model.per_token:
+            self.teacher = teacher
+        # Otherwise it runs again: logits over a vocabulary for all micro-batches take much memory.
         with contextlib.ExitStack() as stack:
             if self.random is None:
                 self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
@@ -68,16 +75,9 @@ class MicroBatch:
                 torch.set_rng_state(self.random[0])
                 for device, state in zip(devices, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(moved_embeddings(self.distiller.student_model, self.shift))
-            student = self.distiller.student_outputs(self.batch)
-        distiller = self.distiller
-        teacher = self.teacher or distiller.teachers.outputs(
-            self.batch, distiller.method, distiller.progress, distiller.uses_lm_head
-        )
-        if not distiller.student_model.per_token:
-            self.teacher = teacher
-        # Else it runs again: logits of a vocabulary for all parts would fill the memory.
-        return distiller.make_step(self.batch, student, teacher, items)
+            stack.enter_context(moved_embeddings(distiller.student_model, self.shift))
+            step: Step = distiller.make_step(self.batch, teacher, items)
+        return step
 
 
 class WholeBatch:
@@ -137,7 +137,7 @@ class WholeBatch:
 
     def share(self, index: int) -> tuple[Tensor, dict[str, Tensor], Step]:
         """Loss of one part, whose gradients add up, its terms, and its step."""
-        step = self.parts[index].run(ItemCounts(known=self.items))
+        step = self.parts[index].run(ItemCounts(known=iter(self.items)))
         loss, terms = self.distiller.losses(step, "predictions")
         count = len(self.parts)
         shown = {name: value / count for name, value in self.compared.items()}

@@ -1,6 +1,7 @@
-"""One batch: inputs of student and teacher, token mask, documents and spans."""
+"""One batch: inputs of student and teacher, token mask, documents of packed rows, and spans."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,12 +9,61 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.model_inputs import frames_mask, pad_right, rotate
+from fastkd._core.numerics import values_readable
+from fastkd.analysis.model_inputs import IGNORED, frames_mask, pad_right, rotate
 from fastkd.distill.backbone import Backbone
-from fastkd.distill.documents import DECODER_TOKENS, Documents, decoder_tokens, find_documents
+from fastkd.distill.outputs import QKV, Outputs
 from fastkd.distill.spans import Spans, counterparts
 
 SPAN_LABELS = ("start_positions", "end_positions")
+# A decoder's own inputs.
+DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+@dataclass
+class Documents:
+    """Tokens of S documents, each starting at position 0.
+
+    ``index`` (S, L) are the tokens' positions in the flattened batch (B·N), ``mask`` (S, L) marks
+    real tokens, ``document_ids`` (B, N) is the document of each token (S for padding).
+    """
+
+    index: Tensor
+    mask: Tensor
+    document_ids: Tensor
+    packed: bool
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Features (B, N, ...) as (S, L, ...)."""
+        rows = x.flatten(0, 1).index_select(0, self.index.flatten())
+        return rows.unflatten(0, self.index.shape)
+
+    def unpack_heads(self, x: Tensor) -> Tensor:
+        """Queries, keys or values (B, H, N, D) as (S, H, L, D)."""
+        return self.unpack(x.transpose(1, 2)).transpose(1, 2)
+
+    def unpack_maps(self, x: Tensor) -> Tensor:
+        """Attention maps (B, H, N, N) as (S, H, L, L)."""
+        N = x.shape[-1]
+        rows = self.index[:, :, None] // N
+        queries, keys = self.index[:, :, None] % N, self.index[:, None, :] % N
+        return x.permute(0, 2, 3, 1)[rows, queries, keys].permute(0, 3, 1, 2)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Euclidean norm (B, N, 1) over the document of each token of ``x`` (B, N, D)."""
+        squares = x.square().sum(-1).flatten()
+        totals = squares.new_zeros(len(self.mask) + 1)
+        totals = totals.index_put((self.document_ids.flatten(),), squares, accumulate=True)
+        return totals.sqrt()[self.document_ids][..., None]
+
+    def unpack_outputs(self, outputs: Outputs) -> Outputs:
+        """Outputs whose features have each document in a row of its own."""
+        return dataclasses.replace(
+            outputs,
+            hidden={layer: self.unpack(x) for layer, x in outputs.hidden.items()},
+            attentions={layer: self.unpack_maps(x) for layer, x in outputs.attentions.items()},
+            qkv={layer: QKV(*map(self.unpack_heads, x)) for layer, x in outputs.qkv.items()},
+        )
 
 
 @dataclass
@@ -26,6 +76,11 @@ class Batch:
     shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
+    # Mask of the real tokens of features, with each document in a row of its own.
+    feature_mask: Tensor | None
+    document_ids: Tensor | None  # (B, N) document of each token if rows are packed
+    device: torch.device  # of the inputs; sharded or offloaded parameters may be elsewhere
+    empty: bool  # no rows, as in the last batch of a process without data left
     teacher: "Batch | None" = None  # the teacher's batch, if it has inputs of its own
     spans: Spans | None = None
     loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses, in labels' order
@@ -41,36 +96,40 @@ class Batch:
         first: Tensor | None = None,
         *,
         student: Backbone,
+        readers: Sequence[Backbone],
         unmasks: bool,
-        rotates: bool,
     ) -> "Batch":
         """Batch of one model's inputs.
 
-        ``unmasks`` removes the mask of packed rows. ``rotates`` moves left padding behind the
-        tokens. ``first`` (B, 1) is the position of the first label before its rotation, if the
-        decoder's inputs derive from the labels.
+        ``readers`` are the models that read them. Left padding is moved behind the tokens, unless a
+        reader's head reads the last position. ``unmasks`` removes the mask of packed rows.
+        ``first`` (B, 1) is the position of the first label before its rotation, if the decoder's
+        inputs derive from the labels.
         """
         rotated = None
-        if rotates:
+        has_decoder_inputs = any(inputs.get(name) is not None for name in DECODER_TOKENS)
+        if any(model.reads_last_position(inputs) for model in readers):
+            check_side(readers, inputs)
+        else:
             inputs, rotated = pad_right(inputs)
-            if any(inputs.get(name) is not None for name in DECODER_TOKENS):
+            if has_decoder_inputs:
                 inputs, rotated = pad_right(inputs, "decoder_")  # labels belong to these
         if rotated is not None:
             if student.per_token and labels is not None and labels.dim() == 2:
                 labels = rotate(labels, rotated, 1)
             segments = None if segments is None else rotate(segments, rotated, 1)
             inputs.update(_moved_answers(inputs, rotated))
-        decoded = decoder_tokens(inputs, labels)
+        decoded = decoder_tokens(inputs, labels) if has_decoder_inputs else None
         if decoded is None:
-            mask = frames_mask(student.inner, inputs, _token_mask(inputs))
-            shape = _batch_shape(inputs, mask)
+            mask, shape = _token_mask(inputs, student)
             documents = find_documents(shape, mask, inputs, segments, at_front=rotated is not None)
         elif segments is not None:
             raise ValueError("segments: a decoder's row is one document; leave segments out")
         else:
             mask, shape = decoded
             documents = find_documents(shape, mask, {}, None)
-        if documents is not None and documents.packed and unmasks:
+        packed = documents is not None and documents.packed
+        if packed and unmasks:
             # With a mask transformers reads each row as one document. Without it real tokens must
             # not attend to padding: at the largest position, no padding continues a document.
             inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
@@ -80,6 +139,7 @@ class Batch:
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(inputs.get(name) is not None for name in SPAN_LABELS):
             targets = inputs["start_positions"], inputs["end_positions"]
+        tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
         return cls(
             inputs,
             targets,
@@ -87,29 +147,12 @@ class Batch:
             shape,
             mask,
             documents,
+            feature_mask=mask if documents is None else documents.mask,
+            document_ids=documents.document_ids if documents is not None and packed else None,
+            device=tensors[0].device if tensors else torch.device("cpu"),
+            empty=any(x.dim() and not len(x) for x in tensors),
             first=rotated if first is None else first,
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the inputs; sharded or offloaded parameters may be on another one."""
-        return next(x.device for x in self.inputs.values() if isinstance(x, Tensor))
-
-    @property
-    def feature_mask(self) -> Tensor | None:
-        """Mask of real tokens of features, with each document in a row of its own."""
-        return self.mask if self.documents is None else self.documents.mask
-
-    @property
-    def document_ids(self) -> Tensor | None:
-        """Document of each token if rows are packed, else None."""
-        documents = self.documents
-        return documents.document_ids if documents is not None and documents.packed else None
-
-    @property
-    def empty(self) -> bool:
-        """Whether there are no rows, as in the last batch of a process without data left."""
-        return any(isinstance(x, Tensor) and x.dim() and not len(x) for x in self.inputs.values())
 
     @property
     def token_mask(self) -> Tensor:
@@ -120,18 +163,13 @@ class Batch:
         return torch.ones(self.shape, dtype=torch.bool)
 
     @property
-    def read_by_teacher(self) -> "Batch":
-        """The teacher's own batch, or this one."""
-        return self.teacher or self
-
-    @property
     def model_inputs(self) -> dict[str, Any]:
         """Inputs without targets."""
         return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
     def align(self, spans: tuple[Tensor, Tensor]) -> None:
         """Set the spans of the student's and the teacher's tokens."""
-        batches = list(zip((self, self.read_by_teacher), spans, strict=True))
+        batches = list(zip((self, self.teacher or self), spans, strict=True))
         self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
         rows = (x if b.first is None else rotate(x, b.first, 1) for b, x in batches)
         self.spans.paired = counterparts(*rows)
@@ -192,23 +230,145 @@ def _moved_answers(batch: dict[str, Any], first: Tensor) -> dict[str, Tensor]:
     return moved
 
 
-def _token_mask(batch: dict[str, Any]) -> Tensor | None:
-    """attention_mask as bool (B, N), with one row per choice of a question."""
+def check_side(readers: Sequence[Backbone], batch: dict[str, Any]) -> None:
+    """Raise for left padding that stays in place, if a model may count positions from it."""
     mask = batch.get("attention_mask")
-    if mask is None:
-        return None
-    if mask.dim() not in (2, 3):
-        raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
-    return mask.bool().flatten(0, -2)
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or not mask.numel():
+        return
+    for reader in readers:
+        # XLNet's positions are relative; those of `Blocks` are unknown.
+        known = reader.shows_states and reader.config.model_type != "xlnet"
+        if known and "position_ids" not in batch and not bool(mask[..., 0].all()):
+            raise ValueError(
+                f"attention_mask: rows are padded on the left for a head that reads the last "
+                f"position, and {reader.class_name} may count positions from the padding; pass "
+                "position_ids"
+            )
 
 
-def _batch_shape(batch: dict[str, Any], mask: Tensor | None) -> tuple[int, int] | None:
-    """Shape (B, N) of the tokens; None if the inputs don't show it."""
+def _token_mask(
+    batch: dict[str, Any], model: Backbone
+) -> tuple[Tensor | None, tuple[int, int] | None]:
+    """Mask and shape (B, N) of the tokens, one row per choice of a question.
+
+    Either is None if the inputs don't have it. Tokens of an audio model are its frames.
+    """
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        if mask.dim() not in (2, 3):
+            raise ValueError(f"attention_mask must be (B, N), got shape {tuple(mask.shape)}")
+        mask = mask.bool().flatten(0, -2)
+        if "input_values" in batch:
+            mask = frames_mask(model.inner, batch, mask)
     tokens = mask if mask is not None else batch.get("input_ids")
     if not isinstance(tokens, Tensor):
         tokens = batch.get("inputs_embeds")
         tokens = tokens[..., 0] if isinstance(tokens, Tensor) else None
     if tokens is None or tokens.dim() < 2:
-        return None
+        return mask, None
     rows, length = tokens.flatten(0, -2).shape
-    return rows, length
+    return mask, (rows, length)
+
+
+def decoder_tokens(
+    batch: dict[str, Any], labels: Any
+) -> tuple[Tensor | None, tuple[int, int]] | None:
+    """Mask and shape (B, M) of a decoder's own input tokens; None if the batch has none.
+
+    A token is real if ``decoder_attention_mask`` and its label, other than −100, say so.
+    """
+    given = (batch.get(name) for name in DECODER_TOKENS)
+    tokens = next((x for x in given if isinstance(x, Tensor)), None)
+    if tokens is None:
+        return None
+    rows, length = tokens.shape[:2]
+    mask = batch.get("decoder_attention_mask")
+    mask = None if mask is None else mask.bool()
+    if isinstance(labels, Tensor) and labels.shape == (rows, length):
+        known = labels != IGNORED
+        mask = known if mask is None else mask & known
+    return mask, (rows, length)
+
+
+def find_documents(
+    shape: tuple[int, int] | None,
+    mask: Tensor | None,
+    batch: dict[str, Any],
+    segments: Tensor | None,
+    *,
+    at_front: bool = False,
+) -> Documents | None:
+    """Documents of a (B, N) batch; None if each row is one document that starts at position 0.
+
+    ``segments`` (B, N) are document ids. Without them the documents come from a padding-free
+    collator's ``seq_idx``, ``cu_seq_lens_q``, or ``position_ids`` that restart. With ``at_front``
+    no row has left padding.
+    """
+    if shape is None:
+        return None
+    if segments is None:
+        ends = batch.get("cu_seq_lens_q")
+        if isinstance(batch.get("seq_idx"), Tensor):
+            segments = batch["seq_idx"].expand(shape)
+        elif isinstance(ends, Tensor):
+            tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=ends.dtype)
+            segments = torch.bucketize(tokens, ends, right=True).view(shape)
+    elif tuple(segments.shape) != shape:
+        raise ValueError(
+            f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
+        )
+    positions = batch.get("position_ids")
+    if segments is None and isinstance(positions, Tensor) and _one_per_token(positions, shape):
+        positions = positions.reshape(-1, shape[1]).expand(shape)
+    else:
+        positions = None  # none, or several per token (M-RoPE)
+    if segments is None and positions is None:
+        if mask is None or at_front:
+            return None
+        if not values_readable(mask):
+            return _moved_to_front(mask)
+        if bool(mask[:, 0].all()):
+            return None
+    sample = next(x for x in (segments, positions, mask) if x is not None)
+    real = torch.ones(shape, dtype=torch.bool, device=sample.device) if mask is None else mask
+    rows, columns = real.nonzero(as_tuple=True)
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[1:] = rows[1:] != rows[:-1]
+    first_of_row = starts.clone()
+    if segments is not None:
+        values = segments[rows, columns]
+        starts[1:] |= values[1:] != values[:-1]
+    elif positions is not None:
+        values = positions[rows, columns]
+        starts[1:] |= values[1:] <= values[:-1]
+    packed = bool((starts != first_of_row).any())
+    if not packed and not bool((columns[starts] > 0).any()):
+        return None
+    # With one document per row, document ids are row numbers, also for empty rows.
+    numbers = starts.cumsum(0) - 1 if packed else rows
+    offsets = columns - columns[starts][starts.cumsum(0) - 1]
+    size = (int(starts.sum()) if packed else shape[0], int(offsets.max()) + 1)
+    index = torch.zeros(size, dtype=torch.int64, device=sample.device)
+    index[numbers, offsets] = rows * shape[1] + columns
+    real_tokens = torch.zeros(size, dtype=torch.bool, device=sample.device)
+    real_tokens[numbers, offsets] = True
+    document_ids = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
+    document_ids[rows, columns] = numbers
+    return Documents(index, real_tokens, document_ids, packed)
+
+
+def _one_per_token(positions: Tensor, shape: tuple[int, int]) -> bool:
+    # Dynamo doesn't evaluate `in` for dynamic sizes.
+    return positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1]
+
+
+def _moved_to_front(mask: Tensor) -> Documents:
+    """Documents that start at each row's first real token, without reading the mask's values.
+
+    Rows are rotated: each token has one place, so that no gradients are added up.
+    """
+    B, N = mask.shape
+    rows = torch.arange(B, device=mask.device)[:, None]
+    first = mask.to(torch.uint8).argmax(1, keepdim=True)  # (B, 1), 0 where none is real
+    index = rows * N + (torch.arange(N, device=mask.device) + first) % N  # (B, N)
+    return Documents(index, mask.flatten()[index], torch.where(mask, rows, B), packed=False)

@@ -23,7 +23,7 @@ from fastkd.distill.outputs import HeadOutput, Outputs
 from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
 from fastkd.distill.reader import BatchReader
 from fastkd.distill.step import ItemCounts, Step
-from fastkd.distill.teachers import Teachers, batch_outputs, check_in_place
+from fastkd.distill.teachers import Teachers, batch_outputs
 from fastkd.distributed import InGroup, ranks_of
 
 if TYPE_CHECKING:
@@ -139,8 +139,12 @@ class Distiller(InGroup):
         self._progress: float | None = None
         method.build(self.teachers.model, self.student_model)
         self.reader = BatchReader(self.student_model, self.teachers, method)
+        #: Whether language models' terms are computed from hidden states and heads, not logits.
+        self.uses_lm_head = (
+            method.uses_lm_head and not self.student_model.encoder_decoder and not keep_logits
+        )
         device = next(student.parameters()).device
-        for each, served in self.teachers.with_methods(method):
+        for each, served in self.teachers.pairs:
             each.serve(served, device)
         taught.requires_grad_(False).eval()
         # A half-precision student gets half-precision projections (an orthogonal one stays exact).
@@ -296,10 +300,11 @@ class Distiller(InGroup):
         if _share is not None:
             whole, index = _share
             return self.output(*whole.share(index))
-        self._check_schedule()
+        if self._progress is None and self.method.scheduled:
+            self._warn_of_schedule()
         targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}
         batch = self.read({**targets, **inputs}, num_items)
-        teacher = self.teachers.outputs(batch, self.method, self.progress, self.uses_lm_head)
+        teacher = self.teachers.outputs(batch, self._progress or 0.0, self.uses_lm_head)
         if not self.perturbs:
             return self._learn(batch, teacher)
         with leaf_embeddings(self.student_model) as embeddings:
@@ -311,7 +316,7 @@ class Distiller(InGroup):
     def _learn(self, batch: Batch, teacher: Outputs) -> DistillerOutput:
         """Run the student, and compute the method's loss."""
         ranks = ranks_of(self.gather, self.group)
-        step = self.make_step(batch, self.student_outputs(batch), teacher, ItemCounts(ranks))
+        step = self.make_step(batch, teacher, ItemCounts(ranks))
         loss, terms = self.losses(step)
         if loss is None:
             name = type(self.method).__name__
@@ -359,14 +364,9 @@ class Distiller(InGroup):
             ...     out.loss.backward()
             >>> optimizer.step()  # doctest: +SKIP
         """
-        self._check_schedule()
+        if self._progress is None and self.method.scheduled:
+            self._warn_of_schedule()
         yield from accumulate(self, batches, self if model is None else model)
-
-    @property
-    def uses_lm_head(self) -> bool:
-        """Whether language models' terms are computed from hidden states and heads, not logits."""
-        possible = self.method.uses_lm_head and not self.student_model.encoder_decoder
-        return possible and not self.keep_logits
 
     @property
     def perturbs(self) -> bool:
@@ -376,25 +376,24 @@ class Distiller(InGroup):
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """Read arguments as in `forward` into a batch; raise if a model has been replaced."""
-        check_in_place("student", self.student, self.student_model.uncompiled)
-        for teacher in self.teachers.each:
-            check_in_place("teacher", self.teacher, teacher.module)
+        runs = [("student", self.student, self.student_model.uncompiled)]
+        runs += [("teacher", self.teacher, teacher.module) for teacher in self.teachers.each]
+        for name, module, run in runs:
+            if all(inner is not run for inner in module.modules()):
+                raise ValueError(
+                    f"{name}: the {name} was replaced after the Distiller was made, which still "
+                    "runs the old one; make a new Distiller"
+                )
         return self.reader.read(inputs, num_items)
 
-    def student_outputs(self, batch: Batch) -> Outputs:
-        """The student's outputs on a batch, pooled over spans if the batch has spans."""
+    def make_step(self, batch: Batch, teacher: Outputs, items: ItemCounts) -> Step:
+        """Run the student on a batch; returns the step that a method computes its loss from."""
         request = self.method.layer_request("student")
         head: HeadOutput = "inputs" if self.uses_lm_head else "logits"
-        outputs = batch_outputs(self.student_model, batch.inputs, request, batch, head)
-        if batch.spans is None:
-            return outputs
-        return batch.spans.pool(outputs, 0, self.student_model, batch.feature_mask)
-
-    def make_step(
-        self, batch: Batch, student: Outputs, teacher: Outputs, items: ItemCounts
-    ) -> Step:
-        """The step that a method computes its loss from."""
-        return Step(
+        student = batch_outputs(self.student_model, batch.inputs, request, batch, head)
+        if batch.spans is not None:
+            student = batch.spans.pool(student, 0, self.student_model, batch.feature_mask)
+        step = Step(
             student,
             teacher,
             self.student_model,
@@ -408,7 +407,8 @@ class Distiller(InGroup):
             first=batch.first,
             ranks=items.ranks,
             items=items,
-        ).among_ranks()
+        )
+        return step if items.ranks is None else step.among_ranks()
 
     def losses(
         self, step: Step, only: Only | None = None
@@ -416,10 +416,10 @@ class Distiller(InGroup):
         """Weighted loss (None if no term has a weight) and detached terms of the method."""
         device = next(self.student.parameters()).device.type
         with torch.autocast(device, enabled=False):
-            loss, terms = self.method(step, self.progress, only)
-            router = None if only == "features" else step.router_loss()
-        if router is None:
-            return loss, terms
+            loss, terms = self.method(step, self._progress or 0.0, only)
+            if step.student.router is None or only == "features":
+                return loss, terms
+            router = step.own_mean(step.student.router)
         weighted = self.student_model.stack_config.router_aux_loss_coef * router
         return weighted if loss is None else loss + weighted, {**terms, "router": router.detach()}
 
@@ -427,12 +427,13 @@ class Distiller(InGroup):
         """A step's result, with detached logits in the token order of the input rows."""
         # Attached logits that no term uses would make DistributedDataParallel wait for gradients.
         logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
-        if self.student_model.per_token or isinstance(logits, tuple):
+        if step.first is not None and (self.student_model.per_token or isinstance(logits, tuple)):
             logits = put_back(logits, step.first)
         return DistillerOutput(loss, terms, logits)
 
-    def _check_schedule(self) -> None:
-        if self.training and self.method.scheduled and self._progress is None:
+    def _warn_of_schedule(self) -> None:
+        """Warn once if the loop trains a scheduled method without setting the progress."""
+        if self.training:
             self._progress = 0.0
             warn_caller(
                 f"{type(self.method).__name__} follows a schedule; call "

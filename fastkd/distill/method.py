@@ -243,7 +243,10 @@ class Method(nn.Module):
         loss: Any = 0.0
         terms: dict[str, Tensor] = {}
         predictions = {name: weights[name] for name in ("task", "soft") if name in weights}
-        if predictions and self.uses_lm_head and step.has_heads(predictions):
+        heads = step.student.head_inputs is not None and (
+            "soft" not in predictions or step.teacher.head_inputs is not None
+        )
+        if predictions and self.uses_lm_head and heads:
             loss, terms = step.head_loss(predictions, self.prediction_options)
         for name, weight in weights.items():
             if name not in terms:

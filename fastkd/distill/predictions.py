@@ -19,6 +19,7 @@ from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_ta
 from fastkd.targets import CrossEntropy
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
+NO_LABELS = "the task term needs labels in the batch; pass labels, or set its weight to 0"
 
 Logits = Tensor | tuple[Tensor, Tensor]
 Labels = Tensor | tuple[Tensor, Tensor]
@@ -54,7 +55,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Targets:
-    """Labels of a batch, and the facts by which predictions are matched with them."""
+    """Labels of a batch, and the facts that align predictions with them."""
 
     model: Backbone  # the student
     labels: Labels | None
@@ -83,19 +84,11 @@ class Targets:
         return self.model.problem == REGRESSION
 
     def multi_label(self, logits: Tensor) -> bool:
-        """Whether each logit is a yes-or-no decision; transformers, too, decides by the labels."""
+        """Whether each logit is a yes-or-no decision; by the labels, as in transformers."""
         problem, labels = self.model.problem, self.labels
         if problem is not None or not isinstance(labels, Tensor):
             return problem == MULTI_LABEL
         return labels.is_floating_point() and labels.shape == logits.shape
-
-    def needed_labels(self) -> Labels:
-        """The labels; raises where the batch has none."""
-        if self.labels is None:
-            raise ValueError(
-                "the task term needs labels in the batch; pass labels, or set its weight to 0"
-            )
-        return self.labels
 
     def counted(self, logits: Tensor, labels: Labels | None) -> tuple[Tensor | None, Tensor | None]:
         """Mask of the positions that count, None for sequence heads, and the labels aligned to it.
@@ -113,8 +106,8 @@ class Targets:
                     "pack"
                 )
             return None, labels
-        if labels is not None:
-            _check_labels(labels, logits)
+        if labels is not None and labels.shape != logits.shape[:-1]:
+            raise _misfit(labels, logits)
         mask = self.mask
         if mask is None:
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
@@ -130,9 +123,9 @@ class Targets:
 def countable(
     labels: Tensor | None, mask: Tensor, document_ids: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Mask of the token predictions that count (B, N), and the labels that they are compared with.
+    """Mask (B, N) of the counted token predictions, and their labels.
 
-    A ``causal`` head's last position predicts no token: both are then (B, N − 1).
+    Both are (B, N − 1) for a ``causal`` head, whose last position predicts no token.
     """
     if causal:
         mask = mask[:, 1:] & mask[:, :-1]
@@ -141,14 +134,16 @@ def countable(
             mask = mask & (document_ids[:, 1:] == document_ids[:, :-1])
     if labels is None:
         return mask, None
-    # Padding on the left comes before the first token, and must not learn to predict it.
+    # Left padding precedes the first token and must not be trained to predict it.
     labels = labels.masked_fill(~mask, IGNORED)
     return labels != IGNORED, labels
 
 
 def label_losses(logits: Logits, targets: Targets, options: PredictionOptions) -> list[Sum]:
-    """Loss on the labels, whose sums are averaged: two for answer spans, else one."""
-    labels = targets.needed_labels()
+    """Sums of the loss on the labels, whose means are averaged: two for answer spans, else one."""
+    labels = targets.labels
+    if labels is None:
+        raise ValueError(NO_LABELS)
     if isinstance(logits, tuple) or targets.regression or targets.multi_label(logits):
         targets.check_unweighted()
     if isinstance(logits, tuple) or isinstance(labels, tuple):
@@ -178,13 +173,8 @@ def label_losses(logits: Logits, targets: Targets, options: PredictionOptions) -
             upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
         )
         return [Sum(total, known.sum())]
-    return [_cross_entropy(logits, labels, targets, options)]
-
-
-def _cross_entropy(
-    logits: Tensor, labels: Tensor, targets: Targets, options: PredictionOptions
-) -> Sum:
-    _check_labels(labels, logits)
+    if labels.shape != logits.shape[:-1]:
+        raise _misfit(labels, logits)
     logits = logits[..., : targets.vocabulary]
     mask, aligned = targets.counted(logits, labels)
     assert aligned is not None
@@ -196,20 +186,21 @@ def _cross_entropy(
         aligned.flatten(),
         ignore_index=IGNORED,
         reduction="sum" if weights is None else "none",
-        label_smoothing=options.label_smoothing(logits.shape[-1]),
+        label_smoothing=options.label_smoothing(logits.shape[-1]) if options.label_spread else 0.0,
     )
     if weights is not None:
         known = aligned != IGNORED
         total = (total * weights.to(total.dtype).where(known, 0).flatten()).sum()
-    return Sum(total, (aligned != IGNORED).sum(), mask is not None)
+    return [Sum(total, (aligned != IGNORED).sum(), mask is not None)]
 
 
 def _place_loss(logits: Tensor, places: Tensor, targets: Targets, spread: float) -> Sum:
-    """Cross-entropy of an answer's end (B,) among the real tokens.
+    """Cross-entropy of an answer's start or end (B,) over the real tokens.
 
-    transformers lets padding compete: a row's loss then depends on the longest row beside it.
+    transformers includes padding, so that a row's loss depends on the longest row of the batch.
     """
-    _check_labels(places, logits)
+    if places.shape != logits.shape[:-1]:
+        raise _misfit(places, logits)
     targets.counted(logits, places)  # refuses packed rows
     mask = targets.mask
     mask = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
@@ -227,11 +218,16 @@ def soft_losses(
 ) -> list[Sum]:
     """Divergence between softened output distributions, or squared errors for regression.
 
-    For answer spans two sums, of start and end, each a distribution over the real tokens; for
-    multi-label heads over the labels, each a distribution over yes and no.
+    Answer spans have two sums, for start and end, each a distribution over the real tokens.
+    Multi-label heads have a distribution over yes and no for each label.
     """
     sums = []
-    for z_s, z_t in zip(_parts(student), _parts(teacher), strict=True):
+    spans = isinstance(student, tuple)
+    for z_s, z_t in zip(
+        student if spans else (student,),
+        teacher if isinstance(teacher, tuple) else (teacher,),
+        strict=True,
+    ):
         z_s, z_t = z_s[..., : targets.vocabulary], z_t[..., : targets.vocabulary]
         if z_t.shape != z_s.shape:
             raise ValueError(
@@ -247,7 +243,7 @@ def soft_losses(
             sums.append(Sum(errors.sum(), real.sum()))
             continue
         mask, _ = targets.counted(z_s, targets.labels)
-        if isinstance(student, tuple) and targets.mask is not None:
+        if spans and targets.mask is not None:
             z_s, z_t = (_without_padding(z, targets.mask) for z in (z_s, z_t))
         if targets.multi_label(z_s):
             z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
@@ -263,7 +259,8 @@ def soft_losses(
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
         )
-        sums.append(_over_counted(total, mask, z_s.shape[:-1].numel()))
+        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
+        sums.append(Sum(total, count, over_tokens=mask is not None))
     return sums
 
 
@@ -279,8 +276,9 @@ def head_losses(
     ``teacher`` may be None without a weight of "soft". The total is (1 + terms,): the weighted
     loss, then each term of ``weights``, unweighted and detached.
     """
-    labels = targets.needed_labels() if "task" in weights else targets.labels
-    mask, aligned = targets.counted(student.states, labels)
+    if "task" in weights and targets.labels is None:
+        raise ValueError(NO_LABELS)
+    mask, aligned = targets.counted(student.states, targets.labels)
     states = student.states
     classes = targets.vocabulary or student.head.weight.shape[0]
     taught = HeadInputs(states.detach(), student.head) if teacher is None else teacher
@@ -315,17 +313,8 @@ def head_losses(
         return_terms=tuple(weights),
     )
     totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
-    return _over_counted(totals, mask, states.shape[:-1].numel())
-
-
-def _over_counted(total: Tensor, mask: Tensor | None, samples: int) -> Sum:
-    """Sum over the positions of ``mask``, or over samples where a head has one prediction a row."""
-    return Sum(total, samples) if mask is None else Sum(total, mask.sum(), True)
-
-
-def _check_labels(labels: Tensor, logits: Tensor) -> None:
-    if labels.shape != logits.shape[:-1]:
-        raise _misfit(labels, logits)
+    count = states.shape[:-1].numel() if mask is None else mask.sum()
+    return Sum(totals, count, over_tokens=mask is not None)
 
 
 def _misfit(labels: Tensor, logits: Tensor) -> ValueError:
@@ -334,10 +323,6 @@ def _misfit(labels: Tensor, logits: Tensor) -> ValueError:
     )
 
 
-def _parts(logits: Logits) -> tuple[Tensor, ...]:
-    return logits if isinstance(logits, tuple) else (logits,)
-
-
 def _without_padding(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits (B, N) over positions, of which padded ones get no probability."""
+    """Logits (B, N) over positions, with no probability for padding."""
     return logits.masked_fill(~mask, -3e4)  # far below any logit, and finite in float16

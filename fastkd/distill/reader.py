@@ -1,7 +1,7 @@
 """Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents."""
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,52 +10,73 @@ from torch import Tensor
 from fastkd._core.checks import check_floating, check_no_grad, check_shape
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, rotate
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.batch import SPAN_LABELS, Batch, split_inputs
-from fastkd.distill.documents import DECODER_TOKENS, decoder_tokens
+from fastkd.distill.backbone import Backbone, placed_for
+from fastkd.distill.batch import DECODER_TOKENS, SPAN_LABELS, Batch, decoder_tokens, split_inputs
+from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.predictions import countable
 from fastkd.distill.spans import check_paired_tokens, counterparts
-from fastkd.distill.teachers import (
-    Teachers,
-    check_documents,
-    check_side,
-    check_tokens,
-    check_vocabularies,
-)
+from fastkd.distill.teachers import Teachers
+from fastkd.distill.vocabulary import other_vocabulary
 
 
-@dataclass(eq=False)
 class BatchReader:
     """Reads batches for a student, its teachers and their method."""
 
-    student: Backbone
-    teachers: Teachers
-    method: Method
+    def __init__(self, student: Backbone, teachers: Teachers, method: Method) -> None:
+        self.student, self.teachers = student, teachers
+        self.method_name = type(method).__name__
+        #: Whether predictions for tokens are compared; spans pair those of a teacher's own inputs.
+        self.pairs_tokens = (
+            student.per_token
+            and not student.encoder_decoder
+            and any(m.uses_teacher and m.compares_logits(0.0, 1.0) for _, m in teachers.pairs)
+        )
+        # Only transformers' models are known to separate packed documents without a mask.
+        self.unmasks = all(model.shows_states for model in (student, *teachers.live))
+        #: Warnings of teachers with a vocabulary of another size, until a batch shows that they
+        #: read the student's ids. Tokenizers and the heads' vocabularies were compared already.
+        self.vocabulary_warnings = [
+            other_vocabulary(student.num_tokens, teacher.model.num_tokens)
+            for teacher, method in teachers.pairs
+            if method.uses_teacher
+            and teacher.live
+            and student.num_tokens is not None
+            and teacher.model.num_tokens not in (None, student.num_tokens)
+            and student.tokenizer is None
+            and teacher.model.vocabulary is None
+        ]
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """Read arguments as in `Distiller.forward`; ``num_items`` in ``inputs`` is ignored."""
         batch, own, spans = self._split(inputs, num_items)
-        if own and self.method.uses_teacher:
-            batch.teacher = self._batch(own, self.teachers.live)
+        teaching = [(t, method) for t, method in self.teachers.pairs if method.uses_teacher]
+        if own and teaching:
+            batch.teacher = Batch.of(
+                own, student=self.student, readers=self.teachers.live, unmasks=self.unmasks
+            )
             per_token = self.student.per_token or isinstance(batch.labels, tuple)
-            paired = spans is not None and self._pairs_tokens
-            for teacher, method in self.teachers.with_methods(self.method):
+            paired = spans is not None and self.pairs_tokens
+            for teacher, method in self.teachers.pairs:
                 teacher.check_own_inputs(method, per_token, spans is not None, paired)
             if spans is not None and paired:
                 ids = inputs.get("input_ids"), own.get("input_ids")
-                check_paired_tokens(type(self.method).__name__, spans, ids, batch.labels)
+                check_paired_tokens(self.method_name, spans, ids, batch.labels)
             if spans is not None:
                 batch.align(spans)
-        if self.method.uses_teacher:
-            check_vocabularies(self.student, self.teachers, batch)
-        check_tokens(self.student, "student", "", batch.inputs)
-        check_documents("student", self.student, batch)
-        for teacher, method in self.teachers.with_methods(self.method):
-            for backbone in teacher.live if method.uses_teacher else ():
-                prefix = "teacher_" if batch.teacher else ""
-                check_tokens(backbone, "teacher", prefix, batch.read_by_teacher.inputs)
-                check_documents("teacher", backbone, batch.read_by_teacher)
+        elif self.vocabulary_warnings and "input_ids" in batch.inputs:
+            for warning in self.vocabulary_warnings:
+                warnings.warn(
+                    f"the student: {warning} (tokenizers=... has that checked; TwoTokenizers gives "
+                    "each side its own)",
+                    stacklevel=2,
+                )
+            self.vocabulary_warnings = []
+        check_tokens(self.student, "student", "", batch)
+        prefix, read = ("teacher_", batch.teacher) if batch.teacher else ("", batch)
+        for teacher, _ in teaching:
+            for model in teacher.live:
+                check_tokens(model, "teacher", prefix, read)
         return batch
 
     def _split(self, inputs: Mapping[str, Any], num_items: Any = None) -> tuple[Batch, Any, Any]:
@@ -63,13 +84,23 @@ class BatchReader:
         student, own, spans = split_inputs(inputs)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
         loss_weights = student.pop("loss_weights", None)
-        if spans is not None and isinstance(labels, Tensor) and self._pairs_tokens:
+        if spans is not None and isinstance(labels, Tensor) and self.pairs_tokens:
             # Predictions are compared where both models read the token.
             labels = labels.masked_fill(counterparts(*spans) < 0, IGNORED)
-        student, labels, first = self._from_front(student, labels)
-        student = self.student.with_decoder_inputs(student, labels)
-        readers = [self.student, *([] if own else self.teachers.live)]
-        batch = self._batch(student, readers, labels, num_items, segments, first)
+        first = None
+        if self.student.writes:
+            student, labels, first = self._from_front(student, labels)
+            student = self.student.with_decoder_inputs(student, labels)
+        batch = Batch.of(
+            student,
+            labels,
+            num_items,
+            segments,
+            first,
+            student=self.student,
+            readers=[self.student, *([] if own else self.teachers.live)],
+            unmasks=self.unmasks,
+        )
         if loss_weights is not None:
             batch.loss_weights = self._checked_loss_weights(loss_weights, batch)
         return batch, own, spans
@@ -86,15 +117,6 @@ class BatchReader:
         shape = batch.shape if batch.labels is None else getattr(batch.labels, "shape", ())
         check_shape("loss_weights", loss_weights, tuple(shape or ()), "one for each label")
         return loss_weights if batch.first is None else rotate(loss_weights, batch.first, 1)
-
-    @property
-    def _pairs_tokens(self) -> bool:
-        """Whether predictions for tokens are compared, those of a teacher's own inputs by spans."""
-        methods = (method for _, method in self.teachers.with_methods(self.method))
-        per_token = self.student.per_token and not self.student.encoder_decoder
-        return per_token and any(
-            method.uses_teacher and method.compares_logits(0.0, 1.0) for method in methods
-        )
 
     def _from_front(
         self, inputs: dict[str, Any], labels: Any
@@ -115,18 +137,17 @@ class BatchReader:
             inputs = {**inputs, "decoder_attention_mask": rotate(mask, first, 1)}
         return inputs, rotate(labels, first, 1), first
 
-    def _batch(self, inputs: dict[str, Any], readers: list[Backbone], *targets: Any) -> Batch:
-        # Only transformers' models are known to separate packed documents without a mask.
-        unmasks = all(model.shows_states for model in (self.student, *self.teachers.live))
-        rotates = not any(model.reads_last_position(inputs) for model in readers)
-        if not rotates:
-            check_side(readers, inputs)
-        return Batch.of(inputs, *targets, student=self.student, unmasks=unmasks, rotates=rotates)
-
     def read_student(self, inputs: dict[str, Any], labels: Tensor | None = None) -> Batch:
         """Read the student's inputs alone, without those of a teacher."""
         inputs, labels, first = self._from_front(inputs, labels)
-        return self._batch(inputs, [self.student], labels, None, None, first)
+        return Batch.of(
+            inputs,
+            labels,
+            first=first,
+            student=self.student,
+            readers=[self.student],
+            unmasks=self.unmasks,
+        )
 
     def teacher_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The teacher's inputs in a batch: its ``teacher_`` inputs, or else the student's."""
@@ -147,3 +168,24 @@ class BatchReader:
         valid = torch.ones_like(labels, dtype=torch.bool) if batch.mask is None else batch.mask
         counted, _ = countable(labels, valid, batch.document_ids, self.student.causal)
         return counted.sum()
+
+
+def check_tokens(model: Backbone, name: str, prefix: str, batch: Batch) -> None:
+    """Raise for ids outside a text model's vocabulary, and for packed rows that it can't read.
+
+    Ids are not checked if reading them waits for the device.
+    """
+    ids = batch.inputs.get("input_ids")
+    # Multimodal models may have image tokens beyond their vocabulary.
+    others = any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.inputs.values())
+    known = None if others else model.num_tokens
+    if known is not None and isinstance(ids, Tensor) and values_readable(ids):
+        largest = int(ids.max()) if ids.numel() else 0
+        if largest >= known:
+            raise ValueError(
+                f"{prefix}input_ids: the id {largest} is not one of the {known} tokens of the "
+                f"{name} ({model.class_name}); pass ids of its own tokenizer"
+            )
+    if batch.documents is not None and batch.documents.packed:
+        inputs = placed_for(model.uncompiled, batch.model_inputs)
+        check_apart(model, name, inputs, batch.documents)

@@ -1,7 +1,7 @@
 """One step as a method reads it: outputs, labels, masks, and the terms on logits and labels."""
 
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord
 
 
+@dataclass
 class ItemCounts:
     """Number of items that each term's sum is divided by, over processes and micro-batches.
 
@@ -33,23 +34,9 @@ class ItemCounts:
     micro-batches appends its counts to ``seen``; a later pass divides by the totals in ``known``.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks | None = None,
-        *,
-        seen: list[Tensor] | None = None,
-        known: Sequence[Tensor] | None = None,
-    ) -> None:
-        self.ranks, self.seen = ranks, seen
-        self.known = None if known is None else iter(known)
-
-    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
-        """``total`` divided by the number of items: this micro-batch's share of the mean."""
-        if not isinstance(count, Tensor):  # a copy from the host would wait for the device
-            count = torch.full((), count, dtype=torch.int64, device=total.device)
-        if self.seen is not None:
-            self.seen.append(count)
-        return total / (global_count(count, self.ranks) if self.known is None else next(self.known))
+    ranks: Ranks | None = None
+    seen: list[Tensor] | None = None
+    known: Iterator[Tensor] | None = None
 
 
 def global_count(count: Tensor, ranks: Ranks | None) -> Tensor:
@@ -163,7 +150,14 @@ class Step:
         For terms whose items are independent. With several processes it is this process's share of
         the mean; the loop averages the shares.
         """
-        return self.items.mean(total, count)
+        if not isinstance(count, Tensor):  # a copy from the host would wait for the device
+            count = torch.full((), count, dtype=torch.int64, device=total.device)
+        items = self.items
+        if items.seen is not None:
+            items.seen.append(count)
+        if items.known is not None:
+            return total / next(items.known)
+        return total / global_count(count, items.ranks)
 
     def whole(self, x: Any) -> Any:
         """Rows of ``x`` (B, ...), or of each tensor in a list, gathered from all processes.
@@ -178,7 +172,7 @@ class Step:
 
     def across(self, loss: Any) -> Any:
         """``loss``, a Module with ``gather`` and ``group``, set to compare all samples."""
-        loss.gather, loss.group = self.gathering.values()
+        loss.gather, loss.group = self.ranks is not None, self.ranks and self.ranks.group
         return loss
 
     @property
@@ -265,16 +259,12 @@ class Step:
         a fraction of the label's weight.
         """
         if self.student.loss is not None and self.labels is None:
-            return self._own_mean(self.student.loss)  # the head has targets of its own
+            return self.own_mean(self.student.loss)  # the head has targets of its own
         logits = self._logits_of(self.student, "student", "task")
         options = PredictionOptions(label_spread=label_spread)
         return self._average(label_losses(logits, self.targets, options))
 
-    def router_loss(self) -> Tensor | None:
-        """Load-balancing loss of a student whose configuration has ``output_router_logits``."""
-        return None if self.student.router is None else self._own_mean(self.student.router)
-
-    def _own_mean(self, mean: Tensor) -> Tensor:
+    def own_mean(self, mean: Tensor) -> Tensor:
         """Share of a mean that the student computes itself, weighted by its number of samples."""
         rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
         return self.mean(mean * rows, rows)
@@ -299,25 +289,20 @@ class Step:
         teacher = self.teacher.head_inputs if "soft" in weights else None
         assert self.student.head_inputs is not None
         sums = head_losses(self.student.head_inputs, teacher, self.targets, options, weights)
-        loss, *terms = self._mean(sums).unbind()
+        loss, *terms = self._average([sums]).unbind()
         return loss, {name: x.detach() for name, x in zip(weights, terms, strict=True)}
 
-    def has_heads(self, terms: Container[str]) -> bool:
-        """Whether `head_loss` can compute those of ``terms`` that are "task" or "soft"."""
-        soft = "soft" not in terms or self.teacher.head_inputs is not None
-        return self.student.head_inputs is not None and soft
-
     def _average(self, sums: list[Sum]) -> Tensor:
-        means = [self._mean(each) for each in sums]
+        """Average of means over the counted items, or over ``num_items`` for token-level heads."""
+        means = []
+        for each in sums:
+            if self.num_items is None or not each.over_tokens:
+                means.append(self.mean(each.total, each.count))
+                continue
+            # A Python number is a kernel argument; a tensor of it would wait for the device.
+            items = (each.total.new_ones(()) * self.num_items).to(each.total.dtype)
+            means.append(each.total / torch.where(items > 0, items, 1))
         return means[0] if len(means) == 1 else torch.stack(means).mean()
-
-    def _mean(self, losses: Sum) -> Tensor:
-        """Mean over the counted items, or over ``num_items`` for token-level heads."""
-        if self.num_items is None or not losses.over_tokens:
-            return self.mean(losses.total, losses.count)
-        # A Python number is a kernel argument; a tensor of it would wait for the device.
-        items = (losses.total.new_ones(()) * self.num_items).to(losses.total.dtype)
-        return losses.total / torch.where(items > 0, items, 1)
 
     def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
         model = self.student_model if side == "student" else self.teacher_model

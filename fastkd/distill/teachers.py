@@ -2,21 +2,17 @@
 
 import copy
 import dataclasses
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Batch
 from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, teacher_request
-from fastkd.distill.documents import check_apart, unpacked
 from fastkd.distill.ema import EMATeacher
 from fastkd.distill.method import Method
 from fastkd.distill.outputs import (
@@ -28,7 +24,6 @@ from fastkd.distill.outputs import (
     pooled_rows,
 )
 from fastkd.distill.several import EnsembleModel, Several
-from fastkd.distill.vocabulary import other_vocabulary
 
 
 class Teacher:
@@ -40,8 +35,6 @@ class Teacher:
         self.module: Any = self.model.uncompiled
         #: The models that run: this one, or none for a cache.
         self.live = [self.model]
-        #: Whether the warning about a vocabulary other than the student's was shown.
-        self.vocabulary_warned = False
 
     def serve(self, method: Method, device: torch.device) -> None:
         """Raise unless this teacher has every output that a built method reads."""
@@ -74,7 +67,7 @@ class Teacher:
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         """The teacher's outputs on a batch."""
-        own, model = batch.read_by_teacher, self.model
+        own, model = batch.teacher or batch, self.model
         if self.module.training:  # another module that holds the teacher may call train()
             self.module.eval()
         inputs = placed_for(self.module, own.model_inputs)
@@ -134,6 +127,9 @@ class Teachers:
         ]
         self.live = [model for teacher in self.each for model in teacher.live]
         models = [teacher.model for teacher in self.each]
+        methods: Any = method.each if self.several else [method]  # type: ignore[attr-defined]
+        #: Each teacher with its method; `Several.build` checks their number.
+        self.pairs: list[tuple[Teacher, Method]] = list(zip(self.each, methods, strict=False))
         #: The model that methods read sizes and heads from.
         self.model: Model = EnsembleModel(models) if self.several else models[0]
 
@@ -154,17 +150,13 @@ class Teachers:
                 )
             model.tokenizer = tokenizer
 
-    def with_methods(self, method: Any) -> Iterator[tuple[Teacher, Method]]:
-        """Each teacher with its method."""
-        return zip(self.each, method.each if self.several else [method], strict=True)
-
-    def outputs(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+    def outputs(self, batch: Batch, progress: float, use_lm_head: bool) -> Outputs:
         """Outputs of all teachers on a batch; empty if the method doesn't use a teacher."""
         outputs = tuple(
-            teacher.run(batch, each, progress, use_lm_head)
-            if each.uses_teacher
+            teacher.run(batch, method, progress, use_lm_head)
+            if method.uses_teacher
             else Outputs({}, None)
-            for teacher, each in self.with_methods(method)
+            for teacher, method in self.pairs
         )
         return EnsembleOutputs({}, None, parts=outputs) if self.several else outputs[0]
 
@@ -173,7 +165,7 @@ class Teachers:
         if self.several and method.prepared:
             return
         batches = list(batches) if self.several else batches
-        for teacher, each in self.with_methods(method):
+        for teacher, each in self.pairs:
             if teacher.live:
                 each.prepare(teacher.module, batches)
 
@@ -198,73 +190,6 @@ class Teachers:
         return self.live[0]
 
 
-def check_in_place(name: str, module: nn.Module, read: nn.Module) -> None:
-    """Raise if the module that the Distiller runs has been replaced or wrapped since."""
-    if all(inner is not read for inner in module.modules()):
-        raise ValueError(
-            f"{name}: the {name} was replaced after the Distiller was made, which still runs the "
-            "old one; make a new Distiller"
-        )
-
-
-def check_side(readers: list[Backbone], batch: dict[str, Any]) -> None:
-    """Raise for left padding that isn't moved, if a model may count positions from it."""
-    mask = batch.get("attention_mask")
-    if torch.compiler.is_compiling() or not isinstance(mask, torch.Tensor) or not mask.numel():
-        return
-    for reader in readers:
-        # XLNet's positions are relative; those of `Blocks` are unknown.
-        known = reader.shows_states and reader.config.model_type != "xlnet"
-        if known and "position_ids" not in batch and not bool(mask[..., 0].all()):
-            raise ValueError(
-                f"attention_mask: rows are padded on the left for a head that reads the last "
-                f"position, and {reader.class_name} may count positions from the padding; pass "
-                "position_ids"
-            )
-
-
-def check_tokens(backbone: Backbone, name: str, prefix: str, inputs: dict[str, Any]) -> None:
-    """Raise for ids outside a text model's vocabulary, unless reading them waits for the device."""
-    ids, known = inputs.get("input_ids"), backbone.num_tokens
-    # Multimodal models may have image tokens beyond their vocabulary.
-    others = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in inputs.values())
-    if known is None or others or not isinstance(ids, torch.Tensor) or not values_readable(ids):
-        return
-    largest = int(ids.max()) if ids.numel() else 0
-    if largest >= known:
-        raise ValueError(
-            f"{prefix}input_ids: the id {largest} is not one of the {known} tokens of the "
-            f"{name} ({backbone.class_name}); pass ids of its own tokenizer"
-        )
-
-
-def check_vocabularies(student: Backbone, teachers: Teachers, batch: Batch) -> None:
-    """Warn once if a teacher reads the student's ids but has a vocabulary of another size."""
-    if batch.teacher is not None or "input_ids" not in batch.inputs:
-        return
-    for teacher in teachers.each:
-        model = teacher.model
-        if not teacher.live or teacher.vocabulary_warned:
-            continue
-        own, others = student.num_tokens, model.num_tokens
-        # Tokenizers, and the vocabularies of two heads, were compared in the constructor.
-        compared = student.tokenizer is not None or model.vocabulary is not None
-        if own is not None and others is not None and own != others and not compared:
-            teacher.vocabulary_warned = True
-            warnings.warn(
-                f"the student: {other_vocabulary(own, others)} (tokenizers=... has that checked; "
-                "TwoTokenizers gives each side its own)",
-                stacklevel=2,
-            )
-
-
-def check_documents(name: str, backbone: Backbone, batch: Batch) -> None:
-    """Raise if a model reads the documents of a packed row as one document."""
-    if batch.documents is not None and batch.documents.packed:
-        inputs = placed_for(backbone.uncompiled, batch.model_inputs)
-        check_apart(backbone, name, inputs, batch.documents)
-
-
 def batch_outputs(
     backbone: Backbone,
     inputs: dict[str, Any],
@@ -276,7 +201,7 @@ def batch_outputs(
     if batch.empty:
         return model_outputs(backbone, _one_row(inputs), request, head).rows(0)
     outputs = model_outputs(backbone, inputs, request, head)
-    return outputs if batch.documents is None else unpacked(outputs, batch.documents)
+    return outputs if batch.documents is None else batch.documents.unpack_outputs(outputs)
 
 
 def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:

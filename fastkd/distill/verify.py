@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.analysis.model_inputs import IGNORED, rotate
+from fastkd.distill.batch import find_documents
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.documents import MixedDocuments, find_documents
+from fastkd.distill.documents import MixedDocuments
 
 __all__ = ["Check", "table", "verify"]
 

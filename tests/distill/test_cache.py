@@ -593,7 +593,7 @@ def test_samples_of_one_key_have_one_answer(family):
         except MixedDocuments:
             continue
         with torch.no_grad():
-            states = distiller.teachers.outputs(part, distiller.method, 0.0, False).hidden[4]
+            states = distiller.teachers.outputs(part, 0.0, False).hidden[4]
         keys, real = cache_module.sample_keys(part, distiller.teachers.model)
         for key, found in zip(keys, (x[m] for x, m in zip(states, real, strict=True)), strict=True):
             shared += key in answers
