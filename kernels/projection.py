@@ -90,7 +90,7 @@ def layer_norm_mse_forward_kernel(
     norm_x, mean_x, rstd_x = _normalise(x.to(tl.float32), inside, D, eps)
     norm_y, mean_y, rstd_y = _normalise(y.to(tl.float32), inside, D, eps)
     difference = norm_x - norm_y  # (BLOCK_R, BLOCK_D)
-    squares = tl.sum(difference * difference, axis=1)
+    squares = tl.sum(rounded(difference * difference), axis=1)
     tl.store(losses_ptr + row, squares * scale, mask=row < R)
 
     tl.store(stats_ptr + row * 4, mean_x, mask=row < R)

@@ -23,8 +23,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bench import suite
 from bench.case import Case, GraphBound, Provider
@@ -151,6 +154,11 @@ def sanitizer(job: Job) -> bool:
     return command(job, *memcheck, *own, environment=environment)
 
 
+def machine(job: Job) -> bool:
+    """The GPU's results against the same compiled code executed on the CPU by `tools.ptx`."""
+    return command(job, sys.executable, "-m", "tools.gpu_check", "--machine")
+
+
 # Name → what it does and its share of the time.
 STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "build": (build, 1),
@@ -158,6 +166,7 @@ STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "graphs": (graphs, 3),
     "bench": (bench, 8),
     "bits": (bits, 2),
+    "machine": (machine, 2),
     "sanitizer": (sanitizer, 2),
 }
 
@@ -339,6 +348,62 @@ def digests(size: str, device: torch.device) -> Iterator[str]:
                 yield f"{case.key} {provider.name} {summary.hexdigest()[:16]}"
 
 
+# Largest difference of the GPU's results from the executed code's, relative to the largest value:
+# `.approx` instructions and the order of sums in tensor cores differ in their last bits.
+DIFFERENCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def step(case: Case, provider: Provider, inputs: dict[str, Any]) -> list[Tensor]:
+    """Value and gradients of one step, on the CPU."""
+    torch.manual_seed(0)
+    loss, grads = provider.bind(inputs).step()
+    return [x.detach().cpu() for x in (loss, *grads)]
+
+
+def against_machine(device: torch.device) -> Iterator[tuple[str, str]]:
+    """Each toy case with Triton kernels, and what is wrong with the device's results or ""."""
+    from tools.ptx import executing
+
+    major, _ = torch.cuda.get_device_capability(device)
+    capability = 90 if major >= 9 else 80  # tcgen05 is not executed
+    equal = compared = 0
+    for name, (case, provider) in pairs().items():
+        if provider.name != "fastkd triton" or provider.own_leaves:
+            continue
+        if case.sizes != suite.toy(case).sizes or provider.why_not(device) is not None:
+            continue
+        inputs = case.make(device=torch.device("cpu"), dtype=case.dtype, **case.sizes)
+        on_device = tree_map_only(Tensor, lambda x: copied(x, device), inputs)
+        found = step(case, provider, on_device)
+        with executing(capability) as launches:
+            right = step(case, provider, inputs)
+        if launches:
+            equal += all(map(torch.equal, found, right))
+            compared += 1
+            yield name, difference(found, right, DIFFERENCE[case.dtype])
+    print(f"{equal} of {compared} cases have the same bits as sm_{capability} code executed here")
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    return x.detach().to(device).requires_grad_(x.requires_grad)
+
+
+def difference(found: list[Tensor], right: list[Tensor], most: float) -> str:
+    """Why two lists of tensors don't agree; "" if they do."""
+    for number, (x, y) in enumerate(zip(found, right, strict=True)):
+        what = f"gradient {number}" if number else "the loss"
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return f"{what}: {x.dtype} {tuple(x.shape)}, executed {y.dtype} {tuple(y.shape)}"
+        x, y = x.double(), y.double()
+        if not torch.equal(x.isnan(), y.isnan()):
+            return f"{what}: NaN at other places"
+        largest = y.abs().nan_to_num().amax() if y.numel() else torch.tensor(0.0)
+        worst = (x - y).abs().nan_to_num().amax() if y.numel() else torch.tensor(0.0)
+        if worst > most * largest:
+            return f"{what}: differs by {float(worst / largest):.2g} of the largest value"
+    return ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
@@ -349,6 +414,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="go on where the last call ended")
     parser.add_argument("--digest", choices=("toy", "full"), help="print digests and stop")
+    parser.add_argument("--machine", action="store_true", help="compare with executed code")
     parser.add_argument("--capture", action="store_true", help="capture the cases asked for")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -358,6 +424,10 @@ def main(arguments: list[str] | None = None) -> int:
         for line in digests(options.digest, torch.device("cuda")):
             print(line, flush=True)
         return 0
+    if options.machine:
+        wrong = [(name, why) for name, why in against_machine(torch.device("cuda")) if why]
+        print("\n".join(f"{name}: {why}" for name, why in wrong))
+        return 1 if wrong else 0
     if options.capture:
         capture(torch.device("cuda"))
         return 0

@@ -1,0 +1,62 @@
+"""`make gpu-check` against executed code: here the GPU is the machine with `.approx` moved."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from bench import suite
+from tools import gpu_check
+from tools.ptx import executing
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
+)
+
+LOSSES = ("soft_targets", "contrastive", "projection")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    every = [suite.toy(case) for case in suite.every_case() if case.loss in LOSSES]
+    found = {
+        case.key: (case, dataclasses.replace(provider, why_not=lambda device: None))
+        for case in every
+        for provider in case.providers
+        if provider.name == "fastkd triton" and case.title != "Cayley"
+    }
+    monkeypatch.setattr(gpu_check, "pairs", lambda: found)
+    return torch.device("cpu")
+
+
+def test_right_results_pass(device, capsys):
+    with executing(90, approximate=1):
+        found = dict(gpu_check.against_machine(device))
+    assert len(found) > 5 and not any(found.values())
+    equal, _, compared, *_ = capsys.readouterr().out.split()
+    assert 0 < int(equal) < int(compared) == len(found)  # approximate results differ in bits
+
+
+def test_wrong_results_are_named(device, monkeypatch):
+    right, turns = gpu_check.step, []
+
+    def wrong(*arguments):
+        turns.append(0)
+        loss, *grads = right(*arguments)
+        return [loss * (1.1 if len(turns) % 2 else 1.0), *grads]
+
+    monkeypatch.setattr(gpu_check, "step", wrong)
+    with executing(90):
+        found = dict(gpu_check.against_machine(device))
+    assert all("the loss: differs by 0.1" in why for why in found.values())
+
+
+def test_differences():
+    x, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")])
+    assert gpu_check.difference([x, x], [x, x * (1 + 1e-6)], 1e-4) == ""
+    assert "gradient 1" in gpu_check.difference([x, x], [x, x + 1], 1e-4)
+    assert "NaN" in gpu_check.difference([nan], [x], 1e-4)
+    assert "float64" in gpu_check.difference([x.double()], [x], 1e-4)
