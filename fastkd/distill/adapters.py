@@ -1,4 +1,4 @@
-"""Self-distillation of a model with PEFT adapters: its base, without them, is the teacher."""
+"""Self-distillation of a PEFT model: the teacher is its base model without the adapters."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from fastkd.analysis.model_inputs import in_eval_mode
 
 
 class AdaptersOff(nn.Module):
-    """The base model of a PEFT ``student``, in eval mode and without its adapters while it runs.
+    """The base model of a PEFT ``student``, run in eval mode with the adapters disabled.
 
-    It holds no parameters of its own: they are the student's.
+    It has no parameters of its own; it uses the student's.
     """
 
     def __init__(self, student: nn.Module) -> None:
         super().__init__()
-        self.__dict__["student"] = student  # not a part, whose mode and state would be its own
+        self.__dict__["student"] = student  # as a submodule it would get this one's mode
 
     def get_base_model(self) -> nn.Module:
         """See ``peft.PeftModel``."""
@@ -23,19 +23,19 @@ class AdaptersOff(nn.Module):
         return base
 
     def forward(self, **inputs: Any) -> Any:
-        """The base model's own result."""
+        """The base model's output."""
         student = self.__dict__["student"]
         learns = [(p, p.requires_grad) for p in student.parameters()]
         try:
             with in_eval_mode(student), student.disable_adapter():
                 return student.get_base_model()(**inputs)
         finally:
-            for parameter, flag in learns:  # PEFT lets every active adapter learn again
+            for parameter, flag in learns:  # PEFT sets requires_grad of every active adapter
                 parameter.requires_grad_(flag)
 
 
 def as_teacher(teacher: Any, student: Any) -> Any:
-    """The teacher; `AdaptersOff` where it is the model that the student's adapters are in.
+    """The teacher; `AdaptersOff` if it is the base model of the student's adapters.
 
     Raises:
         ValueError: the student trains parameters of that model.
@@ -43,7 +43,7 @@ def as_teacher(teacher: Any, student: Any) -> Any:
     own = hasattr(student, "disable_adapter") and hasattr(student, "get_base_model")
     if not own or student.get_base_model() is not teacher:
         return teacher
-    # PEFT puts the name of an adapter into that of each of its parameters.
+    # PEFT includes the adapter's name in the names of its parameters.
     learns = [
         name
         for name, parameter in student.named_parameters()

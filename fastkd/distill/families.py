@@ -1,4 +1,4 @@
-"""What transformers' families are made of: where their blocks lie, what their heads predict."""
+"""Facts of transformers' model families: their blocks, and what their heads predict."""
 
 import inspect
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-#: What may be described where fastkd can't tell.
+#: Remedy in errors about models whose blocks can't be found.
 DESCRIBE = "describe it with fastkd.distill.Blocks"
 
 
@@ -25,7 +25,7 @@ class Stack:
 
 
 def is_encoder_decoder(inner: Any) -> bool:
-    """Whether a decoder follows: the configuration says so of an encoder by itself, too."""
+    """Whether the model has a decoder; the configuration of an encoder alone claims one, too."""
     if not getattr(inner.config, "is_encoder_decoder", False):
         return False
     return inner.get_decoder() not in (inner, inner.base_model)
@@ -35,7 +35,7 @@ def find_stack(inner: Any) -> Stack:
     """The blocks of a transformers model.
 
     Raises:
-        NoLayers: there is none, or no telling which; the message says so.
+        NoLayers: no list of blocks was found, or several; the message says which.
     """
     name, config = type(inner).__name__, inner.config
     root, section = inner.base_model, ""
@@ -64,7 +64,7 @@ def find_stack(inner: Any) -> Stack:
 
 
 def _language_section(inner: Any) -> str:
-    """Where a model of several parts configures the one that says words; "" if it has one part."""
+    """Configuration section of a multimodal model's language part; "" if it has one part."""
     config = inner.config
     parts = [n for n in getattr(config, "sub_configs", {}) if getattr(config, n, None) is not None]
     if not parts:
@@ -82,7 +82,7 @@ def _language_section(inner: Any) -> str:
 
 
 def _find_blocks(name: str, inner: nn.Module, root: nn.Module, count: int) -> nn.ModuleList:
-    """The one list of ``count`` blocks in ``root``, of those that lie in no other."""
+    """The only outermost list of ``count`` blocks in ``root``."""
     found: dict[str, nn.ModuleList] = {}
     for path, module in root.named_modules():
         inside = any(path.startswith(f"{other}.") for other in found)
@@ -108,7 +108,7 @@ def _find_blocks(name: str, inner: nn.Module, root: nn.Module, count: int) -> nn
 
 
 def _kinds_of_layers(root: nn.Module) -> tuple[type, ...]:
-    """Classes whose results transformers shows as hidden states, where a model says so."""
+    """Classes whose outputs transformers records as hidden states, if the model names them."""
     kinds: set[type] = set()
     for module in root.modules():
         recorded: Any = getattr(module, "_can_record_outputs", None) or {}
@@ -120,25 +120,25 @@ def _kinds_of_layers(root: nn.Module) -> tuple[type, ...]:
 
 
 def rows_of(head: nn.Module) -> int | None:
-    """Entries of a vocabulary's head."""
+    """Number of vocabulary entries of an LM head."""
     weight = getattr(head, "weight", None)
     return None if weight is None else int(weight.shape[0])
 
 
 def passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
-    """What ``inner`` takes as ``**kwargs`` and hands to its base model or its attention."""
+    """Arguments that ``inner`` passes as ``**kwargs`` to its base model or its attention."""
     parameters = inspect.signature(inner.forward).parameters.values()
     if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
         return set()
     from transformers.utils.generic import TransformersKwargs
 
     below = inspect.signature(base.forward).parameters
-    # The collator for packed rows made seq_idx before transformers listed it, in 5.0 for one.
+    # Before it was listed, in transformers 5.0, the collator for packed rows already made seq_idx.
     return {*below, *TransformersKwargs.__annotations__, "return_dict", "seq_idx"}
 
 
 def predicts_next_token(model: Any) -> bool:
-    """Whether logits at position n are about the label at position n + 1."""
+    """Whether logits at position n predict the label at position n + 1."""
     from transformers.models.auto import modeling_auto
 
     # These language models predict the position itself.
@@ -148,15 +148,15 @@ def predicts_next_token(model: Any) -> bool:
         *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         *modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
     }
-    # The last two read sounds, or have a second head, and are in no list.
+    # Audio models and models with two heads, the last two names, are in neither mapping.
     names = "ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel"
     return is_a(model, *names, *decoders)
 
 
 def reads_whole_rows(config: Any) -> bool:
-    """Whether tokens see all others of their row, wherever positions start again.
+    """Whether tokens attend to the whole row, even if positions restart.
 
-    So do encoders of words, unless flash attention is told where documents end.
+    True for text encoders, except with flash attention, which takes the documents' boundaries.
     """
     from transformers.models.auto import modeling_auto
 
@@ -167,5 +167,5 @@ def reads_whole_rows(config: Any) -> bool:
 
 
 def is_a(model: nn.Module, *endings: str) -> bool:
-    """Whether the name of a model's class, or of one that it is derived from, ends like this."""
+    """Whether the name of the model's class, or of a base class, ends with one of ``endings``."""
     return any(kind.__name__.endswith(endings) for kind in type(model).__mro__)

@@ -1,4 +1,4 @@
-"""The rows of an epoch, in an order in which few labels don't drown among many rows without."""
+"""Order of an epoch's rows with a minimum fraction of labelled rows in each batch."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import numpy as np
 
 from fastkd.analysis.model_inputs import IGNORED
 
-# The least share of labelled rows in a batch, where nothing else is said.
+# Default minimum fraction of labelled rows in a batch.
 LABELLED_SHARE = 0.25
 
 
 def has_label(labels: Any) -> np.ndarray:
-    """Which rows have one, (rows,) bool: not the class −100 or the number NaN; lists of them do."""
+    """Mask (rows,) of labelled rows: not the class −100 or the number NaN. Lists are labels."""
     try:
         numbers = np.asarray(labels, dtype=np.float64)
     except (TypeError, ValueError):  # of several lengths
@@ -26,13 +26,13 @@ def has_label(labels: Any) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Which rows each batch of an epoch reads.
+    """Rows of each batch of an epoch.
 
-    Every row is read at least once. Where fewer than ``share`` of the rows are ``labelled``
-    (rows,), labelled rows are read again, all equally often or once more, so that each batch has
-    this share of them: the term on labels is then not one row's noise. A batch keeps at least one
-    unlabelled row. Labelled rows are spread evenly over a batch, so that processes which divide it
-    into equal parts have equally many, or one more.
+    Every row is read at least once. If the fraction of ``labelled`` rows (rows,) is below
+    ``share``, labelled rows are repeated, equally often up to one, until each batch has this
+    fraction of them: the label loss is then not computed from one or two rows. A batch keeps at
+    least one unlabelled row. Labelled rows are spread evenly over a batch, so that equal parts of
+    it, one for each process, differ by at most one labelled row.
     """
 
     labelled: np.ndarray
@@ -41,9 +41,10 @@ class Order:
 
     @property
     def _drawn(self) -> int:
-        """Labelled rows in a full batch where they are read again; 0 where each is read once."""
+        """Labelled rows in a full batch; 0 if labelled rows are not repeated."""
         count, rows = int(self.labelled.sum()), len(self.labelled)
-        # A rounding error is no row. A batch of labelled rows alone would never end the epoch.
+        # 1e-9: a rounding error must not add a row. An epoch ends when all unlabelled rows are
+        # read, so a batch needs at least one.
         drawn = min(math.ceil(self.share * self.batch - 1e-9), self.batch - 1)
         enough = count >= min(self.share, drawn / self.batch) * rows
         return 0 if enough or count == 0 else drawn
@@ -56,14 +57,14 @@ class Order:
         return sum(sum(part) for part in self._parts())
 
     def _parts(self) -> Sequence[tuple[int, int]]:
-        """Unlabelled and labelled rows of each batch."""
+        """Numbers of unlabelled and labelled rows of each batch."""
         without, drawn = int((~self.labelled).sum()), self._drawn
         full, rest = divmod(without, self.batch - drawn)
         last = [(rest, math.ceil(rest * drawn / (self.batch - drawn)))] if rest else []
         return [(self.batch - drawn, drawn)] * full + last
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """The numbers of the rows, batch after batch."""
+        """Row numbers, batch after batch."""
         if not self._drawn:
             return rng.permutation(len(self.labelled))
         parts = self._parts()
