@@ -121,7 +121,7 @@ void soft_targets(int64_t n, Type type, std::mt19937& random) {
       double weight = 0.3, losses[kRows];
       const Rows gradient{out, n, n, type};
       const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
-      const SoftTargets of{student.rows, teacher.rows, divergence, 0.5, 1, gradient};
+      const SoftTargets of{student.rows, teacher.rows, divergence, 0.5, 1, 1, gradient};
       share(kRows, threads, [&](int64_t begin, int64_t end) {
         of.fill(begin, end, nullptr, weights, losses);
       });

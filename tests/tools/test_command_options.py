@@ -18,6 +18,6 @@ def test_every_command_has_a_table():
 
 def test_a_row_has_placeholder_default_and_help():
     rows = command_options.rows("distill")
-    assert rows["epochs"] == "| `--epochs NUMBER` | `3.0` | Epochs of distillation. |"
+    assert rows["num_train_epochs"] == "| `--epochs NUMBER` | `3.0` | Epochs of distillation. |"
     assert rows["resume"].startswith("| `--resume` |  | Continue")
     assert command_options.rows("cache")["teacher"].startswith("| `--teacher TEXT` | required |")

@@ -67,6 +67,25 @@ def calls_of_heads() -> Calls:
         yield Call(fastkd.soft_target_loss, inputs, {"divergence": divergence})
 
 
+def calls_of_drafts() -> Calls:
+    """Weights of positions, and a student's part of the vocabulary."""
+    forms = [*DIVERGENCES, *(Divergence(name) for name in NAMES if name not in DIVERGENCES)]
+    for divergence, dtype, masked in itertools.product(forms, ALL_TYPES, BOTH):
+        extras = mask_of(2, 3, masked=masked) | {"weights": given(2, 3, dtype=torch.bfloat16)}
+        yield Call(
+            fastkd.soft_target_loss,
+            logits(2, 3, 1025, dtype=dtype) | extras,
+            {"divergence": divergence},
+        )
+    for divergence, dtype, mass in itertools.product(
+        ("forward_kl", "reverse_kl"), ALL_TYPES, ("renormalised", "whole")
+    ):
+        inputs = heads(6, V=1025, dtype=dtype) | {"student_head": learns(50, 48, dtype=dtype)}
+        inputs |= {"draft_vocabulary": numbers(50), "weights": given(6)}
+        options = {"divergence": divergence, "teacher_mass": mass}
+        yield Call(fastkd.linear_soft_target_loss, inputs, options)
+
+
 def calls() -> Calls:
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
     denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
@@ -90,7 +109,8 @@ def calls() -> Calls:
         inputs = heads(3, V=50, student=given, dtype=torch.float32)
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
     yield from calls_of_heads()
-    extras = {"mask": numbers(6), "denominator": numbers()}
+    yield from calls_of_drafts()
+    extras = {"mask": numbers(6), "denominator": numbers(), "weights": given(6)}
     yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
     for divergence, dtype, masked, V in itertools.product(
         DIVERGENCES, ALL_TYPES, BOTH, (50, 1024, 1025, 1040)
