@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fastkd._core.numerics import working_dtype
 from fastkd.analysis.model_inputs import IGNORED
 from fastkd.distill.outputs import Outputs
-from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
+from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, unit_gradient
 from fastkd.distill.step import ItemCounts, Step, global_count
 from fastkd.distributed import ranks_of
 
@@ -75,7 +75,7 @@ class MicroBatch:
                 torch.set_rng_state(self.random[0])
                 for device, state in zip(devices, self.random[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(moved_embeddings(distiller.student_model, self.shift))
+            stack.enter_context(perturbed_embeddings(distiller.student_model, self.shift))
             step: Step = distiller.make_step(self.batch, teacher, items)
         return step
 

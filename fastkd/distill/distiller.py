@@ -20,7 +20,7 @@ from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.outputs import HeadOutput, Outputs
-from fastkd.distill.perturbation import leaf_embeddings, moved_embeddings, unit_gradient
+from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, unit_gradient
 from fastkd.distill.reader import BatchReader
 from fastkd.distill.step import ItemCounts, Step
 from fastkd.distill.teachers import Teachers, batch_outputs
@@ -310,7 +310,7 @@ class Distiller(InGroup):
         with leaf_embeddings(self.student_model) as embeddings:
             loss = self._learn(batch, teacher).loss
         shift = unit_gradient(self.student_model, loss, embeddings, batch)
-        with moved_embeddings(self.student_model, shift):
+        with perturbed_embeddings(self.student_model, shift):
             return self._learn(batch, teacher)
 
     def _learn(self, batch: Batch, teacher: Outputs) -> DistillerOutput:

@@ -1,4 +1,4 @@
-"""Which teacher layers teach: fixed maps, and MC3KD's choice from data."""
+"""Choice of teacher layers: fixed maps, and MC3KD's choice from data."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -15,15 +15,15 @@ SCHEMES = ("uniform", "top", "bottom")
 
 
 def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int]:
-    """The teacher layer, counted from 1, for each student layer (FCD, Table 3).
+    """Teacher layer, counted from 1, of each student layer (FCD, Table 3).
 
-    ``"uniform"`` takes every (teacher_layers / student_layers)-th layer, ending with the last;
-    ``"top"`` the last ones, ``"bottom"`` the first ones.
+    ``"uniform"`` chooses every (teacher_layers / student_layers)-th layer up to the last, ``"top"``
+    the last layers, ``"bottom"`` the first layers.
 
     Args:
         scheme: "uniform", "top" or "bottom".
         teacher_layers: number of teacher layers.
-        student_layers: number of student layers, at most as many.
+        student_layers: number of student layers, at most ``teacher_layers``.
 
     Returns:
         One teacher layer per student layer, increasing.
@@ -46,15 +46,15 @@ def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int
 
 
 def select_layers(teacher: nn.Module, batches: Batches, student_layers: int) -> list[int]:
-    """The teacher layers that differ most from the layer before them (MC3KD, Algorithm 1).
+    """Teacher layers that differ most from the layer before them (MC3KD, Algorithm 1).
 
-    C(l) = CCA(T_{l-1}, T_l) (eq. 2); the ``student_layers`` layers with the smallest C (eq. 3),
+    These are the ``student_layers`` layers with the smallest C(l) = CCA(T_{l-1}, T_l) (eqs. 2-3),
     in the teacher's order. See `fastkd.analysis.adjacent_layer_cca`.
 
     Args:
         teacher: a transformers encoder or decoder.
-        batches: dicts of model inputs, as the teacher will see them; a few thousand tokens.
-        student_layers: how many to choose.
+        batches: dicts of the teacher's inputs, as in training; a few thousand tokens suffice.
+        student_layers: number of layers to choose.
 
     Returns:
         Layer numbers counted from 1, increasing.
@@ -76,8 +76,8 @@ def select_layers(teacher: nn.Module, batches: Batches, student_layers: int) -> 
     correlation = adjacent_layer_cca(teacher, batches)
     if len(correlation) != layers:
         raise ValueError(
-            f"the teacher returns {len(correlation)} hidden states for {layers} layers; "
-            "choose its layers by hand"
+            f"teacher: it returns {len(correlation)} hidden states for {layers} layers; pass a "
+            "list of layers"
         )
     smallest = torch.argsort(correlation, stable=True)[:student_layers]
     return sorted(int(i) + 1 for i in smallest)
@@ -86,20 +86,20 @@ def select_layers(teacher: nn.Module, batches: Batches, student_layers: int) -> 
 def resolve_layers(
     layers: str | Sequence[int], teacher_layers: int, student_layers: int
 ) -> list[int]:
-    """A scheme's map, or the given list checked: one teacher layer per student layer."""
+    """Teacher layer of each student layer, by the name of a scheme or from a checked list."""
     if isinstance(layers, str):
         return layer_map(layers, teacher_layers, student_layers)
     chosen = check_layers(layers, teacher_layers)
     if len(chosen) != student_layers:
         raise ValueError(
-            f"layers must name one teacher layer for each of the {student_layers} student "
-            f"layers, got {chosen}"
+            f"layers: {chosen} has {len(chosen)} teacher layers for {student_layers} student "
+            "layers; pass one for each"
         )
     return chosen
 
 
 def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
-    """``layers`` as a list, or raise unless they are increasing numbers of teacher layers."""
+    """``layers`` as a list; raise unless its entries are increasing numbers of teacher layers."""
     chosen = list(layers) if isinstance(layers, Iterable) else []
     valid = all(isinstance(i, int) and not isinstance(i, bool) for i in chosen) and all(
         1 <= i <= teacher_layers for i in chosen
@@ -115,6 +115,6 @@ def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
 def _check_enough(teacher_layers: int, student_layers: int) -> None:
     if student_layers > teacher_layers:
         raise ValueError(
-            f"the student has {student_layers} layers but the teacher only {teacher_layers}; "
-            "no map gives each student layer a teacher layer of its own"
+            f"student_layers: the student has {student_layers} layers but the teacher only "
+            f"{teacher_layers}; use a student with at most {teacher_layers} layers"
         )

@@ -1,4 +1,4 @@
-"""Several methods at once, of one teacher or each of its own."""
+"""Several methods trained at once, with one shared teacher or one teacher each."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from fastkd.distill.step import Step
 
 
 class EnsembleModel(Model):
-    """What is known of several teachers, in their order."""
+    """Properties of an ensemble of teachers, in the order of the methods."""
 
     def __init__(self, models: Sequence[Model]) -> None:
         self.models = list(models)
@@ -20,15 +20,15 @@ class EnsembleModel(Model):
 
 
 class Several(Method):
-    """Several methods' losses, added up, while the student runs once.
+    """Sum of several methods' losses from one run of the student.
 
-    ``Distiller([first, second], student, Several(FCD(), LRKD()))`` gives each method a teacher of
-    its own; with one teacher all of them learn from that. Each method has its own weights, the
-    task's among them: set those of a term that should count once to 0 in the others. The terms
-    are called ``"0.tokens"``, ``"1.projection"``.
+    ``Distiller([first, second], student, Several(FCD(), LRKD()))`` pairs each method with its own
+    teacher. With one teacher, all methods share it. Each method has its own weights, including
+    the task weight. For a term that should count once, set its weight to 0 in all methods but
+    one. Terms are numbered by method: ``"0.tokens"``, ``"1.projection"``.
 
     Args:
-        methods: in the teachers' order.
+        methods: the methods, in the order of the teachers.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ class Several(Method):
     def __init__(self, *methods: Method) -> None:
         super().__init__()
         if not methods:
-            raise TypeError("methods must be fastkd.distill methods, got none")
+            raise TypeError("methods: none given; pass at least one fastkd.distill method")
         for method in methods:
             check_method("methods", method)
         self.methods = nn.ModuleList(methods)
@@ -73,20 +73,23 @@ class Several(Method):
         count = len(self.methods)
         teachers = teacher.models if isinstance(teacher, EnsembleModel) else [teacher] * count
         if len(teachers) != count:
-            raise ValueError(f"pass a teacher for each of the {count} methods, or one for all")
+            raise ValueError(
+                f"teacher: got {len(teachers)} teachers for {count} methods; pass {count}, or one "
+                "for all methods"
+            )
         for method, model in zip(self.each, teachers, strict=True):
             method.build(model, student)
         self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
     def layer_request(self, side: str) -> LayerRequest:
-        """What any method wants."""
+        """Union of the methods' layer requests."""
         each = [method.layer_request(side) for method in self.each]
         return LayerRequest(
             *(tuple(sorted(set().union(*layers))) for layers in zip(*each, strict=True))
         )
 
     def prepare(self, teacher: nn.Module, batches: Batches) -> None:
-        """Let each method choose from one teacher."""
+        """Prepare every method from the same teacher and batches."""
         if self.prepared:
             return
         batches = list(batches)
@@ -107,7 +110,7 @@ class Several(Method):
     def forward(
         self, step: Step, progress: float, only: Only | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Sum of the methods' losses, and the terms of all."""
+        """Sum of the methods' losses, and all terms."""
         total, terms = None, {}
         for i, method in enumerate(self.each):
             method.left_out, method.label_share = self.left_out, self.label_share

@@ -21,7 +21,7 @@ from fastkd.distill.predictions import (
     label_losses,
     soft_losses,
 )
-from fastkd.distill.vocabulary import shared_words
+from fastkd.distill.vocabulary import shared_tokens
 from fastkd.distributed import Ranks
 from fastkd.soft_targets import DivergenceWord
 
@@ -370,7 +370,7 @@ def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
             "load it with its head"
         )
     if teacher.vocabulary is None:
-        teacher.vocabulary = shared_words(teacher, student)
+        teacher.vocabulary = shared_tokens(teacher, student)
     sizes = [student.output_size, teacher.output_size]
     if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:
         remedy = "; if their first tokens are the same, pass tokenizers=(student's, teacher's)"

@@ -16,8 +16,8 @@ from fastkd._core.extras import require
 from fastkd.distill.batch import put_back, split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.ema import averaging_teachers
+from fastkd.distill.labelled_order import LABELLED_SHARE, LabelledOrder, has_label
 from fastkd.distill.method import Method
-from fastkd.distill.order import LABELLED_SHARE, Order, has_label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ class _Average(TrainerCallback):
 class _Drawn(torch.utils.data.Sampler):
     """The rows of an order, another draw in each epoch."""
 
-    def __init__(self, order: Order, seed: int) -> None:
+    def __init__(self, order: LabelledOrder, seed: int) -> None:
         self.order, self.seed, self.epoch = order, seed, 0
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ class DistillationTrainer(Trainer):
         # Lists of labels, a token's each, have no place here, and may be all that a corpus holds.
         if name is not None and len(dataset) and np.ndim(dataset[0][name]) == 0:
             share = self.labelled_share
-            order = Order(has_label(dataset[name][:]), self._train_batch_size, share)
+            order = LabelledOrder(has_label(dataset[name][:]), self._train_batch_size, share)
             if order.rows != len(dataset):
                 seed = self.args.data_seed
                 return _Drawn(order, self.args.seed if seed is None else seed)

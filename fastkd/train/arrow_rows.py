@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import MissingExtra, require
-from fastkd.distill.order import has_label
+from fastkd.distill.labelled_order import has_label
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.errors import InputError

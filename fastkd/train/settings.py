@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.distill.baselines import NAMES
-from fastkd.distill.order import LABELLED_SHARE
+from fastkd.distill.labelled_order import LABELLED_SHARE
 from fastkd.train import lora, tasks
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue

@@ -14,7 +14,7 @@ from transformers import Trainer
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import DistillerOutput
 from fastkd.distill.families import predicts_next_token
-from fastkd.distill.order import Order
+from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
@@ -46,7 +46,7 @@ class ProcessRows:
 class StepSampler(Sampler[ProcessRows]):
     """The rows of one process for each step; seed and epoch alone determine the order."""
 
-    def __init__(self, order: Order, seed: int, rank: int = 0, ranks: int = 1):
+    def __init__(self, order: LabelledOrder, seed: int, rank: int = 0, ranks: int = 1):
         self.order, self.seed = order, seed
         self.rank, self.ranks = rank, ranks
         self.epoch = 0
@@ -107,7 +107,7 @@ class StepTrainer(_Trainer):
     share = 1.0
     accumulate = 1
 
-    def feed(self, order: Order, accumulate: int = 1) -> None:
+    def feed(self, order: LabelledOrder, accumulate: int = 1) -> None:
         """Set the order of the rows, and the number of micro-batches of a process's batch."""
         args = self.args
         self.accumulate = accumulate

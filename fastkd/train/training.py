@@ -22,7 +22,7 @@ from transformers import (
     set_seed,
 )
 
-from fastkd.distill.order import Order
+from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.config import TrainingConfig
@@ -219,7 +219,9 @@ def train(
 
     With checkpoints the run can be cut off at any time and continued to the same result.
     """
-    order = Order(examples.labelled, training_config.batch_size, training_config.labelled_share)
+    order = LabelledOrder(
+        examples.labelled, training_config.batch_size, training_config.labelled_share
+    )
     total, in_epoch = training_config.steps(order.rows)
     watcher = TrainingCallback(options, display, title, in_epoch)
     checkpoints = options.checkpoints

@@ -18,7 +18,7 @@ from transformers import (
     BertForQuestionAnswering,
 )
 
-from fastkd.distill.order import Order
+from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train.saving import find_damage
 from fastkd.train.trainers import StepSampler
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
@@ -352,7 +352,7 @@ def test_a_bug_in_one_process_ends_the_others(launched):
 @pytest.mark.parametrize("rows", [1, 7, 8, 45])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
-    order = Order(np.ones(rows, dtype=bool), 8)
+    order = LabelledOrder(np.ones(rows, dtype=bool), 8)
     alone = StepSampler(order, seed=3)
     shared = [StepSampler(order, 3, rank, ranks) for rank in range(ranks)]
     orders = []

@@ -100,9 +100,9 @@ def test_mistakes():
     teachers, student = models()
     with pytest.raises(TypeError, match="several teachers need one method each"):
         Distiller(teachers, student, FCD())
-    with pytest.raises(ValueError, match="a teacher for each of the 3 methods"):
+    with pytest.raises(ValueError, match=r"got . teachers for 3 methods"):
         Distiller(teachers, student, Several(FCD(), LRKD(), SoftTargets()))
-    with pytest.raises(TypeError, match=r"methods must be .* got none"):
+    with pytest.raises(TypeError, match="methods: none given"):
         Several()
     with pytest.raises(TypeError, match=r"methods must be .*method_by_name\('lrkd'\)"):
         Several(FCD(), "lrkd")

@@ -97,7 +97,7 @@ def test_rows_of_unequal_numbers_of_documents_are_another_loss_by_definition():
     assert checks["Distiller.accumulate"].verdict == "equal"
 
 
-def test_moved_embeddings_leave_padding_alone():
+def test_perturbation_leaves_padding_unchanged():
     torch.manual_seed(0)
     distiller = distiller_of(classifier("deberta_v2"), "lrc_bert")
     for check in verify(distiller, batch(rows=4), ranks=0, compile_backend=None):

@@ -42,10 +42,10 @@ def data_of(family="llama", head="next word"):
 
 @pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize("family, head", [("llama", "next word"), ("bert", "masked words")])
-def test_heads_of_two_sizes_share_the_words_of_the_smaller(family, head, keep_logits):
+def test_heads_of_two_sizes_share_the_tokens_of_the_smaller(family, head, keep_logits):
     teacher, student = pair(60, 64, family, head)
     data = data_of(family, head)
-    with pytest.warns(UserWarning, match="head has 60 words, the teacher's 64: their first 60 are"):
+    with pytest.warns(UserWarning, match="head has 60 tokens, the teacher's 64: the first 60 are"):
         distiller = Distiller(teacher, student, SoftTargets(), keep_logits=keep_logits)
     out = distiller.eval()(**data)
     inputs = {name: x for name, x in data.items() if name != "labels"}
@@ -65,11 +65,11 @@ def test_heads_of_two_sizes_share_the_words_of_the_smaller(family, head, keep_lo
     torch.testing.assert_close(out.terms["task"], task.detach())
 
 
-def test_columns_beyond_the_tokenizers_are_out_of_both():
+def test_columns_beyond_both_tokenizers_are_not_compared():
     teacher, student = pair()
     given = tokenizer(50), tokenizer(50)
     n = 50
-    with pytest.warns(UserWarning, match=f"first {n} are compared, that the tokenizers know"):
+    with pytest.warns(UserWarning, match=f"first {n} are compared, which the tokenizers share"):
         distiller = Distiller(teacher, student, SoftTargets(), tokenizers=given).eval()
     before = distiller(**data_of()).terms
     with torch.no_grad():  # of words that no one knows
@@ -82,7 +82,7 @@ def test_columns_beyond_the_tokenizers_are_out_of_both():
     assert student.lm_head.weight.grad[:n].any()
 
 
-def test_tokens_that_one_side_added_are_out():
+def test_tokens_of_one_tokenizer_only_are_not_compared():
     teacher, student = pair()
     longer, shorter = tokenizer(57), tokenizer(50)
     for given in ((longer, shorter), (shorter, longer)):
@@ -90,7 +90,7 @@ def test_tokens_that_one_side_added_are_out():
             Distiller(teacher, student, SoftTargets(), tokenizers=given)
 
 
-def test_one_tokenizer_is_both_sides():
+def test_one_tokenizer_serves_teacher_and_student():
     teacher, student = pair(60, 60)
     with pytest.warns(UserWarning, match="their first 50 are"):
         Distiller(teacher, student, SoftTargets(), tokenizers=tokenizer(50))
@@ -99,19 +99,21 @@ def test_one_tokenizer_is_both_sides():
         Distiller(teacher, copy.deepcopy(student), SoftTargets())
 
 
-def test_ids_of_two_tokens_are_refused():
+def test_one_id_with_two_tokens_is_an_error():
     teacher, student = pair()
     given = tokenizer(50), tokenizer(50, word7="other")
-    with pytest.raises(ValueError, match="token 'word7' for the id 7, the teacher's 'other'"):
+    with pytest.raises(
+        ValueError, match="id 7 is 'word7' for the student, 'other' for the teacher"
+    ):
         Distiller(teacher, student, SoftTargets(), tokenizers=given)
 
 
-def test_few_ids_in_common_are_refused():
+def test_few_shared_ids_are_an_error():
     teacher, student = pair()
     small, large = tokenizer(50), tokenizer(50)
     ids = large.get_vocab()
     large.get_vocab = lambda: {word: i + 20 for word, i in ids.items()}
-    with pytest.raises(ValueError, match="only those below the id 0 in common"):
+    with pytest.raises(ValueError, match="share only ids below 0"):
         Distiller(teacher, student, SoftTargets(), tokenizers=(small, large))
 
 
@@ -119,7 +121,7 @@ def test_few_ids_in_common_are_refused():
     "change",
     [{"bos_token_id": 5}, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}],
 )
-def test_sizes_that_nothing_explains_are_refused(change):
+def test_unexplained_vocabulary_sizes_are_an_error(change):
     teacher, student = pair()
     for name, value in change.items():
         setattr(student.config, name, value)
@@ -127,7 +129,7 @@ def test_sizes_that_nothing_explains_are_refused(change):
         Distiller(teacher, student, SoftTargets())
 
 
-def test_what_is_no_tokenizer_is_named():
+def test_an_object_that_is_no_tokenizer_is_an_error():
     teacher, student = pair()
     with pytest.raises(TypeError, match="must be transformers tokenizers, got str"):
         Distiller(teacher, student, SoftTargets(), tokenizers="gpt2")
@@ -135,7 +137,7 @@ def test_what_is_no_tokenizer_is_named():
         Distiller(teacher, student, SoftTargets(), tokenizers=[tokenizer(50)] * 3)
 
 
-def test_each_of_several_teachers_has_its_own(tmp_path):
+def test_each_teacher_of_an_ensemble_shares_its_own_tokens(tmp_path):
     first, student = pair(60, 64)
     second, _ = pair(60, 58)
     with warnings.catch_warnings(record=True) as said:
@@ -160,7 +162,7 @@ def test_a_cached_teacher(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:the student's head has")
-def test_a_cache_serves_distillers_of_other_words(tmp_path):
+def test_one_cache_serves_distillers_of_several_vocabularies(tmp_path):
     """What tokenizers say in one is not known in the next, nor changed by it."""
     (teacher, student), data = pair(60, 60), data_of()
     Distiller(teacher, student, SoftTargets()).cache_teacher([data], tmp_path)

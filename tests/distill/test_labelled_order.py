@@ -1,4 +1,4 @@
-"""The order of an epoch's rows where few have labels."""
+"""Row order of an epoch with few labelled rows."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastkd.distill.order import Order, has_label
+from fastkd.distill.labelled_order import LabelledOrder, has_label
 
 
 @given(
@@ -16,9 +16,9 @@ from fastkd.distill.order import Order, has_label
     st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
     st.integers(0, 3),
 )
-def test_every_row_comes_and_labels_have_their_share(labelled, batch, share, seed):
+def test_every_row_is_read_and_batches_have_their_labelled_share(labelled, batch, share, seed):
     labelled = np.array(labelled)
-    order = Order(labelled, batch, share)
+    order = LabelledOrder(labelled, batch, share)
     rows = order.draw(np.random.default_rng(seed))
     assert np.array_equal(rows, order.draw(np.random.default_rng(seed)))
     assert len(rows) == order.rows
@@ -42,18 +42,18 @@ def test_every_row_comes_and_labels_have_their_share(labelled, batch, share, see
 
 
 @pytest.mark.parametrize("share", [0.95, 1.0])
-def test_labelled_rows_are_not_dropped_where_few_have_none(share):
-    order = Order(np.arange(68) < 64, 8, share)
+def test_labelled_rows_are_not_dropped_if_few_are_unlabelled(share):
+    order = LabelledOrder(np.arange(68) < 64, 8, share)
     assert order.rows == 68
     assert sorted(order.draw(np.random.default_rng(0))) == list(range(68))
 
 
 def test_200_of_5700_rows_are_a_quarter_of_each_batch():
     labelled = np.arange(5700) < 200
-    rows = Order(labelled, 32).draw(np.random.default_rng(0))
+    rows = LabelledOrder(labelled, 32).draw(np.random.default_rng(0))
     assert [labelled[x].sum() for x in np.split(rows[: 32 * 229], 229)] == [8] * 229
-    # As before where nothing is asked for.
-    plain = Order(labelled, 32, 0.0).draw(np.random.default_rng(0))
+    # A share of 0 leaves the random order unchanged.
+    plain = LabelledOrder(labelled, 32, 0.0).draw(np.random.default_rng(0))
     assert np.array_equal(plain, np.random.default_rng(0).permutation(5700))
 
 

@@ -1,4 +1,4 @@
-"""Order of an epoch's rows with a minimum fraction of labelled rows in each batch."""
+"""Row order of an epoch with a minimum fraction of labelled rows in each batch."""
 
 import math
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ LABELLED_SHARE = 0.25
 
 
 def has_label(labels: Any) -> np.ndarray:
-    """Mask (rows,) of labelled rows: not the class −100 or the number NaN. Lists are labels."""
+    """Mask (rows,) of labelled rows: neither the class −100 nor NaN. A list is always a label."""
     try:
         numbers = np.asarray(labels, dtype=np.float64)
-    except (TypeError, ValueError):  # of several lengths
+    except (TypeError, ValueError):  # lists of several lengths
         return np.ones(len(labels), dtype=bool)
     if numbers.ndim != 1:
         return np.ones(len(numbers), dtype=bool)
@@ -25,14 +25,14 @@ def has_label(labels: Any) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
-    """Rows of each batch of an epoch.
+class LabelledOrder:
+    """Row order of an epoch in which every batch has a minimum fraction of labelled rows.
 
     Every row is read at least once. If the fraction of ``labelled`` rows (rows,) is below
-    ``share``, labelled rows are repeated, equally often up to one, until each batch has this
-    fraction of them: the label loss is then not computed from one or two rows. A batch keeps at
-    least one unlabelled row. Labelled rows are spread evenly over a batch, so that equal parts of
-    it, one for each process, differ by at most one labelled row.
+    ``share``, labelled rows are repeated until each batch has this fraction, so that the label
+    loss is not computed from one or two rows. The numbers of repetitions differ by at most one.
+    A batch keeps at least one unlabelled row. Labelled rows are spread evenly over a batch: its
+    equal shards, one for each process, differ by at most one labelled row.
     """
 
     labelled: np.ndarray
@@ -40,7 +40,7 @@ class Order:
     share: float = LABELLED_SHARE
 
     @property
-    def _drawn(self) -> int:
+    def _labelled_per_batch(self) -> int:
         """Labelled rows in a full batch; 0 if labelled rows are not repeated."""
         count, rows = int(self.labelled.sum()), len(self.labelled)
         # 1e-9: a rounding error must not add a row. An epoch ends when all unlabelled rows are
@@ -52,35 +52,35 @@ class Order:
     @property
     def rows(self) -> int:
         """Rows in an epoch."""
-        if not self._drawn:
+        if not self._labelled_per_batch:
             return len(self.labelled)
-        return sum(sum(part) for part in self._parts())
+        return sum(sum(sizes) for sizes in self._batch_sizes())
 
-    def _parts(self) -> Sequence[tuple[int, int]]:
+    def _batch_sizes(self) -> Sequence[tuple[int, int]]:
         """Numbers of unlabelled and labelled rows of each batch."""
-        without, drawn = int((~self.labelled).sum()), self._drawn
+        without, drawn = int((~self.labelled).sum()), self._labelled_per_batch
         full, rest = divmod(without, self.batch - drawn)
         last = [(rest, math.ceil(rest * drawn / (self.batch - drawn)))] if rest else []
         return [(self.batch - drawn, drawn)] * full + last
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Row numbers, batch after batch."""
-        if not self._drawn:
+        if not self._labelled_per_batch:
             return rng.permutation(len(self.labelled))
-        parts = self._parts()
+        batch_sizes = self._batch_sizes()
         with_label, without = np.flatnonzero(self.labelled), np.flatnonzero(~self.labelled)
-        needed = sum(drawn for _, drawn in parts)
+        needed = sum(drawn for _, drawn in batch_sizes)
         rounds = -(-needed // len(with_label))
         labelled = np.concatenate([rng.permutation(with_label) for _ in range(rounds)])[:needed]
-        others = rng.permutation(without)
+        unlabelled = rng.permutation(without)
         batches, at = [], [0, 0]
-        for rest, drawn in parts:
-            places = (2 * np.arange(drawn) + 1) * (rest + drawn) // max(1, 2 * drawn)
+        for rest, drawn in batch_sizes:
+            positions = (2 * np.arange(drawn) + 1) * (rest + drawn) // max(1, 2 * drawn)
             batch = np.empty(rest + drawn, dtype=np.int64)
-            among = np.zeros(rest + drawn, dtype=bool)
-            among[places] = True
-            batch[among] = labelled[at[1] : at[1] + drawn]
-            batch[~among] = others[at[0] : at[0] + rest]
+            is_labelled = np.zeros(rest + drawn, dtype=bool)
+            is_labelled[positions] = True
+            batch[is_labelled] = labelled[at[1] : at[1] + drawn]
+            batch[~is_labelled] = unlabelled[at[0] : at[0] + rest]
             at = [at[0] + rest, at[1] + drawn]
             batches.append(batch)
         return np.concatenate(batches)
