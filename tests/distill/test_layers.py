@@ -36,7 +36,7 @@ def test_bad_maps_say_what_is_wrong():
         check_layers([2, 2], 4)
     with pytest.raises(ValueError, match="increasing"):
         check_layers([], 4)
-    with pytest.raises(ValueError, match="each of the 3 student layers"):
+    with pytest.raises(ValueError, match="2 teacher layers for 3 student layers"):
         resolve_layers([1, 2], 4, 3)
 
 

@@ -421,7 +421,7 @@ def test_a_teacher_with_too_few_layers_is_refused_at_once():
         with pytest.raises(ValueError, match="student has 3 layers but the teacher only 2"):
             Distiller(teacher, student, method_by_name(name))
     deep = classifier("bert", layers=4)
-    with pytest.raises(ValueError, match="each of the 3 student layers"):
+    with pytest.raises(ValueError, match="2 teacher layers for 3 student layers"):
         Distiller(deep, student, FCD(layers=[1, 2]))
 
 

@@ -86,13 +86,13 @@ def test_tokens_of_one_tokenizer_only_are_not_compared():
     teacher, student = pair()
     longer, shorter = tokenizer(57), tokenizer(50)
     for given in ((longer, shorter), (shorter, longer)):
-        with pytest.warns(UserWarning, match="their first 50 are"):
+        with pytest.warns(UserWarning, match="the first 50 are"):
             Distiller(teacher, student, SoftTargets(), tokenizers=given)
 
 
 def test_one_tokenizer_serves_teacher_and_student():
     teacher, student = pair(60, 60)
-    with pytest.warns(UserWarning, match="their first 50 are"):
+    with pytest.warns(UserWarning, match="the first 50 are"):
         Distiller(teacher, student, SoftTargets(), tokenizers=tokenizer(50))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -143,20 +143,20 @@ def test_each_teacher_of_an_ensemble_shares_its_own_tokens(tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         distiller = Distiller([first, second], student, Several(SoftTargets(), SoftTargets()))
-    assert [str(x.message).count("their first 60") for x in said] == [1, 0]
-    assert [str(x.message).count("their first 58") for x in said] == [0, 1]
+    assert [str(x.message).count("the first 60") for x in said] == [1, 0]
+    assert [str(x.message).count("the first 58") for x in said] == [0, 1]
     distiller(**data_of()).loss.backward()
 
 
 def test_a_cached_teacher(tmp_path):
     teacher, student = pair()
-    with pytest.warns(UserWarning, match="their first 60"):
+    with pytest.warns(UserWarning, match="the first 60"):
         distiller = Distiller(teacher, student, SoftTargets()).eval()
     distiller.cache_teacher([data_of()], tmp_path)
     cache = TeacherCache(tmp_path)
     with pytest.raises(ValueError, match="pass tokenizers="):  # it knows no special tokens
         Distiller(cache, student, SoftTargets())
-    with pytest.warns(UserWarning, match="their first 60"):
+    with pytest.warns(UserWarning, match="the first 60"):
         cached = Distiller(cache, student, SoftTargets(), tokenizers=tokenizer(60)).eval()
     torch.testing.assert_close(cached(**data_of()).terms, distiller(**data_of()).terms)
 
