@@ -1,4 +1,4 @@
-"""What others distil with, as methods: the rows that a table of losses is read against."""
+"""Methods of other papers, as baselines for comparison."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -23,7 +23,8 @@ class PKD(SoftTargets):
     """Patient knowledge distillation (Sun et al. 2019).
 
     L = (1 − alpha)·CE + alpha·T²·KL + beta·L_PT, L_PT = Σ_layers mean over the samples of
-    ‖h_S/‖h_S‖ − h_T/‖h_T‖‖² of the sentence tokens (eqs. 6-7), the last layer left out as there.
+    ‖h_S/‖h_S‖ − h_T/‖h_T‖‖² of the sentence tokens (eqs. 6-7). As in the paper, the last layer is
+    not compared.
 
     Args:
         alpha, temperature: {0.2, 0.5, 0.7} and {5, 10, 20} in the paper.
@@ -46,7 +47,10 @@ class PKD(SoftTargets):
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         if teacher.hidden_size != student.hidden_size:
-            raise ValueError("PKD needs hidden sizes that are equal")
+            raise ValueError(
+                f"PKD: the hidden sizes {student.hidden_size} and {teacher.hidden_size} differ; "
+                "use a student of the teacher's hidden size"
+            )
         self.pair_layers(self.layers, teacher, student)
         if student.num_layers > 1:
             self.student_layers = self.student_layers[:-1]
@@ -59,24 +63,24 @@ class PKD(SoftTargets):
         """L_PT, eq. 7."""
         pairs = zip(*step.layers(self.student_layers, self.teacher_layers), strict=True)
         total = []
-        there = step.real.any(1)  # (B,), samples that have any token
+        has_tokens = step.real.any(1)  # (B,), samples with a real token
         for student, teacher in pairs:
             (s, t), _ = step.pooled("cls", student, teacher)
             difference = F.normalize(upcast(s), dim=-1) - F.normalize(upcast(t), dim=-1)
-            squares = torch.where(there, difference.square().sum(-1), 0)
-            total.append(step.mean(squares.sum(), there.sum()))
+            squares = torch.where(has_tokens, difference.square().sum(-1), 0)
+            total.append(step.mean(squares.sum(), has_tokens.sum()))
         return torch.stack(total).sum()
 
 
 class DistilBERT(SoftTargets):
-    """The losses of DistilBERT (Sanh et al. 2019), with the task in the place of masked words.
+    """The losses of DistilBERT (Sanh et al. 2019), with the task loss instead of masked tokens.
 
-    L = (1 − alpha)·CE + alpha·T²·KL + beta·(1 − cos(H_S, H_T)), the last hidden states compared
-    token by token.
+    L = (1 − alpha)·CE + alpha·T²·KL + beta·(1 − cos(H_S, H_T)), where H are the last hidden states,
+    compared token by token.
 
     Args:
-        alpha, temperature: as in `SoftTargets`; the paper weighs soft to task 5:2, T = 2.
-        beta: weight of the cosine; the paper has 1 beside 5 and 2.
+        alpha, temperature: as in `SoftTargets`; the paper weights soft to task 5:2, with T = 2.
+        beta: weight of the cosine term; 1 in the paper, beside 5 and 2.
 
     Terms: task, soft, cosine.
     """
@@ -87,7 +91,10 @@ class DistilBERT(SoftTargets):
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         if teacher.hidden_size != student.hidden_size:
-            raise ValueError("DistilBERT's cosine needs hidden sizes that are equal")
+            raise ValueError(
+                f"DistilBERT: the hidden sizes {student.hidden_size} and {teacher.hidden_size} "
+                "differ; use a student of the teacher's hidden size"
+            )
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -100,24 +107,24 @@ class DistilBERT(SoftTargets):
 
 
 class Embeddings(Method):
-    """One embedding a sample against the teacher's: how embedding models are distilled.
+    """Distillation of embedding models: one embedding per sample, compared with the teacher's.
 
     L = task_weight·L_g + cos_nce·L_NCE + cosine·(1 − cos) + mse·MSE + relations·L_s + cca·L_CCC:
     COS-NCE (LRC-BERT, eqs. 1-2), the mean of 1 − cos(s, t), the mean square of s − t over elements,
     the relations between the samples of a batch (FCD, eq. 9) and −Σ of the canonical correlations
-    (MC3KD, eq. 7). Hidden states are no part of it. With unequal widths COS-NCE compares by a
-    projection that trains along and starts as a slice of the identity; cosine and MSE can't.
+    (MC3KD, eq. 7). Hidden states of other layers are not compared. With unequal widths COS-NCE uses
+    a trained projection, initialised to a slice of the identity; cosine and MSE need equal widths.
 
     Args:
         cos_nce, cosine, mse, relations, cca: weights.
-        task_weight: weight of the task loss; nothing where models have no head.
-        pooling: "mean" of a sample's last hidden states, or "cls", the one that a classification
-            head reads. `fastkd distill --task embedding` takes the teacher's.
-        unit_length: compare embeddings of length 1, which only mse and cca can tell; the command
-            takes what the teacher gives.
-        distance: of the relations, as in `fastkd.relation_loss`.
-        ridge: of the correlations, as in `fastkd.CCALoss`; batches smaller than the embeddings
-            are long want a large one.
+        task_weight: weight of the task loss; unused for models without a head.
+        pooling: "mean" of a sample's last hidden states, or "cls", the state that a classification
+            head reads. `fastkd distill --task embedding` uses the teacher's pooling.
+        unit_length: normalise embeddings to length 1, which changes mse and cca only; the command
+            normalises if the teacher does.
+        distance: distance between relations, as in `fastkd.relation_loss`.
+        ridge: ridge of the correlations, as in `fastkd.CCALoss`; use a large one for batches
+            with fewer samples than an embedding has dimensions.
 
     Terms: task, contrast, angles, squares, samples, correlations.
     """
@@ -156,9 +163,9 @@ class Embeddings(Method):
         widths = student.hidden_size, teacher.hidden_size
         if (self.cosine or self.mse) and widths[0] != widths[1]:
             raise ValueError(
-                "Embeddings' cosine and mse compare embeddings of one length, and the student's "
-                f"have {widths[0]} numbers, the teacher's {widths[1]}; set both to 0: cos_nce, "
-                "relations and cca take any two"
+                f"cosine, mse: the student's embeddings have {widths[0]} dimensions, the teacher's "
+                f"{widths[1]}; set both weights to 0, as only cos_nce, relations and cca compare "
+                "embeddings of two widths"
             )
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
@@ -185,14 +192,14 @@ class Embeddings(Method):
         return loss, terms
 
     def _embedding_terms(self, step: Step, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Terms of embeddings (B, Ds) and (B, Dt), which are pooled once."""
+        """Terms of embeddings (B, Ds) and (B, Dt), pooled once for all terms."""
         if not names:
             return
         (student, teacher), _ = step.pooled(self.pooling, *step.last())
         student, teacher = upcast(student), upcast(teacher)
         if self.unit_length:
             student, teacher = F.normalize(student, dim=-1), F.normalize(teacher, dim=-1)
-        real = step.real.any(1)  # (B,), samples that have any token
+        real = step.real.any(1)  # (B,), samples with a real token
         rows = student[:, None], teacher[:, None], real[:, None]
         for name in names:
             if name == "contrast":  # LRC-BERT, eq. 1
@@ -216,5 +223,5 @@ BASELINES: dict[str, type[Method]] = {
     "distilbert": DistilBERT,
     "embeddings": Embeddings,
 }
-#: What commands know by a name.
+#: Names of all methods, for the commands.
 NAMES = (*METHODS, *BASELINES)

@@ -1,4 +1,4 @@
-"""Models that aren't from transformers: any module with a list of blocks."""
+"""Teachers and students that are not transformers models: any module with a list of blocks."""
 
 import inspect
 from types import SimpleNamespace
@@ -13,27 +13,28 @@ from fastkd.distill.backbone import Backbone
 class Blocks(nn.Module):
     """Any model with a list of blocks, as a Distiller's teacher or student.
 
-    A block takes hidden states (B, N, D) as its first argument and returns them, alone or first:
-    tokens of a text, patches of an image. Inputs go to the model by name. ``attention_mask`` (B, N)
-    says which tokens are real, and goes to the model only if that takes it.
+    A block takes hidden states (B, N, D), such as tokens of a text or patches of an image, as its
+    first argument. It returns hidden states, alone or as the first entry of a tuple. Inputs are
+    passed to the model by name. ``attention_mask`` (B, N) marks the real tokens; the model
+    receives it only if its ``forward`` accepts it.
 
     Args:
-        model: the model; it returns logits, alone, first, or as ``.logits``.
+        model: the model; it returns logits alone, as the first entry of a tuple, or as ``.logits``.
         blocks: name of its ModuleList or Sequential, such as "encoder.layers".
         hidden_size: D.
-        output_size: classes, or entries of a vocabulary, that the logits are of; None for a model
-            without a head, whose result is not read.
-        final: name of the module whose result the head reads, such as the last norm; by default
+        output_size: number of classes or vocabulary entries of the logits; None for a model
+            without a head, whose output is not read.
+        final: name of the module whose output the head reads, such as the last norm; by default
             the last block.
-        embeddings: name of the module whose result LRC-BERT moves.
+        embeddings: name of the module whose output LRC-BERT perturbs.
         batch_first: False where hidden states are (N, B, D).
-        per_token: the head predicts something for each token.
-        causal: logits at a position are about the next token.
+        per_token: the head makes a prediction for each token.
+        causal: the logits at a position predict the next token.
         sentence_last: the head reads the last token, not the first.
         regression: the head predicts numbers.
 
     Raises:
-        ValueError: the model has no such part.
+        ValueError: the model has no module of this name, or ``blocks`` is no list of modules.
 
     Example:
         >>> import torch
@@ -69,12 +70,15 @@ class Blocks(nn.Module):
             try:
                 model.get_submodule(path or "")
             except AttributeError as error:
-                raise ValueError(f"{name}: {type(model).__name__} has no {path!r}") from error
+                raise ValueError(
+                    f"{name}: {type(model).__name__} has no module {path!r}; "
+                    "pass a name from named_modules()"
+                ) from error
         found = model.get_submodule(blocks)
         if not isinstance(found, (nn.ModuleList, nn.Sequential)) or not len(found):
             raise ValueError(
-                f"blocks must name a ModuleList or Sequential, {blocks!r} is a "
-                f"{type(found).__name__}"
+                f"blocks: {blocks!r} is a {type(found).__name__} of {len(list(found.children()))} "
+                "modules; pass the name of a filled ModuleList or Sequential"
             )
         self.model, self.blocks = model, blocks
         self.hidden_size, self.output_size = hidden_size, output_size
@@ -83,15 +87,15 @@ class Blocks(nn.Module):
         self.sentence_last, self.regression = sentence_last, regression
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's own result."""
+        """The model's output, unchanged."""
         return self.model(**inputs)
 
 
 class BlocksBackbone(Backbone):
-    """What `Backbone` is for a transformers model, from the description that `Blocks` is."""
+    """`Backbone` of a model that `Blocks` describes."""
 
     shows_states = False
-    mixes_documents = False  # nothing is known; tried out
+    mixes_documents = False  # unknown; tested with a packed batch
     num_tokens = None
 
     def __init__(self, model: Blocks, name: str) -> None:
@@ -123,13 +127,14 @@ class BlocksBackbone(Backbone):
     def embeddings(self) -> nn.Module:
         if self.model.embeddings is None:
             raise ValueError(
-                f"the embeddings of the {self._name} ({self.class_name}) are moved, but Blocks "
-                "names none; pass embeddings=..., or set the method's perturb=False"
+                f"embeddings: the method perturbs the embeddings of the {self._name} "
+                f"({self.class_name}), but Blocks names none; pass embeddings=..., or set the "
+                "method's perturb=False"
             )
         return self.inner.get_submodule(self.model.embeddings)
 
     def reads_last_position(self, batch: dict[str, Any]) -> bool:
-        # Nothing says how the head finds the last token.
+        # The head may read the last position, padding or not.
         return self.has_head and self.sentence_last and not self.per_token
 
     def run(self, batch: dict[str, Any]) -> Any:
@@ -149,11 +154,11 @@ class BlocksBackbone(Backbone):
 
     def check_eager(self, method: str) -> None:
         raise ValueError(
-            f"{method} compares attention maps, which {self.class_name} doesn't show; it isn't a "
-            "transformers model"
+            f"{method} compares attention maps, which only transformers models return "
+            f"({self.class_name} is none); use another method"
         )
 
 
 def backbone_of(model: nn.Module, name: str) -> Backbone:
-    """How to read a teacher or student."""
+    """Backbone of a teacher or student."""
     return BlocksBackbone(model, name) if isinstance(model, Blocks) else Backbone(model, name)

@@ -251,7 +251,7 @@ class Distiller(InGroup):
         num_items: float | Tensor | None = None,
         segments: Tensor | None = None,
         loss_weights: Tensor | None = None,
-        _share: tuple[WholeBatch, int] | None = None,
+        _micro_batch: tuple[WholeBatch, int] | None = None,
         **inputs: Any,
     ) -> DistillerOutput:
         """Loss of one batch.
@@ -297,9 +297,9 @@ class Distiller(InGroup):
                 "model: DataParallel runs copies of the models, which a Distiller can't hook; "
                 "start one process per GPU (torchrun, DistributedDataParallel)"
             )
-        if _share is not None:
-            whole, index = _share
-            return self.output(*whole.share(index))
+        if _micro_batch is not None:
+            whole, index = _micro_batch
+            return self.output(*whole.micro_batch_loss(index))
         if self._progress is None and self.method.scheduled:
             self._warn_of_schedule()
         targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}

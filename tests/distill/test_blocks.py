@@ -69,7 +69,7 @@ def test_every_method_learns(name):
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_layers_are_what_enters_and_leaves_the_blocks(batch_first):
+def test_layers_are_the_blocks_inputs_and_outputs(batch_first):
     distiller = Distiller(*pair(batch_first=batch_first), method_by_name("fcd")).eval()
     seen = {}
     distiller.method.register_forward_pre_hook(lambda module, args: seen.update(step=args[0]))
@@ -82,7 +82,7 @@ def test_layers_are_what_enters_and_leaves_the_blocks(batch_first):
         assert torch.equal(seen["step"].student.hidden[layer], expected)
 
 
-def test_micro_batches_and_processes_run_out():
+def test_micro_batches_and_processes_equal_one_batch():
     distiller = Distiller(*pair(), method_by_name("fcd")).double()
     whole = {name: x.double() if x.is_floating_point() else x for name, x in data().items()}
     _, expected = step(distiller, whole)
@@ -90,7 +90,7 @@ def test_micro_batches_and_processes_run_out():
     torch.testing.assert_close(taken(distiller, parts)[1], expected, atol=1e-12, rtol=1e-10)
 
 
-def test_masks_of_a_text_model():
+def test_attention_mask_of_a_text_model():
     """Padding counts nowhere, also where the model itself doesn't know of it."""
     torch.manual_seed(0)
 
@@ -105,7 +105,7 @@ def test_masks_of_a_text_model():
     torch.testing.assert_close(loss, distiller(input=ids[:, :6]).loss)
 
 
-def test_numbers_of_padded_tokens_count_nowhere():
+def test_padded_tokens_change_no_term():
     def side(layers):
         blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
         model = nn.Sequential(nn.Embedding(50, 16), blocks, nn.Linear(16, 2))
@@ -128,7 +128,7 @@ class Number(nn.Sequential):
         return super().forward(input).mean(1).squeeze(-1)
 
 
-def test_a_number_a_sample_needs_no_dimension_of_its_own():
+def test_regression_logits_may_have_one_dimension():
     def side(head):
         blocks = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         model = Number(nn.Embedding(50, 16), blocks, nn.Linear(16, head))
@@ -171,13 +171,13 @@ def test_the_same_step_in_every_way():
     assert set(found.values()) == {"equal"}, checks
 
 
-def test_mistakes():
+def test_wrong_arguments_are_errors():
     model = Patches(2)
     for name, options in {
         "blocks": {"blocks": "layers"},
         "final": {"blocks": "blocks", "final": "nrm"},
         "embeddings": {"blocks": "blocks", "embeddings": "emb"},
-        "must name a ModuleList or Sequential": {"blocks": "norm"},
+        "pass the name of a filled ModuleList or Sequential": {"blocks": "norm"},
     }.items():
         with pytest.raises(ValueError, match=name):
             Blocks(model, hidden_size=16, **options)

@@ -81,9 +81,9 @@ def test_a_step_pools_once_for_all_terms(monkeypatch):
     assert len(calls) == 1
 
 
-def test_mistakes():
+def test_wrong_arguments_are_errors():
     teacher, student = pair(8)
-    with pytest.raises(ValueError, match="the student's have 8 numbers, the teacher's 16; set"):
+    with pytest.raises(ValueError, match="have 8 dimensions, the teacher's 16; set"):
         Distiller(teacher, student, Embeddings(mse=1.0))
     with pytest.raises(ValueError, match="pooling must be one of 'mean', 'cls', got 'max'"):
         Embeddings(pooling="max")

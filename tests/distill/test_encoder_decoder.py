@@ -138,7 +138,7 @@ def test_a_cache_says_what_the_teacher_says(tmp_path, method):
     assert keys[0] not in cache and all(key in cache for key in keys[1:])
 
 
-def test_mistakes():
+def test_wrong_arguments_are_errors():
     teacher, student = models("t5")
     data = data_of("t5", "written words")
     distiller = Distiller(teacher, student, SoftTargets())

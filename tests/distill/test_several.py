@@ -96,7 +96,7 @@ def test_perturbation_schedule_preparation_and_caches(tmp_path):
         distiller.cache_teacher([data], tmp_path / "both")
 
 
-def test_mistakes():
+def test_wrong_arguments_are_errors():
     teachers, student = models()
     with pytest.raises(TypeError, match="several teachers need one method each"):
         Distiller(teachers, student, FCD())

@@ -43,7 +43,7 @@ def test_accumulated_micro_batches_are_the_whole_batch(kind, name):
     assert_equal(taken(exact(name, kind), cut(data_of(kind), *ENDS)), whole_batch(kind, name))
 
 
-def test_the_second_pass_repeats_the_firsts_dropout():
+def test_the_second_run_repeats_the_dropout_of_the_first():
     distiller, data = exact("fcd", dropout=0.3), data_of()
     torch.manual_seed(3)
     expected = taken(distiller, data)
@@ -71,7 +71,7 @@ def test_accumulation_is_the_whole_batch_for_a_frozen_student_and_under_autocast
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_losses_without_gradient_add_up(mode):
+def test_losses_without_gradients_add_up(mode):
     for name in METHODS:
         distiller, data = exact(name).eval(), data_of()
         with mode():
@@ -79,7 +79,7 @@ def test_losses_without_gradient_add_up(mode):
             assert_equal(loss, distiller(**data).loss)
 
 
-def test_what_a_method_learns_is_not_summed_in_half_precision():
+def test_gradients_of_a_methods_parameters_are_not_summed_in_half_precision():
     """One part or nine: the gradient of its parameters is rounded once."""
     torch.manual_seed(0)
     models = classifier("bert"), classifier("bert", 2, hidden_size=32, intermediate_size=64)
@@ -93,15 +93,15 @@ def test_what_a_method_learns_is_not_summed_in_half_precision():
     assert (found[1] - found[0]).norm() <= 2 * 2**-9 * found[0].norm()
 
 
-def test_accumulation_tells_of_a_schedule_that_nobody_drives():
+def test_accumulation_warns_of_a_schedule_without_progress():
     made = exact("lrc_bert")
     distiller = Distiller(made.teacher, made.student, made.method)
     with pytest.warns(UserWarning, match="call distiller.set_progress"):
         next(distiller.accumulate([data_of()]))
 
 
-def test_nothing_to_accumulate_is_an_error():
-    with pytest.raises(ValueError, match="batches is empty"):
+def test_no_micro_batches_is_an_error():
+    with pytest.raises(ValueError, match="batches: none given"):
         next(exact("fcd").accumulate([]))
 
 
@@ -129,7 +129,7 @@ def gathered(rank, ends, micro):
     return results
 
 
-def test_processes_that_gather_are_one_process(tmp_path):
+def test_gathering_processes_equal_one_process(tmp_path):
     ends = [(0, 6), (6, 9)]
     ranks = run_ranks(gathered, len(ends), tmp_path, ends, False)
     for case in CASES:
@@ -138,7 +138,7 @@ def test_processes_that_gather_are_one_process(tmp_path):
             assert_equal(rank[case], expected)
 
 
-def test_processes_that_gather_and_accumulate_are_one_process(tmp_path):
+def test_gathering_and_accumulating_processes_equal_one_process(tmp_path):
     ends = [(0, 2, 4, 6), (6, 9)]
     ranks = run_ranks(gathered, 2, tmp_path, ends, True)
     for case in CASES:
