@@ -1,4 +1,4 @@
-"""What a teacher says about each sample, kept on the disk: a later run needs no teacher."""
+"""Cache of a teacher's outputs on disk, one entry per sample: later runs need no teacher."""
 
 import dataclasses
 import functools
@@ -33,14 +33,14 @@ FACTS = (
     "sentence_last", "problem", "predicts_words", "writes", "class_labels", "first_position",
 )  # fmt: skip
 
-# Inputs that say which tokens are real and where documents begin: padding and packing, which are
-# no batch of a sample. Positions are, see `sample_keys`.
+# Inputs that describe padding and packing. They are not part of a sample's key, except for
+# positions: see `sample_keys`.
 LAYOUT = (
     "attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k",
 )  # fmt: skip
-# Entries of a configuration that change no output of the model, or that a model changes itself.
-# The attention implementation is recorded apart.
+# Configuration entries that change no output, or that a model changes itself. The attention
+# implementation is stored separately.
 NOT_COMPUTED = (
     "_name_or_path", "architectures", "auto_mapping", "base_model_name_or_path", "dtype",
     "finetuning_task", "id2label", "inference_mode", "init_lora_weights", "initializer_factor",
@@ -51,7 +51,7 @@ NOT_COMPUTED = (
 
 
 class CachedModel(Model):
-    """What a method asks about a teacher that isn't there."""
+    """Properties of a cached teacher."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         for name in FACTS:
@@ -59,31 +59,31 @@ class CachedModel(Model):
 
     def check_eager(self, method: str) -> None:
         raise ValueError(
-            f"{method} compares attention maps, which a teacher's cache doesn't keep; pass the "
+            f"{method} compares attention maps, which a teacher cache does not store; pass the "
             "teacher itself"
         )
 
 
 class TeacherCache(nn.Module):
-    """A teacher's outputs in a folder, to be used in its place: ``Distiller(TeacherCache(path),
-    student, method)``.
+    """Stored outputs of a teacher, used in its place: ``Distiller(TeacherCache(path), student,
+    method)``.
 
-    `Distiller.cache_teacher` writes it. Kept is what the method needs: hidden states of its layers
-    at real tokens, or one row a sample where it pools; logits where soft targets count, for
-    language models what their head reads of each token, and the head once. Samples are known by
-    their tokens and what else the teacher reads of them (images, boxes), so they may come in
-    another order, batch or padding; in the same batches the student learns bit for bit what it
-    learns from the teacher itself (of words whose logits are kept, not the head, with
-    ``keep_logits=True``).
+    `Distiller.cache_teacher` writes it and stores what the method needs: hidden states of the
+    method's layers at real tokens, or one row per sample if the method pools; logits if the method
+    has soft targets. For language models it stores the head once and the head's inputs of each
+    token. The key of a sample is computed from its tokens and all other inputs of the teacher
+    (images, boxes), so samples may be read in another order, batch or padding. With the same
+    batches the student learns bit for bit what it learns from the teacher itself (with
+    ``keep_logits=True`` if logits over a vocabulary are stored instead of the head).
 
     Args:
         path: the folder.
-        teacher, tokenizer: where they are at hand, to make sure that the cache is theirs.
+        teacher, tokenizer: if passed, the cache is checked to be written with them.
 
     Raises:
-        FileNotFoundError: there is no cache.
-        ValueError: it is of another teacher or tokenizer, or a file is not what was written; all
-            are read for that, once a process.
+        FileNotFoundError: ``path`` holds no cache.
+        ValueError: the cache was written with another teacher or tokenizer, or a file was changed.
+            Every file is read for this check, once per process.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class TeacherCache(nn.Module):
         self.path = Path(path)
         if not (self.path / ABOUT).is_file():
             raise FileNotFoundError(
-                f"{self.path} holds no teacher's cache ({ABOUT}); write one with "
+                f"{self.path} holds no teacher cache ({ABOUT}); write one with "
                 "distiller.cache_teacher(batches, path)"
             )
         self.about = _read_about(self.path)
         self.model = CachedModel(self.about["model"])
         self._check_written_by(teacher, tokenizer)
         if self.about["head"]:
-            _check_whole(self.path / HEAD, self.about["head"]["digest"])
+            _check_unchanged(self.path / HEAD, self.about["head"]["digest"])
             for name, value in _safetensors().torch.load_file(self.path / HEAD).items():
                 self.register_buffer(f"head_{name}", value, persistent=False)
         self._rows: dict[bytes, tuple[Path, int, int]] = {}
@@ -130,32 +130,32 @@ class TeacherCache(nn.Module):
                 )
 
     def reload(self) -> None:
-        """Read the shards that other processes have written since.
+        """Read the shards that other processes have written since the last call.
 
         Raises:
-            ValueError: a file is not what was written, or belongs to another cache.
+            ValueError: a file was changed or belongs to another cache.
         """
         for path in sorted(self.path.glob("shard-*.safetensors")):
             if path in self._shards:
                 continue
-            _check_whole(path, path.stem.removeprefix("shard-"))
+            _check_unchanged(path, path.stem.removeprefix("shard-"))
             shard = _safetensors().safe_open(path, "pt")
             if (shard.metadata() or {}).get("description") != self.about["digest"]:
                 raise ValueError(
-                    f"{path} belongs to a cache of another description than {self.path / ABOUT}; "
+                    f"{path} does not belong to the cache that {self.path / ABOUT} describes; "
                     "delete the folder, and write the cache again"
                 )
             self._shards[path] = shard
             keys = shard.get_tensor("keys").numpy()
             ends = shard.get_tensor("lengths").cumsum(0).tolist()
             for i, key in enumerate(keys):
-                # Where the sample's tokens begin; its number.
+                # Offset of the sample's tokens, and its index in the shard.
                 start = ends[i - 1] if i else 0
                 self._rows[key.tobytes()] = path, start, i
 
     @property
     def digest(self) -> str:
-        """That of all that the cache holds."""
+        """Digest of the cache's whole content."""
         names = sorted(path.name for path in self._shards)
         return _digest(json.dumps([self.about["digest"], *names]).encode())
 
@@ -166,7 +166,7 @@ class TeacherCache(nn.Module):
         return key in self._rows
 
     def __getstate__(self) -> dict[str, Any]:
-        # Open files can't be copied to another process.
+        # Open files can't be pickled.
         return {**self.__dict__, "_shards": {}}
 
     def _shard(self, path: Path) -> Any:
@@ -175,13 +175,13 @@ class TeacherCache(nn.Module):
         return self._shards[path]
 
     def serve(self, built: Method) -> None:
-        """Raise unless the cache keeps what a method wants; a choice of layers is the cache's."""
+        """Raise unless the cache stores what a method reads; set layers chosen from data."""
         kept = self.about["kept"]
         if not built.prepared:
             if len(kept["layers"]) != len(built.student_layers):
                 raise ValueError(
-                    f"{self.path} keeps teacher layers {kept['layers']}, which are not one for "
-                    f"each of the {len(built.student_layers)} student layers"
+                    f"{self.path} stores teacher layers {kept['layers']} for "
+                    f"{len(built.student_layers)} student layers; write another cache"
                 )
             built.teacher_layers = kept["layers"]
         method, wanted = type(built).__name__, teacher_request(built)
@@ -190,17 +190,17 @@ class TeacherCache(nn.Module):
         missing = sorted(set(wanted["layers"]) - set(kept["layers"]))
         if missing:
             raise ValueError(
-                f"{method} compares teacher layers {wanted['layers']}, but {self.path} keeps only "
+                f"{method} compares teacher layers {wanted['layers']}, but {self.path} stores only "
                 f"{kept['layers']}; write another cache"
             )
         if wanted["layers"] and kept["pool"] not in ("tokens", wanted["pool"]):
             raise ValueError(
                 f"{method} compares {wanted['pool']!r} of the teacher's hidden states, but "
-                f"{self.path} keeps {kept['pool']!r}; write another cache"
+                f"{self.path} stores {kept['pool']!r}; write another cache"
             )
         if wanted["logits"] and not kept["logits"]:
             raise ValueError(
-                f"{method} has soft targets, but {self.path} keeps no logits; write another cache"
+                f"{method} has soft targets, but {self.path} stores no logits; write another cache"
             )
 
     def _head(self) -> Head:
@@ -215,7 +215,7 @@ class TeacherCache(nn.Module):
         return head
 
     def outputs(self, batch: Batch, wanted: dict[str, Any], device: torch.device) -> Outputs:
-        """The teacher's outputs on a batch, as if it had run."""
+        """The teacher's outputs on a batch, read from the cache."""
         keys, mask = sample_keys(batch, self.model)
         lengths = mask.sum(1).tolist()
         found = [self._rows.get(key) for key in keys]
@@ -223,23 +223,23 @@ class TeacherCache(nn.Module):
             row = found.index(None)
             raise KeyError(
                 f"sample {row} of the batch is not in {self.path} ({len(self)} samples of "
-                f"{self.about['model']['class_name']}); it was written from other data or with "
-                "another tokenizer"
+                f"{self.about['model']['class_name']}); pass the data and tokenizer that the cache "
+                "was written with"
             )
 
         columns = _columns(self.about)
 
-        def read(name: str, places: Tensor) -> Tensor:
-            parts = []
+        def read(name: str, positions: Tensor) -> Tensor:
+            samples = []
             for length, (path, start, number) in zip(lengths, found, strict=True):  # type: ignore[misc]
                 rows = self._shard(path).get_slice(name)
                 first, count = (start, length) if columns[name] else (number, 1)
-                parts.append(rows[first : first + count])
-            if not parts:  # a batch without samples: none of any row
+                samples.append(rows[first : first + count])
+            if not samples:  # a batch without samples: no rows of the first shard
                 path = next(iter(self._rows.values()))[0]
-                parts.append(self._shard(path).get_slice(name)[:1][:0])
-            rows = torch.cat(parts).to(device, non_blocking=True)
-            return _placed(rows, places) if columns[name] else rows
+                samples.append(self._shard(path).get_slice(name)[:1][:0])
+            rows = torch.cat(samples).to(device, non_blocking=True)
+            return _scatter(rows, positions) if columns[name] else rows
 
         pooled = self.about["kept"]["pool"] != "tokens"
         hidden = {layer: read(f"hidden.{layer}", mask) for layer in wanted["layers"]}
@@ -261,7 +261,7 @@ class TeacherCache(nn.Module):
 
 
 def _columns(about: dict[str, Any]) -> dict[str, bool]:
-    """What a cache keeps, and whether of each real token or once a sample."""
+    """Stored tensors by name: True for one row per real token, False for one row per sample."""
     kept = about["kept"]
     columns = {f"hidden.{layer}": kept["pool"] == "tokens" for layer in kept["layers"]}
     if about["head"]:
@@ -274,7 +274,7 @@ def _columns(about: dict[str, Any]) -> dict[str, bool]:
 
 
 def teacher_request(method: Method) -> dict[str, Any]:
-    """What a method reads of the teacher."""
+    """Outputs of the teacher that a method reads."""
     wanted = method.layer_request("teacher")
     return {
         "layers": sorted(set(wanted.layers)),
@@ -285,23 +285,26 @@ def teacher_request(method: Method) -> dict[str, Any]:
 
 
 def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
-    """A digest of all that the teacher reads of each sample, and which tokens (S, L) are real.
+    """Key of each sample, a digest of the teacher's inputs, and the mask (S, L) of real tokens.
 
-    Padding around a sample and its place in a packed row leave its key as it is. Positions other
-    than the teacher's own and masked tokens between real ones change it. Waits for the device.
+    A key does not depend on padding around the sample or on its offset in a packed row. It depends
+    on positions that differ from the teacher's default and on masked tokens between real ones.
+    Waits for the device.
     """
     ids = batch.inputs.get("input_ids")
     if not isinstance(ids, Tensor):
-        raise ValueError("a teacher's cache knows samples by their input_ids; pass them")
+        raise ValueError(
+            "input_ids: none given, but a teacher cache finds samples by them; pass them"
+        )
     if "decoder_input_ids" in batch.inputs:
-        return _written_keys(batch)
+        return _encoder_decoder_keys(batch)
     tokens, documents = ids.flatten(0, -2), batch.documents
     mask = batch.mask if documents is None else documents.mask
     whole = torch.ones(tokens.shape, dtype=torch.bool, device="cpu")
     mask = whole if mask is None else mask.cpu()
     digests = [hashlib.blake2b(digest_size=16) for _ in mask]
     ends = _ends(mask)
-    # Documents keep their real tokens alone; a row as it is, the masked ones between these too.
+    # Of a document the real tokens; of a row all tokens up to the last real one.
     kept: Any = list(map(slice, ends)) if documents is None else mask
     others = {n: x for n, x in batch.model_inputs.items() if isinstance(x, Tensor)}
     positions = _positions_of(batch, tokens.shape)
@@ -311,7 +314,10 @@ def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
         x = x.flatten(0, ids.dim() - 2) if by_rows else x
         by_tokens = by_rows and x.shape[:2] == tokens.shape
         if not by_rows or (documents is not None and documents.packed and not by_tokens):
-            raise ValueError(f"a teacher's cache can't tell which sample {name} belongs to")
+            raise ValueError(
+                f"{name}: a teacher cache can't assign shape {tuple(x.shape)} to samples; pass one "
+                "entry per sample"
+            )
         x = documents.unpack(x) if by_tokens and documents is not None else x
         x = x.cpu() if x.is_floating_point() else x.cpu().long()
         for digest, row, tokens_kept in zip(digests, x, kept, strict=True):
@@ -319,15 +325,15 @@ def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
             digest.update(b"" if name == "input_ids" else name.encode())
             digest.update(_bytes_of(row))
     ids = tokens if documents is None else documents.unpack(tokens)
-    usual = _usual_positions(ids.cpu(), teacher.first_position)
+    default = _default_positions(ids.cpu(), teacher.first_position)
     for i, digest in enumerate(digests):
         _add_mask(digest, mask[i, : ends[i]])
         if positions is None:
             continue
-        given, expected = positions[i][kept[i]], usual[i][kept[i]]
+        given, expected = positions[i][kept[i]], default[i][kept[i]]
         expected = expected.view(-1, *[1] * (given.dim() - 1)).expand_as(given)
         if not torch.equal(given, expected):
-            # Without a mask transformers takes positions that jump for those of several documents.
+            # Without a mask transformers reads jumps of the positions as borders of documents.
             masked = b"masked" if "attention_mask" in others else b""
             digest.update(b"position_ids" + masked + _bytes_of(given))
     return [digest.digest() for digest in digests], mask
@@ -340,27 +346,30 @@ def _ends(mask: Tensor) -> list[int]:
     return ends
 
 
-def _usual_positions(ids: Tensor, first: int) -> Tensor:
-    """Positions (S, L) that a model numbers its tokens by where it is given none."""
+def _default_positions(ids: Tensor, first: int) -> Tensor:
+    """Positions (S, L) that the model uses if none are passed."""
     if first == 0:
         return torch.arange(ids.shape[1], device="cpu").expand(ids.shape)
-    padding = first - 1  # a token with this id takes its number for position, and isn't counted
+    padding = first - 1  # tokens with this id are not counted; their position is the id
     real = ids != padding
-    usual: Tensor = real.cumsum(1) * real + padding
-    return usual
+    positions: Tensor = real.cumsum(1) * real + padding
+    return positions
 
 
 def _positions_of(batch: Batch, shape: torch.Size) -> Tensor | None:
-    """``position_ids`` of each sample's tokens, (S, L) or (S, L, 3); None where there are none."""
+    """``position_ids`` of each sample's tokens, (S, L) or (S, L, 3); None if none were passed."""
     x = batch.inputs.get("position_ids")
     if not isinstance(x, Tensor):
         return None
-    if x.dim() == 3 and x.shape[1:] == shape:  # several a token (M-RoPE)
+    if x.dim() == 3 and x.shape[1:] == shape:  # several per token (M-RoPE)
         x = x.movedim(0, -1)
     elif x.numel() in (shape[1], shape.numel()):
         x = x.reshape(-1, shape[1]).expand(shape)
     else:
-        raise ValueError("a teacher's cache can't tell which sample position_ids belongs to")
+        raise ValueError(
+            f"position_ids: a teacher cache can't assign shape {tuple(x.shape)} to samples; pass "
+            "one row per sample"
+        )
     x = x if batch.documents is None else batch.documents.unpack(x)
     return x.cpu().long()
 
@@ -375,31 +384,31 @@ def _bytes_of(x: Tensor) -> bytes:
     return x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _written_keys(batch: Batch) -> tuple[list[bytes], Tensor]:
-    """Keys of encoder-decoders: what the encoder reads, and the decoder up to the last token that
-    counts."""
+def _encoder_decoder_keys(batch: Batch) -> tuple[list[bytes], Tensor]:
+    """`sample_keys` of encoder-decoders: digests of the encoder's inputs and of the decoder's
+    inputs up to the last real token."""
     inputs = batch.model_inputs
-    mask, words = batch.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
+    mask, tokens = batch.token_mask.cpu(), inputs["decoder_input_ids"].cpu().long()
     ids = inputs["input_ids"].cpu().long()
-    read, heard = (
+    encoder_mask, decoder_mask = (
         torch.ones_like(x, dtype=torch.bool, device="cpu") if given is None else given.cpu().bool()
         for x, given in (
-            (ids, inputs.get("attention_mask")), (words, inputs.get("decoder_attention_mask"))
+            (ids, inputs.get("attention_mask")), (tokens, inputs.get("decoder_attention_mask"))
         )
     )  # fmt: skip
     known = {"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask"}
     others = sorted({name for name, x in inputs.items() if isinstance(x, Tensor)} - known)
     if others:
         raise ValueError(
-            f"a teacher's cache can't tell which sample of an encoder-decoder {others[0]} "
-            "belongs to"
+            f"{others[0]}: a teacher cache of an encoder-decoder does not support this input; "
+            "leave it out, or pass the teacher itself"
         )
     keys = []
-    for i, (stop, end) in enumerate(zip(_ends(read), _ends(mask), strict=True)):
+    for i, (stop, end) in enumerate(zip(_ends(encoder_mask), _ends(mask), strict=True)):
         digest = hashlib.blake2b(_bytes_of(ids[i, :stop]), digest_size=16)
-        _add_mask(digest, read[i, :stop])
-        digest.update(b"decoder" + _bytes_of(words[i, :end]) + _bytes_of(mask[i, :end]))
-        _add_mask(digest, heard[i, :end])
+        _add_mask(digest, encoder_mask[i, :stop])
+        digest.update(b"decoder" + _bytes_of(tokens[i, :end]) + _bytes_of(mask[i, :end]))
+        _add_mask(digest, decoder_mask[i, :end])
         keys.append(digest.digest())
     return keys, mask
 
@@ -407,23 +416,23 @@ def _written_keys(batch: Batch) -> tuple[list[bytes], Tensor]:
 def write_cache(
     teacher: Backbone,
     method: Method,
-    parts: Iterable[Batch],
+    batches: Iterable[Batch],
     path: str | os.PathLike[str],
     tokenizer: Any,
     shard_bytes: int,
 ) -> TeacherCache:
-    """See `Distiller.cache_teacher`."""
+    """Implementation of `Distiller.cache_teacher`."""
     check_positive_int("shard_bytes", shard_bytes)
     teacher.model.eval()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None
     known: set[bytes] = set()
-    for batch in parts:
+    for batch in batches:
         if batch.teacher is not None:
             raise ValueError(
-                "the teacher has inputs of its own (teacher_...), and a cache knows samples by the "
-                "student's; leave them out of the batches"
+                "batches: they hold inputs of the teacher only (teacher_...), but a cache finds "
+                "samples by the student's; leave them out"
             )
         keys, mask = sample_keys(batch, teacher)
         if writer is None:
@@ -434,13 +443,13 @@ def write_cache(
         writer.add(batch, keys, mask, known)
         known.update(keys)
     if writer is None:
-        raise ValueError("batches is empty; there is nothing to keep")
+        raise ValueError("batches: none given; pass at least one batch to store")
     writer.flush()
     return TeacherCache(folder)
 
 
 class _Writer:
-    """Collects rows and writes them in shards, each complete or not there at all."""
+    """Collects rows and writes shards, each atomically."""
 
     def __init__(
         self,
@@ -456,16 +465,16 @@ class _Writer:
         self.wanted = teacher_request(method)
         if self.wanted["inside"]:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
-        outputs, words = self._run(first, words=True)
+        outputs, head_inputs = self._run(first, read_head=True)
         about_head, head_data = None, None
-        if words is not None:
-            head_data = _safetensors().torch.save(_tensors_of(words.head))
+        if head_inputs is not None:
+            head_data = _safetensors().torch.save(_tensors_of(head_inputs.head))
             about_head = {
                 "digest": _digest(head_data),
-                "states": self._column_of(words.states, outputs),
-                "scale": words.head.scale,
-                "softcap": words.head.softcap,
-                "low_rank": [batch.scale for batch in words.head.low_rank],
+                "states": self._column_of(head_inputs.states, outputs),
+                "scale": head_inputs.head.scale,
+                "softcap": head_inputs.head.softcap,
+                "low_rank": [factors.scale for factors in head_inputs.head.low_rank],
             }
         about = {
             "format": FORMAT,
@@ -493,7 +502,7 @@ class _Writer:
         self.size = 0
 
     def _column_of(self, states: Tensor, outputs: Outputs) -> str:
-        """Where what the head reads is kept: it may be hidden states that are compared as well."""
+        """Column of the head's inputs: that of the last hidden states if both tensors are equal."""
         last = None if self.teacher.no_layers else self.teacher.num_layers
         if self.wanted["pool"] == "tokens" and last in outputs.hidden:
             hidden = outputs.hidden[last]
@@ -501,40 +510,39 @@ class _Writer:
                 return f"hidden.{last}"
         return "states"
 
-    def _run(self, batch: Batch, words: bool) -> tuple[Outputs, HeadInputs | None]:
-        """The teacher on the batch as it is, whose rows are taken apart later.
-
-        With ``words`` what its head reads and the head, in the place of logits, if it has one.
+    def _run(self, batch: Batch, read_head: bool) -> tuple[Outputs, HeadInputs | None]:
+        """The teacher's outputs on the batch, and its head inputs instead of logits if it can
+        and ``read_head`` is true.
         """
         reads = self.wanted["logits"]
         wanted = self.method.layer_request("teacher")
         inputs = placed_for(self.teacher.model, batch.model_inputs)
         head: HeadOutput = "none"
         if reads:
-            head = "inputs" if words else "logits"
+            head = "inputs" if read_head else "logits"
         with torch.no_grad():
             outputs = model_outputs(self.teacher, inputs, wanted, head)
         rest = dataclasses.replace(outputs, head_inputs=None)  # the head keeps its device
         return rest.to(batch.token_mask.device), outputs.head_inputs
 
     def add(self, batch: Batch, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
-        """The rows of a batch that aren't known."""
+        """Collect the rows of samples that are not in ``known``."""
         head, pool = self.about["head"], self.wanted["pool"]
-        outputs, words = self._run(batch, words=bool(head))
+        outputs, head_inputs = self._run(batch, read_head=bool(head))
         found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
         if pool != "tokens":
             unpack = (lambda x: x) if batch.documents is None else batch.documents.unpack
             for name, x in found.items():
                 found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask)
-        if words is not None:
-            found[head["states"]] = words.states.to(batch.token_mask.device)
+        if head_inputs is not None:
+            found[head["states"]] = head_inputs.states.to(batch.token_mask.device)
         elif isinstance(outputs.logits, tuple):
             found |= zip(SPANS, outputs.logits, strict=True)
         elif outputs.logits is not None:
             logits = outputs.logits
             found["logits"] = logits.flatten()[:, None] if _choices(batch) else logits
         elif self.wanted["logits"]:
-            raise ValueError(f"{self.teacher.class_name} returns no logits to keep")
+            raise ValueError(f"{self.teacher.class_name} returns no logits; load it with its head")
         raw, lengths, columns = batch.token_mask, mask.sum(1).tolist(), _columns(self.about)
         rows = {
             name: x[raw].cpu().split(lengths) if columns[name] else x.cpu().split(1)
@@ -545,8 +553,8 @@ class _Writer:
                 continue
             self._append("keys", torch.frombuffer(bytearray(key), dtype=torch.uint8)[None])
             self._append("lengths", torch.tensor([lengths[i]]))
-            for name, parts in rows.items():
-                self._append(name, parts[i])
+            for name, samples in rows.items():
+                self._append(name, samples[i])
         if self.size >= self.shard_bytes:
             self.flush()
 
@@ -555,10 +563,10 @@ class _Writer:
         self.size += x.nbytes
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write a shard of the collected rows."""
         if not self.columns:
             return
-        tensors = {name: torch.cat(parts).contiguous() for name, parts in self.columns.items()}
+        tensors = {name: torch.cat(rows).contiguous() for name, rows in self.columns.items()}
         data = _safetensors().torch.save(tensors, {"description": self.about["digest"]})
         path = self.folder / f"shard-{_digest(data)}.safetensors"
         write_file(path, data, shared=True)
@@ -567,8 +575,8 @@ class _Writer:
 
 def _tensors_of(head: Head) -> dict[str, Tensor]:
     tensors = {"weight": head.weight, "bias": head.bias}
-    for i, batch in enumerate(head.low_rank):
-        tensors |= {f"down_{i}": batch.down, f"up_{i}": batch.up}
+    for i, factors in enumerate(head.low_rank):
+        tensors |= {f"down_{i}": factors.down, f"up_{i}": factors.up}
     return {n: x.detach().cpu().contiguous() for n, x in tensors.items() if x is not None}
 
 
@@ -577,8 +585,8 @@ def _choices(batch: Batch) -> bool:
     return bool(batch.inputs["input_ids"].dim() == 3)
 
 
-def _placed(rows: Tensor, mask: Tensor) -> Tensor:
-    """Rows of real tokens (T, ...) at their places in (B, N, ...), zeros elsewhere."""
+def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
+    """Scatter rows of real tokens (T, ...) to their positions in (B, N, ...); padding is zero."""
     mask = mask.to(rows.device)
     return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put((mask,), rows)
 
@@ -586,7 +594,7 @@ def _placed(rows: Tensor, mask: Tensor) -> Tensor:
 def _facts(teacher: Backbone) -> dict[str, Any]:
     unknown = () if teacher.sizes else ("num_layers", "hidden_size")
     facts = {name: None if name in unknown else getattr(teacher, name) for name in FACTS}
-    kept = (REGRESSION, MULTI_LABEL)  # of classes transformers notes it when it first sees labels
+    kept = (REGRESSION, MULTI_LABEL)  # classification is set by transformers at the first labels
     return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 
 
@@ -597,31 +605,31 @@ def _read_about(folder: Path) -> dict[str, Any]:
         about = None
     if isinstance(about, dict) and about.get("format", FORMAT) != FORMAT:
         raise ValueError(
-            f"{folder} has format {about['format']}, this fastkd reads {FORMAT}; write it again"
+            f"{folder} has cache format {about['format']}, but this fastkd reads {FORMAT}; write "
+            "the cache again"
         )
     if not isinstance(about, dict) or about.get("digest") != _about_digest(about):
         raise ValueError(
-            f"{folder / ABOUT} is not what was written; delete the folder, and write the cache "
-            "again"
+            f"{folder / ABOUT} was changed; delete the folder, and write the cache again"
         )
     return about
 
 
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise, naming what differs, unless a run may add to a cache."""
+    """Raise with the differing entries unless a run may add to the cache."""
     for section in (
         "format", "model", "kept", "precision", "configuration", "head", "spans", "fingerprint",
     ):  # fmt: skip
         if old[section] != new[section]:
             raise ValueError(
-                f"{folder} was written otherwise "
-                f"({_difference(section, old[section], new[section])}); choose another folder or "
-                "delete it"
+                f"{folder} was written with other settings "
+                f"({_difference(section, old[section], new[section])}); choose another folder, or "
+                "delete this one"
             )
 
 
 def _difference(what: str, old: Any, new: Any) -> str:
-    """The entries that differ, as text."""
+    """Text that names the differing entries with their old and new values."""
     if isinstance(old, dict) and isinstance(new, dict):
         names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
         what = f"{what}: {', '.join(names)}"
@@ -630,7 +638,7 @@ def _difference(what: str, old: Any, new: Any) -> str:
 
 
 def _precision(model: nn.Module) -> str:
-    """How the teacher computes, besides what its weights say."""
+    """Autocast precision in which the teacher runs."""
     parameter = next(model.parameters(), None)
     device = "cpu" if parameter is None else parameter.device.type
     if not torch.is_autocast_enabled(device):
@@ -639,10 +647,10 @@ def _precision(model: nn.Module) -> str:
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    """What a teacher's outputs depend on besides its weights, by name.
+    """Settings by name, besides the weights, that change a teacher's outputs.
 
-    Of a transformers model the configuration, the attention implementation and the adapters'
-    configurations; of another, a digest of the types and plain attributes of its modules.
+    For a transformers model: the configuration, the attention implementation and the adapters'
+    configurations. For other models: a digest of the modules' types and plain attributes.
     """
     inner: Any = model.model if isinstance(model, Blocks) else model
     inner = getattr(inner, "_orig_mod", inner)
@@ -662,7 +670,7 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
 
 
 def _flat(entries: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Entries that change outputs, those of nested dicts by dotted names."""
+    """Entries that change outputs; nested dicts have dotted names."""
     found: dict[str, Any] = {}
     for name, value in entries.items():
         if name in NOT_COMPUTED:
@@ -689,7 +697,7 @@ def _modules_digest(model: nn.Module) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, words and names of functions; nothing of other objects."""
+    """Value of a number, text or list, name of a function, None for other objects."""
     if isinstance(value, (list, tuple)):
         return [_plain(x) for x in value]
     if isinstance(value, (bool, int, float, str, torch.dtype)):
@@ -706,23 +714,22 @@ def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _check_whole(path: Path, digest: str) -> None:
-    """Raise unless a file is what was written."""
+def _check_unchanged(path: Path, digest: str) -> None:
+    """Raise unless a file has the given digest."""
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing; write the cache again, which adds what is missing"
+            f"{path} is missing; write the cache again, which adds the missing files"
         )
     state = path.stat()
     if _file_digest(path, state.st_mtime_ns, state.st_size) != digest:
         raise ValueError(
-            f"{path} is not what was written; delete it, and write the cache again, which adds "
-            "what is missing"
+            f"{path} was changed; delete it, and write the cache again, which adds missing files"
         )
 
 
 @functools.lru_cache(maxsize=4096)
 def _file_digest(path: Path, changed: int, size: int) -> str:
-    """That of a file as it was then."""
+    """Digest of a file, cached by its time of change and size."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -742,8 +749,8 @@ def _weights_digest(model: nn.Module) -> str:
 def _tokenizer_digest(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
-    words = sorted(tokenizer.get_vocab().items())
-    return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
 
 def _safetensors() -> Any:

@@ -151,7 +151,7 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
             ["another configuration of the teacher: layer_norm_eps: [1e-12], now [0.1]"],
         ),
         ({"finetune_teacher": 1}, ["--teacher-cache and --finetune-teacher"]),
-        ({"method": "fcd"}, ["--method fcd", "keeps only [4]"]),
+        ({"method": "fcd"}, ["--method fcd", "stores only [4]"]),
         (
             {"method": "lrkd", "train": write_tsv(tmp_path / "new.tsv", 60, seed=9)},
             [f"--teacher-cache {cache}", "new.tsv, row", "is not in it"],
@@ -165,7 +165,7 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
     assert "--teacher is missing" in call("distill", out, teacher=None, expect=2)
     other = make_teacher(tmp_path / "other", initializer_range=0.3, **STILL)
     error = call("cache", cache, method="lrkd", teacher=other, expect=2)
-    assert f"--out {cache} was written otherwise (fingerprint: teacher" in error
+    assert f"--out {cache} was written with other settings (fingerprint: teacher" in error
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     assert "holds other files than a cache" in call("cache", tmp_path / "mine", expect=2)
@@ -191,7 +191,7 @@ def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
 def test_another_precision_is_another_cache(call, tmp_path):
     call("cache", tmp_path / "cache", precision="bf16", max_train_rows=20, method="fcd")
     error = call("cache", tmp_path / "cache", method="fcd", expect=2)
-    assert "was written otherwise (precision: bfloat16, now that of the weights)" in error
+    assert "was written with other settings (precision: bfloat16, now that of the weights)" in error
 
 
 def test_a_run_goes_on_with_the_cache_that_it_had(call, tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_a_changed_file_trains_no_other_student(call, tmp_path):
     tensors = load_file(shard)
     save_file({**tensors, "logits": -tensors["logits"]}, shard)
     error = call("distill", tmp_path / "out", method="soft_targets", **wrong)
-    assert f"--teacher-cache {cache}" in error and f"{shard} is not what was written" in error
+    assert f"--teacher-cache {cache}" in error and f"{shard} was changed" in error
     shard.write_bytes(content)
     student = cache / "student" / "model.safetensors"
     weights = bytearray(student.read_bytes())
