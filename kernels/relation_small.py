@@ -147,7 +147,7 @@ def relation_small_groups_kernel(
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
     sigma_t = tl.sqrt(tl.sum(R_t * R_t))
     scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
-    b = R_t * scale_b
+    b = rounded(R_t * scale_b)
     sum_b = tl.sum(b, axis=1)
     if not SPLIT:  # half the registers while the student's relation is made
         b = b.to(tl.float16)
@@ -157,7 +157,7 @@ def relation_small_groups_kernel(
     )
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
     scale_a = tl.where(sigma_s > 0, count / sigma_s, 0.0)
-    a = R_s * scale_a
+    a = rounded(R_s * scale_a)
 
     # 1 − cov/(σ_sσ_t + eps) from the difference b − a: no cancellation.
     denominator = sigma_s * sigma_t + eps
