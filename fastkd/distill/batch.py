@@ -13,7 +13,7 @@ from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, frames_mask, pad_right, rotate
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.outputs import QKV, Outputs
-from fastkd.distill.spans import Spans, counterparts
+from fastkd.distill.spans import Spans, paired_positions
 
 SPAN_LABELS = ("start_positions", "end_positions")
 # A decoder's own inputs.
@@ -172,7 +172,7 @@ class Batch:
         batches = list(zip((self, self.teacher or self), spans, strict=True))
         self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
         rows = (x if b.first is None else rotate(x, b.first, 1) for b, x in batches)
-        self.spans.paired = counterparts(*rows)
+        self.spans.paired = paired_positions(*rows)
 
     def _unpacked_spans(self, spans: Tensor) -> Tensor:
         """Span of each token of the features."""

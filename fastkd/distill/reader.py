@@ -15,7 +15,7 @@ from fastkd.distill.batch import DECODER_TOKENS, SPAN_LABELS, Batch, decoder_tok
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
 from fastkd.distill.predictions import countable
-from fastkd.distill.spans import check_paired_tokens, counterparts
+from fastkd.distill.spans import check_paired_tokens, paired_positions
 from fastkd.distill.teachers import Teachers
 from fastkd.distill.vocabulary import other_vocabulary
 
@@ -86,7 +86,7 @@ class BatchReader:
         loss_weights = student.pop("loss_weights", None)
         if spans is not None and isinstance(labels, Tensor) and self.pairs_tokens:
             # Predictions are compared where both models read the token.
-            labels = labels.masked_fill(counterparts(*spans) < 0, IGNORED)
+            labels = labels.masked_fill(paired_positions(*spans) < 0, IGNORED)
         first = None
         if self.student.writes:
             student, labels, first = self._from_front(student, labels)

@@ -1,4 +1,4 @@
-"""Two tokenizers, one text: spans that both sides' tokens make up, by character offsets."""
+"""Spans of text that align the tokens of two tokenizers, by character offsets."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,17 +19,16 @@ __all__ = ["TwoTokenizers", "align_spans"]
 
 
 def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which span each token belongs to: the shortest pieces of text that end a token on both sides.
+    """Span of each token: the shortest pieces of text that end with a token of both tokenizers.
 
     Args:
-        student_offsets: (B, N, 2) first character and the one after the last of each token in its
-            text, as fast tokenizers give them (``return_offsets_mapping``); equal for a token
-            without text.
+        student_offsets: (B, N, 2) start and end character of each token in its text, as fast
+            tokenizers return them (``return_offsets_mapping``); equal for tokens without text.
         teacher_offsets: (B, M, 2), of the same texts.
 
     Returns:
-        (B, N) and (B, M) numbers of spans from 0 on, −1 for tokens without text, behind the last
-        end that both sides share, and before the text of which both sides have read.
+        (B, N) and (B, M) span numbers from 0. They are −1 for tokens without text, tokens after
+        the last shared end, and tokens before the first text that both inputs include.
 
     Example:
         >>> ours = torch.tensor([[[0, 0], [0, 4], [4, 7], [8, 12]]])  # [CLS] play ##ing well
@@ -42,13 +41,13 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
         check_shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
     spans = [torch.full(x.shape[:2], -1, device=x.device) for x in sides]
     for row in range(len(sides[0])):
-        said = [x[row][x[row, :, 1] > x[row, :, 0]] for x in sides]  # (tokens with text, 2)
-        if not all(map(len, said)):
+        offsets = [x[row][x[row, :, 1] > x[row, :, 0]] for x in sides]  # (tokens with text, 2)
+        if not all(map(len, offsets)):
             continue
-        begin = max(x[:, 0].min() for x in said)
-        ours, theirs = (x[x[:, 1] > begin, 1].unique() for x in said)
+        begin = max(x[:, 0].min() for x in offsets)
+        ours, theirs = (x[x[:, 1] > begin, 1].unique() for x in offsets)
         shared = ours[torch.isin(ours, theirs)]  # ascending
-        if len(shared) and any(_cut_within(x, begin) for x in said):
+        if len(shared) and any(_begins_inside_token(x, begin) for x in offsets):
             begin, shared = shared[0], shared[1:]
         for numbers, x in zip(spans, sides, strict=True):
             start, end = x[row].T.contiguous()
@@ -58,8 +57,8 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
     return spans[0].to(student_offsets.device), spans[1].to(teacher_offsets.device)
 
 
-def _cut_within(tokens: Tensor, begin: Tensor) -> bool:
-    """Whether text that was cut off in front of ``begin`` goes on in a token."""
+def _begins_inside_token(tokens: Tensor, begin: Tensor) -> bool:
+    """Whether a token ends before ``begin`` and another token crosses it."""
     start, end = tokens.T
     return bool((end <= begin).any() and ((start < begin) & (end > begin)).any())
 
@@ -67,27 +66,29 @@ def _cut_within(tokens: Tensor, begin: Tensor) -> bool:
 class TwoTokenizers:
     """Texts in the tokens of the student and of the teacher, with their spans.
 
-    ``tokenizers(texts, pairs=None)`` gives what a Distiller takes: the student's inputs by their
-    names, the teacher's with ``teacher_`` before them, ``student_spans`` and ``teacher_spans``.
+    ``tokenizers(texts, pairs=None)`` returns the arguments of a Distiller: the student's inputs,
+    the teacher's with the prefix ``teacher_``, ``student_spans`` and ``teacher_spans``.
 
     Args:
         student, teacher: fast tokenizers of transformers, by keyword.
-        options: for both, such as ``truncation=True, max_length=128``.
+        options: options of both tokenizers, such as ``truncation=True, max_length=128``.
 
     Raises:
-        ValueError: a tokenizer that knows no offsets, or has no padding token; texts that are lists
-            of words, in each of which offsets begin anew.
+        ValueError: a tokenizer without offsets or without a padding token, or texts as lists of
+            words, whose offsets start again in each word.
     """
 
     def __init__(self, *, student: Any, teacher: Any, **options: Any) -> None:
         if options.get("is_split_into_words"):
-            raise ValueError("is_split_into_words hides where words stand in their text; join them")
+            raise ValueError(
+                "is_split_into_words: offsets of words are not offsets in the text; join the words"
+            )
         for name, tokenizer in (("student", student), ("teacher", teacher)):
             if not getattr(tokenizer, "is_fast", False):
-                raise ValueError(f"the {name}'s tokenizer knows no offsets; load the fast one")
+                raise ValueError(f"{name}: its tokenizer returns no offsets; load the fast one")
             if tokenizer.pad_token is None:
                 raise ValueError(
-                    f"the {name}'s tokenizer has no padding token; set "
+                    f"{name}: its tokenizer has no padding token; set "
                     "tokenizer.pad_token = tokenizer.eos_token"
                 )
         self.student, self.teacher, self.options = student, teacher, options
@@ -97,7 +98,7 @@ class TwoTokenizers:
     ) -> dict[str, Tensor]:
         student, *student_offsets = self._encode(self.student, texts, pairs)
         teacher, *teacher_offsets = self._encode(self.teacher, texts, pairs)
-        # Text by text: where both are cut off, the first one's rest isn't part of the second.
+        # First and second texts are aligned separately, since the first may be truncated.
         first, second = map(align_spans, student_offsets, teacher_offsets)
         count = torch.cat(first, 1).amax(1, keepdim=True) + 1
         spans = [
@@ -113,7 +114,7 @@ class TwoTokenizers:
     def _encode(
         self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Inputs, and the offsets (B, N, 2) of the first and of the second texts' tokens."""
+        """Inputs, and the token offsets (B, N, 2) in the first and in the second texts."""
         encoded = tokenizer(
             list(texts),
             None if pairs is None else list(pairs),
@@ -126,28 +127,30 @@ class TwoTokenizers:
         ids = [
             [-1 if i is None else i for i in encoded.sequence_ids(row)] for row in range(len(texts))
         ]
-        sequence = torch.tensor(ids)[..., None]  # −1 where some tokenizers give the text around
+        sequence = torch.tensor(ids)[..., None]  # −1 for special tokens, some of which have offsets
         return dict(encoded), offsets * (sequence == 0), offsets * (sequence == 1)
 
 
 @dataclass
 class Spans:
-    """Spans of a batch, ``tokens[side]`` (B, N) of each token from 0 on, −1 for none.
+    """Spans of a batch: ``tokens`` holds the student's (B, N) and the teacher's (B, M) span
+    numbers from 0, −1 for no span.
 
-    Features are compared in S + 1 places a sample: the token that each side's head reads, then the
-    mean over the tokens of each span. ``mask`` (B, S + 1) says which are there on both sides.
+    Features are compared at S + 1 places of a sample: at the token that the head reads, then as
+    means over the tokens of each span. ``mask`` (B, S + 1) marks the places that student and
+    teacher both have.
     """
 
     tokens: tuple[Tensor, Tensor]
     mask: Tensor
-    #: Teacher's position (B, N) of each student token of a row, −1 for none; for predictions.
+    #: Teacher's position (B, N) paired with each student token, −1 for none; for predictions.
     paired: Tensor | None = None
 
     def predictions(self, outputs: Outputs, causal: bool) -> Outputs:
         """The teacher's logits or head inputs (B, M, ...) at the student's positions (B, N, ...).
 
-        A causal head predicts token n + 1 at position n: it is read before that token in the
-        teacher's row. Positions without a counterpart have arbitrary values.
+        A causal head predicts token n + 1 at position n, so the teacher's logits are read one
+        position before the paired token. Positions without a pair have arbitrary values.
         """
         assert self.paired is not None
         places = self.paired
@@ -168,9 +171,9 @@ class Spans:
     @classmethod
     def of(cls, student: Tensor, teacher: Tensor) -> "Spans":
         count = int(max(student.max(), teacher.max())) + 1 if len(student) else 0
-        there = [_members(x, count).any(2) for x in (student, teacher)]
-        first = there[0].new_ones(len(student), 1)
-        return cls((student, teacher), torch.cat([first, there[0] & there[1]], 1))
+        present = [_members(x, count).any(2) for x in (student, teacher)]
+        first = present[0].new_ones(len(student), 1)
+        return cls((student, teacher), torch.cat([first, present[0] & present[1]], 1))
 
     def pool(self, outputs: Outputs, side: int, model: Model, mask: Tensor | None) -> Outputs:
         """Hidden states (B, N, D) as (B, S + 1, D)."""
@@ -190,12 +193,10 @@ def check_paired_tokens(
 ) -> None:
     """Raise unless each span pairs one student token with one teacher token of the same id.
 
-    ``spans`` and ``ids`` are those of student and teacher, as they were passed. Values are read
-    only where that doesn't wait for a device.
+    ``spans`` and ``ids`` are (student's, teacher's). Values are checked only if reading them does
+    not wait for a device.
     """
-    what = (
-        f"{method} compares the predictions for each token, and the teacher has inputs of its own"
-    )
+    what = f"{method} compares the predictions for each token, and the teacher has its own inputs"
     if not isinstance(labels, Tensor):
         raise ValueError(f"labels: {what}; pass labels of the tokens to compare, −100 elsewhere")
     if not all(map(values_readable, spans)):
@@ -204,31 +205,31 @@ def check_paired_tokens(
         for name, x in (("student", student), ("teacher", teacher)):
             numbers, counts = x[x >= 0].unique(return_counts=True)
             if bool((counts > 1).any()):
-                several = int(numbers[counts > 1][0])
+                span = int(numbers[counts > 1][0])
                 raise ValueError(
-                    f"{name}_spans: {what}, but span {several} of row {row} has several tokens; "
+                    f"{name}_spans: {what}, but span {span} of row {row} has several tokens; "
                     "pair the tokens one by one, or set the weight of soft targets to 0"
                 )
     if not all(isinstance(x, Tensor) for x in ids):
         return
-    paired = counterparts(*spans)
+    paired = paired_positions(*spans)
     theirs = ids[1].gather(1, paired.clamp(min=0))
     wrong = (paired >= 0) & (ids[0] != theirs)
     if bool(wrong.any()):
         row, place = (int(x) for x in wrong.nonzero()[0])
         raise ValueError(
             f"teacher_spans: {what}, but token {place} of row {row} has the id "
-            f"{int(ids[0][row, place])}, and the teacher's of that span {int(theirs[row, place])}; "
+            f"{int(ids[0][row, place])}, its pair of the teacher {int(theirs[row, place])}; "
             "pair equal tokens"
         )
 
 
-def counterparts(student: Tensor, teacher: Tensor) -> Tensor:
-    """Position (B, N) of the teacher's token of each student token's span, −1 for none."""
+def paired_positions(student: Tensor, teacher: Tensor) -> Tensor:
+    """Teacher's position (B, N) with the same span as each student token, −1 for none."""
     same = (student[:, :, None] == teacher[:, None, :]) & (student >= 0)[:, :, None]  # (B, N, M)
     return torch.where(same.any(2), same.to(torch.uint8).argmax(2), -1)
 
 
 def _members(spans: Tensor, count: int) -> Tensor:
-    """Whether a token belongs to a span: (B, S, N)."""
+    """Mask (B, S, N) of the tokens in each span."""
     return spans[:, None, :] == torch.arange(count, device=spans.device)[:, None]

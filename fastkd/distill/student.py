@@ -1,4 +1,4 @@
-"""A smaller student made of a teacher: of some of its layers, of some of its widths."""
+"""Smaller students cut from a teacher, by layers and by width."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from torch import Tensor
 from fastkd._core.checks import check_choice, check_positive_int
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.layers import check_layers, layer_map
-from fastkd.distill.width import cut, narrowed, without_memory
+from fastkd.distill.width import cut, narrowed, on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,45 +24,48 @@ def student_from_teacher(
 ) -> "PreTrainedModel":
     """A student of fewer layers or widths that starts from the teacher's weights.
 
-    Layers: LayerDrop, FCD sec. 4.2. Widths: the axes of Minitron (Muralidharan et al. 2024, sec.
-    2), hidden dimensions, attention heads and neurons, by norms of weights where Minitron takes
-    activations, so without data. Hidden dimensions stay by their share in the squared gains of all
-    norms times that in the squared weights that read them, the same ones in every layer: what a
-    norm hands on has one variance but for its gain. Of a block's neurons those stay whose weights'
-    norms have the largest products, of its heads those with the largest sum over their dimensions
-    of |value|^2 |output|^2. Key and value heads stay with the query heads
-    that share them. Smaller heads keep the dimensions with the largest |query|^2 |key|^2 and
-    |value|^2 |output|^2; where positions turn them, the pairs that turn as fast as the student's,
-    and queries are scaled as for the teacher's head size. Norms aren't changed for fewer
-    dimensions.
+    Layers are chosen as in LayerDrop and FCD, sec. 4.2. Widths are cut along the axes of Minitron
+    (Muralidharan et al. 2024, sec. 2): hidden dimensions, attention heads and neurons. They are
+    ranked by norms of weights, not by activations as in Minitron, so no data is needed:
 
-    The student is built from the teacher's configuration with the layer count (and lists with an
-    entry per layer) shortened, so ``save_pretrained`` and ``from_pretrained`` give the same model
-    back. Embeddings, chosen blocks and head are copied; nothing is shared with the teacher. Of an
-    encoder-decoder the decoder is shortened and the encoder stays whole, as generating takes its
-    time in the decoder (Shleifer & Rush 2020); widths are those of both.
+    - Hidden dimensions, the same in every layer: the fraction of the norms' squared gains, times
+      the fraction of the squared weights that read the dimension. The output of a norm has equal
+      variance in every dimension, except for its gain.
+    - Neurons of a block: the product of the norms of their weights.
+    - Query heads of a block: the sum over a head's dimensions of |value|^2 |output|^2. Key and
+      value heads are kept with the query heads that share them.
+    - Dimensions of a head: |query|^2 |key|^2 and |value|^2 |output|^2. With rotary positions, the
+      pairs whose frequencies are those of the student's head.
+
+    Queries are scaled as for the teacher's head size. Norms are not rescaled for fewer dimensions.
+
+    The student's configuration is the teacher's with fewer layers, and shorter lists that have an
+    entry per layer, so ``from_pretrained`` loads what ``save_pretrained`` saved. Embeddings,
+    chosen blocks and head are copied, not shared. Of an encoder-decoder only the decoder loses
+    layers, since generation spends its time there (Shleifer & Rush 2020); both lose width.
 
     Args:
         teacher: a transformers encoder, decoder or encoder-decoder whose blocks are a ModuleList,
             with any head.
-        layers: teacher layers to keep, counted from 1, increasing; or how many, which
-            ``layer_map("uniform", ...)`` then chooses, with layer 1 for the first of them where
-            that block alone is of another kind (T5, ModernBERT). All of them if None.
+        layers: increasing numbers of the teacher layers to keep, counted from 1, or their number.
+            ``layer_map("uniform", ...)`` then chooses them, with layer 1 as the first if only that
+            block is of another kind (T5, ModernBERT). None keeps all layers.
         config: sizes of the student, by name: ``hidden_size``, ``intermediate_size``,
-            ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, as far as the family has
-            them, under these names or its own; ``num_hidden_layers`` instead of ``layers``. Others
-            stay, or follow where the family has no choice: of BERT's the head size.
+            ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``, if the family has
+            them, under these names or its own; ``num_hidden_layers`` instead of ``layers``. Other
+            sizes are the teacher's, unless they follow from these (BERT's head size).
         weights: "cut" from the teacher; BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, GPT-2, LLaMA,
-            Mistral, Qwen2, Qwen3 and T5 can be cut by width. "random": as the class begins, in any
-            family, any size, and any number of its configuration.
+            Mistral, Qwen2, Qwen3 and T5 can be cut by width. "random": newly initialised weights,
+            for any family, any size and any other number in its configuration.
 
     Returns:
         A model of the teacher's class, dtype and device, all parameters trainable.
 
     Raises:
-        ValueError: layers that the teacher doesn't have, blocks that differ in shape, sizes that
-            can't be, or a family that isn't cut by width.
-        TypeError: not a transformers model, or ``layers`` the name of a map: call `layer_map`.
+        ValueError: layers that the teacher doesn't have, blocks of different shapes, impossible
+            sizes, or a family that can't be cut by width.
+        TypeError: ``teacher`` is no transformers model, or ``layers`` is the name of a map: call
+            `layer_map`.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -78,14 +81,14 @@ def student_from_teacher(
     check_choice("weights", weights, ("cut", "random"))
     if hasattr(teacher, "peft_config"):
         raise ValueError(
-            "teacher has PEFT adapters, which can't be shortened; merge them first: "
+            "teacher: it has PEFT adapters, which can't be cut; merge them first: "
             "teacher = teacher.merge_and_unload()"
         )
     backbone = Backbone(teacher, "teacher")
     changes = dict(config or {})
     for name in {"num_hidden_layers", backbone.depth_name} & changes.keys():
         if layers is not None:
-            raise ValueError(f"layers and {name} exclude each other")
+            raise ValueError(f"layers, {name}: both set the number of layers; pass one of them")
         layers = changes.pop(name)
         check_positive_int(name, layers)
     if weights == "random":
@@ -100,7 +103,7 @@ def student_from_teacher(
 
 
 def _random(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
-    """A student that has learned nothing, of any size."""
+    """Student of any size with newly initialised weights."""
     config = copy.deepcopy(backbone.config)
     depth = backbone.num_layers
     if layers is not None:
@@ -122,16 +125,18 @@ def _random(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
     except ValueError as error:
         line = str(error).strip().splitlines()[0]
         name = type(backbone.inner).__name__
-        raise ValueError(f"{name} can't be built with {changes}: {line}") from error
+        raise ValueError(
+            f"config: {name} can't be built with {changes} ({line}); choose other sizes"
+        ) from error
 
 
 def _section(backbone: Backbone, config: Any) -> Any:
-    """The part of a configuration that describes the blocks."""
+    """Section of the configuration that describes the blocks."""
     return getattr(config, backbone.section) if backbone.section else config
 
 
 def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
-    """The student of the teacher's weights."""
+    """Student with weights cut from the teacher."""
     chosen = _chosen(layers, backbone)
     config = copy.deepcopy(backbone.config)
     if backbone.shared_blocks:
@@ -141,47 +146,49 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
         by_number = getattr(config, "scale_attn_by_inverse_layer_idx", False)
         if by_number and blocks != list(range(len(blocks))):
             raise ValueError(
-                f"{type(backbone.inner).__name__} scales attention by the number of the layer "
-                f"(scale_attn_by_inverse_layer_idx), which changes in layers {chosen}; keep the "
-                "first ones"
+                f"layers: {type(backbone.inner).__name__} scales attention by the layer's number "
+                f"(scale_attn_by_inverse_layer_idx), which would change for layers {chosen}; keep "
+                "the first layers"
             )
         _shorten(_section(backbone, config), backbone.depth_name, chosen)
     narrow = narrowed(config, changes, cut=True) if changes else config
-    # In the teacher's dtype from the start: float32 would round a float64 teacher's weights.
+    # Built in the teacher's dtype: float32 would round a float64 teacher's weights.
     student: Any = type(backbone.inner)(narrow).to(backbone.dtype)
     made = Backbone(student, "student")
     if made.blocks_name != backbone.blocks_name:
         raise ValueError(
-            f"the blocks of {type(student).__name__} are {backbone.blocks_name}, but with "
-            f"{len(chosen)} of them {made.blocks_name} would be taken for its blocks; keep another "
+            f"layers: the blocks of {type(student).__name__} are {backbone.blocks_name}, but with "
+            f"{len(chosen)} layers {made.blocks_name} can't be told from its blocks; keep another "
             "number of layers"
         )
     weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)
-    whole = without_memory(type(student), config) if changes else student
+    whole = on_meta(type(student), config) if changes else student
     try:
         whole.load_state_dict(weights, assign=bool(changes))
     except RuntimeError as error:
         name = type(backbone.inner).__name__
         if first_differs(backbone):
             raise ValueError(
-                f"{name} can't be shortened to layers {chosen}: its first block holds what the "
-                "others lack or lacks what they hold; keep layer 1"
+                f"{name} can't be cut to layers {chosen}: its first block has other parameters "
+                "than the other blocks; keep layer 1"
             ) from error
         raise ValueError(
-            f"{name} can't be shortened to layers {chosen}: its blocks are not alike, and its "
-            "configuration fixes their order; keep the first layers"
+            f"{name} can't be cut to layers {chosen}: its blocks differ, and its configuration "
+            "fixes their order; keep the first layers"
         ) from error
     if changes:
         try:
             student.load_state_dict(cut(whole, narrow))
         except RuntimeError as error:
             name = type(student).__name__
-            raise ValueError(f"{name} can't be cut to {changes}: {error}") from error
+            raise ValueError(
+                f"config: {name} can't be cut to {changes} ({error}); choose other sizes"
+            ) from error
     return student
 
 
 def first_differs(backbone: Backbone) -> bool:
-    """Whether the first block alone has other parameters, so that a student needs it."""
+    """Whether only the first block has other parameters, so that a student must keep it."""
     if backbone.shared_blocks:
         return False
     first, *others = (block.state_dict().keys() for block in backbone.blocks)
@@ -189,12 +196,12 @@ def first_differs(backbone: Backbone) -> bool:
 
 
 def with_first(layers: list[int], backbone: Backbone) -> list[int]:
-    """``layers``, the first replaced by layer 1 where a student needs that."""
+    """``layers`` with the first replaced by layer 1 if a student must keep that layer."""
     return [1, *layers[1:]] if first_differs(backbone) else layers
 
 
 def layers_to_keep(scheme: str, backbone: Backbone, count: int) -> list[int]:
-    """`layer_map` for making a student: but for "top" it begins with layer 1 where it has to."""
+    """`layer_map` of a student's layers, with layer 1 if it must be kept and for all but "top"."""
     layers = layer_map(scheme, backbone.num_layers, count)
     return layers if scheme == "top" else with_first(layers, backbone)
 
@@ -206,8 +213,8 @@ def _chosen(layers: Any, backbone: Backbone) -> list[int]:
         return list(range(1, depth + 1))
     if isinstance(layers, str):
         raise TypeError(
-            f"layers must be a number of layers or a list of teacher layers, got {layers!r}; a map "
-            f'takes student_from_teacher(teacher, layer_map("uniform", {depth}, count))'
+            f"layers: must be a number of layers or a list of teacher layers, got {layers!r}; "
+            f'for a map pass layer_map("uniform", {depth}, count)'
         )
     if isinstance(layers, int) and not isinstance(layers, bool):
         return layers_to_keep("uniform", backbone, layers)
@@ -215,7 +222,7 @@ def _chosen(layers: Any, backbone: Backbone) -> list[int]:
 
 
 def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
-    """Set the layer count, and cut lists with one entry per layer (such as ``layer_types``)."""
+    """Set the layer count and shorten lists with an entry per layer, such as ``layer_types``."""
     layers = getattr(config, depth_name)
     lists = {
         name: value
@@ -235,14 +242,14 @@ def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:
     groups = [int((i - 1) / per_group) for i in chosen]
     distinct = sorted(set(groups))
     spread = [distinct[int(i / (len(chosen) / len(distinct)))] for i in range(len(chosen))]
-    if spread != groups:  # uneven: a layer each
+    if spread != groups:  # groups of unequal size: one group per layer
         distinct = groups
     config.num_hidden_layers, config.num_hidden_groups = len(chosen), len(distinct)
     return distinct
 
 
 def _select(weights: dict[str, Tensor], name: str, blocks: list[int]) -> dict[str, Tensor]:
-    """The student's state dict: block ``blocks[i]`` becomes block i, all else stays."""
+    """The student's state dict: block ``blocks[i]`` becomes block i, other keys stay."""
     selected: dict[str, Tensor] = {}
     for key, value in weights.items():
         if not key.startswith(f"{name}."):

@@ -1,8 +1,8 @@
-"""A narrower student: its configuration, and its weights cut from the teacher's.
+"""Configuration and weights of a narrower student, cut from the teacher's.
 
-Which dimension of which tensor is what, is tried out: the model is built without memory, with one
-number of its configuration changed at a time, and the dimensions that change with it are that
-number's. Attention is told by the names of its projections, since in most encoders its heads
+The meaning of each dimension of each tensor is found by experiment: the model is built on the meta
+device with one size of its configuration changed at a time, and the dimensions that change belong
+to this size. Attention projections are found by their names, since in most encoders the heads
 together are as wide as the hidden states.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Model types whose projections have these names, and nothing that they don't tell.
+# Model types whose attention projections all have the names in `ROLES`.
 FAMILIES = (
     "albert", "bert", "camembert", "distilbert", "electra", "gpt2", "llama", "mistral", "mt5",
     "qwen2", "qwen3", "roberta", "t5", "xlm-roberta",
@@ -34,9 +34,9 @@ ROLES = {
         "attn.c_proj",
     ),
 }
-UNSCALED = ("t5", "mt5")  # attention is no mean over the head's dimensions
+UNSCALED = ("t5", "mt5")  # attention scores are not divided by the root of the head size
 
-# Sizes that may change, and what families call them beside what attribute_map says.
+# Sizes that may change, with families' own names that are not in attribute_map.
 SIZES: dict[str, tuple[str, ...]] = {
     "hidden_size": (),
     "intermediate_size": ("hidden_dim", "n_inner", "d_ff"),
@@ -50,7 +50,7 @@ class Widths(NamedTuple):
     """The sizes of a configuration."""
 
     hidden: int
-    intermediate: int | None  # None where it has none of its own
+    intermediate: int | None  # None if the configuration has no such field
     heads: int
     kv_heads: int
     head: int
@@ -69,7 +69,7 @@ class Widths(NamedTuple):
 
 
 def fields_of(config: Any) -> dict[str, str]:
-    """What the configuration calls each of `SIZES`, as far as it has them."""
+    """The configuration's field name for each of the `SIZES` that it has."""
     found = {}
     for size, others in SIZES.items():
         names = (config.attribute_map.get(size, size), *others)
@@ -82,11 +82,10 @@ def fields_of(config: Any) -> dict[str, str]:
 def narrowed(config: Any, changes: Mapping[str, Any], cut: bool) -> Any:
     """A copy of the configuration with other sizes.
 
-    Where a number of query heads leaves that of key and value heads open, as many as before share
-    one.
+    If only the number of query heads changes, as many as before share a key and value head.
 
     Raises:
-        ValueError: an unknown name, or sizes that no model, or no ``cut`` one, can have.
+        ValueError: an unknown name, impossible sizes, or, with ``cut``, sizes that can't be cut.
     """
     fields = fields_of(config)
     known = {**fields, **{name: name for name in fields.values()}}
@@ -97,7 +96,7 @@ def narrowed(config: Any, changes: Mapping[str, Any], cut: bool) -> Any:
     for name, value in changes.items():
         if name not in known:
             sizes = ", ".join(("num_hidden_layers", *fields))
-            raise ValueError(f"{type(config).__name__} has no size {name!r}; it has {sizes}")
+            raise ValueError(f"config: {type(config).__name__} has no size {name!r}; use {sizes}")
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         setattr(new, known[name], value)
@@ -109,8 +108,8 @@ def narrowed(config: Any, changes: Mapping[str, Any], cut: bool) -> Any:
         each = before.heads // before.kv_heads
         if new.num_attention_heads % each:
             raise ValueError(
-                f"num_attention_heads {new.num_attention_heads} is no multiple of the {each} that "
-                "share a key and value head; give num_key_value_heads as well"
+                f"num_attention_heads: {new.num_attention_heads} is no multiple of the {each} that "
+                "share a key and value head; pass num_key_value_heads, too"
             )
         setattr(new, shared, new.num_attention_heads // each)
     _check(config, new, cut)
@@ -121,42 +120,45 @@ def _check(old: Any, new: Any, cut: bool) -> None:
     before, after = Widths.of(old), Widths.of(new)
     if "head_dim" not in fields_of(new) and after.hidden % after.heads:
         raise ValueError(
-            f"hidden_size {after.hidden} is no multiple of num_attention_heads {after.heads}"
+            f"hidden_size: {after.hidden} is no multiple of num_attention_heads {after.heads}; "
+            "choose a multiple"
         )
     if after.heads % after.kv_heads:
         raise ValueError(
-            f"num_attention_heads {after.heads} is no multiple of num_key_value_heads "
-            f"{after.kv_heads}"
+            f"num_attention_heads: {after.heads} is no multiple of num_key_value_heads "
+            f"{after.kv_heads}; choose a multiple"
         )
     if after.head % 2 and getattr(new, "rope_parameters", None) is not None:
-        raise ValueError(f"heads of {after.head} dimensions can't be rotated in pairs")
+        raise ValueError(
+            f"head_dim: {after.head} dimensions can't be rotated in pairs; choose an even number"
+        )
     if not cut:
         return
     sizes = {name: (a, b) for name, a, b in zip(SIZES, before, after, strict=True)}
-    shared = "query heads that share a key and value head"
-    sizes[shared] = (before.heads // before.kv_heads, after.heads // after.kv_heads)
+    per_group = "query heads per key and value head"
+    sizes[per_group] = (before.heads // before.kv_heads, after.heads // after.kv_heads)
     for name, (a, b) in sizes.items():
         if a is not None and b is not None and b > a:
             raise ValueError(
-                f"{name} {b} is more than the teacher's {a}, which can't be cut; random weights "
-                "have any size"
+                f"{name}: {b} is more than the teacher's {a}; choose at most {a}, or random "
+                "weights, which allow any size"
             )
     if old.model_type not in FAMILIES:
         raise ValueError(
-            f"{type(old).__name__} is of no family that is cut by width ({', '.join(FAMILIES)}); "
-            "take random weights"
+            f"{type(old).__name__}: only {', '.join(FAMILIES)} can be cut by width; use random "
+            "weights"
         )
 
 
 class Projection(NamedTuple):
-    """A linear layer beside attention's heads, and which dimension of its weight they are."""
+    """Path of an attention projection, and the dimension of its weight that the heads share."""
 
     path: str
     dim: int
 
 
 class Cut(NamedTuple):
-    """What stays of an attention: numbers of dimensions, of each projection's and of heads."""
+    """Indices that are kept of an attention: dimensions of each projection, and heads."""
 
     query: Tensor
     key: Tensor
@@ -166,19 +168,19 @@ class Cut(NamedTuple):
 
 
 def cut(model: Any, narrow: Any) -> dict[str, Tensor]:
-    """The weights of a model as ``narrow``, a configuration, has them.
+    """State dict of a model, cut to the sizes of the configuration ``narrow``.
 
     Raises:
-        ValueError: one of them can't be cut.
+        ValueError: a tensor can't be cut.
     """
     wide, weights = model.config, model.state_dict()
     before, after = Widths.of(wide), Widths.of(narrow)
     attentions = _attentions(model)
     axes = _axes(model, attentions)
     kept: dict[tuple[str, str], Tensor] = {}  # by axis and group
-    hidden = _hidden_sizes(model, axes)
+    hidden = _hidden_scores(model, axes)
     kept["hidden", ""] = _largest(hidden, after.hidden)
-    for group, size in _neuron_sizes(axes, weights).items():
+    for group, size in _neuron_scores(axes, weights).items():
         assert after.intermediate is not None
         kept["neurons", group] = _largest(size, after.intermediate)
     rotates = any("rotary_emb" in name for name, _ in model.named_modules())
@@ -208,7 +210,7 @@ def _rescale(
     before: Widths,
     after: Widths,
 ) -> None:
-    """Let scores be divided by the root of the teacher's head size, as they were."""
+    """Scale queries so that scores are divided by the root of the teacher's head size."""
     if before.head == after.head:
         return
     factor = (after.head / before.head) ** 0.5
@@ -222,14 +224,14 @@ def _rescale(
                 weights[name].narrow(last, 0, queries).mul_(factor)
 
 
-def without_memory(kind: type, config: Any) -> Any:
-    """A model without memory."""
+def on_meta(kind: type, config: Any) -> Any:
+    """Model on the meta device, which allocates no memory."""
     with torch.device("meta"):
         return kind(copy.deepcopy(config))
 
 
 def _attentions(model: Any) -> dict[str, dict[str, Projection]]:
-    """The projections of each attention by role, by the block that it stands in."""
+    """Projections of each attention by role, by the name of the attention's block."""
     found: dict[str, dict[str, Projection]] = defaultdict(dict)
     for path, module in model.named_modules():
         for role, names in ROLES.items():
@@ -237,16 +239,16 @@ def _attentions(model: Any) -> dict[str, dict[str, Projection]]:
                 group = _group(path)
                 if role in found[group]:
                     raise ValueError(
-                        f"{type(model).__name__} has several attentions in {group}, which can't be "
-                        "cut; take random weights"
+                        f"{type(model).__name__}: {group} has several attentions, which can't be "
+                        "cut; use random weights"
                     )
-                turned = type(module).__name__ == "Conv1D"
-                found[group][role] = Projection(path, int((role == "output") != turned))
+                transposed = type(module).__name__ == "Conv1D"
+                found[group][role] = Projection(path, int((role == "output") != transposed))
     return dict(found)
 
 
 def _group(name: str) -> str:
-    """The block that a module or tensor stands in: its name up to the last number."""
+    """Name of the block that holds a module or tensor: its path up to the last number."""
     found = re.match(r"(.*\.\d+)\.", name)
     return found[1] if found else ""
 
@@ -254,7 +256,7 @@ def _group(name: str) -> str:
 def _axes(
     model: Any, attentions: Mapping[str, Mapping[str, Projection]]
 ) -> dict[str, list[str | None]]:
-    """What each dimension of each tensor is; None for what no width changes."""
+    """Axis of each dimension of each tensor; None if no width changes it."""
     roles: dict[tuple[str, int], str] = {}
     for projections in attentions.values():
         for role, (path, dim) in projections.items():
@@ -270,20 +272,20 @@ def _axes(
             known = roles.get((name, dim))
             if known is None and changed and (len(changed) > 1 or size != sizes[changed[0]]):
                 raise ValueError(
-                    f"{name} of {type(model).__name__} can't be cut, as its dimension {dim} of "
-                    f"{size} goes by {' and '.join(changed)}; take random weights"
+                    f"{type(model).__name__}: {name} can't be cut, as its dimension {dim} of "
+                    f"{size} depends on {' and '.join(changed)}; use random weights"
                 )
             axes[name].append(known or next(iter(changed), None))
     return axes
 
 
 def _probes(model: Any) -> tuple[dict[str, int | None], dict[str, dict[str, torch.Size]]]:
-    """Sizes by what they are of, and all shapes of a model where that size alone is another."""
+    """Size of each axis, and all tensors' shapes after a change of only this size."""
     widths, fields = Widths.of(model.config), fields_of(model.config)
     inner, shared = fields.get("intermediate_size"), fields.get("num_key_value_heads")
     changes = {"hidden": {fields["hidden_size"]: widths.hidden + 2 * widths.heads}}
     if inner is not None and widths.intermediate is not None:
-        changes["hidden"][inner] = widths.intermediate  # GPT-2's would follow
+        changes["hidden"][inner] = widths.intermediate  # GPT-2's would follow the hidden size
         changes["neurons"] = {inner: widths.intermediate + 1}
     if "head_dim" in fields:
         changes["heads"] = {fields["num_attention_heads"]: 2 * widths.heads}
@@ -295,7 +297,7 @@ def _probes(model: Any) -> tuple[dict[str, int | None], dict[str, dict[str, torc
         config = copy.deepcopy(model.config)
         for name, value in values.items():
             setattr(config, name, value)
-        weights = without_memory(type(model), config).state_dict()
+        weights = on_meta(type(model), config).state_dict()
         shapes[axis] = {name: tensor.shape for name, tensor in weights.items()}
     sizes = {
         "hidden": widths.hidden, "neurons": widths.intermediate, "heads": widths.heads,
@@ -304,20 +306,21 @@ def _probes(model: Any) -> tuple[dict[str, int | None], dict[str, dict[str, torc
     return sizes, shapes
 
 
-def _size(weight: Tensor, dim: int) -> Tensor:
-    """The squared norm of each slice across a dimension."""
+def _squared_norms(weight: Tensor, dim: int) -> Tensor:
+    """Squared norm of each slice along a dimension."""
     return weight.float().square().movedim(dim, 0).reshape(weight.shape[dim], -1).sum(1)
 
 
 def _largest(sizes: Tensor, count: int) -> Tensor:
-    """Numbers of the ``count`` largest of the last dimension, increasing; of equals the first."""
+    """Increasing indices of the ``count`` largest in the last dimension; ties: the first."""
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(-1).values
 
 
-def _hidden_sizes(model: Any, axes: Mapping[str, list[str | None]]) -> Tensor:
-    """How much each hidden dimension matters: its share in norms' gains, times that in readers'.
+def _hidden_scores(model: Any, axes: Mapping[str, list[str | None]]) -> Tensor:
+    """Importance of each hidden dimension: its fraction of the norms' squared gains, times its
+    fraction of the squared weights of the layers that read it.
 
-    A norm hands on dimensions of one variance, times its squared gains.
+    The output of a norm has equal variance in every dimension, times the squared gain.
     """
     gains, readers = [], []
     for path, module in model.named_modules():
@@ -326,32 +329,32 @@ def _hidden_sizes(model: Any, axes: Mapping[str, list[str | None]]) -> Tensor:
             continue
         inputs = {"Linear": 1, "Conv1D": 0}.get(kind)
         if inputs is not None and axes[name][inputs] == "hidden":
-            readers.append(_share(module.weight, inputs))
+            readers.append(_fractions(module.weight, inputs))
         elif "Norm" in kind and axes[name] == ["hidden"]:
-            gains.append(_share(module.weight, 0))
+            gains.append(_fractions(module.weight, 0))
     return torch.stack(gains).sum(0) * torch.stack(readers).sum(0)
 
 
-def _share(weight: Tensor, dim: int) -> Tensor:
-    """The part of a tensor's squared norm that is each slice's."""
-    size = _size(weight.detach(), dim)
+def _fractions(weight: Tensor, dim: int) -> Tensor:
+    """Fraction of a tensor's squared norm in each slice."""
+    size = _squared_norms(weight.detach(), dim)
     return size / size.sum().clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def _neuron_sizes(
+def _neuron_scores(
     axes: Mapping[str, list[str | None]], weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """How much each neuron of each block matters: the product of the norms around it."""
+    """Importance of each neuron of each block: the product of its weights' norms."""
     found: dict[str, Tensor] = {}
     for name, dims in axes.items():
         if "neurons" in dims and len(dims) > 1:
-            size, group = _size(weights[name], dims.index("neurons")).sqrt(), _group(name)
+            size, group = _squared_norms(weights[name], dims.index("neurons")).sqrt(), _group(name)
             found[group] = found[group] * size if group in found else size
     return found
 
 
 def _pairs(before: int, after: int, device: torch.device) -> Tensor:
-    """Dimensions of a head that turn as fast as those of a smaller one, or nearly so."""
+    """Dimensions of a head whose rotary frequencies are nearest those of a smaller head."""
     steps = torch.arange(after // 2, device=device)
     first = (2 * steps * before + after) // (2 * after)
     return torch.cat((first, first + before // 2))
@@ -364,7 +367,7 @@ def _cut_attentions(
     after: Widths,
     pairs: Tensor | None,
 ) -> dict[str, Cut]:
-    """What stays of each attention."""
+    """Indices that are kept of each attention."""
     each = before.heads // before.kv_heads
     terms: dict[str, tuple[Tensor, Tensor]] = {}
     heads: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
@@ -374,7 +377,8 @@ def _cut_attentions(
     }
     for group, projections in attentions.items():
         sizes = {
-            role: _size(weights[f"{path}.weight"], dim) for role, (path, dim) in projections.items()
+            role: _squared_norms(weights[f"{path}.weight"], dim)
+            for role, (path, dim) in projections.items()
         }
         if "fused" in sizes:
             sizes.update(zip(("query", "key", "value"), sizes["fused"].chunk(3), strict=True))
@@ -397,25 +401,25 @@ def _cut_attention(
     after: Widths,
     pairs: Tensor | None,
 ) -> Cut:
-    """What stays, by the sizes of the terms that scores and values are sums of (heads, head)."""
-    groups = heads.view(before.kv_heads, -1)  # (kv_heads, those that share it)
+    """Indices that are kept, by the importance (heads, head) of each term of scores and values."""
+    groups = heads.view(before.kv_heads, -1)  # (kv_heads, query heads that share it)
     each = after.heads // after.kv_heads
     best = _largest(groups, each)  # (kv_heads, each)
     kept = _largest(groups.gather(1, best).sum(1), after.kv_heads)
-    queries = kept[:, None] * groups.shape[1] + best[kept]  # (kept, each): numbers of heads
+    queries = kept[:, None] * groups.shape[1] + best[kept]  # (kept, each): head indices
     if pairs is None:
         inner = _largest(scores[queries].sum(1), after.head)  # (kept, after.head)
     else:
         inner = pairs.expand(len(kept), -1)
     outer = _largest(values[queries].sum(1), after.head)
 
-    def numbers(head: Tensor, dims: Tensor) -> Tensor:
+    def indices(head: Tensor, dims: Tensor) -> Tensor:
         return (head[..., None] * before.head + dims).flatten()
 
     return Cut(
-        query=numbers(queries, inner[:, None]),
-        key=numbers(kept, inner),
-        value=numbers(kept, outer),
-        output=numbers(queries, outer[:, None]),
+        query=indices(queries, inner[:, None]),
+        key=indices(kept, inner),
+        value=indices(kept, outer),
+        output=indices(queries, outer[:, None]),
         heads=queries.flatten(),
     )

@@ -537,7 +537,7 @@ BAD = [
     ({"teacher_layers": "1,2,3", "student_layers": 2}, "layers names 3.*--student-layers is 2"),
     ({"student": "./s", "student_config": "hidden_size=8"}, "--student and --student-config excl"),
     ({"student_config": "hidden=8"}, "--student-config.*has no size 'hidden'"),
-    ({"student_config": "hidden_size=15"}, "hidden_size 15 is no multiple of num_attention_heads"),
+    ({"student_config": "hidden_size=15"}, "hidden_size: 15 is no multiple of num_attention_heads"),
     ({"student_config": "hidden_size=8,4"}, "--student-config '4'.*name=value"),
     ({"student_config": "head_dim=8,head_dim=4"}, "head_dim is given twice"),
     ({"student_config": "hidden_size=32"}, "32 is more than the teacher's 16"),

@@ -70,7 +70,7 @@ def pieces(text, offsets, spans):
     return [text[a:b].strip() for a, b in (found[i] for i in sorted(found))]
 
 
-def test_spans_are_the_same_text_on_both_sides():
+def test_spans_are_the_same_text_for_both_tokenizers():
     ours, theirs = word_pieces(), characters()
     sides = [
         tok(TEXTS, padding=True, return_offsets_mapping=True, return_tensors="pt")["offset_mapping"]
@@ -88,7 +88,7 @@ def test_spans_are_the_same_text_on_both_sides():
     assert pieces(TEXTS[0], sides[0][0], spans[0][0]) == ["play", "ing", "in", "the", "gar", "den"]
 
 
-def test_what_only_one_side_has_read_is_left_out():
+def test_text_of_one_side_only_has_no_span():
     long = torch.tensor([[[0, 4], [5, 9], [10, 14], [0, 0]]])
     short = torch.tensor([[[0, 2], [2, 4], [5, 7]]])  # cut off within a word
     ours, theirs = align_spans(long, short)
@@ -113,7 +113,7 @@ def test_pairs_of_texts():
         assert found == [{0, 1, 2, 3}, {0, 1, 2, 3}]
 
 
-def test_pairs_whose_first_text_is_cut_off():
+def test_pairs_with_a_truncated_first_text():
     """What one side alone has read of the first text isn't part of the second."""
 
     def tokenizer(*words):
@@ -131,7 +131,7 @@ def test_pairs_whose_first_text_is_cut_off():
         [-1, 0, -1, -1, 1, 2, -1],
         [-1, 0, -1, 1, -1, -1, -1],
     ]
-    with pytest.raises(ValueError, match="is_split_into_words hides where words stand"):
+    with pytest.raises(ValueError, match="is_split_into_words: offsets of words"):
         TwoTokenizers(**two, is_split_into_words=True)
 
 
@@ -158,7 +158,7 @@ def by_hand(distiller, batch, layers, side):
     return list(padded), mask
 
 
-def test_relations_of_spans_are_those_by_hand():
+def test_relations_of_spans_equal_a_plain_computation():
     distiller = Distiller(*pair(), FCD()).eval()
     batch = data()
     out = distiller(**batch)
@@ -251,7 +251,7 @@ def test_a_teacher_on_another_device(devices):
     torch.testing.assert_close(loss.cpu(), expected)
 
 
-def test_half_precision_and_refusals(tmp_path):
+def test_half_precision_and_wrong_arguments(tmp_path):
     batch = data()
     teacher, student = pair()
     exact = Distiller(teacher, student, FCD()).eval()(**batch).loss
@@ -273,7 +273,7 @@ def test_half_precision_and_refusals(tmp_path):
         )
     tokenizer = characters()
     tokenizer.pad_token = None
-    with pytest.raises(ValueError, match="teacher's tokenizer has no padding token"):
+    with pytest.raises(ValueError, match="teacher: its tokenizer has no padding token"):
         TwoTokenizers(student=word_pieces(), teacher=tokenizer)
     cache = distiller.cache_teacher(
         [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}], tmp_path
@@ -282,14 +282,14 @@ def test_half_precision_and_refusals(tmp_path):
         Distiller(cache, student, FCD())(**batch)
 
 
-def test_whose_tokenizer_is_whose_is_said():
+def test_tokenizers_are_passed_by_keyword():
     """A Distiller takes the teacher first: by place the tokens would be the other model's."""
     with pytest.raises(TypeError, match="positional"):
         TwoTokenizers(word_pieces(), characters())
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_ids_beyond_a_vocabulary_are_refused(side):
+def test_ids_beyond_a_vocabulary_are_an_error(side):
     distiller, batch = Distiller(*pair(), FCD()), data()
     name = "input_ids" if side == "student" else "teacher_input_ids"
     batch[name][1, 2] = 60
@@ -298,7 +298,7 @@ def test_ids_beyond_a_vocabulary_are_refused(side):
         distiller(**batch)
 
 
-def test_other_vocabularies_of_the_same_ids_are_said_once(recwarn):
+def test_another_vocabulary_warns_once(recwarn):
     torch.manual_seed(0)
     teacher, student = classifier("bert"), classifier("bert", layers=2, vocab_size=50)
     distiller = Distiller(teacher, student, FCD())

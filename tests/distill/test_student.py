@@ -36,7 +36,7 @@ def cut_by_hand(teacher, family, layers):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_student_is_the_teacher_without_the_other_blocks(family, tmp_path):
+def test_student_equals_the_teacher_without_the_dropped_blocks(family, tmp_path):
     teacher = classifier(family)
     before = {name: value.clone() for name, value in teacher.state_dict().items()}
     student = student_from_teacher(teacher, [2, 4])
@@ -59,7 +59,7 @@ def test_student_is_the_teacher_without_the_other_blocks(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_give_the_teacher_back(family):
+def test_all_layers_give_an_equal_model(family):
     teacher = classifier(family, layers=3)
     student = student_from_teacher(teacher, [1, 2, 3])
     assert torch.equal(logits(student, family), logits(teacher, family))
@@ -152,7 +152,7 @@ def test_modernbert_of_default_layers_learns_by_every_method(method):
     assert any(p.grad is not None and p.grad.any() for p in student.model.layers[0].parameters())
 
 
-def test_blocks_of_several_kinds_are_refused_in_a_sentence():
+def test_blocks_of_several_kinds_are_an_error():
     config = t.JambaConfig(
         **SMALL, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, attn_layer_period=2, attn_layer_offset=1, num_experts=2,
@@ -164,7 +164,7 @@ def test_blocks_of_several_kinds_are_refused_in_a_sentence():
     assert student_from_teacher(teacher, [1, 2]).config.num_hidden_layers == 2
 
 
-def test_wrong_teachers_and_layers_are_named():
+def test_wrong_teachers_and_layers_are_errors():
     teacher = classifier("bert")
     with pytest.raises(ValueError, match="increasing numbers from 1 to 4"):
         student_from_teacher(teacher, [2, 5])
@@ -173,13 +173,13 @@ def test_wrong_teachers_and_layers_are_named():
     with pytest.raises(ValueError, match="keep layer 1"):  # only its first block has no norm
         student_from_teacher(t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3])
     scaled = classifier("gpt2", scale_attn_by_inverse_layer_idx=True)
-    with pytest.raises(ValueError, match="attention by the number of the layer"):
+    with pytest.raises(ValueError, match="attention by the layer's number"):
         student_from_teacher(scaled, [2, 4])
     assert student_from_teacher(scaled, [1, 2]).config.num_hidden_layers == 2
     uneven = t.BertModel(t.BertConfig(**BERT, num_hidden_layers=2))
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
-    with pytest.raises(ValueError, match="not alike"):
+    with pytest.raises(ValueError, match="blocks differ"):
         student_from_teacher(uneven, [2])
 
 

@@ -68,7 +68,7 @@ def widened(small, family):
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_what_isnt_needed_is_cut(family, tmp_path):
+def test_unused_widths_are_cut_first(family, tmp_path):
     """Dimensions, heads and neurons that nothing reads, and nothing else, are gone."""
     small = model_of(family, "sequence").eval()
     teacher = widened(small, family)
@@ -90,7 +90,7 @@ def test_what_isnt_needed_is_cut(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_the_teachers_own_widths_give_the_teacher(family):
+def test_the_teachers_widths_give_an_equal_model(family):
     teacher = model_of(family, "sequence")
     student = student_from_teacher(teacher, config={"hidden_size": teacher.config.hidden_size})
     assert torch.equal(logits(student), logits(teacher))
@@ -105,7 +105,7 @@ def test_the_teachers_own_widths_give_the_teacher(family):
         ("t5", "written words"), ("llama", "next word"), ("electra", "answers"),
     ],
 )  # fmt: skip
-def test_heads_are_cut_and_learn(family, head):
+def test_students_with_fewer_heads_learn(family, head):
     teacher = model_of(family, head)
     student = student_from_teacher(teacher, 2, config={"hidden_size": 12, "num_attention_heads": 2})
     assert student.config.hidden_size == 12
@@ -120,7 +120,7 @@ def test_heads_are_cut_and_learn(family, head):
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_smaller_heads_score_as_the_teachers(family):
+def test_smaller_heads_keep_the_teachers_scores(family):
     """Positions turn each pair of dimensions as fast as before, and scores keep their scale."""
     teacher = model_of(family, "sequence").eval()
     odd, first = torch.arange(1, 8, 2), torch.arange(4)  # of a head's 8
@@ -187,7 +187,7 @@ def test_key_and_value_heads_stay_with_their_query_heads():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_hidden_dimensions_that_norms_hand_on_stay(family):
+def test_hidden_dimensions_with_large_gains_are_kept(family):
     """Large weights that write a dimension say little of it: the next norm undoes them."""
     teacher = model_of(family, "sequence")
     words = teacher.get_input_embeddings().weight
@@ -200,7 +200,7 @@ def test_hidden_dimensions_that_norms_hand_on_stay(family):
     assert torch.equal(student.get_input_embeddings().weight, words[:, ::2])
 
 
-def test_layers_and_widths_in_one():
+def test_layers_and_widths_are_cut_together():
     teacher = classifier("bert")
     student = student_from_teacher(teacher, [1, 4], config={"intermediate_size": 8})
     narrow = student_from_teacher(teacher, config={"intermediate_size": 8})
@@ -233,35 +233,35 @@ def test_random_students_have_any_size(family):
 @pytest.mark.parametrize(
     "family, sizes, words",
     [
-        ("bert", {"hiden_size": 8}, "no size 'hiden_size'; it has num_hidden_layers, hid"),
+        ("bert", {"hiden_size": 8}, "no size 'hiden_size'; use num_hidden_layers, hid"),
         ("bert", {"head_dim": 8}, "BertConfig has no size 'head_dim'"),
         ("bert", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
         ("bert", {"hidden_size": 8.5}, "hidden_size must be a whole number .* got 8.5"),
-        ("bert", {"hidden_size": 15}, "hidden_size 15 is no multiple of num_attention_heads 2"),
-        ("bert", {"hidden_size": 32}, "hidden_size 32 is more than the teacher's 16"),
-        ("bert", {"num_attention_heads": 1}, "head_dim 16 is more than the teacher's 8"),
+        ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
+        ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
+        ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
         ("bert", {"num_hidden_layers": 9}, "student has 9 layers"),
         ("bert", {"num_hidden_layers": 0}, "num_hidden_layers must be .*at least 1, got 0"),
         ("llama", {"num_key_value_heads": 2, "num_attention_heads": 1}, "no multiple of num_key"),
-        ("llama", {"head_dim": 3}, "heads of 3 dimensions can't be rotated"),
-        ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config is of no family .*random"),
+        ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
+        ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config: only .*random"),
         ("electra", {"hidden_size": 8}, "can't be cut to"),
     ],
 )  # fmt: skip
-def test_sizes_that_cant_be_are_named(family, sizes, words):
+def test_impossible_sizes_are_errors(family, sizes, words):
     with pytest.raises(ValueError, match=words):
         student_from_teacher(classifier(family), config=sizes)
 
 
-def test_shares_of_key_and_value_heads_that_are_open():
+def test_key_and_value_heads_follow_the_query_heads():
     teacher = model(t.LlamaModel, "llama", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
     with pytest.raises(
-        ValueError, match="num_attention_heads 3 is no multiple of the 2 that share"
+        ValueError, match="num_attention_heads: 3 is no multiple of the 2 that share"
     ):
         student_from_teacher(teacher, config={"num_attention_heads": 3})
-    with pytest.raises(ValueError, match="query heads that share a key and value head 4 is more"):
+    with pytest.raises(ValueError, match="query heads per key and value head: 4 is more"):
         student_from_teacher(teacher, config={"num_key_value_heads": 1})
-    with pytest.raises(ValueError, match="layers and num_hidden_layers exclude"):
+    with pytest.raises(ValueError, match="layers, num_hidden_layers: both set"):
         student_from_teacher(teacher, 2, config={"num_hidden_layers": 2})
     with pytest.raises(ValueError, match="weights must be one of 'cut', 'random', got 'cur'"):
         student_from_teacher(teacher, config={"hidden_size": 8}, weights="cur")
