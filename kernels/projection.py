@@ -42,7 +42,9 @@ def blocks(D: int) -> dict[str, int]:
     block_d = max(next_power_of_2(D), 16)
     warps = {2048: 8, 4096: 8, 8192: 32} | dict.fromkeys((16, 32, 64, 128), 8)
     num_warps = warps.get(block_d, 16 if block_d > 8192 else 4)
-    return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps}
+    # Without a bound ptxas aims at 40 registers in some forms, and spills.
+    bound = {"maxnreg": 128} if block_d in (256, 1024, 2048) else {}
+    return {"BLOCK_R": max(1024 // block_d, 1), "BLOCK_D": block_d, "num_warps": num_warps} | bound
 
 
 @triton.jit
