@@ -49,7 +49,7 @@ tests: $(VENV)/installed
 # What runs kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \
   hidden_states.py weights.py \
-  soft_targets.py heads.py promises.py fuzz.py hidden_states.py weights.py) tests/kernels tests/ptx
+  soft_targets.py heads.py promises.py fuzz.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)
