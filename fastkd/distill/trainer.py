@@ -27,12 +27,12 @@ Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 
 METHOD_FILE = "method.pt"
-# Averages that teach, by their names in the Distiller's teacher.
+# State of the averaging teachers, by their names in the Distiller's teacher.
 AVERAGE_FILE = "ema_teacher.pt"
 
 
 class _Prepare(TrainerCallback):
-    """Lets the method choose from the training data, unless a checkpoint says what it chose."""
+    """Prepares the method from the training data, unless a checkpoint has restored its choice."""
 
     def __init__(self, trainer: "DistillationTrainer") -> None:
         self.trainer = trainer
@@ -40,16 +40,16 @@ class _Prepare(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer._logged = {}
-        trainer._warn_of_parts()
+        trainer._warn_of_accumulation()
         if not trainer.distiller.method.prepared:
-            # The loader draws random numbers that training would otherwise have drawn.
+            # The data loader must not advance the random state of training.
             with torch.random.fork_rng():
-                batches = itertools.islice(trainer._preparation(), trainer.prepare_batches)
+                batches = itertools.islice(trainer._preparation_batches(), trainer.prepare_batches)
                 trainer.distiller.prepare(batches)
 
 
 class _Average(TrainerCallback):
-    """Updates the Distiller's averages after each optimizer step."""
+    """Updates the Distiller's averaging teachers after each optimizer step."""
 
     def __init__(self, trainer: "DistillationTrainer") -> None:
         self.trainer = trainer
@@ -59,8 +59,8 @@ class _Average(TrainerCallback):
             average.update()
 
 
-class _Drawn(torch.utils.data.Sampler):
-    """The rows of an order, another draw in each epoch."""
+class _LabelledSampler(torch.utils.data.Sampler):
+    """Sampler of a `LabelledOrder`, drawn anew in each epoch."""
 
     def __init__(self, order: LabelledOrder, seed: int) -> None:
         self.order, self.seed, self.epoch = order, seed, 0
@@ -69,7 +69,7 @@ class _Drawn(torch.utils.data.Sampler):
         return self.order.rows
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Trainer, in a resumed epoch too."""
+        """Called by Trainer, also for a resumed epoch."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -79,21 +79,22 @@ class _Drawn(torch.utils.data.Sampler):
 class DistillationTrainer(Trainer):
     """``transformers.Trainer`` whose model is a `Distiller`.
 
-    It trains on the distiller's loss, logs the terms, keeps the method's schedule, lets the
-    method prepare itself from the training data, and evaluates, predicts and saves the student:
-    every checkpoint is a directory for ``from_pretrained``, beside which ``method.pt`` holds what
-    resuming needs of the method.
+    It trains on the distiller's loss, logs the terms, follows the method's schedule and prepares
+    the method from the training data. It evaluates, predicts with and saves the student: every
+    checkpoint is a directory for ``from_pretrained``, where ``method.pt`` holds the method's state
+    for resuming.
 
     Args:
         teacher, student, method: as in `Distiller`.
-        model: a ready `Distiller` in their place.
-        model_init: or a function that makes one, of a hyper-parameter search's trial (None outside
-            of it) or of nothing: every ``train`` then starts from a new one.
-        prepare_batches: training batches that `Distiller.prepare` reads at most.
-        labelled_share: least share of labelled rows in a batch, 0 to 1. Where fewer rows of
-            ``train_dataset`` have labels (not −100 or NaN), those are drawn again, and every other
-            row comes once an epoch. Of data sets with a column of labels; 0 leaves the order alone.
-        arguments: everything else goes to ``transformers.Trainer``.
+        model: a `Distiller`, instead of teacher, student and method.
+        model_init: a function that returns a new `Distiller` for every ``train``, instead of
+            ``model``. Its optional argument is the trial of a hyper-parameter search, or None.
+        prepare_batches: largest number of training batches for `Distiller.prepare`.
+        labelled_share: minimum fraction of labelled rows in a batch, 0 to 1. If fewer rows of
+            ``train_dataset`` have labels (not −100 or NaN), labelled rows are repeated and every
+            unlabelled row is read once per epoch. The data set needs a label column; 0 keeps
+            Trainer's order.
+        arguments: all other arguments of ``transformers.Trainer``.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
@@ -126,14 +127,14 @@ class DistillationTrainer(Trainer):
         check_positive_int("prepare_batches", prepare_batches)
         parts = teacher, student, method
         ways = [
-            all(batch is not None for batch in parts),
+            all(given is not None for given in parts),
             model is not None,
             model_init is not None,
         ]
-        if sum(ways) != 1 or (not ways[0] and any(batch is not None for batch in parts)):
+        if sum(ways) != 1 or (not ways[0] and any(given is not None for given in parts)):
             raise ValueError(
-                "pass teacher, student and method, or model=Distiller(...), or model_init=..., "
-                "and only one of them"
+                "model: pass either teacher, student and method, or model=Distiller(...), or "
+                "model_init=..."
             )
         if ways[0]:
             model = Distiller(*parts)  # type: ignore[arg-type]
@@ -149,17 +150,16 @@ class DistillationTrainer(Trainer):
             "compute_loss_func": self.compute_loss_func is not None,
             "use_liger_kernel": getattr(self.args, "use_liger_kernel", False),
         }
-        for name, given in refused.items():
-            if given:
+        for name, is_set in refused.items():
+            if is_set:
                 raise ValueError(
-                    f"{name} would change the loss in evaluation but not the method's in training; "
-                    "leave it out"
+                    f"{name}: it changes the loss of evaluation but not the method's; leave it out"
                 )
         if self.args.label_names is None:
             student_class = type(self.distiller.student_model.inner)
             self.label_names = transformers.utils.find_labels(student_class)
-        # Heads with one prediction per token are averaged over the positions of all accumulated
-        # batches, which Trainer then counts.
+        # For heads with one prediction per token, the loss is a mean over the positions of all
+        # accumulated batches, which Trainer then counts.
         self.model_accepts_loss_kwargs = self.distiller.counts_positions
 
     def _take(self, distiller: Distiller) -> None:
@@ -167,21 +167,21 @@ class DistillationTrainer(Trainer):
         # Sum and number of steps since the last log.
         self._logged: dict[str, tuple[Tensor, float]] = {}
 
-    def _preparation(self) -> Iterable[dict[str, Any]]:
-        """The batches that the method prepares itself from."""
+    def _preparation_batches(self) -> Iterable[dict[str, Any]]:
+        """Batches for `Distiller.prepare`."""
         return self.get_train_dataloader()
 
-    def _warn_of_parts(self) -> None:
-        """Warn where terms that compare samples see those of one accumulated batch at a time."""
+    def _warn_of_accumulation(self) -> None:
+        """Warn if terms that compare samples compare those of one accumulated batch only."""
         steps, method = self.args.gradient_accumulation_steps, self.distiller.method
         weights = [method.weights(progress) for progress in (0.0, 1.0)]
         terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
         if steps > 1 and terms and self.is_world_process_zero():
             warnings.warn(
                 f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
-                f"({', '.join(terms)}), those of each accumulated batch by itself, another loss "
-                "than that of the whole; pass a larger batch, or take Distiller.accumulate in "
-                "a loop of your own",
+                f"({', '.join(terms)}) within each accumulated batch only, which is another loss "
+                "than that of the whole batch; use a larger batch, or Distiller.accumulate in "
+                "your own loop",
                 stacklevel=2,
             )
 
@@ -206,7 +206,7 @@ class DistillationTrainer(Trainer):
         self._set_progress()
         loss_scale = 1.0
         if num_items_in_batch is not None:
-            # Trainer leaves the mean over accumulated batches to a loss that knows its items.
+            # With num_items_in_batch Trainer does not divide by the number of accumulated batches.
             batches = self.current_gradient_accumulation_steps
             shares = self.args.world_size if self.args.average_tokens_across_devices else 1
             inputs = {**inputs, "num_items": num_items_in_batch / (batches * shares)}
@@ -220,7 +220,7 @@ class DistillationTrainer(Trainer):
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
     def _note(self, terms: dict[str, Tensor]) -> None:
-        """Keep a batch's terms for the next log, as the batch of its step that Trainer takes."""
+        """Add a batch's terms to the sums of the next log, weighted by its fraction of a step."""
         share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
@@ -230,19 +230,19 @@ class DistillationTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         columns = getattr(dataset, "column_names", None) or ()
         name = next((x for x in (*self.label_names, "label") if x in columns), None)
-        # Lists of labels, a token's each, have no place here, and may be all that a corpus holds.
+        # A label per token is no label of the row, and reading such a column may take much memory.
         if name is not None and len(dataset) and np.ndim(dataset[0][name]) == 0:
             share = self.labelled_share
             order = LabelledOrder(has_label(dataset[name][:]), self._train_batch_size, share)
             if order.rows != len(dataset):
                 seed = self.args.data_seed
-                return _Drawn(order, self.args.seed if seed is None else seed)
+                return _LabelledSampler(order, self.args.seed if seed is None else seed)
         return super()._get_train_sampler(train_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """See ``transformers.Trainer``; of the labels those are counted that the loss compares."""
+        """See ``transformers.Trainer``; the items are the labels that the loss compares."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if items is not None:
             items = torch.stack([self._items(batch) for batch in batches]).sum()
@@ -277,7 +277,7 @@ class DistillationTrainer(Trainer):
         return loss, logits, targets
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the terms' means over steps and processes since the last time to a training log."""
+        """Log the terms' means over processes and the steps since the last log, too."""
         if "loss" in logs and self._logged:
             names, sums = zip(*self._logged.items(), strict=True)
             self._logged = {}
@@ -288,16 +288,16 @@ class DistillationTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            # A wrapped student's own signature may say less, and a teacher may read more of the
-            # student's inputs than the student does: token types above all.
+            # A wrapped student's signature may list fewer inputs, and a teacher may read inputs
+            # that the student does not, such as token types.
             distiller = self.distiller
             teachers = [backbone.known_inputs for backbone in distiller.teachers.live]
             shared = set().union(distiller.student_model.known_inputs, *teachers)
             own = {f"teacher_{name}" for name in set().union(*teachers)}
             targets = {"label", "label_ids", *self.label_names}
-            # trl's collator reads from seq_lengths where the documents of a packed row begin.
+            # trl's collator reads the lengths of a packed row's documents from seq_lengths.
             packing = {"segments", "loss_weights", "student_spans", "teacher_spans", "seq_lengths"}
-            # The key of a cached teacher's samples has their token types.
+            # The keys of a teacher cache include token types.
             self._signature_columns = sorted({"token_type_ids"} | shared | own | targets | packing)
 
     @contextlib.contextmanager
@@ -310,7 +310,7 @@ class DistillationTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         output_dir = output_dir if output_dir is not None else self.args.output_dir
-        with self._student_as_model():  # which Trainer saves with save_pretrained
+        with self._student_as_model():  # Trainer saves it with save_pretrained
             super()._save(output_dir)
         if self.args.should_save:
             method = self.distiller.method.state_dict()
@@ -323,7 +323,7 @@ class DistillationTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        # Trainer asks its model which missing keys are tied weights.
+        # Trainer reads from its model which missing keys are tied weights.
         with self._student_as_model():
             super()._load_from_checkpoint(resume_from_checkpoint, self.distiller.student)
         self._load_method(resume_from_checkpoint)
@@ -344,5 +344,7 @@ class DistillationTrainer(Trainer):
 def _stored(checkpoint: str, name: str) -> Any:
     path = os.path.join(checkpoint, name)
     if not os.path.isfile(path):
-        raise ValueError(f"{checkpoint} has no {name} to resume from")
+        raise ValueError(
+            f"{checkpoint} has no {name}; resume from a checkpoint of DistillationTrainer"
+        )
     return torch.load(path, map_location="cpu")

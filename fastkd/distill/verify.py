@@ -1,4 +1,4 @@
-"""Is it the same step? The gradient of one batch, taken in every other way that promises it."""
+"""Checks that the gradient of a batch is the same under other splits and settings."""
 
 import contextlib
 import copy
@@ -32,14 +32,14 @@ from fastkd.distill.documents import MixedDocuments
 __all__ = ["Check", "table", "verify"]
 
 TOLERANCE = 1e-12
-ROUNDING = 1e-6  # of models that compute parts of themselves in float32, whatever their dtype
+ROUNDING = 1e-6  # for models that compute parts in float32, whatever their dtype
 
 Gradients = dict[str, Tensor]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Graph breaks and transformers' new names are no news of this table."""
+    """Context without Dynamo's warnings of graph breaks and without FutureWarning."""
     logger = logging.getLogger("torch._dynamo")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -52,29 +52,29 @@ def _quiet() -> Iterator[None]:
 
 
 class Comparison(NamedTuple):
-    """Gradients of a later step than the first, and what they should be."""
+    """Gradients of a later step than the first, and their expected values."""
 
     found: Gradients
     expected: Gradients
 
 
 class _CannotDo(Exception):
-    """The model or the batch has no such split; the message says why."""
+    """A check that is impossible with this model or batch; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One way to take the step, and how far its gradient is from the whole batch's.
+    """Result of one way to compute the step: its gradient's deviation from the whole batch's.
 
-    ``deviation`` is the largest difference of a gradient's entry, over the largest entry; None
-    where there is no such split. ``verdict`` is one of
+    ``deviation`` is the largest difference of any gradient entry over the largest entry; None if
+    the check is impossible. ``verdict`` is one of
 
-    - "equal": to 1e-12
-    - "rounding": to 1e-6, as models show that compute parts of themselves in float32
-    - "by definition": this split is another loss: one that compares samples, or a mean over
-      documents of which the parts have unequal numbers
-    - "differs": it should not; also where a gradient is NaN or infinite
-    - "not here": ``why`` says what the model or the batch lacks, or that all gradients are zero
+    - "equal": up to 1e-12
+    - "rounding": up to 1e-6, as for models that compute parts in float32
+    - "by definition": expected to differ, since the loss compares samples, or is a mean over
+      documents and the micro-batches have unequal numbers of them
+    - "differs": the gradient is wrong, NaN or infinite
+    - "not here": the check is impossible or all gradients are zero; ``why`` is the reason
     """
 
     name: str
@@ -84,7 +84,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the gradient is as expected."""
         return self.verdict != "differs"
 
 
@@ -95,26 +95,28 @@ def verify(
     ranks: int | Sequence[int] = 2,
     compile_backend: str | None = "aot_eager",
 ) -> list[Check]:
-    """Take the gradient of one batch under other splits and settings, in float64.
+    """Compute the gradient of one batch under other splits and settings, in float64.
 
-    On a copy without dropout: another order of the samples, wider and left padding, packed rows,
-    accumulation in a plain loop and by `Distiller.accumulate`, processes that gather (gloo, on the
-    CPU; Linux only, as they are forks of one process), a cached teacher, checkpointed activations,
-    a compiled distiller, a saved and loaded state, a run resumed in the middle.
+    A copy without dropout runs with: another order of the samples, wider and left padding, packed
+    rows, accumulation in a plain loop and by `Distiller.accumulate`, gathering processes (gloo on
+    the CPU; Linux only, since they are forks), a cached teacher, activation checkpointing, a
+    compiled distiller, a saved and loaded state, and a run resumed from a checkpoint.
 
     Args:
-        distiller: with the method that will train; its weights and state stay as they are.
-        batch: arguments of `Distiller.forward`: rows padded on the right, of one document each or
-            with ``position_ids`` that start again.
-        ranks: processes to start, or several such numbers; 0 leaves them out. Where there are more
-            than rows the last ones get none. Elsewhere than on Linux their check says "not here".
-        compile_backend: of ``torch.compile``; "inductor" takes longer, None leaves it out.
+        distiller: the distiller with the method to train; it is not changed.
+        batch: arguments of `Distiller.forward`: rows padded on the right, with one document each
+            or with ``position_ids`` that start again.
+        ranks: number of processes, or several such numbers; 0 omits the check. If there are more
+            processes than rows, the last ones have no rows. Without Linux the verdict is
+            "not here".
+        compile_backend: backend of ``torch.compile``; "inductor" takes longer, None omits the
+            check.
 
     Returns:
-        One `Check` for each; `table` prints them.
+        One `Check` per way; `table` formats them.
 
     Raises:
-        ValueError: fewer than two rows.
+        ValueError: ``batch`` has fewer than two rows.
     """
     return list(begin(distiller, batch, ranks=ranks, compile_backend=compile_backend)[1])
 
@@ -126,16 +128,16 @@ def begin(
     ranks: int | Sequence[int] = 2,
     compile_backend: str | None = "aot_eager",
 ) -> tuple[int, Iterator[Check]]:
-    """How many checks `verify` makes, and each of them as it is done."""
+    """Number of checks of `verify`, and an iterator that runs them."""
     tokens = batch["input_ids"]
     if len(tokens) < 2:
-        raise ValueError("batch has fewer than two rows; there is nothing to split")
+        raise ValueError("batch: it has fewer than two rows; pass at least two, to split them")
     step = _Step(distiller, batch)
     backwards = torch.arange(len(tokens) - 1, -1, -1)
-    uneven: list[dict[str, Any]] = [step.part(slice(0, 1)), step.part(slice(1, None))]
+    uneven: list[dict[str, Any]] = [step.select(slice(0, 1)), step.select(slice(1, None))]
     ways: dict[str, Callable[[], Gradients | Comparison]] = {
         "the same again": step.again,
-        "other order of samples": lambda: step.gradients(step.part(backwards)),
+        "other order of samples": lambda: step.gradients(step.select(backwards)),
         "wider padding": step.wider,
         "left padding": step.left_padded,
         "packed rows": step.packed,
@@ -159,9 +161,9 @@ def taken(
     given: dict[str, Any] | list[dict[str, Any]],
     model: nn.Module | None = None,
 ) -> tuple[dict[str, Tensor], Gradients]:
-    """Terms, "loss" among them, and gradients of a step: of a batch, or of all of its parts.
+    """Terms, including "loss", and gradients of a step on one batch or on a list of micro-batches.
 
-    ``model``: what is called in the distiller's place, such as DistributedDataParallel around it.
+    ``model`` is called instead of the distiller, such as DistributedDataParallel around it.
     """
     distiller.zero_grad()
     if isinstance(given, list):
@@ -177,13 +179,13 @@ def taken(
 
 
 def gradients_of(module: nn.Module) -> Gradients:
-    """Copies, by parameter."""
+    """Copies of all gradients, by the parameter's name."""
     named = module.named_parameters()
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def table(checks: list[Check]) -> str:
-    """The checks as lines of text."""
+    """The checks as a text table."""
     width = max(len(check.name) for check in checks)
     lines = [f"{'the same step':<{width}}  largest deviation of a gradient"]
     for check in checks:
@@ -213,32 +215,35 @@ def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step"
         terms = ", ".join(step.across_samples)
         return Check(
             name, deviation, "by definition",
-            f"{terms} compares the samples of a part only; Distiller.accumulate sees all",
+            f"{terms} compares the samples of one micro-batch; Distiller.accumulate compares all",
         )  # fmt: skip
-    if name == "accumulated in a plain loop" and len(counts := set(step.documents_of_parts())) > 1:
+    if (
+        name == "accumulated in a plain loop"
+        and len(counts := set(step.documents_of_micro_batches())) > 1
+    ):
         return Check(
             name, deviation, "by definition",
-            f"parts of {min(counts)} and {max(counts)} documents count alike; Distiller.accumulate "
-            "counts documents",
+            f"micro-batches of {min(counts)} and {max(counts)} documents have equal weight; "
+            "Distiller.accumulate counts documents",
         )  # fmt: skip
     return Check(name, deviation, "rounding" if deviation <= ROUNDING else "differs")
 
 
 def _differences(found: Gradients, expected: Gradients) -> Iterator[Tensor]:
-    """Of each parameter; a gradient that only one side has is compared with zeros."""
+    """Difference of each parameter's gradients; a missing gradient is zero."""
     for key, g in {**found, **expected}.items():
         other = found.get(key) if key in expected else None
         yield g if other is None else other.to(g.device) - g
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute entry; NaN if there is one."""
+    """Largest absolute entry, or NaN if an entry is NaN."""
     largest = [x.abs().max().double().cpu() for x in tensors if x.numel()]
     return float(torch.stack(largest).max()) if largest else 0.0
 
 
 class _Step:
-    """One batch, and a distiller in float64 without dropout that takes its gradient."""
+    """A batch, and a distiller in float64 without dropout that computes its gradient."""
 
     def __init__(self, distiller: Distiller, batch: dict[str, Tensor]) -> None:
         self.distiller = _exact_copy(distiller)
@@ -254,8 +259,8 @@ class _Step:
     ) -> Gradients:
         return taken(self.distiller if distiller is None else distiller, given)[1]
 
-    def part(self, rows: Any) -> dict[str, Tensor]:
-        """Some rows of the batch."""
+    def select(self, rows: Any) -> dict[str, Tensor]:
+        """The given rows of the batch."""
         return {name: x[rows] for name, x in self.batch.items()}
 
     def again(self) -> Gradients:
@@ -265,11 +270,11 @@ class _Step:
         mask = self.batch.get("attention_mask")
         mask = torch.ones_like(self.batch["input_ids"]) if mask is None else mask
         if mask.dim() != 2:
-            raise _CannotDo("the batch holds the choices of questions")
+            raise _CannotDo("the batch has several choices per row")
         if "start_positions" in self.batch:
-            raise _CannotDo("answers are positions in the padded row")
+            raise _CannotDo("the labels are positions in the padded row")
         if not bool(mask[:, 0].all()):
-            raise _CannotDo("the batch is padded on the left, or holds an empty row")
+            raise _CannotDo("the batch is padded on the left or has an empty row")
         return mask
 
     def wider(self) -> Gradients:
@@ -280,13 +285,13 @@ class _Step:
         return self.gradients({**self.batch, **wide})
 
     def _of_tokens(self) -> list[tuple[str, Tensor]]:
-        # A teacher's own tokens stay as they are, though they may be as many.
+        # The teacher's own inputs are not padded, even if they have the same shape.
         own = [(n, x) for n, x in self.batch.items() if not n.startswith("teacher_")]
         shape = self.batch["input_ids"].shape
         return [(n, x) for n, x in own if x.shape == shape and n != "attention_mask"]
 
     def _positions(self, lengths: Tensor) -> Tensor:
-        """position_ids of tokens that stand at 0, 1, ... in their documents."""
+        """``position_ids`` for tokens at 0, 1, ... of their documents."""
         distiller, starts = self.distiller, set()
         for model in (distiller.student_model, *distiller.teachers.live):
             if not model.takes("position_ids"):
@@ -311,7 +316,7 @@ class _Step:
         mask = self._mask().bool()
         student = self.distiller.student_model
         if student.has_head and not student.per_token:
-            raise _CannotDo("the head gives one prediction a row")
+            raise _CannotDo("the head makes one prediction per row")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
         if "position_ids" not in row:
             starts = self._positions(mask.long().cumsum(1) - 1)
@@ -326,29 +331,32 @@ class _Step:
         except MixedDocuments as error:
             raise _CannotDo(str(error).partition(";")[0]) from error
 
-    def _equal_parts(self) -> list[dict[str, Tensor]]:
+    def _equal_micro_batches(self) -> list[dict[str, Tensor]]:
         count = next(n for n in range(2, self.rows + 1) if self.rows % n == 0)
         size = self.rows // count
-        return [self.part(slice(i, i + size)) for i in range(0, self.rows, size)]
+        return [self.select(slice(i, i + size)) for i in range(0, self.rows, size)]
 
-    def documents_of_parts(self) -> list[int]:
-        """How many documents each of the equal parts has, where a row may have several."""
+    def documents_of_micro_batches(self) -> list[int]:
+        """Number of documents of each of the equal micro-batches."""
         found = []
-        for part in self._equal_parts():
-            ids, mask = part["input_ids"], part.get("attention_mask")
+        for micro_batch in self._equal_micro_batches():
+            ids, mask = micro_batch["input_ids"], micro_batch.get("attention_mask")
             shape = (ids.shape[0], ids.shape[1]) if ids.dim() == 2 else None
-            documents = find_documents(shape, mask, part, part.get("segments"))
+            documents = find_documents(shape, mask, micro_batch, micro_batch.get("segments"))
             found.append(len(ids) if documents is None else len(documents.index))
         return found
 
     def accumulated(self) -> Gradients:
-        parts: list[dict[str, Any]] = list(self._equal_parts())
+        micro_batches: list[dict[str, Any]] = list(self._equal_micro_batches())
         if self.distiller.counts_positions and "labels" in self.batch:
             items = int(self.distiller.count_items(self.batch))
-            parts = [{**part, "num_items": items / len(parts)} for part in parts]
+            micro_batches = [
+                {**micro_batch, "num_items": items / len(micro_batches)}
+                for micro_batch in micro_batches
+            ]
         self.distiller.zero_grad()
-        for part in parts:
-            (self.distiller(**part).loss / len(parts)).backward()
+        for micro_batch in micro_batches:
+            (self.distiller(**micro_batch).loss / len(micro_batches)).backward()
         return gradients_of(self.distiller)
 
     def cached(self) -> Gradients:
@@ -357,10 +365,10 @@ class _Step:
         except ValueError as error:
             raise _CannotDo(re.split("[;:]", str(error))[0]) from error
         if any(name.startswith("teacher_") for name in self.batch):
-            raise _CannotDo("the teacher has inputs of its own")
+            raise _CannotDo("the batch has inputs of the teacher only")
         wanted = self.distiller.method.layer_request("teacher")
         if wanted.attentions or wanted.qkv:
-            raise _CannotDo("a cache keeps no attention maps")
+            raise _CannotDo("a cache stores no attention maps")
         with tempfile.TemporaryDirectory() as folder:
             cache = self.distiller.cache_teacher([self.batch], folder)
             method = copy.deepcopy(self.distiller.method)
@@ -370,7 +378,7 @@ class _Step:
 
     def checkpointed(self) -> Gradients:
         if not getattr(self.distiller.student, "supports_gradient_checkpointing", False):
-            raise _CannotDo("the student doesn't support it")
+            raise _CannotDo("the student doesn't support activation checkpointing")
         twin = copy.deepcopy(self.distiller)
         with _quiet():
             twin.gradient_checkpointing_enable()
@@ -386,7 +394,7 @@ class _Step:
         return self.gradients(self.batch, twin)
 
     def resumed(self) -> Comparison:
-        """The gradient after two steps, the second of them in a run that a checkpoint begins."""
+        """Gradient after two steps, with a checkpoint between them, against an unbroken run."""
         whole = copy.deepcopy(self.distiller)
         self._train(whole, _optimizer(whole), 2)
         first, again = copy.deepcopy(self.distiller), copy.deepcopy(self.distiller)
@@ -408,7 +416,7 @@ class _Step:
 
     def compiled(self, backend: str) -> Gradients:
         if self.distiller.perturbs:
-            raise _CannotDo("the method moves the embeddings inside the student")
+            raise _CannotDo("the method perturbs the embeddings inside the student")
         twin = copy.deepcopy(self.distiller)
         try:
             with _quiet():
@@ -418,26 +426,26 @@ class _Step:
             raise _CannotDo(f"torch.compile fails: {str(error).splitlines()[0]}") from error
 
     def processes(self, ranks: int) -> Gradients:
-        """The rows dealt out to processes, the last of which may have fewer or none."""
+        """Gradient with the rows split over processes; the last ones may have fewer or no rows."""
         if sys.platform != "linux":
             raise _CannotDo(f"processes are forked, which needs Linux; this is {sys.platform}")
         if not dist.is_available() or not dist.is_gloo_available():
             raise _CannotDo("this torch has no gloo")
         with tempfile.TemporaryDirectory() as folder:
             twin = copy.deepcopy(self.distiller).cpu()
-            _without_recorders(twin)
+            _remove_recording_hooks(twin)
             try:
                 batch = {name: x.cpu() for name, x in self.batch.items()}
                 torch.save((twin, batch), f"{folder}/step.pt")
             except (AttributeError, TypeError, pickle.PicklingError) as error:
-                raise _CannotDo(f"this can't be sent to a process: {error}") from error
+                raise _CannotDo(f"the distiller can't be pickled for a process: {error}") from error
             _run_processes(folder, ranks)
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
 
 
 def _exact_copy(distiller: Distiller) -> Distiller:
-    """In float64, in training mode without dropout, with its own state."""
+    """Copy in float64 and training mode, without dropout."""
     twin = copy.deepcopy(distiller).double()
     twin.train()
     for module in twin.modules():
@@ -446,19 +454,19 @@ def _exact_copy(distiller: Distiller) -> Distiller:
                 setattr(module, name, 0.0)
     twin.set_progress(distiller.progress)
     twin.gather = False
-    # A router's loss is not a mean over samples: of parts it is another one.
+    # A router's loss is not a mean over samples, so it changes with the split.
     if hasattr(twin.student_model.config, "output_router_logits"):
         twin.student_model.config.output_router_logits = False
-    for side in (twin.student_model, *twin.teachers.live):
-        if side.groups_experts:
-            side.inner.set_experts_implementation("eager")  # type: ignore[operator]
+    for model in (twin.student_model, *twin.teachers.live):
+        if model.groups_experts:
+            model.inner.set_experts_implementation("eager")  # type: ignore[operator]
     return twin
 
 
-def _without_recorders(distiller: Distiller) -> None:
-    """Without transformers' hooks of a run with hidden states, which stay and can't be pickled.
+def _remove_recording_hooks(distiller: Distiller) -> None:
+    """Remove transformers' hooks that record hidden states, since they can't be pickled.
 
-    It puts them in again where it needs them.
+    transformers adds them again when it needs them.
     """
     for module in distiller.modules():
         vars(module).pop("_output_capturing_hooks_installed", None)
@@ -479,7 +487,7 @@ def _padding_of(name: str, distiller: Distiller) -> int:
 
 
 def _run_processes(folder: str, world: int) -> None:
-    """In a new process, which has no threads that forks of it would lose; wait for it."""
+    """Start the ranks from a new process, since forks lose the threads of this one, and wait."""
     command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -487,7 +495,7 @@ def _run_processes(folder: str, world: int) -> None:
 
 
 def _fork(folder: str, world: int) -> None:
-    """One process a rank; where one fails the others are ended, which would wait for it in vain."""
+    """Fork one process per rank. If one fails, the other processes are ended."""
     step = torch.load(f"{folder}/step.pt", weights_only=False)
     start_processes(_rank, (folder, world, *step), nprocs=world, start_method="fork")
 
@@ -495,7 +503,7 @@ def _fork(folder: str, world: int) -> None:
 def _rank(
     rank: int, folder: str, world: int, distiller: Distiller, batch: dict[str, Tensor]
 ) -> None:
-    """What one of the processes does."""
+    """Compute the gradient of one rank's rows; rank 0 saves it."""
     size = -(-len(batch["input_ids"]) // world)
     rows = slice(rank * size, (rank + 1) * size)
     distiller.gather = True
@@ -506,7 +514,7 @@ def _rank(
     if rank == 0:
         torch.save(gradients, f"{folder}/gradients.pt")
     dist.barrier()
-    # Taking the group down has hung, with nothing left to do.
+    # destroy_process_group can hang here.
     os._exit(0)
 
 

@@ -238,7 +238,7 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
         self.losses: Iterator[DistillerOutput] | None = None
         self.parts = 1
 
-    def _warn_of_parts(self) -> None:
+    def _warn_of_accumulation(self) -> None:
         """No warning: the command prints a line that names its own options."""
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
                 rows = self.on_policy.draw(self.distiller.student, batch, seed=seed)
             yield {**batch, **self.data_collator(rows)}
 
-    def _preparation(self) -> Iterator[dict[str, Any]]:
+    def _preparation_batches(self) -> Iterator[dict[str, Any]]:
         """Whole steps, the same in all processes."""
         for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
             yield {name: x for name, x in batch.items() if name != SHARE}

@@ -31,7 +31,7 @@ def distiller_of(teacher, name, layers=(2, 4)):
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_classifiers_take_the_same_step_in_every_way(name):
+def test_classifiers_have_one_gradient_under_all_splits(name):
     torch.manual_seed(0)
     distiller = distiller_of(classifier("bert"), name)
     before = {key: value.clone() for key, value in distiller.state_dict().items()}
@@ -52,7 +52,7 @@ def test_classifiers_take_the_same_step_in_every_way(name):
 
 # Task and soft targets are terms of these too.
 @pytest.mark.parametrize("name", ["fcd", "lrc_bert", "lrkd"])
-def test_a_compiled_step_is_the_same(name, recwarn, monkeypatch):
+def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
     """And says nothing but the table: no graph breaks, no warnings of transformers.
 
     What AOT Autograd makes of a loss is in the loss's own tests, but for one; it takes most of it.
@@ -71,7 +71,7 @@ def test_a_compiled_step_is_the_same(name, recwarn, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd"])
-def test_language_models_too(name):
+def test_language_models_have_one_gradient_under_all_splits(name):
     torch.manual_seed(0)
     distiller = distiller_of(model(t.GPT2LMHeadModel, "gpt2"), name)
     data = batch(rows=4)
@@ -84,7 +84,7 @@ def test_language_models_too(name):
         assert check.verdict in expected, check
 
 
-def test_rows_of_unequal_numbers_of_documents_are_another_loss_by_definition():
+def test_unequal_numbers_of_documents_are_expected_to_differ():
     """LRKD's projections are a mean over documents; a plain loop weighs its parts alike."""
     teacher = model_of("llama", "next word").double()
     distiller = ready(teacher, student_from_teacher(teacher, [1, 3]), "lrkd")
@@ -92,7 +92,7 @@ def test_rows_of_unequal_numbers_of_documents_are_another_loss_by_definition():
     both = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     checks = {c.name: c for c in verify(distiller, both, ranks=0, compile_backend=None)}
     plain = checks.pop("accumulated in a plain loop")
-    assert plain.verdict == "by definition" and "parts of 2 and 3 documents" in plain.why
+    assert plain.verdict == "by definition" and "micro-batches of 2 and 3 documents" in plain.why
     assert all(check.ok and check.verdict != "by definition" for check in checks.values())
     assert checks["Distiller.accumulate"].verdict == "equal"
 
@@ -126,7 +126,7 @@ def test_left_padding_as_a_user_passes_it(family, head, monkeypatch):
     assert "position_ids" not in calls[left]
 
 
-def test_a_model_that_swallows_position_ids_takes_none():
+def test_a_model_that_ignores_position_ids_is_not_packed():
     checks = checks_of_words("bloom", "next word")
     assert checks["packed rows"].why == "BloomForCausalLM takes no position_ids"
 
@@ -157,11 +157,11 @@ def test_processes(monkeypatch):
     assert kept == hooks
 
 
-def test_what_no_process_can_be_sent_is_named():
+def test_an_object_that_cannot_be_pickled_is_named():
     distiller = distiller_of(classifier("bert"), "fcd")
     distiller.student.register_forward_hook(lambda module, args, output: None)
     check = verify(distiller, batch(rows=4), compile_backend=None)[-1]
-    assert check.verdict == "not here" and "can't be sent to a process: " in check.why, check
+    assert check.verdict == "not here" and "can't be pickled for a process: " in check.why, check
 
 
 def test_processes_need_linux(monkeypatch):
@@ -181,7 +181,7 @@ def test_a_process_that_fails_ends_the_others():
         step.processes(2)
 
 
-def test_a_fault_is_seen():
+def test_a_wrong_gradient_is_detected():
     distiller = distiller_of(classifier("bert"), "lrkd")
     calls = []
 
@@ -197,7 +197,7 @@ def test_a_fault_is_seen():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_differs(value):
+def test_a_nan_gradient_differs(value):
     """In any parameter, the last as well as the first, of the way or of the step itself."""
     expected = {"first": torch.ones(2), "last": torch.ones(2)}
     for name in expected:
@@ -209,7 +209,7 @@ def test_a_gradient_that_is_no_number_differs(value):
             assert "differs: the gradient of" in table([check])
 
 
-def test_a_gradient_that_one_side_lacks_is_zero():
+def test_a_missing_gradient_is_zero():
     one = {"both": torch.ones(3)}
     more = {**one, "more": torch.ones(2)}
     for comparison in (Comparison(one, more), Comparison(more, one)):
@@ -219,7 +219,7 @@ def test_a_gradient_that_one_side_lacks_is_zero():
     assert _check("way", lambda: zeros, None).verdict == "equal"
 
 
-def test_where_all_gradients_are_zero_nothing_is_compared():
+def test_zero_gradients_are_not_compared():
     zeros = {"weight": torch.zeros(2)}
     check = _check("way", lambda: Comparison(zeros, zeros), None)
     assert check.verdict == "not here" and check.why == (
@@ -263,7 +263,7 @@ def test_mixtures_of_experts(head):
 
 
 @pytest.mark.parametrize("name", ["fcd", "soft_targets", "labels"])
-def test_the_routers_loss_counts_where_the_student_has_it(name):
+def test_the_routers_loss_is_part_of_the_students_loss(name):
     torch.manual_seed(0)
     config = EXPERTS[t.Qwen3MoeForCausalLM]
     teacher, student = (t.Qwen3MoeForCausalLM(copy.deepcopy(config)) for _ in range(2))

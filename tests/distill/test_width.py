@@ -268,5 +268,5 @@ def test_key_and_value_heads_follow_the_query_heads():
     crossed = t.BertConfig(
         **FAMILIES["bert"].to_diff_dict() | {"is_decoder": True, "add_cross_attention": True}
     )
-    with pytest.raises(ValueError, match="several attentions in encoder"):
+    with pytest.raises(ValueError, match=r"encoder.* has several attentions"):
         student_from_teacher(t.BertModel(crossed), config={"hidden_size": 8})
