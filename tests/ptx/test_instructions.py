@@ -235,6 +235,35 @@ def test_pairs_of_floats(name, expected):
     same(found, expected)
 
 
+ANY_NAN = [0x7FC00000, 0xFFC00000, 0x7FA12345, 0xFFFFFFFF]
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "add.f32 {out}, {0}, {1};", "add.ftz.f32 {out}, {0}, {1};", "sub.rz.f32 {out}, {0}, {1};",
+        "mul.f32 {out}, {0}, {1};", "fma.rn.f32 {out}, {0}, {1}, {1};", "min.f32 {out}, {0}, {1};",
+        "max.NaN.f32 {out}, {0}, {1};", "div.full.f32 {out}, {0}, {1};",
+        "ex2.approx.f32 {out}, {0};", "sqrt.rn.f32 {out}, {0};", "cvt.rni.f32.f32 {out}, {0};",
+    ],
+)  # fmt: skip
+def test_results_have_the_canonical_nan(instruction):
+    """Threads that add NaN in another order store the same bits."""
+    found = results(instruction, ANY_NAN, ANY_NAN[::-1], dtypes=(BITS, BITS), result=BITS)
+    assert found == [0x7FFFFFFF] * len(ANY_NAN)
+
+
+def test_halves_have_the_canonical_nan():
+    for instruction in ("cvt.rn.f16.f32 {out}, {0};", "cvt.rn.bf16.f32 {out}, {0};"):
+        found = results(instruction, ANY_NAN, dtypes=(BITS,), result=SHORT)
+        assert found == [0x7FFF] * len(ANY_NAN)
+
+
+def test_infinities_that_cancel_are_the_canonical_nan():
+    found = elementwise("sub.f32 {out}, {0}, {0};", of([INF, -INF], SINGLE), result=BITS)
+    assert found[:2].tolist() == [0x7FFFFFFF] * 2
+
+
 def test_flushed_and_saturated():
     pairs = [2.0**-140, 1.0, -(2.0**-126)], [0.0, 2.0**-140, 2.0**-127]
     instruction = "add.ftz.f32 {out}, {0}, {1};"

@@ -11,6 +11,7 @@ from .values import (
     FLOAT,
     SHARED_WINDOW,
     UNSIGNED,
+    canonical,
     exact_sum,
     flush,
     fma32,
@@ -55,7 +56,10 @@ def compute(x: Instruction, program: Any, function: Callable, types: Any, result
 
 
 def with_float_rules(x: Instruction, function: Callable) -> Callable:
-    """Flushed operands and results, results between 0 and 1: ``.ftz``, ``.sat``."""
+    """Canonical NaN, except of sign changes; ``.ftz`` flushes, ``.sat`` clips to 0 and 1."""
+    if x.opcode not in ("neg", "abs"):
+        computed = function
+        function = lambda *values: canonical(computed(*values))  # noqa: E731
     if "ftz" in x.modifiers and x.type == "f32":
         inner = function
         function = lambda *values: flush(inner(*map(flush, values)))  # noqa: E731
@@ -468,7 +472,7 @@ def approximate(x: Instruction, program: Any) -> Run | None:
         if ftz and type == "f32":
             values = list(map(flush, values))
         exact = function(*[v.astype(np.float64) for v in values])
-        result = exact.astype(values[0].dtype)
+        result = canonical(exact.astype(values[0].dtype))
         if m.approximate:
             moved = exact + m.approximate * error * np.abs(exact)
             if x.opcode == "lg2":  # of values near 1 the absolute error is bounded
@@ -636,7 +640,7 @@ def convert(x: Instruction, program: Any) -> Run | None:
 
 
 def bits_of_half(a: np.ndarray) -> np.ndarray:
-    return a.astype(np.float16).view(np.uint16)
+    return canonical(a.astype(np.float16)).view(np.uint16)
 
 
 def bits_of_bf16(a: np.ndarray) -> np.ndarray:
@@ -661,13 +665,16 @@ def conversion(of: str, to: str, words: set[str]) -> Callable | None:
     if rounding != "rn" and (narrows or not of_float):
         if to != "f32":
             return None
-        function = lambda a: round_float32(inner(a).astype(np.float64), rounding)  # noqa: E731
+
+        def function(a: np.ndarray) -> np.ndarray:
+            return canonical(round_float32(inner(a).astype(np.float64), rounding))
+
     elif to == "bf16":
         if of == "f64":
             return None
         function = lambda a: inner(a).astype(np.float32)  # noqa: E731
     else:
-        function = lambda a: inner(a).astype(FLOAT[width(to)])  # noqa: E731
+        function = lambda a: canonical(inner(a).astype(FLOAT[width(to)]))  # noqa: E731
     if "ftz" in words:
         unflushed = function
 

@@ -11,7 +11,7 @@ import numpy as np
 from .instructions import Run, decodes
 from .movement import address_of
 from .parse import Instruction, Vector
-from .values import reader, widen_bf16, writer
+from .values import canonical, reader, widen_bf16, writer
 
 LANE = np.arange(32)
 ROW, COLUMN = LANE // 4, LANE % 4  # a thread's in a tile of 8 × 4 registers
@@ -70,7 +70,7 @@ def multiply(x: Instruction, program: Any) -> Run | None:
         for place, (get, write) in enumerate(zip(read_c, writes, strict=True)):
             before = np.broadcast_to(get(m.registers), m.size)
             added = own[:, place // 2, place % 2].reshape(-1) + before
-            write(m.registers, added.astype(np.float32), mask)
+            write(m.registers, canonical(added.astype(np.float32)), mask)
         m.counts.result.mma_flops += 2 * 16 * 8 * K * m.warps(mask)
 
     return run
@@ -213,7 +213,7 @@ def group_product(x: Instruction, program: Any) -> Run | None:
             row = ROW + 8 * (place % 4 // 2)
             own = product[:, row, 8 * (place // 4) + 2 * COLUMN + place % 2].reshape(-1)
             before = np.where(kept, np.broadcast_to(get(R), m.size)[lanes], np.float32(0))
-            value = (own + before).astype(np.float32)
+            value = canonical((own + before).astype(np.float32))
             if mask is not None:
                 spread = np.zeros(m.size, np.float32)
                 spread[lanes] = value

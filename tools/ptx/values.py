@@ -201,6 +201,18 @@ def round_float32(x: np.ndarray, rounding: str) -> np.ndarray:
     return np.where(past, np.nextafter(nearest, np.float32(towards)), nearest)
 
 
+# The canonical NaNs: PTX keeps payloads of NaN in double precision only.
+NAN = {2: np.array([0x7FFF], np.uint16), 4: np.array([0x7FFFFFFF], np.uint32)}
+
+
+def canonical(x: np.ndarray) -> np.ndarray:
+    """Results with the canonical NaN: numpy's has the sign and payload of its first operand."""
+    nan = np.isnan(x)
+    if x.dtype == np.float64 or not nan.any():
+        return x
+    return np.where(nan, NAN[x.dtype.itemsize].view(x.dtype), x)
+
+
 def flush(x: np.ndarray) -> np.ndarray:
     """Float32 values, those below the normal ones as zeros of their sign (``.ftz``)."""
     size = np.abs(x)
