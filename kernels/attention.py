@@ -1,9 +1,9 @@
 """Squared differences of attention maps (B, H, N, N), and their gradient.
 
-Data path. A program takes BLOCK_Q queries of one map, or of one sample where the heads are averaged
-first, and goes over the keys: it reads both sides once but for padded queries, and writes one loss.
-One PyTorch sum adds the partials of a sample. Backward: the same once more, writing the gradient
-with the upstream one applied, so that no difference is kept.
+Data path. A program computes BLOCK_Q queries of one map, or of one sample if heads are averaged
+first. It loops over the keys, reads student and teacher once (padded queries are skipped), and
+writes one partial loss. One PyTorch sum adds the partial losses of a sample. Backward: the same
+loop writes the gradient, multiplied by the upstream gradient, so no differences are stored.
 
 With E = B·H·N² elements of s bytes on each side: forward reads 2Es, backward reads 2Es and writes
 Es, 5Es bytes in all; about 3E operations forward and 3E backward. Bound by bandwidth.
@@ -32,7 +32,7 @@ def blocks(N: int, mean: bool) -> dict[str, int]:
 
 @triton.jit
 def _real(mask_ptr, sample, token, N, HAS_MASK: tl.constexpr):
-    """Which tokens of a sample are there, and real."""
+    """Masks of tokens inside the sample, and of real tokens."""
     real = token < N
     if HAS_MASK:
         real = real & (tl.load(mask_ptr + sample * N + token, mask=real, other=0) != 0)
@@ -41,9 +41,9 @@ def _real(mask_ptr, sample, token, N, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _map(x_ptr, heads, q, k, N, real_q, MEAN: tl.constexpr):
-    """A tile of one map, or of the mean over so many that follow each other.
+    """A tile of one map, or of the mean over consecutive maps.
 
-    Anything where a key is padding: a mask that changes within 16 bytes would split their access.
+    Values at padded keys are arbitrary: a mask that changes within 16 bytes would split the load.
     """
     at = q[:, None] * N + k[None, :]
     inside = real_q[:, None] & (k < N)[None, :]
@@ -61,10 +61,10 @@ def attention_forward_kernel(
     student_ptrs,  # layers of (B, groups·heads_s, N, N)
     teacher_ptrs,
     mask_ptr,  # (B, N) bytes
-    groups,  # of heads: each head by itself, or one where their mean is compared
+    groups,  # of heads: one per head, or a single one if the heads' mean is compared
     heads_s,  # in a group
     heads_t,
-    layers,  # that the loss is the average of
+    layers,  # averaged in the loss
     N,
     partial_ptr,  # (B, launched layers, groups, blocks of queries)
     tokens_ptr,  # (B,): real ones
@@ -94,7 +94,7 @@ def attention_forward_kernel(
         d -= _map(teacher_ptr, heads_t, q, k, N, real_q, MEAN)
         squares += tl.where(inside, d * d, 0.0)
     tokens = tl.sum(counts, axis=0)
-    # Divided before all are added: the sum over a whole map may overflow.
+    # Divided before the sum, which may overflow over a whole map.
     n = tl.maximum(tokens, 1).to(tl.float32)
     rows = tl.sum(squares, axis=1) / (n * n * groups * layers)
     programs = groups * query_blocks
@@ -154,7 +154,7 @@ def attention_backward_kernel(
 
 
 def _programs(student: Tensor, mean: bool) -> int:
-    """Of one sample and layer: groups of heads times blocks of queries."""
+    """Programs per sample and layer: groups of heads times blocks of queries."""
     _, H, N, _ = student.shape
     return (1 if mean else H) * cdiv(N, blocks(N, mean)["BLOCK_Q"])
 
@@ -168,7 +168,7 @@ def _start(
     layers: int,
     *others: Tensor | int,
 ) -> None:
-    """Start either kernel, if there are maps."""
+    """Launch the forward or backward kernel unless there are no maps."""
     B, H, N, _ = students[0].shape
     programs = B * _programs(students[0], mean)
     if programs:
@@ -197,7 +197,7 @@ def _forward_shapes(students, teachers, mask, mean, layers):
 def attention_forward(
     students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, mean: bool, layers: int
 ) -> tuple[Tensor, Tensor]:
-    """Losses (B,) of these layers over ``layers``, and the samples' numbers of real tokens (B,)."""
+    """Losses (B,) of these layers, divided by ``layers``, and numbers of real tokens (B,)."""
     x = students[0]
     B, programs = x.shape[0], _programs(x, mean) * len(students)
     partial = torch.empty(B, programs, dtype=torch.float32, device=x.device)
@@ -221,7 +221,7 @@ def attention_backward(
     mean: bool,
     layers: int,
 ) -> Tensor:
-    """The students' gradients, stacked, in the students' dtype."""
+    """Stacked gradients of the students, in their dtype."""
     x = students[0]
     dx = torch.empty(len(students), *x.shape, dtype=x.dtype, device=x.device)
     both = (students, teachers, mask, mean, layers)

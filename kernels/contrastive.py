@@ -1,22 +1,22 @@
 """COS-NCE: loss and gradient per position, in-batch, label-filtered and given negatives.
 
-A position's loss is 2 + ẑ·a with a = w·S − v·t̂ (see `fastkd.contrastive`): S sums its negatives'
-directions, w is half of one over their number (0 where nothing is compared), v = 3/2, or w + 3/2
-where S holds the position's own teacher.
+A position's loss is 2 + ẑ·a with a = w·S − v·t̂ (see `fastkd.contrastive`): S is the sum of its
+negatives' directions, w is 1/2 over their number (0 if nothing is compared), and v is 3/2, or
+w + 3/2 if S includes the position's own teacher.
 
 Data path. `cos_nce_norm_kernel` reads every row once for 1/‖x‖. A second kernel reads the teacher
-(or the given negatives) for S and the number of negatives: `cos_nce_sum_kernel` one sum for all
-samples of a position, or one for each where each has negatives of its own;
-`cos_nce_labelled_sum_kernel` one for each sample, over the rows of other labels, where tiles of
-samples multiply the matrix of who counts with the directions, so that a sum is never a difference
-of two sums. `cos_nce_loss_kernel` reads both sides and S for the two cosines and leaves w and ẑ·a;
-`cos_nce_reduce_kernel` adds up what its programs leave. `cos_nce_gradient_kernel` reads the same
-again and writes the gradient with the upstream gradient applied. All layers of a call share each
-launch.
+(or the given negatives) and computes S and the number of negatives. `cos_nce_sum_kernel` computes
+one sum for all samples of a position, or one per sample if each has its own negatives.
+`cos_nce_labelled_sum_kernel` computes one sum per sample over the rows of other labels: tiles of
+the 0/1 matrix of negatives are multiplied by the directions, so no sum is a difference of two sums.
+`cos_nce_loss_kernel` reads student, teacher and S for the two cosines and stores w and ẑ·a;
+`cos_nce_reduce_kernel` adds its programs' partial losses. `cos_nce_gradient_kernel` reads the same
+tensors again and writes the gradient, multiplied by the upstream gradient. All layers of a call
+share each launch.
 
 With E = B·P·D elements of s bytes on each side: norms 2Es, sum Es, loss 2Es, gradient 3Es: 8Es
-bytes, and about 20E operations; an S for each sample is written once and read twice, 12E bytes
-more, and labels cost 2·B·E operations on the tensor cores. Bound by bandwidth; five launches, and
+bytes, and about 20E operations. One S per sample is written once and read twice, 12E more bytes.
+Labels need 2·B·E operations on the tensor cores. Bound by bandwidth; five launches, and
 one more for the norms of given negatives.
 """
 
@@ -33,10 +33,10 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
-# Rows summed by one program; more are split among programs, whose sums a second pass adds.
+# Rows summed by one program. More rows are split over programs, and a second pass adds the sums.
 ROWS_PER_SUM = 2048
 
-# What `cos_nce` returns beside the loss, for the gradient.
+# Names of the tensors that `cos_nce` returns for the gradient.
 SAVED = 5
 
 
@@ -50,20 +50,20 @@ def blocks(each: bool) -> dict[str, int]:
     return {"BLOCK_I": 16, "BLOCK_D": 64 if each else 128, "num_warps": 8}
 
 
-# Rows and features of a tile where rows are only read: 16 elements a thread.
+# Rows and features of a tile if rows are only read: 16 elements per thread.
 ROW_BLOCKS = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
 
-# The same where few programs add up many rows: each has fewer features, and more rows at a time.
+# The same if few programs sum many rows: fewer features each, and more rows at a time.
 LONG_SUM_BLOCKS = {"BLOCK_R": 64, "BLOCK_D": 32, "num_warps": 4}
 PROGRAMS = 132  # fewer leave processors of a large GPU idle
 
-# Samples, rows and features of a tile of who counts times directions: 8 elements a thread.
+# Samples, rows and features of a tile of the negatives' product: 8 elements per thread.
 LABELLED_BLOCKS = {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
 
 
 @triton.jit
 def _real(inside, mask_ptr, offsets, HAS_MASK: tl.constexpr):
-    """Which of those ``inside`` are real."""
+    """Mask of real positions among those ``inside``."""
     if HAS_MASK:
         inside = inside & (tl.load(mask_ptr + offsets, mask=inside, other=0) != 0)
     return inside
@@ -106,7 +106,7 @@ def cos_nce_norm_kernel(
     squares = tl.sum(products, axis=1)
     peak = tl.max(peaks, axis=1)
     peak = tl.where(peak == 0.0, 1.0, peak)
-    # Such squares are computed again, from scaled rows.
+    # Squares that overflow or underflow are computed again from scaled rows.
     unusual = (squares < 1e-25) | (squares > 1e25)
     scale = tl.where(unusual, 1.0 / peak, 1.0)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
@@ -211,7 +211,7 @@ def cos_nce_labelled_sum_kernel(
         row_labels = tl.load(row_labels_ptr + r, mask=r < last, other=0)
         counts = (labels[:, None] != row_labels[None, :]) & inside[None, :]  # (BLOCK_I, BLOCK_R)
         inverse = tl.load(inverse_ptr + (layer * R + r) * P + p, mask=inside, other=0.0)
-        # A NaN times 0 would reach samples that it does not count for: the number carries it.
+        # NaN · 0 would reach samples not compared with the row, so the count carries the NaN.
         one = 1.0 + (inverse - inverse)
         count += tl.sum(tl.where(counts, one[None, :], 0.0), axis=1)
         finite = inside & (inverse == inverse)
@@ -227,7 +227,7 @@ def cos_nce_labelled_sum_kernel(
 
 @triton.jit
 def _direction(x_ptr, inverse, i, p, d, real, D, stride_i, stride_p):
-    """x / ‖x‖ (BLOCK_I, BLOCK_D) of samples i at position p, 0 where there is none."""
+    """x / ‖x‖ (BLOCK_I, BLOCK_D) of samples i at position p, 0 outside."""
     x = tl.load(
         x_ptr + i[:, None] * stride_i + p * stride_p + d[None, :],
         mask=real[:, None] & (d < D)[None, :],
@@ -238,7 +238,7 @@ def _direction(x_ptr, inverse, i, p, d, real, D, stride_i, stride_p):
 
 @triton.jit
 def _negative_sum(sum_ptr, i, p, d, real, P, D, EACH: tl.constexpr):
-    """S at position p: (BLOCK_I, BLOCK_D), or (1, BLOCK_D) where the samples share it."""
+    """S at position p: (BLOCK_I, BLOCK_D), or (1, BLOCK_D) if the samples share it."""
     if EACH:
         out = (i[:, None] * P + p) * D + d[None, :]
         total = tl.load(sum_ptr + out, mask=real[:, None] & (d < D)[None, :], other=0.0)
@@ -262,7 +262,7 @@ def _program(
     HAS_MASK: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Samples i of loss and gradient at position p of a layer, where they lie, and 1/‖x‖."""
+    """Sample indices, position, layer, offsets and 1/‖x‖ of a loss or gradient program."""
     program = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     p = program % P
@@ -289,7 +289,7 @@ def cos_nce_loss_kernel(
     B,
     P,
     D,
-    own,  # 1 where S holds each position's own teacher, else 0
+    own,  # 1 if S includes each position's own teacher, else 0
     stride_s_b,
     stride_s_p,
     stride_t_b,
@@ -442,9 +442,9 @@ def cos_nce(
 ) -> list[Tensor]:
     """Loss, averaged over layers, and the tensors that `cos_nce_gradient` needs.
 
-    Students and teachers are (B, P, D), all alike in shape and strides, the last one 1; given
-    negatives (K, P, D), or (B·K, P, D) if ``each`` sample has its own, with labels (K,) and a mask
-    (K, P) or (B, K, P). Returns the loss (for "none", of one layer, (B, P)), then 1/‖x‖, S, w,
+    Students and teachers are (B, P, D) with equal shapes and strides, the last stride 1. Given
+    negatives are (K, P, D), or (B·K, P, D) if ``each`` sample has its own, with labels (K,) and a
+    mask (K, P) or (B, K, P). Returns the loss (for "none", of one layer, (B, P)), then 1/‖x‖, S, w,
     ẑ·a and the scale of the upstream gradient.
     """
     B, P, D = students[0].shape
@@ -549,7 +549,7 @@ def _strides(first: Tensor, second: Tensor) -> tuple[int, int, int, int]:
 
 
 def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor:
-    """1/‖x‖ (sides·layers, R, P) of one or two lists of (R, P, D), each alike in strides."""
+    """1/‖x‖ (sides·layers, R, P) of one or two lists of (R, P, D), each with equal strides."""
     first, second = sides[0], sides[-1]
     R, P, D = first[0].shape
     layers = len(first)
@@ -615,7 +615,7 @@ def _direction_sums(
 def _comparable(labels: Tensor, real: bool, place: int = 0) -> Tensor:
     """Labels as int64, for few compiled forms: real numbers by their bits, -0 as 0.
 
-    A NaN equals itself alone: of its many bits it takes those of its number, from ``place`` on.
+    NaN labels equal no other label: each gets different bits, numbered from ``place``.
     """
     if not real:
         return labels.to(torch.int64)

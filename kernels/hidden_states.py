@@ -1,10 +1,10 @@
 """Distance of hidden states (R, D): squared difference, cosine or smooth ℓ1, and the gradient.
 
-Data path. A program goes over BLOCK_R rows in tiles of BLOCK_D columns, and writes the rows'
-losses; PyTorch multiplies them by weights and adds them. The cosine first goes over both sides for
-1/‖x‖, and once more for ½‖ŝ − t̂‖², which does not cancel as 1 − ŝ·t̂ would; it leaves 1/‖x‖ for the
-backward pass. Backward: the same tiles once more, writing the gradient with the upstream one
-applied.
+Data path. A program reads BLOCK_R rows in tiles of BLOCK_D columns and writes the rows' losses;
+PyTorch weights and sums them. The cosine reads student and teacher once for 1/‖x‖, and once more
+for ½‖ŝ − t̂‖², which has no cancellation, unlike 1 − ŝ·t̂. It stores 1/‖x‖ for the backward pass.
+Backward: a program reads the same tiles and writes the gradient, multiplied by the upstream
+gradient.
 
 With E = R·D elements of s bytes on each side: forward reads 2Es (the cosine twice, the second time
 from the L2 cache), backward reads 2Es and writes Es, 5Es bytes in all; about 4E operations forward
@@ -20,19 +20,19 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import rounded
 
-# Of the kernels' argument KIND.
+# Values of the kernels' argument KIND.
 KINDS = {"mse": 0, "cosine": 1, "smooth_l1": 2}
 MSE = tl.constexpr(KINDS["mse"])
 COSINE = tl.constexpr(KINDS["cosine"])
 
-# 8 elements a thread of each side, 16 bytes of half precision: one access. Four rows a program
-# leave enough programs for all processors from a few hundred rows on.
+# 8 elements per thread and tensor: one access of 16 bytes in half precision. With four rows per
+# program, a few hundred rows are enough programs for all multiprocessors.
 BLOCKS = {"BLOCK_R": 4, "BLOCK_D": 256, "num_warps": 4}
 
 
 @triton.jit
 def _rows(x_ptr, mask_ptr, R, stride, HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Indices of a program's rows, where they lie in x, and which are real."""
+    """Indices of a program's rows, their offsets in x, and the mask of real rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < R
     if HAS_MASK:
@@ -42,7 +42,7 @@ def _rows(x_ptr, mask_ptr, R, stride, HAS_MASK: tl.constexpr, BLOCK_R: tl.conste
 
 @triton.jit
 def _tile(x_rows, first, real, D, BLOCK_D: tl.constexpr):
-    """Columns of the rows as float32 (BLOCK_R, BLOCK_D), 0 where there is none."""
+    """Columns of the rows as float32 (BLOCK_R, BLOCK_D), 0 outside."""
     d = (first + tl.arange(0, BLOCK_D))[None, :]
     return tl.load(x_rows + d, mask=real[:, None] & (d < D), other=0.0).to(tl.float32)
 
@@ -58,7 +58,7 @@ def _inverse_norm(x_rows, real, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr)
         peaks = tl.maximum(peaks, tl.abs(x))
     squares = tl.sum(products, axis=1)
     peak = tl.max(peaks, axis=1)
-    # Such squares are computed again, from scaled rows.
+    # Squares that overflow or underflow are computed again from scaled rows.
     unusual = (squares < 1e-25) | (squares > 1e25)
     scale = tl.where(unusual & (peak > 0.0), 1.0 / tl.where(peak > 0.0, peak, 1.0), 1.0)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
@@ -157,7 +157,7 @@ def hidden_states_backward_kernel(
             if KIND == MSE:
                 dx = 2.0 * d
             else:
-                # 0 and NaN stay what they are.
+                # 0 and NaN are unchanged.
                 sign = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, d)) + (d - d)
                 near = d / tl.where(beta > 0.0, beta, 1.0)
                 dx = tl.where(tl.abs(d) < beta, near, sign)

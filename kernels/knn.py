@@ -1,21 +1,21 @@
 """Intra-class KNN: search, loss and gradient without a matrix of all distances.
 
 Data path. `knn_search_kernel` multiplies a tile of student rows with tile after tile of the bank
-and keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: the k it is
-asked for and at least seven more. Many rows against a large bank are sorted by label, both sides,
-so that tiles of other labels cost nothing; `knn_norm_kernel` then makes ‖t‖² once for all tiles.
-What a tile has to read is split among programs, whatever its labels leave of the bank. Rows so long
-and so few that one program would have all the work split the features instead: `knn_product_kernel`
-then leaves partial products of at most 2^18 pairs.
-`knn_settle_kernel` merges what the programs of one row found, compares the candidates by direct
-difference in float64, which neither underflows nor overflows, and leaves the loss, the neighbours
-and the factor of the gradient. The proof in `fastkd._torch.neighbours` says when that choice is
-exact, as almost always; else the program compares whatever is within reach, and where that fills a
-list of candidates, all rows of the label.
-`knn_gradient_kernel` reads the row and its neighbours again and writes the gradient with the
-upstream gradient applied.
+and keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: k and at least
+seven more. Many student rows and a large bank are both sorted by label, so that tiles of other
+labels are skipped; `knn_norm_kernel` then computes ‖t‖² once for all tiles. The part of the bank
+that a tile compares with is split over programs. For few and long rows, which would occupy one
+program only, the features are split instead: `knn_product_kernel` then stores partial products of
+at most 2^18 pairs.
+`knn_settle_kernel` merges the candidates of one row, compares them by direct difference in float64,
+which neither underflows nor overflows, and stores the loss, the neighbours and the factor of the
+gradient. The proof in `fastkd._torch.neighbours` shows when this choice is exact, which it almost
+always is. Otherwise the program compares all candidates within the error bound, or all rows of the
+label if these fill a list of candidates.
+`knn_gradient_kernel` reads the row and its neighbours again and writes the gradient, multiplied by
+the upstream gradient.
 
-With s bytes an element: the bank is read once a tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
+With s bytes per element: the bank is read once per tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
 most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
 2·N·M·D/C operations on the tensor cores for C labels of equal size. 32 rows against 65,536 × 768 in
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
@@ -31,43 +31,43 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import rounded
 
-# Rows of the student and of the bank from which sorting by label and norms beforehand pay.
+# Numbers of student and bank rows from which sorting by label and stored norms are faster.
 ROWS_TO_SORT = 65
 BANK_TO_SORT = 1024
 # Programs of the search that keep a large GPU busy, two for each of its 132 processors: the bank or
 # the features are split for them.
 PROGRAMS = 264
-# Most pairs whose products may lie in memory, and the features from which on that pays.
+# Largest number of pairs with stored products, and number of features from which it is faster.
 PAIRS_IN_MEMORY = 2**18
 FEATURES_TO_SPLIT = 4096
-# Candidates beyond the k-th, which rounding may have put behind it.
+# Candidates after the k-th, which rounding may have misplaced.
 SPARE = 7
 
-# Stands for a score that overflows; inf stands for no candidate.
+# Score of a candidate whose score overflows; inf means no candidate.
 FAR = tl.constexpr(3e38)
-# Parts of the features whose products are read in one step.
+# Splits of the features whose products are read in one step.
 SPLITS_AT_ONCE = tl.constexpr(16)
-# No row of a bank.
+# Index that is no row of a bank.
 LAST = tl.constexpr(2**31 - 1)
 
 
 def keep(k: int) -> int:
-    """Number of candidates for each row: one of a few powers of two, for few compiled forms."""
+    """Number of candidates per row: one of a few powers of two, for few compiled forms."""
     return 8 if k + SPARE <= 8 else 16 if k + SPARE <= 16 else 64
 
 
 def is_aligned(D: int, stride_s: int, stride_t: int) -> bool:
-    """Whether rows are whole 16 elements, so that a thread needs one address for several."""
+    """Whether rows are multiples of 16 elements, so that a thread loads several per address."""
     return (D | stride_s | stride_t) % 16 == 0
 
 
 def search_blocks(k: int, itemsize: int, is_sorted: bool, aligned: bool) -> dict[str, int]:
     """Block sizes and warps of the search.
 
-    Sorted, tiles are as large as registers hold together with the candidates: float32's products in
-    three parts need most of them, addresses of rows that are not ``aligned`` even more. Else the
-    bandwidth of the bank decides: 32 rows read it once. 128 bytes of features a step, three steps
-    in flight.
+    Sorted tiles are as large as the registers hold beside the candidates. float32's products in
+    three parts need most registers, and addresses of rows that are not ``aligned`` even more.
+    Unsorted, the bank's bandwidth is the limit: 32 rows share one read. Each step reads 128 bytes
+    of features, with three steps in flight.
     """
     many = keep(k) > 16
     if is_sorted and aligned and not (many and itemsize == 4):
@@ -83,23 +83,23 @@ def search_blocks(k: int, itemsize: int, is_sorted: bool, aligned: bool) -> dict
 
 
 def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
-    """Of products that stay in memory: small tiles, as pairs are few and their features many."""
+    """Blocks of stored products: small tiles, for few pairs of many features."""
     step = 128 if aligned or itemsize == 2 else 64
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-# Of the search among such products: small tiles, so that there are more programs.
+# Blocks of the search among stored products: small tiles, for more programs.
 FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
 
-# Of the gradient, eight elements a thread: a row of 768 or 1024 is one program's.
+# Blocks of the gradient, eight elements per thread: one program per row of 768 or 1024.
 GRADIENT_BLOCKS = {"BLOCK_D": 1024, "num_warps": 4}
 
 
 @triton.jit
 def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr):
-    """Put scores (R, WIDTH) that beat the worst of ``best`` (R, KEEP) in its place.
+    """Replace the worst of ``best`` (R, KEEP) by each better score of ``scores`` (R, WIDTH).
 
-    ``chosen`` holds their positions, which start from ``first``. The earlier of equals stays.
+    ``chosen`` holds the positions, counted from ``first``. Of equal scores the earlier is kept.
     """
     column = tl.arange(0, WIDTH)[None, :]
     slot = tl.arange(0, KEEP)[None, :]
@@ -120,7 +120,7 @@ def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr)
 
 @triton.jit
 def _rows(order_ptr, position, mask, SORTED: tl.constexpr):
-    """Row numbers of positions in the order of the labels."""
+    """Row indices of positions in the order of the labels."""
     if SORTED:
         return tl.load(order_ptr + position, mask=mask, other=0)
     else:
@@ -163,7 +163,7 @@ def _product(
         wide = t.to(tl.float32)
         if WIDEN:
             s, t = s.to(tl.float32), wide
-        # A difference, as a sum would become the tensor core's own, which rounds more.
+        # A difference: the compiler would move a sum into the tensor core, which rounds more.
         product -= tl.dot(s, tl.trans(t), input_precision="tf32x3")
         if SQUARES:
             squares += tl.sum(rounded(wide * wide), axis=1)
@@ -259,7 +259,7 @@ def knn_search_kernel(
     low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
     high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
 
-    # The part of the bank for these rows, shared out among the splits.
+    # The range of the bank for these rows, divided among the splits.
     begin, end = 0, M
     if SORTED:
         compares = s_mask & (low < high)
@@ -294,8 +294,8 @@ def knn_search_kernel(
             if SORTED:
                 squares = tl.load(squares_ptr + t_row, mask=t_mask, other=0.0)
         score = squares[None, :] - 2.0 * product  # (BLOCK_N, BLOCK_M)
-        # What overflows stays a candidate; a row of the bank with a NaN or inf becomes the first,
-        # so that it can't hide. Direct differences tell which is which.
+        # A score that overflows stays a candidate. A bank row with NaN or inf becomes the first
+        # candidate, so that it is not lost. Direct differences distinguish the two cases.
         score = tl.where(score < FAR, score, FAR)
         score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
         labels = tl.load(labels_ptr + j, mask=t_mask, other=0)
@@ -319,9 +319,9 @@ def knn_search_kernel(
 
 @triton.jit
 def _distances(s_ptr, t_ptr, t_row, mask, D, stride_t, BLOCK_D: tl.constexpr):
-    """‖s - t‖² of some rows of the bank: finite, as float64 holds any, unless s or t are not.
+    """‖s - t‖² of some rows of the bank, in float64: finite for all finite s and t.
 
-    Equal rows get equal bits.
+    Equal rows have bitwise equal distances.
     """
     distance = tl.zeros(t_row.shape, tl.float64)
     t_start = t_row.to(tl.int64) * stride_t
@@ -349,7 +349,7 @@ def _squared_norm(s_ptr, D, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _insert_exact(distance, row, best, chosen):
-    """`_insert` for one row of the student, by (distance, row) and with no place for inf."""
+    """`_insert` for one student row, ordered by (distance, row); inf is never inserted."""
     least = tl.min(distance, axis=0)
     at = tl.min(tl.where(distance == least, row, LAST), axis=0)
     worst = tl.max(best, axis=0)
@@ -368,7 +368,7 @@ def _insert_exact(distance, row, best, chosen):
 
 @triton.jit
 def _choose(distance, chosen, nearest_ptr, row, k):
-    """Store the k nearest, the lower row of equals first; their sum and the k-th distance."""
+    """Store the k nearest, the lower row first if equal; return their sum and the k-th distance."""
     total = tl.zeros((), tl.float64)
     least = tl.zeros((), tl.float64)
     for n in range(0, k):
@@ -431,16 +431,16 @@ def knn_settle_kernel(
     distance = tl.where(mask & finite, distance, float("inf"))
     total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
-    # The proof of `fastkd._torch.neighbours`; what overflows proves nothing.
+    # The proof of `fastkd._torch.neighbours`; it fails for scores that overflow.
     square = _squared_norm(s_ptr, D, KEEP * BLOCK_D)
     norm = tl.sqrt(square.to(tl.float32))
     reach = norm + tl.sqrt(kth.to(tl.float32))
     size = reach * (2 * norm + reach)
     limit = (kth - square).to(tl.float32) + rounding * size + D * 2.0**-122
     limit = tl.where(size < FAR, limit, float("inf"))
-    rejected = tl.max(best, axis=0)  # nothing that is not among the candidates scores less
+    rejected = tl.max(best, axis=0)  # no row outside the candidates has a lower score
     if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
-        # What is within reach is in the splits' lists, unless one is full of it.
+        # All rows within the bound are in the splits' lists, unless a list is full of such rows.
         full = 0
         for split in range(0, splits):
             score = tl.load(score_ptr + split * KEEP + slot)
@@ -473,7 +473,7 @@ def knn_settle_kernel(
     if count_ptr is not None:
         scale /= tl.maximum(tl.load(count_ptr), 1).to(tl.float32)
     nan = tl.where(broken > 0, float("nan"), 0.0)
-    # Not divided in float64: that is a function call, with registers kept in memory.
+    # No division in float64: it is a function call that spills registers.
     tl.store(loss_ptr + row, (total * scale).to(tl.float32) + nan)
     tl.store(factor_ptr + row, 2.0 * scale + nan)
 
@@ -575,10 +575,10 @@ def knn_forward(
 
 
 def _sort(low: Tensor, high: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """Positions in the sorted bank that each row compares with, its labels, and both orders."""
+    """Range of each row in the sorted bank, the bank's sorted labels, and both orders."""
     ordered, t_order = labels.sort(stable=True)
     bounds = ordered
-    if ordered.is_floating_point():  # a search among NaNs would go astray
+    if ordered.is_floating_point():  # a binary search fails among NaNs
         bounds = ordered.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     first = torch.searchsorted(bounds, low, out_int32=True)
     last = torch.searchsorted(bounds, high, right=True, out_int32=True)
@@ -599,7 +599,7 @@ def _norms(teacher: Tensor) -> Tensor:
 def _products(
     student: Tensor, teacher: Tensor, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, int]:
-    """s·t (splits, N, M) and ‖t‖² (splits, M) over parts of the features, and the parts' size."""
+    """s·t (splits, N, M) and ‖t‖² (splits, M) over splits of the features, and their size."""
     (N, D), M = student.shape, teacher.shape[0]
     config = product_blocks(student.element_size(), is_aligned(*sizes))
     tiles = cdiv(N, config["BLOCK_N"]), cdiv(M, config["BLOCK_M"])
@@ -630,7 +630,7 @@ def _search(
     k: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Scores and rows of the candidates (N, splits, KEEP); ``found`` as the kernel takes it."""
+    """Scores and rows of the candidates (N, splits, KEEP)."""
     N, M = student.shape[0], teacher.shape[0]
     *_, s_order, _, product, _ = found
     is_sorted, kept = s_order is not None, keep(k)
@@ -662,20 +662,20 @@ def _search(
 
 
 def _widens(dtype: torch.dtype) -> bool:
-    """Triton's interpreter multiplies the bits of bfloat16."""
+    """Whether to widen bfloat16, whose bits Triton's interpreter would multiply."""
     return dtype == torch.bfloat16 and triton_interpreted()
 
 
 def score_rounding(features: int, splits: int, itemsize: int) -> float:
     """ρ of the proof in `fastkd._torch.neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
 
-    Every step of at most 64 features is added up from zero. For 2-byte inputs products are exact,
-    and the tensor cores (sm_80 and later) add 4 to 16 of them to the sum, each cut at 2^-24 of the
-    largest and the result at 2^-23: less than 2^-23 of Σ|s||t| for each feature of the step. For
-    float32, in parts of 11 bits, products leave out less than 25·2^-23, and the 3·32 at most of a
-    step are added up in the same way. Then the steps, one rounding each. ‖t‖² has fewer roundings.
-    One more for each split of the features, eight for the rest. Twice all of it: how tensor cores
-    add was observed, and is not documented.
+    Every step of at most 64 features is summed from zero. For 2-byte inputs products are exact, and
+    the tensor cores (sm_80 and later) add 4 to 16 products at a time, each truncated at 2^-24 of
+    the largest and the result at 2^-23: an error below 2^-23 of Σ|s||t| per feature of the step.
+    For float32, in parts of 11 bits, products omit less than 25·2^-23, and at most 3·32 products of
+    a step are added in the same way. Each step adds one rounding, each split of the features one
+    more, the rest eight. ‖t‖² has fewer roundings. The bound is doubled, since the tensor cores'
+    addition was observed and is not documented.
     """
     step = 64 if itemsize == 2 else 25 + 3 * 32
     terms = step + cdiv(features, 64 if itemsize == 2 else 16)
@@ -683,16 +683,16 @@ def score_rounding(features: int, splits: int, itemsize: int) -> float:
 
 
 def norm_blocks(itemsize: int) -> dict[str, int]:
-    """Of ‖t‖²: 16 bytes a thread, eight rows a program."""
+    """Blocks of ‖t‖²: 16 bytes per thread, eight rows per program."""
     return {"BLOCK_M": 8, "BLOCK_D": 256 * 2 // itemsize, "num_warps": 4}
 
 
 def settle_blocks(k: int, aligned: bool, is_long: bool) -> dict[str, int]:
-    """Candidates merged at a time, and features of a tile: 8 or 16 differences a thread.
+    """Candidates merged at a time, and features of a tile: 8 or 16 differences per thread.
 
-    In float64 each is two registers, more where each has an address; these sizes spill none. Beyond
-    8 candidates the assembler takes 56 to 128 registers and keeps a few values in memory, but none
-    where it is told a bound. Few and long rows take four times the warps.
+    A float64 difference needs two registers, and more if each has an address; these sizes do not
+    spill. With more than 8 candidates the assembler uses 56 to 128 registers and spills a few
+    values unless a bound is set. Few and long rows use four times the warps.
     """
     tile, warps = 2048 if aligned and keep(k) == 8 else 1024, 4
     if is_long:

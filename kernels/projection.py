@@ -1,12 +1,12 @@
-"""LayerNorm-MSE: ½‖norm(x) − norm(y)‖² over rows, and its gradient to both sides.
+"""LayerNorm-MSE: ½‖norm(x) − norm(y)‖² over rows, and its gradients for x and y.
 
-Data path. Forward: a program holds whole rows of x and y in registers, takes mean and variance
-there, and writes the loss and four numbers of each row (mean and 1/√(var + eps) of each side).
-PyTorch adds the losses, times the rows' weights. Backward: a program reads the rows again, rebuilds
-the normalised rows from the four numbers, and writes dx and dy with the upstream gradient applied.
+Data path. Forward: a program holds whole rows of x and y in registers, computes mean and variance,
+and writes the loss and four numbers per row (mean and 1/√(var + eps) of x and of y). PyTorch sums
+the weighted losses. Backward: a program reads the rows again, recomputes the normalised rows from
+the four numbers, and writes dx and dy, multiplied by the upstream gradient.
 
-With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es when one
-side learns), 6Es bytes in all, 8Es when both sides learn rows of more than 8192; about 10E
+With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es if only
+one is needed), 6Es bytes in all, 8Es if both are needed for rows of more than 8192; about 10E
 operations forward and 25E backward. Bound by bandwidth.
 """
 
@@ -21,10 +21,10 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.rounding import rounded
 
-# Variances outside are computed again from scaled rows.
+# Variances outside this range are computed again from scaled rows.
 SMALLEST_VARIANCE = tl.constexpr(1e-25)
 LARGEST_VARIANCE = tl.constexpr(1e25)
-# Of means that are so many deviations the rounding counts.
+# Ratio of mean to standard deviation from which the mean's rounding error matters.
 LARGE_MEAN = tl.constexpr(1e3)
 
 # Both gradients come from one launch up to here; beyond, their rows together would spill registers.
@@ -35,9 +35,9 @@ MOST_COLUMNS_OF_BOTH = 8192
 def blocks(D: int) -> dict[str, int]:
     """Block sizes and warps for rows of D.
 
-    At least 1024 elements of each side a program, so that short rows share one, in 8 elements a
-    thread; 4 up to 128 columns, where each row's own numbers take registers too; 16 at 4096, and
-    more beyond 8192, where 32 warps would leave too few registers to a thread.
+    A program has at least 1024 elements of x and of y, so short rows share one, with 8 elements per
+    thread: 4 up to 128 columns, where each row's statistics need registers, too; 16 at 4096, and
+    more above 8192, where 32 warps would leave too few registers per thread.
     """
     block_d = max(next_power_of_2(D), 16)
     warps = {2048: 8, 4096: 8, 8192: 32} | dict.fromkeys((16, 32, 64, 128), 8)
@@ -58,7 +58,7 @@ def _normalise(x, inside, D, eps):
     unusual = unusual | (tl.abs(mean) * rstd > LARGE_MEAN)
     rest = tl.zeros_like(mean)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
-        # What rounding left of the mean; other rows of the block stay as they are.
+        # The mean's rounding error; other rows of the block are unchanged.
         rest = tl.where(unusual, tl.sum(centred, axis=1) / D, 0.0)
         peak = tl.max(tl.where(inside, tl.abs(centred - rest[:, None]), 0.0), axis=1)
         scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
@@ -103,7 +103,7 @@ def layer_norm_mse_forward_kernel(
 
 @triton.jit
 def _normalised(x, mean, rstd, inside, D):
-    """norm(x) of mean 0: rows of few columns would feel how ``mean`` was rounded."""
+    """norm(x) with mean 0: in rows of few columns the rounding error of ``mean`` matters."""
     centred = tl.where(inside, x.to(tl.float32) - mean[:, None], 0.0)
     rest = tl.sum(centred, axis=1) / D
     return tl.where(inside, (centred - rest[:, None]) * rstd[:, None], 0.0)
@@ -111,15 +111,15 @@ def _normalised(x, mean, rstd, inside, D):
 
 @triton.jit
 def _gradient(along, norm, rstd, eps):
-    """``along`` without its part along ``norm``, but for that part's share of eps.
+    """``along`` less its component along ``norm``, except for the fraction of it due to eps.
 
-    The part is divided by norm·norm and not by D, which is larger by eps: where it is all there
-    is, the difference would be rounding, of the size of that share.
+    The component is divided by norm·norm and not by D, which is larger by eps. If ``along`` is
+    parallel to ``norm``, the difference would be a rounding error as large as this fraction.
     """
     squares = tl.sum(norm * norm, axis=1)
     part = tl.sum(along * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
     rest = along - norm * part[:, None]
-    # What the part's rounding has left along ``norm`` may be as large as that share.
+    # The rounding error along ``norm`` may be as large as this fraction.
     left = tl.sum(rest * norm, axis=1) / tl.where(squares == 0.0, 1.0, squares)
     return rest + norm * (part * (eps * rstd * rstd) - left)[:, None]
 
