@@ -1,34 +1,34 @@
-"""Inverses of I − Q for skew-symmetric Q by products alone, from a first guess such as the last S.
+"""Inverses of I − Q for skew-symmetric Q by products only, from an initial guess (the last S).
 
 Newton's step S' = S + S R with R = I − (I − Q)S squares the residual, R' = R R, so one launch does
-both products, which don't depend on each other. A training step changes Q a little, and the last S
-is then a few steps away. What a launch does with a matrix is decided on the device, by every
-program for itself, from the sums of squares that the programs of the launch before have left: the
-host starts the same launches every time and waits for nothing, and those of a finished matrix
-return at once. `cayley_step_kernel` is started often enough for a warm guess, and then
-`cayley_finish_kernel` once: a single program a matrix, which goes on in the same way until it is
-finished. Its time is that of one multiprocessor, and only a call whose Q has jumped takes it.
+both products, which are independent. A training step changes Q a little, so the last S is only a
+few steps away. Each program decides on the device what a launch does with its matrix, from the sums
+of squares that the programs of the previous launch stored. So the host always starts the same
+launches and never waits, and launches for a finished matrix return at once. `cayley_step_kernel` is
+launched often enough for a warm guess, then `cayley_finish_kernel` once: a single program per
+matrix, which continues until the matrix is finished. It runs on one multiprocessor, and only a call
+with a large change of Q needs it.
 
-Start. From a guess with ‖R‖₂ ≥ 1 the steps would diverge, so they go on only if one of them leaves
-‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Else they begin again at
-S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂² since the eigenvalues of Q come in pairs ±iq. The
-eigenvalues of (I − Q)S then lie in [1/b², 1]: steps from there always converge. While the bound on
-the lowest one is small, a factor in front of S' makes a step worth two (the scaled iteration of
-Pan and Schreiber, SIAM J. Sci. Stat. Comput. 12, 1991), about log₄ b² + 5 steps in all.
+Start. From a guess with ‖R‖₂ ≥ 1 the steps would diverge, so they continue only if a step results
+in ‖R'‖ below 0.9 (all norms here are Frobenius norms unless marked). Otherwise they restart from
+S = (I − Q)ᵀ/b², b² = 1 + ‖Q‖²/2 >= ‖I − Q‖₂², since the eigenvalues of Q are pairs ±iq. The
+eigenvalues of (I − Q)S then lie in [1/b², 1], and the steps always converge. While the bound on the
+lowest eigenvalue is small, a factor of S' makes a step worth two (the scaled iteration of Pan and
+Schreiber, SIAM J. Sci. Stat. Comput. 12, 1991), about log₄ b² + 5 steps in all.
 
-Rounding. R' = R R drifts away from the residual of S', by no more than rounding where R was below
-½ when it was measured, by a factor up to b² after a start. So it is measured anew after every few
-steps, and a matrix is finished only by a step that follows a measured ‖R‖ < ½, or with a measured
-residual that is rounding itself: S then stays as it is, bit for bit, and a call with unchanged Q
-gives back its guess. Products are exact to about 2^-22 (tf32x3).
+Rounding. R' = R R drifts from the residual of S': by rounding errors only if the measured R was
+below ½, by a factor up to b² after a restart. So R is measured again after every few steps. A
+matrix is finished only by a step that follows a measured ‖R‖ < ½, or if the measured residual is a
+rounding error. S is then bitwise unchanged, and a call with an unchanged Q returns its guess.
+Products are exact to about 2^-22 (tf32x3).
 
-What has not converged after all steps is NaN: a Q with NaN or inf, or one with ‖Q‖ beyond about
+The result is NaN if the steps do not converge: for a Q with NaN or inf, or with ‖Q‖ above about
 1e5, where float32 has few digits of the inverse left.
 
-With n rows a matrix: 2t products of 2n³ operations for t steps, at least two products or 4n³
-operations when Q has changed (one when it has not); at least 12n² bytes, as Q and the guess are
-read and S is written. Bound by the tensor cores where n is large and by launches where it is
-small. Two buffers of S and R take four times the memory of Q for the time of a call.
+With n rows per matrix: 2t products of 2n³ operations for t steps, at least two products or 4n³
+operations if Q has changed (one product if not); at least 12n² bytes, since Q and the guess are
+read and S is written. Bound by the tensor cores for large n and by launches for small n. Two
+buffers of S and R need four times the memory of Q during a call.
 """
 
 import torch
@@ -40,48 +40,48 @@ from torch import Tensor
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 
-# Steps after a measured residual: each further one would let the drift grow by a factor of 2.
+# Steps after a measured residual: each further step would double the drift.
 STEPS = tl.constexpr(6)
 
-# Launches before the single program: a guess with ‖R‖ < 0.9 takes no more. Those of a matrix so
-# large that they cost nothing beside their products, or without a guess, are for ‖Q‖ up to 1e5.
+# Launches before the single program, enough for a guess with ‖R‖ < 0.9. Without a guess, or for
+# matrices so large that launches cost little, they are enough for ‖Q‖ up to 1e5.
 WARM_LAUNCHES = 11
 COLD_LAUNCHES = 31
 MANY_ROWS = 2048
 # Rounds of the single program.
 MOST_ROUNDS = tl.constexpr(40)
 
-# A matrix's state between launches, at first zeros: its phase, which of the two buffers holds S and
-# R, a lower bound on the eigenvalues of (I − Q)S, ‖Q‖², the steps taken, those since R was
-# measured, and whether S comes from a start and not from the guess.
+# A matrix's state between launches, initially zeros: its phase, the buffer that holds S and R, a
+# lower bound on the eigenvalues of (I − Q)S, ‖Q‖², the number of steps, the number of steps since R
+# was measured, and whether S was restarted instead of refined from the guess.
 STATE = tl.constexpr(7)
-MEASURE = tl.constexpr(0)  # R is to be measured
+MEASURE = tl.constexpr(0)  # R must be measured
 MEASURED = tl.constexpr(1)
-TRIED = tl.constexpr(2)  # a step has been taken from a guess with ‖R‖ of ½ or more
-UNSURE = tl.constexpr(3)  # the residual that is tracked may have drifted
-SURE = tl.constexpr(4)  # it was measured below ½
+TRIED = tl.constexpr(2)  # after a step from a guess with ‖R‖ of ½ or more
+UNSURE = tl.constexpr(3)  # the computed residual may have drifted
+SURE = tl.constexpr(4)  # the residual was measured below ½
 DONE = tl.constexpr(5)
 
-# What a round does.
+# Actions of a round.
 NOTHING = tl.constexpr(0)
 RESIDUAL = tl.constexpr(1)
 START = tl.constexpr(2)
 STEP = tl.constexpr(3)
 LAST_STEP = tl.constexpr(4)
 
-# Sums of squares that a round leaves for the next: of R, S and Q.
+# Sums of squares that a round stores for the next round: of R, S and Q.
 SUMS = tl.constexpr(3)
-# Rounding of a measured residual relative to ‖I − Q‖·‖S‖: several times what was seen, so that a
-# finished S is found to be finished again.
+# Rounding error of a measured residual relative to ‖I − Q‖·‖S‖: several times the largest observed
+# error, so that a finished S is recognised in the next call.
 ROUNDING = tl.constexpr(2.0**-25)
-# Least value of the bound on eigenvalues in the factor: keeps them away from 2, where rounding
-# could push them out of reach.
+# Smallest eigenvalue bound for the factor: keeps eigenvalues away from 2, above which the steps
+# diverge.
 MARGIN = tl.constexpr(0.02)
 PARTIALS_AT_ONCE = tl.constexpr(256)
 
 
 def blocks(n: int) -> dict[str, int]:
-    """Tile and warps: small tiles where there are few of them, larger ones to read less."""
+    """Tile and warps: small tiles for small matrices, larger tiles to read less."""
     block_m, block_n = (32, 32) if n <= 256 else (64, 64) if n < 2048 else (128, 64)
     return {
         "BLOCK_M": block_m,
@@ -93,7 +93,7 @@ def blocks(n: int) -> dict[str, int]:
 
 @triton.jit
 def _inside(n, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of the tile from ``row`` and ``column``: addresses, which elements exist, which are 1 in I.
+    """Addresses of the tile at ``row`` and ``column``, its mask, and its elements of I.
 
     Addresses are 64-bit at the tile's corner and 32-bit within it, which saves registers.
     """
@@ -116,7 +116,7 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tile of a b from ``row`` and ``column`` on, summed over ``depth`` columns of a."""
+    """The tile of a·b at ``row`` and ``column``, summed over ``depth`` columns of a."""
     i, j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     a_ptr += row.to(tl.int64) * n
     b_ptr += column
@@ -143,7 +143,7 @@ def _sum_of_squares(x, inside):
 
 @triton.jit
 def _total(partial_ptr, tiles):
-    """The sum of what all programs of a matrix have left, in the same order for every reader."""
+    """Sum of the partial sums of a matrix's programs, in the same order for every reader."""
     total = tl.zeros((PARTIALS_AT_ONCE,), tl.float32)
     for first in range(0, tiles, PARTIALS_AT_ONCE):
         i = first + tl.arange(0, PARTIALS_AT_ONCE)
@@ -174,7 +174,7 @@ def _write(state_ptr, state):
 
 @triton.jit
 def _decide(state, partial_ptr, tiles, n):
-    """What the round does, where S is, its factor and depth of product, and the state after it."""
+    """Action of the round, buffer of S, factor, depth of the product, and the new state."""
     phase, where, lowest, q_squares, steps, since, started = state
     measured = phase == MEASURED
     r_squares = tl.full((), 0.0, tl.float32)
@@ -186,7 +186,7 @@ def _decide(state, partial_ptr, tiles, n):
         q_squares = _total(partial_ptr + 2 * tiles, tiles)
 
     is_sure = (phase == SURE) | (measured & (r_squares < 0.25))
-    lowest = tl.where(is_sure | (started == 0.0), 1.0, lowest)  # 1 switches the factor off
+    lowest = tl.where(is_sure | (started == 0.0), 1.0, lowest)  # 1 disables the factor
     rounding = (n + q_squares) * s_squares * ROUNDING * ROUNDING
     stays = measured & is_sure & (r_squares <= rounding)
     is_last = stays | (r_squares <= tl.sqrt(n + q_squares) * ROUNDING)
@@ -224,8 +224,8 @@ def _decide(state, partial_ptr, tiles, n):
 @triton.jit
 def _round(
     q_ptr,  # (n, n)
-    s_ptr,  # S of the buffer that holds it, with R ``to_r`` further on
-    next_ptr,  # S of the buffer that a step writes
+    s_ptr,  # S in its buffer; R follows after ``to_r`` elements
+    next_ptr,  # S in the buffer that a step writes
     out_ptr,  # (n, n)
     partial_ptr,  # of this tile
     to_r,
@@ -262,7 +262,7 @@ def _round(
         right = tl.where(steps, r_ptr, tl.where(action == RESIDUAL, s_ptr, q_ptr))
         depth = tl.where((action == START) & (for_r == 0), 0, depth)
         product = _product(left, right, row, column, n, depth, BLOCK_M, BLOCK_N, BLOCK_K)
-        # What is added to it: S or Q, and I.
+        # The summands beside the product: S or Q, and I.
         added_ptr = tl.where(action == START, q_ptr, s_ptr)
         added = tl.load(added_ptr + offsets, inside & ((for_r == 0) | (action == RESIDUAL)), 0.0)
         ones = tl.where(for_r, 1.0 - factor, tl.where(action == START, factor, 0.0))
@@ -288,7 +288,7 @@ def cayley_step_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One round: a program a tile, the first half of them for S and the second for R."""
+    """One round, with a program per tile: the first half for S, the second half for R."""
     tile, tiles = tl.program_id(0), tl.num_programs(0) // 2
     matrix, B = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     area = tl.cast(n, tl.int64) * n
@@ -321,7 +321,7 @@ def cayley_finish_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The rounds that are left, all tiles of a matrix in one program."""
+    """The remaining rounds, with one program per matrix."""
     matrix, B = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     area = tl.cast(n, tl.int64) * n
     phase, where, lowest, q_squares, steps, since, started = _read(
@@ -344,7 +344,7 @@ def cayley_finish_kernel(
         phase, where, lowest, q_squares, steps, since, started = state
         reads = 1 - reads
         rounds += 1
-        tl.debug_barrier()  # what some threads have written others read in the next round
+        tl.debug_barrier()  # threads read other threads' values in the next round
     _write(
         state_ptr + (2 * B + matrix) * STATE,
         (phase, where, lowest, q_squares, steps, since, started),
@@ -354,9 +354,9 @@ def cayley_finish_kernel(
 def refine(skew: Tensor, guess: list[Tensor], launches: int) -> tuple[Tensor, Tensor]:
     """(I − Q)⁻¹ (B, n, n) of skew-symmetric Q, and how many steps each took (B,), in float32.
 
-    The guess, B matrices (n, n) in tensors of some each, may be anything. NaN for a matrix that has
-    NaN or inf in it or did not converge. Sizes are filled up with rows of I to multiples of 16, for
-    wide loads. ``launches`` of many programs come before the single one.
+    The guess is B matrices (n, n), split over several tensors, with any values. The result is NaN
+    for a matrix that has NaN or inf or did not converge. Matrices are padded with rows of I to
+    multiples of 16, for wide loads. ``launches`` of many programs precede the single program.
     """
     B, size, _ = skew.shape
     missing = -size % 16
@@ -388,7 +388,7 @@ def _inverse_shapes(skew, guess):
 
 @operator(_inverse_shapes)
 def cayley_inverse(skew: Tensor, guess: list[Tensor]) -> Tensor:
-    """(I − Q)⁻¹ (B, n, n), see `refine`; without a guess from I."""
+    """(I − Q)⁻¹ (B, n, n), see `refine`; the default guess is I."""
     n = skew.shape[-1]
     is_cold = not guess or n >= MANY_ROWS
     if not guess:

@@ -1,4 +1,4 @@
-"""Layers that share a launch: a kernel takes their pointers as a tuple and picks one."""
+"""Pointers of the layers of one launch: a kernel receives a tuple and selects one."""
 
 from collections.abc import Sequence
 

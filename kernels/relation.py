@@ -1,22 +1,22 @@
 """FCD relations with Pearson's correlation: loss and gradient, tokens and samples, all layers.
 
-A group is what has one relation: a sample (its N tokens) or a position (its B samples). Rows are
-scaled to unit length and centred before any product: R̃_ij = s_i·s_j + u_i + u_j with s the
-centred rows, so that nothing cancels (raw moments lose their digits at mean cosine 0.99). Half
-inputs are multiplied as float16, bfloat16 too: s and A are of known size, and float16 has three
-bits more. float32 is split in two float16 parts of 22 bits together, three products, more
-accurate than TF32x3 and half its work; means and |s_i|² are always float32.
+A group has one relation matrix: it is a sample (its N tokens) or a position (its B samples). Rows
+are scaled to unit length and centred before any product: R̃_ij = s_i·s_j + u_i + u_j with s the
+centred rows, which avoids cancellation (raw moments lose their digits at mean cosine 0.99). Half
+precision inputs are multiplied as float16, bfloat16 too: s and A have a known range, and float16
+has three more bits. float32 is split into two float16 parts with 22 bits together: three products,
+more accurate than TF32x3 at half its work. Means and |s_i|² are always float32.
 The gradient is a combination of the same rows, ∂L/∂x_i = P_i[Σ_j A_ij s_j − (Σ_j A_ij) s_i] / ‖x_i‖
-with A = b − ρa less its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t; P_i takes out what is parallel to the
-row. The backward pass does that, as it reads the gradient anyway: the rows themselves take the
-rounding along them out too, which 1/eps can make large, and a formula would not.
+with A = b − ρa without its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t; P_i removes the component parallel
+to the row. The backward pass applies P_i, since it reads the gradient anyway. Projecting by the
+rows themselves also removes the rounding error along them, which 1/eps can make large; a formula
+would not.
 
-Data path. Every kernel sees features in multiples of 16, padded with zeros where they are not.
-`relation_row_scale_kernel` reads every row once and leaves 1/‖x‖ (0 at padding) for both kinds of
-relation. Groups of up to 128 rows stay in registers (`relation_small`), longer ones go through
-tiles in memory (`relation_long`); what both need is in `relation_rows`. The forward pass does it
-all but P_i and the upstream gradient. Sums go through partial results and a second pass, never
-atomics: the same bits on every run.
+Data path. Features are padded with zeros to multiples of 16. `relation_row_scale_kernel` reads
+every row once and stores 1/‖x‖ (0 at padding) for both kinds of relation. Groups of up to 128 rows
+are kept in registers (`relation_small`), longer groups in tiles in memory (`relation_long`); shared
+code is in `relation_rows`. The forward pass computes everything except P_i and the upstream
+gradient. Sums are partial sums with a second pass, never atomics: every run has the same bits.
 
 Small groups, per layer with E = B·N·D elements of s bytes a side: 2Es bytes read for the norms,
 3Es for each kind of relation, Es written, read and written again, and 3Es in the backward pass:
@@ -48,12 +48,12 @@ from fastkd.kernels.relation_rows import (
 )
 from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
 
-MOST_COLUMNS_AT_ONCE = 4096  # of whole rows in the registers of a backward program
+MOST_COLUMNS_AT_ONCE = 4096  # largest D of rows that a backward program holds whole in registers
 
 
 @triton.jit
 def _row_tiles(x_rows, dx_rows, real, d, D):
-    """Both as float32, 0 at padding."""
+    """Tiles of both tensors as float32, 0 at padding."""
     inside = real[:, None] & (d < D)
     x = tl.load(x_rows + d, mask=inside, other=0.0).to(tl.float32)
     return x, tl.load(dx_rows + d, mask=inside, other=0.0).to(tl.float32)
@@ -77,7 +77,7 @@ def relation_project_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out = factor · dx, less its part along the rows that were normalised."""
+    """out = factor · dx, without its component along the rows that were normalised."""
     layer = tl.program_id(1).to(tl.int64)
     x_ptr = pick(x_ptrs, layer, SLOTS)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -143,12 +143,12 @@ def relations(
 
     ``weights`` (B,) are factors of the samples' losses over tokens.
 
-    Returns the summands, one for each group of each layer, tokens first; and with ``gradient`` the
+    Returns the summands, one per group and layer, tokens first; with ``gradient`` also the
     gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before `projected`.
     """
     B, N, _ = students[0].shape
     shares = None, None
-    if weights is not None and mask is None:  # with a mask a group's share is read from memory
+    if weights is not None and mask is None:  # with a mask a group's weight is read from memory
         mask = torch.ones(B, N, dtype=torch.bool, device=students[0].device)
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Relations of more than 128 rows, a chunk of groups at a time.
+"""Relations of groups of more than 128 rows, one chunk of groups at a time.
 
 Centred rows (`relation_centre_kernel`), lower-triangle tiles of both relations
 (`relation_tiles_kernel`) and their sums, A (`relation_difference_kernel`), then one product with
@@ -27,7 +27,7 @@ from fastkd.kernels.relation_rows import (
 )
 
 TILE = 128  # rows and columns of a tile of a long relation
-# Entries of the relations that are worked on at once; bounds the workspace of long groups.
+# Largest number of relation entries computed at once; bounds the workspace of long groups.
 CHUNK_ENTRIES = 2**24
 
 
@@ -159,7 +159,7 @@ def relation_offsets_kernel(
 
 @triton.jit
 def _triangle(tile):
-    """(i, j) with j ≤ i of the tile-th tile of a lower triangle, row by row."""
+    """Row and column (i, j), j ≤ i, of a tile of a lower triangle, counted row by row."""
     i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 1.0) - 1.0) / 2.0).to(tl.int32)
     i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)
     i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
@@ -251,7 +251,7 @@ def relation_sums_kernel(
         covariance += tl.sum(R_s * R_t, axis=1).to(tl.float64)
         square_s += tl.sum(R_s * R_s, axis=1).to(tl.float64)
         square_t += tl.sum(R_t * R_t, axis=1).to(tl.float64)
-    times = tl.where(block_i == block_j, 1.0, 2.0)  # for the other triangle
+    times = tl.where(block_i == block_j, 1.0, 2.0)  # 2 counts the upper triangle, too
     partial_ptr += slot * 3 * tiles + tile
     tl.store(partial_ptr, times * tl.sum(covariance, axis=0))
     tl.store(partial_ptr + tiles, times * tl.sum(square_s, axis=0))
@@ -453,10 +453,10 @@ def relation_gradient_kernel(
 
 
 def launch_long(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
-    """Relations of one layer after the other, as many groups at a time as the workspace holds.
+    """Compute the relations layer by layer, with as many groups at a time as the workspace holds.
 
-    ``losses`` (layers, groups) stand from ``first_loss`` on; what stands before is of a term to
-    whose gradient this one's is added.
+    ``losses`` (layers, groups) are written from ``first_loss`` on. Earlier losses belong to a term
+    whose gradient is already stored; this term's gradient is added to it.
     """
     for layer in range(len(layers.students)):
         work = _Workspace(layers, term, losses, first_loss, layer)
@@ -470,7 +470,7 @@ def launch_long(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> 
 
 
 class _Side(NamedTuple):
-    """Student or teacher of one layer."""
+    """Features of one layer's student or teacher."""
 
     x: Tensor  # (groups, N, D) by its strides
     D: int
@@ -482,7 +482,7 @@ class _Side(NamedTuple):
 
 
 class _Workspace:
-    """Buffers for the relations of one layer, and the launches that fill them."""
+    """Buffers for the relations of one layer, and the launches that write them."""
 
     def __init__(
         self, layers: Layers, term: Term, losses: Tensor, first_loss: int, layer: int
@@ -518,7 +518,7 @@ class _Workspace:
         return torch.empty(shape, dtype=dtype, device=self.student.device)
 
     def take_means(self) -> None:
-        """The mean of the unit rows of every group, and how many rows it has."""
+        """Compute the mean of each group's unit rows, and its number of real rows."""
         for side in self.sides:
             relation_mean_kernel[(self.term.groups, cdiv(side.D, 64))](
                 side.x, side.scale, side.mean, side.size, self.term.N, side.D,
@@ -527,7 +527,7 @@ class _Workspace:
             )  # fmt: skip
 
     def centre(self, first: int, groups: int) -> Tensor:
-        """Centred rows of both sides; returns u and R̃_ii of each row, (2, groups, 2, N)."""
+        """Centre student and teacher rows; returns u and R̃_ii of each row, (2, groups, 2, N)."""
         N, split, strides = self.term.N, self.layers.split, self.term.strides
         offsets = self._empty(2, groups, 2, N)
         for i, side in enumerate(self.sides):
@@ -544,9 +544,9 @@ class _Workspace:
         return offsets
 
     def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
-        """Both relations and the losses; returns the gradient's coefficients, (groups, 2, N)."""
+        """Compute both relations, the losses, and the gradient's coefficients (groups, 2, N)."""
         term, layers, N = self.term, self.layers, self.term.N
-        # Twice the operands in flight where they are split.
+        # Split operands need twice the memory in flight.
         relation_tiles_kernel[(self.tiles, groups, 2)](
             *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
             self.relations, first, N, layers.Ds, layers.Dt, *term.strides,
@@ -569,7 +569,7 @@ class _Workspace:
         return coefficients
 
     def differentiate(self, first: int, groups: int, coefficients: Tensor) -> None:
-        """A from the relations, and the gradient."""
+        """Compute A from the relations, and the gradient."""
         term, split, N, Ds = self.term, self.layers.split, self.term.N, self.layers.Ds
         parts = 2 if split else 1
         a = self._empty(parts, groups, self.side, self.side, dtype=torch.float16)
@@ -578,7 +578,7 @@ class _Workspace:
             SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
         )  # fmt: skip
         wide = gradient_dtype(self.layers.dtype) == torch.float32
-        block_d = 64 if wide else 128  # the rows come in at the end
+        block_d = 64 if wide else 128  # the rows are read at the end
         relation_gradient_kernel[(self.blocks, cdiv(Ds, block_d), groups)](
             a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
             first, N, Ds, *term.strides, self.accumulate,

@@ -1,4 +1,4 @@
-"""Code shared by relations of small and of long groups: rows, counts, options of a launch."""
+"""Code shared by `relation_small` and `relation_long`: rows, counts, options of a launch."""
 
 import math
 from typing import NamedTuple
@@ -11,15 +11,15 @@ from torch import Tensor
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
-ALIGNMENT = 16  # of features of a row and bytes of an address, for wide loads
+ALIGNMENT = 16  # of a row's features and of addresses in bytes, for wide loads
 
 SMALLEST_NORM = tl.constexpr(1e-12)  # of torch.nn.functional.normalize
-LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows that are too short to normalise
-# Rows whose squares add up to more are measured by this part of them.
+LARGEST_SCALE = tl.constexpr(1e12)  # 1/‖x‖ of rows too short to normalise
+# Rows with larger sums of squares are scaled by this factor first.
 LARGEST_SQUARES = tl.constexpr(1e37)
 PART = tl.constexpr(2.0**-80)
 SMALLEST_SCALE = tl.constexpr(1.2e-38)
-# Centred rows are multiplied by this as operands, clear of float16's subnormal numbers.
+# Factor of centred rows as operands, which avoids float16's subnormal numbers.
 OPERAND_SCALE = tl.constexpr(4096.0)
 
 
@@ -27,14 +27,14 @@ OPERAND_SCALE = tl.constexpr(4096.0)
 def row_scale(squares, part_squares):
     """1/‖x‖ from Σx² and Σ(PART·x)²; NaN where x is not finite, or so long that 1/‖x‖ is 0.
 
-    Rounded to nearest: relations of nearly alike rows show the last bit of a row's length.
+    Rounded to nearest: relations of nearly equal rows depend on the last bit of a row's length.
     """
     huge = squares > LARGEST_SQUARES
     norm = tl.sqrt_rn(tl.where(huge, part_squares, squares))
     scale = tl.div_rn(1.0, tl.maximum(norm, SMALLEST_NORM))
     scale = tl.where(norm < SMALLEST_NORM, LARGEST_SCALE, scale)
     scale = tl.where(huge, scale * PART, scale)
-    # A scale of 0 would pass the row off as padding.
+    # A scale of 0 would mark the row as padding.
     return tl.where((norm - norm == 0.0) & (scale >= SMALLEST_SCALE), scale, float("nan"))
 
 
@@ -120,7 +120,7 @@ def relation_share_kernel(
 
 @triton.jit
 def high_part(x):
-    """``x`` as the tensor cores take it; with `low_part`, 22 bits of it."""
+    """``x`` in the tensor cores' dtype; together with `low_part` it has 22 bits."""
     return x.to(tl.float16)
 
 
@@ -133,8 +133,9 @@ def low_part(x):
 def centring_offset(along, squares, length, scale, valid):
     """h with R_ij = s_i·s_j + h_i + h_j + a constant, from s_i·mean, |s_i|² and |mean|².
 
-    Of two equal forms for unit rows the first errs with |mean|², the second with |s_i|². Where
-    the first serves all rows it needs no constant: beside one, rows too short to normalise vanish.
+    For unit rows there are two equal forms. The first one's error grows with |mean|², the second
+    one's with |s_i|². If the first is used for all rows, the constant is 0: a larger constant would
+    absorb rows too short to normalise.
     """
     second = tl.where(scale >= LARGEST_SCALE, along + (length - 1) / 2, -squares / 2)
     return tl.where(valid, tl.where(length < 0.5, along, second), 0.0)
@@ -142,15 +143,15 @@ def centring_offset(along, squares, length, scale, valid):
 
 @triton.jit
 def derivative_scale(scale, HALF: tl.constexpr):
-    """What the gradient of a normalised row is multiplied by: ``scale``.
+    """Factor of the gradient of a normalised row: ``scale``.
 
-    float16 (``HALF``) could not hold 1e12: a row too short to normalise keeps that gradient.
+    float16 (``HALF``) can't hold 1e12: the gradient of a row too short to normalise is not scaled.
     """
     return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if HALF else scale
 
 
 def splits(dtype: torch.dtype) -> bool:
-    """Whether float32 is split into two float16 parts: at float32_matmul_precision "highest"."""
+    """Whether float32 is split into two float16 parts, at float32_matmul_precision "highest"."""
     return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
@@ -206,14 +207,14 @@ class Layers:
 
 
 def padded_size(D: int) -> int:
-    """Features of a row in a kernel, padded with zeros, which change no relation."""
+    """Number of features of a row in a kernel. Padding with zeros changes no relation."""
     return cdiv(D, ALIGNMENT) * ALIGNMENT
 
 
 def same_layout(layers: list[Tensor]) -> list[Tensor]:
     """``layers`` with equal strides, D and strides multiples of ALIGNMENT; copied if they aren't.
 
-    An address for every element would take more registers than a thread has left.
+    An address for every element would need too many registers.
     """
     first = layers[0]
     D, (*strides, stride_d) = first.shape[-1], first.stride()
@@ -229,13 +230,13 @@ class Term(NamedTuple):
 
     groups: int
     N: int
-    strides_s: tuple[int, int]  # from group to group and from row to row
+    strides_s: tuple[int, int]  # of groups and rows
     strides_t: tuple[int, int]
     strides: tuple[int, int]  # the same in the (B, N) arrays
     weight: float
-    shares: Tensor | None  # (groups,): the groups' shares in the average, times their weights
+    shares: Tensor | None  # (groups,): the groups' fractions of the average, times their weights
 
     @property
     def stride_share(self) -> int:
-        """0 where all groups have the same share."""
+        """Stride of ``shares``: 0 if all groups have the same."""
         return 0 if self.shares is None else self.shares.stride(0)

@@ -1,7 +1,7 @@
-"""Relations of up to 128 rows: a program a group and layer, both relations in registers.
+"""Relations of up to 128 rows: one program per group and layer, with both relations in registers.
 
-It streams both sides over D, keeps R̃_s and R̃_t, and streams the student again for the gradient;
-tokens write it, samples add to it.
+It reads student and teacher over D, keeps R̃_s and R̃_t, and reads the student again for the
+gradient. The term over tokens writes the gradient, the term over samples adds to it.
 """
 
 import functools
@@ -25,12 +25,12 @@ from fastkd.kernels.relation_rows import (
 )
 from fastkd.kernels.rounding import rounded
 
-SMALL_GROUP = 128  # most rows of a group that keeps both relations in registers
+SMALL_GROUP = 128  # largest group whose relations both fit into registers
 
 
 @triton.jit
 def _centred_tile(x_ptr, start, scale, valid, share, d, D):
-    """The mean of the unit rows and the centred rows of one block of features."""
+    """Mean of the unit rows, and the centred rows, of one block of features."""
     x = tl.load(
         x_ptr + start[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
     ).to(tl.float32)
@@ -59,8 +59,8 @@ def _centred_relation(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         mean, centred = _centred_tile(x_ptr, start, scale, valid, share, d, D)
-        # Of equal rows what rounding left of their mean is all there is, and no relation.
-        # A select of the rest spills nothing, of the difference 8 bytes.
+        # Equal rows have no relation: their centred rows are only the mean's rounding error.
+        # Selecting the remainder spills nothing; selecting the difference spills 8 bytes.
         rest = tl.sum(centred, axis=0) * share
         mean += rest
         centred -= tl.where(valid[:, None], rest[None, :], 0.0)
@@ -100,7 +100,7 @@ def relation_small_groups_kernel(
     t_ptrs,  # layers of (groups, N, Dt)
     scale_ptr,  # (layers, 2, stride_side)
     shares_ptr,  # (groups,): the groups' shares in the average, times their weights
-    stride_share,  # 0 where all groups have the same
+    stride_share,  # 0 if all groups have the same
     dx_ptr,  # (layers, rows, Ds)
     loss_ptr,  # from first_loss on (layers, groups): weighted losses
     N,
@@ -149,7 +149,7 @@ def relation_small_groups_kernel(
     scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
     b = rounded(R_t * scale_b)
     sum_b = tl.sum(b, axis=1)
-    if not SPLIT:  # half the registers while the student's relation is made
+    if not SPLIT:  # halves the registers while the student's relation is computed
         b = b.to(tl.float16)
     start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
     R_s, own_s = _centred_relation(
@@ -208,8 +208,8 @@ def relation_small_groups_kernel(
 def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> dict[str, int]:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
-    Blackwell (10), whose accumulators come out of tensor memory all at once, has no registers left
-    for loads in flight, split float32 just too few; before Hopper (9) they hold half the features.
+    Blackwell (10) reads accumulators from tensor memory all at once, which leaves no registers for
+    loads in flight, and too few for split float32. Before Hopper (9) blocks have half the features.
     """
     n = max(16, next_power_of_2(N))
     if n == 128:

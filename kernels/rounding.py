@@ -1,4 +1,4 @@
-"""Products that are rounded before they are added to something."""
+"""Products that are rounded before a sum uses them."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,10 @@ NOTHING = tl.constexpr(0.0)
 
 @triton.jit
 def rounded(product):
-    """A float32 product rounded to float32: the compiler fuses it with 0, not with a later sum.
+    """A float32 product, rounded to float32: the compiler fuses it with 0, not with a later sum.
 
-    Fused, x·y − x·y would be a rounding error, and not 0. And where a thread has one term of a sum
-    over a warp, it would add its own product unrounded to its neighbour's rounded one: the threads
-    that hold the sum would differ in its last bit.
+    Fused, x·y − x·y would be a rounding error instead of 0. In a sum over a warp with one term per
+    thread, each thread would add its own unrounded product to its neighbour's rounded product,
+    so the threads' sums would differ in the last bit.
     """
     return product + NOTHING

@@ -2,25 +2,26 @@
 
 Data path. Forward: a program reads its rows in blocks of the vocabulary. Each thread keeps running
 maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when
-its maximum grows; at the end of the row the threads combine them. So one read of both logits gives
-either KL. All other divergences need the normalisers first and read both logits twice; adaptive KL
-finds its head in between, by two histograms of the teacher's logits. Each row stores its loss and
-six numbers for its gradient; one program adds the losses. Backward: one read of both logits, one
-write of the gradient with the upstream gradient applied. Nothing else has the size of the logits.
-Logits computed from hidden states a chunk at a time are overwritten by their gradient.
+its maximum grows; at the end of the row the threads combine these. So one read of student and
+teacher logits is enough for either KL. All other divergences need the normalisers first and read
+the logits twice; adaptive KL determines its head in between, by two histograms of the teacher's
+logits. Each row stores its loss and six numbers for its gradient; one program adds the losses.
+Backward: one read of the logits, and one write of the gradient, multiplied by the upstream
+gradient. No other tensor has the size of the logits. Logits that are computed from hidden states in
+chunks are overwritten by their gradient.
 
 Exponentials are powers of 2, of (z − max)·log2(e)/τ. A fused multiply-add would save the
-subtraction, but leave the rounding of max·log2(e)/τ between a maximum and itself.
+subtraction, but the exponent of the maximum itself would be a rounding error instead of 0.
 
 Reads of the logits, forward + backward:
 
-    forward_kl, reverse_kl    1 + 1 of both sides
-    the same, hot             2 + 1 of both sides
-    adaptive_kl               2 + 1 of both sides, and 2 of the teacher
-    all others                2 + 1 of both sides
+    forward_kl, reverse_kl    1 + 1 of student and teacher
+    the same above HOT        2 + 1 of student and teacher
+    adaptive_kl               2 + 1 of student and teacher, and 2 of the teacher
+    all others                2 + 1 of student and teacher
 
-Above a temperature of HOT the losses are so small beside the terms of a sum without normalisers
-that τ² would make the sum's rounding error as large as they are.
+Above the temperature HOT the losses are much smaller than the terms of a sum without normalisers:
+multiplied by τ², the sum's rounding error would be as large as the loss.
 
 With E = R·V elements of s bytes a KL moves 5Es bytes, adaptive_kl 9Es, all others 7Es. About 20E
 operations for a KL, 40E for js. Bound by bandwidth, except for adaptive_kl's counting.
@@ -51,11 +52,11 @@ STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
-BINS = tl.constexpr(256)  # of a histogram: one a thread
-# Further than sums of rounded masses are apart from each other.
+BINS = tl.constexpr(256)  # of a histogram: one per thread
+# More than the difference of two sums of rounded masses.
 SLACK = tl.constexpr(1e-5)
-HOT = 10.0  # above this temperature losses are sums of terms of their own size
-# Divergences that one read of the logits gives, and those with a form of their own above HOT.
+HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
+# Divergences computed in one read of the logits, and divergences with another form above HOT.
 ONE_READ = ("forward_kl", "reverse_kl")
 WITH_HOT_FORM = (*ONE_READ, "js")
 OF_MIXTURE = ("generalized_js", "skew_kl", "skew_reverse_kl")
@@ -64,11 +65,11 @@ OF_MIXTURE = ("generalized_js", "skew_kl", "skew_reverse_kl")
 def blocks(V: int, divergence: str) -> dict[str, int]:
     """Block sizes and warps for a vocabulary of V.
 
-    Two shapes only, to keep the compiled forms few. Long rows are read 4096 logits of each side at
-    a time, 16 a thread: enough loads in flight, and few enough registers for several programs on
-    a multiprocessor. Divergences with more intermediate values read half as many. Up to 1024
-    tokens 16 rows share a program; without a bound on its registers the assembler takes 80 and
-    keeps one value in memory.
+    There are only two shapes, for few compiled forms. Long rows are read in blocks of 4096 student
+    and teacher logits, 16 per thread: enough loads in flight, and few enough registers for several
+    programs per multiprocessor. Divergences with more intermediate values read half as many. Up to
+    1024 tokens, 16 rows share a program; without a bound on its registers the assembler uses 80 and
+    spills one value.
     """
     if V > 1024:
         block_v = 4096 if divergence in ONE_READ else 2048
@@ -77,13 +78,15 @@ def blocks(V: int, divergence: str) -> dict[str, int]:
 
 
 def forward_blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
-    """The same and what a thread sees: WIDTH logits at a time, the same of LANES in every part of
-    a block. A thread loads 16 bytes where rows are aligned, else one logit beside its neighbour's;
-    in short rows 4, for want of registers. These have one part, and fill 256 lanes between them;
-    adaptive_kl counts one row a program."""
+    """`blocks`, and the logits of a thread: WIDTH at a time, of one lane in each part of a block.
+
+    A thread loads 16 bytes of aligned rows, otherwise one logit next to its neighbour's, and 4
+    logits of short rows, to save registers. Short rows have one part and share 256 lanes;
+    adaptive_kl has one row per program.
+    """
     config = blocks(V, divergence)
     if V > 1024:
-        if divergence in OF_MIXTURE:  # without a bound the assembler takes 64 and spills
+        if divergence in OF_MIXTURE:  # without a bound the assembler uses 64 and spills
             config["maxnreg"] = 128
         return config | {"LANES": 256, "WIDTH": 16 // element_size if aligned else 1}
     if divergence == "adaptive_kl":
@@ -93,7 +96,7 @@ def forward_blocks(V: int, divergence: str, element_size: int, aligned: bool) ->
 
 @triton.jit
 def _load(row_ptr, column, V, is_real):
-    """Logits (BLOCK_R, PARTS, LANES, WIDTH) in fp32, −inf beyond the vocabulary."""
+    """Logits (BLOCK_R, PARTS, LANES, WIDTH) in fp32, −inf outside the vocabulary."""
     inside = is_real[:, None, None, None] & (column < V)
     z = tl.load(row_ptr[:, None, None, None] + column, mask=inside, other=-float("inf"))
     return z.to(tl.float32)
@@ -101,7 +104,7 @@ def _load(row_ptr, column, V, is_real):
 
 @triton.jit
 def _columns(PARTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Places (1, PARTS, LANES, WIDTH) in a block: a lane's neighbours lie together."""
+    """Column indices (1, PARTS, LANES, WIDTH) in a block; a lane's WIDTH columns are adjacent."""
     part = tl.arange(0, PARTS)[None, :, None, None] * (LANES * WIDTH)
     return part + (tl.arange(0, LANES) * WIDTH)[None, None, :, None] + tl.arange(0, WIDTH)
 
@@ -119,35 +122,35 @@ def _lane_max(x):
 
 @triton.jit
 def _base(top):
-    """The maximum to subtract: 0 while only −inf was seen, as −inf − (−inf) would be NaN."""
+    """The maximum to subtract: 0 if all logits so far are −inf, as −inf − (−inf) would be NaN."""
     return tl.where(top == -float("inf"), 0.0, top)
 
 
 @triton.jit
 def _shift(top, new_top):
-    """How far the maximum moved, at most 0; 0 from −inf, when there is no sum to rescale yet."""
+    """Old minus new maximum, at most 0; 0 for an old −inf, as there is no sum to rescale yet."""
     return tl.where(top == -float("inf"), 0.0, top - new_top)
 
 
 @triton.jit
 def _times(p, x):
-    """p·x where a probability of 0 counts nothing even against ∞."""
+    """p·x, with 0·∞ = 0."""
     return tl.where(p == 0.0, 0.0, p * x)
 
 
 @triton.jit
 def _log_one_plus_exp(gap):
-    """log(1 + e^gap) less max(gap, 0): the same for gap and −gap."""
+    """log(1 + e^gap) − max(gap, 0), equal for gap and −gap."""
     return tl.log(1.0 + tl.exp(-tl.abs(gap)))
 
 
 @triton.jit
 def _excess(p, q, r):
-    """q − p − p·r of r = log(q/p): the terms, none negative, that add up to KL(p ‖ q).
+    """q − p − p·r with r = log(q/p): non-negative terms whose sum is KL(p ‖ q).
 
-    Σ −p·r alone is the small difference of large terms where p and q hardly differ.
+    Σ −p·r would be a small difference of large terms if p and q are close.
     """
-    # e^r − 1 − r where it would cancel
+    # e^r − 1 − r, where the formula would cancel
     series = 1.0 / 720.0 + r * (1.0 / 5040.0 + r * (1.0 / 40320.0))
     series = 1.0 / 6.0 + r * (1.0 / 24.0 + r * (1.0 / 120.0 + r * series))
     series = r * r * (0.5 + r * series)
@@ -156,7 +159,7 @@ def _excess(p, q, r):
 
 @triton.jit
 def _log_mean(r):
-    """log(½(1 + e^r)) to its last digits, also near r = 0."""
+    """log(½(1 + e^r)), accurate also near r = 0."""
     y = r * r / 4.0
     series = y * (0.5 + y * (-1.0 / 12.0 + y * (1.0 / 45.0 - y * (17.0 / 2520.0))))
     plain = tl.maximum(r, 0.0) + _log_one_plus_exp(r) - LOG_2
@@ -165,13 +168,13 @@ def _log_mean(r):
 
 @triton.jit
 def _below(p_s, p_t):
-    """1 where p_s < p_t, ½ where they are equal, else 0."""
+    """1 if p_s < p_t, ½ if they are equal, else 0."""
     return tl.where(p_s < p_t, 1.0, tl.where(p_s == p_t, 0.5, 0.0))
 
 
 @triton.jit
 def _mixture(p_s, p_t, coefficient, DIVERGENCE: tl.constexpr):
-    """The mixture m of both distributions."""
+    """Mixture m of the student's and the teacher's distribution."""
     if DIVERGENCE == "skew_reverse_kl":
         return coefficient * p_s + (1.0 - coefficient) * p_t
     return coefficient * p_t + (1.0 - coefficient) * p_s
@@ -179,14 +182,14 @@ def _mixture(p_s, p_t, coefficient, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _depth(row_ptr, column, V, is_real, base, slope):
-    """How many powers of 2 the logits (BLOCK_V,) of a row lie below its maximum."""
+    """Depth of the logits (BLOCK_V,) of a row below its maximum, in powers of 2."""
     z = tl.load(row_ptr + column, mask=is_real & (column < V), other=-float("inf"))
     return (base - z.to(tl.float32)) * slope
 
 
 @triton.jit
 def _bin(depth, start, width):
-    """Which of BINS from ``start`` on, the last for all that lies deeper."""
+    """Bin of each depth, counted from ``start``; the last bin also holds all greater depths."""
     return tl.minimum(tl.maximum(depth - start, 0.0) / width, BINS - 1).to(tl.int32)
 
 
@@ -207,11 +210,11 @@ def _adaptive(
 ):
     """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of one row.
 
-    The head is the longest prefix of the teacher's descending order that holds at most half of
-    its mass. It is found by counting: a histogram over the depth below the maximum bounds the
-    mass of every prefix, which leaves few bins for its end; a second one divides these by BINS
-    again. The entries that then may be the end, a thousandth apart, are few and ranked among
-    each other; more than BINS of them go by index, as equal ones do.
+    The head is the longest prefix of the teacher's tokens in descending order that has at most half
+    of the mass. It is found by counting. A histogram over the depth below the maximum bounds the
+    mass of every prefix, which leaves few bins for the head's end. A second histogram divides these
+    bins by BINS again. The remaining candidates for the end, a thousandth apart, are few and are
+    ranked exactly; more than BINS of them are ranked by index, like equal ones.
     """
     half = sum_t * HEAD_MASS
     bins = tl.arange(0, BINS)
@@ -248,7 +251,7 @@ def _adaptive(
     high = tl.minimum(tl.sum((least * (1.0 - SLACK) <= half).to(tl.int32), axis=0), BINS - 1)
     members = tl.sum(tl.where((bins >= low) & (bins <= high), counts, 0), axis=0)
     above_members = surely + tl.sum(tl.where(bins < low, lightest, 0.0), axis=0)
-    # The first of all is in the head, however much it holds.
+    # The first token is always in the head.
     always = tl.where(above_members == 0.0, 1, 0)
 
     log_ratio = tl.log2(sum_t / sum_s)
@@ -277,7 +280,7 @@ def _adaptive(
         shares = between & (part >= low) & (part <= high)
         place = taken + tl.cumsum(shares.to(tl.int32), axis=0)  # counts from 1
         taken += tl.sum(shares.to(tl.int32), axis=0)
-        # Never beyond the row's list, should this pass round a bin's edge differently.
+        # Never beyond the row's list, even if this pass rounds a bin's edge differently.
         few = shares & (members <= BINS) & (place <= BINS)
         tl.store(members_ptr + place - 1, depth, mask=few)
         tl.store(members_ptr + BINS + place - 1, gap, mask=few)
@@ -287,12 +290,12 @@ def _adaptive(
         in_head = in_head | (shares & (members > BINS) & fits)
         g_head += tl.where(in_head, gap, 0.0)
 
-    tl.debug_barrier()  # the members come from all threads
+    tl.debug_barrier()  # all threads write members
     listed = tl.where(members <= BINS, tl.minimum(taken, BINS), 0)
     is_member = bins < listed
     depth = tl.load(members_ptr + bins, mask=is_member, other=float("inf"))
     gap = tl.load(members_ptr + BINS + bins, mask=is_member, other=0.0)
-    before = tl.zeros([BINS], dtype=tl.float32)  # mass of the members that rank before each
+    before = tl.zeros([BINS], dtype=tl.float32)  # mass of the members ranked before each
     rank = tl.zeros([BINS], dtype=tl.int32)
     for start in range(0, listed, 16):
         other = start + tl.arange(0, 16)
@@ -343,12 +346,12 @@ def soft_target_forward_kernel(
     teacher_row = teacher_ptr + row * stride_teacher
     columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
 
-    # Each lane has its own maximum, so that no thread waits for another until the row is read.
+    # Each lane has its own maximum, so threads do not wait for each other within a row.
     top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
     top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
     sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
     sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-    # Σ 2^{x_t} (x_t − x_s), or the other way round for reverse_kl.
+    # Σ 2^{x_t} (x_t − x_s); for reverse_kl with s and t exchanged.
     cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         z_s = _load(student_row, start + columns, V, is_real)
@@ -370,7 +373,7 @@ def soft_target_forward_kernel(
         sum_s = sum_s * shrink_s + _lane_sum(w_s)
         sum_t = sum_t * shrink_t + _lane_sum(w_t)
 
-    # The lanes meet at the row's maximum.
+    # The lanes are rescaled to the row's maximum.
     shift_s = _shift(top_s, tl.max(top_s, axis=1)[:, None]) * slope
     shift_t = _shift(top_t, tl.max(top_t, axis=1)[:, None]) * slope
     base_s, base_t = _base(tl.max(top_s, axis=1)), _base(tl.max(top_t, axis=1))
@@ -479,7 +482,7 @@ def soft_target_forward_kernel(
         elif DIVERGENCE == "negative_log_acceptance":
             accepted = tl.sum(overlap, axis=1)
             share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
-            # Not the logarithm alone: a NaN hides in the smaller of two probabilities.
+            # Not only the logarithm: the minimum of two probabilities hides a NaN.
             loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
         elif DIVERGENCE == "lk":
             share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
@@ -492,7 +495,7 @@ def soft_target_forward_kernel(
             or DIVERGENCE == "skew_reverse_kl"
             or DIVERGENCE == "generalized_js"
         ):
-            # The gradient subtracts this mean from values rounded as these are.
+            # The gradient subtracts this mean from values with the same rounding.
             expectation = tl.sum(weighed, axis=1)
 
     exists = row < R
@@ -514,7 +517,7 @@ def soft_target_reduce_kernel(
     total_ptr,  # ()
     divisor_ptr,  # (): what the sum was divided by
     R,
-    COUNTS: tl.constexpr,  # divide by the number of rows, or of those that the mask keeps
+    COUNTS: tl.constexpr,  # divide by the number of rows, or of real rows if there is a mask
     HAS_MASK: tl.constexpr,
     HAS_DENOMINATOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -577,7 +580,7 @@ def soft_target_backward_kernel(
     dloss = tl.load(dloss_ptr + row * stride_dloss, mask=is_real, other=0.0)[:, None] * scale
     if REDUCED:
         dloss = dloss / tl.load(divisor_ptr)
-    # Where nothing is loaded, logits and maxima are 0 and sums 1: all is finite, and times 0.
+    # Outside, logits and maxima are 0 and sums are 1: every value is finite and multiplied by 0.
     dloss = tl.where(is_real[:, None], dloss, 0.0)
     to_student, to_teacher = dloss / sum_s, dloss / sum_t
     log_ratio = tl.log2(sum_t / sum_s)
@@ -675,7 +678,7 @@ def soft_target_forward(
             teacher.stride(0),
             LOG2_E / temperature,
             scale,
-            # At most V entries hold half the mass: the largest of them is no less than 1/2V.
+            # At most V entries hold half the mass, so the largest of them is at least 1/2V.
             (math.log2(V) + 1.5) / BINS.value,
             coefficient,
             DIVERGENCE=divergence,
@@ -696,8 +699,8 @@ def soft_target_reduce(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the losses (R,) over a divisor, and that divisor, both ().
 
-    The divisor is the 0-d float32 ``denominator``, else, if it ``counts``, the number of rows
-    (that the mask keeps), else 1.
+    The divisor is the 0-d float32 ``denominator`` if given; with ``counts`` the number of rows,
+    or of real rows if there is a mask; otherwise 1.
     """
     total = torch.empty((), dtype=torch.float32, device=loss.device)
     divisor = torch.empty((), dtype=torch.float32, device=loss.device)
@@ -737,7 +740,7 @@ def soft_target_backward(
 ) -> Tensor:
     """dstudent (R, V) in the dtype of student.
 
-    The upstream gradient is (R,), or () with the divisor of `soft_target_reduce`.
+    The upstream gradient has shape (R,), or () with the divisor of `soft_target_reduce`.
     """
     dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
     options = divergence, temperature, scale, coefficient
@@ -758,9 +761,9 @@ def fill_gradient(
     scale: float,
     coefficient: float = 0.0,
 ) -> None:
-    """Fill dstudent, which may be student: each of its tiles is read before it is written.
+    """Write the gradient into dstudent, which may be student: a tile is read before it is written.
 
-    Not an operator: it writes to logits that are made where graphs do not see them.
+    This is no operator, since it writes to logits that are computed outside any graph.
     """
     R, V = student.shape
     assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
@@ -791,5 +794,5 @@ def fill_gradient(
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
-    """The mask as bytes, the one type that all versions of Triton read alike."""
+    """The mask as bytes, the only type that all versions of Triton read in the same way."""
     return None if mask is None else mask.view(torch.uint8)
