@@ -26,7 +26,7 @@ def inputs(data):
     return {name: x for name, x in data.items() if name != "labels"}
 
 
-def test_the_teachers_logits_are_the_bases():
+def test_the_teachers_logits_are_computed_without_adapters():
     data, base = batch(), classifier("bert")
     with torch.no_grad():
         expected = base(**inputs(data)).logits
@@ -53,7 +53,7 @@ def test_the_teachers_logits_are_the_bases():
 
 
 @pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert"])
-def test_what_is_compared_is_a_copys(name):
+def test_terms_equal_those_of_a_copied_teacher(name):
     """The step is that with a copy of the base, made before the adapters were put in."""
     data, base = batch(), classifier("bert")
     copied = classifier("bert")
@@ -71,7 +71,7 @@ def test_what_is_compared_is_a_copys(name):
     torch.testing.assert_close(steps[0], steps[1])
 
 
-def test_parameters_and_state_are_the_students():
+def test_parameters_and_state_belong_to_the_student():
     base = classifier("bert")
     student = adapted(base)
     frozen = next(p for n, p in student.named_parameters() if "lora_A" in n)
@@ -107,7 +107,7 @@ def test_every_split_is_the_same_step():
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": "all"}])
-def test_a_base_that_learns_teaches_nothing(options):
+def test_a_trainable_base_is_an_error(options):
     base = classifier("bert")
     student = adapted(base, **options)
     if not options:
@@ -117,7 +117,7 @@ def test_a_base_that_learns_teaches_nothing(options):
     Distiller(classifier("bert"), student, SoftTargets())
 
 
-def test_what_learns_is_the_same_after_a_teacher_that_fails():
+def test_a_failing_teacher_leaves_trainable_parameters_unchanged():
     base = classifier("bert")
     student = adapted(base)
     base.bert.encoder.layer[0].requires_grad_(False)  # adapters of a layer that stays as it is

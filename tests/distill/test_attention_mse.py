@@ -47,7 +47,7 @@ def test_attention_mse_is_tinyberts_equations_7_to_10(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("term", ["attention", "hidden"])
-def test_attention_mse_reaches_what_learns(family, term):
+def test_attention_mse_has_gradients_for_the_student(family, term):
     teacher, student = eager_pair(family)
     method = AttentionMSE(**{"attention": 0.0, "hidden": 0.0, "soft_weight": 0.0, term: 1.0})
     assert type(method)(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
@@ -57,7 +57,7 @@ def test_attention_mse_reaches_what_learns(family, term):
     assert (method.W.weight.grad is not None) == (term == "hidden")
 
 
-def test_attention_mse_of_other_numbers_of_heads():
+def test_attention_mse_of_unequal_numbers_of_heads():
     teacher, _ = eager_pair("bert")
     student = classifier("bert", layers=2, num_attention_heads=4).double()
     student.set_attn_implementation("eager")

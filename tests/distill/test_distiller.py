@@ -269,7 +269,7 @@ VOCABULARIES = [(f, h) for f, h in VOCABULARIES if h in ("masked words", "next w
 
 
 @pytest.mark.parametrize(("family", "head"), [x for x in VOCABULARIES if x[0] != "bart"])
-def test_a_teachers_vocabulary_is_not_multiplied_by_where_no_term_reads_logits(family, head):
+def test_logits_are_not_computed_if_no_term_reads_them(family, head):
     teacher, data = support.model_of(family, head), support.data_of(family, head)
     student = student_from_teacher(teacher, [1, 3])
     method = FCD(task_weight=0.5, soft_weight=0.0)
@@ -303,14 +303,14 @@ class ReadsUndeclared(Reads):
         return step.soft_loss(1.0, "forward_kl", True)
 
 
-def test_a_term_on_logits_that_a_method_does_not_name_is_told_so():
+def test_an_undeclared_term_on_logits_is_an_error():
     teacher = model(t.AutoModelForCausalLM, "llama")
     distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), ReadsUndeclared())
     with pytest.raises(ValueError, match=r"the teacher's logits, .* add it to logit_terms"):
         distiller(**support.data_of("llama", "next word"))
 
 
-def test_a_schedule_that_nobody_drives_warns_once():
+def test_a_schedule_without_progress_warns_once():
     distiller = Distiller(
         classifier("bert"), classifier("bert", layers=2), method_by_name("lrc_bert", preset="paper")
     ).train()
@@ -340,7 +340,7 @@ def causal_batch():
 @pytest.mark.parametrize(
     "family, head", [("gpt2", t.GPT2LMHeadModel), ("llama", t.LlamaForCausalLM)]
 )
-def test_causal_language_models_compare_where_the_next_label_is_real(family, head):
+def test_causal_language_models_compare_positions_with_a_next_label(family, head):
     teacher, student = pair(family, head=head)
     data = causal_batch()
     distiller = Distiller(teacher, student, SoftTargets(alpha=0.5, temperature=2.0)).eval()
@@ -362,7 +362,7 @@ def test_causal_language_models_compare_where_the_next_label_is_real(family, hea
         assert out.loss == 0 and not any(g.any() for g in gradients.values())
 
 
-def test_masked_language_models_compare_where_labels_are():
+def test_masked_language_models_compare_labelled_positions():
     teacher, student = pair("bert", head=t.BertForMaskedLM)
     data = causal_batch()
     data["labels"][:, ::3] = -100
@@ -439,7 +439,7 @@ def out_of(model, data):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_student_predicts_what_its_teacher_does(cached, tmp_path):
+def test_a_student_has_its_teachers_problem_type(cached, tmp_path):
     """Labels say whether several are right; rows without labels can't."""
     teacher, student = classifier("bert"), classifier("bert", layers=2)
     teacher.config.problem_type = "multi_label_classification"
@@ -461,7 +461,7 @@ def test_a_student_predicts_what_its_teacher_does(cached, tmp_path):
         Distiller(teacher, student, SoftTargets())
 
 
-def test_logits_whose_last_dimension_is_no_label_are_refused():
+def test_logits_without_a_label_dimension_are_an_error():
     teacher, student = pair("electra", head=t.ElectraForPreTraining)  # a logit for each token
     with pytest.raises(ValueError, match=r"soft term needs logits of 2 labels.* \(6, 10\)"):
         Distiller(teacher, student, SoftTargets(alpha=1.0))(**batch())
@@ -556,7 +556,7 @@ def test_return_dict_changes_no_term(name):
         assert all(torch.equal(value, expected[term]) for term, value in out.terms.items())
 
 
-def test_a_head_without_logits_is_an_error_that_names_what_it_returns():
+def test_a_head_without_logits_is_an_error_with_its_outputs():
     teacher, student = pair("bert", head=t.BertForPreTraining)
     data = batch()
     data.pop("labels")
@@ -567,7 +567,7 @@ def test_a_head_without_logits_is_an_error_that_names_what_it_returns():
         Distiller(teacher, student, SoftTargets(alpha=1.0))(**data)
 
 
-def test_models_without_a_head_learn_from_features_alone():
+def test_models_without_a_head_learn_from_features_only():
     teacher, student = pair("bert", head=t.BertModel)
     data = batch()
     out = Distiller(teacher, student, FCD(task_weight=0.0))(**data)
@@ -667,7 +667,7 @@ def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
         *(("fcd", how) for how in HOW_PACKED[1:]),
     ],
 )
-def test_packed_rows_learn_what_padded_rows_learn(name, how):
+def test_packed_rows_equal_padded_rows(name, how):
     distiller = ready(*decoders(), name)
     texts = documents()
     expected = step(distiller, padded(texts))
@@ -692,7 +692,7 @@ def test_packed_rows_may_be_padded(name):
     assert_same_step(distiller, data, expected)
 
 
-def test_padding_on_the_left_of_packed_rows_is_not_seen():
+def test_left_padding_of_packed_rows_changes_nothing():
     """Also where its positions go on into those of the first document."""
     distiller = ready(*decoders(), "soft_targets")
     texts = documents((5, 3))
@@ -718,7 +718,7 @@ def opt(layers):
 @pytest.mark.parametrize(
     "how", ["encoder", "embeddings", "decoder", "teacher", "no positions", "compiled"]
 )
-def test_models_that_read_a_packed_row_as_one_document_are_named(how):
+def test_models_that_mix_packed_documents_are_an_error(how):
     teacher, student = decoders()
     data, side, hint = packed(documents(), "segments"), "student", "give each document"
     if how in ("encoder", "embeddings"):
@@ -744,7 +744,7 @@ def test_models_that_read_a_packed_row_as_one_document_are_named(how):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["bert", "opt", "t5"])
-def test_fresh_weights_that_mix_documents_are_named_too(family, dtype):
+def test_new_weights_that_mix_documents_are_an_error(family, dtype):
     """Of weights of 0.02 attention says little, and less than rounding in bfloat16."""
     config = copy.deepcopy(SUPPORTED[family])
     kind = t.T5EncoderModel if family == "t5" else t.AutoModel.from_config
@@ -757,7 +757,7 @@ def test_fresh_weights_that_mix_documents_are_named_too(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fresh_weights_that_keep_documents_apart_are_taken(dtype):
+def test_new_weights_that_separate_documents_are_accepted(dtype):
     config = t.LlamaConfig(**{**SUPPORTED["llama"].to_dict(), "initializer_range": 0.02})
     teacher, student = (t.LlamaModel(config).to(dtype) for _ in range(2))
     distiller = Distiller(teacher, student, FCD(task_weight=0))
@@ -782,7 +782,7 @@ def test_unlabelled_packed_rows_compare_no_distribution_across_documents():
     assert_same_step(distiller, packed(texts, labels=False), expected)
 
 
-def test_a_head_with_one_prediction_a_row_refuses_packed_rows():
+def test_packed_rows_are_an_error_for_heads_with_one_prediction_per_row():
     distiller = Distiller(*pair("llama"), SoftTargets())
     with pytest.raises(ValueError, match="rows are packed with several documents"):
         distiller(**{**packed(documents()), "labels": torch.tensor([0])})
@@ -856,7 +856,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(step(distiller, data)[1], plain, atol=1e-5, rtol=1e-4)
 
 
-def test_checkpoints_that_hide_attention_maps_are_refused():
+def test_checkpointing_that_hides_attention_maps_is_an_error():
     distiller = Distiller(*eager(pair("bert")), AttentionMSE())
     distiller.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(ValueError, match="use_reentrant=True cuts the gradient"):
@@ -876,7 +876,7 @@ def test_backward_twice_and_upstream_gradient():
 # Mistakes
 
 
-def test_mistakes_are_named():
+def test_wrong_arguments_are_errors():
     teacher, student = classifier("bert"), classifier("bert", layers=2)
     for given, hint in (
         ("fcd", r"got 'fcd'; .* fastkd.distill.method_by_name\('fcd'\)"),
@@ -909,7 +909,7 @@ def test_mistakes_are_named():
         Distiller(big, small, SoftTargets())
 
 
-def test_bad_batches_are_named():
+def test_wrong_batches_are_errors():
     distiller = make("fcd")
     data = batch()
     labels = data.pop("labels")

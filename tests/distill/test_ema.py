@@ -119,7 +119,7 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
-def test_data_parallel_and_sharded_averages_are_those_of_one_process(tmp_path):
+def test_data_parallel_and_sharded_averages_equal_one_process(tmp_path):
     distiller, teacher = made()
     train(distiller)
     expected = [p.detach().clone() for p in teacher.model.parameters()]
@@ -164,7 +164,7 @@ def test_methods_on_layers_and_language_models():
         teacher.update()
 
 
-def test_mistakes_are_named(tmp_path):
+def test_wrong_arguments_are_errors(tmp_path):
     distiller, teacher = made()
     with pytest.raises(ValueError, match="decay must be at most 1"):
         EMATeacher(distiller.student, 1.5)
@@ -237,7 +237,7 @@ def test_privileged_context(keep_logits, left):
     assert student.lm_head.weight.grad.abs().sum() > 0
 
 
-def test_tokens_that_are_not_paired_are_named():
+def test_unpaired_tokens_are_an_error():
     student = model(t.AutoModelForCausalLM, "llama", 2)
     distiller = Distiller(EMATeacher(student, 0.9), student, SoftTargets())
     data = privileged()

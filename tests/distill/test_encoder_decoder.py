@@ -50,7 +50,7 @@ def doubled(data):
 
 
 @SPEAKING
-def test_the_students_decoder_is_cut(family, tmp_path):
+def test_only_the_decoder_of_a_student_is_cut(family, tmp_path):
     teacher, student = models(family)
     ours, theirs = Backbone(student), Backbone(teacher)
     assert (ours.num_layers, theirs.num_layers) == (2, 3)
@@ -77,7 +77,7 @@ def test_layers_are_the_decoders_hidden_states(family):
 
 
 @SPEAKING
-def test_the_task_is_the_models_own_loss(family):
+def test_the_task_loss_is_the_models_loss(family):
     distiller = distiller_of(family, "labels")
     data = doubled(data_of(family, FAMILIES[family]))
     torch.testing.assert_close(distiller(**data).loss, distiller.student(**data).loss)
@@ -109,7 +109,7 @@ def test_padded_labels_change_nothing(family, name):
         torch.testing.assert_close(found, gradients)
 
 
-def test_micro_batches_add_up_to_the_whole():
+def test_micro_batches_add_up_to_the_whole_batch():
     distiller = distiller_of("t5", "fcd")
     data = data_of("t5", "written words")
     _, expected = step(distiller, data)
@@ -119,7 +119,7 @@ def test_micro_batches_add_up_to_the_whole():
 
 
 @pytest.mark.parametrize("method", ["fcd", "soft_targets"])
-def test_a_cache_says_what_the_teacher_says(tmp_path, method):
+def test_a_cache_equals_its_teacher(tmp_path, method):
     """Of the same samples in another order, padded further on both sides."""
     distiller = distiller_of("t5", method)
     data = data_of("t5", "written words")

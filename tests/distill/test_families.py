@@ -43,7 +43,7 @@ def resnet():
 
 
 @pytest.mark.parametrize("sounds", ["Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "Data2VecAudio"])
-def test_as_many_convolutions_as_blocks_are_no_blocks(sounds):
+def test_convolutions_are_not_taken_for_blocks(sounds):
     """The model of 8 blocks has 7 convolutions, as many as its student has blocks."""
     config = getattr(t, f"{sounds}Config")(**SOUND, num_hidden_layers=8, layerdrop=0.0)
     teacher = getattr(t, f"{sounds}Model")(config).eval()
@@ -72,7 +72,7 @@ class Twice(t.PreTrainedModel):
         )
 
 
-def test_where_two_lists_may_be_the_blocks_they_are_named():
+def test_two_possible_lists_of_blocks_are_named():
     model = Twice(t.BertConfig(**BERT, num_hidden_layers=3))
     with pytest.raises(NoLayers, match=r"of 3 modules .* \(first, second\); say which"):
         find_stack(model)
@@ -81,7 +81,7 @@ def test_where_two_lists_may_be_the_blocks_they_are_named():
 
 
 @pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert", "knn"])
-def test_padded_sounds_are_compared_where_they_are_real(name):
+def test_padding_of_sounds_is_not_compared(name):
     """A mask of samples, of which 320 make a frame."""
     config = t.Wav2Vec2Config(
         **SOUND, num_hidden_layers=2, num_labels=3, layerdrop=0.0, feat_extract_norm="layer",
@@ -104,7 +104,7 @@ def test_padded_sounds_are_compared_where_they_are_real(name):
 
 
 @pytest.mark.parametrize("family", ["longformer", "prophetnet"])
-def test_what_blocks_see_beside_the_tokens_is_cut(family):
+def test_extra_positions_of_blocks_are_removed(family):
     """Padding to whole windows; streams of predictions."""
     teacher, data = model_of(family, "none").eval(), data_of(family, "none")
     del data["labels"]
@@ -116,7 +116,7 @@ def test_what_blocks_see_beside_the_tokens_is_cut(family):
         torch.testing.assert_close(hidden, states[layer])
 
 
-def test_the_last_layer_is_as_wide_as_the_others():
+def test_the_last_layer_has_the_hidden_size():
     teacher = model_of("opt, narrow embeddings", "next word").eval()
     data = data_of("opt, narrow embeddings", "next word")
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_the_last_layer_is_as_wide_as_the_others():
     torch.testing.assert_close(teacher.lm_head(narrow), kept.logits)
 
 
-def test_a_model_without_embeddings_is_told_to_leave_them():
+def test_perturbation_without_embeddings_is_an_error():
     config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3, layerdrop=0.0)
     teacher = t.Wav2Vec2ForSequenceClassification(config)
     distiller = Distiller(teacher, student_from_teacher(teacher, 1), recipe("lrc_bert"))
@@ -133,7 +133,7 @@ def test_a_model_without_embeddings_is_told_to_leave_them():
         distiller(input_values=torch.randn(4, 2000), labels=LABELS)
 
 
-def test_layers_left_out_at_random_are_not_compared():
+def test_randomly_dropped_layers_are_not_compared():
     config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3)
     teacher = t.Wav2Vec2ForSequenceClassification(config)
     data = {"input_values": torch.randn(4, 2000), "labels": LABELS}
@@ -157,7 +157,7 @@ def test_a_model_without_layers_learns_from_outputs(method):
         Distiller(teacher, student, FCD())
 
 
-def test_a_model_of_two_towers_is_refused_by_its_parts():
+def test_a_model_of_two_towers_is_an_error_with_its_parts():
     text = {**TOWER, "vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
     config = t.CLIPConfig(text_config=text, vision_config=SEEN, projection_dim=8)
     teacher, student = t.CLIPModel(config), t.CLIPModel(config)
@@ -168,7 +168,7 @@ def test_a_model_of_two_towers_is_refused_by_its_parts():
     assert Backbone(teacher.text_model).num_layers == 4
 
 
-def test_the_language_model_of_a_model_that_sees_is_compared():
+def test_the_language_model_of_a_vision_model_is_compared():
     config = t.LlavaConfig(
         text_config={"model_type": "llama", **SAID, "initializer_range": 0.2},
         vision_config={"model_type": "clip_vision_model", **SEEN, "projection_dim": 8},
@@ -191,7 +191,7 @@ def test_the_language_model_of_a_model_that_sees_is_compared():
     torch.testing.assert_close(out.terms["task"], expected.detach())
 
 
-def test_half_of_an_encoder_decoder_is_a_model_of_its_own():
+def test_half_of_an_encoder_decoder_is_a_separate_model():
     encoder, decoder = WhisperEncoder(whisper()), WhisperDecoder(whisper())
     assert (Backbone(encoder).num_layers, Backbone(decoder).num_layers) == (4, 3)
     sound = torch.randn(2, 8, 40)
@@ -217,7 +217,7 @@ def test_ctc_is_not_supported():
     assert features.loss.isfinite()
 
 
-def test_a_decoder_that_hears_predicts_the_next_word():
+def test_an_audio_decoder_predicts_the_next_token():
     text = {**SAID, "model_type": "qwen2"}
     sound = {
         "model_type": "qwen2_audio_encoder", "d_model": 16, "encoder_ffn_dim": 32,

@@ -23,7 +23,7 @@ def test_uniform_map_ends_with_the_last_layer_and_increases(teacher, student):
     assert layers[-1] == teacher and layers[0] >= 1
 
 
-def test_bad_maps_say_what_is_wrong():
+def test_wrong_maps_are_errors():
     with pytest.raises(ValueError, match="did you mean 'uniform'"):
         layer_map("uniforn", 12, 6)
     with pytest.raises(ValueError, match="student has 6 layers but the teacher only 4"):
@@ -52,7 +52,7 @@ def test_select_layers_finds_the_layers_that_change_most():
     assert select_layers(teacher, batches, 5) == [1, 2, 3, 4, 5]
 
 
-def test_select_layers_takes_the_least_correlated_with_the_layer_before():
+def test_select_layers_minimises_the_correlation_with_the_previous_layer():
     teacher = classifier("bert", layers=4)
     batches = [batch(rows=32) for _ in range(3)]
     order = adjacent_layer_cca(teacher, batches).argsort() + 1
@@ -60,7 +60,7 @@ def test_select_layers_takes_the_least_correlated_with_the_layer_before():
         assert select_layers(teacher, batches, m) == sorted(order[:m].tolist())
 
 
-def test_select_layers_refuses():
+def test_select_layers_wrong_arguments():
     teacher = classifier("bert", layers=2)
     with pytest.raises(ValueError, match="student has 3 layers"):
         select_layers(teacher, [batch()], 3)

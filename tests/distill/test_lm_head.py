@@ -50,7 +50,7 @@ def batches(head, causal):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family, head", MODELS)
-def test_heads_give_what_logits_give(family, head, method):
+def test_head_inputs_equal_logits(family, head, method):
     by_head, by_logits = both(family, head, method)
     by_head.method.perturb = by_logits.method.perturb = False
     for data in batches(head, head == "next word"):
@@ -59,7 +59,7 @@ def test_heads_give_what_logits_give(family, head, method):
         assert_same((out.terms, gradients), (expected.terms, wanted))
 
 
-def test_no_logits_of_all_tokens_are_made(monkeypatch):
+def test_no_logits_of_all_tokens_are_computed(monkeypatch):
     by_head, _ = both("llama", "next word", "lrkd")
     rows = []
     for model in (by_head.teacher, by_head.student):
@@ -68,7 +68,7 @@ def test_no_logits_of_all_tokens_are_made(monkeypatch):
     assert rows == [1, 1]
 
 
-def test_terms_that_no_one_reads_are_not_computed(monkeypatch):
+def test_unread_terms_are_not_computed(monkeypatch):
     def read(*rows):
         raise AssertionError("entropy and accuracy cost a pass over all logits")
 
@@ -89,7 +89,7 @@ def test_accumulated_and_perturbed(perturb):
     assert_same(*found)
 
 
-def test_several_methods_of_which_one_has_other_terms():
+def test_several_methods_with_different_terms():
     class Own(SoftTargets):
         def soft(self, step):
             return step.student.logits.square().mean()
@@ -104,7 +104,7 @@ def test_several_methods_of_which_one_has_other_terms():
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("where", ["output layer", "model", "class"])
-def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits(where, compiled):
+def test_logits_changed_after_the_output_layer_are_used(where, compiled):
     class Unknown(t.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
             return halved(self, args, super().forward(*args, **kwargs))
@@ -134,7 +134,7 @@ def test_a_model_that_does_more_behind_its_output_layer_keeps_its_logits(where, 
     assert out.logits is not None and by_head.student_model.other_head
 
 
-def test_a_method_that_perturbs_takes_the_second_run_of_such_a_model():
+def test_perturbation_uses_the_second_run_of_such_a_model():
     found = []
     for distiller in both("llama", "next word", "lrc_bert"):
         distiller.train().method.perturb = True

@@ -46,7 +46,7 @@ class Loop(torch.nn.Module):
         self.distiller, self.teacher = distiller, distiller.teacher
 
 
-def test_a_teacher_that_others_put_in_train_mode_has_no_dropout(tmp_path):
+def test_a_teacher_in_train_mode_has_no_dropout(tmp_path):
     distiller = Distiller(*pair(), FCD()).eval()
     data = batch()
     expected = distiller(**data).terms
@@ -61,7 +61,7 @@ def test_a_teacher_that_others_put_in_train_mode_has_no_dropout(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
-def test_a_model_that_was_replaced_is_named(name):
+def test_a_replaced_model_is_an_error(name):
     """The optimizer would train the new one, and the loss come from the old one."""
     distiller = Distiller(*pair(), FCD())
     old = getattr(distiller, name)
@@ -74,7 +74,7 @@ def test_a_model_that_was_replaced_is_named(name):
         distiller._replicate_for_data_parallel()(**batch())
 
 
-def test_inputs_that_no_model_takes_are_refused():
+def test_unknown_inputs_are_an_error():
     distiller = Distiller(*pair(), FCD())
     data = batch()
     with pytest.raises(TypeError, match="takes no input 'lables'; did you mean 'labels'"):
@@ -84,7 +84,7 @@ def test_inputs_that_no_model_takes_are_refused():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_samples_without_a_label_match_nothing(reduction):
+def test_unlabelled_samples_match_no_sample(reduction):
     """The term of a batch with ignored rows is that of the batch without them."""
     method = IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2, reduction=reduction)
     distiller = Distiller(*pair(), method).eval()
@@ -125,7 +125,7 @@ def test_one_compiled_student_serves_two_methods():
         Distiller(teacher, compiled, LRCBERT(perturb=True))(**data)
 
 
-def test_the_last_layer_is_what_the_head_reads():
+def test_the_last_layer_is_the_heads_input():
     """Vision models end their list of hidden states before the final norm."""
     teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
     backbone, without_hooks = Backbone(teacher), Backbone(teacher)
@@ -143,7 +143,7 @@ def test_the_last_layer_is_what_the_head_reads():
     torch.testing.assert_close(graph(**data).terms, right.terms)
 
 
-def test_a_teacher_with_adapters_has_to_be_merged_first():
+def test_a_teacher_with_adapters_must_be_merged():
     teacher, _ = pair()
     teacher.peft_config = {}
     with pytest.raises(ValueError, match="merge_and_unload"):
@@ -159,7 +159,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_hidden_states_of_other_layers_are_refused(family):
+def test_hidden_states_of_other_layers_are_an_error(family):
     """Mamba shows none of the embeddings, so that state l is that of layer l + 1."""
     torch.manual_seed(0)
     teacher = t.AutoModel.from_config(RECURRENT[family]())

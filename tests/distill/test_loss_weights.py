@@ -82,7 +82,7 @@ def test_packed_rows_and_micro_batches():
     torch.testing.assert_close(shares, apart.loss.detach())
 
 
-def test_a_trainer_passes_them_on(tmp_path):
+def test_a_trainer_passes_loss_weights(tmp_path):
     distiller, given = made(), data()
     rows = [{name: x[i].nan_to_num() for name, x in given.items()} for i in range(3)]
     seen = []
@@ -98,7 +98,7 @@ def test_a_trainer_passes_them_on(tmp_path):
     trainer.evaluate(rows)
 
 
-def test_wrong_weights_are_named():
+def test_wrong_weights_are_errors():
     distiller, given = made(), data()
     for wrong, error, message in (
         (torch.ones(3, 7), ValueError, "loss_weights must have shape"),

@@ -123,7 +123,7 @@ def test_fcd_is_equation_10(family):
     assert FCD(task_weight=0.5).soft_weight == 0.5 and FCD(task_weight=0.0).soft_weight == 0.0
 
 
-def test_both_terms_of_fcd_come_from_one_pass(monkeypatch):
+def test_both_terms_of_fcd_are_computed_in_one_pass(monkeypatch):
     calls = []
     one_pass = FCDLoss.forward
     monkeypatch.setattr(
@@ -169,7 +169,7 @@ def test_knn_matches_regression_targets_within_the_tolerance():
 
 
 @pytest.mark.parametrize("method", [IntraClassKNN, SoftTargets])
-def test_a_missing_number_counts_in_no_term_on_labels(method):
+def test_nan_labels_are_in_no_term(method):
     teacher, student = pair("bert", num_labels=1)
     labels = torch.tensor([0.0, float("nan"), 0.4, float("nan")])
     inputs = {**batch(rows=4, num_labels=1), "labels": labels}
@@ -221,7 +221,7 @@ def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
     torch.testing.assert_close(out.loss, expected)
 
 
-def test_lrc_bert_says_that_many_classes_leave_little_of_the_label():
+def test_lrc_bert_warns_of_many_classes():
     teacher, student = (classifier("bert", layers, num_labels=150) for layers in (4, 2))
     with pytest.warns(UserWarning, match="the right one of 150 classes 0.02 of the target"):
         Distiller(teacher, student, distill.LRCBERT())
@@ -271,7 +271,7 @@ def test_mc3kd_is_equations_1_to_8(family, pool):
     torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_mc3kd_chooses_from_what_the_teacher_reads():
+def test_mc3kd_chooses_from_the_teachers_inputs():
     torch.manual_seed(2)
     teacher = classifier("bert")
     data = batch(rows=16)
@@ -374,7 +374,7 @@ def test_papers_values():
     assert all(defaults[name][option] in grid for (name, option), grid in grids.items())
 
 
-def test_a_preset_is_where_hyperparameters_start():
+def test_hyperparameters_override_a_preset():
     assert method_by_name("lrc_bert").first_stage < 0.8
     assert method_by_name("lrc_bert", preset="paper", gamma=2.0).gamma == 2.0
     for kind in METHODS.values():
@@ -410,12 +410,12 @@ def test_hyperparameters_rebuild_the_method(name):
         ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
     ],
 )
-def test_bad_options_are_named(name, options, message):
+def test_wrong_options_are_errors(name, options, message):
     with pytest.raises(ValueError, match=message):
         method_by_name(name, **options)
 
 
-def test_a_teacher_with_too_few_layers_is_refused_at_once():
+def test_a_teacher_with_too_few_layers_is_an_error():
     teacher, student = classifier("bert", layers=2), classifier("bert", layers=3)
     for name in ("fcd", "lrc_bert", "mc3kd"):
         with pytest.raises(ValueError, match="student has 3 layers but the teacher only 2"):
@@ -436,7 +436,7 @@ def test_a_method_serves_models_of_one_size():
         Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)
 
 
-def test_a_term_that_compute_would_not_call_is_refused():
+def test_a_term_that_compute_does_not_call_is_an_error():
     class Doubled(FCD):
         def samples(self, step):
             return step.student.hidden[1].new_zeros(())

@@ -36,7 +36,7 @@ def test_layers_are_transformers_hidden_states(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hooks_are_gone_afterwards_even_after_an_error(family):
+def test_hooks_are_removed_even_after_an_error(family):
     model = classifier(family)
     backbone = Backbone(model)
     with pytest.raises(RuntimeError, match="stop"), capture(backbone, [1, 4]):
@@ -69,7 +69,7 @@ def test_hidden_states_carry_gradients_under_checkpointing(family):
 @pytest.mark.left_out(where=lambda given: given["family"] == "xlnet" and not given["left"])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sentence_token_is_the_one_that_the_head_reads(family, left):
+def test_sentence_token_is_read_by_the_head(family, left):
     """The logits must depend on the last hidden state through that token only."""
     model = classifier(family).double()
     backbone = Backbone(model)
@@ -120,7 +120,7 @@ def test_replaced_embeddings_reach_the_first_block(family):
     assert torch.equal(unchanged, plain) and not torch.allclose(moved, plain)
 
 
-def test_inputs_that_a_model_does_not_know_are_left_out():
+def test_unknown_inputs_of_a_model_are_dropped():
     ids = torch.randint(5, 60, (1, 4))
     inputs = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids)}
     assert Backbone(classifier("distilbert")).run(inputs).logits.shape == (1, 3)
@@ -146,7 +146,7 @@ def test_kinds_of_head(family, model_class, causal):
     assert one_label.problem == "regression" and not one_label.per_token
 
 
-def test_classes_of_ones_own_keep_their_heads():
+def test_custom_classes_keep_their_heads():
     class HeadInputs(t.GPT2LMHeadModel):
         pass
 
@@ -163,7 +163,7 @@ def test_classes_of_ones_own_keep_their_heads():
     assert all(head.problem is None for head in (words, tags, answers, choices))
 
 
-def test_models_with_code_of_their_own_say_what_they_are():
+def test_models_with_remote_code_declare_their_properties():
     config = CONFIGS["llama"](2)
     config.model_type = "mine"
     assert not reads_last_token(config)
@@ -173,7 +173,7 @@ def test_models_with_code_of_their_own_say_what_they_are():
     assert not reads_last_token(config)
 
 
-def test_xlms_words_stand_where_they_are_predicted():
+def test_xlm_predicts_tokens_at_their_own_positions():
     config = t.XLMConfig(vocab_size=60, emb_dim=16, n_layers=2, n_heads=2)
     assert not Backbone(t.XLMWithLMHeadModel(config)).causal
 

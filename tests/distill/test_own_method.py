@@ -66,7 +66,7 @@ def test_maps_queries_and_keys_belong_together(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_queries_are_those_of_self_attention(family):
+def test_queries_of_self_attention_are_captured(family):
     """A block with cross-attention has two of each name."""
     config = CONFIGS[family](2)
     config.is_decoder = config.add_cross_attention = True
@@ -82,7 +82,7 @@ def test_queries_are_those_of_self_attention(family):
     torch.testing.assert_close(maps.attentions[1], scores.softmax(-1))
 
 
-def test_projections_that_are_interleaved_are_named():
+def test_interleaved_projections_are_an_error():
     sizes = {"vocab_size": 60, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
     model = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
     with (
@@ -92,7 +92,7 @@ def test_projections_that_are_interleaved_are_named():
         pass
 
 
-def test_packed_documents_have_maps_of_their_own():
+def test_packed_documents_have_separate_maps():
     distiller = Distiller(*eager(decoders(t.LlamaModel)), HiddenAndAttention()).eval()
     texts = documents()
     expected = step(distiller, padded(texts, labels=False))
@@ -109,7 +109,7 @@ def test_attention_maps_need_eager_attention():
         Distiller(teacher, student, HiddenAndAttention())
 
 
-def test_blocks_that_hide_their_projections_are_named():
+def test_blocks_with_hidden_projections_are_an_error():
     with pytest.raises(ValueError, match="AlbertForSequenceClassification doesn't show"):
         Distiller(*eager_pair("albert"), HiddenAndAttention())(**batch())
     squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
@@ -136,7 +136,7 @@ def test_methods_are_found_by_name():
         resolve("tests.distill.own_method:not_a_method")
 
 
-def test_unfinished_methods_are_named():
+def test_unfinished_methods_are_errors():
     with pytest.raises(
         TypeError, match=r"'nothing' is not a term; define the method nothing\(step\)"
     ):

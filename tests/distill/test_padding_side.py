@@ -82,7 +82,7 @@ def test_the_step_is_the_same(family, head):
 @pytest.mark.parametrize(
     ("teacher", "student"), [("bert", "roberta"), ("roberta", "distilbert"), ("gpt2", "llama")]
 )
-def test_of_a_teacher_of_another_family(teacher, student):
+def test_a_teacher_of_another_family(teacher, student):
     torch.manual_seed(0)
     models = [classifier(family, n).double() for family, n in ((teacher, 4), (student, 2))]
     distiller = Distiller(*models, FCD(soft_weight=1.0)).eval()
@@ -109,7 +109,7 @@ def test_in_micro_batches_and_from_a_cache(family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "head"), [("gpt2", "next word"), ("bert", "tokens"), ("bert", "answers")]
 )
-def test_logits_come_back_in_the_rows_order(family, head):
+def test_logits_are_returned_in_the_rows_order(family, head):
     distiller, right = distiller_for(family, head, keep_logits=True), data_of(family, head)
     mask = right["attention_mask"]
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_logits_come_back_in_the_rows_order(family, head):
         assert torch.equal(moved[mask.bool()], one[mask.bool()])
 
 
-def test_positions_that_are_given_are_read():
+def test_passed_positions_are_read():
     distiller, right = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
     right["position_ids"] = torch.arange(10).expand(4, 10) + 3
     equal_steps(distiller, right, padded_left(right))
@@ -161,7 +161,7 @@ def test_labels_and_inputs_of_a_decoder():
     equal_steps(distiller, own, left)
 
 
-def test_a_teacher_with_inputs_of_its_own():
+def test_a_teacher_with_separate_inputs():
     distiller, right = distiller_for("bert", "sequence"), data_of("bert", "sequence")
     for name in ("input_ids", "attention_mask"):
         right[f"teacher_{name}"] = right[name].flip(0)
@@ -177,7 +177,7 @@ def test_a_teacher_with_inputs_of_its_own():
     equal_steps(distiller, right, left)
 
 
-def test_rows_whose_padding_cannot_be_read():
+def test_rows_with_unknown_padding():
     """In a graph every row is rotated, some by 0."""
     right = data_of("bert", "tokens")
     del right["labels"]
@@ -220,7 +220,7 @@ def test_layers_chosen_from_data():
     assert methods[0].teacher_layers == methods[1].teacher_layers
 
 
-def test_the_trainer_evaluates_what_it_trains(tmp_path):
+def test_the_trainer_evaluates_as_it_trains(tmp_path):
     teacher = model_of("gpt2", "tokens")
     args = t.TrainingArguments(str(tmp_path), report_to="none", per_device_eval_batch_size=2)
     trainer = DistillationTrainer(teacher, student_from_teacher(teacher, [1, 3]), FCD(), args=args)

@@ -9,12 +9,12 @@ TABLE = PAGE.read_text()
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_page_is_what_the_family_does(family):
+def test_the_page_lists_the_familys_support(family):
     written = [line for line in TABLE.splitlines() if line.startswith(f"| {family} |")]
     assert list(lines_of(family)) == written
 
 
-def test_the_page_has_no_more():
+def test_the_page_lists_no_other_family():
     assert TABLE.startswith(INTRODUCTION)
     listed = {line.split("|")[1].strip() for line in TABLE[len(INTRODUCTION) :].splitlines()}
     assert listed == set(FAMILIES)
