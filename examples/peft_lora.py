@@ -12,7 +12,7 @@ config = BertConfig(
     intermediate_size=64,
 )  # fmt: skip
 teacher = BertForSequenceClassification(config)  # in earnest: from_pretrained(...)
-# Layers first, adapters then: a model with adapters can't be shortened.
+# Layers first, adapters then: a model with adapters can't be cut.
 student = get_peft_model(
     student_from_teacher(teacher, [2, 4]),
     LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value", "dense"]),

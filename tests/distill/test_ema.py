@@ -115,7 +115,7 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
         if first.abs().sum() > 0:
             assert not torch.equal(ours, first)
     (tmp_path / "whole" / "checkpoint-2" / "ema_teacher.pt").unlink()
-    with pytest.raises(ValueError, match=r"no ema_teacher\.pt to resume from"):
+    with pytest.raises(ValueError, match=r"no ema_teacher\.pt"):
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 

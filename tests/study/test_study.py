@@ -340,7 +340,7 @@ def test_invalid_methods_and_tasks_raise_before_any_run(root, methods, message):
         ('student_weights = "new"', "student_weights 'new' is not an option; known: cut, random"),
         ("student_config = 5", "student_config must be Mapping"),
         ("student_config = {num_hidden_layers = 2}", "set student_layers"),
-        ("student_config = {hidden_size = 15}", "one: hidden_size 15 is no multiple"),
+        ("student_config = {hidden_size = 15}", "one: hidden_size: 15 is no multiple"),
         ("student_layers = 9", "student_layers 9: the teacher has only 4 layers"),
         ('device = "gpu"', "device 'gpu' is not an option; known: auto, cpu, cuda"),
         ('cache = "no"', "cache must be bool"),

@@ -258,7 +258,7 @@ def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
     words["method"] = "embeddings"
     assert "a cache knows texts by the student's tokens" in run("cache", **words, expect=2)
     unequal = run("distill", **words, set="cosine=1", expect=2)
-    assert "the student's have 8 numbers, the teacher's 16" in unequal
+    assert "have 8 dimensions, the teacher's 16" in unequal
     for pooling in ("max", "lasttoken"):
         words["teacher"] = make_embedder(tmp_path / pooling, pooling)
         error = run("distill", **words, expect=2)
