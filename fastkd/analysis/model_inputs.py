@@ -1,6 +1,7 @@
-"""How transformers models read a batch: padding side, audio frames, classified token, eval mode."""
+"""How transformers models read a batch: arguments, padding side, audio frames, classified token."""
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -107,3 +108,17 @@ def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
     order = (torch.arange(N, device=first.device) + first) % N
     order = order.to(x.device).reshape(*order.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
     return x.gather(dim, order.expand_as(x))
+
+
+def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """``inputs`` without those for which ``model`` has no argument, such as DistilBERT's.
+
+    transformers separates documents by positions that start again, but only without a mask and a
+    cache.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    left_out = {"token_type_ids", "segments"} - set(arguments)
+    if "position_ids" in inputs:
+        inputs = {**inputs, "use_cache": False}
+        left_out.add("attention_mask")
+    return {name: value for name, value in inputs.items() if name not in left_out}

@@ -22,6 +22,7 @@ from fastkd.analysis.layer_comparison import (
     rccc,
     stream,
 )
+from fastkd.analysis.model_inputs import accepted
 from fastkd.analysis.pictures import (
     plot_layer_panels,
     plot_layer_similarity,
@@ -37,7 +38,6 @@ from fastkd.train import processes, tasks
 from fastkd.train.computation import choose_device
 from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import accepted
 from fastkd.train.files import text_lines
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import be_quiet, check_same_tokens, fitting_length, load, tokenizer_of

@@ -29,14 +29,13 @@ from fastkd.train import data
 from fastkd.train.arrow_rows import (
     Encoded,
     Rows,
-    code_fingerprints,
     file_fingerprint,
     fingerprint,
 )
 from fastkd.train.computation import choose_device
 from fastkd.train.config import TrainingConfig
-from fastkd.train.corpus import Corpus
 from fastkd.train.docstrings import load_docstrings, load_pairs
+from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.evaluation import predict, score
 from fastkd.train.models import (
@@ -55,7 +54,7 @@ from fastkd.train.run import Run, save_model
 from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import find_damage
 from fastkd.train.settings import Source
-from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import Corpus, Task
 
 filelock: Any = require("filelock", "train")
 

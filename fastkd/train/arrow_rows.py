@@ -9,14 +9,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
-import itertools
 import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +26,9 @@ from fastkd.train import processes
 from fastkd.train.errors import InputError
 from fastkd.train.saving import saving
 
-if TYPE_CHECKING:
-    from fastkd.train.tasks.base import Task
-
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
-FEW = 8  # with fewer rows, all tokens may be unknown
-CODE = ("arrow_rows.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
+CODE = ("arrow_rows.py", "encoding.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
 # Prefix of the teacher's own inputs in a batch for a Distiller.
 TEACHER_PREFIX = "teacher_"
 # Class id of a row without a label, as in transformers.
@@ -196,12 +190,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return fingerprint(part.encode() for part in parts)
 
 
-def code_fingerprints(task: "type[Task]") -> list[str]:
-    """The name of a task and the fingerprints of its source files, those of its bases included."""
-    files = dict.fromkeys(inspect.getfile(part) for part in task.__mro__ if part is not object)
-    return [task.name(), *(file_fingerprint(Path(file)) for file in files)]
-
-
 def in_memory(
     source: str, texts: list[str], labels: Sequence[float], pairs: list[str] | None = None
 ) -> Rows:
@@ -228,7 +216,7 @@ def stored(
     code = (file_fingerprint(Path(__file__).parent / name) for name in CODE)
     parts = (*parts, *code, library.__version__)
     try:
-        with _writing(source):
+        with writing(source):
             data = library.Dataset.from_generator(
                 records,
                 features=_features(columns),
@@ -237,7 +225,7 @@ def stored(
             )
     except library.exceptions.DatasetGenerationError as error:
         # The error of `records`, or of the writer.
-        with _writing(source):
+        with writing(source):
             raise error.__cause__ or error from None
     return Rows(source, data)
 
@@ -263,7 +251,7 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _writing(source: str) -> Iterator[None]:
+def writing(source: str) -> Iterator[None]:
     """Context that turns errors of the cache into one InputError."""
     arrow: Any = require("pyarrow", "train")
     cache = _library().config.HF_DATASETS_CACHE
@@ -403,67 +391,7 @@ class Encoded(torch.utils.data.Dataset):
         )
 
 
-class Encoder:
-    """Callable that encodes the rows of a task; results are cached on disk."""
-
-    def __init__(self, tokenizer: Any, max_length: int, task: "Task"):
-        self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
-        self.parts = [tokenizer_fingerprint(tokenizer), str(max_length)]
-        for module in ("transformers", "tokenizers"):
-            self.parts.append(getattr(require(module, "train"), "__version__", ""))
-        self.parts += [repr(task), *code_fingerprints(type(task))]
-
-    def __call__(self, rows: Rows) -> Encoded:
-        data, task = rows.data, self.task
-        added = max(1, self.tokenizer.num_special_tokens_to_add(pair=rows.paired))
-        if added >= self.max_length:
-            what = "a pair" if rows.paired else "a text"
-            raise InputError(
-                f"--max-length {self.max_length}: leaves no room for text, as the tokenizer "
-                f"adds {added} tokens to {what}; give a larger one"
-            )
-        name = fingerprint(f"{part}\0".encode() for part in (data._fingerprint, *self.parts))
-
-        def encode(batch: dict[str, list]) -> dict[str, list]:
-            batch = dict(batch)
-            batch["where"] = [f"{rows.source}, row {number}" for number in batch["number"]]
-            found = dict(task.encode(batch, self.tokenizer, self.max_length))
-            found.setdefault("number", batch["number"])
-            for number, ids in zip(found["number"], found["input_ids"], strict=True):
-                if not ids:
-                    raise InputError(f"{rows.source}, row {number}: no token is left of it")
-            found.setdefault("length", [len(ids) for ids in found["input_ids"]])
-            return found
-
-        with _writing(rows.source), _locked(data, name):
-            tokens = data.map(
-                encode,
-                batched=True,
-                batch_size=BATCH,
-                writer_batch_size=BATCH,
-                remove_columns=data.column_names,
-                new_fingerprint=name,
-            )
-        aside = ["number", "length", *task.evaluation_columns]
-        encoded = Encoded(
-            tokens.remove_columns(aside), tokens.select_columns(aside), [rows], [len(tokens)]
-        )
-        self._check_known(rows, encoded)
-        return encoded
-
-    def _check_known(self, rows: Rows, encoded: Encoded) -> None:
-        """Raise if all tokens are unknown: a tokenizer without its files raises no error itself."""
-        first = itertools.islice(encoded.ids(), BATCH)
-        found = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
-        words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
-        if not words and len(rows) >= FEW:
-            raise InputError(
-                f"{rows.source}: the tokenizer knows no word of the first "
-                f"{min(BATCH, len(rows))} rows; its files are missing, or it is another's"
-            )
-
-
-def _locked(data: Any, name: str) -> contextlib.AbstractContextManager:
+def locked(data: Any, name: str) -> contextlib.AbstractContextManager:
     """Lock under which one process at a time writes the cache file ``name`` of ``data``."""
     if not data.cache_files:
         return contextlib.nullcontext()

@@ -12,14 +12,14 @@ from typing import Any
 
 from fastkd._core.extras import require
 from fastkd.train import files, tasks
-from fastkd.train.arrow_rows import Rows, code_fingerprints, file_fingerprint, stored
-from fastkd.train.corpus import Corpus
+from fastkd.train.arrow_rows import Rows, file_fingerprint, stored
+from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import InputError
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
 from fastkd.train.settings import Source
-from fastkd.train.tasks.base import ClassTask, LabelInfo, Task
+from fastkd.train.tasks.base import ClassTask, Corpus, LabelInfo, Task
 
 TEST = "test"
 

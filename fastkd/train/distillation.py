@@ -22,7 +22,6 @@ from fastkd.train import data, lora, processes, sharding, tasks
 from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import DistillConfig
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
@@ -57,7 +56,7 @@ from fastkd.train.saving import (
     update_manifest,
 )
 from fastkd.train.settings import MAX_LENGTH, SELECT
-from fastkd.train.tasks.base import reorder_classes
+from fastkd.train.tasks.base import Corpus, reorder_classes
 from fastkd.train.training import stopping_at_once
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from fastkd.train.arrow_rows import Rows, in_memory
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
+from fastkd.train.tasks.base import Corpus
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.regression import Regression
 

@@ -1,11 +1,10 @@
 """Predictions of a model over encoded rows, and their metrics."""
 
-import inspect
 import itertools
 import math
 import unicodedata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,19 +14,17 @@ from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import Encoded
+from fastkd.train.computation import Computation
 from fastkd.train.progress import Display, counted
-
-if TYPE_CHECKING:
-    from fastkd.train.computation import Computation
-    from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import Task
 
 
 def predict(
     model: nn.Module,
     examples: Encoded,
-    task: "Task",
+    task: Task,
     tokenizer: Any,
-    training_config: "Computation",
+    training_config: Computation,
     display: Display | None = None,
 ) -> Any:
     """`Task.answer` of ``model`` for all rows, in eval mode, without random numbers.
@@ -70,27 +67,11 @@ def finite(answers: Any) -> bool:
     return not isinstance(answers, float) or math.isfinite(answers)
 
 
-def score(
-    task: "Task", metrics: Sequence[str], answers: Any, examples: Encoded
-) -> dict[str, float]:
+def score(task: Task, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
     """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
     if not finite(answers):
         return dict.fromkeys(metrics, math.nan)
     return task.scores(metrics, answers, examples)
-
-
-def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """``inputs`` without those for which ``model`` has no argument, such as DistilBERT's.
-
-    transformers separates documents by positions that start again, but only without a mask and a
-    cache.
-    """
-    arguments = inspect.signature(model.forward).parameters
-    left_out = {"token_type_ids", "segments"} - set(arguments)
-    if "position_ids" in inputs:
-        inputs = {**inputs, "use_cache": False}
-        left_out.add("attention_mask")
-    return {name: value for name, value in inputs.items() if name not in left_out}
 
 
 # Standard deviations above the mean that one in twenty random orders exceeds in agreement.

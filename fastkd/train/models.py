@@ -26,14 +26,13 @@ from fastkd.distill.student import layers_to_keep, student_from_teacher, with_fi
 from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.classes import by_names
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
-from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.

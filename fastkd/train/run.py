@@ -13,22 +13,23 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, set_seed
 
+from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.train import lora, processes, sharding
-from fastkd.train.arrow_rows import Encoded, Encoder, Rows
+from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.config import TrainingConfig
-from fastkd.train.corpus import Corpus
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import accepted, finite, predict, score
+from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
 from fastkd.train.sharded_trainers import ShardedStudentTrainer, ShardedTeacherTrainer
-from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.base import Corpus, Task
 from fastkd.train.trainers import (
     OnPolicy,
     StepTrainer,

@@ -20,7 +20,6 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Rows, fingerprint
 from fastkd.train.config import DistillConfig
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.options import defaults_of, options_of
 from fastkd.train.saving import (
@@ -39,6 +38,7 @@ from fastkd.train.saving import (
     write_json,
     write_manifest,
 )
+from fastkd.train.tasks.base import Corpus
 
 RESULTS = ("student", "teacher")
 # Directories of checkpoints in ``unfinished/``, by the trained model.

@@ -11,9 +11,10 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.train import tasks
-from fastkd.train.arrow_rows import Encoded, Encoder, Rows
+from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.computation import Computation
 from fastkd.train.data import check_file, file_columns, read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.evaluation import finite, predict
 from fastkd.train.files import first_row

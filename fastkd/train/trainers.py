@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
+from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import DistillerOutput
 from fastkd.distill.families import predicts_next_token
@@ -18,7 +19,6 @@ from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
-from fastkd.train.evaluation import accepted
 from fastkd.train.saving import saving
 
 _Trainer: Any = Trainer

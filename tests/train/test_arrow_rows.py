@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from fastkd.train import arrow_rows, data, files
-from fastkd.train.arrow_rows import Encoder
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
 from fastkd.train.tasks import Columns

@@ -13,12 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
+from fastkd.analysis.model_inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.classes import by_names, class_names, label_order, read_as_ids, whole_numbers
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import accepted
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
 from fastkd.train.label_values import label_text
@@ -58,6 +57,32 @@ class Prepared(NamedTuple):
     task: "Task"
     rows: Rows
     notes: tuple[str, ...] = ()  # lines to print
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and evaluation rows with the task fitted to them.
+
+    ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
+    mismatched. ``test`` rows are scored once, at the end. ``unlabelled`` rows train all losses but
+    those on labels. The first of the ``metrics`` selects the best model.
+    """
+
+    train: Rows
+    evals: dict[str, Rows]
+    task: "Task"
+    metrics: tuple[str, ...]
+    test: Rows | None = None
+    unlabelled: Rows | None = None
+    #: Lines to print: how many rows have no label, ...
+    without_labels: tuple[str, ...] = ()
+    #: ... and how numbers were read as the classes of a head.
+    reading: str = ""
+
+    @property
+    def names(self) -> list[str] | None:
+        """Class names of the head; None if it has none."""
+        return self.task.names
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.input_columns import Columns
 from fastkd.train.tasks.base import (
     TEXT,
     Collate,
+    Corpus,
     DefaultPaddingSide,
     Prepared,
     Task,

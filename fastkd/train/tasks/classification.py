@@ -18,12 +18,19 @@ from fastkd.train.classes import (
     read_as_ids,
     whole_numbers,
 )
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import evaluate, sanity_warning
 from fastkd.train.glue import Glue
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import ClassTask, FittedTask, LabelInfo, Prepared, Task, probabilities
+from fastkd.train.tasks.base import (
+    ClassTask,
+    Corpus,
+    FittedTask,
+    LabelInfo,
+    Prepared,
+    Task,
+    probabilities,
+)
 from fastkd.train.tasks.regression import Regression
 
 # Values that spreadsheets and data frames write for a missing label.

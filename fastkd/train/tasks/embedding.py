@@ -14,16 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.analysis.model_inputs import reads_last_token
+from fastkd.analysis.model_inputs import accepted, reads_last_token
 from fastkd.train.arrow_rows import BATCH, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import accepted, evaluate
+from fastkd.train.evaluation import evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.label_values import as_number
-from fastkd.train.tasks.base import TEXT, FittedTask, LabelInfo, Prepared, Task, Tokens
+from fastkd.train.tasks.base import TEXT, Corpus, FittedTask, LabelInfo, Prepared, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"

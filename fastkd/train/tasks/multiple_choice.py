@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import sanity_warning
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
@@ -17,6 +16,7 @@ from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import (
     LOADING,
     TEXT,
+    Corpus,
     FittedTask,
     LabelInfo,
     Prepared,

@@ -13,13 +13,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastkd.analysis.model_inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import accepted
 from fastkd.train.input_columns import Columns, field, text_of, whole
-from fastkd.train.tasks.base import LOADING, TEXT, Collate, FittedTask, LabelInfo, Task, Tokens
+from fastkd.train.tasks.base import (
+    LOADING,
+    TEXT,
+    Collate,
+    Corpus,
+    FittedTask,
+    LabelInfo,
+    Task,
+    Tokens,
+)
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
 FROM, TO = "start_positions", "end_positions"

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import evaluate, sanity_warning
 from fastkd.train.label_values import LARGEST, as_number
-from fastkd.train.tasks.base import FittedTask, LabelInfo, Prepared, Task
+from fastkd.train.tasks.base import Corpus, FittedTask, LabelInfo, Prepared, Task
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from torch import nn
 
 from fastkd.train import files
 from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
-from fastkd.train.corpus import Corpus
 from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, words_of
-from fastkd.train.tasks.base import TEXT, ListedTask, Tokens, logits
+from fastkd.train.tasks.base import TEXT, Corpus, ListedTask, Tokens, logits
 
 CONLL = ".conll"
 TOKENS, LABELS = "tokens", "labels"

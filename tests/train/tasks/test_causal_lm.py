@@ -17,8 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fastkd.train.arrow_rows import UNLABELLED, Encoder
+from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.data import load, read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
 from fastkd.train.settings import Source

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
-from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
 from fastkd.train.saving import read_json

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multiple_choice import TASK

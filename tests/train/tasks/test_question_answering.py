@@ -9,8 +9,8 @@ import pytest
 from torchmetrics.functional.text import squad as oracle
 from transformers import AutoTokenizer
 
-from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.evaluation import score
 from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best

@@ -8,8 +8,8 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file
+from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.seq2seq import TASK

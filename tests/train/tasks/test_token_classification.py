@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.arrow_rows import Encoder
 from fastkd.train.data import load, read_file, read_hub
+from fastkd.train.encoding import Encoder
 from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
