@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fastkd._core.checks import check_floating, check_number, check_positive_int, check_token_ids
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
+from fastkd._torch.chunked_log_probs import TokenLogProbs, TokenOptions, top_log_probs
 from fastkd._torch.linear_soft_targets import CHUNK_BYTES
-from fastkd._torch.token_log_probs import TokenLogProbs, TokenOptions, top_log_probs
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY
 from fastkd.head import Head, as_head
 

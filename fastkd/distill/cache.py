@@ -21,7 +21,7 @@ from fastkd.distill.blocks import Blocks
 from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.method import Method
 from fastkd.distill.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
-from fastkd.distill.predictions import MULTI_LABEL, REGRESSION
+from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
 from fastkd.head import Head, LowRank
 
 FORMAT = 7

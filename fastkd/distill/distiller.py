@@ -15,13 +15,13 @@ from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.adapters import as_teacher
 from fastkd.distill.batch import Batch, put_back
+from fastkd.distill.batch_reader import BatchReader
 from fastkd.distill.blocks import Blocks, backbone_of
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.outputs import HeadOutput, Outputs
 from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, unit_gradient
-from fastkd.distill.reader import BatchReader
 from fastkd.distill.step import ItemCounts, Step
 from fastkd.distill.teachers import Teachers, batch_outputs
 from fastkd.distributed import InGroup, ranks_of

@@ -10,7 +10,7 @@ from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.outputs import LayerRequest
-from fastkd.distill.predictions import PredictionOptions
+from fastkd.distill.prediction_losses import PredictionOptions
 from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
 
 Layers = str | Sequence[int]

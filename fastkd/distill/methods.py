@@ -36,7 +36,7 @@ from fastkd.contrastive import CosNCELoss
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
-from fastkd.distill.predictions import PredictionOptions
+from fastkd.distill.prediction_losses import PredictionOptions
 from fastkd.distill.step import Step
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss

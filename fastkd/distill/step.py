@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.outputs import QKV, EnsembleOutputs, Logits, Outputs, pooled_rows
-from fastkd.distill.predictions import (
+from fastkd.distill.prediction_losses import (
     MULTI_LABEL,
     REGRESSION,
     PredictionOptions,

@@ -25,9 +25,9 @@ from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
 from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.train import tasks
-from fastkd.train.classes import by_names
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
+from fastkd.train.label_classes import by_names
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest

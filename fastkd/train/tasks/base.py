@@ -16,10 +16,16 @@ from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
-from fastkd.train.classes import by_names, class_names, label_order, read_as_ids, whole_numbers
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
+from fastkd.train.label_classes import (
+    by_names,
+    class_names,
+    label_order,
+    read_as_ids,
+    whole_numbers,
+)
 from fastkd.train.label_values import label_text
 
 Tokens = Mapping[str, list[Any]]  # columns by name

@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
-from fastkd.train.classes import (
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import evaluate, sanity_warning
+from fastkd.train.glue import Glue
+from fastkd.train.label_classes import (
     MOST_CLASSES_SHOWN,
     class_names,
     meaning,
     read_as_ids,
     whole_numbers,
 )
-from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import evaluate, sanity_warning
-from fastkd.train.glue import Glue
 from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import (
     ClassTask,

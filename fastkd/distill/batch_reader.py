@@ -14,7 +14,7 @@ from fastkd.distill.backbone import Backbone, placed_for
 from fastkd.distill.batch import DECODER_TOKENS, SPAN_LABELS, Batch, decoder_tokens, split_inputs
 from fastkd.distill.documents import check_apart
 from fastkd.distill.method import Method
-from fastkd.distill.predictions import countable
+from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens, paired_positions
 from fastkd.distill.teachers import Teachers
 from fastkd.distill.vocabulary import other_vocabulary
