@@ -14,6 +14,7 @@ from fastkd.queue import FeatureQueue
 from fastkd.relation import FCDLoss
 from fastkd.soft_targets import SoftTargetLoss
 from fastkd.targets import CrossEntropy, ImportanceRatio, TopK
+from fastkd.vocabulary_match import VocabularyMatch
 
 __all__ = [
     "AttentionLoss",
@@ -31,6 +32,7 @@ __all__ = [
     "OrthogonalProjection",
     "SoftTargetLoss",
     "TopK",
+    "VocabularyMatch",
     "functional",
 ]
 __all__ += functional.__all__

@@ -14,7 +14,7 @@ from fastkd._core.registry import LOSSES
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
 BEGIN, END = "<!-- Signatures, by `python -m tools.contract` -->\n", "<!-- end of signatures -->"
 # Arguments of losses, not called themselves.
-PARTS = ("CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK")
+PARTS = ("CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK", "VocabularyMatch")
 
 
 def words(kind: Any) -> list[str]:

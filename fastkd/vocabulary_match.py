@@ -1,0 +1,202 @@
+"""Token ids of two vocabularies that denote the same text."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fastkd._core.checks import check_choice, check_positive_int
+
+# eos comes first: where one token has several roles, it is matched as the end of a text.
+ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")
+Side = Literal["student", "teacher"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class VocabularyMatch:
+    """Pairs of a student's and a teacher's token ids that denote the same text.
+
+    Args:
+        student_ids: (n,) int64, the student's ids, none twice.
+        teacher_ids: (n,) int64, the teacher's id for each of them, none twice.
+        student_size, teacher_size: number of tokens in each vocabulary.
+
+    Raises:
+        ValueError, TypeError: ids that are not int64, of unequal length, out of range or repeated,
+            or sizes that aren't positive integers.
+
+    >>> match = VocabularyMatch(torch.tensor([0, 2]), torch.tensor([5, 1]), 4, 8)
+    >>> match
+    VocabularyMatch(2 of 4 student tokens (50.0 %), 2 of 8 teacher tokens (25.0 %))
+    >>> match.coverage([0, 0, 2, 3])
+    0.75
+    """
+
+    student_ids: Tensor
+    teacher_ids: Tensor
+    student_size: int
+    teacher_size: int
+
+    def __post_init__(self) -> None:
+        for side in ("student", "teacher"):
+            size = getattr(self, f"{side}_size")
+            check_positive_int(f"{side}_size", size)
+            _check_ids(f"{side}_ids", getattr(self, f"{side}_ids"), size)
+        if len(self.student_ids) != len(self.teacher_ids):
+            raise ValueError(
+                "teacher_ids must have one id for each of student_ids, got "
+                f"{len(self.teacher_ids)} for {len(self.student_ids)}"
+            )
+
+    @classmethod
+    def of(cls, student_tokenizer: Any, teacher_tokenizer: Any) -> "VocabularyMatch":
+        """Match two Hugging Face tokenizers by the text that their tokens stand for.
+
+        Tokens are compared as bytes, in which a space marks the start of a word: byte-level BPE's
+        "Ġthe", SentencePiece's "▁the" and WordPiece's "the" are " the"; "the", "the" and "##the"
+        are "the". A punctuation mark of WordPiece is compared without a space, since WordPiece
+        splits it from its word. "<0x0A>" is a byte. A text that has two tokens in a vocabulary is
+        matched by the one that isn't a byte token, then by the lower id. Case and accents count.
+        Special tokens match by role (eos, bos, pad, unk, mask, cls, sep), others of them by name,
+        and never match text.
+
+        The sizes are the tokenizers'. A model whose head has more rows (padding) takes them by
+        ``dataclasses.replace(match, student_size=rows)``.
+        """
+        students, teachers = _texts(student_tokenizer), _texts(teacher_tokenizer)
+        pairs: dict[int, int] = {}
+        for role in ROLES:
+            student = getattr(student_tokenizer, f"{role}_token_id", None)
+            teacher = getattr(teacher_tokenizer, f"{role}_token_id", None)
+            if student is not None and teacher is not None:
+                _add(pairs, student, teacher)
+        taken = set(pairs.values())
+        for text, student in students.items():
+            if text in teachers and student not in pairs and teachers[text] not in taken:
+                pairs[student] = teachers[text]
+        ordered = sorted(pairs.items())
+        return cls(
+            torch.tensor([student for student, _ in ordered], dtype=torch.int64),
+            torch.tensor([teacher for _, teacher in ordered], dtype=torch.int64),
+            _size(student_tokenizer),
+            _size(teacher_tokenizer),
+        )
+
+    def coverage(self, ids: Tensor | Sequence[int], side: Side = "student") -> float:
+        """Share of a text's tokens that have a match, 0 to 1.
+
+        Args:
+            ids: the text's token ids, of any shape, in the vocabulary of ``side``.
+            side: "student" or "teacher".
+
+        Raises:
+            ValueError: no ids, or an unknown side.
+        """
+        check_choice("side", side, ("student", "teacher"))
+        tokens = torch.as_tensor(ids)
+        if not tokens.numel():
+            raise ValueError("ids must have at least one token, got none")
+        matched: Tensor = getattr(self, f"{side}_ids")
+        return torch.isin(tokens, matched.to(tokens.device)).double().mean().item()
+
+    def __repr__(self) -> str:
+        n = len(self.student_ids)
+        return (
+            f"VocabularyMatch({n} of {self.student_size} student tokens "
+            f"({n / self.student_size:.1%}), {n} of {self.teacher_size} teacher tokens "
+            f"({n / self.teacher_size:.1%}))"
+        ).replace("%", " %")
+
+
+def _check_ids(name: str, ids: Tensor, size: int) -> None:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, got {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name} must have shape (n,), got {tuple(ids.shape)}")
+    outside = ids[(ids < 0) | (ids >= size)]
+    if len(outside):
+        raise ValueError(f"{name} must be token ids 0 to {size - 1}, got {int(outside[0])}")
+    values, counts = ids.unique(return_counts=True)
+    if len(values) < len(ids):
+        raise ValueError(f"{name} must not repeat an id, got {int(values[counts > 1][0])} twice")
+
+
+def _add(pairs: dict[int, int], student: int, teacher: int) -> None:
+    if student not in pairs and teacher not in pairs.values():
+        pairs[student] = teacher
+
+
+def _size(tokenizer: Any) -> int:
+    return max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
+
+
+def _texts(tokenizer: Any) -> dict[tuple[str, bytes], int]:
+    """Ids of a vocabulary by kind ("text" or "special") and the bytes they stand for."""
+    vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+    special = set(tokenizer.all_special_ids) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    marker = _word_marker(tokenizer, vocabulary)
+    texts: dict[tuple[str, bytes], int] = {}
+    # Byte tokens come last: a token of its own stands for the same byte in running text.
+    for token, i in sorted(vocabulary.items(), key=lambda entry: (_is_byte(entry[0]), entry[1])):
+        if i in special:
+            texts.setdefault(("special", token.encode()), i)
+        else:
+            text = token.encode() if token in added else _text(token, marker)
+            if text is not None:
+                texts.setdefault(("text", text), i)
+    return texts
+
+
+def _word_marker(tokenizer: Any, vocabulary: dict[str, int]) -> str:
+    """Mark that the vocabulary's tokens carry: "##", "Ġ", "▁", or "" for none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and type(backend.model).__name__ == "WordPiece":
+        return str(backend.model.continuing_subword_prefix)
+    counts = Counter(mark for token in vocabulary for mark in ("##", "Ġ", "▁")
+                     if token.startswith(mark))  # fmt: skip
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+def _text(token: str, marker: str) -> bytes | None:
+    """Bytes of an ordinary token; None if no text has it."""
+    if marker == "Ġ":
+        table = _byte_alphabet()
+        known = all(letter in table for letter in token)
+        return bytes(table[letter] for letter in token) if known else token.encode()
+    if marker == "▁":
+        byte = _is_byte(token)
+        return bytes([int(token[3:5], 16)]) if byte else token.replace("▁", " ").encode()
+    if not marker:
+        return token.encode()
+    rest = token.removeprefix(marker)
+    if len(rest) == 1 and _is_punctuation(rest):
+        return token.encode() if rest == token else None  # WordPiece never continues with one
+    return rest.encode() if rest != token else f" {token}".encode()
+
+
+def _is_byte(token: str) -> bool:
+    """Whether this is a SentencePiece byte token, such as "<0x0A>"."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _is_punctuation(letter: str) -> bool:
+    """As BERT's tokenizer splits: Unicode's punctuation, and ASCII's symbols."""
+    symbol = letter.isascii() and unicodedata.category(letter)[0] == "S"
+    return symbol or unicodedata.category(letter)[0] == "P"
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte of each letter: printable Latin-1 is itself, the rest follow from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

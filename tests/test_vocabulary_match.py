@@ -1,0 +1,161 @@
+"""Token ids matched between WordPiece, byte-level BPE and SentencePiece's Unigram."""
+
+import dataclasses
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fastkd import VocabularyMatch
+
+TEXTS = [
+    "the cat is playing in the garden, and the dog is sleeping in the house",
+    "playing and sleeping, singing and walking: the garden is wide",
+    "a singer sings in the house; the house is open",
+] * 4  # fmt: skip
+BERT = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
+            mask_token="[MASK]")  # fmt: skip
+
+
+def word_pieces():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=list(BERT.values()))
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **BERT)
+
+
+def bytes_bpe():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, special_tokens=["<|end|>", "<|pad|>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|end|>", eos_token="<|end|>", pad_token="<|pad|>",
+        additional_special_tokens=["<|turn|>"],
+    )  # fmt: skip
+
+
+def unigram():
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>")
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    scores = dict(tokenizer.get_vocab())
+    pieces = sorted((token for token in scores if token not in special), key=scores.get)
+    vocab = [(token, -float(i) / 10) for i, token in enumerate([*special, *all_bytes, *pieces])]
+    fallback = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    fallback.pre_tokenizer = pre_tokenizers.Metaspace()
+    fallback.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fallback, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        pad_token="<pad>",
+    )  # fmt: skip
+
+
+def pairs(student, teacher):
+    match = VocabularyMatch.of(student, teacher)
+    students = student.convert_ids_to_tokens(match.student_ids.tolist())
+    teachers = teacher.convert_ids_to_tokens(match.teacher_ids.tolist())
+    return dict(zip(students, teachers, strict=True))
+
+
+KINDS = {"word_pieces": word_pieces, "bytes_bpe": bytes_bpe, "unigram": unigram}
+
+
+@pytest.mark.parametrize("student", KINDS)
+@pytest.mark.parametrize("teacher", KINDS)
+def test_matched_ids_decode_to_the_same_text(student, teacher):
+    student, teacher = KINDS[student](), KINDS[teacher]()
+    match = VocabularyMatch.of(student, teacher)
+    special = {*student.all_special_ids}
+    compared = 0
+    for one, other in zip(match.student_ids.tolist(), match.teacher_ids.tolist(), strict=True):
+        if one in special:
+            assert other in teacher.all_special_ids
+            continue
+        texts = [
+            tokenizer.decode([i], clean_up_tokenization_spaces=False).strip()
+            for tokenizer, i in ((student, one), (teacher, other))
+        ]
+        assert texts[0].removeprefix("##") == texts[1].removeprefix("##")
+        compared += 1
+    assert compared > 20
+
+
+def test_same_tokenizer_matches_itself_whole():
+    tokenizer = bytes_bpe()
+    match = VocabularyMatch.of(tokenizer, tokenizer)
+    assert torch.equal(match.student_ids, torch.arange(len(tokenizer)))
+    assert torch.equal(match.teacher_ids, match.student_ids)
+
+
+def test_starts_of_words_match_starts_of_words():
+    found = pairs(word_pieces(), bytes_bpe())
+    assert found["the"] == "Ġthe" and found["##ing"] == "ing" and found[","] == ","
+    assert pairs(unigram(), bytes_bpe())["▁house"] == "Ġhouse"
+    assert pairs(word_pieces(), unigram())["house"] == "▁house"
+    starts = {one for one in found if not one.startswith(("##", "["))}
+    assert {one for one in starts if not found[one].startswith("Ġ")} <= set(",:;")
+    assert not [one for one in found if one.startswith("##") and found[one].startswith("Ġ")]
+
+
+def test_byte_tokens_match_bytes():
+    found = pairs(unigram(), bytes_bpe())
+    assert found["<0x0A>"] == "Ċ" and found["<0xE4>"] == "ä"
+    assert found["s"] == "s" and "<0x73>" not in found  # "s" has a token of its own
+
+
+def test_special_tokens_match_by_role():
+    found = pairs(unigram(), bytes_bpe())
+    assert found["</s>"] == "<|end|>" and found["<pad>"] == "<|pad|>"
+    assert "<s>" not in found and "<unk>" not in found  # <|end|> is the end already
+    assert pairs(word_pieces(), unigram())["[UNK]"] == "<unk>"
+    assert pairs(bytes_bpe(), bytes_bpe())["<|turn|>"] == "<|turn|>"
+
+
+def test_coverage_and_repr():
+    student, teacher = word_pieces(), bytes_bpe()
+    match = VocabularyMatch.of(student, teacher)
+    n = len(match.student_ids)
+    assert repr(match).startswith(f"VocabularyMatch({n} of {len(student)} student tokens (")
+    ids = student(TEXTS[0], add_special_tokens=False)["input_ids"]
+    matched = [i for i in ids if i in match.student_ids.tolist()]
+    assert match.coverage(ids) == pytest.approx(len(matched) / len(ids))
+    assert match.coverage(match.teacher_ids[:3], "teacher") == 1
+    assert dataclasses.replace(match, student_size=500).student_size == 500
+    with pytest.raises(ValueError, match="ids must have at least one token"):
+        match.coverage([])
+    with pytest.raises(ValueError, match="side"):
+        match.coverage(ids, "pupil")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"student_ids": [0, 1]}, "student_ids must be a Tensor, got list"),
+        ({"student_ids": torch.tensor([0.0, 1.0])}, "student_ids must be int64"),
+        ({"teacher_ids": torch.tensor([0, 1], dtype=torch.int32)}, "teacher_ids must be int64"),
+        ({"student_ids": torch.tensor([[0, 1]])}, r"student_ids must have shape \(n,\)"),
+        ({"student_ids": torch.tensor([0, 4])}, "student_ids must be token ids 0 to 3, got 4"),
+        ({"teacher_ids": torch.tensor([-1, 4])}, "teacher_ids must be token ids 0 to 7, got -1"),
+        ({"teacher_ids": torch.tensor([3, 3])}, "teacher_ids must not repeat an id, got 3 twice"),
+        ({"teacher_ids": torch.tensor([3])}, "one id for each of student_ids, got 1 for 2"),
+        ({"student_size": 0}, "student_size"),
+    ],
+)
+def test_wrong_pairs_raise_one_sentence(change, message):
+    right = {
+        "student_ids": torch.tensor([0, 1]), "teacher_ids": torch.tensor([2, 3]),
+        "student_size": 4, "teacher_size": 8,
+    }  # fmt: skip
+    with pytest.raises((TypeError, ValueError), match=message):
+        VocabularyMatch(**{**right, **change})
