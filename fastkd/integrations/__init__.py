@@ -1,1 +1,1 @@
-"""The losses in the protocols of other libraries; each module needs an extra of its own."""
+"""Losses in the protocols of other libraries, and readers of inference servers' outputs."""

@@ -1,0 +1,63 @@
+"""Log-probabilities of a prompt from vLLM, as a `TopK`. vLLM itself isn't imported."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastkd.integrations._served import from_entries
+from fastkd.targets import TopK
+
+__all__ = ["top_k"]
+
+
+def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
+    """The k most probable tokens at each position of one prompt.
+
+    Entry i predicts token i from the tokens before it, as the student's output at i − 1 does.
+    So row i − 1 of the result is entry i: compare with the student's rows ``[:-1]``.
+
+    Args:
+        prompt_logprobs: N entries of ``RequestOutput.prompt_logprobs`` or of the field of the same
+            name in a server's JSON (``prompt_logprobs=k`` in the request; vllm-project/vllm,
+            ``PromptLogprobs`` and ``Logprob``). The first is None (or empty); each other maps token
+            ids, in JSON strings, to a ``Logprob`` or a dict with "logprob". vLLM adds the prompt's
+            own token where it isn't among the k most probable.
+        k: tokens kept at a position, at least 1.
+
+    Returns:
+        ids int64 and log-probabilities float32 (N − 1, k), most probable first, with
+        ``tail="bucket"``. They are at temperature 1, unless the engine returns processed
+        log-probabilities. −inf (in JSON −9999) stays, as an entry without effect.
+
+    Raises:
+        ValueError, TypeError: k below 1, fewer than two positions, a first entry with tokens, a
+            later one with none, with fewer than k, or with only −inf; NaN or a log-probability
+            above 0; values of another form.
+
+    >>> top = top_k([None, {"7": {"logprob": -1.5}, "3": {"logprob": -0.5}}], k=2)
+    >>> top.ids
+    tensor([[3, 7]])
+    """
+    entries = [
+        [(_token(key, i), _value(value, i)) for key, value in (entry or {}).items()]
+        for i, entry in enumerate(prompt_logprobs)
+    ]
+    return from_entries("prompt_logprobs", entries, k)
+
+
+def _token(key: Any, i: int) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise ValueError(
+            f"prompt_logprobs[{i}] must have token ids as keys, got {key!r}; request no token texts"
+        ) from None
+
+
+def _value(entry: Any, i: int) -> float:
+    value = entry.get("logprob") if isinstance(entry, Mapping) else getattr(entry, "logprob", None)
+    if not isinstance(value, int | float):
+        raise TypeError(
+            f"prompt_logprobs[{i}] must map token ids to Logprob or to dicts with a number as "
+            f'"logprob", got {entry!r}'
+        )
+    return value

@@ -1,0 +1,127 @@
+"""Log-probabilities of vLLM and SGLang, written by their documented formats, read as a `TopK`."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import pytest
+import torch
+
+from fastkd import TopK, soft_target_loss
+from fastkd.integrations import sglang, vllm
+
+
+@dataclass
+class Logprob:
+    """As vLLM's."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+V, K = 11, 3
+TOKENS = [4, 0, 9, 2, 7]
+torch.manual_seed(0)
+LOGITS = torch.randn(len(TOKENS), V)  # row i predicts token i + 1
+LOG_PROBS = LOGITS.log_softmax(-1)
+
+
+def of_vllm():
+    """Rank order, with the prompt's own token first, as vLLM has it."""
+    entries = [None]
+    for row, token in zip(LOG_PROBS, TOKENS[1:], strict=False):
+        likely = row.topk(K).indices.tolist()
+        ranks = row.argsort(descending=True).tolist()
+        entries.append({
+            i: Logprob(row[i].item(), ranks.index(i) + 1, str(i))
+            for i in dict.fromkeys([token, *likely])
+        })  # fmt: skip
+    return entries
+
+
+def json_of_vllm():
+    return json.loads(json.dumps([
+        entry and {str(i): asdict(value) for i, value in entry.items()} for entry in of_vllm()
+    ]))  # fmt: skip
+
+
+def of_sglang():
+    tops = [row.topk(K) for row in LOG_PROBS[:-1]]
+    return [None] + [
+        [(p, i, None) for p, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
+        for top in tops
+    ]
+
+
+READ = {
+    "vllm": lambda k: vllm.top_k(of_vllm(), k),
+    "vllm, JSON": lambda k: vllm.top_k(json_of_vllm(), k),
+    "sglang": lambda k: sglang.top_k(of_sglang(), k),
+    "sglang, JSON": lambda k: sglang.top_k(json.loads(json.dumps(of_sglang())), k),
+}
+
+
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("read", READ)
+def test_entry_i_is_the_students_row_before(read, k):
+    top, expected = READ[read](k), LOG_PROBS[:-1].topk(k)
+    assert isinstance(top, TopK) and top.tail == "bucket"
+    assert torch.equal(top.ids, expected.indices)
+    assert torch.equal(top.log_probs, expected.values)
+    assert soft_target_loss(LOGITS[:-1], top).abs() < 1e-6  # the teacher itself
+
+
+def test_minus_infinity_has_no_effect():
+    top = vllm.top_k([{}, {5: Logprob(-math.inf), 2: Logprob(0.0)}], 2)
+    assert top.ids.tolist() == [[2, 5]] and top.log_probs.tolist() == [[0.0, -math.inf]]
+    assert soft_target_loss(LOGITS[:1], top).isfinite()
+
+
+def one(**values):
+    return [None, {i: {"logprob": value} for i, value in zip((1, 2), values.values(), strict=True)}]
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ([None], "prompt_logprobs must have at least two positions, got 1"),
+        (one(a=-1.0, b=-2.0)[1:] * 2, "prompt_logprobs must begin with None"),
+        ([None, None], r"prompt_logprobs\[1\] has 0 tokens but k is 2; request at least k"),
+        ([None, {1: Logprob(-1.0)}], r"prompt_logprobs\[1\] has 1 tokens but k is 2"),
+        (one(a=0.5, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got 0.5"),
+        (one(a=math.nan, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got nan"),
+        (one(a=math.inf, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got inf"),
+        (one(a=-math.inf, b=-math.inf), r"prompt_logprobs\[1\] .* finite log-probability"),
+        (one(a=None, b=-1.0), r"prompt_logprobs\[1\] must map token ids to Logprob"),
+        ([None, {1: -1.0, 2: -2.0}], r"prompt_logprobs\[1\] must map token ids to Logprob"),
+        ([None, {"the": Logprob(-1.0)}], r"prompt_logprobs\[1\] must have token ids as keys"),
+        ([None, {-1: Logprob(-1.0), 2: Logprob(-1.0)}], r"token ids from 0, got -1"),
+        ([None, {"1": Logprob(-1.0), 1: Logprob(-1.0)}], r"must not have a token twice"),
+    ],
+)
+def test_wrong_vllm_entries_raise_one_sentence(entries, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        vllm.top_k(entries, 2)
+
+
+@pytest.mark.parametrize(
+    "entries, message",
+    [
+        ([None, [(-1.0, 3, None)]], r"input_top_logprobs\[1\] has 1 tokens but k is 2"),
+        ([None, []], r"input_top_logprobs\[1\] has 0 tokens"),
+        ([None, [(0.5, 3, "a"), (-1.0, 2, "b")]], r"input_top_logprobs\[1\] .* got 0.5"),
+        ([None, [("a", 3), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
+        ([None, [(-1.0,), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
+    ],
+)
+def test_wrong_sglang_entries_raise_one_sentence(entries, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        sglang.top_k(entries, 2)
+
+
+@pytest.mark.parametrize("k", [0, -1])
+def test_k_must_be_positive(k):
+    for reader, entries in ((vllm.top_k, of_vllm()), (sglang.top_k, of_sglang())):
+        with pytest.raises(ValueError, match="k must be"):
+            reader(entries, k)
