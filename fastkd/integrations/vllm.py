@@ -1,5 +1,6 @@
 """Log-probabilities of a prompt from vLLM, as a `TopK`. vLLM itself isn't imported."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ from fastkd.integrations._served import from_entries
 from fastkd.targets import TopK
 
 __all__ = ["top_k"]
+
+# What the server writes into JSON for −inf.
+NONE = -9999.0
 
 
 def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
@@ -26,7 +30,7 @@ def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
     Returns:
         ids int64 and log-probabilities float32 (N − 1, k), most probable first, with
         ``tail="bucket"``. They are at temperature 1, unless the engine returns processed
-        log-probabilities. −inf (in JSON −9999) stays, as an entry without effect.
+        log-probabilities. −inf, −9999 in JSON, is −inf: an entry without effect.
 
     Raises:
         ValueError, TypeError: k below 1, fewer than two positions, a first entry with tokens, a
@@ -60,4 +64,4 @@ def _value(entry: Any, i: int) -> float:
             f"prompt_logprobs[{i}] must map token ids to Logprob or to dicts with a number as "
             f'"logprob", got {entry!r}'
         )
-    return value
+    return value if math.isnan(value) or value > NONE else -math.inf

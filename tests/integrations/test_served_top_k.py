@@ -72,10 +72,14 @@ def test_entry_i_is_the_students_row_before(read, k):
     assert soft_target_loss(LOGITS[:-1], top).abs() < 1e-6  # the teacher itself
 
 
-def test_minus_infinity_has_no_effect():
-    top = vllm.top_k([{}, {5: Logprob(-math.inf), 2: Logprob(0.0)}], 2)
-    assert top.ids.tolist() == [[2, 5]] and top.log_probs.tolist() == [[0.0, -math.inf]]
-    assert soft_target_loss(LOGITS[:1], top).isfinite()
+@pytest.mark.parametrize("value", [-math.inf, -9999.0])  # the server's JSON has no infinity
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
+def test_minus_infinity_has_no_effect(value, divergence):
+    top = vllm.top_k([{}, {5: Logprob(value), 2: Logprob(math.log(0.5))}], 2)
+    assert top.ids.tolist() == [[2, 5]] and top.log_probs[0, 1] == -math.inf
+    alone = TopK(top.ids[:, :1], top.log_probs[:, :1])
+    losses = [soft_target_loss(LOGITS[:1], t, divergence=divergence) for t in (top, alone)]
+    torch.testing.assert_close(*losses)
 
 
 def one(**values):
