@@ -61,7 +61,8 @@ class VocabularyMatch:
         "Ġthe", SentencePiece's "▁the" and WordPiece's "the" are " the"; "the", "the" and "##the"
         are "the". A punctuation mark of WordPiece is compared without a space, since WordPiece
         splits it from its word. "<0x0A>" is a byte. A text that has two tokens in a vocabulary is
-        matched by the one that isn't a byte token, then by the lower id. Case and accents count.
+        matched by the one that isn't a byte token, then by the lower id; the other one matches the
+        token of the same spelling and convention. Case and accents count.
         Special tokens match by role (eos, bos, pad, unk, mask, cls, sep), others of them by name,
         and never match text.
 
@@ -138,7 +139,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _texts(tokenizer: Any) -> dict[tuple[str, bytes], int]:
-    """Ids of a vocabulary by kind ("text" or "special") and the bytes they stand for."""
+    """Ids of a vocabulary by kind ("text", "special", or a spelling) and by their bytes."""
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
     special = set(tokenizer.all_special_ids) | {
         i for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -151,8 +152,10 @@ def _texts(tokenizer: Any) -> dict[tuple[str, bytes], int]:
             texts.setdefault(("special", token.encode()), i)
         else:
             text = token.encode() if token in added else _text(token, marker)
-            if text is not None:
-                texts.setdefault(("text", text), i)
+            key = ("text", text or b"")
+            if not text or key in texts:  # only the same token of a like vocabulary matches
+                key = (f"spelled with {marker}", token.encode())
+            texts.setdefault(key, i)
     return texts
 
 

