@@ -413,10 +413,11 @@ def _svd(
 
 
 def _svd_by_squares(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``(U, σ, V)`` by the eigenvectors of MᵀM: half the time of LAPACK's.
+    """``(U, σ, V)`` from the eigenvectors of MᵀM, in half the time of LAPACK's SVD.
 
-    Squaring loses the small ones: M times their (accurate) span, less what rounding put there of
-    the large ones, is decomposed again. Where they are many LAPACK does it all.
+    Squares lose the digits of small singular values. The right vectors of the small values span an
+    accurate space: M times these vectors, without the parts along the large left vectors, is
+    decomposed again. If more than a quarter of the values are small, LAPACK decomposes M.
     """
     if m.shape[-2] < m.shape[-1]:
         left, values, right = _svd_by_squares(m.mT)

@@ -299,7 +299,7 @@ class TaskRuns:
             yield {k: v for k, v in batch.items() if k != "labels"}
 
     def student_key(self, variant: Variant) -> str:
-        """What a student is made of; of a directory, what its files hold."""
+        """A variant's initial student: its layers, or the fingerprint of its directory."""
         made_of = self._initial_layers(variant)
         return _files_fingerprint(Path(made_of)) if Path(made_of).is_dir() else made_of
 
