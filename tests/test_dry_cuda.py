@@ -13,10 +13,10 @@ import fastkd
 from fastkd._core.registry import LOSSES
 from tools import calls
 from tools.compile_report import walked
+from tools.contract import PARTS
 from tools.dry_cuda import PLANTED
 
 # References are PyTorch's own operations, and parts of a call no calls.
-PARTS = {"CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK"}
 PUBLIC = [
     name
     for name in fastkd.__all__

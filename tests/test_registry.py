@@ -13,12 +13,13 @@ from fastkd import functional
 from fastkd._core.registry import LOSSES
 from tests.losses import FILES, subjects
 from tools import calls
+from tools.contract import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
 SHARED_KERNEL_FILES = {"launch", "pointers", "rounding"}
 # Public, and no loss.
-HELPERS = {"FeatureQueue", "CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK"}
+HELPERS = {"FeatureQueue", *PARTS}
 
 
 def announced(loss) -> list[str]:
