@@ -38,7 +38,8 @@ def random_log_probs(draw: Draw) -> Case:
 
     def oracle(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         form = fastkd.Head(weight, bias, scale, cap)
-        found = token_log_probs(hidden, weight, bias, ids.view(R, -1), temperature, form)
+        tokens = ids if ids.dim() == 2 else ids[:, None]
+        found = token_log_probs(hidden, weight, bias, tokens, temperature, form)
         return found.view(shape)
 
     return Case(
