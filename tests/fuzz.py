@@ -229,10 +229,11 @@ def _gradient_scales(
     """Norms of the gradients for an unrelated teacher: near its own teacher they cancel."""
     if case.scale == 0:
         return [0.0] * len(learning)
-    if case.slope is not None:
+    if case.slope is not None or case.parameter_slopes is not None:
         size = case.scale * max(_size(upstream), 1e-30)
         slopes = {} if case.parameter_slopes is None else case.parameter_slopes(**exact)
-        slopes |= {n: _size(case.slope(exact[n])) for n in case.learning}
+        if case.slope is not None:
+            slopes |= {n: _size(case.slope(exact[n])) for n in case.learning}
         return [size * slopes.get(n, 1.0) for n in learning]
     strangers = {
         n: draw.normal(*x.shape) * (x.nan_to_num().abs().mean() if x.numel() else 1)

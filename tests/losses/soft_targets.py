@@ -12,9 +12,11 @@ from torch import Tensor
 
 import fastkd
 from fastkd import Divergence
+from fastkd._core.products import multiplied_in_half
 from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
 from tests.support.draw import SIZES, Case, Draw
+from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, Subject, of_module
 
 
@@ -226,7 +228,9 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        z = scale * (hidden @ weight.mT + bias)[:, :n]
+        products = hidden @ weight.mT
+        products = rounded_gradient(products, draw.dtype) if in_half else products
+        z = scale * (products + bias)[:, :n]
         return z if cap is None else cap * (z / cap).tanh()
 
     def oracle(
@@ -262,6 +266,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         }
         for side, D in (("student", D_s), ("teacher", D_t))
     )
+    in_half = multiplied_in_half(learning["student_hidden"])
     largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
     return Case(
         call,

@@ -6,21 +6,31 @@ import torch
 from torch import Tensor
 
 import fastkd
+from fastkd._core.products import multiplied_in_half
 from tests.support.draw import Case, Draw
+from tests.support.oracles import rounded_gradient
 from tests.support.subject import Subject
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor, temperature: float, form: fastkd.Head
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ids: Tensor,
+    temperature: float,
+    form: fastkd.Head,
+    products: torch.dtype | None = None,
 ) -> Tensor:
-    """log q of each id, one position after the other."""
+    """log q of each id, one position after the other; ``products`` of the backward pass."""
     rows = []
     for h, tokens in zip(hidden, ids, strict=True):
-        z = form.scale * (weight @ h + bias)
+        logits = weight @ h
+        logits = logits if products is None else rounded_gradient(logits, products)
+        z = form.scale * (logits + bias)
         if form.softcap is not None:
             z = form.softcap * torch.tanh(z / form.softcap)
-        q = torch.exp((z - z.max().detach()) / temperature)
-        rows.append((q[tokens] / q.sum()).log())
+        z = (z - z.max().detach()) / temperature
+        rows.append(z[tokens] - torch.exp(z).sum().log())
     return torch.stack(rows) if rows else hidden.sum() * ids
 
 
@@ -39,19 +49,28 @@ def random_log_probs(draw: Draw) -> Case:
     def oracle(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         form = fastkd.Head(weight, bias, scale, cap)
         tokens = ids if ids.dim() == 2 else ids[:, None]
-        found = token_log_probs(hidden, weight, bias, tokens, temperature, form)
+        found = token_log_probs(hidden, weight, bias, tokens, temperature, form, products)
         return found.view(shape)
 
+    learning = {
+        "hidden": draw.features(R, D),
+        "weight": draw.features(V, D),
+        "bias": draw.normal(V).to(draw.dtype),
+    }
+    products = draw.dtype if multiplied_in_half(learning["hidden"]) else None
+    size = 30.0 * D**0.5 / temperature  # of the logits
+
+    def slopes(hidden: Tensor, weight: Tensor, bias: Tensor) -> dict[str, float]:
+        """Sizes of the gradients' terms 1[v = id] and q_v, which cancel where q is 1."""
+        terms = 2 * scale / temperature / size
+        return {
+            "hidden": terms * float(weight.norm(dim=-1).amax()),
+            "weight": terms * float(hidden.norm()),
+            "bias": terms * R**0.5,
+        }
+
     return Case(
-        call,
-        oracle,
-        {
-            "hidden": draw.features(R, D),
-            "weight": draw.features(V, D),
-            "bias": draw.normal(V).to(draw.dtype),
-        },
-        scale=30.0 * D**0.5 / temperature,
-        autocast=draw.chance(0.3),
+        call, oracle, learning, scale=size, parameter_slopes=slopes, autocast=draw.chance(0.3)
     )
 
 

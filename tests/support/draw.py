@@ -34,7 +34,7 @@ class Case:
     autocast: bool = False
     # The size of d(result)/d(row) for a row of features (..., D): 1/‖x‖ where only angles count.
     slope: Callable[[Tensor], Tensor] | None = None
-    # The same for the gradients of parameters, by name, from all inputs; by default 1.
+    # The same by name, from all inputs: of parameters, or of all that gets a gradient.
     parameter_slopes: Callable[..., dict[str, float]] | None = None
     # Allowed error in roundings of the inputs.
     roundings: float = ROUNDINGS

@@ -25,6 +25,14 @@ def rounded(x: Tensor, *shape: int) -> Tensor:
     return x * (1 + ROUNDED_ROWS * (torch.rand(shape, dtype=x.dtype) - 0.5))
 
 
+def rounded_gradient(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x``, whose gradient products in ``dtype`` round once: four times, to allow for chance."""
+    step = 0.4 * ROUNDED_ROWS / torch.finfo(torch.float32).eps * torch.finfo(dtype).eps
+    if step and x.requires_grad:
+        x.register_hook(lambda g: g * (1 + step * (torch.rand(g.shape, dtype=g.dtype) - 0.5)))
+    return x
+
+
 def decomposed(a: Tensor) -> Tensor:
     """``a`` (n, n) with an error like an eigensolver's: rounding error of the matrix's norm.
 
