@@ -70,8 +70,12 @@ def train_draft(
     divergence: Divergence,
     gamma: float = GAMMA,
     count: int = ROWS,
+    state_weight: float = 0.1,
 ) -> DraftHead:
-    """A draft head whose predictions 1 to AHEAD steps ahead follow the decoder's."""
+    """A draft head whose predictions 1 to AHEAD steps ahead follow the decoder's.
+
+    The hidden states themselves weigh ``state_weight``, as in EAGLE; EAGLE-3 leaves them out.
+    """
     draft, head = DraftHead(decoder.config.hidden_size), Head.of(decoder)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps + 1)
@@ -89,7 +93,8 @@ def train_draft(
         soft = linear_soft_target_loss(
             ours, head, theirs, head, divergence=divergence, weights=weights
         )
-        loss = soft + 0.1 * hidden_state_loss(ours, theirs, kind="smooth_l1", weights=weights)
+        near = hidden_state_loss(ours, theirs, kind="smooth_l1", weights=weights)
+        loss = soft + state_weight * near
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

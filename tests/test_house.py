@@ -144,7 +144,7 @@ def test_imported_packages_are_declared_dependencies():
     """No dependency is only transitive, except triton, which torch installs where it can use it."""
     project = read_configuration(ROOT / "pyproject.toml")["project"]
     asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    known = {Requirement(line).name for line in asked} | {"fastkd", "bench", "triton"}
+    known = {Requirement(line).name for line in asked} | {"fastkd", "bench", "examples", "triton"}
     for module, path in SOURCES.items():
         if floor(module) < FLOORS.index("tools"):
             names = {name.partition(".")[0] for name in imported(module)}
