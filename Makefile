@@ -61,6 +61,7 @@ test-all: test
 	$(BIN)/python -m tools.compile_report --prove
 	$(BIN)/python -m tools.widths --prove
 	$(BIN)/python -m tools.cuda_source --prove
+	$(BIN)/python -m tools.amd --prove
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.rounding import PRECISE
 
 # Steps after a measured residual: each further step would double the drift.
 STEPS = tl.constexpr(6)
@@ -132,7 +133,7 @@ def _product(
             mask=(k < depth - first)[:, None] & (j < n - column)[None, :],
             other=0.0,
         )
-        product = tl.dot(a, b, product, input_precision="tf32x3")
+        product = tl.dot(a, b, product, input_precision=PRECISE)
     return product
 
 

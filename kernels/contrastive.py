@@ -32,6 +32,7 @@ from torch import Tensor
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.rounding import PRECISE
 
 # Rows summed by one program. More rows are split over programs, and a second pass adds the sums.
 ROWS_PER_SUM = 2048
@@ -218,7 +219,7 @@ def cos_nce_labelled_sum_kernel(
         x = _direction(
             x_ptr, tl.where(finite, inverse, 0.0), r, p, d, finite, D, stride_r, stride_p
         )
-        total = tl.dot(counts.to(tl.float32), x, total, input_precision="tf32x3")
+        total = tl.dot(counts.to(tl.float32), x, total, input_precision=PRECISE)
     out = ((split * tl.num_programs(1) + layer) * B + i) * P + p
     tl.store(sum_ptr + out[:, None] * D + d[None, :], total, (i < B)[:, None] & (d < D)[None, :])
     if tl.program_id(0) % blocks_d == 0:

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
-from fastkd.kernels.rounding import rounded
+from fastkd.kernels.rounding import PRECISE, rounded
 
 # Numbers of student and bank rows from which sorting by label and stored norms are faster.
 ROWS_TO_SORT = 65
@@ -164,7 +164,7 @@ def _product(
         if WIDEN:
             s, t = s.to(tl.float32), wide
         # A difference: the compiler would move a sum into the tensor core, which rounds more.
-        product -= tl.dot(s, tl.trans(t), input_precision="tf32x3")
+        product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
         if SQUARES:
             squares += tl.sum(rounded(wide * wide), axis=1)
     return -product, squares

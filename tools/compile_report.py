@@ -36,8 +36,8 @@ from fastkd._core.atomic_files import write_file
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "compiled"
 PROVEN = ROOT / "kernels" / "proven.json"
-# There, beside the modules: what `tools.widths` and `tools.cuda_source` look at.
-WIDTHS, CUDA_SOURCE = "widths", "roots.cu"
+# There, beside the modules: what `tools.widths`, `tools.cuda_source` and `tools.amd` look at.
+WIDTHS, CUDA_SOURCE, AMD = "widths", "roots.cu", "amd"
 # Compute capability → bytes of shared memory that one block can have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
@@ -93,15 +93,17 @@ class Form(NamedTuple):
         """By Triton, for its architecture; Triton keeps what it has compiled before."""
         from triton import compile
         from triton.backends.compiler import GPUTarget
+
+        target = GPUTarget("cuda", self.capability, 32)
+        return compile(self.source(), target=target, options=dict(self.launch))
+
+    def source(self) -> Any:
+        """The kernel and its arguments, as Triton's compiler takes them."""
         from triton.compiler import ASTSource
 
         # What a launch tells the compiler about the arguments, such as multiples of 16.
         known = {at: [list(fact) for fact in facts] for at, facts in self.known}
-        return compile(
-            ASTSource(self.kernel, dict(self.types), self.constexprs, known),
-            target=GPUTarget("cuda", self.capability, 32),
-            options=dict(self.launch),
-        )
+        return ASTSource(self.kernel, dict(self.types), self.constexprs, known)
 
     @property
     def constexprs(self) -> dict[Any, Any]:
@@ -263,7 +265,7 @@ def unproven(names: Iterable[str]) -> dict[str, str]:
 def note_proven(states: dict[str, str]) -> None:
     """Keep what is proven of the modules that there are."""
     proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-    known = (*modules(), WIDTHS, CUDA_SOURCE)
+    known = (*modules(), WIDTHS, CUDA_SOURCE, AMD)
     kept = {name: now for name, now in (proven | states).items() if name in known}
     write_file(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 

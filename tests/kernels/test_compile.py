@@ -41,6 +41,12 @@ def test_compiles_without_spills():
     assert not wrong, "\n".join(wrong)
 
 
+def test_compiles_for_amd():
+    """A module with matrix products; every form of every module: ``make test-all``."""
+    report = not_interpreted("tools.amd", "cayley", "--workers", "1")
+    assert report.endswith("forms compiled for gfx942, 0 failed\n"), report
+
+
 def test_barriers_are_in_the_compiled_code():
     """Some threads load from global memory what others stored: a race without the barrier."""
     found = json.loads(not_interpreted("tests.kernels.barriers"))
