@@ -142,7 +142,7 @@ def cos_nce_loss(
             whose label differs from its own.
         weights: (B, ...) floating, the leading dimensions of ``student``: factors of the positions'
             losses, of any sign and without gradient. A weight of 0 is no mask: the position still
-            counts in the mean.
+            counts in the mean, and 0 times an infinite loss is NaN.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch", "triton" or "cpp".
         gather: compare the samples of all processes as one batch, and shared ``negatives`` as one

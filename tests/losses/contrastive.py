@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm, module_case, reduced
+from tests.support.draw import Case, Draw, by_norm, module_case, projected_slopes, reduced
 from tests.support.subject import D_S, D_T, Subject, labels, of_module
 
 
@@ -93,10 +93,8 @@ def random_cos_nce_module(draw: Draw) -> Case:
         return reduced(*cos_nce(projected, compared(teacher), None, None, real), "mean")
 
     def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
-        """A short projection has a large gradient, which is 0 in one dimension."""
-        rows = compared(student)[real]
-        sizes = rows.norm(dim=-1) * by_norm(rows @ inputs["W.weight"].mT)
-        return {"W.weight": sizes.norm().item() / max(len(rows), 1)}
+        size, _ = projected_slopes(compared(student)[real], inputs["W.weight"])
+        return {"W.weight": size}
 
     case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
     return dataclasses.replace(case, parameter_slopes=slopes)

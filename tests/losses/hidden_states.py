@@ -1,5 +1,6 @@
 """Hidden states: `distance`, the oracle; `RANDOM` calls against it; `subjects`."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm, module_case, reduced
+from tests.support.draw import Case, Draw, by_norm, module_case, projected_slopes, reduced
 from tests.support.subject import D_S, D_T, Subject, of_module
 
 KINDS = ("mse", "cosine", "smooth_l1")
@@ -80,7 +81,15 @@ def random_module(draw: Draw) -> Case:
         losses = distance(student, teacher, kind, 1.0).masked_fill(~mask, 0)
         return reduced(losses, mask, "mean")
 
-    return module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
+        parameters = [x for name, x in inputs.items() if name.startswith("projector.")]
+        if kind != "cosine" or not parameters:
+            return {}
+        sizes = projected_slopes(student[mask], *parameters)
+        return dict(zip(("projector.weight", "projector.bias"), sizes, strict=True))
+
+    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    return dataclasses.replace(case, parameter_slopes=slopes)
 
 
 RANDOM = {"hidden_states": random_hidden_states, "hidden_states_module": random_module}

@@ -51,6 +51,18 @@ def by_norm(x: Tensor) -> Tensor:
     return torch.where(norm == 0, 0, 1 / torch.where(norm == 0, 1, norm))
 
 
+def projected_slopes(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[float, float]:
+    """Sizes of a mean cosine's gradients of weight and bias, for rows that they project.
+
+    A short projection has a large gradient, which is 0 in one dimension.
+    """
+    sizes = by_norm(rows @ weight.mT if bias is None else rows @ weight.mT + bias)
+    count = max(len(rows), 1)
+    return (rows.norm(dim=-1) * sizes).norm().item() / count, sizes.norm().item() / count
+
+
 class Draw:
     """Random choices of one seed."""
 
