@@ -118,8 +118,8 @@ class Head:
                 or torch.compile.
 
         Raises:
-            TypeError, ValueError: a model without a head, or whose head is not one product: packed
-                weights, adapters other than LoRA, MobileBERT.
+            TypeError, ValueError: a model without a head, or whose head is not one product with
+                its weight: packed or fake-quantised weights, adapters other than LoRA, MobileBERT.
 
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2))
@@ -320,6 +320,11 @@ def _dense(layer: nn.Module) -> Tensor:
         weight = layer.dequantize()  # type: ignore[operator]
     elif weight is not None and type(weight).dequantize is not Tensor.dequantize:
         weight = weight.dequantize()
+    elif isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"the model's output layer {type(layer).__name__} multiplies by more than its weight, "
+            "which can't be read; exclude the head from quantisation, or pass the logits"
+        )
     plain = isinstance(weight, Tensor) and weight.dtype in FLOATING and weight.dim() == 2
     if not plain or not isinstance(weight, Tensor):
         kind = "no weight" if weight is None else f"a weight of {weight.dtype}"

@@ -13,13 +13,15 @@ NEEDS = {
     "lightning_module": "lightning",
     "lora_decoder": "peft",
     "peft_lora": "peft",
+    "quantized_student": "torchao",
     "sentence_transformer": "sentence_transformers",
     "trl_sft": "trl",
 }
 
 # Examples that print their loss at some steps.
 FALLING = (
-    "custom_loop", "fsdp2", "lora_decoder", "packed_rows", "peft_lora", "top_k_server", "trl_sft",
+    "custom_loop", "fsdp2", "lora_decoder", "packed_rows", "peft_lora", "quantized_student",
+    "top_k_server", "trl_sft",
 )  # fmt: skip
 
 # Options that make an example short, and lines of those that train both models.
