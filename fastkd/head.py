@@ -206,6 +206,7 @@ class Head:
         """The head of the token ids (n,) alone, in their order; gradients reach the whole head."""
         head = self.whole()
         check_vocabulary_part("ids", ids, head.weight.shape[0])
+        check_device("ids", ids, "the head", head.weight)
         bias = None if head.bias is None else head.bias[ids]
         part = Head(head.weight[ids], bias, head.scale, head.softcap)
         part.low_rank = tuple(LowRank(x.down, x.up[ids], x.scale, x.dropout) for x in head.low_rank)

@@ -1,0 +1,285 @@
+"""Options of draft models and on-policy students: degenerate rows, half precision, mistakes."""
+
+import functools
+
+import pytest
+import torch
+
+from fastkd import (
+    CrossEntropy,
+    Divergence,
+    Head,
+    HiddenStateLoss,
+    ImportanceRatio,
+    TopK,
+    hidden_state_loss,
+    linear_soft_target_loss,
+    log_probs,
+    soft_target_loss,
+)
+from fastkd._torch.divergences import DIVERGENCES
+from fastkd.functional import hidden_state_loss_ref, linear_soft_target_loss_ref
+from tests.support.compare import assert_matches_reference, value_and_grad, values_and_grads
+
+NAMES = tuple(DIVERGENCES)
+OF_WHOLE = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
+INF = float("inf")
+each_divergence = pytest.mark.parametrize("name", NAMES)
+every_way = pytest.mark.parametrize(
+    ("mass", "name"),
+    [("renormalised", name) for name in NAMES] + [("whole", name) for name in OF_WHOLE],
+)
+on_cpu = pytest.mark.parametrize("runs_on", ["torch", "auto"])
+
+
+def of(name):
+    return "adaptive_kl" if name == "adaptive_kl" else Divergence(name)
+
+
+def drafts(rows=4, D=5, V=9, dtype=torch.float64):
+    """Hidden states and heads of a student with three of the teacher's V tokens."""
+    shapes = (2, rows, D), (3, D), (rows, D + 1), (V, D + 1)
+    return [torch.randn(shape).to(dtype) for shape in shapes], torch.tensor([7, 0, 4])
+
+
+def everything(ids, rows=4):
+    """Options that may be passed together."""
+    return {
+        "rows": torch.randint(rows, (2, rows)),
+        "draft_vocabulary": ids,
+        "weights": torch.randn(2, rows),
+        "mask": torch.rand(2, rows) < 0.8,
+        "ratio": ImportanceRatio(
+            torch.randint(3, (2, rows)), -3 * torch.rand(2, rows), at_most=1.5
+        ),
+        "task": CrossEntropy(torch.randint(3, (2, rows)), 0.5, weights=torch.randn(2, rows)),
+    }
+
+
+# Degenerate rows
+
+
+@each_divergence
+@on_cpu
+def test_one_token_has_no_loss(name, runs_on):
+    weights = torch.tensor([0.0, -2.0, 3.0])
+    options = dict(divergence=of(name), backend=runs_on)
+    targets = [
+        TopK(torch.zeros(3, 1).long(), torch.zeros(3, 1), x) for x in ("bucket", "renormalise")
+    ]
+    for target in (torch.randn(3, 1), *targets):
+        found = value_and_grad(
+            soft_target_loss, torch.randn(3, 1), target, weights=weights, **options
+        )
+        assert all(x.abs().max() < 1e-6 for x in found)
+
+
+@every_way
+@on_cpu
+def test_a_draft_vocabulary_of_one_token(mass, name, runs_on):
+    (h, w, h_t, w_t), _ = drafts()
+    given = h, w[:1], h_t.expand(2, -1, -1), w_t
+    options = dict(divergence=of(name), teacher_mass=mass, draft_vocabulary=torch.tensor([7]))
+    found = values_and_grads(
+        linear_soft_target_loss, given[:2], *given[2:], backend=runs_on, **options
+    )
+    wanted = values_and_grads(linear_soft_target_loss_ref, given[:2], *given[2:], **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-8)
+    if mass == "renormalised":
+        assert all(x.abs().max() < 1e-8 for x in found)
+
+
+@every_way
+@on_cpu
+def test_equal_distributions_have_no_loss(mass, name, runs_on):
+    hidden, head = torch.randn(4, 5), Head(torch.randn(9, 5), torch.randn(9))
+    ids = torch.randperm(9) if mass == "whole" else torch.tensor([7, 0, 4])
+    found = value_and_grad(
+        linear_soft_target_loss, hidden, head.subset(ids), hidden, head, divergence=of(name),
+        draft_vocabulary=ids, teacher_mass=mass, rows=torch.arange(4), weights=-torch.rand(4),
+        backend=runs_on,
+    )  # fmt: skip
+    assert all(x.abs().max() < 1e-6 for x in found)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", OF_WHOLE)
+def test_a_teacher_whose_tokens_the_draft_lacks(name, runs_on):
+    """Its probability of the draft's tokens is e⁻²⁰⁰ or less."""
+    (h, w, h_t, w_t), ids = drafts()
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[ids] = -300
+    given = h_t.expand(2, -1, -1), Head(w_t, bias)
+    options = dict(divergence=Divergence(name), teacher_mass="whole", draft_vocabulary=ids)
+    value, *grads = values_and_grads(
+        linear_soft_target_loss, (h, w), *given, backend=runs_on, **options
+    )
+    wanted = values_and_grads(linear_soft_target_loss_ref, (h, w), *given, **options)
+    torch.testing.assert_close([value, *grads], [*wanted], rtol=1e-6, atol=1e-12)
+    least = {"forward_kl": -1e-9, "total_variation": 1 - 1e-9}.get(name, 200)
+    most = {"forward_kl": 1e-9, "total_variation": 1 + 1e-9}.get(name, 400)
+    assert least <= value <= most and all(x.isfinite().all() for x in grads)
+
+
+@every_way
+def test_weights_of_zero_and_of_the_other_sign(mass, name):
+    (h, w, *teacher), ids = drafts()
+    options = everything(ids) | dict(task=None, divergence=of(name), teacher_mass=mass)
+    weights = options.pop("weights")
+    found = {
+        factor: values_and_grads(
+            linear_soft_target_loss, (h, w), *teacher, weights=factor * weights, **options
+        )
+        for factor in (-1, 0, 1)
+    }
+    assert all((x == 0).all() for x in found[0])
+    torch.testing.assert_close([-x for x in found[-1]], [*found[1]])
+    assert all((x != 0).any() for x in found[1])
+
+
+def test_ratios_at_the_ends():
+    (h, w, *teacher), _ = drafts()
+    student, ids = h[0].float(), torch.tensor([0, 1, 2, 1])
+    teacher, head = torch.randn(4, 5), torch.randn(3, 5)
+    loss = functools.partial(
+        linear_soft_target_loss, student, w.float(), teacher, head, reduction="none"
+    )
+    plain, q = loss(), (student @ w.float().T).softmax(-1).gather(-1, ids[:, None])[:, 0]
+    for old, ratio in ((-INF, 2.0), (-1e4, 2.0), (0.0, q), (200.0, 0.0), (torch.nan, torch.nan)):
+        found = loss(ratio=ImportanceRatio(ids, torch.full((4,), old), at_most=2.0))
+        torch.testing.assert_close(found, plain * ratio, equal_nan=True)
+    one = ImportanceRatio(torch.tensor(1), torch.tensor(-1.0), at_most=2.0)
+    assert linear_soft_target_loss(student[0], w.float(), teacher[0], head, ratio=one).shape == ()
+    none = ImportanceRatio(ids[:0], torch.zeros(0), at_most=2.0)
+    nothing = linear_soft_target_loss(student[:0], w.float(), teacher[:0], head, ratio=none)
+    assert nothing == 0
+
+
+def test_rows_of_one_teacher_row_and_of_no_position():
+    (h, w, h_t, _), _ = drafts()
+    head = torch.randn(3, 6).double()
+    rows = torch.zeros(2, 4).long()
+    found = linear_soft_target_loss(h, w, h_t[:1], head, rows=rows)
+    torch.testing.assert_close(found, linear_soft_target_loss(h, w, h_t[:1].expand(2, 4, 6), head))
+    assert linear_soft_target_loss(h[:0], w, h_t, head, rows=rows[:0]) == 0
+    masked = torch.zeros(2, 4).bool()
+    value, grad = value_and_grad(
+        linear_soft_target_loss, h, w, h_t, head, rows=rows - 5, mask=masked
+    )
+    assert value == 0 and (grad == 0).all()
+
+
+def test_log_probs_and_top_k_of_few_tokens():
+    hidden, head = torch.randn(3, 5), Head(torch.randn(4, 5), torch.tensor([-INF, 0, 0, 0]))
+    value, grad = value_and_grad(
+        log_probs, hidden, head, torch.tensor([0, 1, 2]), upstream=torch.ones(3)
+    )
+    assert value[0] == -INF and value[1:].isfinite().all() and grad[1:].isfinite().all()
+    found = value_and_grad(
+        log_probs, hidden, torch.randn(1, 5), torch.zeros(3).long(), upstream=1.0
+    )
+    assert all((x == 0).all() for x in found)
+
+    ties = TopK.of(torch.zeros(2, 5), torch.randn(4, 5), 4)
+    assert (ties.ids.sort(-1)[0] == torch.arange(4)).all()
+    torch.testing.assert_close(ties.log_probs.exp(), torch.full((2, 4), 0.25))
+    one = TopK.of(hidden, torch.randn(1, 5), 1)
+    assert (one.ids == 0).all() and (one.log_probs == 0).all()
+    assert TopK.of(hidden[:0], head, 2).ids.shape == (0, 2)
+    assert TopK.of(hidden[0], head, 2).ids.shape == (2,)
+    assert TopK.of(hidden, head, 4).log_probs[:, -1].tolist() == [-INF] * 3  # padding of a TopK
+    whole = TopK.of(hidden, head, 4)
+    torch.testing.assert_close(
+        linear_soft_target_loss(hidden, head, whole), torch.tensor(0.0), atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("kind", ["mse", "cosine", "smooth_l1"])
+@on_cpu
+def test_hidden_states_of_one_feature(kind, runs_on):
+    student, teacher = torch.randn(2, 6, 1)
+    weights = torch.tensor([0.0, -1, 2, 1, 1, -3])
+    found = value_and_grad(
+        hidden_state_loss, student, teacher, kind=kind, weights=weights, backend=runs_on
+    )
+    wanted = value_and_grad(hidden_state_loss_ref, student, teacher, kind=kind, weights=weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    projected = HiddenStateLoss(kind, 1, 2, backend=runs_on)(student, torch.randn(6, 2))
+    projected.backward()
+    assert projected.isfinite()
+
+
+# Half precision and autocast
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(mass, name, dtype):
+    (h, w, *teacher), ids = drafts(rows=16, D=12, dtype=dtype)
+    options = everything(ids, 16) | dict(divergence=of(name), teacher_mass=mass)
+    assert_matches_reference(
+        functools.partial(linear_soft_target_loss, **options),
+        lambda h, w, *teacher: linear_soft_target_loss_ref(h, w, *teacher, **options),
+        "auto",
+        [h, w],
+        *teacher,
+    )
+
+
+@pytest.mark.parametrize("mass", ["renormalised", "whole"])
+def test_autocast_changes_nothing(mass):
+    (h, w, *teacher), ids = drafts(dtype=torch.float32)
+    options = everything(ids) | dict(teacher_mass=mass)
+    terms = ["total_variation", "teacher_entropy", "log_prob", "teacher_log_prob"]
+
+    def call(h, w):
+        loss, found = linear_soft_target_loss(h, w, *teacher, return_terms=terms, **options)
+        return torch.stack([loss, *found.values()])
+
+    plain = values_and_grads(call, (h, w))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = values_and_grads(call, (h, w))
+    assert all(map(torch.equal, under, plain))
+
+
+# Mistakes
+
+
+def on_another_device():
+    """Calls with one tensor on another device, and the tensor's name."""
+    states, ids, far = (
+        torch.randn(3, 5),
+        torch.tensor([0, 1, 2]),
+        functools.partial(torch.ones, device="meta"),
+    )
+    head, no_ids = torch.randn(6, 5), torch.zeros(3, dtype=torch.int64, device="meta")
+    linear = functools.partial(linear_soft_target_loss, states, head, states, head)
+    part = functools.partial(linear_soft_target_loss, states, head[:3], states, head)
+
+    def ratio(ids, old):
+        return ImportanceRatio(ids, old, at_most=2.0)
+
+    return {
+        "rows": lambda: linear(rows=no_ids),
+        "draft_vocabulary": lambda: part(draft_vocabulary=no_ids),
+        "weights": lambda: linear(weights=far(3)),
+        "weights ": lambda: linear(task=CrossEntropy(ids, weights=far(3))),
+        "labels": lambda: linear(task=CrossEntropy(no_ids)),
+        "ids": lambda: linear(ratio=ratio(no_ids, torch.zeros(3))),
+        "old_log_probs": lambda: linear(ratio=ratio(ids, far(3))),
+        "ids ": lambda: log_probs(states, head, no_ids),
+        "head": lambda: log_probs(states, far(6, 5), ids),
+        "head ": lambda: TopK.of(states, far(6, 5), 2),
+        "ids of a part": lambda: Head(head).subset(no_ids),
+        "ids of a TopK": lambda: soft_target_loss(states, TopK(no_ids[:, None], far(3, 1))),
+        "teacher": lambda: hidden_state_loss(states, far(3, 5)),
+        "mask": lambda: hidden_state_loss(states, states, far(3)),
+        "weights of states": lambda: hidden_state_loss(states, states, weights=far(3)),
+    }
+
+
+@pytest.mark.parametrize("name", on_another_device())
+def test_another_device_is_an_error(name):
+    with pytest.raises(ValueError, match=f"^{name.split()[0]} is on meta but .* on cpu") as raised:
+        on_another_device()[name]()
+    assert "\n" not in str(raised.value)
