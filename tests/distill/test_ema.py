@@ -23,10 +23,10 @@ def made(decay=0.9, dtype=torch.float32, method=None):
     return distiller, teacher
 
 
-def train(distiller, steps=3, wrapped=None, rows=8):
+def train(distiller, steps=3, wrapped=None, rows=8, start=0):
     teacher = distiller.teacher
     optimizer = torch.optim.SGD([p for p in distiller.parameters() if p.requires_grad], lr=0.1)
-    for step in range(steps):
+    for step in range(start, start + steps):
         torch.manual_seed(step)
         (wrapped or distiller)(**batch(rows=rows)).loss.backward()
         optimizer.step()
@@ -119,30 +119,47 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
-def test_data_parallel_and_sharded_averages_equal_one_process(tmp_path):
-    distiller, teacher = made()
-    train(distiller)
-    expected = [p.detach().clone() for p in teacher.model.parameters()]
+WAYS = [("DDP", torch.float32), ("FSDP2", torch.float32), ("FSDP2", torch.bfloat16)]
+
+
+def test_data_parallel_and_sharded_averages_resume_and_equal_one_process(tmp_path):
+    expected = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        distiller, teacher = made(dtype=dtype)
+        train(distiller)
+        expected[dtype] = [p.detach().clone() for p in teacher.model.parameters()]
+    tolerance = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (1.6e-2, 1e-3)}
     for ways in run_ranks(_parallel, 2, tmp_path):
-        for name, found in ways.items():
-            for ours, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+        for (name, dtype), found in zip(WAYS, ways, strict=True):
+            rtol, atol = tolerance[dtype]
+            for ours, theirs in zip(found, expected[dtype], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, msg=name)
 
 
 def _parallel(rank):
-    found = {}
-    distiller, teacher = made()
-    train(distiller, wrapped=DistributedDataParallel(distiller, find_unused_parameters=True))
-    found["DDP"] = [p.detach() for p in teacher.model.parameters()]
-    distiller, teacher = made()
-    mesh = init_device_mesh("cpu", (2,))
-    for one in (teacher.model, distiller.student):
-        for block in one.bert.encoder.layer:
-            fully_shard(block, mesh=mesh)
-        fully_shard(one, mesh=mesh)
-    train(distiller)
-    found["FSDP2"] = [p.full_tensor().detach() for p in teacher.model.parameters()]
-    return found
+    return [_resumed(*way) for way in WAYS]
+
+
+def _resumed(name, dtype):
+    """The average of three steps, of which the last runs after a restart."""
+    state = None
+    for start, steps in ((0, 2), (2, 1)):
+        distiller, teacher = made(dtype=dtype)
+        wrapped = None
+        if name == "DDP":
+            wrapped = DistributedDataParallel(distiller, find_unused_parameters=True)
+        else:
+            mesh = init_device_mesh("cpu", (2,))
+            for one in (teacher.model, distiller.student):
+                for block in one.bert.encoder.layer:
+                    fully_shard(block, mesh=mesh)
+                fully_shard(one, mesh=mesh)
+        if state is not None:
+            distiller.load_state_dict(state)
+        train(distiller, steps, wrapped, start=start)
+        state = copy.deepcopy(distiller.state_dict())
+    found = teacher.model.parameters()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in found]
 
 
 def test_methods_on_layers_and_language_models():
