@@ -25,7 +25,7 @@ FALLING = (
 )  # fmt: skip
 
 # Options that make an example short, and lines of those that train both models.
-SHORT = {"draft_model": "--decoder-steps 80 --draft-steps 50 --rows 4 --contexts 512"}
+SHORT = {"draft_model": "--decoder-steps 80 --draft-steps 50 --rows 4 --contexts 256"}
 LINES = {"draft_model": 170}
 
 
