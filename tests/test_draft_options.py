@@ -155,6 +155,7 @@ def test_ratios_at_the_ends():
     assert nothing == 0
 
 
+@pytest.mark.filterwarnings("ignore:mask has no real token")
 def test_rows_of_one_teacher_row_and_of_no_position():
     (h, w, h_t, _), _ = drafts()
     head = torch.randn(3, 6).double()
