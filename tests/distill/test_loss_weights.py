@@ -68,6 +68,24 @@ def test_each_tokens_loss_is_multiplied(family, head, left, keep_logits):
     torch.testing.assert_close(ones.loss, distiller(**given).loss)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_weights_of_zero_and_of_the_other_sign(keep_logits, dtype):
+    """Also under autocast, with weights in the model's half precision."""
+    distiller, given = made(keep_logits=keep_logits), data()
+    weights = given.pop("loss_weights").nan_to_num().to(dtype)
+    found = {}
+    for factor in (0, 1, -1):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = distiller(**given, loss_weights=factor * weights)
+        (grad,) = torch.autograd.grad(out.loss, distiller.student.lm_head.weight)
+        found[factor] = torch.stack([out.terms["soft"], out.terms["task"]]), grad
+    assert all((x == 0).all() for x in found[0])
+    for ours, theirs in zip(found[-1], found[1], strict=True):
+        torch.testing.assert_close(ours, -theirs)
+        assert (ours != 0).any()
+
+
 def test_packed_rows_and_micro_batches():
     distiller = made()
     ids = torch.randint(1, 60, (2, 6))
