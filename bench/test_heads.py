@@ -2,16 +2,17 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd import CrossEntropy
+from fastkd import CrossEntropy, VocabularyMatch
 from fastkd._core.dispatch import Backend
 from fastkd.soft_targets import (
     DivergenceWord,
+    Unmatched,
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
 )
@@ -79,6 +80,30 @@ def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> C
     return work.case(*more, **rest)
 
 
+def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
+    """Two vocabularies of one size: half of the tokens match, in another order."""
+
+    def call(function: Any, *tensors: Tensor, **options: Any) -> Tensor:
+        match = _half_matched(len(tensors[1]))
+        return function(*tensors, vocabulary=match, unmatched=unmatched, **options)
+
+    functions = (
+        functools.partial(call, linear_soft_target_loss_ref),
+        functools.partial(call, linear_soft_target_loss),
+    )
+    title = f"forward KL, matched, {unmatched}"
+    return Work(LOSS, title, make_linear, *functions, "linear_soft_target_loss", linear_cost).case(
+        *more, **rest
+    )
+
+
+@functools.cache
+def _half_matched(V: int) -> VocabularyMatch:
+    generator = torch.Generator().manual_seed(5)
+    ids = (torch.randperm(V, generator=generator)[: V // 2] for _ in range(2))
+    return VocabularyMatch(*ids, V, V)
+
+
 def make_labelled(*, rows, D, V, device, dtype) -> dict[str, Tensor]:
     inputs = make_linear(rows=rows, Ds=D, Dt=1, V=V, device=device, dtype=dtype)
     student = {name: inputs[name] for name in ("student_hidden", "student_head")}
@@ -140,6 +165,8 @@ def cases() -> Iterator[Case]:
         yield linear_case("cpu", **cpu, sweep="V", rows=64, Ds=256, Dt=256, V=v)
     for dtype in (torch.float32, half):
         yield linear_case("cpu", dtype, **cpu, rows=256, Ds=256, Dt=256, V=32768)
+    for unmatched in get_args(Unmatched):
+        yield matched_case("cpu", **cpu, unmatched=unmatched, rows=64, Ds=256, Dt=256, V=32768)
     gpu: dict[str, Any] = {"compile": False, "check_sizes": {"rows": 256}}  # all logits don't fit
     two: tuple[DivergenceWord, ...] = ("forward_kl", "js")
     for divergence in two:
@@ -147,6 +174,8 @@ def cases() -> Iterator[Case]:
         yield linear_case("vocab", half, divergence=divergence, **gpu, **sizes)
     for rows in (1024, 8192):
         yield linear_case("vocab", half, **gpu, rows=rows, Ds=4096, Dt=4096, V=128256)
+    for unmatched in get_args(Unmatched):
+        yield matched_case("vocab", half, unmatched=unmatched, **gpu, **sizes)
     yield labelled_case("vocab", half, **gpu, rows=8192, D=2048, V=128256)
 
 

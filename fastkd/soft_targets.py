@@ -45,14 +45,18 @@ from fastkd._torch.linear_soft_targets import (
     LossOptions,
     Positions,
 )
+from fastkd._torch.matched_tokens import matched_soft_targets
 from fastkd._torch.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 from fastkd.head import Head, as_head
 from fastkd.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
+from fastkd.vocabulary_match import VocabularyMatch
 
 Reduction = Literal["batchmean", "sum", "none"]
 TeacherMass = Literal["renormalised", "whole"]
+Unmatched = Literal["renormalise", "bucket", "sorted"]
 REDUCTIONS = get_args(Reduction)
+UNMATCHED = get_args(Unmatched)
 # Divergences of a part of the vocabulary and the teacher's whole mass; the last run in PyTorch.
 OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
 FORMS = {name: Divergence(name).form for name in DIVERGENCES}
@@ -68,21 +72,28 @@ def soft_target_loss_ref(
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
-    vocabulary: int | None = None,
+    vocabulary: int | VocabularyMatch | None = None,
+    unmatched: Unmatched = "renormalise",
     weights: Tensor | None = None,
 ) -> Tensor:
     """The divergences in plain PyTorch, as in the literature; see `soft_target_loss`."""
     if mask is None:
         mask = torch.ones(student_logits.shape[:-1], device=student_logits.device)
     real = mask.bool()[..., None]  # (..., 1)
-    student = upcast(student_logits)[..., :vocabulary].where(real, 0)
+    match, n = (vocabulary, None) if isinstance(vocabulary, VocabularyMatch) else (None, vocabulary)
+    student = upcast(student_logits)[..., :n].where(real, 0)
     log_ps = torch.log_softmax(student / temperature, dim=-1)
+    distance: float | Tensor = 0.0
     if isinstance(teacher_logits, TopK):
         log_ps, log_pt = _outcomes_ref(log_ps, teacher_logits, real)
     else:
-        teacher = upcast(teacher_logits)[..., :vocabulary].where(real, 0)
+        teacher = upcast(teacher_logits)[..., :n].where(real, 0)
         log_pt = torch.log_softmax(teacher / temperature, dim=-1)
-    loss = _divergence_ref(log_ps, log_pt, divergence)
+    if match is not None:
+        if unmatched == "sorted":
+            distance = _sorted_distance_ref(log_ps, log_pt, match)
+        log_ps, log_pt = _matched_ref(log_ps, log_pt, match, unmatched)
+    loss = _divergence_ref(log_ps, log_pt, divergence) + distance
     loss = loss * (temperature**2 if scale_by_t2 else 1.0)
     return _reduced_ref(
         _at_positions_ref(loss, weights, real[..., 0]), real, reduction, denominator
@@ -163,6 +174,41 @@ def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tens
     return log_qs, log_qt
 
 
+def _matched_ref(
+    log_ps: Tensor, log_pt: Tensor, match: VocabularyMatch, unmatched: Unmatched
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the matched tokens and, unless renormalised, of all others together."""
+    order = match.student_ids.argsort()
+    outcomes = []
+    for log_p, ids in ((log_ps, match.student_ids), (log_pt, match.teacher_ids)):
+        log_q = log_p[..., ids[order]]
+        if unmatched == "renormalise":
+            log_q = log_q.log_softmax(-1)
+        else:
+            rest = _unmatched_ref(log_p, ids).logsumexp(-1, keepdim=True)
+            log_q = torch.cat([log_q, rest], -1)
+        outcomes.append(log_q)
+    return outcomes[0], outcomes[1]
+
+
+def _sorted_distance_ref(log_ps: Tensor, log_pt: Tensor, match: VocabularyMatch) -> Tensor:
+    """Σ_k |s_k − t_k| of the unmatched probabilities, sorted and padded with zeros."""
+    pairs = (log_ps, match.student_ids), (log_pt, match.teacher_ids)
+    s, t = (_unmatched_ref(x, ids).exp() for x, ids in pairs)
+    s, t = (x.sort(dim=-1, descending=True, stable=True)[0] for x in (s, t))
+    if 0 in (s.shape[-1], t.shape[-1]):
+        return torch.zeros_like(log_ps[..., 0])
+    longest = max(s.shape[-1], t.shape[-1])
+    s, t = (nn.functional.pad(x, (0, longest - x.shape[-1])) for x in (s, t))
+    return (s - t).abs().sum(-1)
+
+
+def _unmatched_ref(log_p: Tensor, ids: Tensor) -> Tensor:
+    """The columns of log_p that ``ids`` doesn't have."""
+    left = torch.ones(log_p.shape[-1], dtype=torch.bool).index_fill(0, ids, False)
+    return log_p[..., left.to(log_p.device)]
+
+
 def _log_mixture_ref(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
     """log(weight·p + (1 − weight)·q)."""
     if weight in (0, 1):
@@ -206,7 +252,8 @@ def soft_target_loss(
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
-    vocabulary: int | None = None,
+    vocabulary: int | VocabularyMatch | None = None,
+    unmatched: Unmatched = "renormalise",
     weights: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -240,7 +287,14 @@ def soft_target_loss(
             "batchmean". It doesn't change the dtype of the loss.
         vocabulary: n, if only the first n token ids of student and teacher have one meaning: all
             other ids, such as a head's padding, are removed from both distributions, and V may
-            differ.
+            differ. Or a `fastkd.VocabularyMatch` of two vocabularies, V of the student and V' of
+            the teacher: the outcomes compared then are the matched tokens, by ascending student id.
+        unmatched: for a `VocabularyMatch`. "renormalise": p over the matched tokens alone.
+            "bucket": p over the whole vocabulary, with all unmatched tokens as one more outcome. If
+            student or teacher has no unmatched token, that outcome has probability 0 there, and
+            KL can be infinite. "sorted": "bucket", plus Σ_k |s_k − t_k|, s and t the unmatched
+            tokens' probabilities in descending order, the shorter padded with zeros (Boizard et al.
+            2024; 0 if either has none).
         weights: (...), floating, any sign, without gradient: factors of the positions' losses. They
             don't change the divisor of "batchmean": a weight of 0 is not a mask, and an infinite
             loss times 0 is NaN.
@@ -259,7 +313,8 @@ def soft_target_loss(
     >>> round(loss.item(), 4)  # ¼·log(½) + ¾·log(3/2)
     0.1308
     """
-    student_logits, teacher = _cut_logits(student_logits, teacher_logits, vocabulary)
+    match, n = _match_or_number(vocabulary, unmatched)
+    student_logits, teacher = _cut_logits(student_logits, teacher_logits, match, n)
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     leading, V = student_logits.shape[:-1], student_logits.shape[-1]
     mask = check_mask(mask, leading, student_logits.device)
@@ -271,14 +326,16 @@ def soft_target_loss(
         tail, rows = teacher.tail, [saveable(x) for x in teacher.rows(mask)]
     else:
         rows = [as_rows(teacher)]
+    if match is not None:
+        rows += match.columns(student_logits.device)
     denominator = _as_tensor(denominator, student_logits)
     student = as_rows(student_logits)
     mask = None if mask is None else mask.flatten()
     call = {"divergence": form, "teacher": "top k" if tail else "logits"}
     runs_on = backend_of(backend, "soft_target_loss", student, **call)
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
-    options = _Options(soft, reduction, runs_on)
-    if runs_on == "triton":
+    options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
+    if runs_on == "triton" and match is None:
         loss = apply(_TritonSoftTargets, options, student, rows[0], mask, denominator, weights)
     else:
         loss = apply(_SoftTargets, options, student, mask, denominator, weights, *rows)
@@ -290,21 +347,67 @@ def _flat(x: Tensor | None) -> Tensor | None:
     return None if x is None else saveable(x.flatten())
 
 
+def _match_or_number(
+    vocabulary: int | VocabularyMatch | None, unmatched: str
+) -> tuple[VocabularyMatch | None, int | None]:
+    """The match of two vocabularies, or the number of tokens that they share."""
+    check_choice("unmatched", unmatched, UNMATCHED)
+    if not isinstance(vocabulary, VocabularyMatch):
+        if unmatched != "renormalise":
+            raise ValueError(
+                f"unmatched={unmatched!r} needs a VocabularyMatch as vocabulary; pass one, or "
+                "leave it out"
+            )
+        return None, vocabulary
+    if unmatched == "renormalise" and not len(vocabulary.student_ids):
+        raise ValueError(
+            "vocabulary has no matched tokens, which unmatched='renormalise' compares; take "
+            "'bucket' or 'sorted'"
+        )
+    return vocabulary, None
+
+
 def _cut_logits(
-    student: Tensor, teacher: Tensor | TopK, vocabulary: int | None
+    student: Tensor, teacher: Tensor | TopK, match: VocabularyMatch | None, n: int | None
 ) -> tuple[Tensor, Tensor | TopK]:
-    """Student and teacher, checked, with the first ``vocabulary`` columns."""
+    """Student and teacher, checked, with the first ``n`` columns."""
     check_floating("student_logits", student)
     if isinstance(teacher, TopK):
-        _check_vocabularies("logits", vocabulary, student)
-        return _first(student, vocabulary), teacher
+        _check_no_match_of_top_k(match)
+        _check_vocabularies("logits", n, student)
+        return _first(student, n), teacher
     check_floating("teacher_logits", teacher)
     check_like("teacher_logits", teacher, "student_logits", student)
     check_no_grad("teacher_logits", teacher)
-    _check_vocabularies("logits", vocabulary, student, student.shape[-1], teacher.shape[-1])
-    student, teacher = _first(student, vocabulary), _first(teacher, vocabulary)
+    sizes = student.shape[-1], teacher.shape[-1]
+    if match is not None:
+        _check_match("logits", match, *sizes)
+        shape = (*student.shape[:-1], sizes[1])
+        check_shape("teacher_logits", teacher, shape, "student_logits' positions, V'")
+        return student, teacher
+    _check_vocabularies("logits", n, student, *sizes)
+    student, teacher = _first(student, n), _first(teacher, n)
     check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
     return student, teacher
+
+
+def _check_no_match_of_top_k(match: VocabularyMatch | None) -> None:
+    if match is not None:
+        raise ValueError(
+            "vocabulary: a VocabularyMatch needs the teacher's whole distribution, which a TopK "
+            "doesn't have; map the TopK's ids to the student's"
+        )
+
+
+def _check_match(name: str, match: VocabularyMatch, student: int, teacher: int) -> None:
+    """Raise unless the match has the vocabularies' sizes."""
+    for side, size in (("student", student), ("teacher", teacher)):
+        of_match = getattr(match, f"{side}_size")
+        if size != of_match:
+            raise ValueError(
+                f"vocabulary has {side}_size {of_match} but {side}_{name} has {size} entries; pass "
+                f"dataclasses.replace(vocabulary, {side}_size={size}) if its ids stay the same"
+            )
 
 
 def _first(logits: Tensor, vocabulary: int | None) -> Tensor:
@@ -389,6 +492,7 @@ class _Options:
     soft: SoftTargetOptions
     reduction: str
     runs_on: str
+    unmatched: str  # of a `VocabularyMatch`; "" for one vocabulary
 
 
 class _SoftTargets(torch.autograd.Function):
@@ -397,10 +501,11 @@ class _SoftTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, student, mask, denominator, weights, *teacher):
         # student (R, V), mask and weights (R,); the teacher's logits (R, V), or its ids and
-        # log_probs (R, K)
+        # log_probs (R, K), or its logits (R, V') and `VocabularyMatch.columns`
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows = options.reduction == "none"
         rows_of = _cpp_soft_targets if options.runs_on == "cpp" else _torch_soft_targets
+        rows_of = _matched_soft_targets if options.unmatched else rows_of
         loss, dstudent = rows_of(
             student, list(teacher), mask, denominator, weights, ctx.needs_input_grad[1], options
         )
@@ -463,6 +568,41 @@ def _cpp_soft_targets(
     last = options.soft.tail == "bucket", options.reduction, needs_grad
     loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(*rows, *options.soft.per_row, *last)
     return loss, gradient[0] if needs_grad else None
+
+
+def _matched_soft_targets(
+    student: Tensor,
+    teacher: list[Tensor],
+    mask: Tensor | None,
+    denominator: Tensor | None,
+    weights: Tensor | None,
+    needs_grad: bool,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
+    """`_torch_soft_targets` of two vocabularies, by any backend."""
+    logits, *columns = teacher
+    soft = options.soft
+    divisor = _divisor(student, mask, options.reduction, denominator)
+    factors = None
+    if needs_grad:
+        factors = student.new_ones(len(student), dtype=working_dtype(student)) / divisor
+        factors = factors if weights is None else factors * weights
+    loss, *gradient = matched_soft_targets(
+        student,
+        logits,
+        mask,
+        factors,
+        columns,
+        options.unmatched,
+        soft.form,
+        soft.coefficient,
+        soft.temperature,
+        soft.scale,
+        options.runs_on,
+    )
+    loss = loss if weights is None else loss * weights
+    total = loss if options.reduction == "none" else loss.sum() / divisor
+    return total, gradient[0] if gradient else None
 
 
 class _TritonSoftTargets(torch.autograd.Function):
@@ -530,7 +670,8 @@ def linear_soft_target_loss_ref(
     if task is not None:
         mask = mask & (task.labels.long() != task.ignore_index)
     reduction, denominator = options.pop("reduction", "batchmean"), options.pop("denominator", None)
-    V, names = options.get("vocabulary"), _names_of_terms(return_terms)
+    names = _names_of_terms(return_terms)
+    match, V = _match_or_number(options.get("vocabulary"), options.get("unmatched", "renormalise"))
     logits = upcast(student)[..., :V].where(mask[..., None], 0)
     labels = None if task is None else task.labels.long().where(mask, 0)
     if draft_vocabulary is not None and teacher_mass == "whole":
@@ -549,7 +690,7 @@ def linear_soft_target_loss_ref(
     if set(names) - set(MAIN_TERMS):
         of_teacher = None if isinstance(teacher, TopK) else upcast(teacher)
         whole_of = draft_vocabulary if teacher_mass == "whole" else None
-        found |= _terms_ref(logits, of_teacher, whole_of, labels, mask, V)
+        found |= _terms_ref(logits, of_teacher, whole_of, labels, mask, match, V)
     found = {
         name: _reduced_ref(x.where(mask, 0), mask, reduction, denominator)
         for name, x in found.items()
@@ -586,6 +727,7 @@ def _terms_ref(
     ids: Tensor | None,
     labels: Tensor | None,
     mask: Tensor,
+    match: VocabularyMatch | None,
     V: int | None,
 ) -> dict[str, Tensor]:
     """The terms that compare teacher and student at temperature 1, for each position."""
@@ -600,10 +742,12 @@ def _terms_ref(
     if teacher is not None:
         log_pt = teacher[..., :V].where(mask[..., None], 0).log_softmax(-1)
         entropy = -(log_pt.exp() * log_pt.masked_fill(log_pt == -torch.inf, 0)).sum(-1)
+        found["teacher_entropy"] = entropy
+        if match is not None:
+            return found
         log_pt = log_pt if ids is None else log_pt[..., ids]
         distance = (log_pt.exp() - log_ps.exp()).abs().sum(-1) + 1 - log_pt.exp().sum(-1)
-        found |= {"teacher_entropy": entropy, "teacher_log_prob": at_labels(log_pt)}
-        found["total_variation"] = distance / 2
+        found |= {"teacher_log_prob": at_labels(log_pt), "total_variation": distance / 2}
     return found
 
 
@@ -633,7 +777,8 @@ def linear_soft_target_loss(
     reduction: Reduction = "batchmean",
     scale_by_t2: bool = True,
     denominator: float | Tensor | None = None,
-    vocabulary: int | None = None,
+    vocabulary: int | VocabularyMatch | None = None,
+    unmatched: Unmatched = "renormalise",
     chunk_bytes: int | None = None,
     soft_weight: float = 1.0,
     weights: Tensor | None = None,
@@ -660,8 +805,9 @@ def linear_soft_target_loss(
             a `fastkd.TopK`, without ``teacher_head``.
         teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
             must not require grad. If both models share a head, pass it here with ``.detach()``.
-        temperature, divergence, mask, reduction, scale_by_t2, denominator, vocabulary, backend: as
-            in `soft_target_loss`; the mask is over the leading dimensions.
+        temperature, divergence, mask, reduction, scale_by_t2, denominator, vocabulary, unmatched,
+            backend: as in `soft_target_loss`; the mask is over the leading dimensions. Labels and
+            terms of the student are over its whole vocabulary with a `fastkd.VocabularyMatch`.
         chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
             The result depends on it only by rounding error.
         soft_weight: of the soft targets, at least 0. At 0 the teacher's logits are computed only
@@ -702,6 +848,7 @@ def linear_soft_target_loss(
     """
     student = as_head("student_head", student_head)
     check_choice("teacher_mass", teacher_mass, get_args(TeacherMass))
+    match, n = _match_or_number(vocabulary, unmatched)
     draft = None
     if draft_vocabulary is not None:
         student = student.whole()
@@ -709,9 +856,7 @@ def linear_soft_target_loss(
             student, teacher_hidden, teacher_head, draft_vocabulary, vocabulary, teacher_mass
         )
         draft = draft_vocabulary if teacher_mass == "whole" else None
-    teacher = _teacher(
-        student_hidden, student, teacher_hidden, teacher_head, vocabulary, draft, rows
-    )
+    teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, match, n, draft, rows)
     form, coefficient = _check_options(temperature, divergence, reduction, denominator)
     check_number("soft_weight", soft_weight, at_least=0)
     names = _names_of_terms(return_terms)
@@ -728,8 +873,13 @@ def linear_soft_target_loss(
             f"return_terms: {min(of_teacher)!r} needs the teacher's whole distribution, which a "
             "TopK doesn't have; leave it out"
         )
-    student, teacher, shard = _sharded(student, teacher, form, vocabulary)
-    leading, V = student_hidden.shape[:-1], vocabulary or student.weight.shape[0]
+    if match is not None and of_teacher - {"teacher_entropy"}:
+        raise ValueError(
+            f"return_terms: {max(of_teacher)!r} compares tokens of one vocabulary, and there are "
+            "two; leave it out"
+        )
+    student, teacher, shard = _sharded(student, teacher, form, match, n)
+    leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
     teacher_tensors: list[Tensor | None] = []
@@ -757,12 +907,13 @@ def linear_soft_target_loss(
         float(task.weight) if task else 0.0,
         student.form,
         teacher_form,
-        _ids_of_shard(shard, V) if shard.group else vocabulary or 0,
+        _ids_of_shard(shard, V) if shard.group else n or 0,
         chunk_bytes,
         tuple(name for name in names if name not in ("soft", "task")),
         not torch.compiler.is_compiling(),
         replace(shard, vocabulary=V) if shard.group else shard,
         float(ratio.at_most) if ratio else 0.0,
+        "" if match is None else unmatched,
     )
     call = {"divergence": form, "teacher": "top k" if tail else "logits"}
     tensors = *student_tensors, *teacher_tensors
@@ -787,22 +938,24 @@ def linear_soft_target_loss(
     of_positions = labels, mask, soft_weights, task_weights, rows, *ratios
     given = Positions(*map(_flat, of_positions))
     denominator = _as_tensor(denominator, student_hidden)
-    draft = None if draft is None else saveable(draft)
-    loss, terms = apply(LinearSoftTargets, options, denominator, *given.tensors(), draft, *tensors)
+    columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
+    columns = columns if match is None else match.columns(student_hidden.device)
+    arguments = *given.tensors(), *columns, *tensors
+    loss, terms = apply(LinearSoftTargets, options, denominator, *arguments)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(terms), *leading)
     return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
 
 
 def _sharded(
-    student: Head, teacher: Head | TopK, form: str, vocabulary: int | None
+    student: Head, teacher: Head | TopK, form: str, match: VocabularyMatch | None, n: int | None
 ) -> tuple[Head, Head | TopK, VocabularyShard]:
     """Both heads and this process's shard, or whole heads where the loss can't use shards."""
     shard = student.shard
     V = student.weight.shape[0]
     last = (V - 1) // shard.largest * shard.largest if shard.group else 0  # first id of the last
     supported = shard.group and isinstance(teacher, Head) and form != "adaptive_kl"
-    if not supported or (vocabulary or V) <= last or last == 0:
+    if match is not None or not supported or (n or V) <= last or last == 0:
         shard = WHOLE_VOCABULARY
         student = student.whole()
     if isinstance(teacher, Head) and (not shard.group or teacher.shard != shard):
@@ -846,7 +999,8 @@ def _teacher(
     student: Head,
     teacher_hidden: Tensor | TopK,
     teacher_head: Tensor | Head | None,
-    vocabulary: int | None,
+    match: VocabularyMatch | None,
+    n: int | None,
     draft: Tensor | None,
     rows: Tensor | None,
 ) -> Head | TopK:
@@ -862,7 +1016,8 @@ def _teacher(
             raise ValueError("teacher_head: a TopK has no hidden states and no head; leave it out")
         if rows is not None:
             raise ValueError("rows: a TopK has no hidden states; index its ids and log_probs")
-        _check_vocabularies("head", vocabulary, student.weight, V)
+        _check_no_match_of_top_k(match)
+        _check_vocabularies("head", n, student.weight, V)
         return teacher_hidden
     if teacher_head is None:
         raise TypeError("teacher_head must be a Tensor or Head, got None")
@@ -874,8 +1029,10 @@ def _teacher(
     check_no_grad("teacher_hidden", teacher_hidden)
     for x in teacher.tensors:
         check_no_grad("teacher_head", x)
-    if draft is None:
-        _check_vocabularies("head", vocabulary, student.weight, V, teacher.weight.shape[0])
+    if match is not None:
+        _check_match("head", match, V, teacher.weight.shape[0])
+    elif draft is None:
+        _check_vocabularies("head", n, student.weight, V, teacher.weight.shape[0])
     leading, Dt = student_hidden.shape[:-1], teacher.weight.shape[1]
     if rows is None:
         shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
@@ -901,7 +1058,7 @@ def _draft_head(
     teacher_hidden: Tensor | TopK,
     teacher_head: Tensor | Head | None,
     ids: Tensor,
-    vocabulary: int | None,
+    vocabulary: int | VocabularyMatch | None,
     teacher_mass: TeacherMass,
 ) -> Head:
     """The teacher's head for a student of the tokens ``ids``: whole, or of these tokens."""

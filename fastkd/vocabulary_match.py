@@ -3,7 +3,7 @@
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ class VocabularyMatch:
     teacher_ids: Tensor
     student_size: int
     teacher_size: int
+    _columns: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for side in ("student", "teacher"):
@@ -52,6 +53,7 @@ class VocabularyMatch:
                 "teacher_ids must have one id for each of student_ids, got "
                 f"{len(self.teacher_ids)} for {len(self.student_ids)}"
             )
+        self.columns(self.student_ids.device)  # not in a compiled graph
 
     @classmethod
     def of(cls, student_tokenizer: Any, teacher_tokenizer: Any) -> "VocabularyMatch":
@@ -105,6 +107,23 @@ class VocabularyMatch:
         matched: Tensor = getattr(self, f"{side}_ids")
         return torch.isin(tokens, matched.to(tokens.device)).double().mean().item()
 
+    def columns(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The pairs as columns of logits.
+
+        Returns:
+            (student_size,) the teacher's id of each student token, 0 where it has none; the ids of
+            the student's unmatched tokens; those of the teacher's.
+        """
+        if device not in self._columns:
+            ours, theirs = self.student_ids.to(device), self.teacher_ids.to(device)
+            teacher_of = ours.new_zeros(self.student_size).index_copy_(0, ours, theirs)
+            self._columns[device] = (
+                teacher_of,
+                _without(self.student_size, ours),
+                _without(self.teacher_size, theirs),
+            )
+        return self._columns[device]
+
     def __repr__(self) -> str:
         n = len(self.student_ids)
         return (
@@ -112,6 +131,12 @@ class VocabularyMatch:
             f"({n / self.student_size:.1%}), {n} of {self.teacher_size} teacher tokens "
             f"({n / self.teacher_size:.1%}))"
         ).replace("%", " %")
+
+
+def _without(size: int, ids: Tensor) -> Tensor:
+    """Token ids below ``size`` that ``ids`` doesn't have, ascending."""
+    left = torch.ones(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
+    return left.nonzero()[:, 0]
 
 
 def _check_ids(name: str, ids: Tensor, size: int) -> None:

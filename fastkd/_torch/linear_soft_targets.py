@@ -5,6 +5,7 @@ it to float32 sums. Memory holds at most `LossOptions.chunk_bytes` of (positions
 the sums are the only other matrices of the head's size.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -30,14 +31,15 @@ from fastkd._core.products import (
     product_back,
     scaled_for_products,
 )
+from fastkd._torch.matched_tokens import matched_rows
 from fastkd._torch.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
     cross_entropy_rows,
+    divergence_in_place,
     entropy_and_accuracy,
     log_mass_of,
     row_chunks,
-    soft_target_rows,
     total_variation,
 )
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
@@ -82,8 +84,9 @@ class LossOptions:
     narrow: bool
     shard: VocabularyShard = WHOLE_VOCABULARY
     largest_ratio: float = 0.0  # bound of the importance ratios
+    unmatched: str = ""  # of a `fastkd.VocabularyMatch`; "" for one vocabulary
 
-    def flat(self) -> tuple[str, str, str, list[float], list[int]]:
+    def flat(self) -> tuple[str, str, str, str, list[float], list[int]]:
         """The options as arguments of an operator, whose types are limited."""
         soft, task = self.soft, self.task
         numbers = [soft.coefficient, soft.temperature, soft.scale]
@@ -95,11 +98,11 @@ class LossOptions:
         terms = sum(1 << TERMS.index(name) for name in self.terms)
         sizes = [self.vocabulary, self.chunk_bytes, terms, int(self.narrow)]
         sizes += [shard.first, shard.largest, shard.vocabulary]
-        return soft.form, soft.tail, shard.group, numbers, sizes
+        return soft.form, soft.tail, shard.group, self.unmatched, numbers, sizes
 
     @staticmethod
     def of(
-        form: str, tail: str, group: str, numbers: list[float], sizes: list[int]
+        form: str, tail: str, group: str, unmatched: str, numbers: list[float], sizes: list[int]
     ) -> "LossOptions":
         """The inverse of `flat`."""
         coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms, ratio = numbers
@@ -116,6 +119,7 @@ class LossOptions:
             bool(sizes[3]),
             VocabularyShard(group, *sizes[4:]),
             ratio,
+            unmatched,
         )
 
 
@@ -144,7 +148,8 @@ class Positions:
 
 
 POSITIONS = len(fields(Positions))
-GIVEN = POSITIONS + 1  # and the draft vocabulary
+COLUMNS = 3  # tensors of `fastkd.VocabularyMatch.columns`; the first may be a draft vocabulary
+GIVEN = POSITIONS + COLUMNS
 
 
 @dataclass(frozen=True)
@@ -163,18 +168,18 @@ class LinearSoftTargets(torch.autograd.Function):
     For reduction "none" the upstream gradient weights the rows, so the backward pass computes the
     logits again.
 
-    ``tensors`` begin with those of `Positions` and, or None, the teacher's token ids (V,) that are
-    compared while its probabilities are those of its whole vocabulary. The student's head on its
-    hidden states follows: states (R, D) and weight (V, D), further pairs of states (R, r) and
-    weights (V, r) whose products are added, and the bias (V) or None. The teacher's come last,
-    likewise, or ids and log-probabilities (R, K) of its top k, or nothing if the loss doesn't
-    depend on the teacher.
+    ``tensors`` begin with those of `Positions` and, or None, the columns of another vocabulary:
+    those of a match, or the teacher's token ids (V,) that are compared while its probabilities are
+    those of its whole vocabulary. The student's head on its hidden states follows: states (R, D)
+    and weight (V, D), further pairs of states (R, r) and weights (V, r) whose products are added,
+    and the bias (V) or None. The teacher's come last, likewise, or ids and log-probabilities (R, K)
+    of its top k, or nothing if the loss doesn't depend on the teacher.
     """
 
     @staticmethod
     def forward(ctx, options, denominator, *tensors):
         ctx.options = options
-        given, draft, student, teacher = _arguments(tensors, options)
+        given, columns, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         ctx.teachers = len(teacher)
         needs = list(ctx.needs_input_grad[2 + GIVEN :][: len(student)])
@@ -186,7 +191,7 @@ class LinearSoftTargets(torch.autograd.Function):
         )
         if options.reduction == "none":
             save_for_backward(ctx, *tensors)
-            (rows,) = _run(options, student, teacher, given, draft, None, [False] * len(needs))
+            (rows,) = _run(options, student, teacher, given, columns, None, [False] * len(needs))
             total = rows
         elif one_operator and given.task_weights is None:
             count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
@@ -202,7 +207,7 @@ class LinearSoftTargets(torch.autograd.Function):
             upstream = None
             if any(needs):
                 upstream = divisor.reciprocal().expand(hidden.shape[0])
-            rows, *grads = _run(options, student, teacher, given, draft, upstream, needs)
+            rows, *grads = _run(options, student, teacher, given, columns, upstream, needs)
             save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
@@ -214,8 +219,8 @@ class LinearSoftTargets(torch.autograd.Function):
         options, students = ctx.options, len(ctx.dtypes)
         needs = list(ctx.needs_input_grad[2 + GIVEN :][:students])
         if options.reduction == "none":
-            given, draft, student, teacher = _arguments(ctx.saved_tensors, options)
-            _, *computed = _run(options, student, teacher, given, draft, grad.contiguous(), needs)
+            given, columns, student, teacher = _arguments(ctx.saved_tensors, options)
+            _, *computed = _run(options, student, teacher, given, columns, grad.contiguous(), needs)
             grad = None
         else:
             computed = list(ctx.saved_tensors)
@@ -229,10 +234,15 @@ class LinearSoftTargets(torch.autograd.Function):
 
 def _arguments(
     tensors: Sequence[Tensor | None], options: CallOptions
-) -> tuple[Positions, Tensor | None, list[Tensor | None], list[Tensor | None]]:
-    """Positions, draft vocabulary, student and teacher of the tensors of `LinearSoftTargets`."""
+) -> tuple[Positions, list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
+    """Positions, columns, student and teacher of the tensors of `LinearSoftTargets`."""
     heads, given = list(tensors[GIVEN:]), Positions(*tensors[:POSITIONS])
-    return given, tensors[POSITIONS], heads[: options.students], heads[options.students :]
+    return (
+        given,
+        list(tensors[POSITIONS:GIVEN]),
+        heads[: options.students],
+        heads[options.students :],
+    )
 
 
 def _run(
@@ -240,16 +250,16 @@ def _run(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     given: Positions,
-    draft: Tensor | None,
+    columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
     """`linear_soft_targets`, without the operator's host time where no operator is needed."""
     if options.runs_on == "triton" or torch.compiler.is_compiling():
-        call = student, teacher, given.tensors(), draft, upstream, needs
+        call = student, teacher, given.tensors(), columns, upstream, needs
         return linear_soft_targets(*call, *options.loss.flat(), options.runs_on)
     return _in_chunks(
-        student, teacher, given, draft, upstream, needs, options.loss, options.runs_on
+        student, teacher, given, columns, upstream, needs, options.loss, options.runs_on
     )
 
 
@@ -274,7 +284,7 @@ def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
     return terms[0] * options.soft_weight + terms[1] * options.task_weight
 
 
-def _shapes(student, teacher, positions, draft, upstream, needs, *rest):
+def _shapes(student, teacher, positions, columns, upstream, needs, *rest):
     hidden, dtype = student[0], working_dtype(student[0])
     needed = [x for x, need in zip(student, needs, strict=True) if need]
     grads = [x.new_empty(x.shape, dtype=dtype) for x in needed]
@@ -287,12 +297,13 @@ def linear_soft_targets(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     positions: list[Tensor | None],
-    draft: Tensor | None,
+    columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
     form: str,
     tail: str,
     group: str,
+    unmatched: str,
     numbers: list[float],
     sizes: list[int],
     runs_on: str,
@@ -303,16 +314,16 @@ def linear_soft_targets(
     `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
     except for `LossOptions.narrow`.
     """
-    options = LossOptions.of(form, tail, group, numbers, sizes)
+    options = LossOptions.of(form, tail, group, unmatched, numbers, sizes)
     given = Positions(*positions)
-    return _in_chunks(student, teacher, given, draft, upstream, needs, options, runs_on)
+    return _in_chunks(student, teacher, given, columns, upstream, needs, options, runs_on)
 
 
 def _in_chunks(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     given: Positions,
-    draft: Tensor | None,
+    columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
     options: LossOptions,
@@ -354,7 +365,7 @@ def _in_chunks(
             grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
             terms = torch.nn.functional.pad(terms, (0, 0, 0, len(TERMS) - len(terms)))
         else:
-            work = _ChunkedPass(student, teacher, draft, options, needs, runs_on)
+            work = _ChunkedPass(student, teacher, columns, options, needs, runs_on)
             work.share_teacher_rows(given.teacher_rows if by_row else None)
             for chunk in work.chunks:
                 rows = None if upstream is None else upstream[chunk]
@@ -518,12 +529,13 @@ class _ChunkedPass:
         self,
         student: list[Tensor | None],
         teacher: list[Tensor | None],
-        draft: Tensor | None,
+        columns: list[Tensor | None],
         options: LossOptions,
         needs: list[bool],
         runs_on: str,
     ) -> None:
-        self.draft = draft
+        self.columns = [x for x in columns if x is not None]
+        self.draft = None if options.unmatched else columns[0]
         self.options, self.runs_on = options, runs_on
         self.by_kernels = runs_on != "torch"
         assert student[1] is not None
@@ -534,7 +546,7 @@ class _ChunkedPass:
             self.top_k = [x for x in teacher if x is not None]
         elif teacher:
             assert teacher[1] is not None
-            whole = V if draft is None else len(teacher[1])
+            whole = len(teacher[1]) if self.columns else V
             self.teacher = _HeadOnStates(teacher, options.teacher, whole)
         hidden = self.student.states[0]
         heads = [self.student, *([self.teacher] if self.teacher else [])]
@@ -560,6 +572,8 @@ class _ChunkedPass:
         """Slices of positions, one for each chunk."""
         hidden = self.student.states[0]
         columns = self.V + (0 if self.teacher is None else len(self.teacher.weights[0]))
+        if self.options.unmatched and not values_readable(hidden):
+            columns += self.V  # the teacher's logits at the student's columns
         bytes_each = -(-columns * self.dtype.itemsize // max(self.V, 1))
         step = _chunk_rows(self.options, hidden, bytes_each, self.V)
         return (slice(start, start + step) for start in range(0, len(hidden), step))
@@ -737,40 +751,30 @@ class _ChunkedPass:
         ``log_mass`` (R,): of the compared tokens in the teacher's whole distribution, None for 0.
         """
         soft, weight = self.options.soft, self.options.soft_weight
-        if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
-            mass, call = log_mass.exp(), (student, teacher, mask, needs_grad)
-            if soft.form == "reverse_kl":
-                return self.soft_targets(*call, weights, None) - soft.scale * log_mass
-            kl = self.soft_targets(*call, _times(mass, weights), None)
-            return mass * kl + soft.scale * torch.xlogy(mass, mass)
-        if not self.by_kernels:
-            value, grad = soft_target_rows(
-                student, teacher, needs_grad, soft, self.options.shard, log_mass
-            )
-            if grad is not None:
-                factor: float | Tensor = weight * soft.scale / soft.temperature
-                factor = factor if weights is None else weights[:, None] * factor
-                torch.mul(grad, factor, out=student)
-            return value * soft.scale
-
-        if self.runs_on == "cpp":
-            if weights is not None and weight != 1:
-                weights = weights * weight
-            ids = teacher[0] if soft.tail else None
-            rows = student, teacher[-1], ids, mask, weights if needs_grad else None
-            bucket = soft.tail == "bucket"
-            return torch.ops.fastkd_cpp.soft_target_rows(*rows, *soft.per_row, bucket)
-        from fastkd.kernels import soft_targets as kernels
-
-        form, temperature, scale, coefficient = soft.per_row
-        logits = student, teacher[0], mask
-        loss, stats = kernels.soft_target_forward(*logits, form, temperature, scale, coefficient)
-        if needs_grad and weights is not None:
-            scale = scale * weight
-            kernels.fill_gradient(
-                student, *logits, stats, None, weights, form, temperature, scale, coefficient
-            )
-        return loss
+        divergence = functools.partial(
+            divergence_in_place,
+            soft=soft,
+            weight=weight,
+            runs_on=self.runs_on,
+            needs_grad=needs_grad,
+            mask=mask,
+            weights=weights,
+        )
+        if not self.options.unmatched:
+            return divergence(student, teacher, shard=self.options.shard, log_mass=log_mass)
+        factor: Tensor | float | None = None
+        if needs_grad:
+            factor = weight * soft.scale / soft.temperature
+            factor = factor if weights is None else weights[:, None] * factor
+        return matched_rows(
+            divergence,
+            student,
+            teacher[0],
+            self.columns,
+            self.options.unmatched,
+            soft,
+            factor,
+        )
 
     def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
         """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products.

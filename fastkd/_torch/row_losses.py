@@ -62,6 +62,57 @@ def soft_target_rows(
     return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad, shard)
 
 
+def divergence_in_place(
+    student: Tensor,
+    teacher: list[Tensor],
+    soft: SoftTargetOptions,
+    weight: float,
+    runs_on: str,
+    needs_grad: bool,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
+    log_mass: Tensor | None = None,
+) -> Tensor:
+    """Divergences (R,) of logits in the working dtype, by any backend.
+
+    If needed, their gradient times ``weight`` and weights (R,) overwrites ``student``. Kernels need
+    the weights for it. ``teacher`` and ``log_mass`` are those of `soft_target_rows`.
+    """
+    if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
+        mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
+        if soft.form == "reverse_kl":
+            return divergence_in_place(*call, weights) - soft.scale * log_mass
+        kl = divergence_in_place(*call, mass if weights is None else mass * weights)
+        return mass * kl + soft.scale * torch.xlogy(mass, mass)
+    if runs_on == "torch":
+        value, grad = soft_target_rows(student, teacher, needs_grad, soft, shard, log_mass)
+        if grad is not None:
+            factor: float | Tensor = weight * soft.scale / soft.temperature
+            factor = factor if weights is None else weights[:, None] * factor
+            torch.mul(grad, factor, out=student)
+        return value * soft.scale
+    if runs_on == "cpp":
+        if weights is not None and weight != 1:
+            weights = weights * weight
+        ids = teacher[0] if soft.tail else None
+        rows = student, teacher[-1], ids, mask, weights if needs_grad else None
+        bucket = soft.tail == "bucket"
+        values: Tensor = torch.ops.fastkd_cpp.soft_target_rows(*rows, *soft.per_row, bucket)
+        return values
+    from fastkd.kernels import soft_targets as kernels
+
+    form, temperature, scale, coefficient = soft.per_row
+    logits = student, teacher[0], mask
+    loss, stats = kernels.soft_target_forward(*logits, form, temperature, scale, coefficient)
+    if needs_grad and weights is not None:
+        scale = scale * weight
+        kernels.fill_gradient(
+            student, *logits, stats, None, weights, form, temperature, scale, coefficient
+        )
+    return loss  # type: ignore[no-any-return]
+
+
 def log_softmax(
     logits: Tensor, temperature: float, shard: VocabularyShard = WHOLE_VOCABULARY
 ) -> Tensor:

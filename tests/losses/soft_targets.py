@@ -86,6 +86,41 @@ def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, tempera
     return soft_targets(*logs, 1.0, divergence)
 
 
+def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperature, divergence):
+    """The divergence of each row over the matched tokens, and the unmatched ones' outcome."""
+    p_s, p_t = ((z / temperature).softmax(-1) for z in (student, teacher))
+    pairs = sorted(zip(match.student_ids.tolist(), match.teacher_ids.tolist(), strict=True))
+    q_s, q_t = (
+        p[:, list(ids)] for p, ids in zip((p_s, p_t), zip(*pairs, strict=True), strict=True)
+    )
+    rest = [
+        p[:, [i for i in range(p.shape[-1]) if i not in ids]]
+        for p, ids in ((p_s, match.student_ids.tolist()), (p_t, match.teacher_ids.tolist()))
+    ]
+    if unmatched == "renormalise":
+        q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
+    else:
+        q_s, q_t = (
+            torch.cat([q, x.sum(-1, keepdim=True)], -1)
+            for q, x in zip((q_s, q_t), rest, strict=True)
+        )
+    logs = [torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t)]
+    if isinstance(divergence, Divergence):
+        value = divergence_with_coefficient(q_s, q_t, *logs, divergence)
+    else:
+        value = soft_targets(*logs, 1.0, divergence)
+    if unmatched == "sorted" and all(x.shape[-1] for x in rest):
+        longest = max(x.shape[-1] for x in rest)
+        s, t = (
+            torch.nn.functional.pad(
+                x.sort(dim=-1, descending=True, stable=True)[0], (0, longest - x.shape[-1])
+            )
+            for x in rest
+        )
+        value = value + (s - t).abs().sum(-1)
+    return value
+
+
 def _log_probabilities(student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-probabilities of student, teacher and their mixture."""
     log_s, log_t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
@@ -317,7 +352,101 @@ def random_top_k(draw: Draw) -> Case:
     )
 
 
+def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
+    """Pairs of random ids; both vocabularies have unmatched tokens, so that no KL is infinite."""
+    sizes = [draw.pick([2, 3, 17, 64]) for _ in range(2)]
+    n = draw.pick([1, max((min(sizes)) // 2, 1), min(sizes) - 1])
+    ids = (torch.randperm(size, generator=draw.generator)[:n] for size in sizes)
+    return fastkd.VocabularyMatch(*ids, *sizes), draw.pick(["renormalise", "bucket", "sorted"])
+
+
+def random_matched_tokens(draw: Draw) -> Case:
+    match, unmatched = _random_match(draw)
+    R, temperature, divergence = draw.size(zero=True), draw.pick([1.0, 2.5]), _any_divergence(draw)
+    mask = draw.mask(R)
+
+    def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        real = student_logits[mask], teacher_logits[mask]
+        rows = of_match(*real, match, unmatched, temperature, divergence)
+        return rows.sum() / mask.sum().clamp_min(1)
+
+    return Case(
+        functools.partial(
+            fastkd.soft_target_loss,
+            vocabulary=match,
+            unmatched=unmatched,
+            temperature=temperature,
+            divergence=divergence,
+            scale_by_t2=False,
+            backend=draw.backend,
+        ),
+        oracle,
+        {"student_logits": draw.features(R, match.student_size, scales=(0.5, 5.0))},
+        {"teacher_logits": draw.features(R, match.teacher_size, scales=(0.5, 5.0))},
+        {"mask": draw.mask_argument(mask)},
+        scale=10.0,
+        mask=mask,
+        slope=lambda x: x.new_ones(x.shape[:1]),
+    )
+
+
+def random_matched_heads(draw: Draw) -> Case:
+    match, unmatched = _random_match(draw)
+    R, D_s, D_t = draw.size(), draw.size(), draw.size()
+    mask, divergence = draw.mask(R), _any_divergence(draw)
+    V, labels = (
+        match.student_size,
+        torch.randint(match.student_size, (R,), generator=draw.generator),
+    )
+    chunk_bytes = draw.pick([None, 1, 3000])
+
+    def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
+        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
+        rows = student.new_zeros(R)
+        rows[mask] = of_match(student[mask], teacher[mask], match, unmatched, 1.0, divergence)
+        task = -student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        return torch.where(mask, 0.5 * rows + task, 0).sum() / mask.sum().clamp_min(1)
+
+    def call(student_hidden, student_head, teacher_hidden, teacher_head, mask):
+        return fastkd.linear_soft_target_loss(
+            student_hidden,
+            student_head,
+            teacher_hidden,
+            teacher_head,
+            vocabulary=match,
+            unmatched=unmatched,
+            divergence=divergence,
+            mask=mask,
+            chunk_bytes=chunk_bytes,
+            soft_weight=0.5,
+            task=fastkd.CrossEntropy(labels),
+            backend=draw.backend,
+        )
+
+    learning, given = (
+        {
+            f"{side}_hidden": draw.features(R, D, scales=(1.0,)),
+            f"{side}_head": draw.laid_out(draw.normal(size, D).to(draw.dtype)),  # no equal tokens
+        }
+        for side, D, size in (("student", D_s, V), ("teacher", D_t, match.teacher_size))
+    )
+    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
+    return Case(
+        call,
+        oracle,
+        learning,
+        given,
+        {"mask": draw.mask_argument(mask)},
+        scale=10.0,
+        mask=mask,
+        masked=("student_hidden", "teacher_hidden"),
+        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
+    )
+
+
 RANDOM = {
+    "matched_tokens": random_matched_tokens,
+    "matched_heads": random_matched_heads,
     "soft_targets": random_soft_targets,
     "linear_soft_targets": random_linear_soft_targets,
     "top_k": random_top_k,

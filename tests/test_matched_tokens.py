@@ -1,0 +1,280 @@
+"""Soft targets of two vocabularies: a `VocabularyMatch`, and three ways with its other tokens."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fastkd import (
+    CrossEntropy,
+    Divergence,
+    Head,
+    TopK,
+    VocabularyMatch,
+    linear_soft_target_loss,
+    linear_soft_target_loss_ref,
+    soft_target_loss,
+    soft_target_loss_ref,
+)
+from fastkd._torch import row_losses
+from fastkd._torch.divergences import DIVERGENCES, NAMES
+from tests.losses.soft_targets import of_match
+from tests.support.compare import (
+    DTYPES,
+    assert_accurate,
+    assert_matches_reference,
+    count_graphs,
+    every_two_meet,
+    values_and_grads,
+)
+
+TRITON_FUNCTION = "soft_target_loss"
+UNMATCHED = ("renormalise", "bucket", "sorted")
+# Matched tokens, student's and teacher's: some, none of the student's left, none of the teacher's,
+# all, one of one.
+SIZES = ((5, 9, 12), (9, 9, 12), (9, 12, 9), (6, 6, 6), (1, 1, 1))
+
+
+def make_match(n, student, teacher):
+    return VocabularyMatch(
+        torch.randperm(student)[:n], torch.randperm(teacher)[:n], student, teacher
+    )
+
+
+def make_logits(match, rows=4, dtype=torch.float32, device="cpu"):
+    sizes = match.student_size, match.teacher_size
+    student, teacher = ((2 * torch.randn(rows, V)).to(device, dtype) for V in sizes)
+    return student, teacher
+
+
+def make_heads(match, dtype=torch.float32, device="cpu"):
+    def tensor(*shape):
+        return torch.randn(*shape).to(device, dtype)
+
+    student = tensor(2, 3, 4), tensor(match.student_size, 4)
+    return student, (tensor(2, 3, 5), tensor(match.teacher_size, 5))
+
+
+def test_three_tokens_by_hand():
+    match = VocabularyMatch(torch.tensor([0]), torch.tensor([1]), 3, 2)
+    student = torch.tensor([[0.5, 0.2, 0.3]]).log()
+    teacher = torch.tensor([[0.6, 0.4]]).log()
+    bucket = 0.4 * math.log(0.4 / 0.5) + 0.6 * math.log(0.6 / 0.5)
+    # Sorted, 0.3 and 0.2 of the student meet 0.6 and no other of the teacher.
+    for unmatched, value in (("renormalise", 0), ("bucket", bucket), ("sorted", bucket + 0.5)):
+        for loss in (soft_target_loss, soft_target_loss_ref):
+            found = loss(student, teacher, vocabulary=match, unmatched=unmatched)
+            assert found.item() == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_equals_the_oracle(name):
+    match, divergence = make_match(5, 9, 12), name if name in DIVERGENCES else Divergence(name)
+    student, teacher = make_logits(match, dtype=torch.float64)
+    for unmatched in UNMATCHED:
+        options = dict(vocabulary=match, unmatched=unmatched, divergence=divergence)
+        found = soft_target_loss_ref(
+            student, teacher, temperature=2.0, scale_by_t2=False, reduction="none", **options
+        )
+        expected = of_match(student, teacher, match, unmatched, 2.0, divergence)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("unmatched", "name", "sizes"), every_two_meet(UNMATCHED, NAMES, SIZES))
+def test_matches_reference(backend, device, unmatched, name, sizes):
+    match = make_match(*sizes)
+    student, teacher = make_logits(match, device=device)
+    options = dict(divergence=Divergence(name), vocabulary=match, unmatched=unmatched)
+    value = soft_target_loss_ref(student, teacher, **options)
+    if value.isinf():  # one side has no unmatched tokens
+        assert soft_target_loss(student, teacher, backend=backend, **options).isinf()
+        return
+    functions = soft_target_loss, soft_target_loss_ref
+    mask, weights = torch.tensor([1, 1, 0, 1], device=device), torch.rand(4, device=device)
+    options |= dict(mask=mask, weights=weights, temperature=1.7)
+    if sizes == (1, 1, 1):  # one outcome: 0 but for rounding
+        value, grad = values_and_grads(
+            soft_target_loss, [student], teacher, backend=backend, **options
+        )
+        assert value.abs() < 1e-6 and grad.norm() < 1e-6
+        return
+    assert_matches_reference(*functions, backend, student, teacher, gradient_floor=1e-2, **options)
+
+
+@pytest.mark.parametrize("unmatched", UNMATCHED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(backend, device, unmatched, dtype):
+    match = make_match(5, 9, 12)
+    pair = make_logits(match, dtype=dtype, device=device)
+    functions = soft_target_loss, soft_target_loss_ref
+    assert_matches_reference(*functions, backend, *pair, vocabulary=match, unmatched=unmatched)
+    student, teacher = make_heads(match, dtype, device)
+    if backend == "triton" and dtype == torch.float64:
+        return
+
+    def loss(hidden, weight, **options):
+        return linear_soft_target_loss(hidden, weight, *teacher, **options)
+
+    def reference(hidden, weight, **options):
+        others = [x.to(hidden.dtype) for x in teacher]
+        return linear_soft_target_loss_ref(hidden, weight, *others, **options)
+
+    options = dict(vocabulary=match, unmatched=unmatched, temperature=2.0)
+    assert_matches_reference(loss, reference, backend, student, **options)
+
+
+@pytest.mark.parametrize(
+    ("unmatched", "name", "reduction", "chunk_bytes"),
+    every_two_meet(UNMATCHED, NAMES, ("batchmean", "sum", "none"), (None, 200)),
+)
+def test_heads_with_labels_match_reference(
+    backend, device, unmatched, name, reduction, chunk_bytes
+):
+    """Labels are over the student's whole vocabulary, unmatched tokens too."""
+    match = make_match(5, 9, 12)
+    student, teacher = make_heads(match, torch.float32, device)
+    labels = torch.tensor([[0, 8, -100], [3, 5, 7]], device=device)
+    options = dict(
+        vocabulary=match,
+        unmatched=unmatched,
+        divergence=Divergence(name),
+        reduction=reduction,
+        soft_weight=0.3,
+        task=CrossEntropy(labels, 0.7, label_smoothing=0.1),
+        weights=torch.rand(2, 3, device=device),
+        temperature=1.5,
+    )
+    head = Head(student[1], torch.randn(9, device=device), softcap=5.0)
+
+    def loss(hidden, weight, bias, function=linear_soft_target_loss, **more):
+        more = {"backend": backend, "chunk_bytes": chunk_bytes} if not more else {}
+        return function(hidden, Head(weight, bias, softcap=5.0), *teacher, **options, **more)
+
+    learning = student[0], head.weight, head.bias
+    found = values_and_grads(loss, learning)
+    expected = values_and_grads(loss, learning, linear_soft_target_loss_ref, reference=True)
+    for x, e in zip(found, expected, strict=True):
+        assert_accurate(x, e, torch.float32)
+
+
+def test_terms_and_teacher_rows(backend, device):
+    match = make_match(5, 9, 12)
+    student, (hidden, weight) = make_heads(match, torch.float32, device)
+    rows = torch.tensor([[0, 0, 2], [2, 1, 1]], device=device)
+    names = "soft", "entropy", "teacher_entropy", "log_prob"
+    options = dict(vocabulary=match, unmatched="sorted", rows=rows, return_terms=names)
+    call = *student, hidden.flatten(0, 1)[:3], weight
+    loss, terms = linear_soft_target_loss(*call, backend=backend, **options)
+    expected, wanted = linear_soft_target_loss_ref(*call, **options)
+    torch.testing.assert_close((loss, terms), (expected, wanted))
+
+
+@pytest.mark.parametrize("unmatched", UNMATCHED)
+def test_masked_nan_has_no_effect(backend, device, unmatched):
+    match = make_match(5, 9, 12)
+    student, teacher = make_logits(match, device=device)
+    mask = torch.tensor([True, False, True, True], device=device)
+    options = dict(vocabulary=match, unmatched=unmatched, backend=backend)
+    expected = values_and_grads(soft_target_loss, [student[mask]], teacher[mask], **options)
+    student[1] = teacher[1] = torch.nan
+    value, grad = values_and_grads(soft_target_loss, [student], teacher, mask=mask, **options)
+    torch.testing.assert_close((value, grad[mask]), expected)
+    assert not grad[1].any()
+
+
+@pytest.mark.parametrize("unmatched", UNMATCHED)
+def test_all_tokens_matched_equals_one_vocabulary(backend, device, unmatched):
+    order = torch.randperm(7)
+    match = VocabularyMatch(torch.arange(7), order, 7, 7)
+    student, teacher = make_logits(match, device=device)
+    plain = values_and_grads(soft_target_loss, [student], teacher, backend=backend)
+    moved = torch.empty_like(teacher)
+    moved[:, order.to(device)] = teacher
+    options = dict(vocabulary=match, unmatched=unmatched, backend=backend)
+    found = values_and_grads(soft_target_loss, [student], moved, **options)
+    torch.testing.assert_close(found, plain)
+
+
+def test_no_token_matched(backend, device):
+    none = torch.zeros(0, dtype=torch.int64)
+    match = VocabularyMatch(none, none, 3, 4)
+    pair = make_logits(match, device=device)
+    value, grad = values_and_grads(
+        soft_target_loss, pair[:1], pair[1], vocabulary=match, unmatched="bucket", backend=backend
+    )
+    assert value == 0 and not grad.any()  # one outcome of probability 1
+    options = dict(vocabulary=match, unmatched="sorted")
+    assert_matches_reference(soft_target_loss, soft_target_loss_ref, backend, *pair, **options)
+
+
+def test_unlike_probabilities_of_unmatched_tokens(device):
+    """A student without unmatched tokens can't have the teacher's probability of its own."""
+    match = make_match(3, 3, 5)
+    student, teacher = make_logits(match, device=device)
+    options = dict(vocabulary=match, unmatched="bucket")
+    assert soft_target_loss(student, teacher, **options).isinf()
+    assert soft_target_loss(student, teacher, divergence="js", **options).isfinite()
+
+
+@pytest.mark.parametrize("unmatched", UNMATCHED)
+def test_chunks_do_not_change_the_result(unmatched, monkeypatch):
+    match = make_match(5, 9, 12)
+    student, teacher = make_logits(match, rows=7, dtype=torch.float64)
+    options = dict(vocabulary=match, unmatched=unmatched)
+    whole = values_and_grads(soft_target_loss, [student], teacher, **options)
+    monkeypatch.setattr(row_losses, "CHUNK_LOGITS", 20)
+    chunked = values_and_grads(soft_target_loss, [student], teacher, **options)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
+
+
+def test_compiles():
+    match = make_match(5, 9, 12)
+
+    def loss(student, teacher, heads):
+        options = dict(vocabulary=match, unmatched="sorted")
+        value = soft_target_loss(student, teacher, **options)
+        states = student[:, :4], heads[0], teacher[:, :5], heads[1]
+        return value + linear_soft_target_loss(*states, **options)
+
+    heads = torch.randn(9, 4), torch.randn(12, 5)
+    calls = []
+    for rows in (3, 5, 6):
+        student, teacher = make_logits(match, rows)
+        calls.append((student.requires_grad_(), teacher, heads))
+    assert count_graphs(loss, calls) <= 2
+
+
+def test_autocast_keeps_float32():
+    match = make_match(5, 9, 12)
+    pair, options = make_logits(match), dict(vocabulary=match, unmatched="sorted")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = soft_target_loss(*pair, **options)
+    torch.testing.assert_close(found, soft_target_loss(*pair, **options), rtol=0, atol=0)
+
+
+def test_wrong_arguments_raise_one_sentence():
+    match = make_match(5, 9, 12)
+    student, teacher = make_logits(match)
+    none = torch.zeros(0, dtype=torch.int64)
+    padded = dataclasses.replace(match, student_size=16)
+    wrong = [
+        (dict(vocabulary=match, unmatched="buckets"), "unmatched must be one of"),
+        (dict(unmatched="bucket"), "needs a VocabularyMatch as vocabulary"),
+        (dict(vocabulary=VocabularyMatch(none, none, 9, 12)), "has no matched tokens"),
+        (dict(vocabulary=padded), "student_size 16 but student_logits has 9 entries"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            soft_target_loss(student, teacher, **options)
+    with pytest.raises(ValueError, match="teacher_logits must have shape"):
+        soft_target_loss(student, teacher[:2], vocabulary=match)
+    top = TopK(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1))
+    with pytest.raises(ValueError, match="needs the teacher's whole distribution"):
+        soft_target_loss(student, top, vocabulary=match)
+    heads = torch.randn(9, 9), teacher, torch.randn(12, 12)
+    with pytest.raises(ValueError, match="compares tokens of one vocabulary"):
+        terms = ("total_variation",)
+        linear_soft_target_loss(student, *heads, vocabulary=match, return_terms=terms)
+    with pytest.raises(ValueError, match="teacher_size 12 but teacher_head has 11 entries"):
+        linear_soft_target_loss(student, heads[0], teacher, heads[2][:11], vocabulary=match)
