@@ -3,11 +3,24 @@
 import copy
 
 import torch
-from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
-from torchao.quantization.qat import QATConfig
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastkd.distill import Distiller, SoftTargets
+
+
+class Int4(nn.Module):
+    """A weight (M, D), rounded to 16 levels a row; its gradient passes to what is trained.
+
+    In earnest torchao's `quantize_(student, QATConfig(...))` does this, in groups of a row.
+    """
+
+    def forward(self, weight: Tensor) -> Tensor:
+        scale = weight.detach().abs().amax(1) / 7
+        zero = torch.zeros_like(scale, dtype=torch.int32)
+        return torch.fake_quantize_per_channel_affine(weight, scale, zero, 0, -8, 7)
+
 
 torch.manual_seed(0)
 # In earnest the teacher comes by from_pretrained(..., dtype="bfloat16").
@@ -19,15 +32,11 @@ teacher = LlamaForCausalLM(config).bfloat16()
 with torch.no_grad():
     teacher.lm_head.weight.mul_(20)
 student = copy.deepcopy(teacher).float()
-INT4 = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+# All linear layers but the head, which keeps its weights as in most int4 checkpoints.
+rounded = [x for x in student.model.modules() if isinstance(x, nn.Linear)]
+for layer in rounded:
+    parametrize.register_parametrization(layer, "weight", Int4())
 
-
-def linear_of_blocks(module: torch.nn.Module, name: str) -> bool:
-    """All linear layers but the head, which keeps its weights as in most int4 checkpoints."""
-    return isinstance(module, torch.nn.Linear) and "lm_head" not in name
-
-
-quantize_(student, QATConfig(INT4, step="prepare"), linear_of_blocks)  # rounds in forward passes
 distiller = Distiller(teacher, student, SoftTargets(alpha=1.0, temperature=1.0))
 optimizer = torch.optim.AdamW(student.parameters(), lr=1e-4)
 input_ids = torch.randint(0, 256, (8, 16))
@@ -39,5 +48,6 @@ for step in range(41):
     if step % 10 == 0:
         print(f"step {step}: loss {out.loss.item():.4f}")
 
-quantize_(student, QATConfig(INT4, step="convert"), linear_of_blocks)  # int4 weights from here on
-print(type(student.model.layers[0].mlp.up_proj.weight).__name__)
+for layer in rounded:
+    parametrize.remove_parametrizations(layer, "weight")  # the rounded weights stay
+print(len(rounded[0].weight[0].unique()), "values in a row")

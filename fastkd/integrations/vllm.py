@@ -1,13 +1,17 @@
-"""Log-probabilities of a prompt from vLLM, as a `TopK`. vLLM itself isn't imported."""
+"""What vLLM computes of a teacher: log-probabilities and hidden states. vLLM isn't imported."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
+from fastkd.integrations import _recorded
 from fastkd.integrations._served import from_entries
 from fastkd.targets import TopK
 
-__all__ = ["top_k"]
+__all__ = ["recorded_teacher", "top_k"]
 
 # What the server writes into JSON for −inf.
 NONE = -9999.0
@@ -46,6 +50,36 @@ def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
         for i, entry in enumerate(prompt_logprobs)
     ]
     return from_entries("prompt_logprobs", entries, k)
+
+
+def recorded_teacher(
+    model: nn.Module, folder: str | os.PathLike[str], layers: Sequence[int]
+) -> nn.Module:
+    """``model`` with its blocks replaced by the hidden states that vLLM has written.
+
+    It is a teacher for a `fastkd.distill.Distiller`, and `Distiller.cache_teacher` writes its
+    outputs into a `TeacherCache`. Each row's real tokens must be those of one file. The final norm
+    and the head are the model's own; the blocks' weights are freed.
+
+    The files are those of vLLM's ``ExampleHiddenStatesConnector`` (speculative method
+    "extract_hidden_states"), and of speculators' data generation, which uses it: safetensors with
+    ``token_ids`` (T,) and ``hidden_states`` (T, L, D).
+
+    Args:
+        model: the teacher as a transformers decoder, such as Llama's, with its embeddings, final
+            norm and head. Changed in place.
+        folder: the connector's ``shared_storage_path``.
+        layers: L numbers, ``eagle_aux_hidden_state_layer_ids`` of the request. Layer l is the
+            output of block l, from 1; the last one, before the final norm, gives the logits.
+
+    Raises:
+        ValueError, TypeError: layers beyond the model's, a file with other shapes, a method that
+            compares a layer that isn't in the files, a family whose blocks return more than a
+            Tensor.
+        FileNotFoundError: no file.
+        KeyError: a batch with tokens that are in no file.
+    """
+    return _recorded.recorded_teacher(model, folder, layers)
 
 
 def _token(key: Any, i: int) -> int:

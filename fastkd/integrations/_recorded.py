@@ -1,0 +1,111 @@
+"""A teacher whose blocks are replaced by hidden states that an engine has written to files."""
+
+import inspect
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastkd._core.extras import require
+
+
+class Recordings:
+    """Hidden states (T, L, D) in files, found by their tokens (T,)."""
+
+    def __init__(self, folder: Path, layers: Sequence[int], hidden_size: int) -> None:
+        self.folder, self.layers, self.hidden_size = folder, list(layers), hidden_size
+        self.files: dict[tuple[int, ...], Path] = {}
+        self.states: Tensor | None = None  # (B, N, L, D) of the current batch
+        for path in sorted(folder.glob("*.safetensors")):
+            tokens = self._open(path).get_tensor("token_ids")
+            self.files[tuple(tokens.tolist())] = path
+        if not self.files:
+            raise FileNotFoundError(f"{folder} holds no file of hidden states (*.safetensors)")
+
+    def _open(self, path: Path) -> Any:
+        file = require("safetensors", "train").safe_open(path, "pt")
+        if not {"token_ids", "hidden_states"} <= set(file.keys()):
+            raise ValueError(
+                f"{path} must hold token_ids and hidden_states, got {sorted(file.keys())}"
+            )
+        shape = file.get_slice("hidden_states").get_shape()
+        wanted = [file.get_slice("token_ids").get_shape()[0], len(self.layers), self.hidden_size]
+        if shape != wanted:
+            raise ValueError(
+                f"{path}: hidden_states must have shape {tuple(wanted)}, (tokens, layers, D), got "
+                f"{tuple(shape)}; pass the layers that the engine was told to write"
+            )
+        return file
+
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the states of a batch, before the model runs on it."""
+        ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        mask = kwargs.get("attention_mask")
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        states = torch.zeros(*ids.shape, len(self.layers), self.hidden_size)
+        for row, (tokens, kept) in enumerate(zip(ids.cpu(), real.cpu(), strict=True)):
+            path = self.files.get(tuple(tokens[kept].tolist()))
+            if path is None:
+                raise KeyError(
+                    f"the tokens of sample {row} of the batch are in no file of {self.folder} "
+                    f"({len(self.files)} files); pass the tokens that the engine was given"
+                )
+            states[row, kept] = self._open(path).get_tensor("hidden_states").float()
+        self.states = states.to(ids.device)
+
+
+class _Recorded:
+    """The forward method of block ``layer`` − 1: its output is hidden state ``layer``."""
+
+    def __init__(
+        self, block: nn.Module, following: nn.Module | None, layer: int, recordings: Recordings
+    ) -> None:
+        self.block, self.following = block, following
+        self.layer, self.recordings = layer, recordings
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        known = self.recordings.layers
+        if self.layer in known:
+            assert self.recordings.states is not None
+            return self.recordings.states[:, :, known.index(self.layer)].to(hidden_states)
+        hooks = [*self.block._forward_hooks.values()]
+        hooks += [] if self.following is None else self.following._forward_pre_hooks.values()
+        # transformers has hooks of its own on every block.
+        if any("fastkd" in hook.__module__ for hook in hooks):
+            raise ValueError(
+                f"layer {self.layer} of the teacher is compared, but {self.recordings.folder} has "
+                f"layers {known}; have the engine write it"
+            )
+        return torch.full_like(hidden_states, torch.nan)  # not compared
+
+
+def recorded_teacher(
+    model: nn.Module, folder: str | os.PathLike[str], layers: Sequence[int]
+) -> nn.Module:
+    """Implementation of `fastkd.integrations.vllm.recorded_teacher`."""
+    from fastkd.distill.backbone import Backbone
+
+    backbone = Backbone(model, "model")
+    blocks: Any = backbone.blocks
+    returned = inspect.signature(type(blocks[0]).forward).return_annotation
+    if returned not in (Tensor, "torch.Tensor"):
+        raise TypeError(
+            f"model: a {type(blocks[0]).__name__} of {backbone.class_name} doesn't return a Tensor "
+            "alone; pass a decoder such as Llama, Qwen3 or GPT-OSS"
+        )
+    wrong = [layer for layer in layers if not 1 <= layer <= backbone.num_layers]
+    if wrong or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"layers must be different numbers from 1 to {backbone.num_layers}, got {list(layers)}"
+        )
+    recordings = Recordings(Path(folder), layers, backbone.hidden_size)
+    for i, block in enumerate(blocks):
+        following = blocks[i + 1] if i + 1 < len(blocks) else None
+        for name, _ in list(block.named_children()):
+            delattr(block, name)
+        block.forward = _Recorded(block, following, i + 1, recordings)
+    backbone.stack.register_forward_pre_hook(recordings.read, with_kwargs=True)
+    return model

@@ -1,0 +1,99 @@
+"""`fastkd.integrations.vllm.recorded_teacher`: files of hidden states in place of blocks."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from safetensors.torch import save_file
+
+from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache
+from fastkd.integrations.vllm import recorded_teacher
+
+SIZES = dict(
+    vocab_size=60, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+)
+LAYERS = [4, 1]
+BATCH = {"input_ids": torch.arange(36).view(3, 12) + 2, "attention_mask": torch.ones(3, 12).long()}
+BATCH["attention_mask"][1, 9:] = 0
+BATCH["attention_mask"][2, :3] = 0
+
+
+def model(family, hidden, depth, seed):
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")
+    made = config(hidden_size=hidden, num_hidden_layers=depth, **SIZES)
+    return getattr(transformers, f"{family}ForCausalLM")(made).eval()
+
+
+def write(teacher, folder, batch=BATCH, layers=LAYERS):
+    """Files as the connector writes them: the outputs of blocks, one file per row."""
+    found = {}
+    hooks = [
+        teacher.model.layers[layer - 1].register_forward_hook(
+            lambda block, args, output, layer=layer: found.update({layer: output[0]})
+        )
+        for layer in layers
+    ]
+    for i, (row, real) in enumerate(zip(*batch.values(), strict=True)):
+        tokens = row[real.bool()]
+        with torch.no_grad():
+            teacher(tokens[None])
+        states = torch.stack([found[layer] for layer in layers], 1)
+        save_file({"token_ids": tokens, "hidden_states": states}, folder / f"hs_{i}.safetensors")
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
+def test_same_step_as_the_teacher(family, tmp_path):
+    teacher, student = model(family, 32, 4, 0), model(family, 16, 2, 1)
+    write(teacher, tmp_path)
+    recorded = recorded_teacher(copy.deepcopy(teacher), tmp_path, LAYERS)
+    assert recorded.num_parameters() < 0.3 * teacher.num_parameters()
+    method = SoftTargets(alpha=1.0)
+    whole, served = (Distiller(x, student, method)(**BATCH).loss for x in (teacher, recorded))
+    torch.testing.assert_close(served, whole)
+    Distiller(recorded, student, method).cache_teacher([BATCH], tmp_path / "cache")
+    cached = Distiller(TeacherCache(tmp_path / "cache"), student, method)(**BATCH).loss
+    torch.testing.assert_close(cached, whole)
+
+
+def test_layers_that_were_not_recorded_raise(tmp_path):
+    teacher, student = model("Llama", 32, 4, 0), model("Llama", 16, 2, 1)
+    write(teacher, tmp_path)
+    recorded = recorded_teacher(copy.deepcopy(teacher), tmp_path, LAYERS)
+    whole, served = (
+        Distiller(x, student, FCD(layers=[1, 4]))(**BATCH, labels=BATCH["input_ids"]).loss
+        for x in (teacher, recorded)
+    )
+    torch.testing.assert_close(served, whole)
+    with pytest.raises(
+        ValueError, match=r"layer 2 of the teacher is compared, but .* layers \[4, 1\]"
+    ):
+        Distiller(recorded, student, FCD(layers=[2, 4]))(**BATCH, labels=BATCH["input_ids"])
+
+
+def test_other_tokens_files_and_families_are_refused(tmp_path):
+    teacher = model("Llama", 32, 4, 0)
+    with pytest.raises(FileNotFoundError, match="holds no file of hidden states"):
+        recorded_teacher(teacher, tmp_path, LAYERS)
+    write(teacher, tmp_path)
+    with pytest.raises(ValueError, match=r"must have shape \(12, 1, 32\).*got \(12, 2, 32\)"):
+        recorded_teacher(teacher, tmp_path, [4])
+    with pytest.raises(
+        ValueError, match=r"layers must be different numbers from 1 to 4, got \[0, 4\]"
+    ):
+        recorded_teacher(teacher, tmp_path, [0, 4])
+    bloom = transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=4, n_head=2)
+    with pytest.raises(TypeError, match="BloomBlock of BloomForCausalLM doesn't return a Tensor"):
+        recorded_teacher(transformers.BloomForCausalLM(bloom), tmp_path, LAYERS)
+    recorded = recorded_teacher(teacher, tmp_path, LAYERS)
+    with pytest.raises(KeyError, match="sample 0 of the batch are in no file"):
+        recorded(BATCH["input_ids"] + 1)
+    save_file({"token_ids": torch.arange(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="must hold token_ids and hidden_states"):
+        recorded_teacher(model("Llama", 32, 4, 0), tmp_path, LAYERS)
