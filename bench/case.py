@@ -147,11 +147,10 @@ def why_not_by(name: str, backend: str) -> WhyNot:
 
     def why_not(device: torch.device) -> str | None:
         x = torch.empty(0, device=device)
-        if backend == "cpp":
-            return dispatch.why_not_cpp(name, x)
-        if name in dispatch.TRITON_FUNCTIONS and device.type != "cuda":
+        triton = backend == "triton" and name in dispatch.TRITON_FUNCTIONS
+        if triton and device.type != "cuda":
             return "Triton kernels need a CUDA device"
-        return dispatch.why_not_triton(name, x)
+        return dispatch.why_not(backend, name, x)
 
     return (lambda device: None) if backend == "torch" else why_not
 

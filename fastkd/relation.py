@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -280,11 +281,15 @@ def _relations(
     The terms may be None without ``options.return_terms``. ``weights`` (B,) are factors of the
     samples' losses over tokens.
     """
-    if _are_embeddings(pairs):
-        _check_embeddings(options, segments)
-        pairs = [(student[:, None], teacher[:, None]) for student, teacher in pairs]
-        mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
-        mask = None if mask is None else mask[:, None]
+    dims = 0
+    for student, teacher in pairs:
+        check_pair(student, teacher, min_ndim=2)
+        dims = dims or min(student.dim(), 3)
+        if not student.dim() == teacher.dim() == dims:
+            check_floating("student", student, dims)
+            check_floating("teacher", teacher, dims)
+    if dims == 2:
+        pairs, mask = _with_one_token(pairs, mask, segments, options)
     first = pairs[0][0]
     rows = first.shape[:2]
     for student, teacher in pairs:
@@ -321,32 +326,13 @@ def _relations(
         function: type[torch.autograd.Function] = _TorchRelations
         if runs_on == "cpp":
             function, options = _CppRelations, dataclasses.replace(options, in_cpp=True)
-        return apply(function, options, mask, weights, *_features(pairs))
+        return apply(function, options, mask, weights, *itertools.chain(*pairs))
 
 
-def _features(pairs: Pairs) -> list[Tensor]:
-    """All features, the students' first, as the autograd functions take them."""
-    return [student for student, _ in pairs] + [teacher for _, teacher in pairs]
-
-
-def _as_pairs(features: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The inverse of `_features`."""
-    layers = len(features) // 2
-    return list(zip(features[:layers], features[layers:], strict=True))
-
-
-def _are_embeddings(pairs: Pairs) -> bool:
-    dims = 0
-    for student, teacher in pairs:
-        check_pair(student, teacher, min_ndim=2)
-        dims = dims or min(student.dim(), 3)
-        if not student.dim() == teacher.dim() == dims:
-            check_floating("student", student, dims)
-            check_floating("teacher", teacher, dims)
-    return dims == 2
-
-
-def _check_embeddings(options: Options, segments: Tensor | None) -> None:
+def _with_one_token(
+    pairs: Pairs, mask: Tensor | None, segments: Tensor | None, options: Options
+) -> tuple[Pairs, Tensor | None]:
+    """Embeddings (B, D) and their mask (B,) as samples of one token."""
     if options.tokens:
         raise ValueError(
             "student is (B, D), which has no tokens to relate; pass (B, N, D), or compare samples "
@@ -356,6 +342,9 @@ def _check_embeddings(options: Options, segments: Tensor | None) -> None:
         raise ValueError(
             "segments are document ids of tokens, and student (B, D) has no tokens; leave them out"
         )
+    mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
+    mask = None if mask is None else mask[:, None]
+    return [(student[:, None], teacher[:, None]) for student, teacher in pairs], mask
 
 
 def _in_triton(
@@ -375,10 +364,11 @@ def _in_triton(
     results = []
     if kernels.tokens or kernels.samples or not (by_tokens or by_samples):
         for group in layer_groups(pairs):
-            features = _features([pairs[i] for i in group])
+            features = itertools.chain(*(pairs[i] for i in group))
             results.append(apply(_TritonRelations, kernels, mask, weights, *features))
     if products.tokens or products.samples:
-        results.append(apply(_TorchRelations, products, mask, weights, *_features(pairs)))
+        features = itertools.chain(*pairs)
+        results.append(apply(_TorchRelations, products, mask, weights, *features))
     loss = functools.reduce(torch.add, (loss for loss, _ in results))
     if not options.return_terms:
         return loss, None
@@ -425,9 +415,10 @@ def _across_ranks(
         count = (real.sum(1) >= 2).sum()
         tokens = ranks.total(own * count) / ranks.sum(count).clamp_min(1)
     if options.samples:
-        features, mask = ranks.gather_samples(_features(pairs), mask)
+        features, mask = ranks.gather_samples(list(itertools.chain(*pairs)), mask)
         options = dataclasses.replace(options, tokens=0.0)
-        samples, _ = _relations(_as_pairs(features), mask, None, options, backend)
+        pairs = list(zip(features[::2], features[1::2], strict=True))
+        samples, _ = _relations(pairs, mask, None, options, backend)
     return tokens + samples, torch.stack((tokens, samples)).detach()
 
 
@@ -504,8 +495,8 @@ class _GradientInForward(torch.autograd.Function):
     known: in float16 it would underflow before the loss scale is multiplied in.
     """
 
-    # Subclasses take *tensors: the compiler omits ctx where a call has as many arguments as
-    # forward has parameters.
+    # Subclasses take *tensors: mask, weights, then student and teacher of each layer. The compiler
+    # omits ctx where a call has as many arguments as forward has parameters.
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
@@ -514,7 +505,7 @@ class _GradientInForward(torch.autograd.Function):
                 None if dx is None else times_upstream(dx, grad, dtype)
                 for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ]
-        return (None, None, None, *gradients, *(None for _ in gradients))
+        return (None, None, None, *(x for dx in gradients for x in (dx, None)))
 
 
 class _TorchRelations(_GradientInForward):
@@ -524,8 +515,8 @@ class _TorchRelations(_GradientInForward):
         zero = features[0].new_zeros((), dtype=working_dtype(features[0]))
         terms, gradients = torch.stack((zero, zero)), []
         with autocast_off(features[0]):
-            for i, (student, teacher) in enumerate(_as_pairs(features)):
-                needs_grad = ctx.needs_input_grad[3 + i]
+            pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
+            for student, teacher, needs_grad in pairs:
                 dx = torch.zeros_like(student, dtype=working_dtype(student)) if needs_grad else None
                 losses = [
                     relation_term(student, teacher, mask, weights, dx, over, options)
@@ -535,7 +526,7 @@ class _TorchRelations(_GradientInForward):
                 ]
                 terms = terms + torch.stack(losses)
                 gradients.append(dx)
-        ctx.dtypes = [student.dtype for student in features[: len(gradients)]]
+        ctx.dtypes = [student.dtype for student in features[::2]]
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(terms)
         return terms.sum(), terms
@@ -549,8 +540,8 @@ class _CppRelations(_GradientInForward):
         mask, weights, *features = tensors
         total: Any = None
         gradients = []
-        for i, (student, teacher) in enumerate(_as_pairs(features)):
-            needs_grad = ctx.needs_input_grad[3 + i]
+        pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
+        for student, teacher, needs_grad in pairs:
             student, teacher = (
                 x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher)
             )
@@ -574,7 +565,7 @@ class _CppRelations(_GradientInForward):
                 terms = torch.stack(list(losses.values()))
             total = terms if total is None else total + terms
             gradients.append(dx)
-        ctx.dtypes = [student.dtype for student in features[: len(gradients)]]
+        ctx.dtypes = [student.dtype for student in features[::2]]
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
         return total.sum(), total
@@ -588,10 +579,9 @@ class _TritonRelations(torch.autograd.Function):
         from fastkd.kernels import relation as kernels
 
         mask, weights, *features = tensors
-        layers = len(features) // 2
-        students, teachers = features[:layers], features[layers:]
+        students, teachers = features[::2], features[1::2]
         factors = options.tokens, options.samples
-        ctx.needs_grad = ctx.needs_input_grad[3 : 3 + layers]
+        ctx.needs_grad = ctx.needs_input_grad[3::2]
         losses, *dx = kernels.relations(
             students, teachers, mask, weights, *factors, options.eps, any(ctx.needs_grad)
         )
@@ -612,10 +602,5 @@ class _TritonRelations(torch.autograd.Function):
         mask, dx, *students = ctx.saved_tensors
         gradients = kernels.projected(dx, students, mask, grad).unbind()
         requested = zip(gradients, ctx.needs_grad, strict=True)
-        return (
-            None,
-            None,
-            None,
-            *(dx if needs else None for dx, needs in requested),
-            *(None for _ in students),
-        )
+        pairs = ((dx if needs else None, None) for dx, needs in requested)
+        return (None, None, None, *itertools.chain(*pairs))

@@ -147,7 +147,7 @@ def test_ranges_of_long_rows_on_any_number_of_threads(dtype, threads):
 def test_auto_chooses_cpp_on_the_cpu():
     x = torch.ones(2, 3)
     for name in dispatch.CPP_FUNCTIONS:
-        assert dispatch.why_not_cpp(name, x) is None
+        assert dispatch.why_not("cpp", name, x) is None
     assert dispatch.backend_of("auto", "layer_norm_mse", x, columns=3) == "cpp"
     assert dispatch.backend_of("auto", "layer_norm_mse", x.to("meta"), columns=3) == "torch"
     assert dispatch.backend_of("auto", "cayley", x) == "torch"

@@ -100,37 +100,27 @@ def check_mask(
     return real
 
 
-def check_weights(
-    weights: Tensor | None,
-    shape: Sequence[int],
-    device: torch.device,
-    of: str = "student",
-    remedy: str = 'multiply the losses of reduction="none"',
-) -> None:
-    """Raise unless ``weights``, if given, are floating, without gradient, and have ``shape``."""
-    if weights is None:
-        return
-    check_floating("weights", weights, min_ndim=0)
-    check_shape("weights", weights, shape, f"the leading dimensions of {of}")
-    if weights.device != device:
-        raise ValueError(f"weights is on {weights.device} but {of} is on {device}")
-    if weights.requires_grad:
-        raise ValueError(
-            f"weights requires grad, and gets none; {remedy}, or pass weights.detach()"
-        )
-
-
 def checked_weights(
     weights: Tensor | None,
     shape: Sequence[int],
     like: Tensor,
     counted: Tensor | None = None,
-    **hints: str,
+    of: str = "student",
+    remedy: str = 'multiply the losses of reduction="none"',
 ) -> Tensor | None:
-    """``weights`` in the working dtype of ``like``, 0 outside ``counted`` (bool), or None."""
-    check_weights(weights, shape, like.device, **hints)
+    """``weights`` in the working dtype of ``like``, 0 outside ``counted`` (bool), or None.
+
+    Raises unless they are floating, without gradient, and have ``shape``.
+    """
     if weights is None:
         return None
+    check_floating("weights", weights, min_ndim=0)
+    check_shape("weights", weights, shape, f"the leading dimensions of {of}")
+    check_device("weights", weights, of, like)
+    if weights.requires_grad:
+        raise ValueError(
+            f"weights requires grad, and gets none; {remedy}, or pass weights.detach()"
+        )
     weights = saveable(weights).to(working_dtype(like))
     return weights if counted is None else weights.masked_fill(~counted, 0)
 
@@ -243,7 +233,16 @@ def layer_pairs(
     student: Tensor | Sequence[Tensor], teacher: Tensor | Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Student and teacher features of each layer; a single Tensor is one layer."""
-    students, teachers = _layers("student", student), _layers("teacher", teacher)
+    layers = []
+    for name, x in (("student", student), ("teacher", teacher)):
+        given = (x,) if isinstance(x, Tensor) else x
+        if not isinstance(given, (list, tuple)) or not all(isinstance(y, Tensor) for y in given):
+            kind = type(x).__name__
+            if isinstance(x, (list, tuple)):
+                kind += " of " + " and ".join(sorted({type(layer).__name__ for layer in x}))
+            raise TypeError(f"{name} must be a Tensor or a list of Tensors, got {kind}")
+        layers.append(list(given))
+    students, teachers = layers
     if len(students) != len(teachers):
         raise ValueError(
             f"student has {len(students)} layers but teacher has {len(teachers)}; "
@@ -252,14 +251,3 @@ def layer_pairs(
     if not students:
         raise ValueError("student and teacher are empty lists; pass at least one layer")
     return list(zip(students, teachers, strict=True))
-
-
-def _layers(name: str, x: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    if not isinstance(x, (list, tuple)) or not all(isinstance(layer, Tensor) for layer in x):
-        kind = type(x).__name__
-        if isinstance(x, (list, tuple)):
-            kind += " of " + " and ".join(sorted({type(layer).__name__ for layer in x}))
-        raise TypeError(f"{name} must be a Tensor or a list of Tensors, got {kind}")
-    return list(x)

@@ -36,34 +36,30 @@ def triton_devices() -> tuple[str, ...]:
     return ("cuda", "cpu") if triton_interpreted() else ("cuda",)
 
 
-def why_not_triton(function: str, x: Tensor, call: Mapping[str, Any] | None = None) -> str | None:
-    """Why the Triton kernel of ``function`` can't run on ``x``, or None if it can.
+def why_not(
+    backend: str, function: str, x: Tensor, call: Mapping[str, Any] | None = None
+) -> str | None:
+    """Why the "triton" or "cpp" kernel of ``function`` can't run on ``x``, or None if it can.
 
     ``call`` maps the options and sizes that the function's `Kernels` limit to their values in this
     call. Without it only the device is checked.
     """
-    if function not in TRITON_FUNCTIONS:
-        return f"{function} has no Triton kernel"
-    if call is not None and (reason := TRITON_FUNCTIONS[function].why_not(x.dtype, call)):
+    triton = backend == "triton"
+    functions, language = (TRITON_FUNCTIONS, "Triton") if triton else (CPP_FUNCTIONS, "C++")
+    if function not in functions:
+        return f"{function} has no {language} kernel"
+    if call is not None and (reason := functions[function].why_not(x.dtype, call)):
         return reason
+    if not triton:
+        if not extension.CPU:
+            return "the extension is not built"
+        on_cpu = x.device.type == "cpu"
+        return None if on_cpu else f"student is on {x.device}, and C++ kernels run on the CPU"
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
     if x.device.type not in triton_devices():
         return f"student is on {x.device}, and Triton kernels run on CUDA"
     return extension.why_not_gpu(x.device) if x.is_cuda else None
-
-
-def why_not_cpp(function: str, x: Tensor, call: Mapping[str, Any] | None = None) -> str | None:
-    """Why the C++ kernel of ``function`` can't run on ``x``, or None; see `why_not_triton`."""
-    if function not in CPP_FUNCTIONS:
-        return f"{function} has no C++ kernel"
-    if call is not None and (reason := CPP_FUNCTIONS[function].why_not(x.dtype, call)):
-        return reason
-    if not extension.CPU:
-        return "the extension is not built"
-    if x.device.type != "cpu":
-        return f"student is on {x.device}, and C++ kernels run on the CPU"
-    return None
 
 
 def backend_of(
@@ -75,20 +71,20 @@ def backend_of(
 
     Args:
         unsupported: the caller's own reason against kernels, beside those of `Kernels`.
-        call: options and sizes, as in `why_not_triton`.
+        call: options and sizes, as in `why_not`.
 
     Raises:
         BackendUnavailable: the requested backend can't run the call; the message gives the reason.
     """
     check_choice("backend", backend, BACKENDS)
+    if backend == "torch":
+        return backend
+    runs_on = backend
     if backend == "auto":
-        on_cpu = x.device.type == "cpu"
-        reason = unsupported or (why_not_cpp if on_cpu else why_not_triton)(function, x, call)
-        return "torch" if reason is not None else "cpp" if on_cpu else "triton"
-    reason = None
-    if backend != "torch":
-        why_not = why_not_triton if backend == "triton" else why_not_cpp
-        reason = unsupported or why_not(function, x, call)
-    if reason is not None:
-        raise BackendUnavailable(f"backend={backend!r} can't run {function}: {reason}")
-    return backend
+        runs_on = "cpp" if x.device.type == "cpu" else "triton"
+    reason = unsupported or why_not(runs_on, function, x, call)
+    if reason is None:
+        return runs_on
+    if backend == "auto":
+        return "torch"
+    raise BackendUnavailable(f"backend={backend!r} can't run {function}: {reason}")

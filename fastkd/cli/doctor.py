@@ -19,8 +19,7 @@ from fastkd._core import extension
 from fastkd._core.dispatch import (
     CPP_FUNCTIONS,
     TRITON_FUNCTIONS,
-    why_not_cpp,
-    why_not_triton,
+    why_not,
 )
 from fastkd._core.registry import LOSSES, Inputs
 from fastkd._core.versions import TESTED
@@ -193,13 +192,10 @@ def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None
     """Why ``backend`` can't run the function here, or None."""
     if backend == "torch":
         return None
-    functions, why_not = {
-        "triton": (TRITON_FUNCTIONS, why_not_triton),
-        "cpp": (CPP_FUNCTIONS, why_not_cpp),
-    }[backend]
+    functions = {"triton": TRITON_FUNCTIONS, "cpp": CPP_FUNCTIONS}[backend]
     if trial.function not in functions or not has_backends(trial.load()):
         return NO_KERNEL
-    return why_not(trial.function, torch.empty(0, device=device))
+    return why_not(backend, trial.function, torch.empty(0, device=device))
 
 
 def _verdict(trial: Trial, backend: str, device: torch.device) -> tuple[str, str | None]:
