@@ -186,7 +186,7 @@ class Embeddings(Method):
         }
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        loss, terms = super().compute(step, {x: weights[x] for x in weights if x == "task"})
+        loss, terms = super().compute(step, weights)
         for name, term in self._embedding_terms(step, [x for x in weights if x != "task"]):
             loss, terms[name] = loss + weights[name] * term, term.detach()
         return loss, terms

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastkd._core.checks import check_fraction
+from fastkd._core.numerics import autocast_off
 from fastkd._core.warn import warn_caller
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.accumulation import WholeBatch, accumulate
@@ -305,26 +306,18 @@ class Distiller(InGroup):
         targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}
         batch = self.read({**targets, **inputs}, num_items)
         teacher = self.teachers.outputs(batch, self._progress or 0.0, self.uses_lm_head)
-        if not self.perturbs:
-            return self._learn(batch, teacher)
-        with leaf_embeddings(self.student_model) as embeddings:
-            loss = self._learn(batch, teacher).loss
-        shift = unit_gradient(self.student_model, loss, embeddings, batch)
+        items, shift = ItemCounts(ranks_of(self.gather, self.group)), None
+        if self.perturbs:
+            with leaf_embeddings(self.student_model) as embeddings:
+                loss, _ = self.losses(self.make_step(batch, teacher, items))
+            shift = unit_gradient(self.student_model, loss, embeddings, batch)
         with perturbed_embeddings(self.student_model, shift):
-            return self._learn(batch, teacher)
-
-    def _learn(self, batch: Batch, teacher: Outputs) -> DistillerOutput:
-        """Run the student, and compute the method's loss."""
-        ranks = ranks_of(self.gather, self.group)
-        step = self.make_step(batch, teacher, ItemCounts(ranks))
-        loss, terms = self.losses(step)
-        if loss is None:
-            name = type(self.method).__name__
-            raise ValueError(f"method: all weights of {name} are zero; set at least one above 0")
+            step = self.make_step(batch, teacher, items)
+            loss, terms = self.losses(step)
         terms = {**terms, "total": loss.detach()}
-        if ranks is not None:
+        if step.ranks is not None:
             # The gradient is this process's share; the value is that of all processes.
-            values = ranks.sum(torch.stack(list(terms.values()))) / ranks.size
+            values = step.ranks.sum(torch.stack(list(terms.values()))) / step.ranks.size
             terms = dict(zip(terms, values, strict=True))
             loss = values[-1] + (loss - loss.detach())
         return self.output(loss, terms, step)
@@ -410,18 +403,22 @@ class Distiller(InGroup):
         )
         return step if items.ranks is None else step.among_ranks()
 
-    def losses(
-        self, step: Step, only: Only | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Weighted loss (None if no term has a weight) and detached terms of the method."""
-        device = next(self.student.parameters()).device.type
-        with torch.autocast(device, enabled=False):
+    def losses(self, step: Step, only: Only | None = None) -> tuple[Any, dict[str, Tensor]]:
+        """Weighted loss and detached terms of the method.
+
+        With ``only`` a part of the terms; the loss is None if none of them has a weight.
+        """
+        with autocast_off(next(self.student.parameters())):
             loss, terms = self.method(step, self._progress or 0.0, only)
-            if step.student.router is None or only == "features":
-                return loss, terms
-            router = step.own_mean(step.student.router)
-        weighted = self.student_model.stack_config.router_aux_loss_coef * router
-        return weighted if loss is None else loss + weighted, {**terms, "router": router.detach()}
+            if step.student.router is not None and only != "features":
+                router = step.own_mean(step.student.router)
+                weighted = self.student_model.stack_config.router_aux_loss_coef * router
+                loss = weighted if loss is None else loss + weighted
+                terms = {**terms, "router": router.detach()}
+        if loss is None and only is None:
+            name = type(self.method).__name__
+            raise ValueError(f"method: all weights of {name} are zero; set at least one above 0")
+        return loss, terms
 
     def output(self, loss: Tensor, terms: dict[str, Tensor], step: Step) -> DistillerOutput:
         """A step's result, with detached logits in the token order of the input rows."""

@@ -10,8 +10,15 @@ from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import resolve_layers
 from fastkd.distill.outputs import LayerRequest
-from fastkd.distill.prediction_losses import PredictionOptions
-from fastkd.distill.step import Step, check_head, check_same_head, check_same_kind
+from fastkd.distill.prediction_losses import (
+    MULTI_LABEL,
+    REGRESSION,
+    PredictionOptions,
+    head_loss,
+    task_loss,
+)
+from fastkd.distill.step import Step
+from fastkd.distill.vocabulary import shared_tokens
 
 Layers = str | Sequence[int]
 #: Terms to compute: those that read logits or hidden states at an LM head, or all others.
@@ -135,7 +142,7 @@ class Method(nn.Module):
     def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable modules for two models; a second call needs the same sizes."""
         name = type(self).__name__
-        check_same_kind(teacher, student)
+        _check_same_kind(teacher, student)
         sizes = (teacher.sizes, student.sizes)
         if self._built_for not in (None, sizes):
             raise ValueError(
@@ -161,9 +168,9 @@ class Method(nn.Module):
         made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
         self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)
         on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
-        check_head(student, on_output, name, self._without_head)
+        _check_head(student, on_output, name, self._without_head)
         if "soft" in on_output:
-            check_same_head(teacher, student, name)
+            _check_same_head(teacher, student, name)
         if self._built_for is None:
             self.choose_layers(teacher, student)
             self.make_parts(teacher, student)
@@ -229,34 +236,32 @@ class Method(nn.Module):
         if not weights:
             return None, {}
         loss, terms = self.compute(step, weights)
+        for name, weight in weights.items():
+            if name not in terms:
+                term = getattr(self, name)(step)
+                loss, terms[name] = loss + weight * term, term.detach()
         if shared:
             terms["task"] = terms["task"] * self.label_share
-        return loss, terms
+        return loss, {name: terms[name] for name in (*weights, *terms)}
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """Weighted sum of the terms in ``weights``, and each unweighted term, detached.
+        """Weighted sum of terms that one computation returns, and each unweighted, detached.
 
-        By default a term is the method of its name; "task" and "soft" of language models come
-        from one pass over hidden states and heads. A subclass overrides `compute` if one
-        computation returns several terms.
+        These are "task" and "soft" of language models, from one pass over hidden states and heads.
+        A subclass adds its own to the result of ``super().compute``. `forward` adds the terms of
+        ``weights`` that are left, each by the method of its name.
         """
-        loss: Any = 0.0
-        terms: dict[str, Tensor] = {}
         predictions = {name: weights[name] for name in ("task", "soft") if name in weights}
         heads = step.student.head_inputs is not None and (
             "soft" not in predictions or step.teacher.head_inputs is not None
         )
         if predictions and self.uses_lm_head and heads:
-            loss, terms = step.head_loss(predictions, self.prediction_options)
-        for name, weight in weights.items():
-            if name not in terms:
-                term = getattr(self, name)(step)
-                loss, terms[name] = loss + weight * term, term.detach()
-        return loss, terms
+            return head_loss(step, predictions, self.prediction_options)
+        return 0.0, {}
 
     def task(self, step: Step) -> Tensor:
         """Student's loss on the labels."""
-        return step.task_loss(self.prediction_options.label_spread)
+        return task_loss(step, self.prediction_options)
 
     def hyperparameters(self) -> dict[str, Any]:
         """The constructor's arguments by name."""
@@ -272,3 +277,64 @@ class Method(nn.Module):
     def extra_repr(self) -> str:
         names = inspect.signature(type(self)).parameters
         return ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in names)
+
+
+def _check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
+    """Raise if ``terms`` read logits and the student has no head that fastkd supports."""
+    if terms and not student.has_head:
+        raise ValueError(
+            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
+            f"({student.class_name}) has no head; {remedy}"
+        )
+    if terms and student.aligns:
+        raise ValueError(
+            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
+            f"({student.class_name}) has a CTC-like head, whose loss aligns outputs with labels, "
+            f"which fastkd doesn't support; {remedy}"
+        )
+
+
+def _check_same_kind(teacher: Model, student: Backbone) -> None:
+    """Raise if only one of the models is an encoder-decoder."""
+    if teacher.writes != student.writes:
+        models = [("teacher", teacher), ("student", student)]
+        (name, model), (other, plain) = models if teacher.writes else models[::-1]
+        raise ValueError(
+            f"the {name} ({model.class_name}) is an encoder-decoder, the {other} "
+            f"({plain.class_name}) is not, and their hidden states belong to different tokens; use "
+            "two models of one kind"
+        )
+
+
+def _check_same_head(teacher: Model, student: Backbone, method: str) -> None:
+    """Raise if the logits of teacher and student can't be compared."""
+    if not teacher.has_head:
+        raise ValueError(
+            f"{method} compares logits, but the teacher has no head ({teacher.class_name}); "
+            "load it with its head"
+        )
+    if teacher.vocabulary is None:
+        teacher.vocabulary = shared_tokens(teacher, student)
+    sizes = [student.output_size, teacher.output_size]
+    if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:
+        remedy = "; if their first tokens are the same, pass tokenizers=(student's, teacher's)"
+        lm_heads = student.predicts_words and teacher.predicts_words
+        raise ValueError(
+            f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
+            f"entries and the teacher {sizes[1]}{remedy if lm_heads else ''}"
+        )
+    unset = student.problem is None and student.uses_problem_type
+    if unset and teacher.problem in (REGRESSION, MULTI_LABEL):
+        student.problem = teacher.problem
+    problems = {model.problem for model in (student, teacher)} - {None}
+    if len(problems) > 1 and problems & {REGRESSION, MULTI_LABEL}:
+        raise ValueError(
+            f"{method} compares logits, but the student's problem_type is {student.problem} and "
+            f"the teacher's {teacher.problem}; set one problem_type in both configurations"
+        )
+    ours, theirs = student.class_labels, teacher.class_labels
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        raise ValueError(
+            f"{method} compares logits, but the student's classes are {', '.join(ours)} and the "
+            f"teacher's {', '.join(theirs)}; use one order for both heads"
+        )

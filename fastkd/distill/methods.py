@@ -36,7 +36,7 @@ from fastkd.contrastive import CosNCELoss
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
-from fastkd.distill.prediction_losses import PredictionOptions
+from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
 from fastkd.distill.step import Step
 from fastkd.distributed import world_size
 from fastkd.projection import DualProjectionLoss
@@ -61,7 +61,7 @@ class _Soft(Method):
 
     def soft(self, step: Step) -> Tensor:
         """Divergence from the teacher's softened output, MSE for regression."""
-        return step.soft_loss(self.temperature, self.divergence, self.scale_by_t2)
+        return soft_loss(step, self.prediction_options)
 
 
 class FCD(_Soft):
@@ -122,13 +122,11 @@ class FCD(_Soft):
         return {**logits, "tokens": self.alpha, "samples": self.beta}
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        relations = {name: weights.get(name, 0.0) for name in ("tokens", "samples")}
-        others = {name: x for name, x in weights.items() if name not in relations}
-        loss, terms = super().compute(step, others)
-        if not any(relations.values()):
-            return loss, terms
+        loss, terms = super().compute(step, weights)
         fcd = step.across(self.relations)
-        fcd.alpha, fcd.beta = relations["tokens"], relations["samples"]
+        fcd.alpha, fcd.beta = (weights.get(name, 0.0) for name in ("tokens", "samples"))
+        if fcd.alpha == fcd.beta == 0:
+            return loss, terms
         layers = step.layers(self.student_layers, self.teacher_layers)
         related, values = fcd(*layers, step.mask, return_terms=True)
         return loss + related, {**terms, **values}

@@ -1,8 +1,4 @@
-"""Losses on a model's predictions: labels and soft targets, from logits or from an LM head.
-
-Every function returns sums with their numbers of items: a step divides them by the number of its
-own batch, of all micro-batches, or of all processes.
-"""
+"""Losses on a model's predictions: labels and soft targets, from logits or from an LM head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,16 +9,14 @@ from torch.nn import functional as F
 
 from fastkd._core.numerics import upcast, working_dtype
 from fastkd.analysis.model_inputs import IGNORED
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.lm_head import HeadInputs
+from fastkd.distill.backbone import Model
+from fastkd.distill.outputs import Logits
+from fastkd.distill.step import Step
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.targets import CrossEntropy
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 NO_LABELS = "the task term needs labels in the batch; pass labels, or set its weight to 0"
-
-Logits = Tensor | tuple[Tensor, Tensor]
-Labels = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,80 +38,258 @@ class PredictionOptions:
         return classes * self.label_spread / (1 + (classes - 1) * self.label_spread)
 
 
-@dataclass(frozen=True)
-class Sum:
-    """Sum of losses over ``count`` items: samples, numbers, or tokens of a token-level head."""
+def task_loss(step: Step, options: PredictionOptions) -> Tensor:
+    """Student's loss on the labels: cross-entropy, or MSE for regression.
 
-    total: Tensor
-    count: Tensor | int
-    over_tokens: bool = False
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Labels of a batch, and the facts that align predictions with them."""
-
-    model: Backbone  # the student
-    labels: Labels | None
-    mask: Tensor | None  # (B, N) real tokens, of token-level logits as the model returns them
-    document_ids: Tensor | None  # (B, N), where rows are packed
-    vocabulary: int | None  # number of leading logits that student and teacher share
-    loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses
-
-    @property
-    def aligned_weights(self) -> Tensor | None:
-        """Weights of the predictions: a causal head's position n predicts token n + 1."""
-        weights = self.loss_weights
-        return weights if weights is None or not self.model.causal else weights[:, 1:]
-
-    def check_unweighted(self) -> None:
-        """Raise if there are weights, for heads whose losses don't take them."""
-        if self.loss_weights is not None:
+    Question answering: the mean over start and end.
+    """
+    if step.student.loss is not None and step.labels is None:
+        return step.own_mean(step.student.loss)  # the head has targets of its own
+    logits, labels = _logits_of(step, "student", "task"), step.labels
+    if labels is None:
+        raise ValueError(NO_LABELS)
+    problem = _problem(step, logits)
+    if isinstance(logits, tuple) or isinstance(labels, tuple):
+        if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
             raise ValueError(
-                "loss_weights are factors of the losses on classes of tokens, and the head of "
-                f"{self.model.class_name} predicts something else; leave them out"
+                f"{step.student_model.class_name} takes start_positions and end_positions, not "
+                "labels"
             )
-
-    @property
-    def regression(self) -> bool:
-        """Whether the head predicts numbers: losses on its outputs are squared errors."""
-        return self.model.problem == REGRESSION
-
-    def multi_label(self, logits: Tensor) -> bool:
-        """Whether each logit is a yes-or-no decision; by the labels, as in transformers."""
-        problem, labels = self.model.problem, self.labels
-        if problem is not None or not isinstance(labels, Tensor):
-            return problem == MULTI_LABEL
-        return labels.is_floating_point() and labels.shape == logits.shape
-
-    def counted(self, logits: Tensor, labels: Labels | None) -> tuple[Tensor | None, Tensor | None]:
-        """Mask of the positions that count, None for sequence heads, and the labels aligned to it.
-
-        Sequence heads return (B, V), and every row counts. Token heads return (B, N, V): a causal
-        language model's position n predicts label n + 1 of the same document; padding and ignored
-        labels don't count.
-        """
-        labels = labels if isinstance(labels, Tensor) else None
-        if logits.dim() == 2:
-            if self.document_ids is not None:
-                raise ValueError(
-                    f"the head of {self.model.class_name} gives one prediction a row, but rows are "
-                    "packed with several documents; leave out the task and soft terms, or don't "
-                    "pack"
-                )
-            return None, labels
-        if labels is not None and labels.shape != logits.shape[:-1]:
+        places = zip(logits, labels, strict=True)
+        return torch.stack(
+            [_place_loss(step, z, y, options.label_spread) for z, y in places]
+        ).mean()
+    if problem == REGRESSION:
+        if labels.numel() != logits.numel():
             raise _misfit(labels, logits)
-        mask = self.mask
-        if mask is None:
-            mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-        return countable(labels, mask, self.document_ids, self.model.causal)
+        numbers = labels.to(working_dtype(logits)).flatten()
+        known = ~numbers.isnan() & _real_numbers(step, logits).flatten()
+        errors = torch.where(known, upcast(logits).flatten() - numbers, 0).square()
+        return step.mean(errors.sum(), known.sum())
+    if problem == MULTI_LABEL:
+        known = ~labels.isnan() & (labels != IGNORED)
+        if labels.shape != logits.shape:
+            raise _misfit(labels, logits)
+        decisions = labels.to(working_dtype(logits)).masked_fill(~known, 0)
+        total = F.binary_cross_entropy_with_logits(
+            upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
+        )
+        return step.mean(total, known.sum())
+    if labels.shape != logits.shape[:-1]:
+        raise _misfit(labels, logits)
+    logits = logits[..., : step.teacher_model.vocabulary]
+    (logits,), mask, aligned, weights = _aligned(step, logits)
+    assert aligned is not None
+    known = aligned != IGNORED
+    total = F.cross_entropy(
+        upcast(logits).flatten(0, -2),
+        aligned.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum" if weights is None else "none",
+        label_smoothing=options.label_smoothing(logits.shape[-1]) if options.label_spread else 0.0,
+    )
+    if weights is not None:
+        total = (total * weights.to(total.dtype).where(known, 0).flatten()).sum()
+    return step.mean(total, known.sum(), over_tokens=mask is not None)
 
-    def real_numbers(self, logits: Tensor) -> Tensor:
-        """Mask of a regression's numbers (B, ...), or (B, N, ...) of tokens, without padding."""
-        if self.mask is None or not self.model.per_token:
-            return torch.ones_like(logits, dtype=torch.bool)
-        return self.mask.view(*self.mask.shape, *[1] * (logits.dim() - 2)).expand_as(logits)
+
+def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Tensor:
+    """Cross-entropy of an answer's start or end (B,) over the real tokens.
+
+    transformers includes padding, so that a row's loss depends on the longest row of the batch.
+    """
+    N, places = logits.shape[-1], places.flatten()
+    # As in transformers: a position beyond the text doesn't count.
+    places = places.clamp(0, N).masked_fill((places >= N) | (places == IGNORED), IGNORED)
+    if places.shape != logits.shape[:-1]:
+        raise _misfit(places, logits)
+    _aligned(step, logits)  # refuses packed rows
+    mask = torch.ones_like(logits, dtype=torch.bool) if step.token_mask is None else step.token_mask
+    log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
+    place = places.clamp(min=0)[:, None]
+    known = (places != IGNORED) & mask.gather(1, place).squeeze(1)
+    at_place = log_p.gather(1, place).squeeze(1)
+    others = torch.where(mask, log_p, 0).sum(-1) - at_place
+    losses = -(at_place + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
+    return step.mean(torch.where(known, losses, 0).sum(), known.sum())
+
+
+def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
+    """Divergence between softened output distributions, or MSE for regression.
+
+    Question answering: the mean over start and end, each a distribution over the real tokens.
+    Multi-label heads: the mean over the labels, each a distribution over yes and no.
+    """
+    student, teacher = (_logits_of(step, side, "soft") for side in ("student", "teacher"))
+    spans = isinstance(student, tuple)
+    vocabulary, means = step.teacher_model.vocabulary, []
+    for z_s, z_t in zip(
+        student if isinstance(student, tuple) else (student,),
+        teacher if isinstance(teacher, tuple) else (teacher,),
+        strict=True,
+    ):
+        z_s, z_t = z_s[..., :vocabulary], z_t[..., :vocabulary]
+        if z_t.shape != z_s.shape:
+            raise ValueError(
+                f"student logits have shape {tuple(z_s.shape)} but the teacher's "
+                f"{tuple(z_t.shape)}; both need the same labels or vocabulary"
+            )
+        z_t = z_t.to(z_s.dtype)
+        problem = _problem(step, student if spans else z_s)
+        if problem == REGRESSION:
+            real = _real_numbers(step, z_s)
+            errors = torch.where(real, upcast(z_s) - upcast(z_t), 0).square()
+            means.append(step.mean(errors.sum(), real.sum()))
+            continue
+        (z_s, z_t), mask, _, weights = _aligned(step, z_s, z_t)
+        if spans and step.token_mask is not None:
+            z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
+        if problem == MULTI_LABEL:
+            z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
+        total = soft_target_loss(
+            z_s,
+            z_t,
+            temperature=options.temperature,
+            divergence=options.divergence,
+            mask=mask,
+            weights=weights,
+            reduction="sum",
+            scale_by_t2=options.scale_by_t2,
+        )
+        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
+        means.append(step.mean(total, count, over_tokens=mask is not None))
+    return means[0] if len(means) == 1 else torch.stack(means).mean()
+
+
+def head_loss(
+    step: Step, weights: Mapping[str, float], options: PredictionOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted sum of "task" and "soft" from hidden states and LM heads, in one pass.
+
+    Also returns each term of ``weights``, unweighted and detached.
+    """
+    if "task" in weights and step.labels is None:
+        raise ValueError(NO_LABELS)
+    assert step.student.head_inputs is not None
+    states, head = step.student.head_inputs.states, step.student.head_inputs.head
+    vocabulary = step.teacher_model.vocabulary
+    taught, taught_head = states.detach(), head
+    if "soft" in weights:
+        assert step.teacher.head_inputs is not None
+        taught, taught_head = step.teacher.head_inputs.states, step.teacher.head_inputs.head
+    (states, taught), mask, aligned, token_weights = _aligned(step, states, taught.to(states.dtype))
+    task = None
+    if "task" in weights:
+        assert aligned is not None
+        task = CrossEntropy(
+            aligned,
+            weights["task"],
+            label_smoothing=options.label_smoothing(vocabulary or head.weight.shape[0]),
+            ignore_index=IGNORED,
+            weights=token_weights,
+        )
+    loss, terms = linear_soft_target_loss(
+        states,
+        head,
+        taught,
+        taught_head.detach(),
+        temperature=options.temperature,
+        divergence=options.divergence,
+        scale_by_t2=options.scale_by_t2,
+        mask=mask,
+        weights=token_weights,
+        reduction="sum",
+        vocabulary=vocabulary,
+        soft_weight=weights.get("soft", 0.0),
+        task=task,
+        return_terms=tuple(weights),
+    )
+    totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
+    count = states.shape[:-1].numel() if mask is None else mask.sum()
+    loss, *means = step.mean(totals, count, over_tokens=mask is not None).unbind()
+    return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
+
+
+def _logits_of(step: Step, side: str, term: str) -> Logits:
+    """The logits of the "student" or the "teacher" for a term."""
+    outputs = step.student if side == "student" else step.teacher
+    model: Model = step.student_model if side == "student" else step.teacher_model
+    if outputs.head_inputs is not None:  # only one of the two models has head inputs
+        return outputs.head_inputs.logits()
+    if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
+        raise ValueError(
+            f"logit_terms: a term reads the {side}'s logits, which are kept only for terms "
+            f"named there; add it to logit_terms, as {term} is"
+        )
+    if outputs.logits is None:
+        given = ", ".join(outputs.names) or "a tuple"
+        raise ValueError(
+            f"the {term} term needs logits, but the {side} ({model.class_name}) "
+            f"returns {given}; use a model with a head, or set the term's weight to 0"
+        )
+    logits, size = outputs.logits, model.output_size
+    # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
+    if (
+        isinstance(logits, Tensor)
+        and logits.dim() != 3
+        and size is not None
+        and size != (logits.shape[-1] if logits.dim() > 1 else 1)
+    ):
+        raise ValueError(
+            f"the {term} term needs logits of {size} labels in the last dimension, but the "
+            f"{side} ({model.class_name}) returns {tuple(logits.shape)}; set num_labels of its "
+            "configuration"
+        )
+    return logits
+
+
+def _problem(step: Step, logits: Logits) -> str | None:
+    """REGRESSION, MULTI_LABEL (by the labels if the model doesn't say, as in transformers) or None.
+
+    Raises for weights of tokens if the head predicts something else than classes.
+    """
+    problem, labels = step.student_model.problem, step.labels
+    if problem is None and isinstance(labels, Tensor) and isinstance(logits, Tensor):
+        decides = labels.is_floating_point() and labels.shape == logits.shape
+        problem = MULTI_LABEL if decides else None
+    problem = problem if problem in (REGRESSION, MULTI_LABEL) else None
+    if step.loss_weights is not None and (problem or isinstance(logits, tuple)):
+        raise ValueError(
+            "loss_weights are factors of the losses on classes of tokens, and the head of "
+            f"{step.student_model.class_name} predicts something else; leave them out"
+        )
+    return problem
+
+
+def _aligned(
+    step: Step, *predictions: Tensor
+) -> tuple[list[Tensor], Tensor | None, Tensor | None, Tensor | None]:
+    """Predictions, mask of those that count, labels and loss weights, aligned to each other.
+
+    Sequence heads have predictions (B, V), and every row counts: the mask is None. Token heads have
+    (B, N, V): a causal language model's position n predicts label n + 1 of the same document;
+    padding and ignored labels don't count.
+    """
+    labels = step.labels if isinstance(step.labels, Tensor) else None
+    first, model = predictions[0], step.student_model
+    if first.dim() == 2:
+        if step.document_ids is not None:
+            raise ValueError(
+                f"the head of {model.class_name} gives one prediction a row, but rows are "
+                "packed with several documents; leave out the task and soft terms, or don't "
+                "pack"
+            )
+        return [*predictions], None, labels, step.loss_weights
+    if labels is not None and labels.shape != first.shape[:-1]:
+        raise _misfit(labels, first)
+    mask, weights = step.token_mask, step.loss_weights
+    if mask is None:
+        mask = torch.ones(first.shape[:-1], dtype=torch.bool, device=first.device)
+    mask, labels = countable(labels, mask, step.document_ids, model.causal)
+    if not model.causal:
+        return [*predictions], mask, labels, weights
+    weights = None if weights is None else weights[:, 1:]
+    return [x[:, :-1] for x in predictions], mask, labels, weights
 
 
 def countable(
@@ -139,182 +311,12 @@ def countable(
     return labels != IGNORED, labels
 
 
-def label_losses(logits: Logits, targets: Targets, options: PredictionOptions) -> list[Sum]:
-    """Sums of the loss on the labels, whose means are averaged: two for answer spans, else one."""
-    labels = targets.labels
-    if labels is None:
-        raise ValueError(NO_LABELS)
-    if isinstance(logits, tuple) or targets.regression or targets.multi_label(logits):
-        targets.check_unweighted()
-    if isinstance(logits, tuple) or isinstance(labels, tuple):
-        if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
-            raise ValueError(
-                f"{targets.model.class_name} takes start_positions and end_positions, not labels"
-            )
-        N = logits[0].shape[-1]
-        ends = [x.flatten() for x in labels]
-        # As in transformers: a position beyond the text doesn't count.
-        ends = [y.clamp(0, N).masked_fill((y >= N) | (y == IGNORED), IGNORED) for y in ends]
-        pairs = zip(logits, ends, strict=True)
-        return [_place_loss(z, y, targets, options.label_spread) for z, y in pairs]
-    if targets.regression:
-        if labels.numel() != logits.numel():
-            raise _misfit(labels, logits)
-        numbers = labels.to(working_dtype(logits)).flatten()
-        known = ~numbers.isnan() & targets.real_numbers(logits).flatten()
-        errors = torch.where(known, upcast(logits).flatten() - numbers, 0).square()
-        return [Sum(errors.sum(), known.sum())]
-    if targets.multi_label(logits):
-        known = ~labels.isnan() & (labels != IGNORED)
-        if labels.shape != logits.shape:
-            raise _misfit(labels, logits)
-        decisions = labels.to(working_dtype(logits)).masked_fill(~known, 0)
-        total = F.binary_cross_entropy_with_logits(
-            upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
-        )
-        return [Sum(total, known.sum())]
-    if labels.shape != logits.shape[:-1]:
-        raise _misfit(labels, logits)
-    logits = logits[..., : targets.vocabulary]
-    mask, aligned = targets.counted(logits, labels)
-    assert aligned is not None
-    if mask is not None and targets.model.causal:
-        logits = logits[:, :-1]
-    weights = targets.aligned_weights
-    total = F.cross_entropy(
-        upcast(logits).flatten(0, -2),
-        aligned.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum" if weights is None else "none",
-        label_smoothing=options.label_smoothing(logits.shape[-1]) if options.label_spread else 0.0,
-    )
-    if weights is not None:
-        known = aligned != IGNORED
-        total = (total * weights.to(total.dtype).where(known, 0).flatten()).sum()
-    return [Sum(total, (aligned != IGNORED).sum(), mask is not None)]
-
-
-def _place_loss(logits: Tensor, places: Tensor, targets: Targets, spread: float) -> Sum:
-    """Cross-entropy of an answer's start or end (B,) over the real tokens.
-
-    transformers includes padding, so that a row's loss depends on the longest row of the batch.
-    """
-    if places.shape != logits.shape[:-1]:
-        raise _misfit(places, logits)
-    targets.counted(logits, places)  # refuses packed rows
-    mask = targets.mask
-    mask = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
-    log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
-    place = places.clamp(min=0)[:, None]
-    known = (places != IGNORED) & mask.gather(1, place).squeeze(1)
-    at_place = log_p.gather(1, place).squeeze(1)
-    others = torch.where(mask, log_p, 0).sum(-1) - at_place
-    losses = -(at_place + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
-    return Sum(torch.where(known, losses, 0).sum(), known.sum())
-
-
-def soft_losses(
-    student: Logits, teacher: Logits, targets: Targets, options: PredictionOptions
-) -> list[Sum]:
-    """Divergence between softened output distributions, or squared errors for regression.
-
-    Answer spans have two sums, for start and end, each a distribution over the real tokens.
-    Multi-label heads have a distribution over yes and no for each label.
-    """
-    sums = []
-    spans = isinstance(student, tuple)
-    for z_s, z_t in zip(
-        student if spans else (student,),
-        teacher if isinstance(teacher, tuple) else (teacher,),
-        strict=True,
-    ):
-        z_s, z_t = z_s[..., : targets.vocabulary], z_t[..., : targets.vocabulary]
-        if z_t.shape != z_s.shape:
-            raise ValueError(
-                f"student logits have shape {tuple(z_s.shape)} but the teacher's "
-                f"{tuple(z_t.shape)}; both need the same labels or vocabulary"
-            )
-        z_t = z_t.to(z_s.dtype)
-        if targets.regression or isinstance(student, tuple) or targets.multi_label(z_s):
-            targets.check_unweighted()
-        if targets.regression:
-            real = targets.real_numbers(z_s)
-            errors = torch.where(real, upcast(z_s) - upcast(z_t), 0).square()
-            sums.append(Sum(errors.sum(), real.sum()))
-            continue
-        mask, _ = targets.counted(z_s, targets.labels)
-        if spans and targets.mask is not None:
-            z_s, z_t = (_without_padding(z, targets.mask) for z in (z_s, z_t))
-        if targets.multi_label(z_s):
-            z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
-        if mask is not None and targets.model.causal:
-            z_s, z_t = z_s[:, :-1], z_t[:, :-1]
-        total = soft_target_loss(
-            z_s,
-            z_t,
-            temperature=options.temperature,
-            divergence=options.divergence,
-            mask=mask,
-            weights=targets.aligned_weights,
-            reduction="sum",
-            scale_by_t2=options.scale_by_t2,
-        )
-        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
-        sums.append(Sum(total, count, over_tokens=mask is not None))
-    return sums
-
-
-def head_losses(
-    student: HeadInputs,
-    teacher: HeadInputs | None,
-    targets: Targets,
-    options: PredictionOptions,
-    weights: Mapping[str, float],
-) -> Sum:
-    """Weighted loss of "task" and "soft" from hidden states and LM heads, in one pass.
-
-    ``teacher`` may be None without a weight of "soft". The total is (1 + terms,): the weighted
-    loss, then each term of ``weights``, unweighted and detached.
-    """
-    if "task" in weights and targets.labels is None:
-        raise ValueError(NO_LABELS)
-    mask, aligned = targets.counted(student.states, targets.labels)
-    states = student.states
-    classes = targets.vocabulary or student.head.weight.shape[0]
-    taught = HeadInputs(states.detach(), student.head) if teacher is None else teacher
-    known = taught.states.to(states.dtype)
-    if targets.model.causal:
-        states, known = states[:, :-1], known[:, :-1]
-    task = None
-    if "task" in weights:
-        assert aligned is not None
-        smoothing = options.label_smoothing(classes)
-        task = CrossEntropy(
-            aligned,
-            weights["task"],
-            label_smoothing=smoothing,
-            ignore_index=IGNORED,
-            weights=targets.aligned_weights,
-        )
-    loss, terms = linear_soft_target_loss(
-        states,
-        student.head,
-        known,
-        taught.head.detach(),
-        temperature=options.temperature,
-        divergence=options.divergence,
-        scale_by_t2=options.scale_by_t2,
-        mask=mask,
-        weights=targets.aligned_weights,
-        reduction="sum",
-        vocabulary=targets.vocabulary,
-        soft_weight=weights.get("soft", 0.0),
-        task=task,
-        return_terms=tuple(weights),
-    )
-    totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
-    count = states.shape[:-1].numel() if mask is None else mask.sum()
-    return Sum(totals, count, over_tokens=mask is not None)
+def _real_numbers(step: Step, logits: Tensor) -> Tensor:
+    """Mask of a regression's numbers (B, ...), or (B, N, ...) of tokens, without padding."""
+    mask = step.token_mask
+    if mask is None or not step.student_model.per_token:
+        return torch.ones_like(logits, dtype=torch.bool)
+    return mask.view(*mask.shape, *[1] * (logits.dim() - 2)).expand_as(logits)
 
 
 def _misfit(labels: Tensor, logits: Tensor) -> ValueError:

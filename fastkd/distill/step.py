@@ -1,7 +1,7 @@
-"""One step as a method reads it: outputs, labels, masks, and the terms on logits and labels."""
+"""One step as a method reads it: outputs of both models, labels, masks, and means over items."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,20 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd.distill.backbone import Backbone, Model
-from fastkd.distill.outputs import QKV, EnsembleOutputs, Logits, Outputs, pooled_rows
-from fastkd.distill.prediction_losses import (
-    MULTI_LABEL,
-    REGRESSION,
-    PredictionOptions,
-    Sum,
-    Targets,
-    head_losses,
-    label_losses,
-    soft_losses,
-)
-from fastkd.distill.vocabulary import shared_tokens
+from fastkd.distill.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
 from fastkd.distributed import Ranks
-from fastkd.soft_targets import DivergenceWord
 
 
 @dataclass
@@ -144,12 +132,17 @@ class Step:
         kept = self.student.all_features()[0]
         return torch.ones(kept.shape[0], kept.shape[-2], dtype=torch.bool, device=kept.device)
 
-    def mean(self, total: Tensor, count: Tensor | int) -> Tensor:
+    def mean(self, total: Tensor, count: Tensor | int, *, over_tokens: bool = False) -> Tensor:
         """Mean of ``total``, a sum over ``count`` items, over all micro-batches and processes.
 
         For terms whose items are independent. With several processes it is this process's share of
-        the mean; the loop averages the shares.
+        the mean; the loop averages the shares. ``over_tokens``: the items are predictions of
+        tokens, whose number the loop may pass as ``num_items``.
         """
+        if over_tokens and self.num_items is not None:
+            # A Python number is a kernel argument; a tensor of it would wait for the device.
+            given = (total.new_ones(()) * self.num_items).to(total.dtype)
+            return total / torch.where(given > 0, given, 1)
         if not isinstance(count, Tensor):  # a copy from the host would wait for the device
             count = torch.full((), count, dtype=torch.int64, device=total.device)
         items = self.items
@@ -240,157 +233,7 @@ class Step:
             )
         return labels
 
-    @property
-    def targets(self) -> Targets:
-        """Labels and masks for the losses on predictions."""
-        return Targets(
-            self.student_model,
-            self.labels,
-            self.token_mask,
-            self.document_ids,
-            self.teacher_model.vocabulary,
-            self.loss_weights,
-        )
-
-    def task_loss(self, label_spread: float = 0.0) -> Tensor:
-        """Student's loss on the labels: cross-entropy, or MSE for regression.
-
-        ``label_spread`` is the weight of every other class in the target of the cross-entropy, as
-        a fraction of the label's weight.
-        """
-        if self.student.loss is not None and self.labels is None:
-            return self.own_mean(self.student.loss)  # the head has targets of its own
-        logits = self._logits_of(self.student, "student", "task")
-        options = PredictionOptions(label_spread=label_spread)
-        return self._average(label_losses(logits, self.targets, options))
-
     def own_mean(self, mean: Tensor) -> Tensor:
         """Share of a mean that the student computes itself, weighted by its number of samples."""
         rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
         return self.mean(mean * rows, rows)
-
-    def soft_loss(
-        self, temperature: float, divergence: DivergenceWord, scale_by_t2: bool
-    ) -> Tensor:
-        """Divergence between softened output distributions, or MSE for regression.
-
-        Question answering: the mean over start and end, each a distribution over the real tokens.
-        Multi-label heads: the mean over the labels, each a distribution over yes and no.
-        """
-        students = self._logits_of(self.student, "student", "soft")
-        teachers = self._logits_of(self.teacher, "teacher", "soft")
-        options = PredictionOptions(temperature, divergence, scale_by_t2)
-        return self._average(soft_losses(students, teachers, self.targets, options))
-
-    def head_loss(
-        self, weights: Mapping[str, float], options: PredictionOptions
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weighted sum of "task" and "soft" from LM-head inputs, and each term, detached."""
-        teacher = self.teacher.head_inputs if "soft" in weights else None
-        assert self.student.head_inputs is not None
-        sums = head_losses(self.student.head_inputs, teacher, self.targets, options, weights)
-        loss, *terms = self._average([sums]).unbind()
-        return loss, {name: x.detach() for name, x in zip(weights, terms, strict=True)}
-
-    def _average(self, sums: list[Sum]) -> Tensor:
-        """Average of means over the counted items, or over ``num_items`` for token-level heads."""
-        means = []
-        for each in sums:
-            if self.num_items is None or not each.over_tokens:
-                means.append(self.mean(each.total, each.count))
-                continue
-            # A Python number is a kernel argument; a tensor of it would wait for the device.
-            items = (each.total.new_ones(()) * self.num_items).to(each.total.dtype)
-            means.append(each.total / torch.where(items > 0, items, 1))
-        return means[0] if len(means) == 1 else torch.stack(means).mean()
-
-    def _logits_of(self, outputs: Outputs, side: str, term: str) -> Logits:
-        model = self.student_model if side == "student" else self.teacher_model
-        if outputs.head_inputs is not None:  # only one of the two models has head inputs
-            return outputs.head_inputs.logits()
-        if outputs.logits is None and {"logits", "start_logits"} & {*outputs.names}:
-            raise ValueError(
-                f"logit_terms: a term reads the {side}'s logits, which are kept only for terms "
-                f"named there; add it to logit_terms, as {term} is"
-            )
-        if outputs.logits is None:
-            given = ", ".join(outputs.names) or "a tuple"
-            raise ValueError(
-                f"the {term} term needs logits, but the {side} ({model.class_name}) "
-                f"returns {given}; use a model with a head, or set the term's weight to 0"
-            )
-        logits, size = outputs.logits, model.output_size
-        # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
-        if (
-            isinstance(logits, Tensor)
-            and logits.dim() != 3
-            and size is not None
-            and size != (logits.shape[-1] if logits.dim() > 1 else 1)
-        ):
-            raise ValueError(
-                f"the {term} term needs logits of {size} labels in the last dimension, but the "
-                f"{side} ({model.class_name}) returns {tuple(logits.shape)}; set num_labels of its "
-                "configuration"
-            )
-        return logits
-
-
-def check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
-    """Raise if ``terms`` read logits and the student has no head that fastkd supports."""
-    if terms and not student.has_head:
-        raise ValueError(
-            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has no head; {remedy}"
-        )
-    if terms and student.aligns:
-        raise ValueError(
-            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has a CTC-like head, whose loss aligns outputs with labels, "
-            f"which fastkd doesn't support; {remedy}"
-        )
-
-
-def check_same_kind(teacher: Model, student: Backbone) -> None:
-    """Raise if only one of the models is an encoder-decoder."""
-    if teacher.writes != student.writes:
-        models = [("teacher", teacher), ("student", student)]
-        (name, model), (other, plain) = models if teacher.writes else models[::-1]
-        raise ValueError(
-            f"the {name} ({model.class_name}) is an encoder-decoder, the {other} "
-            f"({plain.class_name}) is not, and their hidden states belong to different tokens; use "
-            "two models of one kind"
-        )
-
-
-def check_same_head(teacher: Model, student: Backbone, method: str) -> None:
-    """Raise if the logits of teacher and student can't be compared."""
-    if not teacher.has_head:
-        raise ValueError(
-            f"{method} compares logits, but the teacher has no head ({teacher.class_name}); "
-            "load it with its head"
-        )
-    if teacher.vocabulary is None:
-        teacher.vocabulary = shared_tokens(teacher, student)
-    sizes = [student.output_size, teacher.output_size]
-    if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:
-        remedy = "; if their first tokens are the same, pass tokenizers=(student's, teacher's)"
-        lm_heads = student.predicts_words and teacher.predicts_words
-        raise ValueError(
-            f"{method} compares logits, but the student has {sizes[0]} labels or vocabulary "
-            f"entries and the teacher {sizes[1]}{remedy if lm_heads else ''}"
-        )
-    unset = student.problem is None and student.uses_problem_type
-    if unset and teacher.problem in (REGRESSION, MULTI_LABEL):
-        student.problem = teacher.problem
-    problems = {model.problem for model in (student, teacher)} - {None}
-    if len(problems) > 1 and problems & {REGRESSION, MULTI_LABEL}:
-        raise ValueError(
-            f"{method} compares logits, but the student's problem_type is {student.problem} and "
-            f"the teacher's {teacher.problem}; set one problem_type in both configurations"
-        )
-    ours, theirs = student.class_labels, teacher.class_labels
-    if ours != theirs and sorted(ours) == sorted(theirs):
-        raise ValueError(
-            f"{method} compares logits, but the student's classes are {', '.join(ours)} and the "
-            f"teacher's {', '.join(theirs)}; use one order for both heads"
-        )

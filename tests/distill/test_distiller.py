@@ -300,7 +300,7 @@ class ReadsUndeclared(Reads):
     logit_terms = ("task",)
 
     def soft(self, step):
-        return step.soft_loss(1.0, "forward_kl", True)
+        return FCD.soft(self, step)
 
 
 def test_an_undeclared_term_on_logits_is_an_error():
