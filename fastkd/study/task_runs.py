@@ -104,17 +104,15 @@ class AnswerKeepingRun(Run):
 
     def _train(
         self,
-        make_trainer: Any,
-        model: Any,
+        distiller: Distiller,
         rows: Encoded,
         training_config: TrainingConfig,
         title: str,
+        on_policy: Any = None,
         **options: Any,
     ) -> list[dict]:
         title = f"{self.name}: {title}"
-        return super()._train(
-            make_trainer, model, rows, training_config, title, printed=False, **options
-        )
+        return super()._train(distiller, rows, training_config, title, printed=False, **options)
 
     def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
         rows, task = self.eval_rows[""], self.task

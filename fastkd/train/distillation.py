@@ -234,14 +234,13 @@ class Distillation:
         config, run, target = self.config, self.run, self.out.teacher
         if processes.on_first_process(lambda: _is_complete(target)):
             return
-        if config.shard:
-            sharding.shard(run.teacher, run.device)
         training = dataclasses.replace(
             run.training_config,
             num_train_epochs=config.finetune_teacher,
             learning_rate=config.teacher_learning_rate,
         )
-        history = run.train_teacher(training, **self._saving_options(target, run.teacher, {}))
+        options = self._saving_options(target, run.teacher, {})
+        history = run.train_teacher(training, config.shard, config.gather, **options)
         best = self._best(target, run.teacher)
         if config.shard:  # the student is initialised from a whole teacher
             run.teacher = run.teacher_model = best
@@ -417,9 +416,8 @@ class Distillation:
                 "complete": False, "student": entry["scores"], "best": entry, "history": history
             }  # fmt: skip
             full, whole = {**out.identity, **report, **found}, sharding.whole(model)
-            later = (CARD,) if target == out.student else ()
             processes.on_first_process(
-                lambda: save_model(target, whole, run.tokenizer, full, run.task, later)
+                lambda: save_model(target, whole, run.tokenizer, full, run.task)
             )
 
         return {

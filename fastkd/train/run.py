@@ -1,7 +1,9 @@
 """Rows and models of a run, their scores, and the training of teacher and student."""
 
+import contextlib
 import functools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel, set_seed
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.method import Method
+from fastkd.distill.methods import Labels
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.config import TrainingConfig
@@ -28,16 +32,18 @@ from fastkd.train.models import fitting_length, headless, layers_of, make_method
 from fastkd.train.progress import Display
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
-from fastkd.train.sharded_trainers import ShardedStudentTrainer, ShardedTeacherTrainer
+from fastkd.train.sharded_trainers import ShardedTrainer
 from fastkd.train.tasks.base import Corpus, Task
-from fastkd.train.trainers import (
-    OnPolicy,
-    StepTrainer,
-    StudentTrainer,
-    TeacherTrainer,
-    TwoTokenizerCollator,
+from fastkd.train.trainers import OnPolicy, StepTrainer, TwoTokenizerCollator
+from fastkd.train.training import (
+    CallbackConfig,
+    TrainingCallback,
+    arguments_of,
+    ended_state,
+    history_of,
+    logging_to,
+    receiving_signals,
 )
-from fastkd.train.training import CallbackConfig, train
 
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048
@@ -200,14 +206,19 @@ class Run:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def train_teacher(self, training_config: TrainingConfig, **options: Any) -> list[dict]:
-        """Train the teacher on the task, in place; ``options`` are fields of `CallbackConfig`."""
-        self.teacher.requires_grad_(True).train()
-        kind = ShardedTeacherTrainer if sharding.sharded(self.teacher) else TeacherTrainer
-        trainer = functools.partial(kind, model=self.teacher)
-        return self._train(
-            trainer, self.teacher, self.train_rows, training_config, "teacher", **options
-        )
+    def train_teacher(
+        self,
+        training_config: TrainingConfig,
+        shard: bool = False,
+        gather: bool = False,
+        **options: Any,
+    ) -> list[dict]:
+        """Train the teacher on the labels, in place; ``options`` are fields of `CallbackConfig`."""
+        teacher = self.teacher.requires_grad_(True)
+        distiller = Distiller(cast(Any, _Untaught(teacher)), teacher, Labels(), gather=gather)
+        if shard:
+            sharding.shard(teacher, self.device)
+        return self._train(distiller, self.train_rows, training_config, "teacher", **options)
 
     def train_student(
         self, distiller: Distiller, title: str, on_policy: float = 0.0, **options: Any
@@ -222,14 +233,8 @@ class Run:
             own = OnPolicy(
                 on_policy, functools.partial(self.task.generated, tokenizer=self.tokenizer)
             )
-        kind = ShardedStudentTrainer if sharding.sharded(distiller) else StudentTrainer
-        if kind is StudentTrainer:
-            distiller.to(self.device)
         self._report_compared_rows(distiller.method)
-        trainer = functools.partial(kind, model=distiller, on_policy=own)
-        return self._train(
-            trainer, distiller.student, self.all_rows, self.training_config, title, **options
-        )
+        return self._train(distiller, self.all_rows, self.training_config, title, own, **options)
 
     def _report_compared_rows(self, method: Method) -> None:
         """Print a line if a loss that compares samples sees only a part of a step."""
@@ -246,31 +251,78 @@ class Run:
 
     def _train(
         self,
-        make_trainer: Callable[..., StepTrainer],
-        model: nn.Module,
+        distiller: Distiller,
         rows: Encoded,
         training_config: TrainingConfig,
         title: str,
+        on_policy: OnPolicy | None = None,
         **options: Any,
     ) -> list[dict]:
-        main = self.corpus.metrics[0]
+        """Train the student of ``distiller``; returns its evaluations.
+
+        With checkpoints the training can be cut off at any time and continued to the same result.
+        """
+        kind = ShardedTrainer if sharding.sharded(distiller) else StepTrainer
+        if kind is StepTrainer:
+            distiller.to(self.device)
+        main, student = self.corpus.metrics[0], distiller.student
         minimise = main in self.task.lower_is_better
-        # A cache holds the outputs of undrawn rows: the partial hides the collator's `for_epoch`.
-        collate = functools.partial(self.collate) if self.cached else self.collate
-        return train(
-            make_trainer,
-            rows,
-            collate,
-            training_config,
-            self.display,
-            title,
-            CallbackConfig(
-                lambda: self.score(model),
-                main,
-                lower_is_better=minimise,
-                **options,
-            ),
+        config = CallbackConfig(lambda: self.score(student), main, minimise, **options)
+        order = LabelledOrder(
+            rows.labelled, training_config.batch_size, training_config.labelled_share
         )
+        total, in_epoch = training_config.steps(order.rows)
+        watcher = TrainingCallback(config, self.display, title, in_epoch)
+        checkpoints = config.checkpoints
+        with contextlib.ExitStack() as stack:
+            stack.callback(watcher.track.stop)
+            if checkpoints is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            else:
+                folder = checkpoints.incomplete
+                stack.enter_context(receiving_signals(watcher.request_stop))
+            stack.enter_context(logging_to(config.log_directory))
+            watcher.trainer = trainer = kind(
+                model=distiller,
+                args=arguments_of(training_config, config, folder, total),
+                train_dataset=rows,
+                # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
+                data_collator=functools.partial(self.collate) if self.cached else self.collate,
+                order=order,
+                accumulate=training_config.accumulate,
+                on_policy=on_policy,
+            )
+            trainer.add_callback(watcher)  # after the method has prepared itself
+            for chatty in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(chatty)
+            last = None
+            if checkpoints and checkpoints.resume:
+                last = processes.on_first_process(lambda: checkpoints.newest(self.display.say))
+            # Dropout differs between the processes.
+            set_seed((training_config.seed + processes.rank()) % 2**32)
+            ended = ended_state(last)
+            if ended is None:
+                trainer.train(resume_from_checkpoint=str(last) if last else None)
+            else:
+                trainer.state = ended
+                trainer._load_from_checkpoint(str(last))
+            watcher.sync_signals()
+            if watcher.signum is not None:  # received in the last step
+                raise watcher.stopped(trainer.state.global_step)
+        return history_of(trainer.state.log_history)
+
+
+class _Untaught(nn.Module):
+    """Stand-in for the teacher of a model that learns from labels alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        vars(self)["model"] = model  # not a submodule, whose parameters would be frozen
+
+    def get_base_model(self) -> nn.Module:
+        """The model whose sizes the method reads; see ``peft.PeftModel``."""
+        base: nn.Module = vars(self)["model"]
+        return base
 
 
 def select(settings: Pairing, run: Run) -> list[int] | None:
@@ -337,12 +389,8 @@ def save_model(
     tokenizer: Any,
     report: dict[str, Any],
     task: Task | None = None,
-    later: tuple[str, ...] = (),
 ) -> None:
-    """Save model, tokenizer, report and the task's own files to ``target``, atomically.
-
-    The manifest also lists the files that are added ``later``.
-    """
+    """Save model, tokenizer, report and the task's own files to ``target``, atomically."""
 
     def write(directory: Path) -> dict[str, Any]:
         lora.save(model, directory)
@@ -351,4 +399,4 @@ def save_model(
             task.save(directory, model.config)
         return report
 
-    replace_directory(target, write, later)
+    replace_directory(target, write)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkd.distill.trainer import METHOD_FILE
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Rows, fingerprint
@@ -72,6 +73,8 @@ class Checkpoints:
             why = find_damage(path)
             if why is None and read_json(path / MANIFEST).get("run") != self.identity["run"]:
                 why = "it belongs to another run"
+            if why is None and not (path / METHOD_FILE).exists():
+                why = "an older fastkd wrote it"
             if why is None:
                 return path
             say(f"{path}: cannot be used ({why}); resuming from the one before it")

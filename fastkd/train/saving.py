@@ -31,21 +31,18 @@ MANIFEST = "fastkd.json"
 LOCK = ".fastkd.lock"
 
 
-def replace_directory(
-    target: Path, write: Callable[[Path], dict[str, Any]], later: Iterable[str] = ()
-) -> None:
+def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> None:
     """Replace ``target`` atomically by a directory that ``write`` fills.
 
-    ``write`` returns the content of the manifest; for ``later`` see `write_manifest`. The old
-    ``target`` stays until the new one is complete and on the disk. `recover_directory` repairs an
-    interruption between the two renames.
+    ``write`` returns the content of the manifest. The old ``target`` stays until the new one is
+    complete and on the disk. `recover_directory` repairs an interruption between the two renames.
     """
     staging = staging_of(target)
     with saving(target):
         shutil.rmtree(staging, ignore_errors=True)
         try:
             staging.mkdir(parents=True)
-            write_manifest(staging, write(staging), later)
+            write_manifest(staging, write(staging))
             move_directory(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -128,15 +125,12 @@ def _empty(directory: Path) -> bool:
     return True
 
 
-def write_manifest(directory: Path, content: dict[str, Any], later: Iterable[str] = ()) -> None:
-    """Write the manifest of a complete directory, after syncing its files to the disk.
-
-    It also lists files that are added ``later``, so that they are deleted with the directory.
-    """
-    files: dict[str, str | None] = {name: _digest(directory / name) for name in _files(directory)}
+def write_manifest(directory: Path, content: dict[str, Any]) -> None:
+    """Write the manifest of a complete directory, after syncing its files to the disk."""
+    files = {name: _digest(directory / name) for name in _files(directory)}
     for folder in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
         sync_names(folder)
-    write_json(directory / MANIFEST, {**content, "files": {**dict.fromkeys(later), **files}})
+    write_json(directory / MANIFEST, {**content, "files": files})
 
 
 def update_manifest(directory: Path, content: dict[str, Any], *written: str) -> None:

@@ -1,4 +1,4 @@
-"""Trainers of teacher and student with --fsdp, whose checkpoints hold full models."""
+"""Trainer of a run with --fsdp, whose checkpoints hold full models."""
 
 import contextlib
 import functools
@@ -7,27 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.train import processes, sharding
-from fastkd.train.trainers import StudentTrainer, TeacherTrainer
-
-_Trainer: Any = Trainer
+from fastkd.train.trainers import StepTrainer
 
 
-class ShardedTrainer(_Trainer):
-    """Mixin for a transformers.Trainer of sharded models, with checkpoints of full models."""
-
-    @property
-    def _model_attribute(self) -> tuple[Any, str]:
-        """Owner and attribute name of the sharded model that is trained."""
-        raise NotImplementedError
-
-    @property
-    def _stateful_attributes(self) -> list[tuple[Any, str]]:
-        """Owners and attribute names of the other sharded states in a checkpoint."""
-        return [(self, "optimizer")]
+class ShardedTrainer(StepTrainer):
+    """`StepTrainer` of sharded models, with checkpoints of full models."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: the shards are on their devices."""
@@ -40,7 +27,8 @@ class ShardedTrainer(_Trainer):
         return model
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        places = [self._model_attribute, *self._stateful_attributes]
+        distiller = self.distiller
+        places = (distiller, "student"), (distiller, "method"), (self, "optimizer")
         full = [sharding.full_state(getattr(*place)) for place in places]  # all processes gather
         with contextlib.ExitStack() as stack:
             for place, value in zip(places, full, strict=True) if processes.first() else ():
@@ -48,17 +36,15 @@ class ShardedTrainer(_Trainer):
             super()._save_checkpoint(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
-        owner, name = self._model_attribute
-        model = getattr(owner, name)
-        full = sharding.unread(model)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sharding.replaced(owner, name, full))
-            for place in self._stateful_attributes[1:]:
-                stack.enter_context(
-                    sharding.replaced(*place, sharding.StateDictProxy(getattr(*place)))
-                )
+        distiller = self.distiller
+        student, full = distiller.student, sharding.unread(distiller.student)
+        method = sharding.StateDictProxy(distiller.method)
+        with (
+            sharding.replaced(distiller, "student", full),
+            sharding.replaced(distiller, "method", method),
+        ):
             super()._load_from_checkpoint(resume_from_checkpoint, *args)
-        sharding.take(model, full)
+        sharding.take(student, full)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -66,23 +52,3 @@ class ShardedTrainer(_Trainer):
         read = functools.partial(torch.load, map_location="cpu", weights_only=True)
         sharding.load_optimizer(self.optimizer, read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True))
         self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
-
-
-class ShardedTeacherTrainer(ShardedTrainer, TeacherTrainer):
-    """`TeacherTrainer` with --fsdp."""
-
-    @property
-    def _model_attribute(self) -> tuple[Any, str]:
-        return self, "model"
-
-
-class ShardedStudentTrainer(ShardedTrainer, StudentTrainer):
-    """`StudentTrainer` with --fsdp."""
-
-    @property
-    def _model_attribute(self) -> tuple[Any, str]:
-        return self.distiller, "student"
-
-    @property
-    def _stateful_attributes(self) -> list[tuple[Any, str]]:
-        return [*super()._stateful_attributes, (self.distiller, "method")]

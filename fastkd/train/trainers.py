@@ -1,4 +1,4 @@
-"""Trainers of student and teacher, whose steps have the same rows for any number of processes."""
+"""Trainer of a run, whose steps have the same rows for any number of processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,19 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer
 
-from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import DistillerOutput
-from fastkd.distill.families import predicts_next_token
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.saving import saving
-
-_Trainer: Any = Trainer
 
 # Key in a batch: weight of its mean loss in the mean over the processes.
 SHARE = "share_of_step"
@@ -99,19 +94,46 @@ class TwoTokenizerCollator:
         return batch
 
 
-class StepTrainer(_Trainer):
-    """Trainer over the rows of `StepSampler`, with micro-batches."""
+@dataclass(frozen=True)
+class OnPolicy:
+    """Training on text that the student generates, in a fraction ``share`` of the steps.
 
-    steps: StepSampler
-    gather = False
-    share = 1.0
-    accumulate = 1
+    ``draw(student, batch, seed=...)`` is `Task.generated`, which returns the rows. The text depends
+    on weights, seed, step and row alone.
+    """
 
-    def feed(self, order: LabelledOrder, accumulate: int = 1) -> None:
-        """Set the order of the rows, and the number of micro-batches of a process's batch."""
-        args = self.args
-        self.accumulate = accumulate
-        self.steps = StepSampler(order, args.seed, args.process_index, args.world_size)
+    share: float
+    draw: Callable[..., list[dict[str, Any]]]
+
+    def at(self, step: int) -> bool:
+        """Whether ``step`` (from 0) trains on generated text; such steps are spread evenly."""
+        return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
+
+
+class StepTrainer(DistillationTrainer):
+    """`DistillationTrainer` of batches in a given ``order``, the same for any number of processes.
+
+    A process computes its rows of a batch in ``accumulate`` micro-batches.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        order: LabelledOrder,
+        accumulate: int = 1,
+        on_policy: OnPolicy | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        given = self.args
+        self.steps = StepSampler(order, given.seed, given.process_index, given.world_size)
+        self.accumulate, self.on_policy = accumulate, on_policy
+        self.gather = self.distiller.gather
+        #: Weight of the mean loss of the rows in work.
+        self.share: Any = 1.0
+        # Losses of the micro-batches of a step, which add up to the whole step's, and their number.
+        self.losses: Iterator[DistillerOutput] | None = None
+        self.parts = 1
 
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""
@@ -130,116 +152,18 @@ class StepTrainer(_Trainer):
         """See ``transformers.Trainer.get_train_dataloader``."""
         return self._loader(self.steps)
 
+    def _preparation_batches(self) -> Iterator[dict[str, Any]]:
+        """Whole steps, the same in all processes."""
+        for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
+            yield {name: x for name, x in batch.items() if name != SHARE}
+
+    def _warn_of_accumulation(self) -> None:
+        """No warning: the command prints a line that names its own options."""
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
         with processes.errors_on_all(), saving(Path(self.args.output_dir)):
             super()._save_checkpoint(*args, **kwargs)
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
-        """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
-        inputs = self._prepare_inputs(dict(inputs))
-        share = self._share(inputs, inputs.pop(SHARE, 1.0))
-        losses = []
-        for part, batch in self._micro_batches(model, inputs, share):
-            self.share = part
-            losses.append(super().training_step(model, batch, *args))
-        return torch.stack(losses).sum()
-
-    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """Weight of this process's mean loss; by default its rows' ``share``."""
-        return share
-
-    def _micro_batches(
-        self, model: nn.Module, inputs: dict[str, Any], share: Any
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """The micro-batches of a batch, each with the weight of its mean loss."""
-        yield share, inputs
-
-    def _split(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """At most ``accumulate`` micro-batches, the same number in all processes."""
-        rows = len(next(iter(inputs.values())))
-        parts = max(1, min(self.accumulate, -processes.largest(-rows)))
-        split = (x.tensor_split(parts) for x in inputs.values())
-        return [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
-
-
-class TeacherTrainer(StepTrainer):
-    """Trainer that fine-tunes the teacher on the labels."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        # Each batch has its own mean, over rows or over tokens with a label.
-        self.model_accepts_loss_kwargs = False
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """The mean loss of this process's rows, times their share, without unused inputs."""
-        return self.share * super().compute_loss(
-            model, accepted(self.model, inputs), *args, **kwargs
-        )
-
-    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """Share of these rows in the step, by labelled tokens where tokens have labels."""
-        ranks = self.args.world_size
-        if ranks == 1 or not self._labels_tokens(inputs):
-            return share
-        own = self._count(inputs) * (share > 0)
-        return own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
-
-    def _micro_batches(
-        self, model: nn.Module, inputs: dict[str, Any], share: Any
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        if self.accumulate == 1:
-            yield share, inputs
-            return
-        parts = self._split(inputs)
-        counts = [self._count(part) for part in parts]
-        for count, part in zip(counts, parts, strict=True):
-            yield share * count / max(1, sum(counts)), part
-
-    def _labels_tokens(self, inputs: dict[str, Any]) -> bool:
-        labels = inputs.get("labels")
-        return isinstance(labels, Tensor) and labels.dim() > 1
-
-    def _count(self, inputs: dict[str, Any]) -> Any:
-        """Divisor of a batch's mean loss: the number of labelled tokens, or of rows."""
-        if not self._labels_tokens(inputs):
-            return len(next(iter(inputs.values())))
-        labels = inputs["labels"]
-        read = labels[:, 1:] if predicts_next_token(self.model) else labels
-        return (read != UNLABELLED).sum()
-
-
-@dataclass(frozen=True)
-class OnPolicy:
-    """Training on text that the student generates, in a fraction ``share`` of the steps.
-
-    ``draw(student, batch, seed=...)`` is `Task.generated`, which returns the rows. The text depends
-    on weights, seed, step and row alone.
-    """
-
-    share: float
-    draw: Callable[..., list[dict[str, Any]]]
-
-    def at(self, step: int) -> bool:
-        """Whether ``step`` (from 0) trains on generated text; such steps are spread evenly."""
-        return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
-
-
-class StudentTrainer(StepTrainer, DistillationTrainer):
-    """Trainer of the student."""
-
-    def __init__(self, *args: Any, on_policy: OnPolicy | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.gather = self.distiller.gather
-        self.on_policy = on_policy
-        # Losses of the micro-batches of a step, which add up to the whole step's, and their number.
-        self.losses: Iterator[DistillerOutput] | None = None
-        self.parts = 1
-
-    def _warn_of_accumulation(self) -> None:
-        """No warning: the command prints a line that names its own options."""
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.get_batch_samples`; on-policy batches have generated text."""
@@ -262,21 +186,22 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
                 rows = self.on_policy.draw(self.distiller.student, batch, seed=seed)
             yield {**batch, **self.data_collator(rows)}
 
-    def _preparation_batches(self) -> Iterator[dict[str, Any]]:
-        """Whole steps, the same in all processes."""
-        for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
-            yield {name: x for name, x in batch.items() if name != SHARE}
-
-    def _micro_batches(
-        self, model: nn.Module, inputs: dict[str, Any], share: Any
-    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
+        inputs = self._prepare_inputs(dict(inputs))
+        self.share = inputs.pop(SHARE, 1.0)
+        self._set_label_share(inputs)
         if self.accumulate == 1:
-            yield share, inputs
-            return
-        parts = self._split(inputs)
-        self.losses, self.parts = self.distiller.accumulate(parts, model), len(parts)
-        yield from ((share, part) for part in parts)
+            return super().training_step(model, inputs, *args)
+        rows = len(next(iter(inputs.values())))
+        # The same number in all processes.
+        self.parts = max(1, min(self.accumulate, -processes.largest(-rows)))
+        split = (x.tensor_split(self.parts) for x in inputs.values())
+        parts = [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
+        self.losses = self.distiller.accumulate(parts, model)
+        losses = [super(StepTrainer, self).training_step(model, part, *args) for part in parts]
         self.losses = None
+        return torch.stack(losses).sum()
 
     def compute_loss(
         self,
@@ -300,17 +225,16 @@ class StudentTrainer(StepTrainer, DistillationTrainer):
             num_items_in_batch = num_items_in_batch * self.share
         return self.share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _share(self, inputs: dict[str, Any], share: Any) -> Any:
-        """The default share; also sets the scale of the label loss for unlabelled rows."""
+    def _set_label_share(self, inputs: dict[str, Any]) -> None:
+        """Set the scale of this process's label loss, where some rows have no label."""
         ranks, counted = self.args.world_size, self.gather or self.model_accepts_loss_kwargs
         if ranks == 1 or counted or self.steps.order.labelled.all():
-            return share
+            return
         labels = inputs["labels"] if "labels" in inputs else inputs["start_positions"]
         real = labels.is_floating_point() and labels.dim() == 1
-        own = (~labels.isnan() if real else labels != UNLABELLED).sum() * (share > 0)
+        own = (~labels.isnan() if real else labels != UNLABELLED).sum() * (self.share > 0)
         part = own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
-        self.distiller.method.label_share = part / (share or 1)
-        return share
+        self.distiller.method.label_share = part / (self.share or 1)
 
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)

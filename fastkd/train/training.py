@@ -1,4 +1,4 @@
-"""A training by transformers.Trainer: evaluation, best model, checkpoints, signals."""
+"""What a training does beside its steps: evaluation, best model, checkpoints, signals."""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    PrinterCallback,
-    ProgressCallback,
     TrainerCallback,
     TrainerState,
-    set_seed,
 )
 
-from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
-from fastkd.train.arrow_rows import Encoded
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Display, format_scores
@@ -206,60 +200,7 @@ def losses_of(log: list[dict]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in totals.items()}
 
 
-def train(
-    make_trainer: Callable[..., StepTrainer],
-    examples: Encoded,
-    collate: Callable,
-    training_config: TrainingConfig,
-    display: Display,
-    title: str,
-    options: CallbackConfig,
-) -> list[dict]:
-    """Run the training of ``make_trainer(...)``; returns its evaluations.
-
-    With checkpoints the run can be cut off at any time and continued to the same result.
-    """
-    order = LabelledOrder(
-        examples.labelled, training_config.batch_size, training_config.labelled_share
-    )
-    total, in_epoch = training_config.steps(order.rows)
-    watcher = TrainingCallback(options, display, title, in_epoch)
-    checkpoints = options.checkpoints
-    with contextlib.ExitStack() as stack:
-        stack.callback(watcher.track.stop)
-        if checkpoints is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            folder = checkpoints.incomplete
-            stack.enter_context(_signals(watcher.request_stop))
-        stack.enter_context(_logging_to(options.log_directory))
-        watcher.trainer = trainer = make_trainer(
-            args=_arguments(training_config, options, folder, total),
-            train_dataset=examples,
-            data_collator=collate,
-        )
-        trainer.add_callback(watcher)  # after the method has prepared itself
-        trainer.feed(order, training_config.accumulate)
-        for chatty in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(chatty)
-        last = None
-        if checkpoints and checkpoints.resume:
-            last = processes.on_first_process(functools.partial(checkpoints.newest, display.say))
-        # Dropout differs between the processes.
-        set_seed((training_config.seed + processes.rank()) % 2**32)
-        ended = _ended(last)
-        if ended is None:
-            trainer.train(resume_from_checkpoint=str(last) if last else None)
-        else:
-            trainer.state = ended
-            trainer._load_from_checkpoint(str(last))
-        watcher.sync_signals()
-        if watcher.signum is not None:  # received in the last step
-            raise watcher.stopped(trainer.state.global_step)
-    return history_of(trainer.state.log_history)
-
-
-def _ended(checkpoint: Path | None) -> TrainerState | None:
+def ended_state(checkpoint: Path | None) -> TrainerState | None:
     """State of a checkpoint after the last step, with which Trainer would continue wrongly."""
     if checkpoint is None:
         return None
@@ -268,7 +209,7 @@ def _ended(checkpoint: Path | None) -> TrainerState | None:
     return state if history and history[-1]["step"] >= state.max_steps else None
 
 
-def _arguments(
+def arguments_of(
     training_config: TrainingConfig, options: CallbackConfig, folder: Path, steps: int
 ) -> TrainingConfig:
     """The configuration of one training, whose checkpoints are written to ``folder``."""
@@ -282,7 +223,7 @@ def _arguments(
 
 
 @contextlib.contextmanager
-def _logging_to(logs: Path | None) -> Iterator[None]:
+def logging_to(logs: Path | None) -> Iterator[None]:
     """Context that sends TensorBoard's files to ``logs``, unless its variable is set already."""
     name = "TENSORBOARD_LOGGING_DIR"
     if logs is None or name in os.environ:
@@ -296,7 +237,7 @@ def _logging_to(logs: Path | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def receiving_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Context in which ``handler`` receives the signals; ignored ones (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -318,4 +259,4 @@ def stopping_at_once() -> contextlib.AbstractContextManager[None]:
     def stop(signum: int, frame: object) -> None:
         raise Stopped(signum)
 
-    return _signals(stop)
+    return receiving_signals(stop)

@@ -74,7 +74,7 @@ def invoke(folder, tmp_path, monkeypatch):
     def trains(*args, **kwargs):
         raise TrainingFailed("reached the training")
 
-    monkeypatch.setattr("fastkd.train.run.train", trains)
+    monkeypatch.setattr("fastkd.train.run.Run._train", trains)
     monkeypatch.setattr("fastkd.cli.cache_command.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.chdir(tmp_path)
@@ -332,13 +332,13 @@ def test_configurations_that_fit_no_weights(invoke, folder, tmp_path):
         model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
         path = model / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        for finetune in (0, 1):
-            result = invoke("distill", teacher=model, finetune_teacher=finetune)
-            assert result.exit_code == 2, (changes, result.stderr)
-            assert "--teacher" in result.stderr or "--student-layers" in result.stderr
-        if "num_hidden_layers" not in changes:
+        result = invoke("distill", teacher=model, finetune_teacher=i % 2)
+        assert result.exit_code == 2, (changes, result.stderr)
+        assert "--teacher" in result.stderr or "--student-layers" in result.stderr
+        if i % 3 == 0 and "num_hidden_layers" not in changes:
             assert invoke("export", model=model).exit_code == 2, changes
-        assert invoke("analyze", model=model).exit_code in (0, 2)
+        if i % 3 == 1:
+            assert invoke("analyze", model=model).exit_code in (0, 2)
 
 
 def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
