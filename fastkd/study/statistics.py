@@ -67,9 +67,9 @@ def paired_difference(differences: Sequence[float], step: float = 0.0) -> Differ
     error = math.sqrt(max(variance, least) / count)
     if error == 0:
         return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0)
-    t = stats.t(count - 1, scale=error)
-    low, high = (mean + float(bound) for bound in t.interval(LEVEL))
-    return Difference(mean, low, high, 2 * float(t.sf(abs(mean))), variance < least)
+    low, high = map(float, stats.t.interval(LEVEL, count - 1, mean, error))
+    p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
+    return Difference(mean, low, high, p, variance < least)
 
 
 def holm(p: Sequence[float]) -> list[float]:

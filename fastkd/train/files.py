@@ -3,7 +3,7 @@
 .tsv (unquoted, as GLUE's), .csv, .jsonl, .json (an array of objects, or lines), .parquet, .txt (one
 text a line, in the column "text"); each also with .gz.
 
-A number is the line on which the row begins; in Parquet it is the number of the row. The readers of
+A number is the line on which the row begins, or its own in Parquet and in an array. The readers of
 `datasets` name no row, and they change values without a word: its "json" reads a text such as
 2020-01-01 as a time, its "csv" (pandas) fills a short row with nothing and takes text after a
 closing quote as a part of the field.
@@ -14,7 +14,6 @@ import csv
 import gzip
 import itertools
 import json
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 from fastkd._core.extras import require
 from fastkd.train.errors import InputError
 
-BETWEEN_OBJECTS = re.compile(r"[ \t\r\n,]*")
 BATCH = 128  # rows of a Parquet file in memory
 # Characters of a field in .csv: Python's own limit of 131,072 is shorter than many a document.
 LONGEST_FIELD = 2**31 - 1
@@ -185,14 +183,9 @@ def _json(path: Path, option: str, header: bool, blank: bool) -> Records:
     if not lines[0][1].lstrip().startswith("["):
         yield from _json_lines(path, option, header, blank)
         return
-    row, text = lines[0][0], "".join(line for _, line in lines)
-    at, decoder = text.index("[") + 1, json.JSONDecoder()
-    for record in loads(text, path, row):
-        begin = BETWEEN_OBJECTS.match(text, at).end()  # type: ignore[union-attr]
-        row += text.count("\n", at, begin)
-        yield row, _object(record, path, row)
-        _, at = decoder.raw_decode(text, begin)
-        row += text.count("\n", begin, at)
+    content = loads("".join(line for _, line in lines), path, lines[0][0])
+    for number, record in enumerate(content, 1):
+        yield number, _object(record, path, number)
 
 
 def loads(text: str, path: Path, row: int) -> Any:

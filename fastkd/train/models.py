@@ -27,7 +27,7 @@ from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not
-from fastkd.train.label_classes import by_names
+from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest

@@ -327,9 +327,9 @@ def test_progress_is_beside_the_answer(folder, monkeypatch, command):
     assert "30 rows  step 3/3" in told.stderr and "step" not in silent.stderr
 
 
-def test_row_numbers_are_those_of_an_editor(folder, tmp_path):
+def test_row_numbers_are_those_of_lines_or_entries(folder, tmp_path):
     for name, text, row in (
-        ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 3),
+        ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 2),
         ("x.csv", "text,label\na,neg\n\nb,c,neg\n", 4),
         ("x.csv", "text,label\na,neg\nb,bad\n", 3),
     ):

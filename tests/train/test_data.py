@@ -141,7 +141,7 @@ def test_labels_become_ids(tmp_path):
 def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
     """As rows that a finished model is evaluated on."""
     train = "text\tlabel\nx\tgood\ny\tbad\nz\tpositive\n"
-    given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tpos\nz\tbad\n")
+    given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tPOSITIVE\nz\tbad\n")
     corpus = load(Source(**given))
     assert corpus.names == ["bad", "good", "positive"]
     assert corpus.evals[""].labels.tolist() == [1, 2, 0]
@@ -161,7 +161,7 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
     assert ids(["0", "1"], "1.0", "00") == [1, 0]
     assert ids(["1", "-1"], "-1", "1", "+1") == [1, 0, 0]
     assert ids([str(i) for i in range(11)], "1.0", "10") == [1, 10]
-    assert ids(["not_entailment", "entailment"], "Not-Entailment", "entails") == [0, 1]
+    assert ids(["not_entailment", "entailment"], "Not-Entailment", "ENTAILMENT") == [0, 1]
     assert ids(["C", "c", "C++"], "c", "C", "C++") == [1, 0, 2]
     assert ids(["+", "-"], "-", "+") == [1, 0]
     for names, label in ((["0", "1"], "-1"), (["C", "c"], "C++"), (["+", "-"], "++")):

@@ -19,14 +19,14 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
-from fastkd.train.label_classes import (
+from fastkd.train.labels import (
     by_names,
     class_names,
     label_order,
+    label_text,
     read_as_ids,
     whole_numbers,
 )
-from fastkd.train.label_values import label_text
 
 Tokens = Mapping[str, list[Any]]  # columns by name
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows

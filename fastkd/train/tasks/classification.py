@@ -14,14 +14,14 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import evaluate, sanity_warning
 from fastkd.train.glue import Glue
-from fastkd.train.label_classes import (
+from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
+    as_number,
     class_names,
     meaning,
     read_as_ids,
     whole_numbers,
 )
-from fastkd.train.label_values import as_number
 from fastkd.train.tasks.base import (
     ClassTask,
     Corpus,

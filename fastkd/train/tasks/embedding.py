@@ -21,7 +21,7 @@ from fastkd.train.evaluation import evaluate
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
-from fastkd.train.label_values import as_number
+from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import TEXT, Corpus, FittedTask, LabelInfo, Prepared, Task, Tokens
 
 EXTRA = "sentence-transformers"

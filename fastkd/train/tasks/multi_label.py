@@ -13,8 +13,7 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns, field, whole
-from fastkd.train.label_classes import MOST_CLASSES_SHOWN
-from fastkd.train.label_values import as_name
+from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name
 from fastkd.train.tasks.base import (
     TEXT,
     Corpus,

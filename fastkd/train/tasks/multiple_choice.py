@@ -12,7 +12,7 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import sanity_warning
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
-from fastkd.train.label_values import as_number
+from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import (
     LOADING,
     TEXT,

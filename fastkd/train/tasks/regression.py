@@ -10,7 +10,7 @@ import numpy as np
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import evaluate, sanity_warning
-from fastkd.train.label_values import LARGEST, as_number
+from fastkd.train.labels import LARGEST, as_number
 from fastkd.train.tasks.base import Corpus, FittedTask, LabelInfo, Prepared, Task
 
 

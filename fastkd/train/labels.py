@@ -1,13 +1,52 @@
-"""Names of classes: their meanings, and their order in a head."""
+"""Labels: their values in a column, and names of classes, their meanings and order in a head."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
-from fastkd.train.errors import InputError
-from fastkd.train.label_values import as_number
+import torch
 
+from fastkd.train.errors import InputError
+from fastkd.train.input_columns import field, whole
+
+LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20
+
+
+def as_number(label: Any) -> float | None:
+    """``label`` as a number within the range of float32; None if it is not one."""
+    if isinstance(label, bool) or label is None or "_" in str(label):  # Python reads 1_0 as 10
+        return None
+    try:
+        number = float(label)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def as_name(label: Any) -> str:
+    """``label`` as the name of a class."""
+    return label.strip() if isinstance(label, str) else str(label)
+
+
+def label_text(record: dict[str, Any], name: str, where: str) -> str:
+    """The label in column ``name`` as text, whatever its type in the file."""
+    label = whole(field(record, name, where), name, where)
+    if label is None or label == "":
+        raise InputError(f"{where}: the label is empty")
+    if not isinstance(label, str | int | float | Decimal):
+        raise InputError(f"{where}: label {label!r:.40} is no word or number")
+    if isinstance(label, float) and not math.isfinite(label):
+        raise InputError(f"{where}: label {label} is not finite")
+    try:
+        text = as_name(label)
+    except ValueError:  # of too many digits
+        raise InputError(f"{where}: the label has too many digits") from None
+    if not text:
+        raise InputError(f"{where}: the label is empty")
+    return text
 
 
 def class_names(config: Any) -> list[str]:
@@ -43,39 +82,22 @@ def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> 
 # Pairs of meanings; the first has the smaller number in GLUE and on any scale.
 USUAL_ORDER = (
     ("negative", "positive"),
+    ("neg", "pos"),
     ("no", "yes"),
+    ("false", "true"),
     ("unacceptable", "acceptable"),
     ("notequivalent", "equivalent"),
     ("entailment", "notentailment"),
     ("entailment", "contradiction"),
 )
-# The word of a class by each of its synonyms.
-SYNONYMS = {
-    word: group[0]
-    for group in (
-        ("negative", "neg"),
-        ("positive", "pos"),
-        ("yes", "true"),
-        ("no", "false"),
-        ("entailment", "entail", "entails"),
-        ("contradiction", "contradict", "contradicts"),
-        ("notentailment", "nonentailment"),
-        ("equivalent", "paraphrase"),
-        ("notequivalent", "notparaphrase"),
-        ("acceptable", "grammatical"),
-        ("unacceptable", "ungrammatical"),
-    )
-    for word in group
-}
 
 
 def meaning(name: str) -> str:
-    """The name of a class without case, gaps and synonyms; the value of a number."""
+    """The name of a class without case and gaps; the value of a number."""
     number = as_number(name)
     if number is not None:
         return str(number)
-    word = re.sub(r"[\s._-]+", "", name).casefold()
-    return SYNONYMS.get(word, word) or name
+    return re.sub(r"[\s._-]+", "", name).casefold() or name
 
 
 def label_order(given: str, names: list[str], whose: str) -> list[str]:
