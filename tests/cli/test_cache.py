@@ -86,7 +86,6 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method)
 @pytest.mark.parametrize(
     "made",
     [
-        {"student_layers": 3, "teacher_layers": "top"},
         {"student_layers": 2, "teacher_layers": "select"},
         {"student_config": "hidden_size=12"},
     ],
@@ -100,15 +99,6 @@ def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path
     live, cached = report_of(tmp_path / "live"), report_of(tmp_path / "cached")
     for name in ("teacher", "student", "layers", "parameters"):
         assert live[name] == cached[name], name
-
-
-def test_a_cache_keeps_a_narrower_student(call, tmp_path):
-    call("cache", tmp_path / "cache", student_config="hidden_size=12")
-    call("distill", tmp_path / "out", teacher_cache=tmp_path / "cache")
-    call("distill", tmp_path / "live", student_config="hidden_size=12")
-    assert read_json(tmp_path / "out" / "student" / "config.json")["hidden_size"] == 12
-    out, live = report_of(tmp_path / "out"), report_of(tmp_path / "live")
-    assert out["student"] == live["student"] and out["parameters"] == live["parameters"]
 
 
 def test_a_cache_says_how_far_it_is(call, tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ def whole(words, tmp_path_factory):
 
 
 # A few of all the places in CI; FASTKD_KILLS=all tries each.
-SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 24
+SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 36
 
 
 def test_a_kill_before_the_last_seal_has_its_name(words, whole, killer, tmp_path):
@@ -187,7 +187,7 @@ def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path)
     run(words, out, "--overwrite", killer=killer)
     total = killer.count
     # The last operations are those that replace and clear away.
-    for last in range(total - 40, total + 1, 1 if SHARE == 1 else 13):
+    for last in range(total - 40, total + 1, 1 if SHARE == 1 else 19):
         start_over()
         run(words, out, "--overwrite", killer=killer, last=last)
         assert not (out / "student").exists() or find_damage(out / "student") is None

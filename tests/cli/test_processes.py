@@ -43,7 +43,6 @@ RUNS: dict[str, dict] = {
     },
     "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     # Rows hold unlike many tokens with labels.
-    "tags": {"task": "token-classification", "finetune_teacher": 1},
     "text": {"task": "causal-lm", "finetune_teacher": 1},
     **{task: {"task": task, "epochs": 1, **more} for task, more in {
         "masked-lm": {},
@@ -53,7 +52,6 @@ RUNS: dict[str, dict] = {
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
-        "sharded text": {"task": "causal-lm"},
         "sharded parts": {"method": "fcd", "gather": True, "accumulate": 2},
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
     }.items()},
@@ -158,12 +156,10 @@ def launched(words, tmp_path_factory):
     cut = {**STOPPED, "method": "tests.cli.launched:StopsOnce", "fsdp": True}
     # A teacher's cache is written by both, and read by both.
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
-    cached = {"teacher_cache": folder / "cache", "teacher": None}
     lines = {
         **{name: words(folder / name, 2, **more) for name, more in RUNS.items()},
         "cache": words(folder / "cache", 2, "cache", **kept),
-        "cached": words(folder / "cached", 2, **cached),
-        "cached, sharded": words(folder / "cached, sharded", 2, fsdp=True, **cached),
+        "cached": words(folder / "cached", 2, teacher_cache=folder / "cache", teacher=None),
         "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
         "stopped, sharded": words(
             folder / "stopped, sharded", 1, resume=True, fsdp=True, **STOPPED
@@ -235,11 +231,10 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
 
 def test_a_cache_of_two_processes(launched):
     folder, results, _ = launched
-    for name in ("cache", "cached", "cached, sharded"):
+    for name in ("cache", "cached"):
         assert results[name][0] == (0, 0), results[name]
     assert len(list((folder / "cache").glob("shard-*"))) == 2
     same_students(folder / "cached", folder / "soft_targets")
-    same_students(folder / "cached, sharded", folder / "soft_targets")
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from transformers import (
     XLNetConfig,
 )
 
-from fastkd.distill import verify
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
+from tests.train.tasks.through import verified
 
 DEFAULTS = {
     "epochs": 2,
@@ -67,10 +67,7 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
     said = read_json(tmp_path / "scores.json")["perplexity"]
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
-    # tests/distill/test_verify.py has what AOT Autograd makes of a step.
-    monkeypatch.setitem(verify.begin.__kwdefaults__, "compile_backend", "eager")
-    run("verify", **{k: v for k, v in chat.items() if k not in (*DEFAULTS, "epochs")},
-        max_length=16, device="cpu", rows=4, ranks=0)  # fmt: skip
+    verified(**{k: v for k, v in chat.items() if k not in DEFAULTS}, max_length=16, device="cpu")
 
 
 def test_a_classifier_trains_its_head_too(tmp_path):

@@ -30,7 +30,7 @@ from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.cli.launched import Launch, commands
 from tests.support.tiny import make_teacher, run, sentences, words_of
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import killed_and_resumed, through, verified
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
 
@@ -235,7 +235,7 @@ def test_a_student_of_another_body_and_tokenizer(other_body, tmp_path):
     assert report["student"]["agreement"] == pytest.approx(expected, abs=1e-4)
     losses = [entry["losses"]["contrast"] for entry in report["history"]]
     assert losses[-1] < losses[0]
-    run("verify", **other_body, rows=4, ranks=0)
+    verified(**other_body)
 
 
 def test_two_processes_train_the_student_of_one(other_body, tmp_path):

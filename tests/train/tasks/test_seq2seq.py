@@ -14,7 +14,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences
-from tests.train.tasks.through import killed_and_resumed, refused, through
+from tests.train.tasks.through import refused, through
 
 
 def make_writer(path, dropout=0.1):
@@ -59,10 +59,6 @@ def test_every_command_takes_it(tmp_path, files):
     assert said["rouge_l"] == pytest.approx(sum(each) / len(each), rel=1e-12)
     assert said["chrf"] == sacrebleu.corpus_chrf(told, [true]).score
     assert 0 < said["loss"] < 10
-
-
-def test_a_run_goes_on_to_the_same_bits(tmp_path, files):
-    killed_and_resumed(tmp_path, *files, task="seq2seq", method="fcd", teacher_layers="1")
 
 
 def test_the_loss_is_the_mean_over_the_targets(tmp_path, files):

@@ -56,13 +56,17 @@ def through(
     again = {**rows, "method": method, "epochs": 1, "teacher_cache": out / "cache"}
     run("distill", **again, out=out / "again")
     assert read_json(out / "again/student/fastkd.json")["best"]["scores"]
-    few = {**cached, "rows": 4, "ranks": 0}
-    few.pop("batch_size")
+    cached.pop("batch_size")
+    verified(**cached)
+    return report
+
+
+def verified(**options: Any) -> None:
+    """Assert that a step of a few rows passes `fastkd verify`."""
     with pytest.MonkeyPatch.context() as patch:
         # Compiling a model takes longer than all else: tests/distill/test_verify.py does.
         patch.setattr(_Step, "compiled", lambda step, backend: step.again())
-        run("verify", **few)
-    return report
+        run("verify", **options, rows=4, ranks=0)
 
 
 def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl") -> None:
