@@ -326,6 +326,10 @@ def _dense(layer: nn.Module) -> Tensor:
             f"the model's output layer {type(layer).__name__} multiplies by more than its weight, "
             "which can't be read; exclude the head from quantisation, or pass the logits"
         )
+    if hasattr(weight, "ds_shape"):
+        raise ValueError(
+            "the model's head is partitioned by DeepSpeed's ZeRO-3; gather it, or pass the logits"
+        )
     plain = isinstance(weight, Tensor) and weight.dtype in FLOATING and weight.dim() == 2
     if not plain or not isinstance(weight, Tensor):
         kind = "no weight" if weight is None else f"a weight of {weight.dtype}"

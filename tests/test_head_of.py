@@ -184,6 +184,28 @@ def test_fake_quantised_heads_are_refused():
     )
 
 
+def partitioned(layer):
+    """As DeepSpeed's ZeRO-3 leaves a weight: empty, but while its layer runs."""
+    weight = layer.weight
+    weight.ds_shape, whole = weight.shape, weight.data
+    weight.data = whole.new_empty(0)
+    layer.register_forward_pre_hook(lambda *_: setattr(weight, "data", whole))
+    layer.register_forward_hook(lambda *_: setattr(weight, "data", whole.new_empty(0)))
+
+
+def test_partitioned_heads_are_refused(tmp_path):
+    teacher, student = model_of("llama"), model_of("llama")
+    batch = {"input_ids": torch.randint(60, (2, 5))}
+    whole = Distiller(copy.deepcopy(teacher), student, SoftTargets(alpha=1.0))(**batch).loss
+    partitioned(teacher.lm_head)
+    with pytest.raises(ValueError, match="head is partitioned by DeepSpeed's ZeRO-3"):
+        Head.of(teacher)
+    distiller = Distiller(teacher, student, SoftTargets(alpha=1.0))
+    torch.testing.assert_close(distiller(**batch).loss, whole)
+    with pytest.raises(ValueError, match="ZeRO-3 has partitioned its weights"):
+        distiller.cache_teacher([batch], tmp_path)
+
+
 def test_wrapped_models():
     model = model_of("gpt2")
     compiled = torch.compile(model, backend="eager")

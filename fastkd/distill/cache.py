@@ -738,6 +738,11 @@ def _file_digest(path: Path, changed: int, size: int) -> str:
 
 
 def _weights_digest(model: nn.Module) -> str:
+    if any(hasattr(p, "ds_shape") for p in model.parameters()):
+        raise ValueError(
+            "teacher: DeepSpeed's ZeRO-3 has partitioned its weights, so a cache can't check them; "
+            "write the cache from a model that isn't partitioned"
+        )
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

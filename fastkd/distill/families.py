@@ -121,8 +121,11 @@ def _kinds_of_layers(root: nn.Module) -> tuple[type, ...]:
 
 def rows_of(head: nn.Module) -> int | None:
     """Number of vocabulary entries of an LM head."""
-    weight = getattr(head, "weight", None)
-    return None if weight is None else int(weight.shape[0])
+    weight: Any = getattr(head, "weight", None)
+    if weight is None:
+        return None
+    shape = getattr(weight, "ds_shape", weight.shape)  # before DeepSpeed's ZeRO-3 partitioned it
+    return int(shape[0])
 
 
 def passed_on(inner: nn.Module, base: nn.Module) -> set[str]:
