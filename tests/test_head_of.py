@@ -1,6 +1,7 @@
 """`Head.of` for models of transformers: the head's logits equal the model's."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import transformers
 from fastkd import CrossEntropy, Divergence, Head
 from fastkd._torch import linear_soft_targets
 from fastkd._torch.divergences import NAMES
-from fastkd.distill import Distiller, SoftTargets
+from fastkd.distill import Distiller, SoftTargets, TeacherCache
 from fastkd.head import output_layer
 from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.distill.processes import run_ranks
@@ -262,6 +263,11 @@ def a_sharded_language_model():
     ids = torch.randint(60, (2, 5))
     outs = [Distiller(*pair, SoftTargets())(input_ids=ids, labels=ids) for pair in (whole, parts)]
     assert outs[1].logits is None
+    # A cache knows the whole teacher again.
+    batch, path = {"input_ids": ids, "labels": ids}, tempfile.mkdtemp()
+    Distiller(parts[0], whole[1], SoftTargets()).cache_teacher([batch], path)
+    cached = Distiller(TeacherCache(path, teacher=whole[0]), whole[1], SoftTargets())(**batch)
+    torch.testing.assert_close(cached.terms, outs[0].terms)
     for out in outs:
         out.loss.backward()
     torch.testing.assert_close(outs[1].terms, outs[0].terms)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
@@ -746,6 +747,7 @@ def _weights_digest(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         flat = value.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return digest.hexdigest()
