@@ -8,6 +8,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.ema import EMATeacher
 from fastkd.distill.layers import layer_map, select_layers
+from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Method
 from fastkd.distill.methods import (
     FCD,
@@ -49,10 +50,12 @@ __all__ = [
     "TwoTokenizers",
     "align_spans",
     "layer_map",
+    "merged_span_loss",
     "method_by_name",
     "methods",
     "resolve",
     "select_layers",
+    "span_likelihood_loss",
     "student_from_teacher",
 ]
 

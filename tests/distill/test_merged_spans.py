@@ -1,0 +1,269 @@
+"""Merged distributions of spans against TRL's GOLD trainer, and likelihoods of spans."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from fastkd import Head, VocabularyMatch, log_probs
+from fastkd.distill import align_spans, merged_span_loss, span_likelihood_loss
+
+TEXTS = (
+    "distillation trains a small model on the outputs of a large one",
+    "the student reads the same text in other tokens than its teacher",
+)
+SIZES = {"student": 6, "teacher": 8}
+
+
+def tokenizer(model, trainer):
+    """A tokenizer trained on the texts, which ends with a token of no text."""
+    made = Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+def two_tokenizers():
+    words = tokenizer(
+        models.WordPiece(unk_token="[UNK]"),
+        trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]", "[SEP]"]),
+    )
+    return {
+        "student": words,
+        "teacher": tokenizer(
+            models.BPE(), trainers.BpeTrainer(vocab_size=40, special_tokens=["</s>"])
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Both models' states, heads, ids, offsets and spans of the texts; the last token has none."""
+    torch.manual_seed(0)
+    made = {}
+    for side, D in SIZES.items():
+        one = two_tokenizers()[side]
+        encoded = [one.encode(text) for text in TEXTS]
+        longest = max(len(e.ids) for e in encoded) + 1
+        ids = torch.zeros(2, longest, dtype=torch.int64)
+        offsets = torch.zeros(2, longest, 2, dtype=torch.int64)
+        for row, e in enumerate(encoded):
+            ids[row, : len(e.ids)] = torch.tensor(e.ids)
+            offsets[row, : len(e.ids)] = torch.tensor(e.offsets)
+            offsets[row, len(e.ids)] = offsets[row, len(e.ids) - 1, 1]
+        V = one.get_vocab_size()
+        made[side] = SimpleNamespace(
+            ids=ids,
+            offsets=offsets,
+            lengths=[len(e.ids) for e in encoded],
+            hidden=torch.randn(2, longest, D),
+            head=torch.randn(V, D),
+            vocabulary=one.get_vocab(),
+        )
+    spans = align_spans(made["student"].offsets, made["teacher"].offsets)
+    made["student"].spans, made["teacher"].spans = spans
+    return made
+
+
+def merged(batch, hidden=None, head=None, **options):
+    student, teacher = batch["student"], batch["teacher"]
+    return merged_span_loss(
+        student.hidden if hidden is None else hidden,
+        student.head if head is None else head,
+        teacher.hidden,
+        teacher.head,
+        student_ids=student.ids,
+        teacher_ids=teacher.ids,
+        student_spans=student.spans,
+        teacher_spans=teacher.spans,
+        **options,
+    )
+
+
+def match_by_name(batch):
+    """GOLD matches tokens by their names, special tokens too."""
+    student, teacher = batch["student"].vocabulary, batch["teacher"].vocabulary
+    both = sorted(student.keys() & teacher.keys())
+    ids = (torch.tensor([v[t] for t in both]) for v in (student, teacher))
+    return VocabularyMatch(*ids, len(student), len(teacher))
+
+
+def gold(batch, hidden, head, hybrid, strategy):
+    """TRL's own loss of whole logits, with the defaults of its configuration."""
+    trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
+    fields = trainer.GOLDConfig.__dataclass_fields__
+    config = SimpleNamespace(**{n: f.default for n, f in fields.items() if n != "beta"})
+    config.beta, config.uld_use_hybrid_loss = fields["beta"].default, hybrid
+    config.uld_token_merge_strategy = strategy
+    student, teacher = batch["student"], batch["teacher"]
+    named = (SimpleNamespace(get_vocab=lambda x=x: x.vocabulary) for x in (student, teacher))
+    loss = trainer.ULDLoss(config, *named)
+    labels = []
+    for side in (student, teacher):
+        labels.append(torch.full_like(side.ids, -100))
+        for row, length in enumerate(side.lengths):
+            labels[-1][row, : length + 1] = side.ids[row, : length + 1]  # GOLD skips the last
+    return loss(
+        hidden @ head.T,
+        teacher.hidden @ teacher.head.T,
+        *labels,
+        student.ids,
+        teacher.ids,
+        student.offsets,
+        teacher.offsets,
+    )
+
+
+def by_spans(batch):
+    """The distance of sorted merged distributions, a span at a time."""
+    texts = []
+    for row in range(2):
+        distances = []
+        for span in range(int(batch["student"].spans[row].max()) + 1):
+            sides = []
+            for side in (batch["student"], batch["teacher"]):
+                first, *rest = (side.spans[row] == span).nonzero()[:, 0].tolist()
+                p = (side.hidden[row] @ side.head.T).softmax(-1)
+                merged = p[first]
+                for n in rest:
+                    merged = merged * p[n, side.ids[row, n]]
+                sides.append(sorted(merged.tolist(), reverse=True))
+            length = max(map(len, sides))
+            s, t = (x + [0.0] * (length - len(x)) for x in sides)
+            distances.append(sum(abs(a - b) for a, b in zip(s, t, strict=True)))
+        texts.append(sum(distances) / len(distances))
+    return sum(texts) / len(texts)
+
+
+def test_equals_loops_over_spans(batch):
+    assert merged(batch).item() == pytest.approx(by_spans(batch), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_equals_gold_on_two_tokenizers(batch, hybrid):
+    spans = batch["student"].spans, batch["teacher"].spans
+    several = [(x[x >= 0].unique(return_counts=True)[1] > 1).any() for x in spans]
+    assert all(several)  # spans of several tokens on either side
+    student = batch["student"]
+    leaves = [x.clone().requires_grad_() for x in (student.hidden, student.head)]
+    match = match_by_name(batch) if hybrid else None
+    found = merged(batch, *leaves, vocabulary=match)
+    expected = gold(batch, *leaves, hybrid, "observed")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves)
+    )
+
+
+def test_last_token_kept_by_hand(batch):
+    """A span of tokens 2 and 1 of the student, and of token 0 of the teacher."""
+    states, head = torch.randn(1, 2, 3), torch.randn(4, 3)
+    p = (states[0] @ head.T).softmax(-1)
+    spans = dict(student_spans=torch.tensor([[0, 0]]), teacher_spans=torch.tensor([[0]]))
+    ids = dict(student_ids=torch.tensor([[2, 1]]), teacher_ids=torch.tensor([[0]]))
+    other = torch.zeros(1, 1, 3)
+    for kept, merged in (("first", p[0] * p[1, 1]), ("last", p[1] * p[0, 2])):
+        expected = (merged - 0.25).abs().sum()
+        found = merged_span_loss(states, head, other, head, **ids, **spans, kept=kept)
+        torch.testing.assert_close(found, expected)
+
+
+def test_chunks_do_not_change_the_result(batch):
+    head = Head(batch["student"].head.clone().requires_grad_(), softcap=3.0)
+    for match in (None, match_by_name(batch)):
+        found = merged(batch, head=head, vocabulary=match, chunk_bytes=1)
+        expected = merged(batch, head=head, vocabulary=match)
+        torch.testing.assert_close(found, expected)
+        grads = (torch.autograd.grad(x, head.weight)[0] for x in (found, expected))
+        torch.testing.assert_close(*grads)
+
+
+def test_tokens_without_a_span_have_no_effect(batch):
+    student = batch["student"]
+    hidden = student.hidden.clone()
+    hidden[student.spans < 0] = torch.nan
+    hidden.requires_grad_()
+    head = student.head.clone().requires_grad_()
+    found = merged(batch, hidden, head)
+    torch.testing.assert_close(found, merged(batch))
+    found.backward()
+    assert head.grad.isfinite().all() and hidden.grad.isfinite().all()
+    assert not hidden.grad[student.spans < 0].any()
+
+
+def test_no_shared_span_is_zero(batch):
+    none = dict(student_spans=torch.full((1, 2), -1), teacher_spans=torch.zeros(1, 1).long())
+    ids = dict(student_ids=torch.zeros(1, 2).long(), teacher_ids=torch.zeros(1, 1).long())
+    states, head = torch.randn(1, 2, 3, requires_grad=True), torch.randn(4, 3)
+    loss = merged_span_loss(states, head, torch.randn(1, 1, 3), head, **ids, **none)
+    loss.backward()
+    assert loss == 0 and not states.grad.any()
+    spans = none.values()
+    assert span_likelihood_loss(torch.zeros(1, 2), torch.zeros(1, 1), *spans) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(batch, dtype):
+    student = batch["student"]
+    hidden, head = (x.to(dtype).requires_grad_() for x in (student.hidden, student.head))
+    found = merged(batch, hidden, head)
+    found.backward()
+    assert found.dtype == torch.float32 and hidden.grad.dtype == dtype
+    torch.testing.assert_close(found, merged(batch), rtol=2e-2, atol=0)
+
+
+def test_likelihood_by_hand(batch):
+    own = [
+        log_probs(x.hidden.double(), x.head.double(), x.ids)
+        for x in (batch["student"], batch["teacher"])
+    ]
+    own[0].requires_grad_()
+    spans = [batch["student"].spans, batch["teacher"].spans]
+    expected = []
+    for row in range(2):
+        each = []
+        for span in range(int(spans[0][row].max()) + 1):
+            q, p = (
+                x[row][s[row] == span].sum().div(2).exp() for x, s in zip(own, spans, strict=True)
+            )
+            each.append(p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
+        expected.append(sum(each) / len(each))
+    expected = sum(expected) / 2
+    found = span_likelihood_loss(*own, *spans, temperature=2.0)
+    torch.testing.assert_close(found, expected)
+    grads = (torch.autograd.grad(x, own[0], retain_graph=True)[0] for x in (found, expected))
+    torch.testing.assert_close(*grads)
+
+
+def test_certain_spans_are_finite():
+    certain = torch.zeros(1, 1, requires_grad=True)
+    spans = torch.zeros(1, 1).long(), torch.zeros(1, 1).long()
+    loss = span_likelihood_loss(certain, torch.full((1, 1), -5.0), *spans)
+    loss.backward()
+    assert loss.isfinite() and certain.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(beta=2), "beta must be at most 1"),
+        (dict(kept="middle"), "kept must be one of"),
+        (dict(temperature=0), "temperature must be greater than 0"),
+        (dict(vocabulary=VocabularyMatch(*[torch.zeros(1).long()] * 2, 3, 4)), "student_size 3"),
+    ],
+)
+def test_wrong_options_raise_one_sentence(batch, change, message):
+    with pytest.raises(ValueError, match=message):
+        merged(batch, **change)
+
+
+def test_wrong_shapes_raise_one_sentence(batch):
+    student = batch["student"]
+    with pytest.raises(ValueError, match="student_ids must have shape"):
+        merged(batch, hidden=student.hidden[:, 1:])
+    with pytest.raises(ValueError, match="teacher_log_probs requires grad"):
+        span_likelihood_loss(
+            *[torch.zeros(1, 1, requires_grad=True)] * 2, *[torch.zeros(1, 1).long()] * 2
+        )
