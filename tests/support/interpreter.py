@@ -5,6 +5,7 @@ Each fault has a few lines that show it without fastkd in docs/versions.md.
 
 import dataclasses
 import functools
+import inspect
 import os
 from importlib import metadata
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def _prepare() -> None:
     _leave_out_overflow()
     _replace_language_once()
     _work_out_types_once()
-    _compare_shapes_once()
+    _convert_operands_once()
     _round_bfloat16()
     if MASKS_OF_SCALARS:
         _repair_comparisons()
@@ -70,10 +71,14 @@ def _leave_out_overflow() -> None:
 def _replace_language_once() -> None:
     """Every launch and every call of a device function searches the language for what it replaces,
     and a launch puts it back. No kernel is compiled here, so it may stay replaced.
+
+    Replaced functions are called directly, and their arguments are looked at once.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    replace = interpreter._patch_lang
+    replace, unwrap = interpreter._patch_lang, tl.core._unwrap_if_constexpr
+    semantic, plain = interpreter.interpreter_semantic, {tl.tensor, int, float, bool, type(None)}
     modules = set()
 
     def replace_once(function):
@@ -83,7 +88,16 @@ def _replace_language_once() -> None:
             modules.add(module)
         return SimpleNamespace(restore=lambda: None)
 
-    interpreter._patch_lang = replace_once
+    def replace_function(owner, name, member, builder, scope):
+        function = inspect.unwrap(member)
+
+        def call(*args, _semantic=None, **kwargs):
+            return function(*args, _semantic=semantic, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_lang, interpreter._patch_attr = replace_once, replace_function
+    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
 
 
 def _work_out_types_once() -> None:
@@ -119,43 +133,73 @@ def _work_out_types_once() -> None:
     interpreter._get_np_dtype = np_dtype
 
 
-def _compare_shapes_once() -> None:
-    """Both operands of each operation are brought to one type and one shape, size by size: a third
-    of the time, mostly for two of the same.
+def _convert_operands_once() -> None:
+    """Cache how operands are converted to one type and one shape, which depends on their types.
+
+    A number becomes the same tensor each time, without memory for each of its elements.
     """
+    import numpy as np
     import triton.language as tl
     from triton.language.semantic import TritonSemantic as Semantic
 
-    to_one_type, to_one_shape = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
-    known = {}
+    convert, broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
+    to_tensor = Semantic.to_tensor
+    known, shapes, numbers = {}, {}, {}
+
+    def key_of(x):
+        return x.type.name if type(x) is tl.tensor else (type(x), x)
+
+    def kept(given, converted):
+        if isinstance(given, tl.tensor):
+            return converted.type
+        data = converted.handle.data
+        converted.handle.data = np.broadcast_to(data.ravel()[:1], data.shape)
+        return converted
+
+    def converted(self, x, kept):
+        if type(kept) is tl.tensor:
+            return kept
+        if x.type.name == kept.name:
+            return x
+        if x.dtype.name != kept.scalar.name:
+            x = self.cast(x, kept.scalar)
+            if x.type.name == kept.name:
+                return x
+        if not x.type.is_block():
+            return self.tensor(self.builder.create_splat(kept, x.handle), kept)
+        for _ in range(len(kept.shape) - len(x.shape)):
+            x = self.expand_dims(x, 0)
+        return self.tensor(self.builder.create_broadcast(x.handle, kept.shape), kept)
 
     def binary_op_type_checking_impl(self, lhs, rhs, *allowed, **how):
-        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
-            one = lhs.dtype
-            plain = one.is_int() or one.is_fp32() or one.is_fp64()
-            if plain and lhs.type.name == rhs.type.name:
-                return lhs, rhs
-        return to_one_type(self, lhs, rhs, *allowed, **how)
+        key = key_of(lhs), key_of(rhs), allowed, *how.items()
+        if key not in known:
+            known[key] = list(map(kept, (lhs, rhs), convert(self, lhs, rhs, *allowed, **how)))
+        left, right = known[key]
+        return converted(self, lhs, left), converted(self, rhs, right)
 
     def broadcast_impl_value(self, lhs, rhs):
-        pair = lhs.type.name, rhs.type.name
-        if pair not in known:
-            known[pair] = [x.type for x in to_one_shape(self, lhs, rhs)]
-        return tuple(
-            brought(self, x, type) for x, type in zip((lhs, rhs), known[pair], strict=True)
-        )
+        key = lhs.type.name, rhs.type.name
+        if key[0] == key[1]:
+            return lhs, rhs
+        if key not in shapes:
+            shapes[key] = [x.type for x in broadcast(self, lhs, rhs)]
+        left, right = shapes[key]
+        return converted(self, lhs, left), converted(self, rhs, right)
 
-    def brought(self, x, type):
-        if x.type.name == type.name:
+    def number_to_tensor(self, x, check_type=True):
+        if type(x) is tl.tensor:
             return x
-        if not x.type.is_block():
-            return self.tensor(self.builder.create_splat(type, x.handle), type)
-        for _ in range(len(type.shape) - len(x.shape)):
-            x = self.expand_dims(x, 0)
-        return self.tensor(self.builder.create_broadcast(x.handle, type.shape), type)
+        if type(x) not in (int, float, bool):
+            return to_tensor(self, x, check_type)
+        key = type(x), x
+        if key not in numbers:
+            numbers[key] = to_tensor(self, x)
+        return numbers[key]
 
     Semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     Semantic.broadcast_impl_value = broadcast_impl_value
+    Semantic.to_tensor = number_to_tensor
 
 
 def _round_bfloat16() -> None:
