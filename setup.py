@@ -18,7 +18,10 @@ import subprocess
 import sys
 import sysconfig
 import textwrap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import setuptools
 from setuptools import Extension, setup
@@ -155,6 +158,17 @@ def nvcc_command(nvcc: str, includes: list) -> list[str]:
     return [*command, *(f"-I{folder}" for folder in includes)]
 
 
+def in_parallel(compile: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """A compiler's ``compile`` with a source a core; setuptools compiles one after the other."""
+
+    def compile_all(sources: list[str], *arguments: object, **options: object) -> list[str]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = pool.map(lambda source: compile([source], *arguments, **options), sources)
+            return [path for paths in made for path in paths]
+
+    return compile_all
+
+
 class BuildExtension(build_ext):
     """nvcc for .cu files, and a message that says what to do when a compiler fails."""
 
@@ -167,7 +181,8 @@ class BuildExtension(build_ext):
             for source in [s for s in ext.sources if s.endswith(".cu")]:
                 ext.sources.remove(source)
                 ext.extra_objects.append(self.compile_cuda(ext, source))
-            super().build_extension(ext)
+            with mock.patch.object(self.compiler, "compile", in_parallel(self.compiler.compile)):
+                super().build_extension(ext)
         except (BaseError, CCompilerError, OSError) as error:
             reason = textwrap.shorten(str(error), 120)  # it may hold the whole command
             message = (
