@@ -25,6 +25,7 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from tests.distill.models import batch, classifier
+from tests.losses.relation import relation
 
 TEACHER_LAYERS = [2, 4]
 DESIGN = (Path(__file__).parents[2] / "docs/design.md").read_text()
@@ -72,13 +73,6 @@ def read_token(family, hidden, mask):
     return torch.stack([h[m.nonzero().max()] for h, m in zip(hidden, mask, strict=True)])
 
 
-def figure_4(f_s, f_t):
-    """Token-level loss of one sample's (N, D) features: eqs. 3, 6-8."""
-    r_s, r_t = (F.normalize(f, dim=-1) @ F.normalize(f, dim=-1).T for f in (f_s, f_t))
-    r_s, r_t = r_s.flatten() - r_s.mean(), r_t.flatten() - r_t.mean()
-    return 1 - (r_s @ r_t) / (r_s.norm() * r_t.norm())
-
-
 def test_soft_targets(family):
     teacher, student = pair(family)
     inputs = batch()
@@ -95,18 +89,15 @@ def test_fcd_is_equation_10(family):
     inputs = batch()
     mask = inputs["attention_mask"].bool()
     (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    tokens, samples = [], []
-    for i, j in zip((1, 2), TEACHER_LAYERS, strict=True):
-        tokens += [
-            torch.stack(
-                [figure_4(s[m], t[m]) for s, t, m in zip(h_s[i], h_t[j], mask, strict=True)]
-            )
-        ]
-        positions = [n for n in range(mask.shape[1]) if mask[:, n].sum() >= 2]
-        samples += [
-            torch.stack([figure_4(h_s[i][mask[:, n], n], h_t[j][mask[:, n], n]) for n in positions])
-        ]
-    l_t, l_s = (torch.stack([x.mean() for x in terms]).mean() for terms in (tokens, samples))
+    l_t, l_s = (
+        torch.stack(
+            [
+                relation(h_s[i], h_t[j], mask, over, "l2", "pearson", 1.0, 1e-8)
+                for i, j in zip((1, 2), TEACHER_LAYERS, strict=True)
+            ]
+        ).mean()
+        for over in ("tokens", "samples")
+    )
     out = total(teacher, student, FCD(alpha=0.4, beta=0.2, soft_weight=0.0), inputs)
     expected = F.cross_entropy(z_s, inputs["labels"]) + 0.4 * l_t + 0.2 * l_s
     torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)

@@ -93,12 +93,14 @@ def assert_matches_reference(
     *given: Any,
     upstream: Tensor | float | None = None,
     of_value: torch.dtype | None = None,
+    products: torch.dtype | None = None,
     gradient_floor: float = 1e-8,
     **options: Any,
 ) -> None:
     """Assert value, gradients and dtypes, as accurate as ``reference`` in the same dtype.
 
-    ``of_value``: the value's dtype if it is not the working one.
+    ``of_value``: the value's dtype if it is not the working one. ``products``: the dtype of the
+    products that the value is computed from, if its rounding is in the value.
     """
     learning = [learning] if isinstance(learning, Tensor) else learning
     dtype = learning[0].dtype
@@ -117,9 +119,10 @@ def assert_matches_reference(
     oracle = values_and_grads(reference, [*map(double, learning)], *map(double, given), **exact)
     working = torch.float64 if dtype == torch.float64 else torch.float32
     dtypes = (of_value or working, *(x.dtype for x in learning))
+    assert tuple(x.dtype for x in actual) == dtypes
     floors = (1e-8, *[gradient_floor] * len(learning))
-    for a, o, p, kind, floor in zip(actual, oracle, plain, dtypes, floors, strict=True):
-        assert a.dtype == kind
+    rounded = (products or dtypes[0], *dtypes[1:])
+    for a, o, p, kind, floor in zip(actual, oracle, plain, rounded, floors, strict=True):
         assert_accurate(a, o, kind, p, floor)
 
 
