@@ -186,9 +186,11 @@ def test_gradcheck():
 
 SIZES = (4, 5, 9, 17)
 GROWING = {
-    "samples and positions": lambda n: sized(n, n + 1, 8),
-    "labels": lambda n: (*sized(n, 3, 8), torch.rand(n, 3) > 0.3, torch.arange(n) % 3),
-    "bank": lambda n: (*sized(3, 2, 8), None, None, torch.randn(n, 2, 8)),
+    "samples and positions": lambda n: (
+        *sized(n, n + 1, 8),
+        torch.rand(n, n + 1) > 0.3,
+        torch.arange(n) % 3,
+    ),
     "labelled bank": lambda n: (
         *(*sized(n, 8), None, torch.arange(n)),
         *(torch.randn(2 * n, 8), torch.arange(2 * n)),

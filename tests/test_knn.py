@@ -104,6 +104,13 @@ def test_equals_a_loop(size):
             assert torch.allclose(grad, expected[1], rtol=1e-10)
 
 
+# The interpreter is slow: each size in one half precision, which differs in loads and stores alone.
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["backend"] == "triton"
+        and given["dtype"] == (torch.float16, torch.bfloat16)[SIZES.index(given["size"]) % 2]
+    )
+)
 @pytest.mark.within_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
