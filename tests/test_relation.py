@@ -69,7 +69,7 @@ def make_mask(kind, B, N, device="cpu"):
 
 
 def check(student, teacher, mask, backend, **options):
-    """Padding holds NaN. Triton's kernels multiply in half precision, which rounds the value too."""
+    """Padding holds NaN. Triton multiplies in half precision, which rounds the value too."""
     if mask is not None:
         student, teacher = (x.masked_fill(~mask[..., None], torch.nan) for x in (student, teacher))
     options["products"] = student.dtype if backend == "triton" else None
