@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--draft-steps", type=int, default=600)
     parser.add_argument("--rows", type=int, default=ROWS, help="of a batch")
     parser.add_argument("--contexts", type=int, default=1024)
-    parser.add_argument("--divergence", default="lk")
+    parser.add_argument("--divergence", default="total_variation")
     options = parser.parse_args()
     torch.manual_seed(0)
     text = source_text()

@@ -238,8 +238,10 @@ def test_autocast_changes_nothing(mass):
         return torch.stack([loss, *found.values()])
 
     plain = values_and_grads(call, (h, w))
+    top = TopK.of(h, w, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = values_and_grads(call, (h, w))
+        assert torch.equal(TopK.of(h, w, 2).log_probs, top.log_probs)
     assert all(map(torch.equal, under, plain))
 
 
