@@ -132,9 +132,10 @@ class Backbone(Model):
             self.output_size = None  # one logit per choice
         self.predicts_words = bool(vocabulary_head)
         self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
-        self.uses_problem_type = not (
-            self.per_token or is_a(inner, "ForQuestionAnswering", "ForMultipleChoice")
-        )
+        answers = is_a(inner, "ForQuestionAnswering")
+        #: Whether the head makes one prediction for a row of tokens.
+        self.has_head_of_rows = self.has_head and not self.per_token and not answers
+        self.uses_problem_type = not (self.per_token or answers or is_a(inner, "ForMultipleChoice"))
         if self.uses_problem_type:
             self.problem = getattr(config, "problem_type", None)
             if self.problem is None and self.has_head and config.num_labels == 1:
@@ -259,8 +260,7 @@ class Backbone(Model):
         """
         if getattr(self.config, "model_type", None) == "xlnet":
             return True
-        rows = self.has_head and not self.per_token and not is_a(self.inner, "ForQuestionAnswering")
-        if not (rows and self.sentence_last) or self.encoder_decoder:
+        if not (self.has_head_of_rows and self.sentence_last) or self.encoder_decoder:
             return False
         padding = self.config.get_text_config().pad_token_id
         return batch.get("input_ids") is None or padding is None
@@ -300,28 +300,26 @@ class Backbone(Model):
         shifted[:, 0] = self.stack_config.decoder_start_token_id
         return shifted.masked_fill(shifted == -100, self.stack_config.pad_token_id)
 
-    def run(self, batch: dict[str, Any]) -> Any:
+    def run(self, batch: dict[str, Any], *, compiled: bool = True) -> Any:
         """Run the model on ``batch`` without key-value caches; raise for unknown inputs."""
+        inputs = self.readable(batch)
+        if not self.known_inputs.issuperset(inputs):
+            self.check_inputs(inputs)
         if self.dtype == torch.float64 and self.groups_experts:
             raise ValueError(
                 f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
                 'experts is not; call its set_experts_implementation("eager")'
             )
-        # Dynamo can't trace a compiled model inside a graph.
-        model = self.uncompiled if torch.compiler.is_compiling() else self.model
-        return model(**self.arguments(batch))
-
-    def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments for the model: its inputs in ``batch``, without key-value caches."""
-        inputs = self.readable(batch)
-        if not self.known_inputs.issuperset(inputs):
-            self.check_inputs(inputs)
         for cache in ("use_cache", "use_mems"):
             if cache in self.known_inputs:
                 inputs.setdefault(cache, False)
         if "return_dict" in self.known_inputs:
             inputs["return_dict"] = True
-        return inputs
+        if not compiled:
+            return self.inner._call_impl(**inputs)
+        # Dynamo can't trace a compiled model inside a graph.
+        model = self.uncompiled if torch.compiler.is_compiling() else self.model
+        return model(**inputs)
 
     def check_inputs(self, inputs: Iterable[str]) -> None:
         """Raise unless the model accepts inputs of these names."""

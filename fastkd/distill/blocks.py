@@ -137,7 +137,7 @@ class BlocksBackbone(Backbone):
         # The head may read the last position, padding or not.
         return self.has_head and self.sentence_last and not self.per_token
 
-    def run(self, batch: dict[str, Any]) -> Any:
+    def run(self, batch: dict[str, Any], *, compiled: bool = True) -> Any:
         inputs = dict(batch)
         if not self._takes_all:
             if "attention_mask" not in self.known_inputs:

@@ -306,14 +306,16 @@ class Distiller(InGroup):
         targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}
         batch = self.read({**targets, **inputs}, num_items)
         teacher = self.teachers.outputs(batch, self._progress or 0.0, self.uses_lm_head)
-        items, shift = ItemCounts(ranks_of(self.gather, self.group)), None
+        items = ItemCounts(ranks_of(self.gather, self.group))
         if self.perturbs:
             with leaf_embeddings(self.student_model) as embeddings:
                 loss, _ = self.losses(self.make_step(batch, teacher, items))
             shift = unit_gradient(self.student_model, loss, embeddings, batch)
-        with perturbed_embeddings(self.student_model, shift):
+            with perturbed_embeddings(self.student_model, shift):
+                step = self.make_step(batch, teacher, items)
+        else:
             step = self.make_step(batch, teacher, items)
-            loss, terms = self.losses(step)
+        loss, terms = self.losses(step)
         terms = {**terms, "total": loss.detach()}
         if step.ranks is not None:
             # The gradient is this process's share; the value is that of all processes.

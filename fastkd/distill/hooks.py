@@ -79,19 +79,21 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
         hidden = output if isinstance(output, Tensor) else output[0]
         captured[last] = hidden.transpose(0, 1) if backbone.last_batch_dim == 1 else hidden
 
-    def before(module: nn.Module, layer: int | None) -> Hook:
-        return Hook(module, "before", lambda module, args, kwargs: read_input(layer, args, kwargs))
-
+    read_by: list[tuple[nn.Module, int | None]] = []  # modules whose input is a layer's output
     hooks = []
     if backbone.shared_blocks:
-        hooks = [before(block, None) for block in backbone.blocks]
+        read_by = [(block, None) for block in backbone.blocks]
     elif requested:
-        hooks = [before(backbone.blocks[layer], layer) for layer in requested - {last}]
+        read_by = [(backbone.blocks[layer], layer) for layer in requested - {last}]
     if requested and last in requested:
         if backbone.narrowing is not None:
-            hooks.append(before(backbone.narrowing, last))
+            read_by.append((backbone.narrowing, last))
         else:
-            hooks += [Hook(module, "after", read_output) for module in backbone.last_modules]
+            hooks = [Hook(module, "after", read_output) for module in backbone.last_modules]
+    for module, layer in read_by:
+        hooks.append(
+            Hook(module, "before", lambda _, *given, layer=layer: read_input(layer, *given))
+        )
     with hooked(hooks):
         yield captured
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -121,6 +121,7 @@ def model_outputs(
     if request.attentions or request.qkv:
         _check_checkpointing(backbone)
     inputs = {**inputs, "output_attentions": True} if request.attentions else dict(inputs)
+    hidden: dict[int, Tensor] = {}
     qkv: dict[int, list[Tensor]] = {}
     heads: list[HeadInputs] = []
     with contextlib.ExitStack() as stack:
@@ -130,7 +131,13 @@ def model_outputs(
             stack.enter_context(head_skipped(backbone))
         elif head == "inputs" and backbone.predicts_words:
             heads = stack.enter_context(stopped_at_head(backbone))
-        output, hidden = _run_with_hidden_states(backbone, inputs, request.layers)
+        # A model compiled by itself is traced into the graph if the Distiller is compiled too.
+        reached = backbone._hooks_reach or (backbone.compiled and torch.compiler.is_compiling())
+        if reached or not request.layers:
+            with capture(backbone, request.layers) as hidden:
+                output = backbone.run(inputs)
+        if not hidden.keys() >= {*request.layers}:
+            output, hidden = _run_with_shown_states(backbone, inputs, {*request.layers}, hidden)
     attentions = {}
     if request.attentions:
         attentions = _attention_maps(backbone, output, request.attentions)
@@ -177,29 +184,23 @@ def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) ->
     return attentions
 
 
-def _run_with_hidden_states(
-    backbone: Backbone, inputs: dict[str, Any], requested: Iterable[int]
+def _run_with_shown_states(
+    backbone: Backbone, inputs: dict[str, Any], layers: set[int], captured: Mapping[int, Tensor]
 ) -> tuple[Any, dict[int, Tensor]]:
-    """The model's output and the requested hidden states, by hooks or from the output's list."""
-    layers = {*requested}
-    # A model compiled by itself is traced into the graph if the Distiller is compiled too.
+    """The model's output and hidden states of ``layers`` from the output's list.
+
+    For models in which hooks captured only the layers of ``captured``.
+    """
+    if not backbone.shows_states:
+        missing = ", ".join(map(str, sorted(layers - captured.keys())))
+        raise ValueError(
+            f"{backbone._name} ({backbone.class_name}) ran without calling its blocks for "
+            f"layers {missing} as modules, so hooks can't read them; call block(x), not "
+            "block.forward(x)"
+        )
     opaque = backbone.compiled and not torch.compiler.is_compiling()
-    if backbone._hooks_reach or (backbone.compiled and not opaque):
-        with capture(backbone, layers) as captured:
-            output = backbone.run(inputs)
-        if captured.keys() >= layers:
-            return output, captured
-        if not backbone.shows_states:
-            missing = ", ".join(map(str, sorted(layers - captured.keys())))
-            raise ValueError(
-                f"{backbone._name} ({backbone.class_name}) ran without calling its blocks for "
-                f"layers {missing} as modules, so hooks can't read them; call block(x), not "
-                "block.forward(x)"
-            )
-        backbone._hooks_reach = False
-        backbone.forget_run()
-    if not layers:
-        return backbone.run(inputs), {}
+    backbone._hooks_reach = False
+    backbone.forget_run()
     _check_checkpointing(backbone)
     _check_shown(backbone, inputs, layers, opaque)
     # Holds every layer, and works for every model whose hidden states transformers returns.
@@ -233,8 +234,7 @@ def _check_shown(
             entering_blocks(backbone) as entered,
             capture(backbone, {backbone.num_layers}) as captured,
         ):
-            given = backbone.arguments({**inputs, "output_hidden_states": True})
-            output = backbone.inner._call_impl(**given)  # uncompiled
+            output = backbone.run({**inputs, "output_hidden_states": True}, compiled=False)
         torch.clear_autocast_cache()  # weights cast under no_grad would get no gradient later
         backbone.forget_run()
         states = getattr(output, backbone.hidden_states_name, None) or ()
