@@ -17,12 +17,12 @@ from fastkd._core.checks import (
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     autocast_off,
     once_differentiable,
     reduced,
     saveable,
-    times_upstream,
     upcast,
     working_dtype,
 )
@@ -249,7 +249,7 @@ def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     return tokens.clamp(min=1).square() * (h * options.layers)
 
 
-class _CppAttention(torch.autograd.Function):
+class _CppAttention(GradientInForward):
     """Loss of one layer over the number of layers; one pass over the rows, with the gradient."""
 
     @staticmethod
@@ -265,14 +265,8 @@ class _CppAttention(torch.autograd.Function):
             ctx.needs_input_grad[3],
         )
         ctx.save_for_backward(*gradient)
-        ctx.dtype = student.dtype
+        ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (dx,) = ctx.saved_tensors
-        return None, None, None, times_upstream(dx, grad, ctx.dtype), None
 
 
 class _TritonAttention(torch.autograd.Function):

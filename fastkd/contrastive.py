@@ -25,6 +25,7 @@ from fastkd._core.checks import (
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     autocast_off,
     direction_ref,
@@ -32,7 +33,6 @@ from fastkd._core.numerics import (
     project,
     reduced,
     saveable,
-    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -506,7 +506,7 @@ class _TorchCosNCE(torch.autograd.Function):
         return dx, None, None, None, None, None, None
 
 
-class _CppCosNCE(torch.autograd.Function):
+class _CppCosNCE(GradientInForward):
     """The reduced loss and its gradient in one pass over the positions."""
 
     # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
@@ -539,14 +539,8 @@ class _CppCosNCE(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
-        ctx.dtype = student.dtype
+        ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (dx,) = ctx.saved_tensors
-        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 7
 
 
 def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from fastkd._core.checks import (
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     as_rows,
     autocast_off,
@@ -28,7 +29,6 @@ from fastkd._core.numerics import (
     reduced,
     rescale_extreme_rows,
     saveable,
-    times_upstream,
     upcast,
 )
 
@@ -295,7 +295,7 @@ def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * scale[:, None], scale if factor is None else scale * factor.squeeze(-1)
 
 
-class _CppHiddenStates(torch.autograd.Function):
+class _CppHiddenStates(GradientInForward):
     """The reduced loss and its gradient, in one pass over the rows."""
 
     @staticmethod
@@ -310,14 +310,8 @@ class _CppHiddenStates(torch.autograd.Function):
             ctx.needs_input_grad[3],
         )
         ctx.save_for_backward(*gradient)
-        ctx.dtype = student.dtype
+        ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (dx,) = ctx.saved_tensors
-        return None, None, None, times_upstream(dx, grad, ctx.dtype), None
 
 
 class _TritonHiddenStates(torch.autograd.Function):

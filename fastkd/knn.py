@@ -22,6 +22,7 @@ from fastkd._core.checks import (
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     autocast_off,
     dense_rows,
@@ -29,7 +30,6 @@ from fastkd._core.numerics import (
     once_differentiable,
     project,
     saveable,
-    times_upstream,
     upcast,
     zero_padding,
 )
@@ -425,7 +425,7 @@ class _TorchKNN(torch.autograd.Function):
         return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
 
 
-class _CppKNN(torch.autograd.Function):
+class _CppKNN(GradientInForward):
     """The reduced loss and its gradient, in one pass over the rows."""
 
     @staticmethod
@@ -443,14 +443,8 @@ class _CppKNN(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
-        ctx.dtype = student.dtype
+        ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (dx,) = ctx.saved_tensors
-        return None, times_upstream(dx, grad, ctx.dtype), *[None] * 6
 
 
 class _TritonKNN(torch.autograd.Function):

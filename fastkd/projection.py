@@ -23,6 +23,7 @@ from fastkd._core.checks import (
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     as_rows,
     autocast_off,
@@ -30,7 +31,6 @@ from fastkd._core.numerics import (
     once_differentiable,
     rescale_extreme_rows,
     saveable,
-    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -612,7 +612,7 @@ def _row_gradient(
     return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
-class _CppLayerNormMSE(torch.autograd.Function):
+class _CppLayerNormMSE(GradientInForward):
     """Loss and gradients of rows (R, D), in one pass over the rows."""
 
     @staticmethod
@@ -622,19 +622,8 @@ class _CppLayerNormMSE(torch.autograd.Function):
             *dense_rows(x, y), weights, options.eps, divisor, *ctx.needs_input_grad[2:]
         )
         ctx.save_for_backward(*gradients)
-        ctx.dtype = x.dtype
+        ctx.dtypes = [x.dtype] * len(gradients)
         return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        gradients = iter(ctx.saved_tensors)
-        needs = ctx.needs_input_grad[2:]
-        return (
-            None,
-            None,
-            *(times_upstream(next(gradients), grad, ctx.dtype) if need else None for need in needs),
-        )
 
 
 class _TritonLayerNormMSE(torch.autograd.Function):

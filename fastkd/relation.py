@@ -22,13 +22,13 @@ from fastkd._core.checks import (
 )
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
+    GradientInForward,
     apply,
     autocast_off,
     first_order_only,
     once_differentiable,
     reduced,
     saveable,
-    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -487,28 +487,14 @@ def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
     return zero_padding(upcast(x), mask).softmax(-1)
 
 
-class _GradientInForward(torch.autograd.Function):
-    """Weighted relation losses of all layers, (loss, terms); subclasses have the forward pass.
+class _TorchRelations(GradientInForward):
+    """Weighted relation losses of all layers, (loss, terms), one chunk of relations at a time.
 
-    The gradient is computed in the forward pass, one chunk of relations at a time, so that no
-    (N, N) buffer outlives its chunk. It stays in the working dtype until the upstream gradient is
-    known: in float16 it would underflow before the loss scale is multiplied in.
+    No (N, N) buffer outlives its chunk.
     """
 
-    # Subclasses take *tensors: mask, weights, then student and teacher of each layer. The compiler
-    # omits ctx where a call has as many arguments as forward has parameters.
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        with autocast_off(grad):
-            gradients = [
-                None if dx is None else times_upstream(dx, grad, dtype)
-                for dx, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-            ]
-        return (None, None, None, *(x for dx in gradients for x in (dx, None)))
-
-
-class _TorchRelations(_GradientInForward):
+    # *tensors: mask, weights, then student and teacher of each layer. The compiler omits ctx where
+    # a call has as many arguments as forward has parameters.
     @staticmethod
     def forward(ctx, options, *tensors):
         mask, weights, *features = tensors
@@ -525,14 +511,15 @@ class _TorchRelations(_GradientInForward):
                     for over, weight in zip(OVER, (options.tokens, options.samples), strict=True)
                 ]
                 terms = terms + torch.stack(losses)
-                gradients.append(dx)
-        ctx.dtypes = [student.dtype for student in features[::2]]
+                gradients += [dx] if needs_grad else []
+        needs = zip(features, ctx.needs_input_grad[3:], strict=True)
+        ctx.dtypes = [x.dtype for x, needs_grad in needs if needs_grad]
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(terms)
         return terms.sum(), terms
 
 
-class _CppRelations(_GradientInForward):
+class _CppRelations(GradientInForward):
     """Both kinds of relation of a layer in one operator, unless (D, D) products are cheaper."""
 
     @staticmethod
@@ -564,8 +551,9 @@ class _CppRelations(_GradientInForward):
                         losses[over] = losses[over] + loss
                 terms = torch.stack(list(losses.values()))
             total = terms if total is None else total + terms
-            gradients.append(dx)
-        ctx.dtypes = [student.dtype for student in features[::2]]
+            gradients += gradient
+        needs = zip(features, ctx.needs_input_grad[3:], strict=True)
+        ctx.dtypes = [x.dtype for x, needs_grad in needs if needs_grad]
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(total)
         return total.sum(), total

@@ -196,6 +196,22 @@ def once_differentiable(backward):
     return once
 
 
+class GradientInForward(torch.autograd.Function):
+    """A loss whose gradients are computed in the forward pass; subclasses have ``forward``.
+
+    ``forward`` saves a gradient for each argument that needs one, in their order, and the dtypes of
+    these arguments in ``ctx.dtypes``. The gradients stay in the working dtype until the upstream
+    gradient is known: in float16 they would underflow before the loss scale is multiplied in.
+    """
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        saved = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        found = iter([times_upstream(gradient, grad, dtype) for gradient, dtype in saved])
+        return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+
+
 class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
