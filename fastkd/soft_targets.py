@@ -315,10 +315,11 @@ def soft_target_loss(
     """
     match, n = _match_or_number(vocabulary, unmatched)
     student_logits, teacher = _cut_logits(student_logits, teacher_logits, match, n)
-    form, coefficient = _check_options(temperature, divergence, reduction, denominator)
+    form, coefficient = _check_options(temperature, divergence, reduction)
+    denominator = _denominator(denominator, reduction, student_logits)
     leading, V = student_logits.shape[:-1], student_logits.shape[-1]
     mask = check_mask(mask, leading, student_logits.device)
-    weights = _flat(checked_weights(weights, leading, student_logits, mask))
+    weights = checked_weights(weights, leading, student_logits, mask)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     tail, rows = "", []
     if isinstance(teacher, TopK):
@@ -328,9 +329,8 @@ def soft_target_loss(
         rows = [as_rows(teacher)]
     if match is not None:
         rows += match.columns(student_logits.device)
-    denominator = _as_tensor(denominator, student_logits)
     student = as_rows(student_logits)
-    mask = None if mask is None else mask.flatten()
+    mask, weights = (None if x is None else x.flatten() for x in (mask, weights))
     call = {"divergence": form, "teacher": "top k" if tail else "logits"}
     runs_on = backend_of(backend, "soft_target_loss", student, **call)
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
@@ -340,11 +340,6 @@ def soft_target_loss(
     else:
         loss = apply(_SoftTargets, options, student, mask, denominator, weights, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
-
-
-def _flat(x: Tensor | None) -> Tensor | None:
-    """(...) as (R,), for the backward pass."""
-    return None if x is None else saveable(x.flatten())
 
 
 def _match_or_number(
@@ -375,7 +370,7 @@ def _cut_logits(
     if isinstance(teacher, TopK):
         _check_no_match_of_top_k(match)
         _check_vocabularies("logits", n, student)
-        return _first(student, n), teacher
+        return student if n is None else student[..., :n], teacher
     check_floating("teacher_logits", teacher)
     check_like("teacher_logits", teacher, "student_logits", student)
     check_no_grad("teacher_logits", teacher)
@@ -386,7 +381,8 @@ def _cut_logits(
         check_shape("teacher_logits", teacher, shape, "student_logits' positions, V'")
         return student, teacher
     _check_vocabularies("logits", n, student, *sizes)
-    student, teacher = _first(student, n), _first(teacher, n)
+    if n is not None:  # a view of all columns would cost host time
+        student, teacher = student[..., :n], teacher[..., :n]
     check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
     return student, teacher
 
@@ -410,11 +406,6 @@ def _check_match(name: str, match: VocabularyMatch, student: int, teacher: int) 
             )
 
 
-def _first(logits: Tensor, vocabulary: int | None) -> Tensor:
-    """Logits of the first ``vocabulary`` ids, without a view of all: that costs host time."""
-    return logits if vocabulary is None else logits[..., :vocabulary]
-
-
 def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
     """Check the vocabulary's ``sizes`` of student and teacher, by default of the student alone."""
     of_student, *of_teacher = sizes or (student.shape[-1],)
@@ -435,25 +426,26 @@ def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *siz
 
 
 def _check_options(
-    temperature: float,
-    divergence: DivergenceWord | Divergence,
-    reduction: str,
-    denominator: float | Tensor | None,
+    temperature: float, divergence: DivergenceWord | Divergence, reduction: str
 ) -> tuple[str, float]:
     """Check the options; returns the divergence's `Divergence.form`."""
     check_number("temperature", temperature, above=0)
     if not isinstance(divergence, Divergence):
         check_choice("divergence", divergence, DIVERGENCES)
     check_choice("reduction", reduction, REDUCTIONS)
-    _check_denominator(denominator, reduction)
     return divergence.form if isinstance(divergence, Divergence) else FORMS[divergence]
 
 
-def _check_denominator(denominator: float | Tensor | None, reduction: str) -> None:
+def _denominator(denominator: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
+    """The denominator, checked, as a 0-d tensor of the device and working dtype of ``like``.
+
+    It doesn't synchronise: a number is an argument of the kernel's launch.
+    """
     if denominator is None:
-        return
+        return None
     if reduction != "batchmean":
         raise ValueError(f"denominator needs reduction='batchmean', got {reduction!r}")
+    number = denominator
     if isinstance(denominator, Tensor):
         if denominator.dim() != 0:
             raise ValueError(
@@ -462,29 +454,16 @@ def _check_denominator(denominator: float | Tensor | None, reduction: str) -> No
         if denominator.dtype == torch.bool or denominator.is_complex():
             raise TypeError(f"denominator must be a real number, got {denominator.dtype}")
         check_no_grad("denominator", denominator)
-    if not isinstance(denominator, Tensor) or values_readable(denominator):
-        check_number("denominator", _number(denominator), above=0)
-
-
-def _number(x: float | Tensor) -> float:
-    """The value of a number, or of a tensor whose values can be read."""
-    return x.item() if isinstance(x, Tensor) else x
-
-
-def _as_tensor(denominator: float | Tensor | None, x: Tensor) -> Tensor | None:
-    """The denominator as a 0-d tensor of the device and working dtype of ``x``.
-
-    It doesn't synchronise: a number is an argument of the kernel's launch.
-    """
-    dtype = working_dtype(x)
-    if denominator is None:
-        return None
-    if isinstance(denominator, Tensor) and not values_readable(denominator):
-        if denominator.device.type == "meta" != x.device.type:
-            raise ValueError("denominator is on meta and has no value; pass it on a real device")
-        return denominator.to(x.device, dtype, non_blocking=True)
+        if not values_readable(denominator):
+            if denominator.device.type == "meta" != like.device.type:
+                raise ValueError(
+                    "denominator is on meta and has no value; pass it on a real device"
+                )
+            return denominator.to(like.device, working_dtype(like), non_blocking=True)
+        number = denominator.item()
+    check_number("denominator", number, above=0)  # type: ignore[arg-type]
     # Not torch.full, for which the compiler makes a graph for every number.
-    return torch.ones((), dtype=dtype, device=x.device) * _number(denominator)
+    return torch.ones((), dtype=working_dtype(like), device=like.device) * number
 
 
 @dataclass(frozen=True)
@@ -504,11 +483,30 @@ class _SoftTargets(torch.autograd.Function):
         # log_probs (R, K), or its logits (R, V') and `VocabularyMatch.columns`
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows = options.reduction == "none"
-        rows_of = _cpp_soft_targets if options.runs_on == "cpp" else _torch_soft_targets
-        rows_of = _matched_soft_targets if options.unmatched else rows_of
-        loss, dstudent = rows_of(
-            student, list(teacher), mask, denominator, weights, ctx.needs_input_grad[1], options
-        )
+        soft, needs_grad = options.soft, ctx.needs_input_grad[1]
+        if options.runs_on == "cpp" and not options.unmatched:
+            targets = teacher[-1]
+            loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(
+                student if student.stride(-1) == 1 else student.contiguous(),
+                targets if targets.stride(-1) == 1 else targets.contiguous(),
+                teacher[0] if soft.tail else None,
+                mask,
+                denominator,
+                weights,
+                soft.form,
+                soft.temperature,
+                soft.scale,
+                soft.coefficient,
+                soft.tail == "bucket",
+                options.reduction,
+                needs_grad,
+            )
+            dstudent = gradient[0] if needs_grad else None
+        else:
+            rows_of = _matched_soft_targets if options.unmatched else _torch_soft_targets
+            loss, dstudent = rows_of(
+                student, list(teacher), mask, denominator, weights, needs_grad, options
+            )
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
         return loss
 
@@ -550,24 +548,6 @@ def _divisor(
     if mask is None:
         return max(len(student), 1)
     return mask.sum().clamp(min=1).to(working_dtype(student))
-
-
-def _cpp_soft_targets(
-    student: Tensor,
-    teacher: list[Tensor],
-    mask: Tensor | None,
-    denominator: Tensor | None,
-    weights: Tensor | None,
-    needs_grad: bool,
-    options: _Options,
-) -> tuple[Tensor, Tensor | None]:
-    """`_torch_soft_targets` in C++."""
-    ids = teacher[0] if options.soft.tail else None
-    student, targets = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher[-1]))
-    rows = student, targets, ids, mask, denominator, weights
-    last = options.soft.tail == "bucket", options.reduction, needs_grad
-    loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(*rows, *options.soft.per_row, *last)
-    return loss, gradient[0] if needs_grad else None
 
 
 def _matched_soft_targets(
@@ -857,7 +837,8 @@ def linear_soft_target_loss(
         )
         draft = draft_vocabulary if teacher_mass == "whole" else None
     teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, match, n, draft, rows)
-    form, coefficient = _check_options(temperature, divergence, reduction, denominator)
+    form, coefficient = _check_options(temperature, divergence, reduction)
+    denominator = _denominator(denominator, reduction, student_hidden)
     check_number("soft_weight", soft_weight, at_least=0)
     names = _names_of_terms(return_terms)
     if not isinstance(ratio, ImportanceRatio | None):
@@ -936,8 +917,7 @@ def linear_soft_target_loss(
     if rows is not None and isinstance(teacher_hidden, Tensor):
         check_ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
     of_positions = labels, mask, soft_weights, task_weights, rows, *ratios
-    given = Positions(*map(_flat, of_positions))
-    denominator = _as_tensor(denominator, student_hidden)
+    given = Positions(*(None if x is None else saveable(x.flatten()) for x in of_positions))
     columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
     columns = columns if match is None else match.columns(student_hidden.device)
     arguments = *given.tensors(), *columns, *tensors
@@ -1090,7 +1070,7 @@ class SoftTargetLoss(nn.Module):
         backend: Backend = "auto",
     ):
         super().__init__()
-        _check_options(temperature, divergence, reduction, None)
+        _check_options(temperature, divergence, reduction)
         self.temperature, self.divergence = temperature, divergence
         self.reduction, self.scale_by_t2 = reduction, scale_by_t2
         self.backend = backend
