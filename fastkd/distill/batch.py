@@ -1,6 +1,5 @@
 """One batch: inputs of student and teacher, token mask, documents of packed rows, and spans."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, frames_mask, pad_right, rotate
 from fastkd.distill.backbone import Backbone
-from fastkd.distill.outputs import QKV, Outputs
+from fastkd.distill.outputs import Outputs
 from fastkd.distill.spans import Spans, paired_positions
 
 SPAN_LABELS = ("start_positions", "end_positions")
@@ -38,10 +37,6 @@ class Documents:
         rows = x.flatten(0, 1).index_select(0, self.index.flatten())
         return rows.unflatten(0, self.index.shape)
 
-    def unpack_heads(self, x: Tensor) -> Tensor:
-        """Queries, keys or values (B, H, N, D) as (S, H, L, D)."""
-        return self.unpack(x.transpose(1, 2)).transpose(1, 2)
-
     def unpack_maps(self, x: Tensor) -> Tensor:
         """Attention maps (B, H, N, N) as (S, H, L, L)."""
         N = x.shape[-1]
@@ -58,12 +53,16 @@ class Documents:
 
     def unpack_outputs(self, outputs: Outputs) -> Outputs:
         """Outputs whose features have each document in a row of its own."""
-        return dataclasses.replace(
-            outputs,
-            hidden={layer: self.unpack(x) for layer, x in outputs.hidden.items()},
-            attentions={layer: self.unpack_maps(x) for layer, x in outputs.attentions.items()},
-            qkv={layer: QKV(*map(self.unpack_heads, x)) for layer, x in outputs.qkv.items()},
-        )
+
+        def unpack(x: Tensor, tokens: int) -> Tensor:
+            if tokens == 2:
+                return self.unpack_maps(x)
+            # Hidden states (B, N, D); queries, keys or values (B, H, N, D).
+            return (
+                self.unpack(x) if x.dim() == 3 else self.unpack(x.transpose(1, 2)).transpose(1, 2)
+            )
+
+        return outputs.features(unpack)
 
 
 @dataclass

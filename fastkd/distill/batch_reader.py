@@ -1,7 +1,7 @@
 """Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,11 +72,10 @@ class BatchReader:
                     stacklevel=2,
                 )
             self.vocabulary_warnings = []
-        check_tokens(self.student, "student", "", batch)
-        prefix, read = ("teacher_", batch.teacher) if batch.teacher else ("", batch)
-        for teacher, _ in teaching:
-            for model in teacher.live:
-                check_tokens(model, "teacher", prefix, read)
+        teachers = [("teacher", model) for teacher, _ in teaching for model in teacher.live]
+        check_tokens(batch, "", [("student", self.student), *([] if batch.teacher else teachers)])
+        if batch.teacher is not None:
+            check_tokens(batch.teacher, "teacher_", teachers)
         return batch
 
     def _split(self, inputs: Mapping[str, Any], num_items: Any = None) -> tuple[Batch, Any, Any]:
@@ -170,22 +169,23 @@ class BatchReader:
         return counted.sum()
 
 
-def check_tokens(model: Backbone, name: str, prefix: str, batch: Batch) -> None:
-    """Raise for ids outside a text model's vocabulary, and for packed rows that it can't read.
+def check_tokens(batch: Batch, prefix: str, readers: Sequence[tuple[str, Backbone]]) -> None:
+    """Raise for ids outside a reader's vocabulary, and for packed rows that it can't read.
 
-    Ids are not checked if reading them waits for the device.
+    ``readers``: models with their names in errors. Ids are not checked if reading them waits for
+    the device.
     """
-    ids = batch.inputs.get("input_ids")
+    ids, documents, largest = batch.inputs.get("input_ids"), batch.documents, -1
     # Multimodal models may have image tokens beyond their vocabulary.
     others = any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.inputs.values())
-    known = None if others else model.num_tokens
-    if known is not None and isinstance(ids, Tensor) and values_readable(ids):
-        largest = int(ids.max()) if ids.numel() else 0
-        if largest >= known:
+    if isinstance(ids, Tensor) and ids.numel() and not others and values_readable(ids):
+        largest = int(ids.max())
+    for name, model in readers:
+        if model.num_tokens is not None and largest >= model.num_tokens:
             raise ValueError(
-                f"{prefix}input_ids: the id {largest} is not one of the {known} tokens of the "
-                f"{name} ({model.class_name}); pass ids of its own tokenizer"
+                f"{prefix}input_ids: the id {largest} is not one of the {model.num_tokens} tokens "
+                f"of the {name} ({model.class_name}); pass ids of its own tokenizer"
             )
-    if batch.documents is not None and batch.documents.packed:
-        inputs = placed_for(model.uncompiled, batch.model_inputs)
-        check_apart(model, name, inputs, batch.documents)
+        if documents is not None and documents.packed:
+            inputs = placed_for(model.uncompiled, batch.model_inputs)
+            check_apart(model, name, inputs, documents)

@@ -501,7 +501,7 @@ class _EncoderInPipeline(Backbone):
         """Set the pipeline and the features of the next pass."""
         self._pipeline, self._features = pipeline, features
 
-    def run(self, batch: dict[str, Any]) -> Any:
+    def run(self, batch: dict[str, Any], *, compiled: bool = True) -> Any:
         encoder: Any = self.inner
         own, plain = "forward" in vars(encoder), encoder.forward
         seen: list[Any] = []
