@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastkd._core.checks import check_floating, check_number, check_positive_int, check_token_ids
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
-from fastkd._torch.chunked_log_probs import TokenLogProbs, TokenOptions, top_log_probs
+from fastkd._torch.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
 from fastkd._torch.linear_soft_targets import CHUNK_BYTES
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY
 from fastkd.head import Head, as_head
@@ -78,7 +78,8 @@ def top_k(
     check_positive_int("k", k)
     if k > len(head.weight):
         raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
-    values, ids = top_log_probs(head.on(as_rows(hidden), WHOLE_VOCABULARY), k, *options.flat)
+    tensors = head.on(as_rows(hidden), WHOLE_VOCABULARY)
+    values, _, ids = token_log_probs(tensors, None, k, *options.flat)
     shape = (*hidden.shape[:-1], k)
     return ids.reshape(shape), values.reshape(shape)
 

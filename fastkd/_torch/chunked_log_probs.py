@@ -41,7 +41,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, ids, *tensors):
-        values, log_total = token_log_probs(list(tensors), ids, *options.flat)
+        values, log_total = token_log_probs(list(tensors), ids, 0, *options.flat)
         save_for_backward(ctx, ids, log_total, *tensors)
         ctx.options = options
         return values
@@ -85,32 +85,43 @@ class _Chunks:
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
 
-def _shapes(tensors, ids, scale, softcap, temperature, chunk_bytes):
+def _shapes(tensors, ids, k, scale, softcap, temperature, chunk_bytes):
     new, dtype = tensors[0].new_empty, working_dtype(tensors[0])
-    return [new(ids.shape, dtype=dtype), new(ids.shape[0], dtype=dtype)]
+    shape = (len(tensors[0]), k) if ids is None else ids.shape
+    found = [new(shape, dtype=dtype), new(shape[0], dtype=dtype)]
+    return [*found, new(shape, dtype=torch.int64)] if ids is None else found
 
 
 # Operators for PyTorch too: else each number of chunks would compile its own graph.
 @operator(_shapes)
 def token_log_probs(
     tensors: list[Tensor | None],
-    ids: Tensor,
+    ids: Tensor | None,
+    k: int,
     scale: float,
     softcap: float,
     temperature: float,
     chunk_bytes: int,
 ) -> list[Tensor]:
-    """log q(id) (R, K) and log Σ exp(logits/τ) (R,)."""
+    """log q(id) (R, K) of ``ids`` and log Σ exp(logits/τ) (R,).
+
+    Without ids those of the k most probable tokens, in descending order, and their ids (R, k).
+    """
     hidden = tensors[0]
     assert hidden is not None
-    values, log_total = _shapes(tensors, ids, scale, softcap, temperature, chunk_bytes)
+    found = _shapes(tensors, ids, k, scale, softcap, temperature, chunk_bytes)
+    values, log_total = found[:2]
     with autocast_off(hidden):
         chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
         for chunk, logits in chunks:
             z = chunks.scaled(logits)
+            if ids is None:
+                z_of_ids, found[2][chunk] = z.topk(k, -1)
+            else:
+                z_of_ids = z.gather(-1, ids[chunk])
             log_total[chunk] = z.logsumexp(-1)
-            values[chunk] = z.gather(-1, ids[chunk]) - log_total[chunk, None]
-    return [values, log_total]
+            values[chunk] = z_of_ids - log_total[chunk, None]
+    return found
 
 
 def _backward_shapes(tensors, ids, log_total, grad, needs, *options):
@@ -159,32 +170,3 @@ def token_log_probs_backward(
                 if 2 * i + 1 in grads:
                     add_product(grads[2 * i + 1], scaled, x[chunk], factor, first=False)
     return [grads[i] for i in sorted(grads)]
-
-
-def _top_shapes(tensors, k, scale, softcap, temperature, chunk_bytes):
-    hidden = tensors[0]
-    shape = hidden.shape[0], k
-    values = hidden.new_empty(shape, dtype=working_dtype(hidden))
-    return [values, hidden.new_empty(shape, dtype=torch.int64)]
-
-
-@operator(_top_shapes)
-def top_log_probs(
-    tensors: list[Tensor | None],
-    k: int,
-    scale: float,
-    softcap: float,
-    temperature: float,
-    chunk_bytes: int,
-) -> list[Tensor]:
-    """The k largest log q (R, k), in descending order, and their ids (R, k)."""
-    hidden = tensors[0]
-    assert hidden is not None
-    values, ids = _top_shapes(tensors, k, scale, softcap, temperature, chunk_bytes)
-    with autocast_off(hidden):
-        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
-        for chunk, logits in chunks:
-            z = chunks.scaled(logits)
-            top, ids[chunk] = z.topk(k, -1)
-            values[chunk] = top - z.logsumexp(-1, keepdim=True)
-    return [values, ids]
