@@ -305,7 +305,7 @@ class Backbone(Model):
         inputs = self.readable(batch)
         if not self.known_inputs.issuperset(inputs):
             self.check_inputs(inputs)
-        if self.dtype == torch.float64 and self.groups_experts:
+        if self.groups_experts and self.dtype == torch.float64:
             raise ValueError(
                 f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
                 'experts is not; call its set_experts_implementation("eager")'
