@@ -65,17 +65,11 @@ def test_time_that_a_stage_leaves_goes_to_the_next(tmp_path):
 def test_a_command_is_stopped_in_time(tmp_path):
     """With the processes that it started."""
     started = tmp_path / "pid"
-    code = f"""
-import pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path({str(started)!r}).write_text(str(child.pid))
-time.sleep(60)
-"""
-    job = gpu_check.Job(options(tmp_path), seconds=5.0)
-    assert not gpu_check.command(job, sys.executable, "-c", code)
+    job = gpu_check.Job(options(tmp_path), seconds=1.0)
+    assert not gpu_check.command(job, "sh", "-c", 'sleep 60 & echo $! > "$0"; wait', str(started))
 
     def runs():
-        command = ["ps", "-o", "stat=", "-p", started.read_text()]
+        command = ["ps", "-o", "stat=", "-p", started.read_text().strip()]
         state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         return state and not state.startswith("Z")
 
@@ -86,23 +80,20 @@ time.sleep(60)
 
 
 CHILD = """
-import json, os, sys, time
-for line in sys.stdin:
-    name = line.strip()
-    if name == "crash":
-        os._exit(7)
-    if name == "hang":
-        time.sleep(60)
-    print(json.dumps("" if name.startswith("good") else "wrong"), flush=True)
-    if name == "bad":
-        break
+while read name; do
+  case $name in
+    crash) exit 7;;
+    hang) exec sleep 60;;
+    bad) echo '"wrong"'; exit;;
+    good*) echo '""';;
+  esac
+done
 """
 
 
 def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
     names = ["good 1", "crash", "good 2", "hang", "bad", "good 3"]
-    command = [sys.executable, "-c", CHILD]
-    answers = dict(gpu_check.ask_children(command, names, 100, 2, patience=5.0))
+    answers = dict(gpu_check.ask_children(["sh", "-c", CHILD], names, 100, 2, patience=1.0))
     assert set(answers) == set(names)
     assert "ended (7)" in answers["crash"] and "hung" in answers["hang"]
     assert answers["bad"] == "wrong"
@@ -110,7 +101,7 @@ def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
 
 
 def test_no_question_is_asked_after_its_time():
-    assert not list(gpu_check.ask_children([sys.executable, "-c", CHILD], ["good"], 0, 1, 1.0))
+    assert not list(gpu_check.ask_children(["sh", "-c", CHILD], ["good"], 0, 1, 1.0))
 
 
 def test_every_test_is_noted_and_none_runs_twice(tmp_path):
@@ -151,15 +142,9 @@ def test_sets_end_in_time_and_go_on_later(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_command_writes_what_it_has(tmp_path):
-    code = """
-import sys, time
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    open(sys.argv[1], "w").write("partial")
-"""
-    job = gpu_check.Job(options(tmp_path), seconds=3.0)
-    assert not gpu_check.command(job, sys.executable, "-c", code, str(tmp_path / "result"))
+    code = 'trap "printf partial > $0; exit" INT; sleep 60 & wait'
+    job = gpu_check.Job(options(tmp_path), seconds=1.0)
+    assert not gpu_check.command(job, "sh", "-c", code, str(tmp_path / "result"))
     assert (tmp_path / "result").read_text() == "partial"
 
 

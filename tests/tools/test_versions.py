@@ -12,7 +12,9 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 from fastkd._core import versions
 from fastkd._core.versions import TESTED
+from tools import check, machines
 from tools.versions import table
+from tools.versions.__main__ import LEFT_OUT
 
 ROOT = Path(__file__).parents[2]
 ROWS = table.read()
@@ -77,3 +79,16 @@ def test_an_older_torch_gets_one_sentence(monkeypatch):
     said = f"never tested with torch 2.9.1.cpu: the oldest .* with is {TESTED['torch'][0]}"
     with pytest.warns(UserWarning, match=said):
         importlib.reload(versions)
+
+
+def test_settings_of_other_processors():
+    names = machines.playable()
+    assert names and set(names) <= set(machines.SETTINGS)
+    assert machines.turn(names) == machines.turn(names) in names
+    assert {s["OMP_NUM_THREADS"] for s in machines.SETTINGS.values()} == set("1234")
+    assert all((machines.ROOT / file).exists() for file in machines.CORE)
+
+
+def test_core_names_existing_files():
+    """A path that no longer exists would skip nothing, silently."""
+    assert all((check.ROOT / path).exists() for path in (*check.WHOLE, *check.TRAINS, *LEFT_OUT))

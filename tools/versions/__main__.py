@@ -29,7 +29,6 @@ LEFT_OUT = {
     "tests/test_house.py": "reads the sources, not the package",
     "tests/test_docs.py": "reads the checkout, not the package",
     "tests/test_site.py": "reads the checkout, not the package",
-    "tests/test_skips.py": "is about the suite, one test with git",
     "tests/tools": "is about this",
     "tests/bench": "benchmarks are run in the development environment",
     "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",
