@@ -25,6 +25,7 @@ from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
     apply,
     as_rows,
+    dense_rows,
     once_differentiable,
     save_for_backward,
     saveable,
@@ -331,14 +332,11 @@ def soft_target_loss(
         rows += match.columns(student_logits.device)
     student = as_rows(student_logits)
     mask, weights = (None if x is None else x.flatten() for x in (mask, weights))
-    call = {"divergence": form, "teacher": "top k" if tail else "logits"}
-    runs_on = backend_of(backend, "soft_target_loss", student, **call)
+    runs_on = backend_of(backend, "soft_target_loss", student)
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
-    if runs_on == "triton" and match is None:
-        loss = apply(_TritonSoftTargets, options, student, rows[0], mask, denominator, weights)
-    else:
-        loss = apply(_SoftTargets, options, student, mask, denominator, weights, *rows)
+    function = _TritonSoftTargets if runs_on == "triton" and match is None else _SoftTargets
+    loss = apply(function, options, student, mask, denominator, weights, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
 
 
@@ -586,37 +584,46 @@ def _matched_soft_targets(
 
 
 class _TritonSoftTargets(torch.autograd.Function):
-    """Two kernels for the loss, and a third that reads the logits again for the gradient."""
+    """Kernels for the loss, and others that read the logits again for the gradient."""
 
     @staticmethod
-    def forward(ctx, options, student, teacher, mask, denominator, weights):
+    def forward(ctx, options, student, mask, denominator, weights, *teacher):
         from fastkd.kernels import soft_targets as kernels
+        from fastkd.kernels import soft_targets_top_k as of_top_k
 
-        student, teacher = (z if z.stride(-1) == 1 else z.contiguous() for z in (student, teacher))
-        ctx.options = options
-        loss, stats = kernels.soft_target_forward(student, teacher, mask, *options.soft.per_row)
+        student, targets = dense_rows(student, teacher[0])  # logits, or ids
+        soft = ctx.soft = options.soft
+        if soft.tail:
+            given = student, targets, teacher[1], mask
+            loss, *saved = of_top_k.top_k_forward(*given, *soft.top_k_per_row)
+        else:
+            loss, *saved = kernels.soft_target_forward(student, targets, mask, *soft.per_row)
         if weights is not None:
             loss = loss * weights
         divisor = None
         if options.reduction != "none":
             counts = options.reduction == "batchmean"
             loss, divisor = kernels.soft_target_reduce(loss, mask, denominator, counts)
-        save_for_backward(ctx, student, teacher, mask, stats, divisor, weights)
+        save_for_backward(ctx, student, targets, mask, divisor, weights, *saved)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels import soft_targets as kernels
+        from fastkd.kernels import soft_targets_top_k as of_top_k
 
-        student, teacher, mask, stats, divisor, weights = ctx.saved_tensors
+        student, targets, mask, divisor, weights, *saved = ctx.saved_tensors
         if weights is not None:  # one upstream gradient for each row
             grad = (grad if divisor is None else grad / divisor) * weights
             divisor = None
-        dstudent = kernels.soft_target_backward(
-            student, teacher, mask, stats, divisor, grad, *ctx.options.soft.per_row
-        )
-        return None, dstudent, None, None, None, None
+        given, upstream, soft = (student, targets, mask), (divisor, grad), ctx.soft
+        if soft.tail:
+            dstudent = of_top_k.top_k_backward(*given, saved, *upstream, *soft.top_k_per_row)
+        else:
+            (stats,) = saved
+            dstudent = kernels.soft_target_backward(*given, stats, *upstream, *soft.per_row)
+        return None, dstudent, None, None, None, None, *[None] * bool(soft.tail)
 
 
 def linear_soft_target_loss_ref(
@@ -896,14 +903,13 @@ def linear_soft_target_loss(
         float(ratio.at_most) if ratio else 0.0,
         "" if match is None else unmatched,
     )
-    call = {"divergence": form, "teacher": "top k" if tail else "logits"}
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
     unsupported = None
     if draft is not None and form in OF_WHOLE_MASS[2:]:
         unsupported = f"{form} of teacher_mass='whole' runs in PyTorch"
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider, unsupported, **call)
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider, unsupported)
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))

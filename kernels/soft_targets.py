@@ -656,37 +656,60 @@ def soft_target_forward(
     coefficient: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
-    R, V = student.shape
-    aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
-    config = forward_blocks(V, divergence, student.element_size(), aligned)
+    R = student.shape[0]
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
+    is_hot = temperature > HOT
+    rows = student, teacher, mask, loss, stats
+    fill_loss(*rows, divergence, temperature, scale, coefficient, is_hot)
+    return loss, stats
+
+
+def fill_loss(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    loss: Tensor,
+    stats: Tensor,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    coefficient: float,
+    is_hot: bool,
+) -> None:
+    """Write the rows' losses and statistics.
+
+    ``is_hot``: the temperature is above HOT, also if the logits have been divided by it.
+    """
+    R, V = student.shape
+    if R == 0:
+        return
+    aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
+    config = forward_blocks(V, divergence, student.element_size(), aligned)
     members = None
     if divergence == "adaptive_kl":
         members = torch.empty(R, 2, BINS.value, dtype=torch.float32, device=student.device)
-    if R:
-        soft_target_forward_kernel[(cdiv(R, config["BLOCK_R"]),)](
-            student,
-            teacher,
-            _bytes(mask),
-            loss,
-            stats,
-            members,
-            R,
-            V,
-            student.stride(0),
-            teacher.stride(0),
-            LOG2_E / temperature,
-            scale,
-            # At most V entries hold half the mass, so the largest of them is at least 1/2V.
-            (math.log2(V) + 1.5) / BINS.value,
-            coefficient,
-            DIVERGENCE=divergence,
-            IS_HOT=temperature > HOT and divergence in WITH_HOT_FORM,
-            HAS_MASK=mask is not None,
-            **config,
-        )
-    return loss, stats
+    soft_target_forward_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        student,
+        teacher,
+        _bytes(mask),
+        loss,
+        stats,
+        members,
+        R,
+        V,
+        student.stride(0),
+        teacher.stride(0),
+        LOG2_E / temperature,
+        scale,
+        # At most V entries hold half the mass, so the largest of them is at least 1/2V.
+        (math.log2(V) + 1.5) / BINS.value,
+        coefficient,
+        DIVERGENCE=divergence,
+        IS_HOT=is_hot and divergence in WITH_HOT_FORM,
+        HAS_MASK=mask is not None,
+        **config,
+    )
 
 
 def _reduce_shapes(loss, mask, denominator, counts):

@@ -254,12 +254,6 @@ def test_bounded_divergences_stay_finite_for_excluded_tokens(name):
     assert value.isfinite() and grad.isfinite().all()
 
 
-def test_top_k_without_kernels_runs_in_pytorch():
-    top, _ = top_k(3, k=2, words=7)
-    with pytest.raises(ValueError, match="its kernels support teacher='logits'"):
-        soft_target_loss(torch.randn(3, 7), top, backend="triton")
-
-
 # Whole heads
 
 
@@ -695,19 +689,75 @@ def test_bucket_loss_is_between_zero_and_the_whole_divergence(name, k):
     assert (bucket <= soft_target_loss(student, full, **options) * (1 + 1e-8)).all()
 
 
-@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-@pytest.mark.parametrize("runs_on", ["torch", "auto"])
-def test_top_k_of_logits(tail, divergence, reduction, runs_on):
-    student = 2 * torch.randn(5, V, dtype=torch.float64)
-    top, _ = top_k(5, k=4, tail=tail)
-    options = dict(divergence=divergence, temperature=1.6, reduction=reduction)
-    options |= dict(mask=torch.tensor([1, 0, 1, 1, 1]))
-    options["upstream"] = torch.rand(5) if reduction == "none" else 3.0
-    found = value_and_grad(soft_target_loss, student, top, backend=runs_on, **options)
-    wanted = value_and_grad(soft_target_loss_ref, student, top, **options)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(
+    ("tail", "divergence", "reduction", "dtype", "words", "k", "temperature"),
+    every_two_meet(
+        ["bucket", "renormalise"],
+        ["reverse_kl", "js", *DIVERGENCES],
+        ["batchmean", "none"],
+        [torch.float64, torch.float32, torch.bfloat16],
+        [13, 1100],
+        [4, 40],
+        [1.6, 20.0],
+    ),
+)
+def test_top_k_of_logits(
+    backend, device, tail, divergence, reduction, dtype, words, k, temperature
+):
+    student = (2 * torch.randn(5, words)).to(device, dtype)
+    top, _ = top_k(5, k=min(k, words - 1), tail=tail, dtype=torch.float32, words=words)
+    top.log_probs[0, 2] = -torch.inf  # an unused entry, with the id of another one
+    top.ids[0, 2] = top.ids[0, 0]
+    top = TopK(top.ids.to(device), top.log_probs.to(device), tail)
+    options = dict(divergence=divergence, temperature=temperature, reduction=reduction)
+    options |= dict(mask=torch.tensor([1, 0, 1, 1, 1]), weights=torch.rand(5) + 0.5)
+    options |= dict(upstream=torch.rand(5) if reduction == "none" else 3.0)
+    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    functions = soft_target_loss, soft_target_loss_ref
+    assert_matches_reference(*functions, backend, student, top, gradient_floor=1e-6, **options)
+
+
+@pytest.mark.parametrize(
+    ("tail", "reduction", "divergence"),
+    every_two_meet(
+        ["bucket", "renormalise"], ["batchmean", "none"], ["forward_kl", Divergence("lk")]
+    ),
+)
+def test_top_k_of_hidden_states(backend, device, tail, reduction, divergence):
+    """With all other options that a teacher's top k can have."""
+    h, w, b = (torch.randn(*n, device=device) for n in ((9, 6), (V, 6), (V,)))
+    top, _ = top_k(9, k=4, tail=tail, dtype=torch.float32)
+    top = TopK(top.ids.to(device), top.log_probs.to(device), tail)
+    labels = torch.randint(V, (9,), device=device).masked_fill(torch.arange(9) % 4 == 0, -100)
+    ratio = fastkd.ImportanceRatio(labels.clamp_min(0), top.log_probs[:, 0], at_most=1.3)
+    options = dict(divergence=divergence, temperature=1.7, soft_weight=0.4, reduction=reduction)
+    options |= dict(task=CrossEntropy(labels, 0.7), ratio=ratio, weights=torch.rand(9) + 0.5)
+    options |= dict(mask=torch.arange(9) != 5, return_terms=["soft", "entropy", "log_prob"])
+
+    def found(loss, dtype, **more):
+        student = [x.to(dtype).requires_grad_() for x in (h, w, b)]
+        value, terms = loss(student[0], Head(student[1], student[2]), top, **options, **more)
+        return value.detach(), *torch.autograd.grad(value.sum(), student), *terms.values()
+
+    right = found(linear_soft_target_loss_ref, torch.float64)
+    actual = found(linear_soft_target_loss, torch.float32, backend=backend, chunk_bytes=500)
+    for x, exact in zip(actual, right, strict=True):
+        assert_accurate(x, exact, torch.float32)
+
+
+def test_a_small_rest_of_the_student_is_exact(backend, device):
+    """The other tokens have a millionth of the probability: subtracting would lose their sum."""
+    student = torch.zeros(3, 2000, device=device)
+    student[:, 7:9] = 22.0
+    top = TopK(torch.tensor([[7, 8]] * 3), torch.tensor([[0.5, 0.4]] * 3).log())
+    top = TopK(top.ids.to(device), top.log_probs.to(device))
+    options = dict(divergence="reverse_kl", reduction="none")
+    for x, right in zip(
+        value_and_grad(soft_target_loss, student, top, backend=backend, **options),
+        value_and_grad(soft_target_loss_ref, student.double(), top, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(x.double(), right, rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("k", [2, V])

@@ -144,10 +144,6 @@ def _definite(n: int) -> Inputs:
     )
 
 
-_SOFT_TARGETS = Kernels(
-    options={"teacher": ("logits",)}  # no TopK
-)
-
 LOSSES = (
     Loss(
         name="relation",
@@ -238,8 +234,8 @@ LOSSES = (
         },
         modules=("SoftTargetLoss",),
         cpp={name: _CPP for name in ("soft_target_loss", "linear_soft_target_loss")},
-        triton={name: _SOFT_TARGETS for name in ("soft_target_loss", "linear_soft_target_loss")},
-        kernel_files=("soft_targets",),
+        triton={name: Kernels() for name in ("soft_target_loss", "linear_soft_target_loss")},
+        kernel_files=("soft_targets", "soft_targets_top_k"),
     ),
     Loss(
         name="token_log_probs",

@@ -1,6 +1,6 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ class SoftTargetOptions:
     def per_row(self) -> tuple[str, float, float, float]:
         """Options that the kernels take."""
         return self.form, self.temperature, self.scale, self.coefficient
+
+    @property
+    def top_k_per_row(self) -> tuple[str, str, float, float, float]:
+        """Options that the Triton kernels of a teacher's top k take."""
+        return self.tail, *self.per_row
 
 
 def soft_target_rows(
@@ -101,16 +106,23 @@ def divergence_in_place(
         values: Tensor = torch.ops.fastkd_cpp.soft_target_rows(*rows, *soft.per_row, bucket)
         return values
     from fastkd.kernels import soft_targets as kernels
+    from fastkd.kernels import soft_targets_top_k as of_top_k
 
-    form, temperature, scale, coefficient = soft.per_row
-    logits = student, teacher[0], mask
-    loss, stats = kernels.soft_target_forward(*logits, form, temperature, scale, coefficient)
+    loss: Tensor
+    weighted = replace(soft, scale=soft.scale * weight)
+    if soft.tail:
+        ids, log_probs = teacher
+        loss, *saved = of_top_k.top_k_forward(student, ids, log_probs, mask, *soft.top_k_per_row)
+        if needs_grad and weights is not None:
+            of_top_k.fill_top_k_gradient(
+                student, student, ids, mask, saved, None, weights, *weighted.top_k_per_row
+            )
+        return loss
+    loss, stats = kernels.soft_target_forward(student, teacher[0], mask, *soft.per_row)
     if needs_grad and weights is not None:
-        scale = scale * weight
-        kernels.fill_gradient(
-            student, *logits, stats, None, weights, form, temperature, scale, coefficient
-        )
-    return loss  # type: ignore[no-any-return]
+        logits = student, student, teacher[0], mask
+        kernels.fill_gradient(*logits, stats, None, weights, *weighted.per_row)
+    return loss
 
 
 def log_softmax(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import fastkd
 from fastkd._core import dispatch
 from fastkd.soft_targets import (
     DIVERGENCES,
@@ -37,6 +38,22 @@ def test_few_launches(device, divergence):
     # The interpreter on the CPU also looks whether the mask holds only 0 and 1, and a 1.
     checks = 7 if device.type == "cpu" else 0
     assert len(launches) - checks <= 8, launches
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+def test_few_launches_for_a_top_k(device, tail):
+    student = torch.randn(6, 40, device=device, requires_grad=True)
+    log_probs, ids = torch.randn(6, 40, device=device).log_softmax(-1).topk(3)
+    top = fastkd.TopK(ids, log_probs, tail)
+    with count_launches() as launches:
+        soft_target_loss(student, top, backend="triton").backward()
+    assert launches.of_triton() == [
+        "top_k_outcomes_kernel",
+        "soft_target_forward_kernel",
+        "soft_target_reduce_kernel",
+        "soft_target_backward_kernel",
+        "top_k_gradient_kernel",
+    ]
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])

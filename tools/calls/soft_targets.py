@@ -67,6 +67,27 @@ def calls_of_heads() -> Calls:
         yield Call(fastkd.soft_target_loss, inputs, {"divergence": divergence})
 
 
+def of_top_k(student_logits: Tensor, log_probs: Tensor, tail: str, **options: Any) -> Tensor:
+    """A call of `soft_target_loss` with a teacher's top k."""
+    ids = numbers(*log_probs.shape).tensor()
+    return fastkd.soft_target_loss(student_logits, fastkd.TopK(ids, log_probs, tail), **options)
+
+
+def calls_of_top_k() -> Calls:
+    for dtype, tail, masked, V in itertools.product(
+        ALL_TYPES, ("bucket", "renormalise"), BOTH, (1025, 1040, 152_064)
+    ):
+        inputs = {"student_logits": learns(2, 3, V, dtype=dtype), "log_probs": given(2, 3, 64)}
+        yield Call(of_top_k, inputs | mask_of(2, 3, masked=masked), {"tail": tail})
+    forms = [*DIVERGENCES, *(Divergence(name) for name in NAMES if name not in DIVERGENCES)]
+    for divergence, temperature, k, masked in itertools.product(
+        forms, (1.0, 20.0), (64, 1030), BOTH
+    ):
+        inputs = {"student_logits": learns(2, 3, 1040), "log_probs": given(2, 3, k)}
+        options = {"tail": "bucket", "divergence": divergence, "temperature": temperature}
+        yield Call(of_top_k, inputs | mask_of(2, 3, masked=masked), options)
+
+
 def calls_of_drafts() -> Calls:
     """Weights of positions, and a student's part of the vocabulary."""
     forms = [*DIVERGENCES, *(Divergence(name) for name in NAMES if name not in DIVERGENCES)]
@@ -109,6 +130,7 @@ def calls() -> Calls:
         inputs = heads(3, V=50, student=given, dtype=torch.float32)
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
     yield from calls_of_heads()
+    yield from calls_of_top_k()
     yield from calls_of_drafts()
     extras = {"mask": numbers(6), "denominator": numbers(), "weights": given(6)}
     yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})

@@ -1,0 +1,347 @@
+"""Soft targets of a teacher's top k tokens.
+
+The divergence is that of few outcomes: the k tokens and, in a bucket, all other tokens as one. A
+kernel computes the outcomes' log-probabilities of student and teacher, the kernels of
+`fastkd.kernels.soft_targets` the divergence and its gradient g with respect to them, and another
+kernel spreads g over the student's row: g_j at token j of the k, and g_rest·softmax over the other
+tokens. Only the student has rows of V logits. With E = R·V logits of s bytes a bucket moves 3Es
+bytes forward and backward, renormalised outcomes only the Es bytes of the gradient.
+
+The sum over the other tokens must not contain the k tokens: subtracted from the sum over all, they
+would leave a rounding error in place of a small rest. A bit for each token marks them, V/8 bytes a
+row, set with an atomic OR: its result doesn't depend on the order of the threads.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
+from fastkd.kernels.rounding import rounded
+from fastkd.kernels.soft_targets import (
+    HOT,
+    LOG2_E,
+    STATS,
+    _base,
+    _bytes,
+    _columns,
+    _lane_max,
+    _lane_sum,
+    _load,
+    _shift,
+    fill_gradient,
+    fill_loss,
+)
+
+# Outcomes are stored in rows of a multiple of this size: one compiled form of the kernels on them.
+PADDING = 16
+
+
+def blocks(V: int, element_size: int, aligned: bool) -> dict[str, int]:
+    """Block sizes and warps for a vocabulary of V, as in `soft_targets.forward_blocks`."""
+    if V > 1024:
+        width = 16 // element_size if aligned else 1
+        return {"BLOCK_R": 1, "BLOCK_V": 4096, "LANES": 256, "WIDTH": width, "num_warps": 8}
+    width = 4 if aligned else 1
+    return {"BLOCK_R": 8, "BLOCK_V": 128, "LANES": 32, "WIDTH": width, "num_warps": 8}
+
+
+@triton.jit(do_not_specialize=["R", "K"])
+def top_k_outcomes_kernel(
+    student_ptr,
+    ids_ptr,  # (R, K)
+    log_probs_ptr,  # (R, K), −inf where unused
+    mask_ptr,
+    marks_ptr,  # (R, words of 32 bits)
+    student_outcomes_ptr,  # (R, width): log-probabilities, up to a constant of each row
+    teacher_outcomes_ptr,  # (R, width)
+    rest_ptr,  # (R, 2): maximum and sum of the other tokens
+    R,
+    V,
+    K,
+    width,
+    words,
+    stride_student,
+    inverse,  # 1/τ
+    slope,  # log2(e)/τ
+    BUCKET: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < R
+    is_real = exists
+    if HAS_MASK:
+        is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
+    student_row = student_ptr + row * stride_student
+    marks_row = marks_ptr + row * words
+    lane = tl.arange(0, LANES)[None, :]
+    listed_row = row[:, None] * K
+
+    if BUCKET:
+        for start in range(0, words, LANES):
+            tl.store(
+                marks_row[:, None] + start + lane, 0, mask=exists[:, None] & (start + lane < words)
+            )
+        tl.debug_barrier()  # a thread marks in words that another one cleared
+    top = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+    # float32's rounding error of the sum would be as large as a small tail.
+    listed = tl.zeros([BLOCK_R, LANES], dtype=tl.float64)
+    for start in range(0, K, LANES):
+        inside = is_real[:, None] & (start + lane < K)
+        at = listed_row + start + lane
+        log_p = tl.load(log_probs_ptr + at, mask=inside, other=-float("inf"))
+        is_used = log_p != -float("inf")
+        id = tl.load(ids_ptr + at, mask=is_used, other=0)
+        z = tl.load(student_row[:, None] + id, mask=is_used, other=-float("inf"))
+        top = tl.maximum(top, z.to(tl.float32))
+        if BUCKET:
+            listed += tl.exp(log_p.to(tl.float64))
+            bit = tl.full([BLOCK_R, LANES], 1, tl.int32) << (id & 31).to(tl.int32)
+            tl.atomic_or(marks_row[:, None] + (id >> 5), bit, mask=is_used, sem="relaxed")
+    top = tl.max(top, axis=1)
+
+    base_r = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    total_r = tl.zeros([BLOCK_R], dtype=tl.float32)
+    if BUCKET:
+        tl.debug_barrier()  # all threads mark
+        top_r = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+        sum_r = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
+        firsts = _columns(BLOCK_V // (LANES * WIDTH), LANES, 1) * WIDTH  # of a lane's columns
+        for start in range(0, V, BLOCK_V):
+            z = _load(student_row, start + columns, V, is_real)
+            inside = is_real[:, None, None, None] & (start + firsts < V)
+            word = marks_row[:, None, None, None] + (start + firsts) // 32
+            marks = tl.load(word, mask=inside, other=0)
+            is_listed = ((marks >> (columns & 31)) & 1) != 0
+            z = tl.where(is_listed, -float("inf"), z)
+            new = tl.maximum(top_r, _lane_max(z))
+            shrink = tl.exp2(_shift(top_r, new) * slope)
+            top_r = new
+            weights = tl.exp2((z - _base(top_r)[:, None, :, None]) * slope)
+            sum_r = sum_r * shrink + _lane_sum(weights)
+        base_r = tl.max(top_r, axis=1)
+        shrink = tl.exp2(_shift(top_r, base_r[:, None]) * slope)
+        total_r = tl.sum(rounded(sum_r * shrink), axis=1)
+    base = _base(tl.maximum(top, base_r))
+    log_rest_s = (_base(base_r) - base) * inverse + tl.log(total_r)
+    rest_of_teacher = 1.0 - tl.sum(listed, axis=1)
+    rest_of_teacher = tl.where(K < V, rest_of_teacher, 0.0).to(tl.float32)
+    log_rest_t = tl.log(tl.maximum(rest_of_teacher, 0.0))
+    tl.store(rest_ptr + row * 2, _base(base_r), mask=exists)
+    tl.store(rest_ptr + row * 2 + 1, total_r, mask=exists)
+
+    for start in range(0, width, LANES):
+        place = start + lane
+        inside = is_real[:, None] & (place < K)
+        log_p = tl.load(log_probs_ptr + listed_row + place, mask=inside, other=-float("inf"))
+        is_used = log_p != -float("inf")
+        id = tl.load(ids_ptr + listed_row + place, mask=is_used, other=0)
+        z = tl.load(student_row[:, None] + id, mask=is_used, other=-float("inf")).to(tl.float32)
+        log_q, log_p = (z - base[:, None]) * inverse, log_p.to(tl.float32)
+        if BUCKET:
+            log_q = tl.where(place == K, log_rest_s[:, None], log_q)
+            log_p = tl.where(place == K, log_rest_t[:, None], log_p)
+        at = row[:, None] * width + place
+        inside = exists[:, None] & (place < width)
+        tl.store(student_outcomes_ptr + at, log_q, mask=inside)
+        tl.store(teacher_outcomes_ptr + at, log_p, mask=inside)
+
+
+@triton.jit(do_not_specialize=["R", "K"])
+def top_k_gradient_kernel(
+    student_ptr,
+    ids_ptr,  # (R, K)
+    mask_ptr,
+    teacher_outcomes_ptr,  # (R, width), −inf where unused
+    gradient_ptr,  # (R, width), of the outcomes
+    rest_ptr,  # (R, 2)
+    dstudent_ptr,  # (R, V)
+    R,
+    V,
+    K,
+    width,
+    stride_student,
+    slope,  # log2(e)/τ
+    BUCKET: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < R
+    is_real = exists
+    if HAS_MASK:
+        is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
+    outcomes = row[:, None] * width
+    if BUCKET:
+        base = tl.load(rest_ptr + row * 2, mask=is_real, other=0.0)[:, None]
+        total = tl.load(rest_ptr + row * 2 + 1, mask=is_real, other=0.0)[:, None]
+        of_rest = tl.load(gradient_ptr + outcomes + K, mask=is_real[:, None], other=0.0)
+        # A rest of probability 0 has no gradient to spread.
+        factor = tl.where(total == 0.0, 0.0, of_rest / total)
+    for start in range(0, V, BLOCK_V):
+        column = start + tl.arange(0, BLOCK_V)[None, :]
+        grad = tl.zeros([BLOCK_R, BLOCK_V], dtype=tl.float32)
+        if BUCKET:
+            inside = is_real[:, None] & (column < V)
+            z = tl.load(
+                student_ptr + row[:, None] * stride_student + column, mask=inside, other=0.0
+            )
+            grad = tl.exp2((z.to(tl.float32) - base) * slope) * factor
+        tl.store(
+            dstudent_ptr + row[:, None] * V + column, grad, mask=exists[:, None] & (column < V)
+        )
+    tl.debug_barrier()  # the k tokens are written twice, by different threads
+    for start in range(0, K, BLOCK_K):
+        place = start + tl.arange(0, BLOCK_K)[None, :]
+        inside = is_real[:, None] & (place < K)
+        log_p = tl.load(teacher_outcomes_ptr + outcomes + place, mask=inside, other=-float("inf"))
+        is_used = log_p != -float("inf")
+        id = tl.load(ids_ptr + row[:, None] * K + place, mask=is_used, other=0)
+        grad = tl.load(gradient_ptr + outcomes + place, mask=is_used, other=0.0)
+        tl.store(dstudent_ptr + row[:, None] * V + id, grad, mask=is_used)
+
+
+def _width(K: int) -> int:
+    return cdiv(K + 1, PADDING) * PADDING
+
+
+def _forward_shapes(student, ids, *rest):
+    R, width = student.shape[0], _width(ids.shape[1])
+    shapes = (R,), (R, STATS.value), (R, width), (R, width), (R, 2)
+    return [student.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
+@operator(_forward_shapes)
+def top_k_forward(
+    student: Tensor,
+    ids: Tensor,
+    log_probs: Tensor,
+    mask: Tensor | None,
+    tail: str,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    coefficient: float = 0.0,
+) -> list[Tensor]:
+    """Loss (R,) of every row, and what its gradient needs.
+
+    Logits (R, V), token ids and log-probabilities (R, K), mask (R,) bool. The outcomes' statistics,
+    log-probabilities of student and teacher, and sums of the other tokens follow the loss.
+    """
+    (R, V), K = student.shape, ids.shape[1]
+    ids, log_probs = ids.contiguous(), log_probs.contiguous()
+    aligned = all(size % 16 == 0 for size in (V, student.stride(0)))
+    results = _forward_shapes(student, ids)
+    loss, stats, student_outcomes, teacher_outcomes, rest = results
+    if R == 0:
+        return results
+    words = cdiv(V, 32) if tail == "bucket" else 0
+    config = blocks(V, student.element_size(), aligned)
+    top_k_outcomes_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        student,
+        ids,
+        log_probs,
+        _bytes(mask),
+        torch.empty(R, words, dtype=torch.int32, device=student.device),
+        student_outcomes,
+        teacher_outcomes,
+        rest,
+        R,
+        V,
+        K,
+        _width(K),
+        words,
+        student.stride(0),
+        1 / temperature,
+        LOG2_E / temperature,
+        BUCKET=tail == "bucket",
+        HAS_MASK=mask is not None,
+        **config,
+    )
+    rows = student_outcomes, teacher_outcomes, mask, loss, stats
+    fill_loss(*rows, divergence, 1.0, scale, coefficient, temperature > HOT)
+    return results
+
+
+def _backward_shapes(student, *rest):
+    return student.new_empty(student.shape)
+
+
+@operator(_backward_shapes)
+def top_k_backward(
+    student: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    saved: list[Tensor],
+    divisor: Tensor | None,
+    dloss: Tensor,
+    tail: str,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    coefficient: float = 0.0,
+) -> Tensor:
+    """dstudent (R, V) in the dtype of student.
+
+    ``saved``: results of `top_k_forward` after the loss. The upstream gradient is that of
+    `soft_targets.soft_target_backward`.
+    """
+    dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
+    options = tail, divergence, temperature, scale, coefficient
+    fill_top_k_gradient(dstudent, student, ids, mask, saved, divisor, dloss, *options)
+    return dstudent
+
+
+def fill_top_k_gradient(
+    dstudent: Tensor,
+    student: Tensor,
+    ids: Tensor,
+    mask: Tensor | None,
+    saved: list[Tensor],
+    divisor: Tensor | None,
+    dloss: Tensor,
+    tail: str,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    coefficient: float = 0.0,
+) -> None:
+    """Write the gradient into dstudent, which may be student; see `soft_targets.fill_gradient`."""
+    stats, student_outcomes, teacher_outcomes, rest = saved
+    (R, V), K = student.shape, ids.shape[1]
+    assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
+    if R == 0:
+        return
+    gradient = torch.empty_like(student_outcomes)
+    rows = gradient, student_outcomes, teacher_outcomes, mask, stats, divisor, dloss
+    fill_gradient(*rows, divergence, 1.0, scale / temperature, coefficient)
+    config = {"BLOCK_R": 1, "BLOCK_V": 4096, "BLOCK_K": 256, "num_warps": 8}
+    if V <= 1024:
+        config = {"BLOCK_R": 8, "BLOCK_V": 128, "BLOCK_K": 32, "num_warps": 8}
+    top_k_gradient_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        student,
+        ids.contiguous(),
+        _bytes(mask),
+        teacher_outcomes,
+        gradient,
+        rest,
+        dstudent,
+        R,
+        V,
+        K,
+        _width(K),
+        student.stride(0),
+        LOG2_E / temperature,
+        BUCKET=tail == "bucket",
+        HAS_MASK=mask is not None,
+        **config,
+    )
