@@ -71,6 +71,13 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Drawing takes longer than all else of a command on few rows."""
+    for name in ("plot_layer_panels", "plot_layer_similarity", "plot_sentence"):
+        monkeypatch.setattr(report, name, lambda *args, **options: None)
+
+
 def test_numbers_and_pictures(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     text, out = folder / "text.txt", tmp_path / "out"
@@ -141,7 +148,7 @@ def test_a_narrower_student_before(folder):
         assert torch.equal(value, weights[name])
 
 
-def test_columns_are_those_of_the_training(folder, tmp_path):
+def test_columns_are_those_of_the_training(folder, tmp_path, without_pictures):
     """They had to be given again, though `evaluate` knew them."""
     rows = ["a small model\twords\tno", "words\tof a model\tyes", "small\tsmall\t-100"] * 4
     data = tmp_path / "pairs.tsv"
@@ -165,7 +172,7 @@ def test_columns_are_those_of_the_training(folder, tmp_path):
     assert "was trained on pairs of texts; --text-pair-column" in error
 
 
-def test_a_decoder(folder, tmp_path, monkeypatch):
+def test_a_decoder(folder, tmp_path, monkeypatch, without_pictures):
     save(tmp_path / "gpt2", GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
     load_model = report.load_model
 
@@ -258,7 +265,7 @@ def test_texts_from_a_pipe():
     os.close(read)
 
 
-def test_a_task_from_the_hub(folder, monkeypatch):
+def test_a_task_from_the_hub(folder, monkeypatch, without_pictures):
     def hub(name, config, split, columns, option):
         assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
         return read_file(folder / "data.tsv", columns, option), None

@@ -61,10 +61,9 @@ def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_p
 
 
 # Every method's losses are the same bits: tests/distill/test_cache.py.
-@pytest.mark.parametrize("method", ["mc3kd", "soft_targets"])
-def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, method):
-    more = {"method": method, "test": folder / "dev.tsv"}
-    assert "42 different samples" in call("cache", tmp_path / "cache", method=method)
+def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path):
+    more = {"method": "mc3kd", "test": folder / "dev.tsv"}
+    assert "42 different samples" in call("cache", tmp_path / "cache", method="mc3kd")
     call("distill", tmp_path / "live", **more)
     output = call("distill", tmp_path / "cached", teacher_cache=tmp_path / "cache", **more)
     live, cached = report_of(tmp_path / "live"), report_of(tmp_path / "cached")

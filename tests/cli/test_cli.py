@@ -222,10 +222,8 @@ def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
 def test_regression_and_string_labels(distill, tmp_path):
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
     one = make_teacher(tmp_path / "one", labels=1)
-    for method in ("soft_targets", "lrc_bert", "knn"):
-        distill(teacher=one, train=real, eval=real, method=method, out=tmp_path / method)
-        report = report_of(tmp_path / method)
-        assert set(report["student"]) == {"pearson", "spearman"}
+    distill(teacher=one, train=real, eval=real, method="knn", out=tmp_path / "knn")
+    assert set(report_of(tmp_path / "knn")["student"]) == {"pearson", "spearman"}
     distill(train=real, eval=real, finetune_teacher=1, metric="mse", out=tmp_path / "mse")
     history = report_of(tmp_path / "mse")["history"]
     assert report_of(tmp_path / "mse")["student"]["mse"] == min(h["scores"]["mse"] for h in history)
@@ -260,7 +258,6 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
     assert labels_of("same", "negative", "Positive") == {"0": "Positive", "1": "negative"}
     error = labels_of("ids", "0", "1", expect=2)  # 1 is positive nearly everywhere
     assert "label 0 is the model's class 'POSITIVE' by its number, and 'NEGATIVE' as" in error
-    assert labels_of("ids", "0", "1", label_order="0,1") == {"0": "0", "1": "1"}
     error = labels_of("other", "bad", "good", expect=2)
     assert "POSITIVE, NEGATIVE, the data bad, good" in error and "--label-order" in error
     assert labels_of("told", "bad", "good", label_order="good, bad") == {"0": "good", "1": "bad"}
@@ -453,7 +450,7 @@ def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
 
 
-def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp_path):
+def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp_path, monkeypatch):
     short = make_teacher(tmp_path / "short", max_position_embeddings=16)
     said = distill(max_length=None, student=short)
     assert "--max-length 32: the teacher reads no more" in said
@@ -462,6 +459,8 @@ def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp
     run("cache", out=tmp_path / "cache", teacher=teacher, max_length=20, **words)
     words |= {"teacher_cache": tmp_path / "cache", "epochs": 1}
     run("distill", out=tmp_path / "cached", **words)  # texts are as long as in the cache
+    for name in ("plot_layer_panels", "plot_sentence"):
+        monkeypatch.setattr(f"fastkd.cli.analyze_command.{name}", lambda *args, **options: None)
     said = run("analyze", model=teacher, student=short, data=files[1], out=tmp_path / "layers")
     assert "--max-length 16: the models read no more tokens" in said
 
@@ -576,12 +575,11 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path):
     assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
 
 
-@pytest.mark.parametrize("method", ["fcd", "lrc_bert"])
-def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path, method):
+def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     """Batches of 8 rows in parts of 3, 3 and 2, the last one of 2 rows in two."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     options = {
-        "teacher": make_teacher(tmp_path / "still", **still), "method": method,
+        "teacher": make_teacher(tmp_path / "still", **still), "method": "fcd",
         "finetune_teacher": 1, "max_train_rows": 26,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
