@@ -160,11 +160,7 @@ def test_json_arrays(tmp_path, indent):
     path = tmp_path / "a.json"
     for ascii_only in (True, False):
         path.write_text("\n" + json.dumps(OBJECTS, indent=indent, ensure_ascii=ascii_only) + "\n")
-        lines = path.read_text().splitlines()
-        found = list(records(path, True, "--train"))
-        assert [record for _, record in found] == OBJECTS
-        assert all(lines[number - 1].strip().startswith(("{", "[{")) for number, _ in found)
-        assert len({number for number, _ in found}) == (len(OBJECTS) if indent else 1)
+        assert list(records(path, True, "--train")) == list(enumerate(OBJECTS, 1))
     path.write_text(" [ ] ")
     assert list(records(path, True, "--train")) == []
 
