@@ -78,7 +78,8 @@ def _replace_language_once() -> None:
     from triton.runtime import interpreter
 
     replace, unwrap = interpreter._patch_lang, tl.core._unwrap_if_constexpr
-    semantic, plain = interpreter.interpreter_semantic, {tl.tensor, int, float, bool, type(None)}
+    semantic = interpreter.interpreter_semantic
+    plain = {tl.tensor, tl.dtype, tl.pointer_type, tl.block_type, int, float, bool, type(None)}
     modules = set()
 
     def replace_once(function):
