@@ -20,6 +20,7 @@ from fastkd.distill.families import (
     reads_whole_rows,
     rows_of,
 )
+from fastkd.vocabulary_match import VocabularyMatch
 
 # Class names of models with a head that are their own base: Whisper's audio classifier, T5 for
 # question answering.
@@ -43,8 +44,9 @@ class Model:
     #: Whether the logits are over a vocabulary.
     predicts_words: bool = False
     tokenizer: Any = None
-    #: Of a teacher: number of first vocabulary entries that the student shares; None for all.
-    vocabulary: int | None = None
+    #: Of a teacher: number of first vocabulary entries that the student shares, None for all, or
+    #: the match of two vocabularies.
+    vocabulary: int | VocabularyMatch | None = None
     #: Class names in the order of the logits, if known.
     class_labels: Sequence[str] = ()
     #: Position of the first token without ``position_ids``.

@@ -18,6 +18,7 @@ from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens, paired_positions
 from fastkd.distill.teachers import Teachers
 from fastkd.distill.vocabulary import other_vocabulary
+from fastkd.vocabulary_match import VocabularyMatch
 
 
 class BatchReader:
@@ -31,6 +32,10 @@ class BatchReader:
             student.per_token
             and not student.encoder_decoder
             and any(m.uses_teacher and m.compares_logits(0.0, 1.0) for _, m in teachers.pairs)
+        )
+        #: Whether a teacher has another vocabulary: soft targets then are at paired tokens alone.
+        self.two_vocabularies = any(
+            isinstance(teacher.model.vocabulary, VocabularyMatch) for teacher in teachers.each
         )
         # Only transformers' models are known to separate packed documents without a mask.
         self.unmasks = all(model.shows_states for model in (student, *teachers.live))
@@ -51,6 +56,11 @@ class BatchReader:
         """Read arguments as in `Distiller.forward`; ``num_items`` in ``inputs`` is ignored."""
         batch, own, spans = self._split(inputs, num_items)
         teaching = [(t, method) for t, method in self.teachers.pairs if method.uses_teacher]
+        if self.two_vocabularies and self.pairs_tokens and spans is None:
+            raise ValueError(
+                "teacher_spans: the teacher has another vocabulary; pass its inputs and both "
+                "spans, as TwoTokenizers returns them"
+            )
         if own and teaching:
             batch.teacher = Batch.of(
                 own, student=self.student, readers=self.teachers.live, unmasks=self.unmasks
@@ -59,11 +69,11 @@ class BatchReader:
             paired = spans is not None and self.pairs_tokens
             for teacher, method in self.teachers.pairs:
                 teacher.check_own_inputs(method, per_token, spans is not None, paired)
-            if spans is not None and paired:
+            if spans is not None and paired and not self.two_vocabularies:
                 ids = inputs.get("input_ids"), own.get("input_ids")
                 check_paired_tokens(self.method_name, spans, ids, batch.labels)
             if spans is not None:
-                batch.align(spans)
+                batch.align(spans, several=not self.two_vocabularies)
         elif self.vocabulary_warnings and "input_ids" in batch.inputs:
             for warning in self.vocabulary_warnings:
                 warnings.warn(
@@ -83,7 +93,8 @@ class BatchReader:
         student, own, spans = split_inputs(inputs)
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
         loss_weights = student.pop("loss_weights", None)
-        if spans is not None and isinstance(labels, Tensor) and self.pairs_tokens:
+        pairs_labels = self.pairs_tokens and not self.two_vocabularies
+        if spans is not None and isinstance(labels, Tensor) and pairs_labels:
             # Predictions are compared where both models read the token.
             labels = labels.masked_fill(paired_positions(*spans) < 0, IGNORED)
         first = None

@@ -86,7 +86,9 @@ class Distiller(InGroup):
             adds) are left out of both distributions; labels must be below it. Without tokenizers,
             heads of two sizes are compared on the smaller vocabulary, if the configurations'
             special tokens agree and the rest could be padding (fewer than 1024). A warning
-            reports this.
+            reports this. A `fastkd.VocabularyMatch` instead of tokenizers compares the matched
+            tokens of two vocabularies, with batches of `TwoTokenizers`, at the tokens whose span
+            has one token on both sides; soft targets are divided by all counted tokens.
 
     Raises:
         ValueError: teacher and student share weights or don't fit the method, or the tokenizers
@@ -399,6 +401,7 @@ class Distiller(InGroup):
             token_mask=batch.mask,
             document_ids=batch.document_ids,
             loss_weights=batch.loss_weights,
+            paired=None if batch.spans is None else batch.spans.paired >= 0,
             first=batch.first,
             ranks=items.ranks,
             items=items,

@@ -14,6 +14,7 @@ from fastkd.distill.outputs import Logits
 from fastkd.distill.step import Step
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.targets import CrossEntropy
+from fastkd.vocabulary_match import VocabularyMatch
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 NO_LABELS = "the task term needs labels in the batch; pass labels, or set its weight to 0"
@@ -77,7 +78,7 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
         return step.mean(total, known.sum())
     if labels.shape != logits.shape[:-1]:
         raise _misfit(labels, logits)
-    logits = logits[..., : step.teacher_model.vocabulary]
+    logits = logits[..., : _shared(step)]
     (logits,), mask, aligned, weights = _aligned(step, logits)
     assert aligned is not None
     known = aligned != IGNORED
@@ -123,13 +124,14 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
     student, teacher = (_logits_of(step, side, "soft") for side in ("student", "teacher"))
     spans = isinstance(student, tuple)
     vocabulary, means = step.teacher_model.vocabulary, []
+    two, n = isinstance(vocabulary, VocabularyMatch), _shared(step)
     for z_s, z_t in zip(
         student if isinstance(student, tuple) else (student,),
         teacher if isinstance(teacher, tuple) else (teacher,),
         strict=True,
     ):
-        z_s, z_t = z_s[..., :vocabulary], z_t[..., :vocabulary]
-        if z_t.shape != z_s.shape:
+        z_s, z_t = z_s[..., :n], z_t[..., :n]
+        if z_t.shape != z_s.shape and not two:
             raise ValueError(
                 f"student logits have shape {tuple(z_s.shape)} but the teacher's "
                 f"{tuple(z_t.shape)}; both need the same labels or vocabulary"
@@ -152,9 +154,10 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             temperature=options.temperature,
             divergence=options.divergence,
             mask=mask,
-            weights=weights,
+            weights=_soft_weights(step, weights),
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
+            vocabulary=vocabulary if two else None,
         )
         count = z_s.shape[:-1].numel() if mask is None else mask.sum()
         means.append(step.mean(total, count, over_tokens=mask is not None))
@@ -184,7 +187,7 @@ def head_loss(
         task = CrossEntropy(
             aligned,
             weights["task"],
-            label_smoothing=options.label_smoothing(vocabulary or head.weight.shape[0]),
+            label_smoothing=options.label_smoothing(_shared(step) or head.weight.shape[0]),
             ignore_index=IGNORED,
             weights=token_weights,
         )
@@ -197,9 +200,9 @@ def head_loss(
         divergence=options.divergence,
         scale_by_t2=options.scale_by_t2,
         mask=mask,
-        weights=token_weights,
+        weights=_soft_weights(step, token_weights) if "soft" in weights else token_weights,
         reduction="sum",
-        vocabulary=vocabulary,
+        vocabulary=vocabulary if "soft" in weights else _shared(step),
         soft_weight=weights.get("soft", 0.0),
         task=task,
         return_terms=tuple(weights),
@@ -208,6 +211,21 @@ def head_loss(
     count = states.shape[:-1].numel() if mask is None else mask.sum()
     loss, *means = step.mean(totals, count, over_tokens=mask is not None).unbind()
     return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
+
+
+def _shared(step: Step) -> int | None:
+    """Number of first tokens that both vocabularies share; None for all, or for two of them."""
+    vocabulary = step.teacher_model.vocabulary
+    return None if isinstance(vocabulary, VocabularyMatch) else vocabulary
+
+
+def _soft_weights(step: Step, weights: Tensor | None) -> Tensor | None:
+    """Weights of the soft targets: 0 at tokens that a teacher of another vocabulary splits."""
+    if step.paired is None or not isinstance(step.teacher_model.vocabulary, VocabularyMatch):
+        return weights
+    paired = step.paired[:, 1:] if step.student_model.causal else step.paired
+    kept = paired.to(torch.float32 if weights is None else weights.dtype)
+    return kept if weights is None else weights * kept
 
 
 def _logits_of(step: Step, side: str, term: str) -> Logits:

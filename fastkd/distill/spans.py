@@ -224,6 +224,12 @@ def check_paired_tokens(
         )
 
 
+def single_tokens(spans: Tensor) -> Tensor:
+    """Spans (B, N), −1 for tokens that share their span with another token."""
+    alike = (spans[:, :, None] == spans[:, None, :]).sum(2)  # (B, N)
+    return spans.masked_fill(alike > 1, -1)
+
+
 def paired_positions(student: Tensor, teacher: Tensor) -> Tensor:
     """Teacher's position (B, N) with the same span as each student token, −1 for none."""
     same = (student[:, :, None] == teacher[:, None, :]) & (student >= 0)[:, :, None]  # (B, N, M)

@@ -24,6 +24,7 @@ from fastkd.distill.outputs import (
     pooled_rows,
 )
 from fastkd.distill.several import EnsembleModel, Several
+from fastkd.vocabulary_match import VocabularyMatch
 
 
 class Teacher:
@@ -134,8 +135,16 @@ class Teachers:
         self.model: Model = EnsembleModel(models) if self.several else models[0]
 
     def take_tokenizers(self, student: Backbone, tokenizers: Any) -> None:
-        """Assign tokenizers: one for all models, or the student's and each teacher's."""
+        """Assign tokenizers: one for all models, the student's and each teacher's, or a match."""
         models: list[Model] = [student, *(teacher.model for teacher in self.each)]
+        if isinstance(tokenizers, VocabularyMatch):
+            for model in models[1:]:
+                model.vocabulary = dataclasses.replace(
+                    tokenizers,
+                    student_size=student.output_size or tokenizers.student_size,
+                    teacher_size=model.output_size or tokenizers.teacher_size,
+                )
+            return
         if not isinstance(tokenizers, (list, tuple)):
             tokenizers = [tokenizers] * len(models)
         if len(tokenizers) != len(models):

@@ -317,6 +317,8 @@ class _Step:
         student = self.distiller.student_model
         if student.has_head and not student.per_token:
             raise _CannotDo("the head makes one prediction per row")
+        if "student_spans" in self.batch:
+            raise _CannotDo("spans belong to rows of one document")
         row = {name: x[mask][None] for name, x in self._of_tokens()}
         if "position_ids" not in row:
             starts = self._positions(mask.long().cumsum(1) - 1)

@@ -1,0 +1,147 @@
+"""Soft targets of a teacher with another vocabulary, at the tokens that spans pair one by one."""
+
+import pytest
+import torch
+import transformers as t
+from torch.nn import functional as F
+
+from fastkd import VocabularyMatch, soft_target_loss
+from fastkd.distill import Distiller, SoftTargets, TeacherCache, TwoTokenizers
+from fastkd.distill.verify import verify
+
+TEXTS = ["playing in the garden", "cat well in", "the well garden cat playing"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+WORDS = {
+    "student": [*SPECIAL, "play", "##ing", "well", "in", "the", "garden", "cat"],
+    "teacher": [*SPECIAL, "[MASK]", "cat", "the", "in", "well", "gar", "##den", "playing"],
+}
+
+
+def tokenizer(side, padding_side="right"):
+    vocab = {word: i for i, word in enumerate(WORDS[side])}
+    return t.BertTokenizer(vocab=vocab, padding_side=padding_side)
+
+
+def decoder(vocabulary, hidden):
+    return t.LlamaForCausalLM(
+        t.LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+        )
+    )
+
+
+@pytest.fixture
+def models():
+    torch.manual_seed(0)
+    match = VocabularyMatch.of(tokenizer("student"), tokenizer("teacher"))
+    teacher = decoder(match.teacher_size + 3, 24)  # a padded head
+    return teacher, decoder(match.student_size, 16), match
+
+
+def data(left=False, labels=True):
+    student = tokenizer("student", "left" if left else "right")
+    batch = TwoTokenizers(student=student, teacher=tokenizer("teacher"))(TEXTS)
+    if labels:
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def by_hand(models, batch):
+    """Sum of the divergences where a span has one token on both sides, over all counted tokens."""
+    teacher, student, match = models
+    logits = student(batch["input_ids"], batch["attention_mask"]).logits
+    logits_t = teacher(batch["teacher_input_ids"], batch["teacher_attention_mask"]).logits
+    total, count, pairs = 0.0, 0, 0
+    for row in range(len(logits)):
+        ours, theirs = batch["student_spans"][row], batch["teacher_spans"][row]
+        count += int(batch["attention_mask"][row].sum()) - 1
+        for span in range(int(ours.max()) + 1):
+            n, m = ((x == span).nonzero()[:, 0].tolist() for x in (ours, theirs))
+            if len(n) == len(m) == 1 and n[0] > 0 and batch["attention_mask"][row, n[0] - 1]:
+                z, z_t = logits[row, n[0] - 1], logits_t[row, m[0] - 1]
+                pair = z[match.student_ids][None], z_t[match.teacher_ids][None]
+                total, pairs = total + soft_target_loss(*pair, temperature=2.0), pairs + 1
+    assert 1 < pairs < count
+    return total / count
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_soft_term_by_hand(models, keep_logits, left):
+    teacher, student, match = models
+    method = SoftTargets(temperature=2.0, alpha=0.5)
+    distiller = Distiller(teacher, student, method, tokenizers=match, keep_logits=keep_logits)
+    batch = data(left)
+    out = distiller(**batch)
+    expected = by_hand(models, data())
+    torch.testing.assert_close(out.terms["soft"], expected.detach())
+    task = F.cross_entropy(
+        student(data()["input_ids"], data()["attention_mask"]).logits[:, :-1].flatten(0, 1),
+        data()["labels"][:, 1:].flatten(),
+    )
+    torch.testing.assert_close(out.terms["task"], task.detach())  # of every token
+    grads = [
+        torch.autograd.grad(x, student.lm_head.weight)[0]
+        for x in (out.loss, 0.5 * task + 0.5 * expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_without_labels(models):
+    teacher, student, match = models
+    distiller = Distiller(
+        teacher, student, SoftTargets(temperature=2.0, alpha=1.0), tokenizers=match
+    )
+    out = distiller(**data(labels=False))
+    torch.testing.assert_close(out.terms["soft"], by_hand(models, data()).detach())
+
+
+def test_loss_weights_multiply_the_soft_targets(models):
+    teacher, student, match = models
+    distiller = Distiller(
+        teacher, student, SoftTargets(temperature=2.0, alpha=1.0), tokenizers=match
+    )
+    batch = data()
+    weights = torch.full(batch["labels"].shape, 3.0)
+    out = distiller(**batch, loss_weights=weights)
+    torch.testing.assert_close(out.terms["soft"], 3 * by_hand(models, data()).detach())
+
+
+def test_split_steps_equal_the_whole(models):
+    teacher, student, match = models
+    distiller = Distiller(teacher, student, SoftTargets(alpha=0.5), tokenizers=match)
+    batch = data()
+    checks = verify(distiller, batch, ranks=1, compile_backend=None)
+    assert checks and all(check.ok for check in checks), checks
+
+
+def test_spans_are_needed(models):
+    teacher, student, match = models
+    distiller = Distiller(teacher, student, SoftTargets(), tokenizers=match)
+    batch = data()
+    with pytest.raises(ValueError, match="teacher_spans: the teacher has another vocabulary"):
+        distiller(input_ids=batch["input_ids"], labels=batch["labels"])
+
+
+def test_match_of_other_tokens_is_an_error(models):
+    teacher, student, _ = models
+    wrong = VocabularyMatch(torch.tensor([90]), torch.tensor([0]), 100, 100)
+    with pytest.raises(ValueError, match="student_ids must be token ids 0 to"):
+        Distiller(teacher, student, SoftTargets(), tokenizers=wrong)
+
+
+def test_cache_of_one_vocabulary_is_an_error(models, tmp_path):
+    teacher, student, match = models
+    batch = {k: x for k, x in data().items() if not k.startswith(("teacher", "student"))}
+    batch["input_ids"] = batch["input_ids"].clamp(max=5)
+    Distiller(teacher, decoder(teacher.config.vocab_size, 16), SoftTargets()).cache_teacher(
+        [batch], tmp_path
+    )
+    distiller = Distiller(TeacherCache(tmp_path), student, SoftTargets(), tokenizers=match)
+    with pytest.raises(ValueError, match="a teacher cache finds samples by the student's tokens"):
+        distiller(**data())
