@@ -1,6 +1,7 @@
 """Targets of the soft-target losses besides teacher logits: labels, and a teacher's top k."""
 
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
@@ -180,6 +181,10 @@ class TopK:
         check_floating("hidden", hidden)
         check_no_grad("hidden", hidden)
         return TopK(*top_k(hidden, head, k, temperature, chunk_bytes), tail)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "TopK":
+        """With ``change`` applied to ids and log-probabilities."""
+        return TopK(change(self.ids), change(self.log_probs), self.tail)
 
     def check(self, leading: torch.Size, V: int, device: torch.device, mask: Tensor | None) -> None:
         """Raise unless ids are below V, at the student's positions and on its device."""

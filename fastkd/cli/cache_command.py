@@ -79,10 +79,13 @@ def write(settings: CacheSettings, console: Console) -> None:
         with processes.errors_on_all(), saving(out), run.training_config.autocast():
             try:
                 if number:
-                    distiller.cache_teacher(own, out, tokenizer=run.tokenizer)
+                    distiller.cache_teacher(own, out, tokenizer=run.tokenizer, top_k=settings.top_k)
             except ValueError as error:  # another teacher's cache, or a method that has none
                 path = str(error).startswith(str(out))
-                what = "--out" if path else f"--method {settings.method}:"
+                option = f"--method {settings.method}:"
+                if str(error).startswith("top_k"):
+                    option = "--top-k:"
+                what = "--out" if path else option
                 raise InputError(f"{what} {error}") from error
         processes.on_first_process(lambda: _complete(settings, run, distiller, scores, selected))
         cache = TeacherCache(out)

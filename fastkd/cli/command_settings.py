@@ -22,6 +22,11 @@ from fastkd.train.settings import (
 class CacheSettings(Pairing):
     out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
     batch_size: int = run_option(32, "Rows at a time.", least=1)
+    top_k: int | None = run_option(
+        None,
+        "Of a language model's soft targets keep so many most probable tokens, 8 bytes each.",
+        least=1,
+    )
 
 
 @dataclass(kw_only=True)

@@ -166,6 +166,13 @@ class Batch:
         """Inputs without targets."""
         return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
+    @property
+    def paired(self) -> Tensor | None:
+        """Mask (B, N) of the tokens with a pair among the teacher's; None without spans."""
+        if self.spans is None or self.spans.paired is None:
+            return None
+        return self.spans.paired >= 0
+
     def align(self, spans: tuple[Tensor, Tensor], several: bool = True) -> None:
         """Set the spans of the student's and the teacher's tokens.
 

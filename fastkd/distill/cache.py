@@ -24,10 +24,12 @@ from fastkd.distill.method import Method
 from fastkd.distill.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
 from fastkd.head import Head, LowRank
+from fastkd.targets import TopK
 
-FORMAT = 7
+FORMAT = 8
 ABOUT = "teacher.json"
 HEAD = "head.safetensors"
+TOP_K = ("top_k.ids", "top_k.log_probs")
 SPANS = ("start", "end")
 FACTS = (
     "class_name", "num_layers", "hidden_size", "has_head", "output_size", "per_token",
@@ -72,7 +74,8 @@ class TeacherCache(nn.Module):
     `Distiller.cache_teacher` writes it and stores what the method needs: hidden states of the
     method's layers at real tokens, or one row per sample if the method pools; logits if the method
     has soft targets. For language models it stores the head once and the head's inputs of each
-    token. The key of a sample is computed from its tokens and all other inputs of the teacher
+    token, or with ``top_k`` the ids and log-probabilities of the most probable tokens, 8 bytes
+    each. The key of a sample is computed from its tokens and all other inputs of the teacher
     (images, boxes), so samples may be read in another order, batch or padding. With the same
     batches the student learns bit for bit what it learns from the teacher itself (with
     ``keep_logits=True`` if logits over a vocabulary are stored instead of the head).
@@ -203,6 +206,12 @@ class TeacherCache(nn.Module):
             raise ValueError(
                 f"{method} has soft targets, but {self.path} stores no logits; write another cache"
             )
+        top = self.about["top_k"]
+        if wanted["logits"] and top and top["temperature"] != _temperature(built):
+            raise ValueError(
+                f"{method} has temperature {_temperature(built)}, but {self.path} stores "
+                f"log-probabilities at {top['temperature']}; write another cache"
+            )
 
     def _head(self) -> Head:
         about, tensors = self.about["head"], dict(self.named_buffers())
@@ -248,9 +257,12 @@ class TeacherCache(nn.Module):
             hidden = {layer: rows[:, None] for layer, rows in hidden.items()}
         logits: Any = None
         head_inputs: HeadInputs | None = None
+        top_k: TopK | None = None
         if wanted["logits"]:
             raw = batch.token_mask
-            if self.about["head"]:
+            if self.about["top_k"]:
+                top_k = TopK(read(TOP_K[0], raw), read(TOP_K[1], raw))
+            elif self.about["head"]:
                 head_inputs = HeadInputs(read(self.about["head"]["states"], raw), self._head())
             elif self.about["spans"]:
                 logits = tuple(read(name, raw) for name in SPANS)
@@ -258,14 +270,16 @@ class TeacherCache(nn.Module):
                 logits = read("logits", raw)
                 if not columns["logits"] and _choices(batch):
                     logits = logits.view(batch.inputs["input_ids"].shape[:2])
-        return Outputs(hidden, logits, pooled=pooled, head_inputs=head_inputs)
+        return Outputs(hidden, logits, pooled=pooled, head_inputs=head_inputs, top_k=top_k)
 
 
 def _columns(about: dict[str, Any]) -> dict[str, bool]:
     """Stored tensors by name: True for one row per real token, False for one row per sample."""
     kept = about["kept"]
     columns = {f"hidden.{layer}": kept["pool"] == "tokens" for layer in kept["layers"]}
-    if about["head"]:
+    if about["top_k"]:
+        columns |= dict.fromkeys(TOP_K, True)
+    elif about["head"]:
         columns[about["head"]["states"]] = True
     elif kept["logits"] and about["spans"]:
         columns |= dict.fromkeys(SPANS, True)
@@ -283,6 +297,11 @@ def teacher_request(method: Method) -> dict[str, Any]:
         "logits": method.compares_logits(0.0, 1.0),
         "inside": bool(wanted.attentions or wanted.qkv),
     }
+
+
+def _temperature(method: Method) -> float:
+    """Temperature of a method's soft targets."""
+    return float(getattr(method, "temperature", 1.0))
 
 
 def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
@@ -421,9 +440,12 @@ def write_cache(
     path: str | os.PathLike[str],
     tokenizer: Any,
     shard_bytes: int,
+    top_k: int | None,
 ) -> TeacherCache:
     """Implementation of `Distiller.cache_teacher`."""
     check_positive_int("shard_bytes", shard_bytes)
+    if top_k is not None:
+        check_positive_int("top_k", top_k)
     teacher.model.eval()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -437,7 +459,7 @@ def write_cache(
             )
         keys, mask = sample_keys(batch, teacher)
         if writer is None:
-            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, batch)
+            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, batch, top_k)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
@@ -460,6 +482,7 @@ class _Writer:
         tokenizer: Any,
         shard_bytes: int,
         first: Batch,
+        top_k: int | None,
     ) -> None:
         self.teacher, self.method = teacher, method
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -468,7 +491,18 @@ class _Writer:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
         outputs, head_inputs = self._run(first, read_head=True)
         about_head, head_data = None, None
-        if head_inputs is not None:
+        about_top = None
+        if top_k is not None:
+            if head_inputs is None or not isinstance(teacher.vocabulary, int | None):
+                raise ValueError(
+                    f"top_k: {type(method).__name__} reads no predictions of tokens from "
+                    f"{teacher.class_name}'s head; leave it out"
+                )
+            n = teacher.vocabulary or len(head_inputs.head.weight)
+            if top_k > n:
+                raise ValueError(f"top_k must be at most {n}, the vocabulary, got {top_k}")
+            about_top = {"k": top_k, "temperature": _temperature(method), "vocabulary": n}
+        elif head_inputs is not None:
             head_data = _safetensors().torch.save(_tensors_of(head_inputs.head))
             about_head = {
                 "digest": _digest(head_data),
@@ -482,6 +516,7 @@ class _Writer:
             "model": _facts(teacher),
             "kept": {name: self.wanted[name] for name in ("layers", "pool", "logits")},
             "head": about_head,
+            "top_k": about_top,
             "spans": isinstance(outputs.logits, tuple),
             "precision": _precision(teacher.model),
             "configuration": _configuration(teacher.model),
@@ -528,14 +563,16 @@ class _Writer:
 
     def add(self, batch: Batch, keys: list[bytes], mask: Tensor, known: set[bytes]) -> None:
         """Collect the rows of samples that are not in ``known``."""
-        head, pool = self.about["head"], self.wanted["pool"]
-        outputs, head_inputs = self._run(batch, read_head=bool(head))
+        head, top, pool = self.about["head"], self.about["top_k"], self.wanted["pool"]
+        outputs, head_inputs = self._run(batch, read_head=bool(head or top))
         found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
         if pool != "tokens":
             unpack = (lambda x: x) if batch.documents is None else batch.documents.unpack
             for name, x in found.items():
                 found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask)
-        if head_inputs is not None:
+        if head_inputs is not None and top:
+            found |= zip(TOP_K, self._top_k(head_inputs, batch.token_mask), strict=True)
+        elif head_inputs is not None:
             found[head["states"]] = head_inputs.states.to(batch.token_mask.device)
         elif isinstance(outputs.logits, tuple):
             found |= zip(SPANS, outputs.logits, strict=True)
@@ -558,6 +595,17 @@ class _Writer:
                 self._append(name, samples[i])
         if self.size >= self.shard_bytes:
             self.flush()
+
+    def _top_k(self, inputs: HeadInputs, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids (B, N, K) and log-probabilities at the real tokens, 0 elsewhere."""
+        top, head = self.about["top_k"], inputs.head
+        if top["vocabulary"] < len(head.weight):
+            head = head.subset(torch.arange(top["vocabulary"], device=head.weight.device))
+        states = inputs.states[real.to(inputs.states.device)]
+        found = TopK.of(states, head, top["k"], temperature=top["temperature"])
+        return _scatter(found.ids.int().to(real.device), real), _scatter(
+            found.log_probs.float().to(real.device), real
+        )
 
     def _append(self, name: str, x: Tensor) -> None:
         self.columns.setdefault(name, []).append(x)
@@ -619,7 +667,8 @@ def _read_about(folder: Path) -> dict[str, Any]:
 def _check_same(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise with the differing entries unless a run may add to the cache."""
     for section in (
-        "format", "model", "kept", "precision", "configuration", "head", "spans", "fingerprint",
+        "format", "model", "kept", "precision", "configuration", "head", "top_k", "spans",
+        "fingerprint",
     ):  # fmt: skip
         if old[section] != new[section]:
             raise ValueError(

@@ -191,6 +191,7 @@ class Distiller(InGroup):
         *,
         tokenizer: Any = None,
         shard_bytes: int = 2**28,
+        top_k: int | None = None,
     ) -> TeacherCache:
         """Store the teacher's outputs that the method needs, for each sample, in a folder.
 
@@ -202,6 +203,10 @@ class Distiller(InGroup):
             path: a new folder, or one that the same teacher has written to.
             tokenizer: a transformers tokenizer; a checksum of its vocabulary is stored.
             shard_bytes: approximate number of bytes in memory before a file is written.
+            top_k: of a language model's soft targets, store the ids and log-probabilities of so
+                many most probable tokens, at the method's temperature, instead of the head and its
+                inputs. All other tokens then are one outcome (`fastkd.TopK`), whose probability is
+                the rest.
 
         Returns:
             The cache, which replaces the teacher in a `Distiller`: see `TeacherCache`.
@@ -212,7 +217,7 @@ class Distiller(InGroup):
         """
         read = map(self.read, batches)
         return write_cache(
-            self.teachers.to_cache(), self.method, read, path, tokenizer, shard_bytes
+            self.teachers.to_cache(), self.method, read, path, tokenizer, shard_bytes, top_k
         )
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
@@ -401,7 +406,7 @@ class Distiller(InGroup):
             token_mask=batch.mask,
             document_ids=batch.document_ids,
             loss_weights=batch.loss_weights,
-            paired=None if batch.spans is None else batch.spans.paired >= 0,
+            paired=batch.paired,
             first=batch.first,
             ranks=items.ranks,
             items=items,

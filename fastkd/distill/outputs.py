@@ -17,6 +17,7 @@ from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.families import DESCRIBE
 from fastkd.distill.hooks import capture, capture_qkv, entering_blocks, head_skipped, is_state
 from fastkd.distill.lm_head import HeadInputs, gathered, is_head, stopped_at_head
+from fastkd.targets import TopK
 
 Logits = Tensor | tuple[Tensor, Tensor]
 HeadOutput = Literal["logits", "inputs", "none"]
@@ -61,6 +62,7 @@ class Outputs:
     qkv: dict[int, QKV] = field(default_factory=dict)
     spans: bool = False  # hidden states are the sentence token, then means of spans
     head_inputs: HeadInputs | None = None
+    top_k: TopK | None = None  # of a cached teacher (B, N, K), in place of head inputs
     router: Tensor | None = None  # load-balancing loss of a mixture of experts
 
     def to(self, device: torch.device | None) -> "Outputs":
@@ -71,18 +73,20 @@ class Outputs:
         moved = self.features(lambda x, tokens: x.to(device))
         logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
         head_inputs = None if self.head_inputs is None else self.head_inputs.to(device)
-        return dataclasses.replace(moved, logits=logits, head_inputs=head_inputs)
+        top_k = None if self.top_k is None else self.top_k.map(lambda x: x.to(device))
+        return dataclasses.replace(moved, logits=logits, head_inputs=head_inputs, top_k=top_k)
 
     def without_logits(self) -> "Outputs":
         """The outputs that terms on features read."""
-        return dataclasses.replace(self, logits=None, head_inputs=None)
+        return dataclasses.replace(self, logits=None, head_inputs=None, top_k=None)
 
     def rows(self, count: int) -> "Outputs":
         """The outputs of the first ``count`` samples."""
         logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
         head_inputs = None if self.head_inputs is None else self.head_inputs.rows(count)
+        top_k = None if self.top_k is None else self.top_k.map(lambda x: x[:count])
         kept = self.features(lambda x, tokens: x[:count])
-        return dataclasses.replace(kept, logits=logits, head_inputs=head_inputs)
+        return dataclasses.replace(kept, logits=logits, head_inputs=head_inputs, top_k=top_k)
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         """The outputs with ``change(x, tokens)`` applied to every feature.

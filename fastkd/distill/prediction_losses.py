@@ -13,7 +13,7 @@ from fastkd.distill.backbone import Model
 from fastkd.distill.outputs import Logits
 from fastkd.distill.step import Step
 from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
-from fastkd.targets import CrossEntropy
+from fastkd.targets import CrossEntropy, TopK
 from fastkd.vocabulary_match import VocabularyMatch
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
@@ -121,7 +121,8 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
     Question answering: the mean over start and end, each a distribution over the real tokens.
     Multi-label heads: the mean over the labels, each a distribution over yes and no.
     """
-    student, teacher = (_logits_of(step, side, "soft") for side in ("student", "teacher"))
+    student, top_k = _logits_of(step, "student", "soft"), step.teacher.top_k
+    teacher = student if top_k is not None else _logits_of(step, "teacher", "soft")
     spans = isinstance(student, tuple)
     vocabulary, means = step.teacher_model.vocabulary, []
     two, n = isinstance(vocabulary, VocabularyMatch), _shared(step)
@@ -150,7 +151,7 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
         total = soft_target_loss(
             z_s,
-            z_t,
+            z_t if top_k is None else _top_k(step, top_k),
             temperature=options.temperature,
             divergence=options.divergence,
             mask=mask,
@@ -176,8 +177,9 @@ def head_loss(
     assert step.student.head_inputs is not None
     states, head = step.student.head_inputs.states, step.student.head_inputs.head
     vocabulary = step.teacher_model.vocabulary
-    taught, taught_head = states.detach(), head
-    if "soft" in weights:
+    taught, taught_head, top_k = states.detach(), head, step.teacher.top_k
+    top_k = top_k if "soft" in weights else None
+    if "soft" in weights and top_k is None:
         assert step.teacher.head_inputs is not None
         taught, taught_head = step.teacher.head_inputs.states, step.teacher.head_inputs.head
     (states, taught), mask, aligned, token_weights = _aligned(step, states, taught.to(states.dtype))
@@ -194,8 +196,8 @@ def head_loss(
     loss, terms = linear_soft_target_loss(
         states,
         head,
-        taught,
-        taught_head.detach(),
+        taught if top_k is None else _top_k(step, top_k),
+        taught_head.detach() if top_k is None else None,
         temperature=options.temperature,
         divergence=options.divergence,
         scale_by_t2=options.scale_by_t2,
@@ -211,6 +213,11 @@ def head_loss(
     count = states.shape[:-1].numel() if mask is None else mask.sum()
     loss, *means = step.mean(totals, count, over_tokens=mask is not None).unbind()
     return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
+
+
+def _top_k(step: Step, top_k: TopK) -> TopK:
+    """The teacher's most probable tokens at the positions that `_aligned` keeps."""
+    return top_k.map(lambda x: x[:, :-1]) if step.student_model.causal else top_k
 
 
 def _shared(step: Step) -> int | None:

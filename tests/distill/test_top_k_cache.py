@@ -1,0 +1,132 @@
+"""A teacher cache of the most probable tokens: `Distiller.cache_teacher(..., top_k=)`."""
+
+import pytest
+import torch
+
+from fastkd import TopK, linear_soft_target_loss
+from fastkd.distill import Distiller, SoftTargets, TeacherCache, student_from_teacher
+from tests.distill import support
+from tests.distill.test_vocabulary import data_of, pair, tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:the student's head has")
+
+
+def models(family="llama", head="next word"):
+    return pair(60, 60, family, head)
+
+
+def distilled(teacher, student, temperature=2.0, **options):
+    method = SoftTargets(alpha=0.5, temperature=temperature)
+    return Distiller(teacher, student, method, **options).eval()
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize(("family", "head"), [("llama", "next word"), ("bert", "masked words")])
+def test_soft_targets_are_the_top_k_of_the_teacher(tmp_path, family, head, keep_logits):
+    teacher, student = models(family, head)
+    data = data_of(family, head)
+    live = distilled(teacher, student)
+    cache = live.cache_teacher([data], tmp_path, top_k=5)
+    out = distilled(cache, student, keep_logits=keep_logits)(**data)
+    kept = {}
+    hook = teacher.get_output_embeddings().register_forward_pre_hook(
+        lambda layer, args: kept.update(states=args[0])
+    )
+    inputs = {name: x for name, x in data.items() if name != "labels"}
+    teacher(**inputs)
+    hook.remove()
+    logits = student(**inputs).logits
+    known = kept["states"].detach() @ teacher.get_output_embeddings().weight.detach().T
+    bias = teacher.get_output_embeddings().bias
+    known = known if bias is None else known + bias.detach()
+    labels, mask = data["labels"], data.get("attention_mask")
+    counted = labels != -100 if mask is None else (labels != -100) & mask.bool()
+    if head == "next word":
+        logits, known, counted = logits[:, :-1], known[:, :-1], counted[:, 1:]
+        counted = counted if mask is None else counted & mask[:, :-1].bool()
+    top = TopK(*reversed(known.div(2).log_softmax(-1).topk(5)))
+    top = TopK(top.ids, top.log_probs.float())
+    identity = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    soft = linear_soft_target_loss(logits, identity, top, mask=counted, temperature=2.0)
+    torch.testing.assert_close(out.terms["soft"], soft.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(out.terms["task"], live(**data).terms["task"])
+    out.loss.backward()
+    assert student.get_output_embeddings().weight.grad.any()
+
+
+def test_all_tokens_equal_the_teacher_itself(tmp_path):
+    teacher, student = models()
+    data = data_of()
+    live = distilled(teacher, student)
+    cache = live.cache_teacher([data], tmp_path, top_k=60)
+    found = distilled(cache, student)(**data).terms
+    expected = live(**data).terms
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_padding_of_the_head_is_left_out(tmp_path):
+    teacher, student = pair(60, 64)
+    data = data_of()
+    with torch.no_grad():
+        teacher.lm_head.weight[60:] *= 50  # the most probable tokens, which nobody reads
+    live = distilled(teacher, student)
+    cache = live.cache_teacher([data], tmp_path, top_k=60)
+    cached = distilled(cache, student, tokenizers=tokenizer(60))
+    found, expected = cached(**data).terms, live(**data).terms
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_bytes_of_a_token(tmp_path):
+    teacher, student = models()
+    data = data_of()
+    cache = distilled(teacher, student).cache_teacher([data], tmp_path, top_k=5)
+    tokens = int(data.get("attention_mask", torch.ones_like(data["input_ids"])).sum())
+    files = list(tmp_path.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in files)
+    samples = len(cache)
+    assert tokens * 40 <= stored <= tokens * 40 + samples * 24 + 600 * len(files)
+    assert not (tmp_path / "head.safetensors").exists()
+
+
+def test_interrupted_call_is_repeated(tmp_path):
+    teacher, student = models()
+    data = data_of()
+    first, second = ({n: x[rows] for n, x in data.items()} for rows in (slice(2), slice(2, None)))
+    live = distilled(teacher, student)
+
+    def killed():
+        yield first
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        live.cache_teacher(killed(), tmp_path / "a", shard_bytes=1, top_k=5)
+    assert len(TeacherCache(tmp_path / "a")) == 2
+    resumed = live.cache_teacher([first, second], tmp_path / "a", shard_bytes=1, top_k=5)
+    whole = live.cache_teacher([first, second], tmp_path / "b", shard_bytes=1, top_k=5)
+    assert resumed.digest == whole.digest
+    assert len(resumed) == len(data["input_ids"])
+
+
+def test_wrong_caches_raise_one_sentence(tmp_path):
+    teacher, student = models()
+    data = data_of()
+    live = distilled(teacher, student)
+    cache = live.cache_teacher([data], tmp_path, top_k=5)
+    with pytest.raises(ValueError, match=r"has temperature 3\.0, but"):
+        distilled(cache, student, temperature=3.0)
+    with pytest.raises(ValueError, match=r"other settings \(top_k: k: \[5\], now \[6\]\)"):
+        live.cache_teacher([data], tmp_path, top_k=6)
+    with pytest.raises(ValueError, match="was written with other settings"):
+        live.cache_teacher([data], tmp_path)
+    with pytest.raises(ValueError, match="top_k must be at most 60"):
+        live.cache_teacher([data], tmp_path / "other", top_k=61)
+    with pytest.raises(ValueError, match="top_k must be at least 1"):
+        live.cache_teacher([data], tmp_path / "other", top_k=0)
+    assert not (tmp_path / "other" / "teacher.json").exists()
+
+
+def test_classifier_has_no_tokens(tmp_path):
+    teacher = support.model_of("bert", "sequence")
+    live = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
+    with pytest.raises(ValueError, match="top_k: SoftTargets reads no predictions of tokens"):
+        live.cache_teacher([support.data_of("bert", "sequence")], tmp_path, top_k=2)
