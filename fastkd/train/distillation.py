@@ -251,7 +251,7 @@ class Distillation:
             report = {**read_json(target / MANIFEST), "complete": True, "history": history}
             with saving(target):
                 update_manifest(target, report)
-                Checkpoints(self.out.work / CHECKPOINTS["teacher"], {}).clear()
+                Checkpoints(self.out.work / CHECKPOINTS["teacher"]).clear()
 
         processes.on_first_process(finish)
 
@@ -397,7 +397,7 @@ class Distillation:
         out, run, config = self.out, self.run, self.config
         checkpoints = Checkpoints(
             out.work / CHECKPOINTS[target.name],
-            {"run": out.identity["run"]},
+            out.identity["run"],
             config.checkpoint_every,
             config.resume,
         )

@@ -32,7 +32,6 @@ from fastkd.train.saving import (
     read_json,
     read_manifest,
     recover_directory,
-    remove_own,
     saving,
     staging_of,
     unlisted_files,
@@ -53,11 +52,11 @@ class Checkpoints:
     """Checkpoints of a training, from which it can be resumed.
 
     Trainer writes a checkpoint to `incomplete`; with its manifest it is moved to ``directory``. The
-    manifest holds ``identity``, so that a run continues its own checkpoints only.
+    manifest holds the id of the ``run``, which continues its own checkpoints only.
     """
 
     directory: Path
-    identity: dict[str, Any]
+    run: str = ""
     every: int | None = None
     resume: bool = False
 
@@ -71,7 +70,7 @@ class Checkpoints:
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
             why = find_damage(path)
-            if why is None and read_json(path / MANIFEST).get("run") != self.identity["run"]:
+            if why is None and read_json(path / MANIFEST).get("run") != self.run:
                 why = "it belongs to another run"
             if why is None and not (path / METHOD_FILE).exists():
                 why = "an older fastkd wrote it"
@@ -85,7 +84,7 @@ class Checkpoints:
         """Complete the checkpoint at ``step`` and delete the oldest ones."""
         name = f"checkpoint-{step}"
         with saving(self.directory):
-            write_manifest(self.incomplete / name, self.identity)
+            write_manifest(self.incomplete / name, {"run": self.run})
             move_directory(self.incomplete / name, self.directory / name)
             with contextlib.suppress(OSError):
                 self.incomplete.rmdir()
@@ -96,7 +95,7 @@ class Checkpoints:
         """Remove all checkpoints, except files that fastkd did not write."""
         shutil.rmtree(self.incomplete, ignore_errors=True)
         for path in self._all():
-            remove_own(path)
+            discard(path)
         with contextlib.suppress(OSError):
             self.directory.rmdir()
 
@@ -294,9 +293,8 @@ class RunDirectory:
         """Remove the run's files from `work`, the manifest last."""
         for name in RESULTS:
             shutil.rmtree(staging_of(self.work / name), ignore_errors=True)
-            if (self.work / name).exists():
-                remove_own(self.work / name)
-            Checkpoints(self.work / CHECKPOINTS[name], {}).clear()
+            discard(self.work / name)
+            Checkpoints(self.work / CHECKPOINTS[name]).clear()
         self.kept = discard(self.work) or self.kept
 
 

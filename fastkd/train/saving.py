@@ -79,7 +79,7 @@ def _backup(target: Path) -> Path:
 
 
 def discard(directory: Path) -> Path | None:
-    """Remove a directory that fastkd wrote; of a symbolic link only the link.
+    """Remove a directory that fastkd wrote; of a symbolic link, the link alone.
 
     Files that fastkd did not write, or that have changed, are kept; returns their directory.
     """
@@ -94,16 +94,6 @@ def discard(directory: Path) -> Path | None:
     directory.rename(kept)
     (kept / MANIFEST).unlink(missing_ok=True)  # last: an interrupted removal needs it to continue
     return kept
-
-
-def remove_own(directory: Path) -> None:
-    """Delete the files of ``directory`` that match its manifest, then the manifest.
-
-    Directories left empty are deleted too. After an interruption the manifest is still there, and
-    the next call continues.
-    """
-    if not _empty(directory) and read_manifest(directory) is not None:
-        (directory / MANIFEST).unlink()
 
 
 def _empty(directory: Path) -> bool:
@@ -220,21 +210,17 @@ def saving(target: Path) -> Iterator[None]:
         reason = first_line(error)
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
-        elif shutil.disk_usage(_existing(target)).free < 2**26 or "os error 28" in reason:
+        elif free_bytes(target) < 2**26 or "os error 28" in reason:
             reason = os.strerror(errno.ENOSPC)
         raise SaveFailed(
             f"{target}: cannot be saved ({reason}); the earlier version is intact"
         ) from error
 
 
-def _existing(path: Path) -> Path:
-    """The nearest existing parent of ``path``."""
-    return next(p for p in (path, *path.absolute().parents) if p.exists())
-
-
 def free_bytes(path: Path) -> int:
-    """Free bytes on the disk that holds ``path``."""
-    return shutil.disk_usage(_existing(path)).free
+    """Free bytes on the disk that holds ``path``, which need not exist."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(there).free
 
 
 def check_new_file(path: Path | None, overwrite: bool) -> None:
