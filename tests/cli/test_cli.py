@@ -465,12 +465,6 @@ def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp
     assert "--max-length 16: the models read no more tokens" in said
 
 
-def test_what_others_distil_with(distill, teacher, tmp_path):
-    """Its models are loaded so that they give attention maps; studies run every baseline."""
-    distill(method="tinybert", student=teacher)
-    assert report_of(tmp_path / "out")["history"][-1]["losses"]["maps"] > 0
-
-
 def test_attention_maps_are_asked_for(distill, tmp_path):
     own = {"method": "tests.distill.own_method:HiddenAndAttention", "epochs": 1}
     error = distill(expect=2, **own)

@@ -41,12 +41,10 @@ RUNS: dict[str, dict] = {
         "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
         "accumulate": 2,
     },
-    "tuned": {"finetune_teacher": 1, "checkpoint_every": 2},
     # Rows hold unlike many tokens with labels.
     "text": {"task": "causal-lm", "finetune_teacher": 1},
     **{task: {"task": task, "epochs": 1, **more} for task, more in {
         "masked-lm": {},
-        "seq2seq": {"teacher_layers": "1"},
         "question-answering": {},
     }.items()},
     # No process holds a whole model; a step takes long, and the last has 4 rows.
