@@ -47,11 +47,9 @@ tests: $(VENV)/installed
 	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)'"
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
-# The other files of tests/ptx execute compiled code by themselves, in `make tests`.
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \
   hidden_states.py weights.py \
-  soft_targets.py heads.py promises.py fuzz.py) tests/kernels \
-  $(addprefix tests/ptx/test_,tutorials.py peers.py)
+  soft_targets.py heads.py promises.py fuzz.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)

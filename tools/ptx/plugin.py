@@ -8,6 +8,11 @@ import os
 import pytest
 
 os.environ["TRITON_INTERPRET"] = "0"
+# Files of tests/kernels and tests/ptx that compile or execute by themselves, in `make tests`.
+BY_THEMSELVES = {
+    f"test_{name}.py"
+    for name in ["compile", "widths", "counts", "hazards", "instructions", "roots", "soft_targets"]
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,10 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def runs_kernels(item: pytest.Item) -> bool:
     file, test = item.path.name, item.nodeid.partition("::")[2]
-    in_kernels = {"kernels", "ptx"} & set(item.path.parts) and file not in (
-        "test_compile.py",
-        "test_widths.py",
-    )
+    in_kernels = {"kernels", "ptx"} & set(item.path.parts) and file not in BY_THEMSELVES
     return bool(in_kernels) or "triton" in test
 
 
