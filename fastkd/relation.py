@@ -325,7 +325,7 @@ def _relations(
             pairs = [(_softmax(first_order_only(s), mask), _softmax(t, mask)) for s, t in pairs]
         function: type[torch.autograd.Function] = _TorchRelations
         if runs_on == "cpp":
-            function, options = _CppRelations, dataclasses.replace(options, in_cpp=True)
+            function = _CppRelations
         return apply(function, options, mask, weights, *itertools.chain(*pairs))
 
 
@@ -500,16 +500,20 @@ class _TorchRelations(GradientInForward):
         mask, weights, *features = tensors
         zero = features[0].new_zeros((), dtype=working_dtype(features[0]))
         terms, gradients = torch.stack((zero, zero)), []
+        small = not torch.compiler.is_compiling()  # one graph serves all small sizes
         with autocast_off(features[0]):
             pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
             for student, teacher, needs_grad in pairs:
                 dx = torch.zeros_like(student, dtype=working_dtype(student)) if needs_grad else None
-                losses = [
-                    relation_term(student, teacher, mask, weights, dx, over, options)
-                    if weight
-                    else zero
-                    for over, weight in zip(OVER, (options.tokens, options.samples), strict=True)
-                ]
+                losses = []
+                for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
+                    loss = zero
+                    if weight:
+                        products = by_features(over, student, teacher, options, needs_grad, small)
+                        loss = relation_term(
+                            student, teacher, mask, weights, dx, over, options, products
+                        )
+                    losses.append(loss)
                 terms = terms + torch.stack(losses)
                 gradients += [dx] if needs_grad else []
         needs = zip(features, ctx.needs_input_grad[3:], strict=True)
@@ -536,7 +540,7 @@ class _CppRelations(GradientInForward):
             products = [
                 over
                 for over, weight in factors.items()
-                if weight and by_features(over, student, teacher, options, needs_grad)
+                if weight and by_features(over, student, teacher, options, needs_grad, False)
             ]
             remaining = (0.0 if over in products else weight for over, weight in factors.items())
             terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
@@ -547,7 +551,9 @@ class _CppRelations(GradientInForward):
                 losses = dict(zip(OVER, terms.unbind(), strict=True))
                 with autocast_off(student):
                     for over in products:
-                        loss = relation_term(student, teacher, mask, weights, dx, over, options)
+                        loss = relation_term(
+                            student, teacher, mask, weights, dx, over, options, True
+                        )
                         losses[over] = losses[over] + loss
                 terms = torch.stack(list(losses.values()))
             total = terms if total is None else total + terms

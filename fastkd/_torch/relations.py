@@ -25,7 +25,6 @@ class Options:
     temperature: float = 10.0
     eps: float = 1e-8
     return_terms: bool = False  # the kernels compute the two terms only on request
-    in_cpp: bool = False  # the C++ operator computes relations that (D, D) products don't
 
 
 def normalized(x: Tensor, normalize: str) -> Tensor:
@@ -45,12 +44,13 @@ def relation_term(
     dx: Tensor | None,
     over: str,
     options: Options,
+    feature_side: bool,
 ) -> Tensor:
     """Weighted loss of one layer pair ``over`` tokens or samples; adds its gradient to ``dx``.
 
-    ``weights`` (B,) are factors of the samples' losses over tokens.
+    ``weights`` (B,) are factors of the samples' losses over tokens. With ``feature_side`` it is
+    computed from (D, D) products.
     """
-    feature_side = by_features(over, student, teacher, options, dx is not None)
     if over == "samples":
         student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
         mask = None if mask is None else mask.transpose(0, 1)
@@ -91,14 +91,16 @@ def relation_term(
 
 
 def by_features(
-    over: str, student: Tensor, teacher: Tensor, options: Options, gradient: bool
+    over: str, student: Tensor, teacher: Tensor, options: Options, gradient: bool, small: bool
 ) -> bool:
-    """Whether the loss is computed from (D, D) products instead of (N, N) relations."""
+    """Whether the loss is computed from (D, D) products instead of (N, N) relations.
+
+    ``small``: also in place of relations of few rows.
+    """
     members = student.shape[1 if over == "tokens" else 0]
-    of_any_size = not options.in_cpp and not torch.compiler.is_compiling()
     return (
         options.distance == "pearson"
-        and (members > SIZES_OF_ONE_GRAPH or of_any_size)
+        and (members > SIZES_OF_ONE_GRAPH or small)
         and feature_side_is_cheaper(members, student.shape[-1], teacher.shape[-1], gradient)
     )
 

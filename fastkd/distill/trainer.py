@@ -31,8 +31,10 @@ METHOD_FILE = "method.pt"
 AVERAGE_FILE = "ema_teacher.pt"
 
 
-class _Prepare(TrainerCallback):
-    """Prepares the method from the training data, unless a checkpoint has restored its choice."""
+class _Callback(TrainerCallback):
+    """Prepares the method from the training data, unless a checkpoint has restored its choice, and
+    updates the Distiller's averaging teachers after each optimizer step.
+    """
 
     def __init__(self, trainer: "DistillationTrainer") -> None:
         self.trainer = trainer
@@ -46,13 +48,6 @@ class _Prepare(TrainerCallback):
             with torch.random.fork_rng():
                 batches = itertools.islice(trainer._preparation_batches(), trainer.prepare_batches)
                 trainer.distiller.prepare(batches)
-
-
-class _Average(TrainerCallback):
-    """Updates the Distiller's averaging teachers after each optimizer step."""
-
-    def __init__(self, trainer: "DistillationTrainer") -> None:
-        self.trainer = trainer
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         for average in averaging_teachers(self.trainer.distiller.teacher).values():
@@ -143,8 +138,7 @@ class DistillationTrainer(Trainer):
         if model is not None:
             self._take(model)
         super().__init__(model=model, model_init=model_init, **arguments)
-        self.add_callback(_Prepare(self))
-        self.add_callback(_Average(self))
+        self.add_callback(_Callback(self))
         refused = {
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss_func": self.compute_loss_func is not None,
