@@ -14,7 +14,7 @@ import fastkd
 from fastkd import Divergence
 from fastkd._core.products import multiplied_in_half
 from fastkd._torch.divergences import NAMES
-from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, Subject, of_module
@@ -324,11 +324,15 @@ def random_top_k(draw: Draw) -> Case:
     divergence = Divergence("js", beta=0.3) if divergence == "reverse_kl" else divergence
     log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(K)
     given = log_probs.to(draw.dtype)
+    weights = draw.normal(R) if draw.chance(0.5) else None
+    reduction = draw.pick(["batchmean", "none"])
 
     def oracle(student_logits: Tensor) -> Tensor:
         real = student_logits[mask], ids[mask], given[mask].double()
-        rows = of_top_k(*real, tail, temperature, divergence)
-        return rows.sum() / mask.sum().clamp_min(1)
+        of_real = of_top_k(*real, tail, temperature, divergence)
+        rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
+        rows = rows if weights is None else rows * weights
+        return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
 
     def call(student_logits: Tensor, mask: Tensor) -> Tensor:
         return fastkd.soft_target_loss(
@@ -337,8 +341,10 @@ def random_top_k(draw: Draw) -> Case:
             temperature=temperature,
             divergence=divergence,
             mask=mask,
+            reduction=reduction,
+            weights=weights,
             scale_by_t2=False,
-            backend="auto" if draw.backend == "triton" else draw.backend,
+            backend=draw.backend,
         )
 
     return Case(
@@ -444,7 +450,116 @@ def random_matched_heads(draw: Draw) -> Case:
     )
 
 
+def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
+    """Student of the tokens ``ids`` alone against the teacher's probabilities over all tokens."""
+    log_t = (teacher / temperature).log_softmax(-1)[:, ids]
+    log_s = (student / temperature).log_softmax(-1)
+    p_s, p_t = log_s.exp(), log_t.exp()
+    if name == "forward_kl":
+        return _kl(p_t, log_t, log_s)
+    if name == "reverse_kl":
+        return _kl(p_s, log_s, log_t)
+    if name == "total_variation":
+        return ((p_t - p_s).abs().sum(-1) + 1 - p_t.sum(-1)) / 2
+    return -torch.minimum(p_s, p_t).sum(-1).log()
+
+
+def terms_at_1(student: Tensor, teacher: Tensor, ids: Tensor, labels: Tensor, mass: str) -> Tensor:
+    """Sum of a row's terms that `random_drafts` returns, at temperature 1."""
+    whole = teacher if mass == "whole" else teacher[:, ids]
+    log_s, log_t = student.log_softmax(-1), whole.log_softmax(-1)
+    entropy = -(log_t.exp() * log_t).sum(-1)
+    log_t = log_t[:, ids] if mass == "whole" else log_t
+    distance = ((log_t.exp() - log_s.exp()).abs().sum(-1) + 1 - log_t.exp().sum(-1)) / 2
+    of_label = (log_s + log_t).gather(-1, labels[:, None])[:, 0]
+    return (entropy + distance + of_label - (log_s.exp() * log_s).sum(-1)).detach()
+
+
+TERMS_OF_DRAFTS = ("entropy", "total_variation", "teacher_entropy", "log_prob", "teacher_log_prob")
+
+
+def random_drafts(draw: Draw) -> Case:
+    """A student with a part of the vocabulary, and all that a position may have besides."""
+    R, V, D_s, D_t = draw.size(), draw.pick([3, 17, 64]), draw.size(), draw.size()
+    ids = torch.randperm(V, generator=draw.generator)[: draw.pick([1, 2, V])]
+    mass, divergence = draw.pick(["renormalised", "whole"]), _any_divergence(draw)
+    if mass == "whole":
+        name = draw.pick(OF_WHOLE_MASS)
+        divergence = name if name in DIVERGENCES else Divergence(name)
+    mask, labels = draw.mask(R), torch.randint(len(ids), (R,), generator=draw.generator)
+    weights = draw.normal(R) if draw.chance(0.5) else None
+    old, at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
+    with_ratio, with_terms = draw.chance(0.5), draw.chance(0.5)
+    kept = mask.nonzero()[:, 0]
+    rows = None
+    if draw.chance(0.5) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
+        rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+    soft_weight = draw.pick([1.0, 0.3])
+
+    def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
+        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
+        teacher = teacher if rows is None else teacher[rows]
+        if mass == "whole":
+            name = divergence if isinstance(divergence, str) else divergence.name
+            losses = of_whole_mass(student, teacher, ids, 2.0, name)
+        else:
+            losses = soft_targets(student, teacher[:, ids], 2.0, divergence)
+        losses = losses if weights is None else losses * weights
+        if with_ratio:
+            log_q = student.detach().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+            losses = losses * (log_q - old).exp().clamp(max=at_most)
+        log_q = student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+        losses = soft_weight * losses - 0.7 * log_q
+        if with_terms:
+            losses = losses + terms_at_1(student, teacher, ids, labels, mass)
+        return torch.where(mask, losses, 0).sum() / mask.sum().clamp_min(1)
+
+    def call(student_hidden, student_head, teacher_hidden, teacher_head, mask) -> Tensor:
+        loss, terms = fastkd.linear_soft_target_loss(
+            student_hidden,
+            student_head,
+            teacher_hidden,
+            teacher_head,
+            mask=mask,
+            temperature=2.0,
+            scale_by_t2=False,
+            divergence=divergence,
+            draft_vocabulary=ids,
+            teacher_mass=mass,
+            weights=weights,
+            rows=rows,
+            ratio=fastkd.ImportanceRatio(labels, old, at_most=at_most) if with_ratio else None,
+            soft_weight=soft_weight,
+            task=fastkd.CrossEntropy(labels, 0.7),
+            return_terms=TERMS_OF_DRAFTS,
+            chunk_bytes=draw.pick([None, 1, 3000]),
+            backend=draw.backend,
+        )
+        return loss + sum(terms.values()) if with_terms else loss
+
+    learning, given = (
+        {
+            f"{side}_hidden": draw.features(R, D, scales=(3.0,)),
+            f"{side}_head": draw.features(tokens, D, scales=(2.0,)),
+        }
+        for side, D, tokens in (("student", D_s, len(ids)), ("teacher", D_t, V))
+    )
+    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
+    return Case(
+        call,
+        oracle,
+        learning,
+        given,
+        {"mask": draw.mask_argument(mask)},
+        scale=10.0,
+        mask=mask,
+        masked=("student_hidden", "teacher_hidden"),
+        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
+    )
+
+
 RANDOM = {
+    "drafts": random_drafts,
     "matched_tokens": random_matched_tokens,
     "matched_heads": random_matched_heads,
     "soft_targets": random_soft_targets,
