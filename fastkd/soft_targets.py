@@ -58,7 +58,7 @@ TeacherMass = Literal["renormalised", "whole"]
 Unmatched = Literal["renormalise", "bucket", "sorted"]
 REDUCTIONS = get_args(Reduction)
 UNMATCHED = get_args(Unmatched)
-# Divergences of a part of the vocabulary and the teacher's whole mass; the last run in PyTorch.
+# Divergences of a part of the vocabulary and the teacher's whole mass.
 OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
 FORMS = {name: Divergence(name).form for name in DIVERGENCES}
 
@@ -906,10 +906,7 @@ def linear_soft_target_loss(
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
-    unsupported = None
-    if draft is not None and form in OF_WHOLE_MASS[2:]:
-        unsupported = f"{form} of teacher_mass='whole' runs in PyTorch"
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider, unsupported)
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider)
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))

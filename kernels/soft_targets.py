@@ -319,6 +319,7 @@ def soft_target_forward_kernel(
     student_ptr,
     teacher_ptr,
     mask_ptr,
+    log_mass_ptr,  # (R,): of the V tokens, if the teacher has more
     loss_ptr,  # (R,)
     stats_ptr,  # (R, STATS): maximum and sum of both sides, expectation, share of the head
     members_ptr,  # (R, 2, BINS), for adaptive_kl to put aside
@@ -333,6 +334,7 @@ def soft_target_forward_kernel(
     DIVERGENCE: tl.constexpr,
     IS_HOT: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_MASS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
@@ -384,6 +386,8 @@ def soft_target_forward_kernel(
         cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
     total_s = tl.sum(rounded(sum_s * shrink_s), axis=1)  # (BLOCK_R,)
     total_t = tl.sum(rounded(sum_t * shrink_t), axis=1)
+    if HAS_MASS:  # the sum over all tokens of the teacher
+        total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
     expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
     if DIVERGENCE == "forward_kl" and not IS_HOT:
@@ -639,7 +643,7 @@ def soft_target_backward_kernel(
         )
 
 
-def _forward_shapes(student, teacher, mask, *options):
+def _forward_shapes(student, *rest):
     rows = student.shape[0]
     loss = student.new_empty(rows, dtype=torch.float32)
     return loss, student.new_empty(rows, STATS.value, dtype=torch.float32)
@@ -654,14 +658,19 @@ def soft_target_forward(
     temperature: float,
     scale: float,
     coefficient: float = 0.0,
+    log_mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool."""
+    """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool.
+
+    ``log_mass`` (R,) of float32: of these tokens, for a teacher with more tokens and a divergence
+    of Σ min(p_t, p_s); total variation then lacks half the mass of the other tokens.
+    """
     R = student.shape[0]
     loss = torch.empty(R, dtype=torch.float32, device=student.device)
     stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
     is_hot = temperature > HOT
     rows = student, teacher, mask, loss, stats
-    fill_loss(*rows, divergence, temperature, scale, coefficient, is_hot)
+    fill_loss(*rows, divergence, temperature, scale, coefficient, is_hot, log_mass)
     return loss, stats
 
 
@@ -676,6 +685,7 @@ def fill_loss(
     scale: float,
     coefficient: float,
     is_hot: bool,
+    log_mass: Tensor | None = None,
 ) -> None:
     """Write the rows' losses and statistics.
 
@@ -693,6 +703,7 @@ def fill_loss(
         student,
         teacher,
         _bytes(mask),
+        log_mass,
         loss,
         stats,
         members,
@@ -708,6 +719,7 @@ def fill_loss(
         DIVERGENCE=divergence,
         IS_HOT=is_hot and divergence in WITH_HOT_FORM,
         HAS_MASK=mask is not None,
+        HAS_MASS=log_mass is not None,
         **config,
     )
 

@@ -917,12 +917,33 @@ def test_options_of_draft_models(
                 at_most=1.3,
             )
     options |= dict(chunk_bytes=chunk_bytes, backend=runs_on)
-    if vocabulary == "whole" and isinstance(divergence, Divergence):
-        options["backend"] = "auto"
     found = value_grads_and_terms(
         linear_soft_target_loss, student, *teacher, upstream=upstream, **options
     )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("divergence", ["total_variation", "negative_log_acceptance"])
+def test_whole_mass_of_a_draft_vocabulary(backend, device, divergence):
+    """A student with no part of a row's teacher, and a teacher with its mass on these tokens."""
+    part = torch.tensor([3, 0, 18, 7, 9], device=device)
+    student = [torch.randn(*n, device=device) for n in ((6, 5), (5, 5), (5,))]
+    teacher = torch.randn(6, 4, device=device), torch.randn(19, 4, device=device)
+    teacher[0][0], teacher[0][1] = 30 * teacher[1][1], 30 * teacher[1][18]
+    options = dict(divergence=Divergence(divergence), draft_vocabulary=part, temperature=1.7)
+    options |= dict(teacher_mass="whole", weights=torch.rand(6, device=device) + 0.5)
+
+    def found(loss, dtype, **more):
+        leaves = [x.to(dtype).requires_grad_() for x in student]
+        given = (x.to(dtype) for x in teacher)
+        value = loss(leaves[0], Head(leaves[1], leaves[2]), *given, **options, **more)
+        return value.detach(), *torch.autograd.grad(value, leaves)
+
+    right = found(linear_soft_target_loss_ref, torch.float64)
+    plain = found(linear_soft_target_loss_ref, torch.float32)
+    actual = found(linear_soft_target_loss, torch.float32, backend=backend)
+    for x, exact, reference in zip(actual, right, plain, strict=True):
+        assert_accurate(x, exact, torch.float32, reference)
 
 
 def test_reference_of_a_draft_vocabulary_by_hand():

@@ -60,10 +60,6 @@ def soft_target_rows(
     log_pt = log_softmax(teacher[0], soft.temperature, shard)
     if log_mass is not None:
         log_pt += log_mass[:, None]
-        value, grad = row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad)
-        if soft.form == "total_variation":
-            value = value - torch.expm1(log_mass) / 2
-        return value, grad
     return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad, shard)
 
 
@@ -90,36 +86,54 @@ def divergence_in_place(
             return divergence_in_place(*call, weights) - soft.scale * log_mass
         kl = divergence_in_place(*call, mass if weights is None else mass * weights)
         return mass * kl + soft.scale * torch.xlogy(mass, mass)
+    loss: Tensor
     if runs_on == "torch":
         value, grad = soft_target_rows(student, teacher, needs_grad, soft, shard, log_mass)
         if grad is not None:
             factor: float | Tensor = weight * soft.scale / soft.temperature
             factor = factor if weights is None else weights[:, None] * factor
             torch.mul(grad, factor, out=student)
-        return value * soft.scale
-    if runs_on == "cpp":
+        loss = value * soft.scale
+    elif runs_on == "cpp":
         if weights is not None and weight != 1:
             weights = weights * weight
         ids = teacher[0] if soft.tail else None
         rows = student, teacher[-1], ids, mask, weights if needs_grad else None
-        bucket = soft.tail == "bucket"
-        values: Tensor = torch.ops.fastkd_cpp.soft_target_rows(*rows, *soft.per_row, bucket)
-        return values
+        options = *soft.per_row, soft.tail == "bucket", log_mass
+        loss = torch.ops.fastkd_cpp.soft_target_rows(*rows, *options)
+    else:
+        loss = _triton_in_place(
+            student, teacher, soft, weight, mask, weights if needs_grad else None, log_mass
+        )
+    if log_mass is not None and soft.form == "total_variation":  # half of the other tokens' mass
+        loss = loss - torch.expm1(log_mass) * (soft.scale / 2)
+    return loss
+
+
+def _triton_in_place(
+    student: Tensor,
+    teacher: list[Tensor],
+    soft: SoftTargetOptions,
+    weight: float,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    log_mass: Tensor | None,
+) -> Tensor:
+    """`divergence_in_place` in Triton, with the gradient if there are weights."""
     from fastkd.kernels import soft_targets as kernels
     from fastkd.kernels import soft_targets_top_k as of_top_k
 
-    loss: Tensor
     weighted = replace(soft, scale=soft.scale * weight)
     if soft.tail:
         ids, log_probs = teacher
         loss, *saved = of_top_k.top_k_forward(student, ids, log_probs, mask, *soft.top_k_per_row)
-        if needs_grad and weights is not None:
+        if weights is not None:
             of_top_k.fill_top_k_gradient(
                 student, student, ids, mask, saved, None, weights, *weighted.top_k_per_row
             )
         return loss
-    loss, stats = kernels.soft_target_forward(student, teacher[0], mask, *soft.per_row)
-    if needs_grad and weights is not None:
+    loss, stats = kernels.soft_target_forward(student, teacher[0], mask, *soft.per_row, log_mass)
+    if weights is not None:
         logits = student, student, teacher[0], mask
         kernels.fill_gradient(*logits, stats, None, weights, *weighted.per_row)
     return loss

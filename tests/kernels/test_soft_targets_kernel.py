@@ -151,9 +151,10 @@ def test_members_stay_in_the_list_of_their_row(monkeypatch):
     monkeypatch.setattr(kernels, "_bin", bin_of_end)
     members = torch.full((3, 2, bins), -7.0)  # of the second row; the others are guards
     kernels.soft_target_forward_kernel[(1,)](
-        student, teacher, None, torch.empty(1), torch.empty(1, kernels.STATS.value), members[1:],
+        student, teacher, None, None,
+        torch.empty(1), torch.empty(1, kernels.STATS.value), members[1:],
         1, V, V, V, slope, 1.0, (math.log2(V) + 1.5) / bins, 0.0,
-        DIVERGENCE="adaptive_kl", IS_HOT=False, HAS_MASK=False,
+        DIVERGENCE="adaptive_kl", IS_HOT=False, HAS_MASK=False, HAS_MASS=False,
         **kernels.forward_blocks(V, "adaptive_kl", 4, False),
     )  # fmt: skip
     assert len(calls) == 5 and (members[1] != -7).all()

@@ -9,7 +9,7 @@ from torch import Tensor
 import fastkd
 from fastkd import Divergence
 from fastkd._torch.divergences import NAMES
-from fastkd.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tools.calls import (
     ALL_TYPES,
     BOTH,
@@ -98,9 +98,8 @@ def calls_of_drafts() -> Calls:
             logits(2, 3, 1025, dtype=dtype) | extras,
             {"divergence": divergence},
         )
-    for divergence, dtype, mass in itertools.product(
-        ("forward_kl", "reverse_kl"), ALL_TYPES, ("renormalised", "whole")
-    ):
+    whole = ("forward_kl", "reverse_kl", *map(Divergence, OF_WHOLE_MASS[2:]))
+    for divergence, dtype, mass in itertools.product(whole, ALL_TYPES, ("renormalised", "whole")):
         inputs = heads(6, V=1025, dtype=dtype) | {"student_head": learns(50, 48, dtype=dtype)}
         inputs |= {"draft_vocabulary": numbers(50), "weights": given(6)}
         options = {"divergence": divergence, "teacher_mass": mass}

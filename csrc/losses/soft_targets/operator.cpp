@@ -43,7 +43,8 @@ Divergence divergence_of(const std::string& name) {
 std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
                                  const std::optional<Tensor>& ids, bool bucket, const Mask& mask,
                                  const std::string& divergence, double temperature, double scale,
-                                 double coefficient, const Rows& gradient, const Rows& weights) {
+                                 double coefficient, const Rows& gradient, const Rows& weights,
+                                 const std::optional<Tensor>& log_mass = {}) {
   const int64_t R = student.size(0), V = student.size(1);
   Tensor tokens;
   if (ids) {
@@ -56,7 +57,8 @@ std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
   check(mask, "mask", ScalarType::Bool, {R});
   const SoftTargets of{rows_of(student), rows_of(teacher), divergence_of(divergence), coefficient,
                        1 / temperature,  scale,            gradient,
-                       ids ? data<const int64_t>(tokens) : nullptr, bucket};
+                       ids ? data<const int64_t>(tokens) : nullptr, bucket,
+                       log_mass ? numbers_of(*log_mass) : Rows{}};
   std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -112,18 +114,21 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
   return results;
 }
 
-// Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits.
+// Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits. With
+// log_mass (R,) the teacher has more tokens, and these have that part of its probability.
 Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
                         const std::optional<Tensor>& ids, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
-                        double temperature, double scale, double coefficient, bool bucket) {
+                        double temperature, double scale, double coefficient, bool bucket,
+                        const std::optional<Tensor>& log_mass) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
         weights ? Strides::kWritten : Strides::kRows);
   check_numbers(weights, "weights", student.size(0));
+  check_numbers(log_mass, "log_mass", student.size(0));
   const Rows gradient = weights ? rows_of(student) : Rows{};
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   return vector_of(soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale,
-                                coefficient, gradient, given),
+                                coefficient, gradient, given, log_mass),
                    student);
 }
 
@@ -138,7 +143,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? ids, Tensor? mask,"
       " Tensor? weights, str divergence, float temperature, float scale, float coefficient,"
-      " bool bucket) -> Tensor");
+      " bool bucket, Tensor? log_mass=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

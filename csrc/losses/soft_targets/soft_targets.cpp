@@ -68,6 +68,35 @@ constexpr bool is_of_overlap(Divergence of) {
          of == Divergence::kLk;
 }
 
+// Which of p_s and p_t has the larger factor in a block.
+enum class Larger { kNeither, kStudent, kTeacher };
+
+// How the divergences of overlap compare p_s and p_t in a block: both over ``unit``, the larger of
+// to_ps and to_pt, so that only one needs a product. Equal probabilities are looked for only where
+// the factors are equal, as for equal distributions; elsewhere they are coincidences of rounding.
+template <typename W>
+struct Overlap {
+  Larger larger;
+  double unit;
+  W ratio;  // of the smaller factor to the larger
+
+  explicit Overlap(const Part& part) : larger(Larger::kNeither), unit(part.to_ps), ratio(1) {
+    if (part.to_ps > part.to_pt) {
+      larger = Larger::kStudent, ratio = W(part.to_pt / part.to_ps);
+    } else if (part.to_ps != part.to_pt) {
+      larger = Larger::kTeacher, unit = part.to_pt, ratio = W(part.to_ps / part.to_pt);
+    }
+    if (ratio == 1) larger = Larger::kNeither;
+  }
+
+  // Σ p_s − Σ p_t.
+  double difference(const Part& part) const {
+    const double of_s = larger == Larger::kTeacher ? part.total_s * double(ratio) : part.total_s;
+    const double of_t = larger == Larger::kStudent ? part.total_t * double(ratio) : part.total_t;
+    return (of_s - of_t) * unit;
+  }
+};
+
 constexpr int kSums = 2;   // of a row's second visit
 constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in one pass
 
@@ -107,6 +136,10 @@ class Work {
       FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, part, kept_.at(start));
     });
     const Part whole = join();
+    if (of_.log_masses.data) {
+      const double mass = std::exp(of_.log_masses.get(row));
+      for (Part& part : parts_) part.to_pt *= mass;
+    }
     Slope slope{of_.divergence, of_.slope, weight};
     const double loss = loss_of(whole, slope);
     if (of_.gradient.data == nullptr) return loss;
@@ -201,7 +234,12 @@ class Work {
       slope.weight = acceptance == 0 ? 0 : slope.weight / acceptance;
       return 0 * nan_of(whole) - std::log(acceptance);
     }
-    const double distance = sums[1] / 2;
+    // ½ Σ |p_t − p_s|. Unless p_t has another mass, these sums differ by rounding; a NaN is in them.
+    double difference = 0;
+    for (const Part& part : parts_) {
+      difference += Overlap<W>(part).difference(part);
+    }
+    const double distance = sums[1] + difference / 2;
     if (of_.divergence == Divergence::kTotalVariation) return distance;
     slope.share = std::exp(-of_.coefficient * (1 - distance));
     return times(slope.share, forward) + (1 - slope.share) * distance;

@@ -28,6 +28,9 @@ struct SoftTargets {
   Rows gradient;        // of the student; null: not computed; may be the student's own rows
   const int64_t* ids = nullptr;  // (R, k), below V, for a teacher of k tokens
   bool bucket = false;           // whether all other tokens are one more outcome
+  // Logarithms of the teacher's probabilities of all these tokens, rows of one number, if it has
+  // more of them; null: 1. For total variation and the negative log acceptance.
+  Rows log_masses{};
 
   // Computes the losses of rows begin to end, and their gradients times ``weights`` (rows of one
   // number). Rows that are not ``real`` are not read; their loss and gradient are 0.

@@ -123,31 +123,62 @@ inline void mixture_of(int64_t n, W weight, const Part& part, Kept<W> kept, doub
   sums[0] += sum<W>(first), sums[1] += sum<W>(second);
 }
 
-// Adds to ``sums`` Σ p_s b of a block, b = 1 where p_s < p_t and ½ where they are equal, and Σ |p_t −
-// p_s| or, for the negative log acceptance, Σ min(p_t, p_s).
-template <Divergence divergence, typename W>
-inline void overlap_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
-  const W to_ps = W(part.to_ps), to_pt = W(part.to_pt);
-  Vector<W> below{}, tied{}, other{};
-  each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
-    const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
-    below = p_s < p_t ? below + p_s : below;
-    tied = p_s == p_t ? tied + p_s : tied;
-    if constexpr (divergence == Divergence::kNegativeLogAcceptance) {
-      other += p_s < p_t ? p_s : p_t;
-    } else {
-      other += absolute<W>(p_t - p_s);
-    }
-  });
-  sums[0] += sum<W>(below) + sum<W>(tied) / 2, sums[1] += sum<W>(other);
+// Calls body with which of p_s and p_t has the larger factor, as a compile-time constant.
+template <typename W, typename Body>
+inline void with_larger(const Part& part, const Body& body) {
+  const Overlap<W> overlap(part);
+  if (overlap.larger == Larger::kNeither) {
+    body(std::integral_constant<Larger, Larger::kNeither>());
+  } else if (overlap.larger == Larger::kStudent) {
+    body(std::integral_constant<Larger, Larger::kStudent>());
+  } else {
+    body(std::integral_constant<Larger, Larger::kTeacher>());
+  }
 }
 
-template <Divergence divergence, typename W>
+// p_s and p_t over `Overlap.unit`.
+template <Larger larger, typename W>
+inline std::pair<Vector<W>, Vector<W>> compared(Kept<W> kept, W ratio, int64_t i, int64_t count) {
+  const Vector<W> w_s = load(kept.weights_s + i, count), w_t = load(kept.weights_t + i, count);
+  if constexpr (larger == Larger::kStudent) return {w_s, w_t * ratio};
+  if constexpr (larger == Larger::kTeacher) return {w_s * ratio, w_t};
+  return {w_s, w_t};
+}
+
+// Adds to ``sums`` Σ p_s b of a block, b = 1 where p_s < p_t and ½ where they are equal, and the sum
+// of p_t − p_s where it is positive or, for the negative log acceptance, Σ min(p_t, p_s).
+template <Divergence divergence, Larger larger, typename W>
+inline void overlap_of(int64_t n, const Part& part, Kept<W> kept, double* sums) {
+  constexpr bool has_ties = larger == Larger::kNeither;
+  const Overlap<W> overlap(part);
+  const auto found = sums_of<W, 2 + has_ties>(n, [&](int64_t i, int64_t count, Vector<W>* to) {
+    const auto [p_s, p_t] = compared<larger, W>(kept, overlap.ratio, i, count);
+    to[0] = p_s < p_t ? to[0] + p_s : to[0];
+    if constexpr (divergence == Divergence::kNegativeLogAcceptance) {
+      to[1] += p_s < p_t ? p_s : p_t;
+    } else {
+      to[1] = p_s < p_t ? to[1] + (p_t - p_s) : to[1];
+    }
+    if constexpr (has_ties) to[2] = p_s == p_t ? to[2] + p_s : to[2];
+  });
+  double below = found[0];
+  if constexpr (has_ties) below += found[2] / 2;
+  sums[0] += below * overlap.unit, sums[1] += found[1] * overlap.unit;
+}
+
+template <Divergence divergence, Larger larger = Larger::kNeither, typename W>
 inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
   const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
   const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
   const W slope = W(of.per_gap), forward = W(of.share), reverse = W(1 - of.share);
+  // Factors of p_s above, equal to and below p_t, for the divergences of overlap.
+  const Overlap<W> overlap(part);
+  const double of_kl = divergence == Divergence::kLk ? of.share * of.weight : 0;
+  const double of_overlap = of.weight - of_kl, unit = overlap.unit;
+  const Vector<W> above = splat(W((of_overlap * of.expectation + of_kl) * unit));
+  const Vector<W> equal = splat(W((of_overlap * (of.expectation - 0.5) + of_kl) * unit));
+  const Vector<W> below = splat(W((of_overlap * (of.expectation - 1) + of_kl) * unit));
+  const W of_pt = W(of_kl * unit);
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
     Vector<W> result;
@@ -160,13 +191,11 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
     } else if constexpr (is_of_mixture(divergence)) {
       result = times<W>(p_s, load(kept.weights_t + i, count) - mean);
     } else if constexpr (is_of_overlap(divergence)) {
-      const Vector<W> plain = load(kept.weights_s + i, count) * W(part.to_ps);
-      const Vector<W> p_t = load(kept.weights_t + i, count) * W(part.to_pt);
-      const Vector<W> not_below = plain == p_t ? splat(mean - W(0.5)) : splat(mean);
-      result = p_s * (plain < p_t ? splat(mean - W(1)) : not_below);
-      if constexpr (divergence == Divergence::kLk) {
-        result = (p_s - p_t * W(of.weight)) * forward + result * reverse;
-      }
+      const auto [own, other] = compared<larger, W>(kept, overlap.ratio, i, count);
+      Vector<W> not_below = above;
+      if constexpr (larger == Larger::kNeither) not_below = own == other ? equal : above;
+      result = own * (own < other ? below : not_below);
+      if constexpr (divergence == Divergence::kLk) result -= other * of_pt;
     } else {
       const Vector<W> plain = p_s - load(kept.weights_t + i, count) * to_t;
       const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
@@ -249,7 +278,9 @@ FASTKD_KERNEL void sums_of_part(Divergence divergence, int64_t n, W slope, W coe
     } else if constexpr (is_of_mixture(kind())) {
       mixture_of<kind()>(n, coefficient, part, kept, sums);
     } else {
-      overlap_of<kind()>(n, part, kept, sums);
+      with_larger<W>(part, [&](auto larger) {
+        overlap_of<kind(), larger()>(n, part, kept, sums);
+      });
     }
   });
 }
@@ -290,5 +321,13 @@ FASTKD_KERNEL void weigh(Divergence divergence, const W* z_s, const W* z_t, int6
 
 template <typename W>
 FASTKD_KERNEL void gradient_of(const Slope& of, int64_t n, const Part& part, Kept<W> kept, W* out) {
-  with(of.divergence, [&](auto kind) { gradient_as<kind()>(of, n, part, kept, out); });
+  with(of.divergence, [&](auto kind) {
+    if constexpr (is_of_overlap(kind())) {
+      with_larger<W>(part, [&](auto larger) {
+        gradient_as<kind(), larger()>(of, n, part, kept, out);
+      });
+    } else {
+      gradient_as<kind()>(of, n, part, kept, out);
+    }
+  });
 }
