@@ -58,6 +58,8 @@ test-compiled: $(VENV)/installed
 test-all: test
 	$(MAKE) test-compiled ARGS="--capability 80"
 	$(MAKE) test-compiled ARGS="--capability 90"
+	$(BIN)/python -W ignore -m tools.ptx.forms --capability 80
+	$(BIN)/python -W ignore -m tools.ptx.forms --capability 90
 	$(BIN)/python -m tools.compile_report --prove
 	$(BIN)/python -m tools.widths --prove
 	$(BIN)/python -m tools.cuda_source --prove

@@ -18,6 +18,7 @@ HALF_AND_FULL = (torch.bfloat16, torch.float16, torch.float32)
 ALL_TYPES = (*HALF_AND_FULL, torch.float64)
 BOTH = (False, True)
 ON_A_GPU = ("auto", "torch", "triton")
+DEVICE = torch.device("cuda")  # where tensors and Modules are made
 # One layer has a launch of its own, up to 8 share one.
 LAYERS = (1, 2)
 MANY_LAYERS = 9
@@ -31,7 +32,7 @@ class Made(NamedTuple):
     learns: bool = False
 
     def tensor(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="cuda", requires_grad=self.learns)
+        return torch.empty(self.shape, dtype=self.dtype, device=DEVICE, requires_grad=self.learns)
 
 
 def learns(*shape: int, dtype: torch.dtype = torch.float32) -> Made:
@@ -52,9 +53,10 @@ def mask_of(*shape: int, masked: bool) -> dict[str, Made]:
     return {"mask": numbers(*shape)} if masked else {}
 
 
-def _made(x: Any) -> Any:
+def made(x: Any) -> Any:
+    """An input with its tensors."""
     if isinstance(x, list):
-        return [_made(y) for y in x]
+        return [made(y) for y in x]
     return x.tensor() if isinstance(x, Made) else x
 
 
@@ -71,19 +73,19 @@ class Call(NamedTuple):
         """Call it, backward too."""
         torch.set_float32_matmul_precision(self.precision)
         try:
-            inputs = {name: _made(x) for name, x in self.inputs.items()}
+            inputs = {name: made(x) for name, x in self.inputs.items()}
             if isinstance(self.of, type):
-                self._module()(**inputs)
+                self.module()(**inputs)
             else:
                 self.of(**inputs, **self.options)
         finally:
             torch.set_float32_matmul_precision("highest")
 
-    def _module(self) -> torch.nn.Module:
+    def module(self) -> torch.nn.Module:
         """Made where and as it is needed: moving parameters there would be a copy."""
         torch.set_default_dtype(self.dtype)
         try:
-            with torch.device("cuda"):
+            with DEVICE:
                 return self.of(**self.options)
         finally:
             torch.set_default_dtype(torch.float32)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tools.compile_report import Form
+
 from .counting import Counts
 from .launches import Written, execute, extent, flat
 from .machine import program
@@ -91,11 +93,15 @@ def _compile(kernel, capability, signature, constants, attributes, options) -> C
 
 
 class Launches(list):
-    """(kernel's name, `Counts`) of each launch, in order; ``forms`` has each kernel's last form."""
+    """(kernel's name, `Counts`) of each launch, in order.
+
+    ``forms`` has each kernel's last form, and ``started`` all of them as the compiler was asked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.forms: dict[str, Compiled] = {}
+        self.started: set[Form] = set()
 
 
 class Fresh:
@@ -180,6 +186,8 @@ class _Device:
     def compile(self, kernel, key, signature, device, constants, options, attributes, warmup):
         """In place of Triton's own."""
         known = {at: x for at, x in attributes.items() if x}
+        asked = Form.asked_for(kernel, self.capability, signature, constants, attributes, options)
+        self.launches.started.add(asked)
         form = compiled(kernel, self.capability, signature, constants, known, dict(vars(options)))
         return _Kernel(form, signature, self)
 

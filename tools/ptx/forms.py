@@ -1,0 +1,198 @@
+"""``python -m tools.ptx.forms [loss ...] [--capability 90]``: each compiled form, executed.
+
+Of the public calls in `tools.calls` the smallest that together start every form of the Triton
+kernels run on random inputs. Value and gradients must be those of PyTorch in float64, up to
+`TOLERANCE` of the dtype and ten times the error that PyTorch has in it, or that rounding the inputs
+once would make; `tools.ptx` raises for hazards. It prints what is wrong, then a line for
+each kernel: forms executed, of all that `tools.calls` start.
+``--list`` prints each form.
+"""
+
+import argparse
+import collections
+import inspect
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tools import calls
+from tools.calls import Call, Made
+from tools.compile_report import Form, describe, recorded
+from tools.dry_cuda import Device, problem
+from tools.ptx import executing
+
+# Relative to the norm of the float64 result, above PyTorch's own error.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+MAGNIFIED = 16  # moves inputs far enough to be measured in float64
+LARGEST = 2**19  # elements of a call's inputs, which take seconds to execute
+
+
+class Inputs:
+    """Random tensors in place of a call's `Made`, the same in each run."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.made: list[tuple[Tensor, bool]] = []
+        self.leaves: list[Tensor] = []
+        self.run(None)
+
+    def run(self, dtype: torch.dtype | None, moved: float = 0.0) -> None:
+        """Begin a run, with floating-point tensors in ``dtype`` or their own, moved by a factor."""
+        self.dtype, self.moved, self.next, self.leaves = dtype, moved, 0, []
+
+    def tensor(self, made: Made) -> Tensor:
+        if self.next == len(self.made):
+            self.made.append((self._draw(made), made.learns))
+        x, learns = self.made[self.next]
+        self.next += 1
+        x = x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x.clone()
+        if self.moved and x.is_floating_point():
+            x *= 1 + self.moved * (torch.rand(x.shape, dtype=x.dtype) - 0.5)
+        if learns:
+            self.leaves.append(x.requires_grad_())
+        return x
+
+    def _draw(self, made: Made) -> Tensor:
+        if made.learns or made.dtype in TOLERANCE:
+            x = torch.randn(made.shape, generator=self.generator)
+            return x.to(made.dtype)
+        if not made.shape:  # a denominator
+            return torch.tensor(3, dtype=made.dtype)
+        # Ids, labels and masks: ids have to be different in a row.
+        return torch.arange(made.shape[-1]).expand(made.shape).to(made.dtype)
+
+
+def masked(call: Call) -> Call:
+    """``call`` with masks that are real at some positions, and labels of two classes."""
+    inputs = dict(call.inputs)
+    for name, x in inputs.items():
+        if isinstance(x, Made) and name.endswith(("mask", "labels")):
+            generator = torch.Generator().manual_seed(len(name))
+            drawn = torch.rand(x.shape, generator=generator) < 0.7
+            drawn[..., :1] = True
+            inputs[name] = drawn.to(x.dtype)
+    return call._replace(inputs=inputs)
+
+
+def results(
+    call: Call, inputs: Inputs, dtype: torch.dtype | None, backend: str, moved: float = 0.0
+) -> list[Tensor]:
+    """Value and gradients of a call."""
+    inputs.run(dtype, moved)
+    torch.manual_seed(0)
+    taken = inspect.signature(call.of).parameters
+    chosen = {"backend": backend} if {"backend", "options"} & set(taken) else {}
+    call = call._replace(options=call.options | chosen)
+    with mock.patch.object(Made, "tensor", lambda x: inputs.tensor(x)):
+        arguments = {name: calls.made(x) for name, x in call.inputs.items()}
+        if isinstance(call.of, type):
+            module = call.module()
+            module = module if dtype is None else module.to(dtype)
+            found = module(**arguments)
+            leaves = [*inputs.leaves, *module.parameters()]
+        else:
+            found, leaves = call.of(**arguments, **call.options), inputs.leaves
+    value = found[0] if isinstance(found, tuple) else found
+    generator = torch.Generator().manual_seed(1)
+    upstream = torch.randn(value.shape, generator=generator).to(value.dtype)
+    if not value.requires_grad:
+        return [value]
+    grads = torch.autograd.grad(value, leaves, upstream, allow_unused=True)
+    return [value.detach(), *(x for x in grads if x is not None)]
+
+
+def wrong(call: Call) -> str | None:
+    """What is wrong with a call's value or gradients, or None."""
+    call, inputs = masked(call), Inputs()
+    found = results(call, inputs, None, "triton")
+    kinds = {x.dtype for x, _ in inputs.made if x.dtype in TOLERANCE} | {call.dtype}
+    dtype = max(kinds, key=lambda kind: TOLERANCE[kind])
+    right = results(call, inputs, torch.float64, "torch")
+    plain = results(call, inputs, None, "torch")
+    working = torch.float64 if kinds == {torch.float64} else torch.float32
+    near = results(call, inputs, torch.float64, "torch", MAGNIFIED * torch.finfo(working).eps)
+    every = zip(found, right, plain, near, strict=True)
+    for number, (x, exact, reference, other) in enumerate(every):
+        size = exact.norm().clamp_min(1e-8)
+        errors = [float((y.double() - exact).norm() / size) for y in (x, reference, other)]
+        if not errors[0] <= TOLERANCE[dtype] + 10 * max(errors[1], errors[2] / MAGNIFIED):
+            what = f"gradient {number}" if number else "the value"
+            return f"{what}: error {errors[0]:.2g}, PyTorch's {errors[1]:.2g}"
+    return None
+
+
+def chosen(loss: str, capability: int) -> list[Call]:
+    """The smallest calls that together start every form, but for those of large calls."""
+    device, started = Device(), []
+    device.capability = capability
+    with device.running():
+        for call in calls.of(loss):
+            device.forms.clear()
+            if problem(call.run) is None and device.forms:
+                started.append((_size(call), call, set(device.forms)))
+    known: set[Form] = set()
+    kept = []
+    for size, call, forms in sorted(started, key=lambda each: each[0]):
+        if size <= LARGEST and not forms <= known:
+            known |= forms
+            kept.append(call)
+    return kept
+
+
+def _size(call: Call) -> int:
+    def elements(x: Any) -> int:
+        if isinstance(x, list):
+            return sum(map(elements, x))
+        return torch.Size(x.shape).numel() if isinstance(x, Made) else 0
+
+    options = call.options
+    pairs = [("rows", "V"), ("in_dim", "out_dim")]  # sizes that options alone give
+    more = sum(options[a] * options[b] for a, b in pairs if a in options and b in options)
+    return sum(map(elements, call.inputs.values())) + more
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ptx.forms", description=__doc__)
+    parser.add_argument("losses", nargs="*", default=calls.FILES, help="all by default")
+    parser.add_argument("--capability", type=int, default=80, choices=(80, 90))
+    parser.add_argument("--list", action="store_true", help="print each form that was executed")
+    options = parser.parse_args()
+    start, failures = time.monotonic(), 0
+    todo = [call for loss in options.losses for call in chosen(loss, options.capability)]
+    with (
+        mock.patch.object(calls, "DEVICE", torch.device("cpu")),
+        executing(options.capability) as launches,
+    ):
+        for call in todo:
+            try:
+                found = wrong(call)
+            except Exception as error:
+                found = f"{type(error).__name__}: {error}"
+            if found:
+                failures += 1
+                print(f"{call}: {found}", flush=True)
+    wanted = {
+        form for loss in options.losses for form in recorded(loss)
+        if form.capability == options.capability
+    }  # fmt: skip
+    done = launches.started & wanted
+    counts = collections.Counter(form.name for form in wanted)
+    for name, count in sorted(counts.items()):
+        number = sum(form.name == name for form in done)
+        print(f"{name}: {number} of {count} forms executed on sm_{options.capability}")
+    if options.list:
+        print(*sorted(f"{form.name} {describe(form)}" for form in done), sep="\n")
+    more, seconds = len(launches.started - wanted), time.monotonic() - start
+    print(
+        f"{len(done)} of {len(wanted)} forms by {len(todo)} calls, {more} others, {seconds:.0f} s, "
+        f"{failures} wrong"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
