@@ -1,4 +1,4 @@
-"""Programs of other hands: Liger's KL, Jensen-Shannon and cross-entropy kernels against PyTorch."""
+"""Programs of other hands against PyTorch: Liger's kernels, Automodel's soft cross-entropy."""
 
 import os
 
@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-pytest.importorskip("liger_kernel")
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
 )
@@ -25,6 +24,7 @@ def tolerance(dtype):
 @pytest.mark.parametrize("V", [300, 5000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kl(V, dtype):
+    pytest.importorskip("liger_kernel")
     from liger_kernel.ops.kl_div import kldiv_backward_triton, kldiv_forward_triton
 
     student, teacher = log_probabilities(3, V, dtype), log_probabilities(3, V, dtype)
@@ -40,6 +40,7 @@ def test_kl(V, dtype):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.8, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_jensen_shannon(beta, dtype):
+    pytest.importorskip("liger_kernel")
     from liger_kernel.ops.jsd import _jsd_kernel
 
     rows, V = 3, 700
@@ -68,6 +69,7 @@ def test_jensen_shannon(beta, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy(softcap, dtype):
     """It puts the gradient in the logits' place."""
+    pytest.importorskip("liger_kernel")
     from liger_kernel.ops.cross_entropy import cross_entropy_forward
 
     logits, labels = (2 * torch.randn(4, 900)).to(dtype), torch.tensor([3, 899, -100, 0])
@@ -82,3 +84,22 @@ def test_cross_entropy(softcap, dtype):
         )
     torch.testing.assert_close(found.double(), right.detach(), **tolerance(dtype))
     torch.testing.assert_close(given.detach().double(), expected, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cross_entropy(dtype):
+    """It puts the gradient in the logits' place."""
+    pytest.importorskip("nemo_automodel")
+    from nemo_automodel.components.loss.triton.soft_cross_entropy import fused_soft_cross_entropy
+
+    logits, teacher = (2 * torch.randn(1, 4, 900)).to(dtype), torch.randn(1, 4, 900).softmax(-1)
+    teacher, mask = teacher.to(dtype), torch.tensor([1.0, 1.0, 0.0, 1.0]).view(1, 4, 1)
+    wide = logits.double().requires_grad_()
+    losses = -(teacher.double() * wide.log_softmax(-1)).sum(-1)
+    right = losses[mask.squeeze(-1) > 0].mean()
+    (expected,) = torch.autograd.grad(right, wide)
+    given = logits.requires_grad_()
+    found = fused_soft_cross_entropy(given, teacher, mask)
+    (grad,) = torch.autograd.grad(found, given)
+    torch.testing.assert_close(found.double(), right.detach(), **tolerance(dtype))
+    torch.testing.assert_close(grad.double(), expected, **tolerance(dtype))
