@@ -54,9 +54,13 @@ def blocks(each: bool) -> dict[str, int]:
 # Rows and features of a tile if rows are only read: 16 elements per thread.
 ROW_BLOCKS = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4}
 
+# The same if rows are summed. In one warp a thread has all rows of its features, so that the sum
+# needs no shared memory.
+SUM_BLOCKS = {"BLOCK_R": 8, "BLOCK_D": 256, "num_warps": 1}
+
 # The same if few programs sum many rows: fewer features each, and more rows at a time.
 LONG_SUM_BLOCKS = {"BLOCK_R": 64, "BLOCK_D": 32, "num_warps": 4}
-PROGRAMS = 132  # fewer leave processors of a large GPU idle
+WARPS = 528  # fewer leave processors of a large GPU idle
 
 # Samples, rows and features of a tile of the negatives' product: 8 elements per thread.
 LABELLED_BLOCKS = {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
@@ -597,8 +601,8 @@ def _direction_sums(
     arguments = (*arguments, cdiv(rows, splits))
     flags = {"SLOTS": slots(layers), "HAS_MASK": mask is not None}
     if labels is None:
-        config = ROW_BLOCKS
-        if rows >= 256 and groups * cdiv(D, config["BLOCK_D"]) * layers * splits < PROGRAMS:
+        config = SUM_BLOCKS
+        if rows >= 256 and groups * cdiv(D, config["BLOCK_D"]) * layers * splits < WARPS:
             config = LONG_SUM_BLOCKS
         tiles = groups * cdiv(D, config["BLOCK_D"])
         cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **config)

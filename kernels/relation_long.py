@@ -48,7 +48,7 @@ def relation_mean_kernel(
 ):
     group = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    totals = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # added up across rows after the loop
     size = tl.zeros((BLOCK_N,), tl.int32)
     for first in range(0, N, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N).to(tl.int64)
@@ -59,9 +59,9 @@ def relation_mean_kernel(
             mask=(scale != 0)[:, None] & (d < D)[None, :],
             other=0.0,
         ).to(tl.float32)
-        total += tl.sum(x * scale[:, None], axis=0)
+        totals += x * scale[:, None]
         size += (scale != 0).to(tl.int32)
-    count = tl.sum(size, axis=0)
+    total, count = tl.sum(totals, axis=0), tl.sum(size, axis=0)
     tl.store(
         mean_ptr + group * D + d, tl.div_rn(total, tl.maximum(count, 1).to(tl.float32)), mask=d < D
     )
