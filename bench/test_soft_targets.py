@@ -8,11 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd.soft_targets import (
-    DivergenceWord,
-    soft_target_loss,
-    soft_target_loss_ref,
-)
+from fastkd import Divergence
+from fastkd.soft_targets import soft_target_loss, soft_target_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features
@@ -23,6 +20,8 @@ NAMES = {
     "reverse_kl": "reverse KL",
     "adaptive_kl": "adaptive KL",
     "js": "Jensen-Shannon",
+    "negative_log_acceptance": "negative log acceptance",
+    "lk": "LK",
 }
 
 
@@ -42,7 +41,7 @@ def why_no_liger(device: torch.device) -> str | None:
     return unless_installed("liger-kernel", "liger_kernel")(device)
 
 
-def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
+def liger(divergence: str) -> tuple[Provider, ...]:
     """Liger's KL and JSD; both take log-probabilities, so the softmax before them counts."""
 
     def bind(inputs: dict[str, Any]) -> Bound:
@@ -61,12 +60,12 @@ def liger(divergence: DivergenceWord) -> tuple[Provider, ...]:
 
         return Bound(forward, leaves_of(inputs))
 
-    if divergence == "adaptive_kl":
+    if divergence not in ("forward_kl", "reverse_kl", "js"):
         return ()
     return (Provider("liger-kernel", bind, why_no_liger),)
 
 
-def trl(divergence: DivergenceWord) -> tuple[Provider, ...]:
+def trl(divergence: str) -> tuple[Provider, ...]:
     """TRL's generalised Jensen-Shannon divergence of logits, or of hidden states and heads."""
     betas = {"forward_kl": 0.0, "js": 0.5, "reverse_kl": 1.0}
 
@@ -95,9 +94,9 @@ def cost(*, rows, V) -> tuple[int, int]:
     return 3 * rows * V, 12 * rows * V
 
 
-def case(*more: Any, divergence: DivergenceWord = "forward_kl", **rest: Any) -> Case:
+def case(*more: Any, divergence: str = "forward_kl", **rest: Any) -> Case:
     functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
-    title, options = NAMES[divergence], {"divergence": divergence}
+    title, options = NAMES[divergence], {"divergence": Divergence(divergence)}
     peers = liger(divergence) + trl(divergence)
     work = Work(LOSS, title, make, *functions, cost, peers, options)
     return work.case(*more, **rest)
@@ -115,8 +114,7 @@ def cases() -> Iterator[Case]:
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
         yield case("vocab", half, headline=v == 152064, rows=8192, V=v, check_sizes=fewer)
-    others: tuple[DivergenceWord, ...] = ("reverse_kl", "js", "adaptive_kl")
-    for divergence in others:
+    for divergence in list(NAMES)[1:]:
         sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
     for v in (4096, 16384, 65536, 262144):

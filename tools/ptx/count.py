@@ -44,9 +44,10 @@ CASES: dict[str, dict[str, int]] = {
     "attention/maps/B32 H12 N128/bfloat16": {"B": 1},
     **{
         f"soft_targets/{title}/rows8192 V152064/bfloat16": {"rows": 8}
-        for title in ("forward KL", "reverse KL", "Jensen-Shannon", "adaptive KL")
+        for title in ("forward KL", "reverse KL", "Jensen-Shannon", "adaptive KL",
+                      "negative log acceptance", "LK")
     },
-}
+}  # fmt: skip
 PROVIDERS = {"fastkd triton": "fastkd", "liger-kernel": "Liger"}
 
 
