@@ -160,13 +160,20 @@ def _product(
             mask=t_mask[:, None] & (d < last)[None, :],
             other=0.0,
         )
-        wide = t.to(tl.float32)
+        if SQUARES:
+            # Rows that only the product reads lie in shared memory without bank conflicts, so they
+            # are loaded twice. A cache modifier keeps the compiler from merging both loads.
+            again = tl.load(
+                t_ptr + t_row[:, None] * stride_t + d[None, :],
+                mask=t_mask[:, None] & (d < last)[None, :],
+                other=0.0,
+                cache_modifier=".ca",
+            ).to(tl.float32)
+            squares += tl.sum(rounded(again * again), axis=1)
         if WIDEN:
-            s, t = s.to(tl.float32), wide
+            s, t = s.to(tl.float32), t.to(tl.float32)
         # A difference: the compiler would move a sum into the tensor core, which rounds more.
         product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
-        if SQUARES:
-            squares += tl.sum(rounded(wide * wide), axis=1)
     return -product, squares
 
 
