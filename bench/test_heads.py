@@ -83,9 +83,9 @@ def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> C
 def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
     """Two vocabularies of one size: half of the tokens match, in another order."""
 
-    def call(function: Any, *tensors: Tensor, **options: Any) -> Tensor:
-        match = _half_matched(len(tensors[1]))
-        return function(*tensors, vocabulary=match, unmatched=unmatched, **options)
+    def call(function: Any, student_head: Tensor, **options: Any) -> Tensor:
+        options |= {"vocabulary": _half_matched(len(student_head)), "unmatched": unmatched}
+        return function(student_head=student_head, **options)
 
     functions = (
         functools.partial(call, linear_soft_target_loss_ref),

@@ -137,6 +137,22 @@ def test_weights_of_zero_and_of_the_other_sign(mass, name):
     assert all((x != 0).any() for x in found[1])
 
 
+@on_cpu
+def test_a_weight_of_zero_is_not_a_mask(runs_on):
+    """An infinite loss times 0 is NaN, as documented; the finite gradient times 0 is 0."""
+    student, teacher = torch.tensor([[0.0, -INF], [0.0, 1.0]]), torch.zeros(2, 2)
+    options = dict(reduction="none", backend=runs_on, upstream=torch.ones(2))
+    weights = torch.tensor([0.0, 2.0])
+    value, grad = value_and_grad(soft_target_loss, student, teacher, weights=weights, **options)
+    assert value[0].isnan() and value[1].isfinite()
+    assert (grad[0] == 0).all() and (grad[1] != 0).all()
+    mask = torch.tensor([False, True])
+    masked, _ = value_and_grad(
+        soft_target_loss, student, teacher, weights=weights, mask=mask, **options
+    )
+    assert masked[0] == 0
+
+
 def test_ratios_at_the_ends():
     (h, w, *teacher), _ = drafts()
     student, ids = h[0].float(), torch.tensor([0, 1, 2, 1])
