@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd import Divergence
+from fastkd import Divergence, TopK
 from fastkd.soft_targets import soft_target_loss, soft_target_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
@@ -20,6 +20,7 @@ NAMES = {
     "reverse_kl": "reverse KL",
     "adaptive_kl": "adaptive KL",
     "js": "Jensen-Shannon",
+    "total_variation": "total variation",
     "negative_log_acceptance": "negative log acceptance",
     "lk": "LK",
 }
@@ -89,6 +90,30 @@ def trl(divergence: str) -> tuple[Provider, ...]:
     return (Provider("trl", bind, unless_installed("trl", "trl")),)
 
 
+def eager(divergence: str) -> tuple[Provider, ...]:
+    """Formula of a draft model's divergence in PyTorch, as in speculators and SpecForge."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        student, teacher = inputs.values()
+
+        def forward() -> Tensor:
+            p, q = teacher.softmax(-1), student.softmax(-1)
+            accepted = torch.minimum(p, q).sum(-1)
+            if divergence == "total_variation":
+                return (1 - accepted).mean()
+            if divergence == "negative_log_acceptance":
+                return -accepted.log().mean()
+            kl = F.kl_div(student.log_softmax(-1), p, reduction="none").sum(-1)
+            weight = torch.exp(-3 * accepted.detach())
+            return (weight * kl + (1 - weight) * (1 - accepted)).mean()
+
+        return Bound(forward, leaves_of(inputs))
+
+    if divergence not in ("total_variation", "negative_log_acceptance", "lk"):
+        return ()
+    return (Provider("speculators, eager", bind),)
+
+
 def cost(*, rows, V) -> tuple[int, int]:
     """Case of soft targets on logits; bytes: both logits read, one gradient written."""
     return 3 * rows * V, 12 * rows * V
@@ -97,8 +122,28 @@ def cost(*, rows, V) -> tuple[int, int]:
 def case(*more: Any, divergence: str = "forward_kl", **rest: Any) -> Case:
     functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
     title, options = NAMES[divergence], {"divergence": Divergence(divergence)}
-    peers = liger(divergence) + trl(divergence)
+    peers = liger(divergence) + trl(divergence) + eager(divergence)
     work = Work(LOSS, title, make, *functions, cost, peers, options)
+    return work.case(*more, **rest)
+
+
+def make_top_k(*, rows, V, K, device, dtype) -> dict[str, Tensor]:
+    inputs = make(rows=rows, V=V, device=device, dtype=dtype)
+    log_probs, ids = inputs["teacher_logits"].float().log_softmax(-1).topk(K)
+    return {"student_logits": inputs["student_logits"], "ids": ids, "log_probs": log_probs}
+
+
+def top_k_cost(*, rows, V, K) -> tuple[int, int]:
+    """Student's logits read, their gradient written; the k tokens hardly count."""
+    return 2 * rows * V, 6 * rows * V
+
+
+def top_k_case(*more: Any, **rest: Any) -> Case:
+    def call(function: Any, student_logits: Tensor, ids: Tensor, log_probs: Tensor, **rest) -> Any:
+        return function(student_logits, TopK(ids, log_probs), **rest)
+
+    functions = (functools.partial(call, f) for f in (soft_target_loss_ref, soft_target_loss))
+    work = Work(LOSS, "forward KL, top k", make_top_k, *functions, "soft_target_loss", top_k_cost)
     return work.case(*more, **rest)
 
 
@@ -110,6 +155,10 @@ def cases() -> Iterator[Case]:
         yield case("cpu", divergence=divergence, headline=headline, rows=4096, V=768)
     for v in (2048, 8192, 32768, 131072):
         yield case("cpu", sweep="V", rows=32, V=v)
+    drafts: dict[str, Any] = {"compile": False, "check_sizes": {"rows": 16}}
+    for divergence in ("forward_kl", "total_variation", "negative_log_acceptance", "lk"):
+        yield case("cpu", divergence=divergence, **drafts, rows=256, V=32000)
+    yield top_k_case("cpu", **drafts, rows=256, V=32000, K=64)
     yield case("bert", half, rows=4096, V=30522, check_sizes=fewer)
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):
