@@ -40,12 +40,15 @@ PADDING = 16
 
 
 def blocks(V: int, element_size: int, aligned: bool) -> dict[str, int]:
-    """Block sizes and warps for a vocabulary of V, as in `soft_targets.forward_blocks`."""
+    """Block sizes and warps for a vocabulary of V, as in `soft_targets.forward_blocks`.
+
+    Without a bound on its registers the assembler uses few in some forms and spills a few values.
+    """
     if V > 1024:
-        width = 16 // element_size if aligned else 1
-        return {"BLOCK_R": 1, "BLOCK_V": 4096, "LANES": 256, "WIDTH": width, "num_warps": 8}
-    width = 4 if aligned else 1
-    return {"BLOCK_R": 8, "BLOCK_V": 128, "LANES": 32, "WIDTH": width, "num_warps": 8}
+        config = {"BLOCK_R": 1, "BLOCK_V": 4096, "LANES": 256, "num_warps": 8, "maxnreg": 128}
+        return config | {"WIDTH": 16 // element_size if aligned else 1}
+    config = {"BLOCK_R": 8, "BLOCK_V": 128, "LANES": 32, "num_warps": 8, "maxnreg": 168}
+    return config | {"WIDTH": 4 if aligned else 1}
 
 
 @triton.jit(do_not_specialize=["R", "K"])
