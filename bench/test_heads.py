@@ -100,8 +100,9 @@ def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
 @functools.cache
 def _half_matched(V: int) -> VocabularyMatch:
     generator = torch.Generator().manual_seed(5)
-    ids = (torch.randperm(V, generator=generator)[: V // 2] for _ in range(2))
-    return VocabularyMatch(*ids, V, V)
+    with torch.device("cpu"):
+        ids = (torch.randperm(V, generator=generator)[: V // 2] for _ in range(2))
+        return VocabularyMatch(*ids, V, V)
 
 
 def make_labelled(*, rows, D, V, device, dtype) -> dict[str, Tensor]:

@@ -792,9 +792,10 @@ def linear_soft_target_loss(
             a `fastkd.TopK`, without ``teacher_head``.
         teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
             must not require grad. If both models share a head, pass it here with ``.detach()``.
-        temperature, divergence, mask, reduction, scale_by_t2, denominator, vocabulary, unmatched,
-            backend: as in `soft_target_loss`; the mask is over the leading dimensions. Labels and
-            terms of the student are over its whole vocabulary with a `fastkd.VocabularyMatch`.
+        temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
+            `soft_target_loss`; the mask is over the leading dimensions.
+        vocabulary, unmatched: as in `soft_target_loss`. Labels and terms of the student are over
+            its whole vocabulary with a `fastkd.VocabularyMatch`.
         chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
             The result depends on it only by rounding error.
         soft_weight: of the soft targets, at least 0. At 0 the teacher's logits are computed only

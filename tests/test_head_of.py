@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastkd import CrossEntropy, Divergence, Head
-from fastkd._torch import linear_soft_targets
+from fastkd._torch import row_losses
 from fastkd._torch.divergences import NAMES
 from fastkd.distill import Distiller, SoftTargets, TeacherCache
 from fastkd.head import output_layer
@@ -328,12 +328,12 @@ def heads_in_parts(rank, size):
     head = Head.of(layer)
     assert head.weight is layer.lm_head.weight and head.shard.largest == 60 // size
     seen = []
-    made_rows = linear_soft_targets.soft_target_rows
+    made_rows = row_losses.soft_target_rows
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # no process has more than its part of the vocabulary
         patch.setattr(
-            linear_soft_targets,
+            row_losses,
             "soft_target_rows",
             lambda student, *rest: seen.append(student.shape[1]) or made_rows(student, *rest),
         )

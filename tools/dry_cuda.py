@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from fastkd import VocabularyMatch
 from fastkd._core import extension
 from tools import calls
 from tools.calls import Call, learns
@@ -179,6 +180,13 @@ def forward_and_backward(cls: Any, *arguments: Any) -> Any:
     return results
 
 
+def columns_on_device(match: VocabularyMatch, device: torch.device) -> tuple[Tensor, ...]:
+    """In place of a match's own columns, which are copied to a device once, at its first call."""
+    n = len(match.student_ids)
+    sizes = match.student_size, match.student_size - n, match.teacher_size - n
+    return tuple(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
+
+
 class Device:
     """A GPU that is not there, also as Triton's driver: it compiles, and runs nothing."""
 
@@ -231,6 +239,7 @@ class Device:
                 (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
+                (VocabularyMatch, "columns", columns_on_device),
                 (extension, "CUDA", extension.CPU),
                 (extension, "why_not_gpu", lambda device: None),
             ):

@@ -106,6 +106,18 @@ def calls_of_drafts() -> Calls:
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
 
 
+def calls_of_two_vocabularies() -> Calls:
+    """A teacher of 70 tokens, 40 of which match some of the student's 50."""
+    ids = torch.arange(40)
+    match = fastkd.VocabularyMatch(ids, ids + 20, student_size=50, teacher_size=70)
+    for unmatched, dtype in itertools.product(("renormalise", "bucket", "sorted"), ALL_TYPES):
+        options = {"vocabulary": match, "unmatched": unmatched}
+        inputs = logits(6, 50, dtype=dtype) | {"teacher_logits": given(6, 70, dtype=dtype)}
+        yield Call(fastkd.soft_target_loss, inputs, options)
+        inputs = heads(6, V=50, dtype=dtype) | {"teacher_head": given(70, 64, dtype=dtype)}
+        yield Call(fastkd.linear_soft_target_loss, inputs, options)
+
+
 def calls() -> Calls:
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
     denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
@@ -131,6 +143,7 @@ def calls() -> Calls:
     yield from calls_of_heads()
     yield from calls_of_top_k()
     yield from calls_of_drafts()
+    yield from calls_of_two_vocabularies()
     extras = {"mask": numbers(6), "denominator": numbers(), "weights": given(6)}
     yield Call(fastkd.SoftTargetLoss, logits(6, 50) | extras, {})
     for divergence, dtype, masked, V in itertools.product(
