@@ -102,6 +102,24 @@ def test_equal_distributions_have_no_loss(mass, name, runs_on):
     assert all(x.abs().max() < 1e-6 for x in found)
 
 
+@pytest.mark.parametrize("runs_on", ["torch", "auto", "triton"])
+@pytest.mark.parametrize("name", OF_WHOLE)
+def test_a_teacher_that_excludes_the_drafts_tokens(name, runs_on):
+    """Its probability of them is 0."""
+    (h, w, h_t, w_t), ids = drafts(dtype=torch.float32)
+    bias = torch.zeros(9)
+    bias[ids] = -INF
+    given = h_t.expand(2, -1, -1), Head(w_t, bias)
+    options = dict(divergence=Divergence(name), teacher_mass="whole", draft_vocabulary=ids)
+    value, *grads = values_and_grads(
+        linear_soft_target_loss, (h, w), *given, backend=runs_on, **options
+    )
+    finite = {"forward_kl": 0.0, "total_variation": 1.0}
+    assert value.item() == pytest.approx(finite.get(name, INF))
+    if name in finite:
+        assert all(x.abs().max() < 1e-6 for x in grads)
+
+
 @on_cpu
 @pytest.mark.parametrize("name", OF_WHOLE)
 def test_a_teacher_whose_tokens_the_draft_lacks(name, runs_on):

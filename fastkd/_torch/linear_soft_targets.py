@@ -642,6 +642,8 @@ class _ChunkedPass:
         if logits is not None and self.draft is not None:
             logits, log_mass = logits[:, self.draft], logits
             log_mass = log_mass_of(logits, log_mass, options.soft.temperature)
+            # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
+            logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
             teacher = [logits]
         slope = self.student.slope(student) if needs_grad else None
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
