@@ -24,7 +24,7 @@ class EMATeacher(nn.Module):
     The average is part of the Distiller's ``state_dict()`` and of a Trainer's checkpoints, so that
     a resumed run goes on with it. Under DistributedDataParallel each process updates its own copy,
     by equal parameters. Under FSDP2 make the teacher first, then shard its ``model`` as the
-    student: each process averages its shards.
+    student: each process averages its shards, and a Trainer must not save checkpoints.
 
     Args:
         student: a transformers model, also with PEFT adapters. It is copied here.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
@@ -155,6 +156,7 @@ class DistillationTrainer(Trainer):
         # For heads with one prediction per token, the loss is a mean over the positions of all
         # accumulated batches, which Trainer then counts.
         self.model_accepts_loss_kwargs = self.distiller.counts_positions
+        self._check_averages()
 
     def _take(self, distiller: Distiller) -> None:
         self.distiller = distiller
@@ -177,6 +179,16 @@ class DistillationTrainer(Trainer):
                 "than that of the whole batch; use a larger batch, or Distiller.accumulate in "
                 "your own loop",
                 stacklevel=2,
+            )
+
+    def _check_averages(self) -> None:
+        """Raise if checkpoints would hold one process's shards of an averaging teacher."""
+        averages = averaging_teachers(self.distiller.teacher).values()
+        sharded = any(isinstance(x, DTensor) for average in averages for x in average.parameters())
+        if sharded and self.args.save_strategy != "no":
+            raise ValueError(
+                "teacher: Trainer can't save an EMATeacher that is sharded by FSDP2; pass "
+                'save_strategy="no" and save distiller.state_dict() by torch.distributed.checkpoint'
             )
 
     def call_model_init(self, trial: Any = None) -> Distiller:

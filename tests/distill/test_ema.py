@@ -119,6 +119,20 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
         again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
+def _a_trainer_of_a_sharded_average(rank):
+    distiller, teacher = made()
+    fully_shard(teacher.model, mesh=init_device_mesh("cpu", (1,)))
+    arguments = t.TrainingArguments("unused", max_steps=1, report_to="none", use_cpu=True)
+    rows = [{name: x[0] for name, x in batch(rows=1).items()}]
+    with pytest.raises(ValueError, match="can't save an EMATeacher that is sharded by FSDP2"):
+        DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+
+
+def test_a_trainer_saves_no_sharded_average(tmp_path):
+    """Its file would hold the shards of the first process."""
+    run_ranks(_a_trainer_of_a_sharded_average, 1, tmp_path)
+
+
 WAYS = [("DDP", torch.float32), ("FSDP2", torch.float32), ("FSDP2", torch.bfloat16)]
 
 
