@@ -1,6 +1,7 @@
 """The calls of fastkd/soft_targets.py; see `tools.calls`."""
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def whole_head(rows: int, V: int, dtype: torch.dtype, top_k: str, **options: Any
     bias = learns(V, dtype=dtype).tensor()
     inputs["student_head"] = fastkd.Head(inputs["student_head"], bias, 0.5, 30.0)
     if top_k:
-        ids, log_probs = numbers(rows, 4).tensor(), given(rows, 4).tensor()
-        inputs |= {"teacher_hidden": fastkd.TopK(ids, log_probs, top_k), "teacher_head": None}
+        inputs |= {"teacher_hidden": most_probable(given(rows, 4).tensor(), top_k)}
+        inputs["teacher_head"] = None
     task = fastkd.CrossEntropy(numbers(rows).tensor(), label_smoothing=0.1, z_loss=0.1)
     loss, terms = fastkd.linear_soft_target_loss(**inputs, task=task, return_terms=True, **options)
     return loss + terms["soft"]
@@ -67,23 +68,28 @@ def calls_of_heads() -> Calls:
         yield Call(fastkd.soft_target_loss, inputs, {"divergence": divergence})
 
 
-def of_top_k(student_logits: Tensor, log_probs: Tensor, tail: str, **options: Any) -> Tensor:
+def most_probable(logits: Tensor, tail: str) -> fastkd.TopK:
+    """A teacher's top k, with logits (..., k), and a tail of probability 0.1."""
+    ids = numbers(*logits.shape).tensor()
+    return fastkd.TopK(ids, logits.log_softmax(-1) + math.log(0.9), tail)
+
+
+def of_top_k(student_logits: Tensor, of_teacher: Tensor, tail: str, **options: Any) -> Tensor:
     """A call of `soft_target_loss` with a teacher's top k."""
-    ids = numbers(*log_probs.shape).tensor()
-    return fastkd.soft_target_loss(student_logits, fastkd.TopK(ids, log_probs, tail), **options)
+    return fastkd.soft_target_loss(student_logits, most_probable(of_teacher, tail), **options)
 
 
 def calls_of_top_k() -> Calls:
     for dtype, tail, masked, V in itertools.product(
         ALL_TYPES, ("bucket", "renormalise"), BOTH, (1025, 1040, 152_064)
     ):
-        inputs = {"student_logits": learns(2, 3, V, dtype=dtype), "log_probs": given(2, 3, 64)}
+        inputs = {"student_logits": learns(2, 3, V, dtype=dtype), "of_teacher": given(2, 3, 64)}
         yield Call(of_top_k, inputs | mask_of(2, 3, masked=masked), {"tail": tail})
     forms = [*DIVERGENCES, *(Divergence(name) for name in NAMES if name not in DIVERGENCES)]
     for divergence, temperature, k, masked in itertools.product(
         forms, (1.0, 20.0), (64, 1030), BOTH
     ):
-        inputs = {"student_logits": learns(2, 3, 1040), "log_probs": given(2, 3, k)}
+        inputs = {"student_logits": learns(2, 3, 1040), "of_teacher": given(2, 3, k)}
         options = {"tail": "bucket", "divergence": divergence, "temperature": temperature}
         yield Call(of_top_k, inputs | mask_of(2, 3, masked=masked), options)
 
