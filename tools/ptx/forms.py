@@ -117,7 +117,8 @@ def wrong(call: Call) -> str | None:
     near = results(call, inputs, torch.float64, "torch", MAGNIFIED * torch.finfo(working).eps)
     every = zip(found, right, plain, near, strict=True)
     for number, (x, exact, reference, other) in enumerate(every):
-        size = exact.norm().clamp_min(1e-8)
+        size = float(exact.norm())
+        size = size if size > 1e-6 else 1e-2  # terms of random inputs that cancel
         errors = [float((y.double() - exact).norm() / size) for y in (x, reference, other)]
         if not errors[0] <= TOLERANCE[dtype] + 10 * max(errors[1], errors[2] / MAGNIFIED):
             what = f"gradient {number}" if number else "the value"
