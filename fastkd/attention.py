@@ -78,8 +78,8 @@ def attention_loss(
         heads: "match" compares head by head and needs H = H_t; "mean" compares the mean over the
             student's heads with the mean over the teacher's, for any numbers of heads.
         weights: (B,) floating, factors of the samples' losses, of any sign and without gradient. A
-            weight of 0 is no mask: the sample still
-            counts in the mean, and 0 times an infinite loss is NaN.
+            weight of 0 is no mask: the sample still counts in the mean, and 0 times an infinite
+            loss is NaN.
         reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
             for (B,).
         backend: "auto", "torch", "triton" or "cpp".

@@ -87,8 +87,8 @@ def hidden_state_loss(
         kind: "mse", "cosine" or "smooth_l1".
         beta: β of "smooth_l1", at least 0; 0 is the mean absolute difference.
         weights: (...) floating, factors of the positions' losses, of any sign and without
-            gradient. A weight of 0 is no mask: the position still
-            counts in the mean, and 0 times an infinite loss is NaN.
+            gradient. A weight of 0 is no mask: the position still counts in the mean, and 0 times
+            an infinite loss is NaN.
         reduction: "mean" over the positions that count, "sum", or "none" for (...).
         backend: "auto", "torch", "triton" or "cpp".
 

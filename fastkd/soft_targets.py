@@ -443,7 +443,6 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
         return None
     if reduction != "batchmean":
         raise ValueError(f"denominator needs reduction='batchmean', got {reduction!r}")
-    number = denominator
     if isinstance(denominator, Tensor):
         if denominator.dim() != 0:
             raise ValueError(
@@ -458,10 +457,10 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
                     "denominator is on meta and has no value; pass it on a real device"
                 )
             return denominator.to(like.device, working_dtype(like), non_blocking=True)
-        number = denominator.item()
-    check_number("denominator", number, above=0)  # type: ignore[arg-type]
+        denominator = denominator.item()
+    check_number("denominator", denominator, above=0)
     # Not torch.full, for which the compiler makes a graph for every number.
-    return torch.ones((), dtype=working_dtype(like), device=like.device) * number
+    return torch.ones((), dtype=working_dtype(like), device=like.device) * denominator
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ nearly parallel ones, autocast. Value and every gradient are compared in float64
 every loss: under torch.compile with changing sizes, with inputs of inference mode and the meta
 device, with a gradient that overflows.
 
-An error is allowed up to the table of `tests/support/compare.py`, relative to the larger of the
+An error is allowed up to the table of `tools/tolerance.py`, relative to the larger of the
 value and of the terms it is made of, plus ten times what rounding the inputs once would change.
 """
 

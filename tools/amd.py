@@ -15,7 +15,17 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tools.compile_report import AMD, PROVEN, Form, chosen, describe, modules, note_proven, state
+from tools.compile_report import (
+    AMD,
+    PROVEN,
+    Form,
+    chosen,
+    describe,
+    modules,
+    note_proven,
+    root_cause,
+    state,
+)
 
 ARCHITECTURE, WARP = "gfx942", 64
 
@@ -33,10 +43,7 @@ def problem(form: Form) -> str | None:
             form.source(), target=GPUTarget("hip", ARCHITECTURE, WARP), options=dict(form.launch)
         )
     except Exception as error:
-        cause: BaseException = error
-        while deeper := cause.__cause__ or cause.__context__:
-            cause = deeper
-        return f"{form.name} {describe(form)}: {cause}"
+        return f"{form.name} {describe(form)}: {root_cause(error)}"
     return None
 
 

@@ -294,16 +294,20 @@ def _compiled(form: Form) -> dict[str, Any]:
     try:
         compiled = form.compiled()
     except Exception as error:
-        cause: BaseException = error
-        while deeper := cause.__cause__ or cause.__context__:  # in a function that it calls
-            cause = deeper
-        return row | {"problems": [f"does not compile: {cause}"]}
+        return row | {"problems": [f"does not compile: {root_cause(error)}"]}
     row["seconds"] = round(time.perf_counter() - start, 2)
     row |= resources(compiled.asm["cubin"])
     row["shared"] = compiled.metadata.shared
     row["tensor_cores"] = sum(map(compiled.asm["ptx"].count, TENSOR_CORE_INSTRUCTIONS))
     row["problems"] = problems(row, form.capability, "tt.dot" in compiled.asm["ttir"])
     return row
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first error, in a function that the kernel calls."""
+    while deeper := error.__cause__ or error.__context__:
+        error = deeper
+    return error
 
 
 def describe(form: Form) -> str:

@@ -1,7 +1,5 @@
 """A teacher whose blocks are replaced by hidden states that an engine has written to files."""
 
-import inspect
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +55,7 @@ class Recordings:
         self.states = states.to(ids.device)
 
 
-class _Recorded:
+class RecordedBlock:
     """The forward method of block ``layer`` − 1: its output is hidden state ``layer``."""
 
     def __init__(
@@ -80,32 +78,3 @@ class _Recorded:
                 f"layers {known}; have the engine write it"
             )
         return torch.full_like(hidden_states, torch.nan)  # not compared
-
-
-def recorded_teacher(
-    model: nn.Module, folder: str | os.PathLike[str], layers: Sequence[int]
-) -> nn.Module:
-    """Implementation of `fastkd.integrations.vllm.recorded_teacher`."""
-    from fastkd.distill.backbone import Backbone
-
-    backbone = Backbone(model, "model")
-    blocks: Any = backbone.blocks
-    returned = inspect.signature(type(blocks[0]).forward).return_annotation
-    if returned not in (Tensor, "torch.Tensor"):
-        raise TypeError(
-            f"model: a {type(blocks[0]).__name__} of {backbone.class_name} doesn't return a Tensor "
-            "alone; pass a decoder such as Llama, Qwen3 or GPT-OSS"
-        )
-    wrong = [layer for layer in layers if not 1 <= layer <= backbone.num_layers]
-    if wrong or len(set(layers)) < len(layers):
-        raise ValueError(
-            f"layers must be different numbers from 1 to {backbone.num_layers}, got {list(layers)}"
-        )
-    recordings = Recordings(Path(folder), layers, backbone.hidden_size)
-    for i, block in enumerate(blocks):
-        following = blocks[i + 1] if i + 1 < len(blocks) else None
-        for name, _ in list(block.named_children()):
-            delattr(block, name)
-        block.forward = _Recorded(block, following, i + 1, recordings)
-    backbone.stack.register_forward_pre_hook(recordings.read, with_kwargs=True)
-    return model

@@ -1,13 +1,15 @@
 """What vLLM computes of a teacher: log-probabilities and hidden states. vLLM isn't imported."""
 
+import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from fastkd.integrations import _recorded
+from fastkd.integrations._recorded import RecordedBlock, Recordings
 from fastkd.integrations._served import from_entries
 from fastkd.targets import TopK
 
@@ -79,7 +81,29 @@ def recorded_teacher(
         FileNotFoundError: no file.
         KeyError: a batch with tokens that are in no file.
     """
-    return _recorded.recorded_teacher(model, folder, layers)
+    from fastkd.distill.backbone import Backbone
+
+    backbone = Backbone(model, "model")
+    blocks: Any = backbone.blocks
+    returned = inspect.signature(type(blocks[0]).forward).return_annotation
+    if returned not in (Tensor, "torch.Tensor"):
+        raise TypeError(
+            f"model: a {type(blocks[0]).__name__} of {backbone.class_name} doesn't return a Tensor "
+            "alone; pass a decoder such as Llama, Qwen3 or GPT-OSS"
+        )
+    wrong = [layer for layer in layers if not 1 <= layer <= backbone.num_layers]
+    if wrong or len(set(layers)) < len(layers):
+        raise ValueError(
+            f"layers must be different numbers from 1 to {backbone.num_layers}, got {list(layers)}"
+        )
+    recordings = Recordings(Path(folder), layers, backbone.hidden_size)
+    for i, block in enumerate(blocks):
+        following = blocks[i + 1] if i + 1 < len(blocks) else None
+        for name, _ in list(block.named_children()):
+            delattr(block, name)
+        block.forward = RecordedBlock(block, following, i + 1, recordings)
+    backbone.stack.register_forward_pre_hook(recordings.read, with_kwargs=True)
+    return model
 
 
 def _token(key: Any, i: int) -> int:

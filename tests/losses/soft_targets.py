@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -237,6 +237,36 @@ def _any_divergence(draw: Draw) -> str | Divergence:
     return draw.pick([*plain, *objects])
 
 
+def product(draw: Draw, hidden: Tensor, weight: Tensor) -> Tensor:
+    """A head's product, whose gradient is rounded where the loss multiplies in half precision."""
+    logits = hidden @ weight.mT
+    in_half = multiplied_in_half(torch.empty(0, dtype=draw.dtype))
+    return rounded_gradient(logits, draw.dtype) if in_half else logits
+
+
+def case_of_heads(
+    draw: Draw,
+    call: Callable[..., Tensor],
+    oracle: Callable[..., Tensor],
+    learning: dict[str, Tensor],
+    given: dict[str, Tensor],
+    mask: Tensor,
+) -> Case:
+    """A call with hidden states and heads of student and teacher."""
+    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
+    return Case(
+        call,
+        oracle,
+        learning,
+        given,
+        {"mask": draw.mask_argument(mask)},
+        scale=10.0,
+        mask=mask,
+        masked=("student_hidden", "teacher_hidden"),
+        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
+    )
+
+
 def random_linear_soft_targets(draw: Draw) -> Case:
     R, V, D_s, D_t = draw.size(), draw.pick([2, 17, 64]), draw.size(), draw.size()
     n = draw.pick([V, max(V - 3, 1)])
@@ -263,9 +293,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        products = hidden @ weight.mT
-        products = rounded_gradient(products, draw.dtype) if in_half else products
-        z = scale * (products + bias)[:, :n]
+        z = scale * (product(draw, hidden, weight) + bias)[:, :n]
         return z if cap is None else cap * (z / cap).tanh()
 
     def oracle(
@@ -301,19 +329,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         }
         for side, D in (("student", D_s), ("teacher", D_t))
     )
-    in_half = multiplied_in_half(learning["student_hidden"])
-    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
-    return Case(
-        call,
-        oracle,
-        learning,
-        given,
-        {"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        masked=("student_hidden", "teacher_hidden"),
-        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
-    )
+    return case_of_heads(draw, call, oracle, learning, given, mask)
 
 
 def random_top_k(draw: Draw) -> Case:
@@ -400,14 +416,13 @@ def random_matched_heads(draw: Draw) -> Case:
     match, unmatched = _random_match(draw)
     R, D_s, D_t = draw.size(), draw.size(), draw.size()
     mask, divergence = draw.mask(R), _any_divergence(draw)
-    V, labels = (
-        match.student_size,
-        torch.randint(match.student_size, (R,), generator=draw.generator),
-    )
+    V = match.student_size
+    labels = torch.randint(V, (R,), generator=draw.generator)
     chunk_bytes = draw.pick([None, 1, 3000])
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
-        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
+        student = product(draw, student_hidden, student_head)
+        teacher = product(draw, teacher_hidden, teacher_head)
         rows = student.new_zeros(R)
         rows[mask] = of_match(student[mask], teacher[mask], match, unmatched, 1.0, divergence)
         task = -student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
@@ -436,18 +451,7 @@ def random_matched_heads(draw: Draw) -> Case:
         }
         for side, D, size in (("student", D_s, V), ("teacher", D_t, match.teacher_size))
     )
-    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
-    return Case(
-        call,
-        oracle,
-        learning,
-        given,
-        {"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        masked=("student_hidden", "teacher_hidden"),
-        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
-    )
+    return case_of_heads(draw, call, oracle, learning, given, mask)
 
 
 def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
@@ -497,7 +501,8 @@ def random_drafts(draw: Draw) -> Case:
     soft_weight = draw.pick([1.0, 0.3])
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
-        student, teacher = student_hidden @ student_head.mT, teacher_hidden @ teacher_head.mT
+        student = product(draw, student_hidden, student_head)
+        teacher = product(draw, teacher_hidden, teacher_head)
         teacher = teacher if rows is None else teacher[rows]
         if mass == "whole":
             name = divergence if isinstance(divergence, str) else divergence.name
@@ -544,18 +549,7 @@ def random_drafts(draw: Draw) -> Case:
         }
         for side, D, tokens in (("student", D_s, len(ids)), ("teacher", D_t, V))
     )
-    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
-    return Case(
-        call,
-        oracle,
-        learning,
-        given,
-        {"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        masked=("student_hidden", "teacher_hidden"),
-        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
-    )
+    return case_of_heads(draw, call, oracle, learning, given, mask)
 
 
 RANDOM = {

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from tools.compile_report import covering
+from tools.tolerance import TOLERANCE
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-# Allowed error relative to the oracle's norm, above the reference's own error in that dtype.
-TOLERANCE = {
-    torch.float64: 1e-10,
-    torch.float32: 5e-6,
-    torch.float16: 1e-3,
-    torch.bfloat16: 8e-3,
-}
 
 
 def relative_error(actual: Tensor, oracle: Tensor, floor: float = 1e-8) -> float:

@@ -24,9 +24,8 @@ from tools.calls import Call, Made
 from tools.compile_report import Form, describe, recorded
 from tools.dry_cuda import Device, problem
 from tools.ptx import executing
+from tools.tolerance import TOLERANCE
 
-# Relative to the norm of the float64 result, above PyTorch's own error.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 MAGNIFIED = 16  # moves inputs far enough to be measured in float64
 LARGEST = 2**19  # elements of a call's inputs, which take seconds to execute
 
