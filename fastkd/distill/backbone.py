@@ -355,6 +355,11 @@ def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         return inputs
 
     device, dtype = first.device, first.dtype if first.is_floating_point() else None
-    return tree_map_only(  # type: ignore[no-any-return]
-        Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs
-    )
+
+    def place(x: Tensor) -> Tensor:
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    return {
+        name: place(x) if isinstance(x, Tensor) else tree_map_only(Tensor, place, x)
+        for name, x in inputs.items()
+    }

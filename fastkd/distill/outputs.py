@@ -65,10 +65,8 @@ class Outputs:
     top_k: TopK | None = None  # of a cached teacher (B, N, K), in place of head inputs
     router: Tensor | None = None  # load-balancing loss of a mixture of experts
 
-    def to(self, device: torch.device | None) -> "Outputs":
+    def to(self, device: torch.device) -> "Outputs":
         """The outputs on another device."""
-        if device is None:
-            return self
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.
         moved = self.features(lambda x, tokens: x.to(device))
         logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
