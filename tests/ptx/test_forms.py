@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from fastkd._core.numerics import values_readable
 from tools import calls
+from tools.calls import Call, given
 from tools.ptx import executing, forms
 
 pytestmark = pytest.mark.skipif(
@@ -28,3 +30,16 @@ def test_a_wrong_gradient_is_named(monkeypatch):
 
         monkeypatch.setattr(forms, "results", off)
         assert forms.wrong(call).startswith("gradient 1: error 0.1, PyTorch's ")
+
+
+def test_as_on_a_gpu_no_values_are_read_and_products_have_the_calls_precision(monkeypatch):
+    monkeypatch.setattr(calls, "DEVICE", torch.device("cpu"))
+
+    def of(x, backend):
+        return torch.tensor([values_readable(x), torch.get_float32_matmul_precision() == "high"])
+
+    call = Call(of, {"x": given(2)}, {}, precision="high")
+    for backend, readable in (("triton", False), ("torch", True)):
+        (found,) = forms.results(call, forms.Inputs(), None, backend)
+        assert found.tolist() == [readable, True]
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -6,6 +6,7 @@ here; tests/test_dry_cuda.py names a word that has none. Inputs are described, a
 when a call runs, on the device that stands for a GPU.
 """
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,13 +72,19 @@ class Call(NamedTuple):
 
     def run(self) -> None:
         """Call it, backward too."""
-        torch.set_float32_matmul_precision(self.precision)
-        try:
+        with self.multiplying():
             inputs = {name: made(x) for name, x in self.inputs.items()}
             if isinstance(self.of, type):
                 self.module()(**inputs)
             else:
                 self.of(**inputs, **self.options)
+
+    @contextlib.contextmanager
+    def multiplying(self) -> Iterator[None]:
+        """Inside, float32 matrix products have the call's precision."""
+        torch.set_float32_matmul_precision(self.precision)
+        try:
+            yield
         finally:
             torch.set_float32_matmul_precision("highest")
 
