@@ -18,6 +18,7 @@ from fastkd import (
     soft_target_loss,
 )
 from fastkd._torch.divergences import DIVERGENCES
+from fastkd._torch.linear_soft_targets import TERMS
 from fastkd.functional import hidden_state_loss_ref, linear_soft_target_loss_ref
 from tests.support.compare import assert_matches_reference, value_and_grad, values_and_grads
 
@@ -202,6 +203,29 @@ def test_rows_of_one_teacher_row_and_of_no_position():
         linear_soft_target_loss, h, w, h_t, head, rows=rows - 5, mask=masked
     )
     assert value == 0 and (grad == 0).all()
+
+
+@each_divergence
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_terms_of_many_tokens(name, temperature):
+    """Several blocks of the C++ pass; with rows, −inf, and two equal largest logits."""
+    h, w, h_t, w_t = (
+        torch.randn(shape).double() for shape in ((6, 5), (2500, 5), (3, 4), (2500, 4))
+    )
+    w[3] = w[2000] = h.sum(0) * 9
+    labels, bias = torch.tensor([3, 2000, 7, 1500, 2499, 3]), torch.zeros(2500).double()
+    bias[1024:1030] = -INF
+    given = (h, w), h_t, Head(w_t, bias)
+    options = dict(rows=torch.tensor([2, 0, 0, 1, 2, 2]), task=CrossEntropy(labels, 0.5))
+    options |= dict(divergence=of(name), temperature=temperature, return_terms=TERMS)
+    for more in ({"reduction": "none"}, {"mask": labels != 7}):
+        (loss, terms), (ref, wanted) = (
+            call(*given[0], *given[1:], **options, **more)
+            for call in (linear_soft_target_loss, linear_soft_target_loss_ref)
+        )
+        torch.testing.assert_close((loss, terms), (ref, wanted), rtol=1e-9, atol=1e-9)
+        if "mask" not in more:
+            assert terms["accuracy"][[0, 5]].sum() > 0 and terms["accuracy"][1] == 0
 
 
 def test_log_probs_and_top_k_of_few_tokens():

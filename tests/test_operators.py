@@ -49,7 +49,22 @@ CALLS = {
         ),
         {},
     ),
-    "soft_target_rows": ((x.clone(), x, None, torch.ones(6).bool(), torch.rand(6), *SOFT), {}),
+    "is_top_k": ((TOP, x[:, :2], torch.ones(6).bool(), 5, 10.0), {}),
+    "soft_target_rows": (
+        (
+            x.clone(),
+            x,
+            None,
+            torch.ones(6).bool(),
+            torch.rand(6),
+            *SOFT,
+            torch.zeros(6),
+            None,
+            labels % 5,
+            torch.empty(6, 6),
+        ),
+        {},
+    ),
     "cos_nce": (
         (
             cube,
@@ -142,6 +157,8 @@ def test_indices_out_of_range_are_refused():
         wrong[place] = labels + 1
         with pytest.raises(RuntimeError, match=f"{name}: 6 is not an index below 6"):
             OPS.cos_nce(*wrong, **options)
+    with pytest.raises(RuntimeError, match="teacher_rows: 6 is not an index below 6"):
+        OPS.soft_target_rows(x.clone(), x, None, None, None, *SOFT, teacher_rows=labels + 1)
     arguments, options = CALLS["cross_entropy_of_states"]
     with pytest.raises(RuntimeError, match="vocabulary: 9 of 8 rows"):
         OPS.cross_entropy_of_states(*arguments, **options | {"vocabulary": 9})

@@ -52,7 +52,8 @@ CHUNK_BYTES = (1 << 26, 1 << 31)
 LOGIT_ROWS = 128
 
 # Rows of the terms (len(TERMS), R) of the positions: the first are those of return_terms=True.
-MAIN_TERMS = ("soft", "task", "entropy", "accuracy")
+LOSSES = ("soft", "task")
+MAIN_TERMS = (*LOSSES, "entropy", "accuracy")
 TEACHER_TERMS = ("total_variation", "teacher_entropy", "teacher_log_prob")
 TERMS = (*MAIN_TERMS, *TEACHER_TERMS, "log_prob")
 
@@ -548,6 +549,9 @@ class _ChunkedPass:
             assert teacher[1] is not None
             whole = len(teacher[1]) if self.columns else V
             self.teacher = _HeadOnStates(teacher, options.teacher, whole)
+        # Whether the divergence's pass writes the terms: it compares the same distributions.
+        of_pair = self.teacher is not None and self.draft is None and not options.unmatched
+        self.writes_terms = runs_on == "cpp" and of_pair
         hidden = self.student.states[0]
         heads = [self.student, *([self.teacher] if self.teacher else [])]
         double = any(x.dtype == torch.float64 for head in heads for x in head.states)
@@ -606,15 +610,33 @@ class _ChunkedPass:
         ranges = [] if whole else row_chunks(student)
         if len(ranges) < 2:
             ranges = [slice(None)]
+        if shared is not None and self.teacher is not None:
+            self.teacher.finish(teacher[0])
         for rows in ranges:
             part, of_rows = None if upstream is None else upstream[rows], given.at(rows)
-            own = rows if shared is None else of_rows.teacher_rows
-            targets = [x[own] for x in teacher]
-            if shared is not None and of_rows.mask is not None:  # any row of the teacher
-                targets[0].masked_fill_(~of_rows.mask[:, None], 0)
+            if shared is None:
+                targets = [x[rows] for x in teacher]
+                if self.teacher is not None:
+                    self.teacher.finish(targets[0])
+            else:
+                targets, of_rows = self.shared_targets(teacher, of_rows)
             self.fill(student[rows], targets, terms[:, rows], of_rows, part)
         if upstream is not None:
             self.back(chunk, student, None if self.by_kernels else upstream[:, None])
+
+    def shared_targets(
+        self, teacher: list[Tensor], given: Positions
+    ) -> tuple[list[Tensor], Positions]:
+        """The teacher's logits of these positions, without a copy for the C++ operator."""
+        own = given.teacher_rows
+        assert own is not None
+        if self.runs_on == "cpp" and not self.options.unmatched:
+            first, last = own[[0, -1]].tolist()  # ascending
+            return [x[first : last + 1] for x in teacher], replace(given, teacher_rows=own - first)
+        targets = [x[own] for x in teacher]
+        if given.mask is not None:  # any row of the teacher
+            targets[0].masked_fill_(~given.mask[:, None], 0)
+        return targets, replace(given, teacher_rows=None)
 
     def fill(
         self,
@@ -626,25 +648,26 @@ class _ChunkedPass:
     ) -> None:
         """Write the terms of products (R, V), and overwrite ``student`` with their gradient.
 
+        ``teacher`` is logits, of the rows ``given.teacher_rows`` if there are any, or a top k.
         Kernels multiply the gradient by the upstream gradient (R,); with PyTorch `back` does.
         """
         options, labels, needs_grad = self.options, given.labels, upstream is not None
         self.student.finish(student)
-        if self.teacher is not None:
-            self.teacher.finish(teacher[0])
-        if not {"entropy", "accuracy"}.isdisjoint(options.terms):
-            terms[2], terms[3] = entropy_and_accuracy(student, labels, options.shard)
-        logits = teacher[0] if self.teacher is not None else None
-        for name in options.terms:
-            if name not in MAIN_TERMS:
-                terms[TERMS.index(name)] = self.term(name, student, logits, labels)
-        log_mass = None
+        logits, shared = teacher[0] if self.teacher is not None else None, given.teacher_rows
+        log_mass = row_terms = None
+        if options.terms and self.writes_terms:
+            row_terms = labels, terms[len(LOSSES) :]
+        elif options.terms:
+            by_row = logits if logits is None or shared is None else logits[shared]
+            self.fill_terms(student, by_row, labels, terms)
         if logits is not None and self.draft is not None:
             logits, log_mass = logits[:, self.draft], logits
             log_mass = log_mass_of(logits, log_mass, options.soft.temperature)
             # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
             logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
             teacher = [logits]
+            if given.teacher_rows is not None:
+                log_mass = log_mass[given.teacher_rows]
         slope = self.student.slope(student) if needs_grad else None
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         has_task = needs_grad and labels is not None and options.task_weight != 0
@@ -657,7 +680,9 @@ class _ChunkedPass:
         if teacher:
             ratio = self.ratio(student, given)
             soft_weights = _times(_times(of_kernels, given.soft_weights), ratio)
-            soft = self.soft_targets(student, teacher, given.mask, has_soft, soft_weights, log_mass)
+            soft = self.soft_targets(
+                student, teacher, given.mask, has_soft, soft_weights, log_mass, shared, row_terms
+            )
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
             return
@@ -699,6 +724,27 @@ class _ChunkedPass:
         options = task.label_smoothing, task.z_loss
         return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
 
+    def fill_terms(
+        self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor
+    ) -> None:
+        """Write the terms of logits (R, V)."""
+        if not {"entropy", "accuracy"}.isdisjoint(self.options.terms):
+            terms[2], terms[3] = self.entropy_and_accuracy(student, labels)
+        for name in self.options.terms:
+            if name not in MAIN_TERMS:
+                terms[TERMS.index(name)] = self.term(name, student, teacher, labels)
+
+    def entropy_and_accuracy(self, logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `fastkd._torch.row_losses.entropy_and_accuracy`."""
+        if self.runs_on != "cpp":
+            return entropy_and_accuracy(logits, labels, self.options.shard)
+        found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))
+        form = "total_variation", 1.0, 1.0, 0.0, False
+        torch.ops.fastkd_cpp.soft_target_rows(
+            logits, logits, None, None, None, *form, labels=labels, terms=found
+        )
+        return found[0], found[1]
+
     def term(
         self, name: str, student: Tensor, teacher: Tensor | None, labels: Tensor | None
     ) -> Tensor:
@@ -713,14 +759,9 @@ class _ChunkedPass:
         if labels is not None and name == "teacher_log_prob":
             return self.log_probs(teacher, labels if self.draft is None else self.draft[labels])
         if name == "teacher_entropy":
-            return entropy_and_accuracy(teacher, None, shard)[0]
-        if self.draft is not None or not self.by_kernels:
+            return self.entropy_and_accuracy(teacher, None)[0]
+        if self.draft is not None or self.runs_on != "triton":
             return total_variation(student, teacher, self.draft, shard)
-        if self.runs_on == "cpp":
-            rows = student, teacher, None, None, None
-            return torch.ops.fastkd_cpp.soft_target_rows(
-                *rows, "total_variation", 1.0, 1.0, 0.0, False
-            )
         from fastkd.kernels import soft_targets as kernels
 
         return kernels.soft_target_forward(student, teacher, None, "total_variation", 1.0, 1.0)[0]
@@ -747,10 +788,13 @@ class _ChunkedPass:
         needs_grad: bool,
         weights: Tensor | None,
         log_mass: Tensor | None,
+        teacher_rows: Tensor | None,
+        terms: tuple[Tensor | None, Tensor] | None,
     ) -> Tensor:
         """Divergences (R,); if needed, their gradient times weights (R,) overwrites ``student``.
 
         ``log_mass`` (R,): of the compared tokens in the teacher's whole distribution, None for 0.
+        ``teacher_rows`` and ``terms`` are those of `divergence_in_place`.
         """
         soft, weight = self.options.soft, self.options.soft_weight
         divergence = functools.partial(
@@ -763,7 +807,14 @@ class _ChunkedPass:
             weights=weights,
         )
         if not self.options.unmatched:
-            return divergence(student, teacher, shard=self.options.shard, log_mass=log_mass)
+            return divergence(
+                student,
+                teacher,
+                shard=self.options.shard,
+                log_mass=log_mass,
+                teacher_rows=teacher_rows,
+                terms=terms,
+            )
         factor: Tensor | float | None = None
         if needs_grad:
             factor = weight * soft.scale / soft.temperature

@@ -74,17 +74,23 @@ def divergence_in_place(
     weights: Tensor | None,
     shard: VocabularyShard = WHOLE_VOCABULARY,
     log_mass: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    terms: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
     """Divergences (R,) of logits in the working dtype, by any backend.
 
     If needed, their gradient times ``weight`` and weights (R,) overwrites ``student``. Kernels need
-    the weights for it. ``teacher`` and ``log_mass`` are those of `soft_target_rows`.
+    the weights for it. ``teacher`` and ``log_mass`` are those of `soft_target_rows`. In C++ the
+    teacher's logits may be (T, V), with ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,)
+    or None, and a tensor for the terms of `linear_soft_targets.TERMS` from "entropy" on.
     """
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
         if soft.form == "reverse_kl":
-            return divergence_in_place(*call, weights) - soft.scale * log_mass
-        kl = divergence_in_place(*call, mass if weights is None else mass * weights)
+            kl = divergence_in_place(*call, weights, teacher_rows=teacher_rows)
+            return kl - soft.scale * log_mass
+        weights = mass if weights is None else mass * weights
+        kl = divergence_in_place(*call, weights, teacher_rows=teacher_rows)
         return mass * kl + soft.scale * torch.xlogy(mass, mass)
     loss: Tensor
     if runs_on == "torch":
@@ -99,7 +105,7 @@ def divergence_in_place(
             weights = weights * weight
         ids = teacher[0] if soft.tail else None
         rows = student, teacher[-1], ids, mask, weights if needs_grad else None
-        options = *soft.per_row, soft.tail == "bucket", log_mass
+        options = *soft.per_row, soft.tail == "bucket", log_mass, teacher_rows, *(terms or ())
         loss = torch.ops.fastkd_cpp.soft_target_rows(*rows, *options)
     else:
         loss = _triton_in_place(

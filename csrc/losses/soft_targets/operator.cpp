@@ -1,6 +1,8 @@
 // Operators of soft targets from logits.
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <utility>
 
 #include "losses/soft_targets/soft_targets.h"
 #include "losses/operators.h"
@@ -11,11 +13,38 @@ namespace {
 // Contiguous token ids (R, k), each below V.
 Tensor checked_ids(const Tensor& ids, int64_t V) {
   const Tensor tokens = torch::stable::contiguous(ids);
-  for (int64_t i = 0; i < tokens.numel(); ++i) {
-    const int64_t id = data<int64_t>(tokens)[i];
-    STD_TORCH_CHECK(id >= 0 && id < V, "ids: ", id, " is not one of the ", V, " tokens");
+  const int64_t* begin = data<int64_t>(tokens);
+  for (const int64_t* id = begin; id < begin + tokens.numel(); ++id) {
+    STD_TORCH_CHECK(*id >= 0 && *id < V, "ids: ", *id, " is not one of the ", V, " tokens");
   }
   return tokens;
+}
+
+// Whether ids (R, k) are below V, no row has one twice, and log-probabilities (R, k) are at most
+// ``most``. Entries of −inf and rows that the mask leaves out are not looked at.
+bool is_top_k(const Tensor& ids, const Tensor& log_probs, const Mask& mask, int64_t V,
+              double most) {
+  check(log_probs, "log_probs", check_floating(log_probs, "log_probs"), {kAnySize, kAnySize});
+  const int64_t R = log_probs.size(0), k = log_probs.size(1);
+  check(ids, "ids", ScalarType::Long, {R, k}, Strides::kAny);
+  check(mask, "mask", ScalarType::Bool, {R});
+  Tensor holder;
+  const bool* real = bytes_of(mask, holder);
+  const Tensor tokens = torch::stable::contiguous(ids);
+  const int64_t* token = data<const int64_t>(tokens);
+  const Rows rows = rows_of(log_probs);
+  std::vector<double> copy(k);
+  std::vector<int64_t> seen(V, -1);  // the last row that had a token
+  for (int64_t i = 0; i < R; ++i, token += k) {
+    if (real && !real[i]) continue;
+    const double* logs = rows.read(i, 0, k, copy.data());
+    for (int64_t j = 0; j < k; ++j) {
+      if (logs[j] == -std::numeric_limits<double>::infinity()) continue;
+      if (logs[j] > most || token[j] < 0 || token[j] >= V) return false;
+      if (std::exchange(seen[token[j]], i) == i) return false;
+    }
+  }
+  return true;
 }
 
 Divergence divergence_of(const std::string& name) {
@@ -37,28 +66,48 @@ Divergence divergence_of(const std::string& name) {
   return found->second;
 }
 
-// Losses (R,) of logits (R, V), with a teacher of logits (R, V), or of log-probabilities (R, k) of
-// the tokens ``ids`` (R, k). Gradients times ``weights`` are stored in ``gradient``, unless it is
-// null.
+// The teacher's rows (R,) of the student's, and terms (kTerms, R) to compute, with labels (R,).
+struct RowOptions {
+  std::optional<Tensor> teacher_rows, labels, terms;
+};
+
+// Losses (R,) of logits (R, V), with a teacher of logits (R, V), or (T, V) with rows of it, or of
+// log-probabilities (R, k) of the tokens ``ids`` (R, k). Gradients times ``weights`` are stored in
+// ``gradient``, unless it is null.
 std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
                                  const std::optional<Tensor>& ids, bool bucket, const Mask& mask,
                                  const std::string& divergence, double temperature, double scale,
                                  double coefficient, const Rows& gradient, const Rows& weights,
-                                 const std::optional<Tensor>& log_mass = {}) {
+                                 const std::optional<Tensor>& log_mass = {},
+                                 const RowOptions& options = {}) {
   const int64_t R = student.size(0), V = student.size(1);
-  Tensor tokens;
+  Tensor tokens, labels, teacher_rows;
   if (ids) {
     check(teacher, "teacher", check_floating(teacher, "teacher"), {R, kAnySize});
     check(*ids, "ids", ScalarType::Long, {R, teacher.size(1)}, Strides::kAny);
     tokens = checked_ids(*ids, V);
+    STD_TORCH_CHECK(!options.terms && !options.teacher_rows, "a top k has no rows and no terms");
   } else {
-    check(teacher, "teacher", student.scalar_type(), {R, V});
+    const int64_t rows = options.teacher_rows ? kAnySize : R;
+    check(teacher, "teacher", student.scalar_type(), {rows, V});
   }
   check(mask, "mask", ScalarType::Bool, {R});
+  check_places(options.teacher_rows, "teacher_rows", R, teacher.size(0));
+  check_places(options.labels, "labels", R, V);
+  if (options.labels) labels = torch::stable::contiguous(*options.labels);
+  if (options.teacher_rows) teacher_rows = torch::stable::contiguous(*options.teacher_rows);
+  std::vector<double> terms;
+  if (options.terms) {
+    check(*options.terms, "terms", working_type(student), {kTerms, R}, Strides::kWritten);
+    terms.resize(R * kTerms);
+  }
   const SoftTargets of{rows_of(student), rows_of(teacher), divergence_of(divergence), coefficient,
                        1 / temperature,  scale,            gradient,
                        ids ? data<const int64_t>(tokens) : nullptr, bucket,
-                       log_mass ? numbers_of(*log_mass) : Rows{}};
+                       log_mass ? numbers_of(*log_mass) : Rows{},
+                       options.teacher_rows ? data<const int64_t>(teacher_rows) : nullptr,
+                       options.labels ? data<const int64_t>(labels) : nullptr,
+                       options.terms ? terms.data() : nullptr};
   std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -66,6 +115,10 @@ std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
   each_row(losses.size(), bytes, [&](int64_t begin, int64_t end) {
     of.fill(begin, end, real, weights, losses.data());
   });
+  for (int k = 0; options.terms && k < kTerms; ++k) {
+    const Rows numbers = numbers_of(torch::stable::select(*options.terms, 0, k));
+    for (int64_t i = 0; i < R; ++i) numbers.put(i, terms[i * kTerms + k]);
+  }
   return losses;
 }
 
@@ -115,12 +168,15 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
 }
 
 // Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits. With
-// log_mass (R,) the teacher has more tokens, and these have that part of its probability.
+// log_mass (R,) the teacher has more tokens, and these have that part of its probability. With
+// ``teacher_rows`` (R,) the teacher's logits are (T, V). Terms (kTerms, R) are written if given.
 Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
                         const std::optional<Tensor>& ids, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
                         double temperature, double scale, double coefficient, bool bucket,
-                        const std::optional<Tensor>& log_mass) {
+                        const std::optional<Tensor>& log_mass,
+                        const std::optional<Tensor>& teacher_rows,
+                        const std::optional<Tensor>& labels, const std::optional<Tensor>& terms) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
         weights ? Strides::kWritten : Strides::kRows);
   check_numbers(weights, "weights", student.size(0));
@@ -128,7 +184,8 @@ Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
   const Rows gradient = weights ? rows_of(student) : Rows{};
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   return vector_of(soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale,
-                                coefficient, gradient, given, log_mass),
+                                coefficient, gradient, given, log_mass,
+                                {teacher_rows, labels, terms}),
                    student);
 }
 
@@ -136,6 +193,7 @@ Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
+  m.def("is_top_k(Tensor ids, Tensor log_probs, Tensor? mask, int V, float most) -> bool");
   m.def(
       "soft_target_loss(Tensor student, Tensor teacher, Tensor? ids, Tensor? mask,"
       " Tensor? denominator, Tensor? weights, str divergence, float temperature, float scale,"
@@ -143,10 +201,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? ids, Tensor? mask,"
       " Tensor? weights, str divergence, float temperature, float scale, float coefficient,"
-      " bool bucket, Tensor? log_mass=None) -> Tensor");
+      " bool bucket, Tensor? log_mass=None, Tensor? teacher_rows=None, Tensor? labels=None,"
+      " Tensor(b!)? terms=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
+  m.impl("is_top_k", TORCH_BOX(&fastkd::is_top_k));
   m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
   m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));
 }

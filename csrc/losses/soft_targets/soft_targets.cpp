@@ -11,6 +11,7 @@
 #include <cmath>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 namespace fastkd {
 namespace {
@@ -35,7 +36,7 @@ struct Tops {
 struct Part {
   double base_s, base_t, total_s = 0, total_t = 0;
   double cross_s = 0, cross_t = 0;  // Σ e^{x_s} (x_s − x_t) and Σ e^{x_t} (x_t − x_s)
-  double mean_t = 0;                // Σ e^{x_t} x_t, for adaptive KL
+  double mean_s = 0, mean_t = 0;    // Σ e^x x, for entropies; mean_t also for adaptive KL
   double to_ps = 0, to_pt = 0;      // p = to_p·e^x
   double to_ratio = 0;              // log(p_s/p_t) = x_s − x_t + to_ratio
 };
@@ -46,8 +47,11 @@ struct Kept {
   W* weights_s;  // e^{x_s}
   W* weights_t;  // e^{x_t}; after the second pass of a mixture m its gradient's own values
   W* gaps;       // τ·(x_s − x_t)
+  bool has_t;    // weights_t are needed by the terms
 
-  Kept at(int64_t start) const { return {weights_s + start, weights_t + start, gaps + start}; }
+  Kept at(int64_t start) const {
+    return {weights_s + start, weights_t + start, gaps + start, has_t};
+  }
 };
 
 // Numbers of a row's gradient, besides `Kept`.
@@ -122,7 +126,9 @@ class Work {
   double fill(int64_t row, double weight) {
     const int64_t n = of_.student.n;
     W* own = own_.get();
-    kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n};
+    kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n,
+             of_.terms != nullptr};
+    Answer answer = answer_of(row);
     Tops tops;
     // One maximum for the row, so that exponentials of different blocks can be compared.
     if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
@@ -133,9 +139,16 @@ class Work {
     each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
       const Tops here = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
       Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
+      if (of_.terms) {
+        answer.see(z_s, start, count, here.s);
+        // The weights may overwrite the logits.
+        if (z_s != copies_[0]) z_s = std::copy_n(z_s, count, copies_[0]) - count;
+      }
       FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, part, kept_.at(start));
+      if (of_.terms) FASTKD_CALL(means_of, z_s, z_t, count, part, kept_.at(start));
     });
     const Part whole = join();
+    if (of_.terms) store_terms(row, whole, answer);
     if (of_.log_masses.data) {
       const double mass = std::exp(of_.log_masses.get(row));
       for (Part& part : parts_) part.to_pt *= mass;
@@ -152,13 +165,59 @@ class Work {
   }
 
  private:
+  // Whether a row's label is the first of its largest logits.
+  struct Answer {
+    int64_t label;  // -1: none
+    double student = 0, teacher = 0;
+    bool is_top = true;
+
+    // Takes a block of the student's logits, of which none exceeds ``top``.
+    void see(const W* z, int64_t start, int64_t count, double top) {
+      if (top > student) is_top = false;
+      if (!is_top || top < student || label <= start) return;
+      const W* end = z + std::min(count, label - start);
+      is_top = std::find(z, end, W(student)) == end;
+    }
+  };
+
+  Answer answer_of(int64_t row) {
+    if (of_.terms == nullptr || of_.labels == nullptr) return {-1};
+    const int64_t label = of_.labels[row];
+    W copies[2];
+    return {label, double(*of_.student.read(row, label, 1, copies)),
+            double(*of_.teacher.read(teacher_row(row), label, 1, copies + 1))};
+  }
+
+  // Stores a row's terms, from its sums at temperature 1.
+  void store_terms(int64_t row, const Part& whole, const Answer& answer) const {
+    double* terms = of_.terms + row * kTerms;
+    constexpr double down = double(FloatFormat<W>::kDown);
+    const double log_s = std::log(whole.total_s * down), log_t = std::log(whole.total_t * down);
+    terms[kEntropy] = log_s - whole.mean_s * whole.to_ps;
+    terms[kTeacherEntropy] = log_t - whole.mean_t * whole.to_pt;
+    double sums[kSums] = {};
+    each_part([&](int64_t start, int64_t count, const Part& part) {
+      FASTKD_CALL(sums_of_part, Divergence::kTotalVariation, count, W(1), W(0), part,
+                  kept_.at(start), sums);
+    });
+    terms[kTotalVariationTerm] = sums[1] + difference() / 2;
+    const bool has_label = answer.label >= 0;
+    terms[kAccuracy] = has_label && answer.is_top;
+    terms[kLogProb] = has_label ? answer.student - whole.base_s - log_s : 0;
+    terms[kTeacherLogProb] = has_label ? answer.teacher - whole.base_t - log_t : 0;
+  }
+
+  int64_t teacher_row(int64_t row) const {
+    return of_.teacher_rows ? of_.teacher_rows[row] : row;
+  }
+
   // Calls body(student, teacher, start, count) with logits of type W.
   template <typename Body>
   void each_block(int64_t row, const Body& body) {
     for (int64_t start = 0; start < of_.student.n; start += kBlock) {
       const int64_t count = std::min(kBlock, of_.student.n - start);
       body(of_.student.read(row, start, count, copies_[0]),
-           of_.teacher.read(row, start, count, copies_[1]), start, count);
+           of_.teacher.read(teacher_row(row), start, count, copies_[1]), start, count);
     }
   }
 
@@ -187,6 +246,7 @@ class Work {
       whole.total_s += part.to_ps * part.total_s, whole.total_t += part.to_pt * part.total_t;
       whole.cross_s += times(part.to_ps, part.cross_s + times(part.total_s, part.to_ratio));
       whole.cross_t += times(part.to_pt, part.cross_t - times(part.total_t, part.to_ratio));
+      whole.mean_s += times(part.to_ps, part.mean_s + times(part.total_s, shift_s));
       whole.mean_t += times(part.to_pt, part.mean_t + times(part.total_t, shift_t));
     }
     whole.to_ps = 1 / whole.total_s, whole.to_pt = 1 / whole.total_t;
@@ -234,15 +294,17 @@ class Work {
       slope.weight = acceptance == 0 ? 0 : slope.weight / acceptance;
       return 0 * nan_of(whole) - std::log(acceptance);
     }
-    // ½ Σ |p_t − p_s|. Unless p_t has another mass, these sums differ by rounding; a NaN is in them.
-    double difference = 0;
-    for (const Part& part : parts_) {
-      difference += Overlap<W>(part).difference(part);
-    }
-    const double distance = sums[1] + difference / 2;
+    const double distance = sums[1] + difference() / 2;  // ½ Σ |p_t − p_s|
     if (of_.divergence == Divergence::kTotalVariation) return distance;
     slope.share = std::exp(-of_.coefficient * (1 - distance));
     return times(slope.share, forward) + (1 - slope.share) * distance;
+  }
+
+  // Σ p_s − Σ p_t: a rounding error unless p_t has another mass, and NaN if a logit is.
+  double difference() const {
+    double sum = 0;
+    for (const Part& part : parts_) sum += Overlap<W>(part).difference(part);
+    return sum;
   }
 
   // 1, or NaN if a logit is: it may hide in the smaller of two probabilities.
@@ -339,8 +401,8 @@ class TopKWork {
  public:
   explicit TopKWork(const SoftTargets& of)
       : of_(of), by_(of.slope), k_(of.teacher.n), student_(k_ + of.bucket), teacher_(student_),
-        gradient_(student_), order_(k_), own_(new W[of.student.n]),
-        parts_((of.student.n + kBlock - 1) / kBlock),
+        gradient_(student_), next_(k_), own_(new W[of.student.n]),
+        parts_((of.student.n + kBlock - 1) / kBlock), first_(parts_.size()),
         outcomes_{row_of(student_), row_of(teacher_), of.divergence, of.coefficient, 1, 1,
                   of.gradient.data ? row_of(gradient_) : Rows{}},
         work_(outcomes_) {}
@@ -352,16 +414,12 @@ class TopKWork {
     if (given != teacher_.data()) std::copy_n(given, k_, teacher_.data());
     const bool holds = of_.gradient.data && is_of(of_.gradient.type, W());
     W* x = holds ? of_.gradient.write(row, 0, own_.get()) : own_.get();
-    int64_t used = 0;  // an unused entry has any id
+    W copy;
     for (int64_t j = 0; j < k_; ++j) {
-      student_[j] = -kInfinity;
-      if (!is_unused(j)) order_[used++] = {ids[j], j};
+      const bool is_read = !of_.bucket && !is_unused(j);
+      student_[j] = is_read ? *of_.student.read(row, ids[j], 1, &copy) * of_.slope : -kInfinity;
     }
-    const double rest = of_.bucket ? fill_rest(row, x, used) : 0;
-    for (int64_t i = 0; i < used && !of_.bucket; ++i) {
-      W copy;
-      student_[order_[i].second] = *of_.student.read(row, order_[i].first, 1, &copy) * of_.slope;
-    }
+    const double rest = of_.bucket ? fill_rest(row, ids, x) : 0;
     const double loss = work_.fill(0, weight);
     if (of_.gradient.data == nullptr) return loss;
     const double of_rest = rest == 0 ? 0 : gradient_[k_] / rest;
@@ -385,30 +443,33 @@ class TopKWork {
     return {reinterpret_cast<char*>(x.data()), 0, int64_t(x.size()), Type::kDouble};
   }
 
+  // An unused entry has any id.
   bool is_unused(int64_t j) const { return teacher_[j] == -kInfinity; }
 
-  // Stores the exponentials of the tokens outside of the ``used`` first of order_ in x, and the
-  // logarithms of the outcomes' probabilities. Returns the sum of the exponentials. The listed
-  // logits are read with their blocks: one after the other they would wait for memory.
-  double fill_rest(int64_t row, W* x, int64_t used) {
+  // Stores the exponentials of the tokens outside of ``ids`` in x, and the logarithms of the
+  // outcomes' probabilities. Returns the sum of the exponentials. The listed logits are read with
+  // their blocks: one after the other they would wait for memory.
+  double fill_rest(int64_t row, const int64_t* ids, W* x) {
     const int64_t n = of_.student.n;
-    std::sort(order_.begin(), order_.begin() + used);
     double base = -kInfinity, listed = 0;
-    for (int64_t j = 0; j < k_; ++j) listed += std::exp(teacher_[j]);
-    const auto end = order_.begin() + used;
-    auto next = order_.begin();
+    std::fill(first_.begin(), first_.end(), -1);
+    for (int64_t j = k_ - 1; j >= 0; --j) {
+      if (is_unused(j)) continue;
+      listed += std::exp(teacher_[j]);
+      next_[j] = std::exchange(first_[ids[j] / kBlock], j);
+    }
     for (int64_t start = 0; start < n; start += kBlock) {
       const int64_t count = std::min(kBlock, n - start);
       const W* z = of_.student.read(row, start, count, copy_);
       if (z != x + start) std::copy_n(z, count, x + start);
-      for (; next < end && next->first < start + count; ++next) {
-        student_[next->second] = x[next->first] * of_.slope;
-        base = std::max(base, student_[next->second]);
-        x[next->first] = -kInfinity;
+      for (int64_t j = first_[start / kBlock]; j >= 0; j = next_[j]) {
+        student_[j] = x[ids[j]] * of_.slope;
+        base = std::max(base, student_[j]);
+        x[ids[j]] = -kInfinity;
       }
       Part& part = parts_[start / kBlock];
       part.base_s = base_of(FASTKD_CALL(top_of_block, x + start, count));
-      part.total_s = FASTKD_CALL(raise, x + start, count, by_, W(part.base_s));
+      part.total_s = FASTKD_CALL(raise, x + start, count, by_, W(part.base_s), z + count);
       if (part.total_s != 0) base = std::max(base, part.base_s * of_.slope);
     }
     base = base_of(base);
@@ -432,9 +493,10 @@ class TopKWork {
   const Exponents<W> by_;
   const int64_t k_;
   std::vector<double> student_, teacher_, gradient_;  // of the outcomes
-  std::vector<std::pair<int64_t, int64_t>> order_;    // the row's token ids, and their places
+  std::vector<int64_t> next_;  // the next entry of ids in the same block, -1 for none
   const std::unique_ptr<W[]> own_;
   std::vector<Part> parts_;
+  std::vector<int64_t> first_;  // entry of ids in each block, -1 for none
   const SoftTargets outcomes_;
   Work<double> work_;
   W copy_[kBlock];
@@ -443,14 +505,24 @@ class TopKWork {
 template <typename W, typename RowWork>
 void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* real,
                const Rows& weights, double* losses) {
-  RowWork work(of);
+  SoftTargets main = of, at_one = of;
+  std::unique_ptr<Work<W>> of_terms;  // a pass of its own at another temperature
+  if (of.terms && of.slope != 1) {
+    main.terms = nullptr;
+    at_one.divergence = Divergence::kTotalVariation;
+    at_one.slope = 1, at_one.gradient = at_one.log_masses = {};
+    of_terms = std::make_unique<Work<W>>(at_one);
+  }
+  RowWork work(main);
   const Rows& dz = of.gradient;
   for (int64_t i = begin; i < end; ++i) {
     if (real && !real[i]) {
       losses[i] = 0;
       if (dz.data) std::fill_n(dz.place(i, 0), dz.n * size_of(dz.type), 0);
+      if (of.terms) std::fill_n(of.terms + i * kTerms, int(kTerms), 0);
       continue;
     }
+    if (of_terms) of_terms->fill(i, 0);
     const double weight = dz.data ? weights.get(i) * of.scale * of.slope : 0;
     losses[i] = work.fill(i, weight) * of.scale;
   }

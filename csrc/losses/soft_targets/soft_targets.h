@@ -20,6 +20,17 @@ enum class Divergence {
   kLk,
 };
 
+// Terms of a row besides its loss, at temperature 1; those of labels are 0 without labels.
+enum Term {
+  kEntropy,
+  kAccuracy,  // 1 where the label is the first of the largest logits
+  kTotalVariationTerm,
+  kTeacherEntropy,
+  kTeacherLogProb,  // of the label
+  kLogProb,
+  kTerms,
+};
+
 struct SoftTargets {
   Rows student, teacher;  // logits; for a teacher of k tokens their log-probabilities
   Divergence divergence;
@@ -31,6 +42,9 @@ struct SoftTargets {
   // Logarithms of the teacher's probabilities of all these tokens, rows of one number, if it has
   // more of them; null: 1. For total variation and the negative log acceptance.
   Rows log_masses{};
+  const int64_t* teacher_rows = nullptr;  // (R,), rows of the teacher's logits; null: the same row
+  const int64_t* labels = nullptr;        // (R,), below V
+  double* terms = nullptr;                // (R, kTerms); null: not computed
 
   // Computes the losses of rows begin to end, and their gradients times ``weights`` (rows of one
   // number). Rows that are not ``real`` are not read; their loss and gradient are 0.

@@ -62,7 +62,7 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
     if constexpr (forward) cross_t = none_t ? cross_t : cross_t - w_t * gap;
     if constexpr (adaptive) mean_t = none_t ? mean_t : mean_t + w_t * x_t;
     store<W>(kept.weights_s + i, w_s, count);
-    if constexpr (forward || second) store<W>(kept.weights_t + i, w_t, count);
+    if (forward || second || kept.has_t) store<W>(kept.weights_t + i, w_t, count);
     if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
   });
   part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
@@ -295,11 +295,25 @@ FASTKD_KERNEL double top_of_block(const W* z, int64_t n) {
   return top_of(z, n, -kInfinity);
 }
 
-// Overwrites a block of logits with e^{(x − base)/τ}, raised as `raised_exp` does. Returns its sum.
+// Sets Σ e^x x of a block's student and teacher, at temperature 1.
 template <typename W>
-FASTKD_KERNEL double raise(W* x, int64_t n, Exponents<W> by, W base) {
+FASTKD_KERNEL void means_of(const W* z_s, const W* z_t, int64_t n, Part& part, Kept<W> kept) {
+  const W base_s = W(part.base_s), base_t = W(part.base_t);
+  const auto found = sums_of<W, 2>(n, [&](int64_t i, int64_t count, Vector<W>* to) {
+    const Vector<W> x_s = load(z_s + i, count) - base_s, x_t = load(z_t + i, count) - base_t;
+    to[0] = plus<W>(to[0], load(kept.weights_s + i, count), x_s);
+    to[1] = plus<W>(to[1], load(kept.weights_t + i, count), x_t);
+  });
+  part.mean_s = found[0], part.mean_t = found[1];
+}
+
+// Overwrites a block of logits with e^{(x − base)/τ}, raised as `raised_exp` does. Returns its sum.
+// Prefetches as many of the ``next`` logits: nothing else reads them while memory is idle.
+template <typename W>
+FASTKD_KERNEL double raise(W* x, int64_t n, Exponents<W> by, W base, const W* next) {
   Vector<W> total{};
   each<W>(n, [&](int64_t i, int64_t count) {
+    fetch(next + i);
     Bits<W> below;
     const Vector<W> weight = raised_exp<W>(load(x + i, count, W(-kInfinity)) - base, by, below);
     total += weight;
