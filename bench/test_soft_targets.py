@@ -166,6 +166,7 @@ def cases() -> Iterator[Case]:
     for divergence in list(NAMES)[1:]:
         sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
+    yield top_k_case("vocab", half, check_sizes=fewer, rows=8192, V=152064, K=64)
     for v in (4096, 16384, 65536, 262144):
         yield case("sweep", half, compile=False, sweep="V", check_sizes=fewer, rows=4096, V=v)
 

@@ -45,8 +45,9 @@ CASES: dict[str, dict[str, int]] = {
     **{
         f"soft_targets/{title}/rows8192 V152064/bfloat16": {"rows": 8}
         for title in ("forward KL", "reverse KL", "Jensen-Shannon", "adaptive KL",
-                      "negative log acceptance", "LK")
+                      "total variation", "negative log acceptance", "LK")
     },
+    "soft_targets/forward KL, top k/rows8192 V152064 K64/bfloat16": {"rows": 8},
 }  # fmt: skip
 PROVIDERS = {"fastkd triton": "fastkd", "liger-kernel": "Liger"}
 
