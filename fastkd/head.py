@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastkd._core.allocation import empty
 from fastkd._core.checks import (
     FLOATING,
     check_device,
@@ -15,7 +16,7 @@ from fastkd._core.checks import (
     check_shape,
     check_vocabulary_part,
 )
-from fastkd._core.numerics import autocast_off, upcast
+from fastkd._core.numerics import autocast_off, upcast, values_readable
 from fastkd._torch.linear_soft_targets import HeadForm
 from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
@@ -208,8 +209,10 @@ class Head:
         check_vocabulary_part("ids", ids, head.weight.shape[0])
         check_device("ids", ids, "the head", head.weight)
         bias = None if head.bias is None else head.bias[ids]
-        part = Head(head.weight[ids], bias, head.scale, head.softcap)
-        part.low_rank = tuple(LowRank(x.down, x.up[ids], x.scale, x.dropout) for x in head.low_rank)
+        part = Head(_select(head.weight, ids), bias, head.scale, head.softcap)
+        part.low_rank = tuple(
+            LowRank(x.down, _select(x.up, ids), x.scale, x.dropout) for x in head.low_rank
+        )
         return part
 
     def detach(self) -> "Head":
@@ -222,6 +225,14 @@ class Head:
             f"Head(vocabulary={V}, hidden={D}, bias={self.bias is not None}, scale={self.scale}, "
             f"softcap={self.softcap})"
         )
+
+
+def _select(weight: Tensor, ids: Tensor) -> Tensor:
+    """The rows ``ids`` of a weight; ``weight[ids]`` takes seven times as long on the CPU."""
+    if weight.requires_grad or not values_readable(weight):
+        return weight.index_select(0, ids)
+    out = empty((len(ids), weight.shape[1]), weight.dtype, weight.device)
+    return torch.index_select(weight, 0, ids, out=out)
 
 
 def as_head(name: str, head: Tensor | Head | None) -> Head:

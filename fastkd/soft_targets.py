@@ -792,7 +792,9 @@ def linear_soft_target_loss(
         teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
             must not require grad. If both models share a head, pass it here with ``.detach()``.
         temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
-            `soft_target_loss`; the mask is over the leading dimensions.
+            `soft_target_loss`; the mask is over the leading dimensions. The labels' cross-entropy
+            has kernels in C++ and runs in PyTorch under "triton". A vocabulary-parallel head runs
+            in PyTorch; "cpp" and "triton" refuse it.
         vocabulary, unmatched: as in `soft_target_loss`. Labels and terms of the student are over
             its whole vocabulary with a `fastkd.VocabularyMatch`.
         chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
@@ -907,6 +909,11 @@ def linear_soft_target_loss(
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
     runs_on = backend_of(backend, "linear_soft_target_loss", wider)
+    if shard.group and backend in ("cpp", "triton"):
+        raise ValueError(
+            f"backend: {backend!r} has no kernels for a vocabulary-parallel head; take 'auto' or "
+            "'torch'"
+        )
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))

@@ -321,6 +321,8 @@ def heads_in_parts(rank, size):
     for options in LOSSES:
         found = made(lambda x: distribute_tensor(x, mesh, [Shard(0)]), options)
         torch.testing.assert_close(found, made(lambda x: x, options), rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="'cpp' has no kernels for a vocabulary-parallel head"):
+        made(lambda x: distribute_tensor(x, mesh, [Shard(0)]), {"backend": "cpp"})
     layer = model_of("phi")
     torch.distributed.tensor.parallel.parallelize_module(
         layer, mesh, {"lm_head": torch.distributed.tensor.parallel.ColwiseParallel()}

@@ -118,6 +118,7 @@ CPP_OPERATORS = {
     "soft_target_loss": lambda student, *rest: _loss_meta(
         student, student.shape[:1], rest[-2], rest[-1], wide=True
     ),
+    "log_totals": lambda logits, temperature: _scalar(logits).new_empty(logits.shape[0]),
     "is_top_k": lambda *inputs: True,
     "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
     "attention": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),

@@ -661,8 +661,8 @@ class _ChunkedPass:
             by_row = logits if logits is None or shared is None else logits[shared]
             self.fill_terms(student, by_row, labels, terms)
         if logits is not None and self.draft is not None:
-            logits, log_mass = logits[:, self.draft], logits
-            log_mass = log_mass_of(logits, log_mass, options.soft.temperature)
+            whole, logits = logits, logits.index_select(1, self.draft)
+            log_mass = log_mass_of(logits, whole, options.soft.temperature, self.runs_on)
             # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
             logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
             teacher = [logits]

@@ -305,8 +305,12 @@ def entropy_and_accuracy(
     return entropy, correct.to(entropy.dtype)
 
 
-def log_mass_of(logits: Tensor, whole: Tensor, temperature: float) -> Tensor:
+def log_mass_of(logits: Tensor, whole: Tensor, temperature: float, runs_on: str) -> Tensor:
     """Logarithm of the probability (R,) of the tokens of ``logits`` among those of ``whole``."""
+    if runs_on == "cpp":
+        totals = torch.ops.fastkd_cpp.log_totals
+        mass: Tensor = totals(logits, temperature) - totals(whole, temperature)
+        return mass
     return (logits / temperature).logsumexp(-1) - (whole / temperature).logsumexp(-1)
 
 

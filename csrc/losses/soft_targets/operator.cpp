@@ -189,10 +189,22 @@ Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
                    student);
 }
 
+// log Σ exp(z/τ) (R,) of logits (R, V).
+Tensor log_totals_of_rows(const Tensor& logits, double temperature) {
+  check(logits, "logits", check_floating(logits, "logits"), {kAnySize, kAnySize});
+  std::vector<double> totals(logits.size(0));
+  const int64_t bytes = logits.size(1) * logits.element_size();
+  each_row(logits.size(0), bytes, [&](int64_t begin, int64_t end) {
+    log_totals(rows_of(logits), 1 / temperature, begin, end, totals.data());
+  });
+  return vector_of(totals, logits);
+}
+
 }  // namespace
 }  // namespace fastkd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
+  m.def("log_totals(Tensor logits, float temperature) -> Tensor");
   m.def("is_top_k(Tensor ids, Tensor log_probs, Tensor? mask, int V, float most) -> bool");
   m.def(
       "soft_target_loss(Tensor student, Tensor teacher, Tensor? ids, Tensor? mask,"
@@ -206,6 +218,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
+  m.impl("log_totals", TORCH_BOX(&fastkd::log_totals_of_rows));
   m.impl("is_top_k", TORCH_BOX(&fastkd::is_top_k));
   m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
   m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));

@@ -539,4 +539,19 @@ void SoftTargets::fill(int64_t begin, int64_t end, const bool* real, const Rows&
   fill(*this, begin, end, real, weights, losses);
 }
 
+template <typename W>
+void log_totals_of(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals) {
+  const std::unique_ptr<W[]> copy(is_of(logits.type, W()) ? nullptr : new W[logits.n]);
+  for (int64_t i = begin; i < end; ++i) {
+    const W* z = logits.read(i, 0, logits.n, copy.get());
+    const double base = base_of(FASTKD_CALL(top_of_block, z, logits.n));
+    totals[i] = base * slope + std::log(FASTKD_CALL(total_of, z, logits.n, slope, W(base)));
+  }
+}
+
+void log_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals) {
+  const bool wide = logits.type == Type::kDouble || slope < 1 / kHot;
+  (wide ? log_totals_of<double> : log_totals_of<float>)(logits, slope, begin, end, totals);
+}
+
 }  // namespace fastkd

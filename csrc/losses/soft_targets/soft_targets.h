@@ -52,4 +52,7 @@ struct SoftTargets {
             double* losses) const;
 };
 
+// Stores log Σ exp(slope·z) of rows begin to end.
+void log_totals(const Rows& logits, double slope, int64_t begin, int64_t end, double* totals);
+
 }  // namespace fastkd

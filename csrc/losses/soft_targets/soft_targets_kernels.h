@@ -295,6 +295,17 @@ FASTKD_KERNEL double top_of_block(const W* z, int64_t n) {
   return top_of(z, n, -kInfinity);
 }
 
+// Σ e^{(z − base)/τ}
+template <typename W>
+FASTKD_KERNEL double total_of(const W* z, int64_t n, double slope, W base) {
+  const Exponents<W> by(slope);
+  const double raised = sums_of<W, 1>(n, [&](int64_t i, int64_t count, Vector<W>* to) {
+    Bits<W> below;
+    to[0] += raised_exp<W>(load(z + i, count, W(-kInfinity)) - base, by, below);
+  })[0];
+  return raised * double(FloatFormat<W>::kDown);
+}
+
 // Sets Σ e^x x of a block's student and teacher, at temperature 1.
 template <typename W>
 FASTKD_KERNEL void means_of(const W* z_s, const W* z_t, int64_t n, Part& part, Kept<W> kept) {
