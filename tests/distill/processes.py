@@ -1,6 +1,7 @@
 """Functions run by several processes that gloo connects."""
 
 import datetime
+import importlib
 import multiprocessing
 import os
 import traceback
@@ -36,6 +37,19 @@ def run_ranks(function, world, directory, *arguments):
         assert ok, result
         results.append(result)
     return results
+
+
+def start_by_fork(monkeypatch):
+    """The process that starts those of `verify`: a fork of one that has imported everything."""
+    module = importlib.import_module("fastkd.distill.verify")
+
+    def run_processes(folder, world):
+        process = CONTEXT.Process(target=module._fork, args=(folder, world))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    monkeypatch.setattr(module, "_run_processes", run_processes)
 
 
 def _rank(function, rank, world, directory, arguments):

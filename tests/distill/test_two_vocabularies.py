@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from fastkd import VocabularyMatch, soft_target_loss
 from fastkd.distill import Distiller, SoftTargets, TeacherCache, TwoTokenizers
 from fastkd.distill.verify import verify
+from tests.distill.processes import start_by_fork
 
 TEXTS = ["playing in the garden", "cat well in", "the well garden cat playing"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
@@ -112,11 +113,12 @@ def test_loss_weights_multiply_the_soft_targets(models):
     torch.testing.assert_close(out.terms["soft"], 3 * by_hand(models, data()).detach())
 
 
-def test_split_steps_equal_the_whole(models):
+def test_split_steps_equal_the_whole(models, monkeypatch):
+    start_by_fork(monkeypatch)
     teacher, student, match = models
     distiller = Distiller(teacher, student, SoftTargets(alpha=0.5), tokenizers=match)
     batch = data()
-    checks = verify(distiller, batch, ranks=1, compile_backend=None)
+    checks = verify(distiller, batch, ranks=2, compile_backend=None)
     assert checks and all(check.ok for check in checks), checks
 
 

@@ -12,7 +12,7 @@ import transformers as t
 from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
 from fastkd.distill.verify import Check, Comparison, _check, _Step, table, verify
 from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe, step
-from tests.distill.processes import CONTEXT
+from tests.distill.processes import start_by_fork
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
 
@@ -62,7 +62,7 @@ def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
     handler.emit = heard.append
     monkeypatch.setattr(logging.getLogger("torch._dynamo"), "handlers", [handler])
     torch.manual_seed(0)
-    distiller = distiller_of(classifier("bert", layers=2), name, [2])  # compiling takes seconds
+    distiller = distiller_of(classifier("bert", layers=1), name, [1])  # compiling takes seconds
     others = {} if name == "lrkd" else {"compile_backend": "eager"}
     check = verify(distiller, batch(rows=6), ranks=0, **others)[-1]
     assert check.name == f"compiled ({others.get('compile_backend', 'aot_eager')})", check
@@ -132,19 +132,8 @@ def test_a_model_that_ignores_position_ids_is_not_packed():
 
 
 def test_processes(monkeypatch):
-    """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind.
-
-    What forks them is a fork itself here, of what has imported everything.
-    """
-
-    def run_processes(folder, world):
-        process = CONTEXT.Process(target=module._fork, args=(folder, world))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-
-    module = sys.modules[verify.__module__]
-    monkeypatch.setattr(module, "_run_processes", run_processes)
+    """Of four one gets no row. Layers were chosen from hidden states, which leave hooks behind."""
+    start_by_fork(monkeypatch)
     torch.manual_seed(0)
     teacher, student = pair()
     mc3kd = method_by_name("mc3kd", preset="paper")

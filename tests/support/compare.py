@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tools.compile_report import covering
 from tools.tolerance import TOLERANCE
@@ -140,10 +141,20 @@ def count_graphs(
     backend: str = "eager",
     **tolerance: float,
 ) -> int:
-    """Number of graphs for the calls' arguments; asserts eager's values and gradients."""
+    """Number of graphs for the calls' arguments; asserts eager's values and gradients.
+
+    Sizes in which the first two calls differ must stay symbolic from the first graph on.
+    """
     compiled, graphs = counted(function, backend)
     parameters = list(function.parameters()) if isinstance(function, torch.nn.Module) else []
-    for call in calls:
+    calls = iter(calls)
+    two = list(itertools.islice(calls, 2))
+    for x, y in zip(tree_leaves(two[0]), tree_leaves(two[-1]), strict=True):
+        if isinstance(x, Tensor):
+            for dim, (size, other) in enumerate(zip(x.shape, y.shape, strict=True)):
+                if size != other:
+                    torch._dynamo.mark_dynamic(x, dim)
+    for call in itertools.chain(two, calls):
         learnt = [x for x in call if isinstance(x, Tensor) and x.requires_grad] + parameters
         values = [run(*call) for run in (compiled, function)]
         actual, expected = ((v, *torch.autograd.grad(v.sum(), learnt)) for v in values)
