@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo check core test tests test-all test-compiled test-torch test-machines fuzz sanitize lint
+.PHONY: demo check core test tests covering test-all test-compiled test-torch test-machines fuzz sanitize lint
 .PHONY: style types
 .PHONY: bench bench-compare docs hub release-check gpu-check clean
 
@@ -35,15 +35,18 @@ check: style
 core: $(VENV)/installed
 	$(BIN)/python -m tools.check $(ARGS)
 
-# The types, which take one core, beside the tests, whose last ones leave cores idle.
+# All at once: each leaves cores idle while it starts and ends.
 test: style
-	$(MAKE) --jobs 2 --keep-going types tests
+	$(MAKE) --jobs 3 --keep-going types tests covering
 
 # A process a core, with one thread. What Python compiles it may keep: the tests start many.
 # Of the benchmarks a tiny form of each, checked and not timed.
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
+
+# Of the tests on compiled code one set of parameters each.
+covering: $(VENV)/installed
 	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)'"
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
