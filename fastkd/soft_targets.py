@@ -638,6 +638,7 @@ def linear_soft_target_loss_ref(
     draft_vocabulary: Tensor | None = None,
     teacher_mass: TeacherMass = "renormalised",
     ratio: ImportanceRatio | None = None,
+    soft_mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
     """`soft_target_loss_ref` and cross-entropy of full logits; see `linear_soft_target_loss`."""
@@ -664,6 +665,8 @@ def linear_soft_target_loss_ref(
         soft_rows = _whole_mass_ref(logits, upcast(teacher), draft_vocabulary, mask, **options)
     else:
         soft_rows = soft_target_loss_ref(student, teacher, mask=mask, reduction="none", **options)
+    if soft_mask is not None:
+        soft_rows = soft_rows.where(soft_mask.bool(), 0)
     if ratio is not None:
         ids = ratio.ids.long().where(mask, 0)
         log_q = logits.detach().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -774,6 +777,7 @@ def linear_soft_target_loss(
     draft_vocabulary: Tensor | None = None,
     teacher_mass: TeacherMass = "renormalised",
     ratio: ImportanceRatio | None = None,
+    soft_mask: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Any:
     """`soft_target_loss` from hidden states and LM heads, without the full logits.
@@ -817,6 +821,8 @@ def linear_soft_target_loss(
             reverse KL, total variation and negative log acceptance. KL then is the sum over these
             tokens, and the student has probability 0 for all others.
         ratio: a `fastkd.ImportanceRatio`, whose ratios multiply the positions' soft targets.
+        soft_mask: (...), bool or 0/1, 1 = the position has a soft target. Others have the task
+            alone, whatever the teacher's states there, and stay in the divisor.
 
     Returns:
         As `soft_target_loss`, with gradients to ``student_hidden`` and the tensors of the student's
@@ -917,6 +923,9 @@ def linear_soft_target_loss(
     if shard.group or (soft_weight == 0 and runs_on == "triton"):
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
+    soft_mask = check_mask(
+        soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
+    )
     soft_weights, task_weights = (
         checked_weights(x, leading, student_hidden, mask, of="student_hidden")
         for x in (weights, task.weights if task else None)
@@ -926,7 +935,7 @@ def linear_soft_target_loss(
         rows = rows.masked_fill(~mask, 0)
     if rows is not None and isinstance(teacher_hidden, Tensor):
         check_ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
-    of_positions = labels, mask, soft_weights, task_weights, rows, *ratios
+    of_positions = labels, mask, soft_mask, soft_weights, task_weights, rows, *ratios
     given = Positions(*(None if x is None else saveable(x.flatten()) for x in of_positions))
     columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
     columns = columns if match is None else match.columns(student_hidden.device)

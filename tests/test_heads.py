@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastkd
-from fastkd import CrossEntropy, Divergence, Head, TopK
+from fastkd import CrossEntropy, Divergence, Head, TopK, VocabularyMatch
 from fastkd._core import extension, products
 from fastkd._torch import linear_soft_targets
 from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows
@@ -921,6 +921,32 @@ def test_options_of_draft_models(
         linear_soft_target_loss, student, *teacher, upstream=upstream, **options
     )
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("unmatched", [None, "bucket", "sorted"])
+@pytest.mark.parametrize("chunk_bytes", [None, 1])
+def test_positions_without_soft_target(backend, device, unmatched, chunk_bytes):
+    """NaN of a teacher has no effect there; labels count everywhere."""
+    student, teacher = (torch.randn(6, D, device=device) for D in (4, 5))
+    heads = torch.randn(19, 4, device=device), torch.randn(19, 5, device=device)
+    kept = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
+    options = dict(task=CrossEntropy(torch.arange(6, device=device)), soft_mask=kept)
+    if unmatched:
+        ids = torch.arange(9)
+        options |= dict(vocabulary=VocabularyMatch(ids, ids + 3, 19, 19), unmatched=unmatched)
+
+    def found(loss, dtype, of_teacher, **more):
+        leaves = [x.to(dtype).requires_grad_() for x in (student, heads[0])]
+        value = loss(*leaves, of_teacher.to(dtype), heads[1].to(dtype), **options, **more)
+        return value.detach(), *torch.autograd.grad(value, leaves)
+
+    right = found(linear_soft_target_loss_ref, torch.float64, teacher)
+    plain = found(linear_soft_target_loss_ref, torch.float32, teacher)
+    teacher = teacher.index_fill(0, torch.tensor([1, 4], device=device), torch.nan)
+    how = dict(backend=backend, chunk_bytes=chunk_bytes)
+    actual = found(linear_soft_target_loss, torch.float32, teacher, **how)
+    for x, exact, reference in zip(actual, right, plain, strict=True):
+        assert_accurate(x, exact, torch.float32, reference)
 
 
 @pytest.mark.parametrize("divergence", ["total_variation", "negative_log_acceptance"])

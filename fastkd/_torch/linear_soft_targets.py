@@ -133,6 +133,7 @@ class Positions:
 
     labels: Tensor | None = None
     mask: Tensor | None = None
+    soft_mask: Tensor | None = None  # positions with soft targets; all others have the task alone
     soft_weights: Tensor | None = None  # factor of each position's divergence
     task_weights: Tensor | None = None  # factor of each position's cross-entropy
     teacher_rows: Tensor | None = None  # row of the teacher's states for each position
@@ -655,7 +656,7 @@ class _ChunkedPass:
         self.student.finish(student)
         logits, shared = teacher[0] if self.teacher is not None else None, given.teacher_rows
         log_mass = row_terms = None
-        if options.terms and self.writes_terms:
+        if options.terms and self.writes_terms and given.soft_mask is None:
             row_terms = labels, terms[len(LOSSES) :]
         elif options.terms:
             by_row = logits if logits is None or shared is None else logits[shared]
@@ -680,9 +681,15 @@ class _ChunkedPass:
         if teacher:
             ratio = self.ratio(student, given)
             soft_weights = _times(_times(of_kernels, given.soft_weights), ratio)
+            mask = given.mask
+            if given.soft_mask is not None:
+                mask = given.soft_mask if mask is None else mask & given.soft_mask
+                if logits is not None and shared is None:  # the teacher may be NaN there
+                    logits.masked_fill_(~mask[:, None], 0)
             soft = self.soft_targets(
-                student, teacher, given.mask, has_soft, soft_weights, log_mass, shared, row_terms
+                student, teacher, mask, has_soft, soft_weights, log_mass, shared, row_terms
             )
+            soft = soft if given.soft_mask is None else soft.masked_fill(~given.soft_mask, 0)
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
             return
@@ -819,6 +826,7 @@ class _ChunkedPass:
         if needs_grad:
             factor = weight * soft.scale / soft.temperature
             factor = factor if weights is None else weights[:, None] * factor
+            factor = factor if mask is None else mask[:, None] * factor
         return matched_rows(
             divergence,
             student,

@@ -80,9 +80,10 @@ def divergence_in_place(
     """Divergences (R,) of logits in the working dtype, by any backend.
 
     If needed, their gradient times ``weight`` and weights (R,) overwrites ``student``. Kernels need
-    the weights for it. ``teacher`` and ``log_mass`` are those of `soft_target_rows`. In C++ the
-    teacher's logits may be (T, V), with ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,)
-    or None, and a tensor for the terms of `linear_soft_targets.TERMS` from "entropy" on.
+    the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
+    those of `soft_target_rows`. In C++ the teacher's logits may be (T, V), with ``teacher_rows``
+    (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms of
+    `linear_soft_targets.TERMS` from "entropy" on.
     """
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
@@ -99,7 +100,10 @@ def divergence_in_place(
             factor: float | Tensor = weight * soft.scale / soft.temperature
             factor = factor if weights is None else weights[:, None] * factor
             torch.mul(grad, factor, out=student)
+            if mask is not None:
+                student.masked_fill_(~mask[:, None], 0)
         loss = value * soft.scale
+        loss = loss if mask is None else loss.masked_fill(~mask, 0)
     elif runs_on == "cpp":
         if weights is not None and weight != 1:
             weights = weights * weight

@@ -23,6 +23,7 @@ from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
+    TEACHERS_TOKENIZER,
     be_quiet,
     count,
     load_teacher,
@@ -59,11 +60,6 @@ def write(settings: CacheSettings, console: Console) -> None:
                     f"--out {out} holds other files than a cache's; give another --out"
                 )
             run = load(settings, settings.batch_size, display)
-            if run.teacher_tokenizer is not None:
-                raise InputError(
-                    f"--student {settings.student} has another tokenizer than the teacher, and a "
-                    "cache knows texts by the student's tokens; pass --teacher to `fastkd distill`"
-                )
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
         processes.on_first_process(lambda: _remove_partial(out))
@@ -79,7 +75,8 @@ def write(settings: CacheSettings, console: Console) -> None:
         with processes.errors_on_all(), saving(out), run.training_config.autocast():
             try:
                 if number:
-                    distiller.cache_teacher(own, out, tokenizer=run.tokenizer, top_k=settings.top_k)
+                    read = run.teacher_tokenizer or run.tokenizer
+                    distiller.cache_teacher(own, out, tokenizer=read, top_k=settings.top_k)
             except ValueError as error:  # another teacher's cache, or a method that has none
                 path = str(error).startswith(str(out))
                 option = f"--method {settings.method}:"
@@ -132,6 +129,8 @@ def _complete(
 ) -> None:
     student: Any = distiller.student
     save_model(settings.out / STUDENT, student, run.tokenizer, {}, run.task)
+    if run.teacher_tokenizer is not None:
+        run.teacher_tokenizer.save_pretrained(settings.out / TEACHERS_TOKENIZER)
     with saving(settings.out):
         report = {
             "settings": {**as_json(settings), "max_length": run.max_length},

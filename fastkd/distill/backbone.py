@@ -20,6 +20,7 @@ from fastkd.distill.families import (
     reads_whole_rows,
     rows_of,
 )
+from fastkd.soft_targets import Unmatched
 from fastkd.vocabulary_match import VocabularyMatch
 
 # Class names of models with a head that are their own base: Whisper's audio classifier, T5 for
@@ -47,6 +48,8 @@ class Model:
     #: Of a teacher: number of first vocabulary entries that the student shares, None for all, or
     #: the match of two vocabularies.
     vocabulary: int | VocabularyMatch | None = None
+    #: Of a teacher with another vocabulary: see ``unmatched`` of `fastkd.soft_target_loss`.
+    unmatched: Unmatched = "renormalise"
     #: Class names in the order of the logits, if known.
     class_labels: Sequence[str] = ()
     #: Position of the first token without ``position_ids``.

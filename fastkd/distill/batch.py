@@ -12,7 +12,7 @@ from fastkd._core.numerics import values_readable
 from fastkd.analysis.model_inputs import IGNORED, frames_mask, pad_right, rotate
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.outputs import Outputs
-from fastkd.distill.spans import Spans, paired_positions, single_tokens
+from fastkd.distill.spans import Spans, single_tokens
 
 SPAN_LABELS = ("start_positions", "end_positions")
 # A decoder's own inputs.
@@ -173,16 +173,17 @@ class Batch:
             return None
         return self.spans.paired >= 0
 
-    def align(self, spans: tuple[Tensor, Tensor], several: bool = True) -> None:
+    def align(self, spans: tuple[Tensor, Tensor], causal: bool, several: bool = True) -> None:
         """Set the spans of the student's and the teacher's tokens.
 
-        Without ``several``, tokens of a span that has several on either side have no pair.
+        ``causal``: the heads predict the next token. Without ``several``, tokens of a span that has
+        several on either side have no pair.
         """
         batches = list(zip((self, self.teacher or self), spans, strict=True))
         self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
         rows = (x if b.first is None else rotate(x, b.first, 1) for b, x in batches)
         student, teacher = rows if several else (single_tokens(x) for x in rows)
-        self.spans.paired = paired_positions(student, teacher)
+        self.spans.pair(student, teacher, causal)
 
     def _unpacked_spans(self, spans: Tensor) -> Tensor:
         """Span of each token of the features."""

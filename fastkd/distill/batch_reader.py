@@ -73,7 +73,7 @@ class BatchReader:
                 ids = inputs.get("input_ids"), own.get("input_ids")
                 check_paired_tokens(self.method_name, spans, ids, batch.labels)
             if spans is not None:
-                batch.align(spans, several=not self.two_vocabularies)
+                batch.align(spans, self.student.causal, several=not self.two_vocabularies)
         elif self.vocabulary_warnings and "input_ids" in batch.inputs:
             for warning in self.vocabulary_warnings:
                 warnings.warn(
@@ -96,7 +96,9 @@ class BatchReader:
         pairs_labels = self.pairs_tokens and not self.two_vocabularies
         if spans is not None and isinstance(labels, Tensor) and pairs_labels:
             # Predictions are compared where both models read the token.
-            labels = labels.masked_fill(paired_positions(*spans) < 0, IGNORED)
+            labels = labels.masked_fill(
+                paired_positions(*spans) < int(self.student.causal), IGNORED
+            )
         first = None
         if self.student.writes:
             student, labels, first = self._from_front(student, labels)

@@ -76,7 +76,8 @@ class TeacherCache(nn.Module):
     has soft targets. For language models it stores the head once and the head's inputs of each
     token, or with ``top_k`` the ids and log-probabilities of the most probable tokens, 8 bytes
     each. The key of a sample is computed from its tokens and all other inputs of the teacher
-    (images, boxes), so samples may be read in another order, batch or padding. With the same
+    (images, boxes), or from its own inputs, so samples may be read in another order, batch or
+    padding. With the same
     batches the student learns bit for bit what it learns from the teacher itself (with
     ``keep_logits=True`` if logits over a vocabulary are stored instead of the head).
 
@@ -305,12 +306,13 @@ def _temperature(method: Method) -> float:
 
 
 def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:
-    """Key of each sample, a digest of the teacher's inputs, and the mask (S, L) of real tokens.
+    """Key of each sample, a digest of the teacher's inputs, and the mask (S, L) of its real tokens.
 
     A key does not depend on padding around the sample or on its offset in a packed row. It depends
     on positions that differ from the teacher's default and on masked tokens between real ones.
     Waits for the device.
     """
+    batch = batch.teacher or batch
     ids = batch.inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError(
@@ -452,18 +454,13 @@ def write_cache(
     writer: _Writer | None = None
     known: set[bytes] = set()
     for batch in batches:
-        if batch.teacher is not None:
-            raise ValueError(
-                "batches: they hold inputs of the teacher only (teacher_...), but a cache finds "
-                "samples by the student's; leave them out"
-            )
         keys, mask = sample_keys(batch, teacher)
         if writer is None:
             writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, batch, top_k)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
-        writer.add(batch, keys, mask, known)
+        writer.add(batch.teacher or batch, keys, mask, known)
         known.update(keys)
     if writer is None:
         raise ValueError("batches: none given; pass at least one batch to store")
@@ -487,18 +484,21 @@ class _Writer:
         self.teacher, self.method = teacher, method
         self.folder, self.shard_bytes = folder, shard_bytes
         self.wanted = teacher_request(method)
+        if first.spans is not None:  # features of spans are made of the tokens'
+            self.wanted["pool"] = "tokens"
         if self.wanted["inside"]:
             CachedModel(_facts(teacher)).check_eager(type(method).__name__)
-        outputs, head_inputs = self._run(first, read_head=True)
+        outputs, head_inputs = self._run(first.teacher or first, read_head=True)
         about_head, head_data = None, None
         about_top = None
         if top_k is not None:
-            if head_inputs is None or not isinstance(teacher.vocabulary, int | None):
+            if head_inputs is None:
                 raise ValueError(
                     f"top_k: {type(method).__name__} reads no predictions of tokens from "
                     f"{teacher.class_name}'s head; leave it out"
                 )
-            n = teacher.vocabulary or len(head_inputs.head.weight)
+            shared = teacher.vocabulary  # or the match of two vocabularies
+            n = shared if isinstance(shared, int) else len(head_inputs.head.weight)
             if top_k > n:
                 raise ValueError(f"top_k must be at most {n}, the vocabulary, got {top_k}")
             about_top = {"k": top_k, "temperature": _temperature(method), "vocabulary": n}

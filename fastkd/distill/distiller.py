@@ -26,6 +26,7 @@ from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, u
 from fastkd.distill.step import ItemCounts, Step
 from fastkd.distill.teachers import Teachers, batch_outputs
 from fastkd.distributed import InGroup, ranks_of
+from fastkd.soft_targets import Unmatched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,6 +90,9 @@ class Distiller(InGroup):
             reports this. A `fastkd.VocabularyMatch` instead of tokenizers compares the matched
             tokens of two vocabularies, with batches of `TwoTokenizers`, at the tokens whose span
             has one token on both sides; soft targets are divided by all counted tokens.
+        unmatched: what becomes of the unmatched tokens of a `fastkd.VocabularyMatch`; see
+            `fastkd.soft_target_loss`. A cache of the teacher's top k needs "bucket": its outcomes
+            are the matched ones of the k tokens, and all other tokens together.
 
     Raises:
         ValueError: teacher and student share weights or don't fit the method, or the tokenizers
@@ -122,6 +126,7 @@ class Distiller(InGroup):
         group: "torch.distributed.ProcessGroup | None" = None,
         keep_logits: bool = False,
         tokenizers: Any = None,
+        unmatched: Unmatched = "renormalise",
     ) -> None:
         super().__init__()
         check_method("method", method)
@@ -130,7 +135,7 @@ class Distiller(InGroup):
         if isinstance(teacher, (list, tuple)):
             taught = nn.ModuleList(as_teacher(each, student) for each in teacher)
         self.teachers = Teachers(taught, method)
-        self.teachers.take_tokenizers(self.student_model, tokenizers)
+        self.teachers.take_tokenizers(self.student_model, tokenizers, unmatched)
         shared = {id(p) for p in taught.parameters()} & {id(p) for p in student.parameters()}
         if shared:
             raise ValueError(

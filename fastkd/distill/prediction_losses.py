@@ -145,6 +145,8 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             means.append(step.mean(errors.sum(), real.sum()))
             continue
         (z_s, z_t), mask, _, weights = _aligned(step, z_s, z_t)
+        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
+        paired = _paired(step)
         if spans and step.token_mask is not None:
             z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
         if problem == MULTI_LABEL:
@@ -154,13 +156,13 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             z_t if top_k is None else _top_k(step, top_k),
             temperature=options.temperature,
             divergence=options.divergence,
-            mask=mask,
-            weights=_soft_weights(step, weights),
+            mask=_both(mask, paired),
+            weights=weights,
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
-            vocabulary=vocabulary if two else None,
+            vocabulary=vocabulary if two and top_k is None else None,
+            unmatched=step.teacher_model.unmatched if top_k is None else "renormalise",
         )
-        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
         means.append(step.mean(total, count, over_tokens=mask is not None))
     return means[0] if len(means) == 1 else torch.stack(means).mean()
 
@@ -179,7 +181,8 @@ def head_loss(
     vocabulary = step.teacher_model.vocabulary
     taught, taught_head, top_k = states.detach(), head, step.teacher.top_k
     top_k = top_k if "soft" in weights else None
-    if "soft" in weights and top_k is None:
+    whole = "soft" in weights and top_k is None  # a top k has unmatched tokens in its tail
+    if whole:
         assert step.teacher.head_inputs is not None
         taught, taught_head = step.teacher.head_inputs.states, step.teacher.head_inputs.head
     (states, taught), mask, aligned, token_weights = _aligned(step, states, taught.to(states.dtype))
@@ -202,9 +205,11 @@ def head_loss(
         divergence=options.divergence,
         scale_by_t2=options.scale_by_t2,
         mask=mask,
-        weights=_soft_weights(step, token_weights) if "soft" in weights else token_weights,
+        weights=token_weights,
+        soft_mask=_paired(step),
         reduction="sum",
-        vocabulary=vocabulary if "soft" in weights else _shared(step),
+        vocabulary=vocabulary if whole else _shared(step),
+        unmatched=step.teacher_model.unmatched if whole else "renormalise",
         soft_weight=weights.get("soft", 0.0),
         task=task,
         return_terms=tuple(weights),
@@ -216,8 +221,19 @@ def head_loss(
 
 
 def _top_k(step: Step, top_k: TopK) -> TopK:
-    """The teacher's most probable tokens at the positions that `_aligned` keeps."""
-    return top_k.map(lambda x: x[:, :-1]) if step.student_model.causal else top_k
+    """The teacher's most probable tokens at the positions that `_aligned` keeps, as student ids.
+
+    Tokens that the student doesn't have are left to the tail.
+    """
+    if step.student_model.causal:
+        top_k = top_k.map(lambda x: x[:, :-1])
+    match = step.teacher_model.vocabulary
+    if not isinstance(match, VocabularyMatch):
+        return top_k
+    ids = match.student_of(top_k.ids)
+    log_probs = top_k.log_probs.masked_fill(ids < 0, -torch.inf)
+    log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size))
+    return TopK(ids.gather(-1, order).clamp(min=0), log_probs, top_k.tail)
 
 
 def _shared(step: Step) -> int | None:
@@ -226,13 +242,16 @@ def _shared(step: Step) -> int | None:
     return None if isinstance(vocabulary, VocabularyMatch) else vocabulary
 
 
-def _soft_weights(step: Step, weights: Tensor | None) -> Tensor | None:
-    """Weights of the soft targets: 0 at tokens that a teacher of another vocabulary splits."""
+def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Mask of what both masks keep; None keeps all."""
+    return other if mask is None else mask if other is None else mask & other
+
+
+def _paired(step: Step) -> Tensor | None:
+    """Mask of the predictions compared with a teacher of another vocabulary, else None."""
     if step.paired is None or not isinstance(step.teacher_model.vocabulary, VocabularyMatch):
-        return weights
-    paired = step.paired[:, 1:] if step.student_model.causal else step.paired
-    kept = paired.to(torch.float32 if weights is None else weights.dtype)
-    return kept if weights is None else weights * kept
+        return None
+    return step.paired[:, 1:] if step.student_model.causal else step.paired
 
 
 def _logits_of(step: Step, side: str, term: str) -> Logits:

@@ -145,16 +145,27 @@ class Spans:
     mask: Tensor
     #: Teacher's position (B, N) paired with each student token, −1 for none; for predictions.
     paired: Tensor | None = None
+    #: Whether the heads predict the next token.
+    causal: bool = False
 
-    def predictions(self, outputs: Outputs, causal: bool) -> Outputs:
-        """The teacher's logits or head inputs (B, M, ...) at the student's positions (B, N, ...).
+    def pair(self, student: Tensor, teacher: Tensor, causal: bool) -> None:
+        """Pair the tokens of equal spans, (B, N) and (B, M), whose predictions are compared.
 
-        A causal head predicts token n + 1 at position n, so the teacher's logits are read one
-        position before the paired token. Positions without a pair have arbitrary values.
+        No causal head predicts the teacher's first token.
+        """
+        paired = paired_positions(student, teacher)
+        self.paired, self.causal = paired.masked_fill(paired < int(causal), -1), causal
+
+    def predictions(self, outputs: Outputs) -> Outputs:
+        """The teacher's predictions (B, M, ...) at the student's positions (B, N, ...).
+
+        A causal head predicts token n + 1 at position n, so the teacher's logits, head inputs or
+        top k are read one position before the paired token. Positions without a pair have arbitrary
+        values.
         """
         assert self.paired is not None
         places = self.paired
-        if causal:
+        if self.causal:
             places = F.pad(places[:, 1:], (0, 1)) - 1
         places = places.clamp(min=0)[..., None]
 
@@ -166,7 +177,8 @@ class Spans:
             head = HeadInputs(at(head.states), head.head)
         elif isinstance(logits, Tensor) and logits.dim() == 3:
             logits = at(logits)
-        return dataclasses.replace(outputs, logits=logits, head_inputs=head)
+        top_k = None if outputs.top_k is None else outputs.top_k.map(at)
+        return dataclasses.replace(outputs, logits=logits, head_inputs=head, top_k=top_k)
 
     @classmethod
     def of(cls, student: Tensor, teacher: Tensor) -> "Spans":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkd._core.checks import check_choice
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.adapters import AdaptersOff
 from fastkd.distill.backbone import Backbone, Model, placed_for
@@ -24,6 +25,7 @@ from fastkd.distill.outputs import (
     pooled_rows,
 )
 from fastkd.distill.several import EnsembleModel, Several
+from fastkd.soft_targets import UNMATCHED, Unmatched
 from fastkd.vocabulary_match import VocabularyMatch
 
 
@@ -79,14 +81,20 @@ class Teacher:
         with torch.no_grad():
             request = method.layer_request("teacher")
             outputs = batch_outputs(model, inputs, request, own, head).to(batch.device)
-            if batch.spans is not None:
-                outputs = batch.spans.predictions(outputs, model.causal)
-                return batch.spans.pool(outputs, 1, model, own.feature_mask)
-            if own is batch:
-                return outputs
-            pool, mask = method.teacher_pool, own.feature_mask
-            rows = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask)[:, None])
-            return dataclasses.replace(rows, pooled=True)
+            return self.compared(outputs, batch, method)
+
+    def compared(self, outputs: Outputs, batch: Batch, method: Method) -> Outputs:
+        """Outputs on the teacher's own tokens, by spans or pooled; as they are without own ones."""
+        own, model = batch.teacher, self.model
+        if own is None:
+            return outputs
+        if batch.spans is not None:
+            outputs = batch.spans.predictions(outputs)
+            return batch.spans.pool(outputs, 1, model, own.feature_mask)
+        pool, mask = method.teacher_pool, own.feature_mask
+        if not outputs.pooled:
+            outputs = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask)[:, None])
+        return dataclasses.replace(outputs, pooled=True)
 
 
 class CachedTeacher(Teacher):
@@ -99,18 +107,19 @@ class CachedTeacher(Teacher):
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
-
-    def check_own_inputs(
-        self, method: Method, per_token: bool, spans: bool, paired: bool = False
-    ) -> None:
-        raise ValueError(
-            "teacher_ inputs: a teacher cache finds samples by the student's tokens; leave these "
-            "inputs out"
-        )
+        two = isinstance(self.model.vocabulary, VocabularyMatch)
+        if two and self.module.about["top_k"] and self.model.unmatched != "bucket":
+            raise ValueError(
+                f"unmatched={self.model.unmatched!r}: {self.module.path} stores the teacher's top "
+                "k, in which unmatched and improbable tokens are one outcome; pass "
+                "unmatched='bucket', or write a cache without top_k"
+            )
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
-        outputs: Outputs = self.module.outputs(batch, teacher_request(method), batch.device)
-        return outputs
+        own = batch.teacher or batch
+        return self.compared(
+            self.module.outputs(own, teacher_request(method), batch.device), batch, method
+        )
 
 
 class Teachers:
@@ -134,11 +143,18 @@ class Teachers:
         #: The model that methods read sizes and heads from.
         self.model: Model = EnsembleModel(models) if self.several else models[0]
 
-    def take_tokenizers(self, student: Backbone, tokenizers: Any) -> None:
+    def take_tokenizers(self, student: Backbone, tokenizers: Any, unmatched: Unmatched) -> None:
         """Assign tokenizers: one for all models, the student's and each teacher's, or a match."""
+        check_choice("unmatched", unmatched, UNMATCHED)
+        if unmatched != "renormalise" and not isinstance(tokenizers, VocabularyMatch):
+            raise ValueError(
+                f"unmatched={unmatched!r} needs a VocabularyMatch as tokenizers; pass one, or "
+                "leave it out"
+            )
         models: list[Model] = [student, *(teacher.model for teacher in self.each)]
         if isinstance(tokenizers, VocabularyMatch):
             for model in models[1:]:
+                model.unmatched = unmatched
                 model.vocabulary = dataclasses.replace(
                     tokenizers,
                     student_size=student.output_size or tokenizers.student_size,

@@ -6,7 +6,6 @@ file is written once, by the first of several processes, while the others wait f
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import random
@@ -368,17 +367,6 @@ class Encoded(torch.utils.data.Dataset):
         """The token ids of each row."""
         for batch in self.tokens.select_columns("input_ids").iter(BATCH):
             yield from batch["input_ids"]
-
-    def with_teacher_tokens(self) -> "Encoded":
-        """The rows with the teacher's tokens in columns ``teacher_...``."""
-        if self.teacher_encoded is None:
-            return self
-        theirs = self.teacher_encoded.tokens
-        theirs = theirs.rename_columns(
-            {name: f"{TEACHER_PREFIX}{name}" for name in theirs.column_names}
-        )
-        both = _library().concatenate_datasets([self.tokens, theirs], axis=1)
-        return dataclasses.replace(self, tokens=both)
 
     def followed_by(self, other: "Encoded") -> "Encoded":
         """These rows and the ``other`` rows."""

@@ -160,7 +160,7 @@ class Distillation:
         config, options = self.config, dict[str, Any]()
         length, corpus = config.max_length, self.corpus
         if config.teacher_cache is not None:
-            teacher, about, tokenizer, corpus = self._load_cache(config.teacher_cache)
+            teacher, about, tokenizer, teachers, corpus = self._load_cache(config.teacher_cache)
             options["cached"] = about
             if length == MAX_LENGTH:
                 length = about["settings"]["max_length"]
@@ -173,10 +173,11 @@ class Distillation:
             finetuned = fresh and _is_complete(self.out.teacher)
             name = str(self.out.teacher if finetuned else config.teacher)
             teacher, corpus = load_teacher(config, name, corpus, teachers or tokenizer, fresh)
-            options["teacher_tokenizer"] = teachers
             prints = {} if finetuned else {"teacher weights": model_fingerprint(teacher)}
-            if teachers is not None:
-                prints["teacher's tokenizer files"] = tokenizer_fingerprint(teachers)
+        if teachers is not None:
+            self._check_two_tokenizers()
+            options["teacher_tokenizer"] = teachers
+            prints["teacher's tokenizer files"] = tokenizer_fingerprint(teachers)
         training = dataclasses.replace(config, batch_size=config.batch_size * self.out.processes)
         self.run = Run(
             corpus, tokenizer, teacher, training, length, self.display, pack=config.pack, **options
@@ -184,14 +185,29 @@ class Distillation:
         prints["tokenizer files"] = tokenizer_fingerprint(tokenizer)
         return {**corpus_fingerprints(corpus), **prints}
 
-    def _load_cache(self, folder: Path) -> tuple[Any, dict[str, Any], Any, Corpus]:
-        cache, about, tokenizer, corpus = load_cached_teacher(self.config, folder, self.corpus)
+    def _check_two_tokenizers(self) -> None:
+        """Raise for options that need one tokenizer."""
+        config = self.config
+        for flag, given, remedy in (
+            ("--pack", config.pack, "leave it out"),
+            ("--on-policy", config.on_policy, "leave it out"),
+            ("--finetune-teacher", config.finetune_teacher, "train the teacher in another run"),
+        ):
+            if given:
+                raise InputError(
+                    f"{flag}: the student has a tokenizer of its own, and the teacher reads other "
+                    f"tokens; {remedy}"
+                )
+
+    def _load_cache(self, folder: Path) -> tuple[Any, dict[str, Any], Any, Any, Corpus]:
+        found = load_cached_teacher(self.config, folder, self.corpus)
+        corpus = found[-1]
         if not corpus.task.teacher_metrics.isdisjoint(corpus.metrics):
             raise InputError(
                 f"--teacher-cache {folder}: it has no outputs of the teacher on the evaluation "
                 f"rows, which {corpus.metrics[0]} compares; pass --teacher"
             )
-        return cache, about, tokenizer, corpus
+        return found
 
     def _check(self, distiller: Distiller) -> None:
         """Raise unless a cache holds every training row, and an on-policy student has a loss."""

@@ -33,9 +33,13 @@ def code_fingerprints(task: type[Task]) -> list[str]:
 class Encoder:
     """Callable that encodes the rows of a task; results are cached on disk."""
 
-    def __init__(self, tokenizer: Any, max_length: int, task: Task):
+    def __init__(self, tokenizer: Any, max_length: int, task: Task, teachers: Any = None):
         self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
+        #: The teacher's tokenizer, of rows with the tokens of both models.
+        self.teachers = teachers
         self.parts = [tokenizer_fingerprint(tokenizer), str(max_length)]
+        if teachers is not None:
+            self.parts.append(tokenizer_fingerprint(teachers))
         for module in ("transformers", "tokenizers"):
             self.parts.append(getattr(require(module, "train"), "__version__", ""))
         self.parts += [repr(task), *code_fingerprints(type(task))]
@@ -54,7 +58,11 @@ class Encoder:
         def encode(batch: dict[str, list]) -> dict[str, list]:
             batch = dict(batch)
             batch["where"] = [f"{rows.source}, row {number}" for number in batch["number"]]
-            found = dict(task.encode(batch, self.tokenizer, self.max_length))
+            if self.teachers is None:
+                found = dict(task.encode(batch, self.tokenizer, self.max_length))
+            else:
+                both = self.tokenizer, self.teachers
+                found = dict(task.encode_both(batch, *both, self.max_length))
             found.setdefault("number", batch["number"])
             for number, ids in zip(found["number"], found["input_ids"], strict=True):
                 if not ids:

@@ -37,6 +37,8 @@ from fastkd.train.tasks.base import fit_config as fit_head
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
 STUDENT = "student"
+# Directory in such a cache: the teacher's tokenizer, if it isn't the student's.
+TEACHERS_TOKENIZER = "tokenizer"
 # A model with a tokenizer has one of these files.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
@@ -90,7 +92,10 @@ def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
     if all(file_of(name, file) is None for file in TOKENIZER_FILES):
         return teachers, None
     own = tokenizer_of("--student", name, settings.trust_remote_code)
-    return (teachers, None) if own.get_vocab() == teachers.get_vocab() else (own, teachers)
+    ours, theirs = own.get_vocab().items(), teachers.get_vocab().items()
+    # Ids that both have are the same tokens: a head's further ids are left out.
+    same = ours == theirs or (task.two_tokenizers == "spans" and (ours <= theirs or ours >= theirs))
+    return (teachers, None) if same else (own, teachers)
 
 
 def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
@@ -274,8 +279,10 @@ CACHED_OPTIONS = ("student_layers", "teacher_layers", "student_config", "student
 
 def load_cached_teacher(
     settings: Pairing, folder: Path, corpus: Corpus
-) -> tuple[TeacherCache, dict[str, Any], Any, Corpus]:
-    """The cache, its report and tokenizer, and the corpus in the teacher's label order.
+) -> tuple[TeacherCache, dict[str, Any], Any, Any, Corpus]:
+    """The cache, its report, the student's tokenizer, the teacher's if it differs, and the corpus.
+
+    The corpus is in the teacher's label order.
 
     Options of `fastkd cache` may be repeated: --teacher and --tokenizer must have the same content,
     options of the student the same values.
@@ -294,7 +301,10 @@ def load_cached_teacher(
                 f"{option} {folder} was written with {flag} {written or 'left out'}, not "
                 f"{again[name]}; leave {flag} out, or write another cache"
             )
-    teacher, read = None, tokenizer
+    teachers, remote = None, settings.trust_remote_code
+    if (folder / TEACHERS_TOKENIZER).is_dir():
+        teachers = tokenizer_of(option, str(folder / TEACHERS_TOKENIZER), remote)
+    teacher, read = None, teachers or tokenizer
     if settings.teacher is not None or settings.tokenizer is not None:
         read = load_tokenizer(settings)
     if settings.teacher is not None:
@@ -318,7 +328,7 @@ def load_cached_teacher(
         )
     head = type(task).of(config)
     corpus = task.match(corpus, head, settings.label_order, f"{option} {folder}")
-    return cache, about, tokenizer, corpus
+    return cache, about, tokenizer, teachers, corpus
 
 
 def _cached_config(settings: Pairing, folder: Path) -> Any:

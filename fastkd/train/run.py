@@ -16,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
 from fastkd.analysis.model_inputs import accepted
-from fastkd.distill.batch import split_inputs
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
@@ -44,7 +43,10 @@ from fastkd.train.training import (
     logging_to,
     receiving_signals,
 )
+from fastkd.vocabulary_match import VocabularyMatch
 
+# Rows whose tokens are counted for the report on two vocabularies.
+MATCH_ROWS = 1024
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048
 
@@ -84,8 +86,23 @@ class Run:
             self._fit_length("teacher", teacher)
         self._encode()
         self.collate = self.task.collator(tokenizer)
+        #: Tokens of both models' vocabularies, if predictions of tokens are compared.
+        self.match: VocabularyMatch | None = None
         if teacher_tokenizer is not None:
-            self.collate = TwoTokenizerCollator(self.collate, self.task.collator(teacher_tokenizer))
+            self.collate = TwoTokenizerCollator(self.task, tokenizer, teacher_tokenizer)
+            if self.task.two_tokenizers == "spans":
+                self.match = VocabularyMatch.of(tokenizer, teacher_tokenizer)
+                self._report_match(self.match)
+
+    def _report_match(self, match: VocabularyMatch) -> None:
+        """Print how many tokens of both vocabularies, and of a text, match."""
+        rows = self.train_rows.__getitems__(range(min(len(self.train_rows), MATCH_ROWS)))
+        sizes = {}
+        for side, name in (("student", "input_ids"), ("teacher", "teacher_input_ids")):
+            ids = [token for row in rows for token in row[name]]
+            sizes[side] = f"{match.coverage(ids, side):.1%} of the {side}'s"
+        of_text = " and ".join(sizes.values()).replace("%", " %")
+        self.display.say(f"{match!r}, {of_text} tokens in {len(rows)} training rows")
 
     def _fit_length(self, who: str, model: Any) -> bool:
         """Lower a default maximum length to what a model reads; returns whether it was lowered."""
@@ -108,7 +125,9 @@ class Run:
         encoded = learned = self._encoder(max_length)
         if self.pack:
             learned = Encoder(self.tokenizer, max_length, self.task.for_packing())
-        self.train_rows = learned(corpus.train).with_teacher_tokens()
+        elif self.teacher_tokenizer is not None:
+            learned = Encoder(self.tokenizer, max_length, self.task, self.teacher_tokenizer)
+        self.train_rows = learned(corpus.train)
         #: Training rows of the student, including unlabelled ones.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
@@ -182,12 +201,18 @@ class Run:
 
     def seconds_a_batch(self, student: nn.Module, rounds: int = 5) -> dict[str, float]:
         """Seconds for a forward pass of up to 32 rows: medians over interleaved repeats."""
-        rows = self.eval_rows[""].with_teacher_tokens()
-        batch = next(rows.batches(self.collate, 32, device=self.device))
+        rows, tokenizer = self.eval_rows[""], self.teacher_tokenizer
+        theirs, collate = rows.teacher_encoded, self.task.collator(self.tokenizer)
+        read = {"student": next(rows.batches(collate, 32, device=self.device))}
+        read["teacher"] = read["student"]
+        if theirs is not None:
+            collate = self.task.collator(tokenizer)
+            read["teacher"] = next(theirs.batches(collate, 32, device=self.device))
         if not getattr(student.config, "is_encoder_decoder", False):  # its decoder reads them
-            batch = {k: v for k, v in batch.items() if k != "labels"}
-        inputs, own, _ = split_inputs(batch)
-        read = {"student": inputs, "teacher": own or inputs}
+            read = {
+                who: {k: v for k, v in batch.items() if k != "labels"}
+                for who, batch in read.items()
+            }
         models: dict[str, nn.Module] = {"student": student.eval()}
         if self.teacher_model is not None:
             models["teacher"] = self.teacher_model.eval()
@@ -368,17 +393,34 @@ def assemble(
             f"{run.task.name()} have no class; take another --method"
         )
     try:
-        distiller = Distiller(run.teacher, student, method, gather=gather)
+        distiller = Distiller(
+            run.teacher,
+            student,
+            method,
+            gather=gather,
+            tokenizers=run.match,
+            unmatched=cast(Any, settings.unmatched if run.match else "renormalise"),
+        )
     except (TypeError, ValueError) as error:
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {settings.method} with this student: {error}{eager}"
         raise InputError(message) from error
     wanted = method.layer_request("student")  # a teacher's layers may be chosen later
     inside = wanted.attentions or wanted.qkv
-    if own and (inside or (wanted.layers and method.teacher_pool == "tokens")):
+    if own and (
+        inside or (run.match is None and wanted.layers and method.teacher_pool == "tokens")
+    ):
+        others = "embeddings and lrkd compare texts"
+        if run.match is not None:
+            others = "take a method that compares hidden states or soft targets"
         raise InputError(
-            f"--method {settings.method} compares tokens, and --student {settings.student} has "
-            "others than the teacher; embeddings and lrkd compare texts"
+            f"--method {settings.method} compares tokens, and the student has others than the "
+            f"teacher; {others}"
+        )
+    if settings.unmatched != "renormalise" and run.match is None:
+        raise InputError(
+            f"--unmatched {settings.unmatched}: teacher and student have one tokenizer; leave it "
+            "out"
         )
     return distiller
 

@@ -198,6 +198,13 @@ class Pairing(Source):
         metavar="r=16,alpha=32",
         joined=True,
     )
+    unmatched: str = model_option(
+        "renormalise",
+        "What becomes of the tokens that only one vocabulary has, if a student of --task causal-lm "
+        "or chat has its own tokenizer: soft targets are renormalised over the others; bucket: all "
+        "of them are one outcome; sorted: and their sorted probabilities are compared.",
+        choices=("renormalise", "bucket", "sorted"),
+    )
     attention: str | None = model_option(
         None,
         "Attention of both models: eager keeps the maps that a method of your own may compare, as "

@@ -17,6 +17,7 @@ from fastkd.distill.trainer import DistillationTrainer
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.saving import saving
+from fastkd.train.tasks.base import Task
 
 # Key in a batch: weight of its mean loss in the mean over the processes.
 SHARE = "share_of_step"
@@ -82,15 +83,24 @@ def _identity(batch: Any) -> Any:
 class TwoTokenizerCollator:
     """Collator of batches with two tokenizers: the teacher's tokens are in ``teacher_...``."""
 
-    def __init__(self, student: Callable, teacher: Callable):
-        self.student, self.teacher = student, teacher
+    def __init__(self, task: Task, tokenizer: Any, teachers: Any):
+        self.student, self.teacher = task.collator(tokenizer), task.collator(teachers)
+        #: Side on which each model's spans are padded, as its tokens are.
+        self.sides = {
+            "student_spans": type(tokenizer).padding_side,
+            "teacher_spans": type(teachers).padding_side,
+        }
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        both = [split_inputs(row)[:2] for row in rows]
-        batch = dict(self.student([own for own, _ in both]))
-        if any(theirs for _, theirs in both):
-            theirs = self.teacher([theirs for _, theirs in both])
-            batch |= {f"{TEACHER_PREFIX}{name}": x for name, x in theirs.items()}
+        both = [split_inputs(row) for row in rows]
+        batch = dict(self.student([own for own, _, _ in both]))
+        theirs = self.teacher([theirs for _, theirs, _ in both])
+        batch |= {f"{TEACHER_PREFIX}{name}": x for name, x in theirs.items()}
+        spans = zip(*(spans for _, _, spans in both if spans is not None), strict=True)
+        for (name, side), numbers in zip(self.sides.items(), spans, strict=False):
+            batch[name] = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row) for row in numbers], True, -1, side
+            )
         return batch
 
 

@@ -278,7 +278,7 @@ def test_half_precision_and_wrong_arguments(tmp_path):
     cache = distiller.cache_teacher(
         [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}], tmp_path
     )
-    with pytest.raises(ValueError, match="finds samples by the student's tokens"):
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
         Distiller(cache, student, FCD())(**batch)
 
 

@@ -1,16 +1,20 @@
 """Soft targets of a teacher with another vocabulary, at the tokens that spans pair one by one."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 import transformers as t
 from torch.nn import functional as F
 
 from fastkd import VocabularyMatch, soft_target_loss
-from fastkd.distill import Distiller, SoftTargets, TeacherCache, TwoTokenizers
+from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache, TwoTokenizers
 from fastkd.distill.verify import verify
 from tests.distill.processes import start_by_fork
 
 TEXTS = ["playing in the garden", "cat well in", "the well garden cat playing"]
+ZERO = torch.tensor([0])
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 WORDS = {
     "student": [*SPECIAL, "play", "##ing", "well", "in", "the", "garden", "cat"],
@@ -102,6 +106,27 @@ def test_without_labels(models):
     torch.testing.assert_close(out.terms["soft"], by_hand(models, data()).detach())
 
 
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_unpaired_tokens_have_no_effect(models, keep_logits):
+    """A weight of 0 would give NaN where the divergence is infinite."""
+    teacher, student, match = models
+    distiller = Distiller(
+        teacher, student, SoftTargets(), tokenizers=match, keep_logits=keep_logits
+    )
+    batch = TwoTokenizers(student=tokenizer("student"), teacher=tokenizer("teacher"))(TEXTS[:1])
+    batch["labels"] = batch["input_ids"]
+
+    def step():
+        out = distiller(**batch)
+        return out.loss, *torch.autograd.grad(out.loss, student.lm_head.weight)
+
+    expected = step()
+    # The first word has several tokens of the student: the teacher's prediction isn't compared.
+    teacher.model.norm.register_forward_hook(lambda _, x, out: out.index_fill(1, ZERO, torch.inf))
+    for found, value in zip(step(), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
 def test_loss_weights_multiply_the_soft_targets(models):
     teacher, student, match = models
     distiller = Distiller(
@@ -137,7 +162,70 @@ def test_match_of_other_tokens_is_an_error(models):
         Distiller(teacher, student, SoftTargets(), tokenizers=wrong)
 
 
-def test_cache_of_one_vocabulary_is_an_error(models, tmp_path):
+def same_step(*distillers, batch):
+    steps = []
+    for distiller in distillers:
+        out = distiller(**batch)
+        grad = torch.autograd.grad(out.loss, distiller.student.lm_head.weight)[0]
+        steps.append((out.loss.detach(), grad))
+    torch.testing.assert_close(*steps, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", [SoftTargets(temperature=2.0), FCD()])
+def test_cache_of_the_teachers_own_tokens(models, method, tmp_path):
+    teacher, student, match = models
+    options = dict(tokenizers=match, unmatched="bucket")
+    live = Distiller(teacher, student, method, **options)
+    batch = data()
+    cache = live.cache_teacher([batch, batch], tmp_path)
+    assert len(cache) == len(TEXTS)
+    assert all(key in cache for key in live.sample_keys(batch))
+    same_step(live, Distiller(cache, student, copy.deepcopy(method), **options), batch=batch)
+
+
+def test_top_k_cache_of_all_tokens_is_the_bucket(models, tmp_path):
+    teacher, student, match = models
+    method, batch = SoftTargets(temperature=2.0), data()
+    live = Distiller(teacher, student, method, tokenizers=match, unmatched="bucket")
+    cache = live.cache_teacher([batch], tmp_path, top_k=teacher.config.vocab_size)
+    cached = Distiller(cache, student, method, tokenizers=match, unmatched="bucket")
+    values = [distiller(**batch).terms["soft"] for distiller in (live, cached)]
+    torch.testing.assert_close(*values)
+    with pytest.raises(ValueError, match="stores the teacher's top k"):
+        Distiller(cache, student, method, tokenizers=match)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_unmatched_tokens_are_one_outcome(models, keep_logits):
+    teacher, student, match = models
+    batch, method = data(), SoftTargets()
+    match = dataclasses.replace(match, teacher_size=teacher.config.vocab_size)
+    options = dict(tokenizers=match, keep_logits=keep_logits)
+    soft = {
+        unmatched: Distiller(teacher, student, method, unmatched=unmatched, **options)(**batch)
+        for unmatched in ("renormalise", "bucket", "sorted")
+    }
+    values = [out.terms["soft"].item() for out in soft.values()]
+    assert len(set(values)) == 3
+    labels_alone = SoftTargets(alpha=0.0)
+    Distiller(teacher, student, labels_alone, unmatched="bucket", **options)(**batch)
+    with pytest.raises(ValueError, match="unmatched='bucket' needs a VocabularyMatch"):
+        Distiller(teacher, decoder(15, 8), method, unmatched="bucket")
+
+
+def test_no_prediction_of_the_teachers_first_token(models):
+    """The student's input begins with a special token, which the teacher's doesn't have."""
+    teacher, student, match = models
+    batch = data()
+    own = {n: x[:, 1:] for n, x in batch.items() if n.startswith("teacher_")}
+    distiller = Distiller(teacher, student, SoftTargets(), tokenizers=match)
+    step = distiller.read({**batch, **own})
+    first = own["teacher_spans"][:, :1]
+    assert (step.paired[:, 1:] & (batch["student_spans"][:, 1:] == first)).sum() == 0
+    assert step.paired.any()
+
+
+def test_cache_of_other_tokens_is_an_error(models, tmp_path):
     teacher, student, match = models
     batch = {k: x for k, x in data().items() if not k.startswith(("teacher", "student"))}
     batch["input_ids"] = batch["input_ids"].clamp(max=5)
@@ -145,5 +233,5 @@ def test_cache_of_one_vocabulary_is_an_error(models, tmp_path):
         [batch], tmp_path
     )
     distiller = Distiller(TeacherCache(tmp_path), student, SoftTargets(), tokenizers=match)
-    with pytest.raises(ValueError, match="a teacher cache finds samples by the student's tokens"):
+    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
         distiller(**data())

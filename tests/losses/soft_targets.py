@@ -419,12 +419,14 @@ def random_matched_heads(draw: Draw) -> Case:
     V = match.student_size
     labels = torch.randint(V, (R,), generator=draw.generator)
     chunk_bytes = draw.pick([None, 1, 3000])
+    has_soft = draw.mask(R)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
         student = product(draw, student_hidden, student_head)
         teacher = product(draw, teacher_hidden, teacher_head)
         rows = student.new_zeros(R)
-        rows[mask] = of_match(student[mask], teacher[mask], match, unmatched, 1.0, divergence)
+        both = mask & has_soft
+        rows[both] = of_match(student[both], teacher[both], match, unmatched, 1.0, divergence)
         task = -student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
         return torch.where(mask, 0.5 * rows + task, 0).sum() / mask.sum().clamp_min(1)
 
@@ -440,6 +442,7 @@ def random_matched_heads(draw: Draw) -> Case:
             mask=mask,
             chunk_bytes=chunk_bytes,
             soft_weight=0.5,
+            soft_mask=draw.mask_argument(has_soft),
             task=fastkd.CrossEntropy(labels),
             backend=draw.backend,
         )

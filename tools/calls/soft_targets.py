@@ -121,6 +121,7 @@ def calls_of_two_vocabularies() -> Calls:
         inputs = logits(6, 50, dtype=dtype) | {"teacher_logits": given(6, 70, dtype=dtype)}
         yield Call(fastkd.soft_target_loss, inputs, options)
         inputs = heads(6, V=50, dtype=dtype) | {"teacher_head": given(70, 64, dtype=dtype)}
+        inputs |= {"soft_mask": numbers(6)}
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import accepted
 from fastkd.train import files
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
@@ -147,8 +147,9 @@ class Task:
     problem: ClassVar[str | None] = None
     #: Names of the model's outputs, and of the outputs of its ONNX export.
     outputs: ClassVar[tuple[str, ...]] = ("logits",)
-    #: Whether the student may use a tokenizer other than the teacher's.
-    two_tokenizers: ClassVar[bool] = False
+    #: What is compared if the student has a tokenizer of its own: "texts", or "spans" of text,
+    #: which `encode_both` numbers; "" if such a student is refused.
+    two_tokenizers: ClassVar[Literal["", "texts", "spans"]] = ""
     #: The collator of transformers that pads batches.
     collator_class: ClassVar[str] = "DataCollatorWithPadding"
     #: Columns of `encode` for the metrics only; the model does not get them.
@@ -293,6 +294,18 @@ class Task:
         """
         tokens = tokenizer(batch["text"], batch.get("pair"), truncation=True, max_length=max_length)
         return {**tokens, "labels": batch["label"]} if "label" in batch else tokens
+
+    def encode_both(
+        self, batch: dict[str, list], tokenizer: Any, teachers: Any, max_length: int
+    ) -> Tokens:
+        """Columns of training rows for two tokenizers: the teacher's begin with ``teacher_``.
+
+        For "spans" of `two_tokenizers` also ``student_spans`` and ``teacher_spans``, as of
+        `fastkd.distill.align_spans`.
+        """
+        theirs = self.encode(batch, teachers, max_length)
+        inputs = {f"{TEACHER_PREFIX}{n}": x for n, x in theirs.items() if n != "number"}
+        return {**self.encode(batch, tokenizer, max_length), **inputs}
 
     def collator(self, tokenizer: Any) -> Collate:
         """A function that turns encoded rows into a batch, the same for the same rows.

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.distill.families import reads_whole_rows
+from fastkd.distill.spans import align_spans
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.input_columns import Columns
@@ -36,6 +38,8 @@ class Decoder(Task):
     head = "AutoModelForCausalLM"
     head_name = "language model head"
     pipeline = "text-generation"
+
+    two_tokenizers = "spans"
 
     #: Whether the model reads each text of a row as if alone.
     separate_documents: bool = True
@@ -138,6 +142,28 @@ class CausalLM(Decoder):
             cuts[-2] -= 1  # a single last token would not be predicted
         return [stream[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
 
+    def encode_both(
+        self, batch: dict[str, list], tokenizer: Any, teachers: Any, max_length: int
+    ) -> Tokens:
+        """Pieces of single documents, cut where a token of both models ends."""
+        columns = "input_ids", "student_spans", "teacher_input_ids", "teacher_spans", "number"
+        found: dict[str, list[Any]] = {name: [] for name in columns}
+        for number, text in zip(batch["number"], batch["text"], strict=True):
+            sides = [_with_offsets(text, each) for each in (tokenizer, teachers)]
+            for rows in aligned_rows(sides, max_length):
+                (ids, spans), (ids_t, spans_t) = rows
+                if len(ids) > 1:
+                    for name, x in zip(columns, (ids, spans, ids_t, spans_t, number), strict=True):
+                        found[name].append(x)
+        ids = found["input_ids"]
+        return {
+            **found,
+            "attention_mask": [[1] * len(row) for row in ids],
+            "labels": [[UNLABELLED, *row[1:]] for row in ids],  # a first token is not predicted
+            "teacher_attention_mask": [[1] * len(row) for row in found["teacher_input_ids"]],
+            "bytes": [0] * len(ids),  # of evaluation rows
+        }
+
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         return next_token_loss_sums(model, batch)
 
@@ -192,10 +218,57 @@ class Pad:
         return batch
 
 
+#: Token ids, and the start and end character of each token; equal for a token without text.
+IdsWithOffsets = tuple[list[int], list[tuple[int, int]]]
+#: Token ids, and the span of each token.
+IdsWithSpans = tuple[list[int], list[int]]
+
+
+def aligned_rows(sides: Sequence[IdsWithOffsets], max_length: int) -> Iterator[list[IdsWithSpans]]:
+    """Rows of the student's and of the teacher's tokens of one text, cut where spans end.
+
+    Tokens of a span that is longer than ``max_length`` are cut off.
+    """
+    offsets = [torch.tensor([x or [(0, 0)]]) for _, x in sides]
+    spans = [x[0].tolist() for x in align_spans(*offsets)]
+    count = max(1 + max(x) for x in spans)
+    # Tokens of no span are in the row of the span before them.
+    ends = [np.searchsorted(np.maximum.accumulate(x), range(count), "right") for x in spans]
+    start, begins = 0, [0, 0]
+    while start < count or begins == [0, 0]:
+        fitting = min(
+            np.searchsorted(e, b + max_length, "right") for e, b in zip(ends, begins, strict=True)
+        )
+        stop = max(start + 1, int(fitting))
+        stops = [
+            int(e[stop - 1]) if stop < count else len(s) for e, s in zip(ends, spans, strict=True)
+        ]
+        yield [
+            (
+                ids[begin:stop_at][:max_length],
+                [x - start if x >= 0 else -1 for x in own[begin:stop_at][:max_length]],
+            )
+            for (ids, _), own, begin, stop_at in zip(sides, spans, begins, stops, strict=True)
+        ]
+        start, begins = stop, stops
+
+
+def _with_offsets(text: str, tokenizer: Any) -> IdsWithOffsets:
+    """Tokens of a document; its end token counts as one more character."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, offsets = found["input_ids"], found["offset_mapping"]
+    end = _end_token(tokenizer)
+    return (ids, offsets) if end is None else ([*ids, end], [*offsets, (len(text), len(text) + 1)])
+
+
+def _end_token(tokenizer: Any) -> int | None:
+    end: int | None = tokenizer.eos_token_id
+    return tokenizer.sep_token_id if end is None else end
+
+
 def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     """Token ids of a document and its end token, each with its number of UTF-8 bytes."""
-    end = tokenizer.eos_token_id
-    end = tokenizer.sep_token_id if end is None else end
+    end = _end_token(tokenizer)
     found = tokenizer(
         text,
         add_special_tokens=False,

@@ -14,7 +14,8 @@ from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import in_eval_mode
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.distill.spans import align_spans
+from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
@@ -146,6 +147,24 @@ class Chat(Decoder):
             "number": [batch["number"][part[0]] for part in parts],
         }
 
+    def encode_both(
+        self, batch: dict[str, list], tokenizer: Any, teachers: Any, max_length: int
+    ) -> Tokens:
+        """Each model's own template; spans are parts of the answers."""
+        own = self.encode(batch, tokenizer, max_length)
+        theirs = self.encode(batch, teachers, max_length)
+        found: dict[str, list[Any]] = {"student_spans": [], "teacher_spans": []}
+        for where, kept in zip(batch["where"], batch["text"], strict=True):
+            messages = [json.loads(message) for message in kept]
+            offsets = [
+                torch.tensor([_answer_offsets(messages, each, where, max_length)])
+                for each in (tokenizer, teachers)
+            ]
+            for name, spans in zip(found, align_spans(*offsets), strict=True):
+                found[name].append(spans[0].tolist())
+        inputs = {f"{TEACHER_PREFIX}{n}": theirs[n] for n in ("input_ids", "attention_mask")}
+        return {**own, **inputs, **found}
+
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of the answers' tokens, their number, and the generated text."""
         if not hasattr(model, "generate"):
@@ -265,6 +284,41 @@ def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[i
     return ids, mask
 
 
+def _answer_offsets(
+    messages: list[dict], tokenizer: Any, where: str, max_length: int
+) -> list[tuple[int, int]]:
+    """Start and end of each token in the text of all answers; (0, 0) for all other tokens.
+
+    The special token that ends an answer counts as a character.
+    """
+    ids, mask = answers_of(messages, tokenizer, where)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    options = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
+    given = _apply(messages, tokenizer, where, **options)["offset_mapping"]
+    special = set(tokenizer.all_special_ids)
+    found, before, first = [(0, 0)] * len(ids), 0, 0
+    for message in messages:
+        if message["role"] != ASSISTANT:
+            continue
+        content = message["content"].strip()
+        own = [i for i in range(first, len(ids)) if mask[i]]
+        own = [i for i in own if 0 not in mask[own[0] : i]]  # one run
+        at = text.find(content, given[own[0]][0]) if own else -1
+        # A template may change an answer, which then has no spans.
+        if not own or not given[own[0]][0] <= at < given[own[-1]][1]:
+            first = own[-1] + 1 if own else first
+            continue
+        end = at + len(content)
+        for i in own:
+            start, stop = (min(max(x, at), end) - at + before for x in given[i])
+            if stop > start:
+                found[i], first = (start, stop), i + 1
+        if first in own and ids[first] in special:
+            found[first] = before + len(content), before + len(content) + 1
+        before += len(content) + 1
+    return list(_shortened(found, mask, max_length)[0])
+
+
 def _last_run(counted: Sequence[int]) -> int:
     """Start of the last run of ones."""
     stop = len(counted) - list(reversed(counted)).index(1)
@@ -273,8 +327,8 @@ def _last_run(counted: Sequence[int]) -> int:
 
 
 def _shortened(
-    ids: list[int], mask: Sequence[int], max_length: int
-) -> tuple[list[int], Sequence[int]]:
+    ids: list[Any], mask: Sequence[int], max_length: int
+) -> tuple[list[Any], Sequence[int]]:
     if len(ids) <= max_length:
         return ids, mask
     start = _last_run(mask)

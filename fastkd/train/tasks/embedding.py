@@ -85,7 +85,7 @@ class Embedding(Task):
     library = "sentence-transformers"
     supervised = False
     outputs = ("sentence_embedding",)
-    two_tokenizers = True
+    two_tokenizers = "texts"
     columns = Columns(None, None, None)
     stored: ClassVar[Mapping[str, Any]] = {
         "text": TEXT,
