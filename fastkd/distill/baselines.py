@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,18 @@ from torch.nn import functional as F
 
 from fastkd._core.checks import check_choice, check_number
 from fastkd._core.numerics import project, upcast
+from fastkd.analysis.model_inputs import IGNORED
 from fastkd.cca import CCALoss, Ridge
 from fastkd.contrastive import cos_nce_loss
 from fastkd.distill.backbone import Backbone, Model
+from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
+from fastkd.head import Head
 from fastkd.relation import Distance, FCDLoss
+from fastkd.token_log_probs import log_probs
+from fastkd.vocabulary_match import VocabularyMatch
 
 
 class PKD(SoftTargets):
@@ -217,11 +222,125 @@ class Embeddings(Method):
                 yield name, step.mean(torch.where(real, losses, 0).sum(), real.sum())
 
 
+class GOLD(Method):
+    """Spans of text of a teacher with another tokenizer, as in TRL's GOLD trainer.
+
+    L = task_weight·CE + merged_weight·merged + likelihood_weight·likelihood, of the spans that
+    `TwoTokenizers` aligns, where a label counts: `fastkd.distill.merged_span_loss`, a distance of
+    distributions, and `fastkd.distill.span_likelihood_loss`, a divergence of the spans'
+    probabilities. A mean over the spans of a text, then over texts. The defaults are TRL's.
+
+    The Distiller needs ``tokenizers=VocabularyMatch.of(...)`` and causal language models.
+
+    Args:
+        temperature: of both models.
+        hybrid: whether matched tokens are compared one by one, by the generalised Jensen-Shannon
+            divergence, and only the others by their sorted probabilities.
+        beta: of that divergence.
+        merge: "observed" merges the prediction at a span's first token; "bayesian" those of its
+            tokens themselves, one position before, into the last one's.
+
+    Terms: task, merged, likelihood.
+    """
+
+    logit_terms = ("task", "merged", "likelihood")
+    merges_spans = True
+
+    def __init__(
+        self,
+        *,
+        task_weight: float = 0.0,
+        merged_weight: float = 1.0,
+        likelihood_weight: float = 0.0,
+        temperature: float = 1.0,
+        hybrid: bool = False,
+        beta: float = 0.5,
+        merge: Literal["observed", "bayesian"] = "observed",
+    ) -> None:
+        super().__init__()
+        check_number("temperature", temperature, above=0)
+        check_choice("merge", merge, ("observed", "bayesian"))
+        self.task_weight, self.merged_weight = task_weight, merged_weight
+        self.likelihood_weight, self.temperature = likelihood_weight, temperature
+        self.hybrid, self.beta, self.merge = hybrid, beta, merge
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {
+            "task": self.task_weight,
+            "merged": self.merged_weight,
+            "likelihood": self.likelihood_weight,
+        }
+
+    def merged(self, step: Step) -> Tensor:
+        """Distance of the merged distributions."""
+        bayesian = self.merge == "bayesian"
+        student, teacher = _span_tokens(step, shifted=bayesian)
+        vocabulary = step.teacher_model.vocabulary
+        loss = merged_span_loss(
+            student.states,
+            student.head,
+            teacher.states.to(student.states.dtype),
+            teacher.head.detach(),
+            student_ids=student.ids,
+            teacher_ids=teacher.ids,
+            student_spans=student.spans,
+            teacher_spans=teacher.spans,
+            vocabulary=vocabulary if self.hybrid else None,  # type: ignore[arg-type]
+            beta=self.beta,
+            temperature=self.temperature,
+            kept="last" if bayesian else "first",
+        )
+        return step.mean(loss * len(student.ids), len(student.ids))
+
+    def likelihood(self, step: Step) -> Tensor:
+        """Divergence of the spans' probabilities."""
+        sides = _span_tokens(step, shifted=True)
+        own = [
+            log_probs(x.states, head, x.ids.masked_fill(x.spans < 0, 0))
+            for x, head in zip(sides, (sides[0].head, sides[1].head.detach()), strict=True)
+        ]
+        spans = (x.spans for x in sides)
+        loss = span_likelihood_loss(*own, *spans, temperature=self.temperature)
+        return step.mean(loss * len(sides[0].ids), len(sides[0].ids))
+
+
+class SpanTokens(NamedTuple):
+    """One model's states at an LM head, with the tokens and spans that they are compared with."""
+
+    states: Tensor  # (B, N, D)
+    head: Head
+    ids: Tensor  # (B, N)
+    spans: Tensor  # (B, N)
+
+
+def _span_tokens(step: Step, shifted: bool) -> list[SpanTokens]:
+    """Student's and teacher's tokens; ``shifted`` gives each its own prediction."""
+    inputs = step.student.head_inputs, step.teacher.head_inputs
+    two = isinstance(step.teacher_model.vocabulary, VocabularyMatch)
+    if not two or step.spans is None or step.spans.rows is None or None in inputs:
+        raise ValueError(
+            "GOLD compares spans of two tokenizers from hidden states and LM heads; pass "
+            "tokenizers=VocabularyMatch.of(...) and batches of TwoTokenizers, without keep_logits"
+        )
+    ours, theirs = step.spans.rows
+    if isinstance(step.labels, Tensor):
+        ours = ours.masked_fill(step.labels == IGNORED, -1)
+    found = []
+    for given, ids, spans in zip(inputs, step.spans.ids, (ours, theirs), strict=True):
+        assert given is not None and ids is not None
+        states = given.states.to(step.student_model.dtype)
+        if shifted:
+            states, ids, spans = states[:, :-1], ids[:, 1:], spans[:, 1:]
+        found.append(SpanTokens(states, given.head, ids, spans))
+    return found
+
+
 BASELINES: dict[str, type[Method]] = {
     "tinybert": AttentionMSE,
     "pkd": PKD,
     "distilbert": DistilBERT,
     "embeddings": Embeddings,
+    "gold": GOLD,
 }
 #: Names of all methods, for the commands.
 NAMES = (*METHODS, *BASELINES)

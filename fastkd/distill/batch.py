@@ -166,13 +166,6 @@ class Batch:
         """Inputs without targets."""
         return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
-    @property
-    def paired(self) -> Tensor | None:
-        """Mask (B, N) of the tokens with a pair among the teacher's; None without spans."""
-        if self.spans is None or self.spans.paired is None:
-            return None
-        return self.spans.paired >= 0
-
     def align(self, spans: tuple[Tensor, Tensor], causal: bool, several: bool = True) -> None:
         """Set the spans of the student's and the teacher's tokens.
 
@@ -181,8 +174,10 @@ class Batch:
         """
         batches = list(zip((self, self.teacher or self), spans, strict=True))
         self.spans = Spans.of(*(batch._unpacked_spans(x) for batch, x in batches))
-        rows = (x if b.first is None else rotate(x, b.first, 1) for b, x in batches)
-        student, teacher = rows if several else (single_tokens(x) for x in rows)
+        rows = [x if b.first is None else rotate(x, b.first, 1) for b, x in batches]
+        self.spans.rows = rows[0], rows[1]
+        self.spans.ids = self.inputs.get("input_ids"), batches[1][0].inputs.get("input_ids")
+        student, teacher = rows if several else map(single_tokens, rows)
         self.spans.pair(student, teacher, causal)
 
     def _unpacked_spans(self, spans: Tensor) -> Tensor:

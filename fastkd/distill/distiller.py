@@ -411,7 +411,7 @@ class Distiller(InGroup):
             token_mask=batch.mask,
             document_ids=batch.document_ids,
             loss_weights=batch.loss_weights,
-            paired=batch.paired,
+            spans=batch.spans,
             first=batch.first,
             ranks=items.ranks,
             items=items,

@@ -94,6 +94,8 @@ class Method(nn.Module):
     #: Pooling of the teacher's hidden states: "tokens" for none, or one row per sample, "cls" or
     #: "mean" as in `Step.pooled`. A teacher cache stores only the pooled states.
     teacher_pool: str = "tokens"
+    #: Whether terms read a teacher's predictions of its own tokens, not those at paired tokens.
+    merges_spans: bool = False
     #: Whether to train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
     #: Whether the weights depend on progress; the loop must then call ``Distiller.set_progress``.

@@ -232,7 +232,8 @@ def _top_k(step: Step, top_k: TopK) -> TopK:
         return top_k
     ids = match.student_of(top_k.ids)
     log_probs = top_k.log_probs.masked_fill(ids < 0, -torch.inf)
-    log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size))
+    # Of as many tokens as the student has, nothing would be left to the tail.
+    log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size - 1))
     return TopK(ids.gather(-1, order).clamp(min=0), log_probs, top_k.tail)
 
 
@@ -249,9 +250,10 @@ def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _paired(step: Step) -> Tensor | None:
     """Mask of the predictions compared with a teacher of another vocabulary, else None."""
-    if step.paired is None or not isinstance(step.teacher_model.vocabulary, VocabularyMatch):
+    places = None if step.spans is None else step.spans.paired
+    if places is None or not isinstance(step.teacher_model.vocabulary, VocabularyMatch):
         return None
-    return step.paired[:, 1:] if step.student_model.causal else step.paired
+    return (places[:, 1:] if step.student_model.causal else places) >= 0
 
 
 def _logits_of(step: Step, side: str, term: str) -> Logits:

@@ -147,6 +147,10 @@ class Spans:
     paired: Tensor | None = None
     #: Whether the heads predict the next token.
     causal: bool = False
+    #: Span numbers and ids of the student's tokens (B, N) and the teacher's (B, M), as the heads
+    #: read them: documents are in their rows.
+    rows: tuple[Tensor, Tensor] | None = None
+    ids: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def pair(self, student: Tensor, teacher: Tensor, causal: bool) -> None:
         """Pair the tokens of equal spans, (B, N) and (B, M), whose predictions are compared.

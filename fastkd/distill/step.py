@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
+from fastkd.distill.spans import Spans
 from fastkd.distributed import Ranks
 
 
@@ -54,8 +55,8 @@ class Step:
     # Mask of per-token logits, which stay in the models' row layout.
     token_mask: Tensor | None = None
     loss_weights: Tensor | None = None  # (B, N), factors of the tokens' losses, as the labels
-    #: (B, N), tokens whose predictions are compared with a teacher of another vocabulary.
-    paired: Tensor | None = None
+    #: Spans of text of a teacher with tokens of its own.
+    spans: Spans | None = None
     document_ids: Tensor | None = None  # the document of each token of packed rows
     first: Tensor | None = None  # (B, 1), position of each row's first token before rotation
     ranks: Ranks | None = None  # the processes whose samples are compared

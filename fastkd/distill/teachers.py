@@ -89,7 +89,8 @@ class Teacher:
         if own is None:
             return outputs
         if batch.spans is not None:
-            outputs = batch.spans.predictions(outputs)
+            if not method.merges_spans:
+                outputs = batch.spans.predictions(outputs)
             return batch.spans.pool(outputs, 1, model, own.feature_mask)
         pool, mask = method.teacher_pool, own.feature_mask
         if not outputs.pooled:

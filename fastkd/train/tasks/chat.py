@@ -297,26 +297,27 @@ def _answer_offsets(
     given = _apply(messages, tokenizer, where, **options)["offset_mapping"]
     special = set(tokenizer.all_special_ids)
     found, before, first = [(0, 0)] * len(ids), 0, 0
-    for message in messages:
-        if message["role"] != ASSISTANT:
-            continue
-        content = message["content"].strip()
-        own = [i for i in range(first, len(ids)) if mask[i]]
-        own = [i for i in own if 0 not in mask[own[0] : i]]  # one run
-        at = text.find(content, given[own[0]][0]) if own else -1
-        # A template may change an answer, which then has no spans.
-        if not own or not given[own[0]][0] <= at < given[own[-1]][1]:
-            first = own[-1] + 1 if own else first
-            continue
+    for content in (m["content"].strip() for m in messages if m["role"] == ASSISTANT):
+        run = list(itertools.takewhile(lambda i: mask[i], _from_first(mask, first)))
+        first = run[-1] + 1 if run else len(ids)
+        at = text.find(content, given[run[0]][0]) if run else -1
         end = at + len(content)
-        for i in own:
+        if at < 0 or end > given[run[-1]][1]:  # the template has changed the answer
+            continue
+        last = run[0] - 1
+        for i in run:
             start, stop = (min(max(x, at), end) - at + before for x in given[i])
             if stop > start:
-                found[i], first = (start, stop), i + 1
-        if first in own and ids[first] in special:
-            found[first] = before + len(content), before + len(content) + 1
+                found[i], last = (start, stop), i
+        if last + 1 in run and ids[last + 1] in special:
+            found[last + 1] = before + len(content), before + len(content) + 1
         before += len(content) + 1
     return list(_shortened(found, mask, max_length)[0])
+
+
+def _from_first(mask: Sequence[int], start: int) -> range:
+    """Positions from the first one of the mask, at or after ``start``."""
+    return range(next((i for i in range(start, len(mask)) if mask[i]), len(mask)), len(mask))
 
 
 def _last_run(counted: Sequence[int]) -> int:

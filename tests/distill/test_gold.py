@@ -1,0 +1,183 @@
+"""GOLD's terms in a Distiller: spans of several tokens, with a teacher's own tokenizer."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fastkd import VocabularyMatch, log_probs
+from fastkd.distill import Distiller, TwoTokenizers, merged_span_loss, span_likelihood_loss
+from fastkd.distill.baselines import GOLD
+from fastkd.distill.verify import verify
+
+TEXTS = (
+    "distillation trains a small model on the outputs of a large one",
+    "the student reads the same text in other tokens than its teacher",
+)
+
+
+@functools.cache
+def tokenizers():
+    """A WordPiece and a BPE of the texts."""
+    made = {}
+    for side, model, trainer, more in (
+        ("student", models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, 60),
+        ("teacher", models.BPE(unk_token="[UNK]"), trainers.BpeTrainer, 40),
+    ):
+        one = Tokenizer(model)
+        one.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        special = ["[PAD]", "[UNK]"]
+        one.train_from_iterator(
+            TEXTS, trainer(vocab_size=more, special_tokens=special, show_progress=False)
+        )
+        made[side] = PreTrainedTokenizerFast(
+            tokenizer_object=one, pad_token="[PAD]", unk_token="[UNK]"
+        )
+    return made
+
+
+@pytest.fixture
+def setting():
+    """Teacher, student, match and batch."""
+    torch.manual_seed(0)
+    both = tokenizers()
+    match = VocabularyMatch.of(both["student"], both["teacher"])
+    decoders = [
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=size,
+                hidden_size=width,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                pad_token_id=0,
+            )
+        )
+        for size, width in ((match.teacher_size, 12), (match.student_size, 8))
+    ]
+    batch = TwoTokenizers(**both)(TEXTS)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return *decoders, match, batch
+
+
+def states_of(model, batch, prefix=""):
+    ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+    return model.model(ids, mask).last_hidden_state
+
+
+def by_functions(setting, shift, hybrid=False):
+    """Both terms from states; ``shift`` 1 gives each token its own prediction."""
+    teacher, student, match, batch = setting
+    sides = (states_of(student, batch), student), (states_of(teacher, batch, "teacher_"), teacher)
+    stop = [x.shape[1] - shift for x, _ in sides]
+    states = [x[:, :n] for (x, _), n in zip(sides, stop, strict=True)]
+    ids = [batch[f"{prefix}input_ids"][:, shift:] for prefix in ("", "teacher_")]
+    spans = [batch[f"{side}_spans"][:, shift:] for side in ("student", "teacher")]
+    heads = [model.lm_head.weight for _, model in sides]
+    merged = merged_span_loss(
+        states[0], heads[0], states[1].detach(), heads[1].detach(),
+        student_ids=ids[0], teacher_ids=ids[1], student_spans=spans[0], teacher_spans=spans[1],
+        vocabulary=match if hybrid else None, kept="last" if shift else "first",
+    )  # fmt: skip
+    own = (log_probs(x, head, i) for x, head, i in zip(states, heads, ids, strict=True))
+    return merged, span_likelihood_loss(next(own), next(own).detach(), *spans)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_terms_are_the_functions(setting, hybrid):
+    teacher, student, match, batch = setting
+    several = [(batch[f"{side}_spans"].diff() == 0).any() for side in ("student", "teacher")]
+    assert all(several)  # spans of several tokens on either side
+    method = GOLD(likelihood_weight=0.5, hybrid=hybrid, task_weight=0.3)
+    out = Distiller(teacher, student, method, tokenizers=match)(**batch)
+    merged, likelihood = by_functions(setting, 0, hybrid)[0], by_functions(setting, 1)[1]
+    torch.testing.assert_close(out.terms["merged"], merged.detach())
+    torch.testing.assert_close(out.terms["likelihood"], likelihood.detach())
+    expected = merged + 0.5 * likelihood
+    task = student(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
+    grads = [
+        torch.autograd.grad(x, student.lm_head.weight)[0] for x in (out.loss, expected + 0.3 * task)
+    ]
+    torch.testing.assert_close(*grads)
+    method = GOLD(merge="bayesian", hybrid=hybrid)
+    out = Distiller(teacher, student, method, tokenizers=match)(**batch)
+    torch.testing.assert_close(out.loss, by_functions(setting, 1, hybrid)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", ["observed", "bayesian"])
+def test_equals_trl(setting, merge):
+    """TRL's own loss, with the defaults of its configuration, on whole texts as answers."""
+    trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
+    teacher, student, match, batch = setting
+    fields = trainer.GOLDConfig.__dataclass_fields__
+    config = SimpleNamespace(**{name: f.default for name, f in fields.items()})
+    config.uld_token_merge_strategy = merge
+    both = tokenizers()
+    loss = trainer.ULDLoss(config, both["student"], both["teacher"])
+    parts = []
+    for prefix, model in (("", student), ("teacher_", teacher)):
+        ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
+        side = "teacher" if prefix else "student"
+        offsets = both[side](
+            list(TEXTS), padding=True, return_offsets_mapping=True, return_tensors="pt"
+        )["offset_mapping"]
+        # Before a sentence, where "bayesian" reads it, and after it, which TRL leaves out.
+        labels = torch.nn.functional.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
+        last = mask.sum(1, keepdim=True)
+        labels = labels.scatter(1, last, 0)
+        parts.append((model(ids, mask).logits, labels, ids, offsets))
+    logits, labels, ids, offsets = zip(*parts, strict=True)
+    pad = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in logits]
+    ids = [torch.nn.functional.pad(x, (0, 1)) for x in ids]
+    offsets = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in offsets]
+    if merge == "bayesian":
+        pytest.skip("TRL has no prediction of a text's first token")
+    expected = loss(*pad, *labels, *ids, *offsets)
+    method = GOLD(merge=merge)
+    found = Distiller(teacher, student, method, tokenizers=match)(**batch).loss
+    torch.testing.assert_close(found, expected)
+
+
+def test_split_steps_equal_the_whole(setting):
+    teacher, student, match, batch = setting
+    method = GOLD(likelihood_weight=1.0, task_weight=1.0)
+    distiller = Distiller(teacher, student, method, tokenizers=match)
+    checks = verify(distiller, batch, ranks=0, compile_backend=None)
+    assert checks and all(check.ok for check in checks), checks
+
+
+def test_cache_of_the_teacher(setting, tmp_path):
+    teacher, student, match, batch = setting
+    distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
+    cache = distiller.cache_teacher([batch], tmp_path)
+    found = Distiller(cache, student, GOLD(), tokenizers=match)(**batch).loss
+    torch.testing.assert_close(found, distiller(**batch).loss, rtol=0, atol=0)
+
+
+def test_unlabelled_spans_are_left_out(setting):
+    teacher, student, match, batch = setting
+    distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
+    half = batch["labels"].clone()
+    half[1] = -100
+    one = {n: x[:1] for n, x in batch.items()}
+    found = distiller(**{**batch, "labels": half}).loss
+    torch.testing.assert_close(2 * found, distiller(**one).loss)
+
+
+def test_wrong_use_raises_one_sentence(setting):
+    teacher, student, match, batch = setting
+    distiller = Distiller(teacher, student, GOLD(), tokenizers=match, keep_logits=True)
+    with pytest.raises(ValueError, match="GOLD compares spans of two tokenizers"):
+        distiller(**batch)
+    with pytest.raises(ValueError, match="merge must be one of"):
+        GOLD(merge="first")
+    wrong = dataclasses.replace(match, student_size=match.student_size)
+    with pytest.raises(ValueError, match="teacher_spans: the teacher has another vocabulary"):
+        Distiller(teacher, student, GOLD(), tokenizers=wrong)(
+            input_ids=batch["input_ids"], labels=batch["labels"]
+        )
