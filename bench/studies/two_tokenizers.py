@@ -33,7 +33,7 @@ ARMS: dict[str, dict[str, Any]] = {
 BASE = "labels only"
 MEASURE = "bits_per_byte"
 #: Characters of the texts: the teacher's, the students', and those held out.
-TEACHER_TEXT, STUDENT_TEXT, HELD_OUT = 1_000_000, 250_000, 100_000
+TEACHER_TEXT, STUDENT_TEXT, HELD_OUT = 400_000, 120_000, 60_000
 
 
 def make_tokenizer(model: Any, trainer: Any, pre_tokenizer: Any, decoder: Any, text: str) -> Any:
