@@ -43,10 +43,11 @@ from fastkd.train.training import (
     logging_to,
     receiving_signals,
 )
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.vocabulary_match import Side, VocabularyMatch
 
 # Rows whose tokens are counted for the report on two vocabularies.
 MATCH_ROWS = 1024
+TOKENS: dict[Side, str] = {"student": "input_ids", "teacher": "teacher_input_ids"}
 # Rows that --teacher-layers select reads, as many as Trainer's prepare_batches of them.
 SELECTION_ROWS = 2048
 
@@ -97,11 +98,10 @@ class Run:
     def _report_match(self, match: VocabularyMatch) -> None:
         """Print how many tokens of both vocabularies, and of a text, match."""
         rows = self.train_rows.__getitems__(range(min(len(self.train_rows), MATCH_ROWS)))
-        sizes = {}
-        for side, name in (("student", "input_ids"), ("teacher", "teacher_input_ids")):
-            ids = [token for row in rows for token in row[name]]
-            sizes[side] = f"{match.coverage(ids, side):.1%} of the {side}'s"
-        of_text = " and ".join(sizes.values()).replace("%", " %")
+        ids = {side: [i for row in rows for i in row[name]] for side, name in TOKENS.items()}
+        of_text = " and ".join(
+            f"{match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
+        ).replace("%", " %")
         self.display.say(f"{match!r}, {of_text} tokens in {len(rows)} training rows")
 
     def _fit_length(self, who: str, model: Any) -> bool:

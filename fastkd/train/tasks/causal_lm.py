@@ -153,15 +153,16 @@ class CausalLM(Decoder):
             for rows in aligned_rows(sides, max_length):
                 (ids, spans), (ids_t, spans_t) = rows
                 if len(ids) > 1:
-                    for name, x in zip(columns, (ids, spans, ids_t, spans_t, number), strict=True):
+                    parts: tuple[Any, ...] = ids, spans, ids_t, spans_t, number
+                    for name, x in zip(columns, parts, strict=True):
                         found[name].append(x)
-        ids = found["input_ids"]
+        own = found["input_ids"]
         return {
             **found,
-            "attention_mask": [[1] * len(row) for row in ids],
-            "labels": [[UNLABELLED, *row[1:]] for row in ids],  # a first token is not predicted
+            "attention_mask": [[1] * len(row) for row in own],
+            "labels": [[UNLABELLED, *row[1:]] for row in own],  # a first token is not predicted
             "teacher_attention_mask": [[1] * len(row) for row in found["teacher_input_ids"]],
-            "bytes": [0] * len(ids),  # of evaluation rows
+            "bytes": [0] * len(own),  # of evaluation rows
         }
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
