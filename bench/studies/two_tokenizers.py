@@ -122,8 +122,10 @@ def tables(teacher: dict[str, Any], reports: dict[tuple[str, int], dict[str, Any
     }
     tests = [differences[arm] for arm in ARMS if arm != BASE]
     corrected = dict(zip((a for a in ARMS if a != BASE), holm([x.p for x in tests]), strict=True))
+    where = describe(torch.device("cpu"))
     lines = [
-        f"{describe(torch.device('cpu'))}. Teacher: {teacher['student'][MEASURE]:.3f} bits a byte.",
+        f"{where['machine']['cpu']}, one thread, torch {where['versions']['torch']}. Teacher: "
+        f"{teacher['student'][MEASURE]:.3f} bits a byte.",
         "",
         "| | bits a byte, seeds 0, 1, 2 | − labels only | 95% | p (Holm) | verdict |",
         "|---|---:|---:|---:|---:|---:|",

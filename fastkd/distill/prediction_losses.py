@@ -145,8 +145,6 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             means.append(step.mean(errors.sum(), real.sum()))
             continue
         (z_s, z_t), mask, _, weights = _aligned(step, z_s, z_t)
-        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
-        paired = _paired(step)
         if spans and step.token_mask is not None:
             z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
         if problem == MULTI_LABEL:
@@ -156,13 +154,14 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             z_t if top_k is None else _top_k(step, top_k),
             temperature=options.temperature,
             divergence=options.divergence,
-            mask=_both(mask, paired),
+            mask=_both(mask, _paired(step)),
             weights=weights,
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
             vocabulary=vocabulary if two and top_k is None else None,
             unmatched=step.teacher_model.unmatched if top_k is None else "renormalise",
         )
+        count = z_s.shape[:-1].numel() if mask is None else mask.sum()
         means.append(step.mean(total, count, over_tokens=mask is not None))
     return means[0] if len(means) == 1 else torch.stack(means).mean()
 
