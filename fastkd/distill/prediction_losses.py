@@ -215,7 +215,8 @@ def head_loss(
     )
     totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
     count = states.shape[:-1].numel() if mask is None else mask.sum()
-    loss, *means = step.mean(totals, count, over_tokens=mask is not None).unbind()
+    # Copies: AOTAutograd fails to replay the views of one tensor that a graph returns.
+    loss, *means = (x.clone() for x in step.mean(totals, count, over_tokens=mask is not None))
     return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
 
 
