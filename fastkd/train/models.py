@@ -109,7 +109,8 @@ def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool)
         word = min(others, key=own.__getitem__)
         raise InputError(
             f"{option} {name}: {word!r} is token {own[word]} of its tokenizer and {theirs[word]} "
-            "of the teacher's; both must read the same tokens"
+            "of the teacher's; both must read the same tokens, "
+            "except for --task causal-lm, chat and embedding"
         )
 
 
