@@ -15,10 +15,10 @@ NO_TENSORS = ("promote_types",)
 
 
 class Launches(list):
-    """Names in launch order: fastkd's kernels by function, PyTorch's by operation."""
+    """Names in launch order: fastkd's kernels by function, operations as "library.name"."""
 
     def of_triton(self) -> list[str]:
-        return [name for name in self if not name.startswith("aten.")]
+        return [name for name in self if "." not in name]
 
 
 class _CountOperations(TorchDispatchMode):
