@@ -1,4 +1,4 @@
-"""Inverses of I − Q by products: right from any guess, in few steps from a near one."""
+"""Inverses of I − Q by products: right from any guess, in few products from a near one."""
 
 import copy
 import pickle
@@ -56,52 +56,51 @@ def test_cold(device, n):
 
 def test_cold_in_several_tiles(device):
     skew = skew_matrices(33, [5.0], device)
-    inverse, steps = kernels.refine(skew, [torch.zeros_like(skew)], kernels.WARM_LAUNCHES)
+    inverse, products = kernels.refine(skew, [torch.zeros_like(skew)], kernels.WARM_LAUNCHES)
     assert relative_error(inverse, skew)[0] <= 3 * EPS
     assert orthogonality_error(inverse) <= 1e-6 * 33**0.5
-    assert 6 <= steps.item() <= 12
+    assert 12 <= products.item() <= 20
 
 
 @pytest.mark.parametrize("n, norms", [(16, [0.1, 3.0, 100.0, 1000.0]), (65, [2.0])])
-def test_warm_takes_few_steps(device, n, norms):
+def test_warm_takes_few_products(device, n, norms):
     before = skew_matrices(n, norms, device)
     last = exact_inverse(before).float()
     skew = before + skew_matrices(n, [0.003] * len(norms), device)
-    inverse, steps = kernels.refine(skew, [last], kernels.WARM_LAUNCHES)
-    assert max(steps.tolist()) <= 2
+    inverse, products = kernels.refine(skew, [last], kernels.WARM_LAUNCHES)
+    assert max(products.tolist()) <= 4
     for error, norm in zip(relative_error(inverse, skew), norms, strict=True):
         assert error <= EPS * (2 + norm / 4), (norm, error)
     assert orthogonality_error(inverse[:2]) <= 1e-6 * n**0.5
 
 
-def test_far_but_not_too_far(device):
-    """The residual's norm is above ½, yet the first step shows that it converges."""
+def test_a_residual_above_one_half_starts_again(device):
     skew = skew_matrices(16, [0.9], device) / 4
     guess = identities(skew)
     residual = torch.linalg.matrix_norm(skew).item()
     assert residual > 0.5
-    inverse, steps = kernels.refine(skew, [guess], kernels.WARM_LAUNCHES)
+    inverse, products = kernels.refine(skew, [guess], kernels.WARM_LAUNCHES)
     assert relative_error(inverse, skew)[0] <= 2 * EPS
-    assert steps.item() <= 5
+    assert products.item() <= 9
 
 
 def test_unchanged_matrices_give_the_guess_back(device):
     skew = skew_matrices(17, [0.5, 40.0], device)
     inverse = kernels.cayley_inverse(skew, [identities(skew)])
-    again, steps = kernels.refine(skew, [inverse], kernels.WARM_LAUNCHES)
+    again, products = kernels.refine(skew, [inverse], kernels.WARM_LAUNCHES)
     assert torch.equal(again, inverse)
-    assert steps.tolist() == [0, 0]
+    assert products.tolist() == [1, 1]
 
 
 def test_a_single_program_goes_on_in_the_same_way(device):
     skew = skew_matrices(33, [5.0, 5.0], device)
     guess = torch.stack([identities(skew)[0], exact_inverse(skew[1] * 1.02).float()])
-    by_many, steps = kernels.refine(skew, [guess], kernels.COLD_LAUNCHES)
+    by_many, products = kernels.refine(skew, [guess], kernels.COLD_LAUNCHES)
     assert by_many.isfinite().all()
     for launches in (0, 3):
-        by_one, same_steps = kernels.refine(skew, [guess], launches)
+        by_one, same_products = kernels.refine(skew, [guess], launches)
         assert torch.equal(by_one, by_many)
-        assert torch.equal(steps, same_steps)
+        assert torch.equal(products, same_products)
 
 
 def test_any_guess_will_do(device):
