@@ -9,13 +9,14 @@ the architecture has, or has matrix products and doesn't use the tensor cores; w
 rows alone say so. What is known of a form is kept in ``build/compiled`` until its source changes.
 
 ``--prove`` is ``--every`` for modules that kernels/proven.json does not know in this state, and
-notes there those that have no problem; ``--unproven`` leaves out the others.
+notes there those that have no problem.
 """
 
 import argparse
 import ast
 import functools
 import hashlib
+import heapq
 import importlib
 import itertools
 import json
@@ -152,17 +153,14 @@ def walked(loss: str) -> dict[str, Any]:
 
     KEPT.mkdir(parents=True, exist_ok=True)
     file = KEPT / f"calls-{loss}-{_sources_key()}.json"
+    if not file.exists() and os.environ.get("TRITON_INTERPRET") == "1":
+        not_interpreted("tools.dry_cuda")
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            write_file(file, _walk(loss), shared=True)
+            _ask_for_keys()
+            found = importlib.import_module("tools.dry_cuda").report(loss)
+            write_file(file, json.dumps(found), shared=True)
     return json.loads(file.read_text())
-
-
-def _walk(loss: str) -> str:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return not_interpreted("tools.dry_cuda", loss).splitlines()[-1]
-    _ask_for_keys()
-    return json.dumps(importlib.import_module("tools.dry_cuda").report(loss))
 
 
 def not_interpreted(module: str, *arguments: str) -> str:
@@ -205,12 +203,19 @@ def covering(
     forms: Iterable[Any], choices: Callable[[Any], Mapping[Any, Any]] = choices
 ) -> list[Any]:
     """Few forms of one kernel in which every pair of choices meets that meets in one of all."""
-    pairs = {form: set(itertools.combinations(sorted(choices(form).items()), 2)) for form in forms}
-    missing = set().union(*pairs.values())
+    forms = list(forms)
+    pairs = [set(itertools.combinations(sorted(choices(form).items()), 2)) for form in forms]
+    missing = set().union(*pairs)
     chosen = []
+    # How many missing pairs a form has, with the sign changed, or had when that was counted last.
+    heap = [(-len(found), i) for i, found in enumerate(pairs)]
+    heapq.heapify(heap)
     while missing:
-        chosen.append(max(pairs, key=lambda form: len(pairs[form] & missing)))
-        missing -= pairs[chosen[-1]]
+        i = heap[0][1]
+        most = heapq.heapreplace(heap, (-len(pairs[i] & missing), i))
+        if most == heap[0]:  # counted now, and the first of those with most
+            chosen.append(forms[i])
+            missing -= pairs[i]
     return chosen
 
 
@@ -392,7 +397,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
     parser.add_argument("--every", action="store_true", help="every form, not a covering set")
     parser.add_argument("--prove", action="store_true", help="every form that is not proven")
-    parser.add_argument("--unproven", action="store_true", help="only modules that --prove takes")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)
@@ -413,8 +417,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if wrong else 0
 
     architectures = [int(text) for text in options.arch.split(",") if text]
-    if options.unproven:
-        names = list(unproven(names))
     rows = report(chosen(names, architectures, options.every), options.workers)
     if options.json:
         print(json.dumps(rows, indent=1))

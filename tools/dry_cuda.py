@@ -2,10 +2,10 @@
 
 Everything runs but the arithmetic: checks, the choice of backend, forward and backward of the
 autograd functions, every launch of a kernel up to where Triton would compile it.
-``python -m tools.dry_cuda LOSS`` prints, as JSON, what went wrong in each of the loss's `calls`,
-and the forms of kernels that they start. Two things would go wrong: a tensor on another device, and
-waiting for the GPU, which a value read by the host, a copy to or from the CPU, or a solver that
-looks at errors does.
+``python -m tools.dry_cuda [LOSS ...]`` prints, as JSON, what went wrong in each of the losses'
+`calls` (all by default), and the forms of kernels that they start. Two things would go wrong: a
+tensor on another device, and waiting for the GPU, which a value read by the host, a copy to or from
+the CPU, or a solver that looks at errors does.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from fastkd import VocabularyMatch
 from fastkd._core import extension
 from tools import calls
 from tools.calls import Call, learns
-from tools.compile_report import SHARED_MEMORY, Form
+from tools.compile_report import SHARED_MEMORY, Form, walked
 
 # Operations that wait for the device, as PyTorch's documentation of them says.
 WAITING = {
@@ -302,4 +302,4 @@ def report(loss: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(report(sys.argv[1])))
+    print(json.dumps({loss: walked(loss) for loss in sys.argv[1:] or calls.FILES}))

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 # Files of tests/kernels and tests/ptx that compile or execute by themselves, in `make tests`.
 BY_THEMSELVES = {
     f"test_{name}.py"
-    for name in ["compile", "widths", "counts", "hazards", "instructions", "roots", "soft_targets"]
+    for name in ["compile", "counts", "hazards", "instructions", "roots", "soft_targets"]
 }
 
 

@@ -1,8 +1,6 @@
-"""``python -m tests.kernels.barriers``: what tl.debug_barrier becomes in compiled code, as JSON.
+"""``python -m tests.kernels.compiled``: what Triton's compiler makes of the kernels, as JSON.
 
-The stores, loads and barriers of adaptive KL's PTX in order, as the kernel is and without the call;
-and the end of the loop over rounds of the Cayley kernel, in Triton's last intermediate form. (In
-PTX other barriers, for shared memory, hide that one.)
+One process without Triton's interpreter, in which nothing is compiled, for all tests.
 """
 
 import importlib.util
@@ -11,11 +9,23 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fastkd.kernels import cayley, soft_targets
-from tools.compile_report import Form
+from tools import calls, widths
+from tools.compile_report import (
+    PROVEN,
+    WIDTHS,
+    Form,
+    chosen,
+    modules,
+    not_interpreted,
+    report,
+    unproven,
+    walked,
+)
 from tools.dry_cuda import Device
 
 CALL = re.compile(r"^ *tl\.debug_barrier\(\).*\n", re.MULTILINE)
@@ -50,13 +60,32 @@ def operations(form: Form) -> str:
     return " ".join(re.findall(r"\b(?:st\.global|ld\.global|bar\.sync)\b", ptx))
 
 
-def main() -> None:
+def barriers() -> dict[str, Any]:
+    """What tl.debug_barrier becomes.
+
+    The stores, loads and barriers of adaptive KL's PTX in order, as the kernel is and without the
+    call; and the end of the loop over rounds of the Cayley kernel, in Triton's last intermediate
+    form. (In PTX other barriers, for shared memory, hide that one.)
+    """
     found = forms()
     adaptive, finish = found["soft_target_forward_kernel"], found["cayley_finish_kernel"]
     ends = re.findall(r"barrier[^\n]*\n *scf\.yield", finish.compiled().asm["ttgir"])
     with tempfile.TemporaryDirectory() as folder:
         without = operations(without_barriers(adaptive, folder))
-    print(json.dumps({"as it is": operations(adaptive), "without": without, "ends": len(ends)}))
+    return {"as it is": operations(adaptive), "without": without, "ends": len(ends)}
+
+
+def main() -> None:
+    for loss in calls.FILES:  # for tests/test_dry_cuda.py
+        walked(loss)
+    known = json.loads(PROVEN.read_text()).get(WIDTHS) == widths.state()
+    found = {
+        "forms": report(chosen(unproven(modules()), [90], every=False)),
+        # In a process of its own: computing keys strips the kernels here of lines it names.
+        "narrow": [] if known else json.loads(not_interpreted("tools.widths")),
+        "barriers": barriers(),
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
