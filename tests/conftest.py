@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import inspect
 import os
 import signal
 import tempfile
@@ -23,8 +24,10 @@ prepare()
 # Without a GPU `torch.manual_seed` formats its caller's stack three times.
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 LONGEST = (
-    "test_compile.py", "test_widths.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
+    "test_compile.py", "test_dry_cuda.py", "test_processes.py", "test_install.py"
 )  # fmt: skip
+# What starts processes: of tests.distill.processes and tests.cli.launched.
+FORKING = {"run_ranks", "start_by_fork", "CONTEXT", "Launch"}
 
 
 def pytest_configure(config):
@@ -110,9 +113,21 @@ def pytest_collection_modifyitems(items):
     """Run the longest tests first, so that no process runs alone at the end.
 
     And in one process, which others take from at its other end: each sets up what a file shares.
+    Then those that start processes, also in one: it imports everything once more, to fork that.
     """
     items[:] = [item for item in items if not _left_out(item)]
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(
+        key=lambda item: (item.path.name not in LONGEST, not _forks(item.function, item.module))
+    )
+
+
+def _forks(function, module) -> bool:
+    """Whether a test, or a function of its module that it calls, starts processes."""
+    names = set(function.__code__.co_names)
+    called = [getattr(module, name, None) for name in names]
+    return bool(names & FORKING) or any(
+        inspect.isfunction(x) and FORKING & set(x.__code__.co_names) for x in called
+    )
 
 
 def pytest_collection_finish():

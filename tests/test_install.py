@@ -154,9 +154,12 @@ def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
     assert built == "True" and tmp_path / "env" in Path(file).parents
 
 
-def test_install_without_the_extension(source, python, tmp_path):
-    words = "wheel", "--no-build-isolation", "-w", tmp_path, source
-    output = pip(python, *words, cwd=tmp_path, FASTKD_NO_EXT="1")
+def test_build_without_torch_has_no_extension_or_is_refused(source, python, tmp_path):
+    bare = environment(tmp_path / "bare", with_torch=False)
+    words = "wheel", "-w", tmp_path, source
+    with pytest.raises(AssertionError, match="no torch here to build the extension with"):
+        pip(bare, *words, cwd=tmp_path)
+    output = pip(bare, *words, cwd=tmp_path, FASTKD_NO_EXT="1")
     assert "FASTKD_NO_EXT=1, building without the extension" in output
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -164,14 +167,6 @@ def test_install_without_the_extension(source, python, tmp_path):
     doctor = run(python, "-m", "fastkd", "doctor", cwd=tmp_path)
     assert "fastkd._C is not built; matrix roots and row kernels run on PyTorch code" in doctor
     assert "slower than it can be: no extension" in doctor
-
-
-def test_build_without_torch_is_refused(source, tmp_path):
-    python = environment(tmp_path / "bare", with_torch=False)
-    with pytest.raises(AssertionError, match="no torch here to build the extension with"):
-        pip(python, "install", source, cwd=tmp_path)
-    output = pip(python, "install", source, cwd=tmp_path, FASTKD_NO_EXT="1")
-    assert "FASTKD_NO_EXT=1, building without the extension" in output
 
 
 def test_install_without_a_compiler(source, python, tmp_path):

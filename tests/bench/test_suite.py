@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,24 +9,31 @@ import pytest
 import torch
 
 from bench import report, suite
+from tests.cli.launched import Launch
 from tools import gpu_check
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run_pytest(words):
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]  # a worker of pytest-xdist times nothing
+    os.chdir(ROOT)
+    sys.exit(pytest.main(words))
+
+
 def test_a_group_is_timed_and_reported(tmp_path, monkeypatch, capsys):
     """From the command line to the pages."""
     result = tmp_path / "attention.json"
-    command = [
-        sys.executable, "-m", "pytest", "bench/test_attention.py", "-k", "reference or cpp", "-m",
-        "headline", "--benchmark-max-time=0.01", "--benchmark-min-rounds=2", "-p", "no:xdist",
+    words = [
+        "bench/test_attention.py", "-k", "reference or cpp", "-m", "headline",
+        "--benchmark-max-time=0.01", "--benchmark-min-rounds=2", "-p", "no:xdist",
         f"--benchmark-json={result}",
     ]  # fmt: skip
-    # A worker of pytest-xdist times nothing.
-    variables = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "'attention/maps/B32 H12 N128/float32': 2 tests" in done.stdout
+    launch = Launch(tmp_path / "launch", None, run_pytest, words)
+    out, errors = launch.end()
+    assert launch.process.exitcode == 0, out + errors
+    assert "'attention/maps/B32 H12 N128/float32': 2 tests" in out
     reference, own = json.loads(result.read_text())["benchmarks"]
     info = own["extra_info"]
     assert (own["name"], own["group"]) == ("fastkd cpp", reference["group"])
