@@ -36,7 +36,6 @@ RUNS: dict[str, dict] = {
     # Three rows of each batch have labels: one or two in each process.
     "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3},
     # Which compares samples with each other; tests/distill/test_one_curve.py has every method.
-    "mc3kd": {"method": "mc3kd", "gather": True},
     "parts": {
         "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
         "accumulate": 2,
