@@ -46,6 +46,10 @@ ALLOWED = {
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(partial_ptr", "counted += tl.load(counted_ptr"),
     "soft_target_reduce_kernel": ("total += tl.load(loss_ptr",),
+    # Hopper's tf32 products take columns of b from shared memory: asynchronous copies of 4 bytes
+    # turn its rows there, where registers would turn them for each product.
+    "cayley_step_kernel": ("b_ptr + tl.cast(first",),
+    "cayley_finish_kernel": ("b_ptr + tl.cast(first",),
     # Those few entries that may be the head's end, each where its place is.
     "soft_target_forward_kernel": ("tl.store(members_ptr",),
 }
