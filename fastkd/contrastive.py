@@ -33,6 +33,7 @@ from fastkd._core.numerics import (
     project,
     reduced,
     saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -665,14 +666,18 @@ def _triton_layers(
     reduction: str,
 ) -> Tensor:
     """Mean loss of the layers in Triton; layers of one shape share launches."""
+    from fastkd.kernels.contrastive import SMALL_BATCH
     from fastkd.kernels.pointers import layer_groups
 
+    student, _, negatives = layers[0]
+    small = negatives is None and len(student) <= SMALL_BATCH
     losses = []
     for group in layer_groups([layer[:1] for layer in layers]):  # teachers have the same shapes
         part = [layers[i] for i in group]
         features = [x for tensors in zip(*part, strict=True) for x in tensors if x is not None]
         options = _Options(reduction, len(part))
-        loss = apply(_TritonCosNCE, options, *labels_and_masks, weights, *features)
+        of = _TritonPositions if small else _TritonCosNCE
+        loss = apply(of, options, *labels_and_masks, weights, *features)
         losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -681,6 +686,52 @@ def _triton_layers(
 class _Options:
     reduction: str
     layers: int
+
+
+class _TritonPositions(torch.autograd.Function):
+    """Mean loss of layers of one shape and few samples, with the batch's negatives.
+
+    The gradient is computed in the forward pass, for an upstream gradient of 1, and multiplied in
+    place. It is computed in the backward pass instead where it is needed a second time, for
+    "none", and in float16, which can't hold it before the loss scale is multiplied in.
+    """
+
+    # *tensors as in `_CppCosNCE`.
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        from fastkd.kernels.contrastive import cos_nce_positions
+
+        labels, mask, _, _, weights, *features = tensors
+        n = options.layers
+        students, teachers = map(_with_equal_strides, (features[:n], features[n:]))
+        labels, mask = (None if x is None else x.contiguous() for x in (labels, mask))
+        weights = None if weights is None else weights.float().contiguous()
+        small = options.reduction == "none" or students[0].dtype == torch.float16
+        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and not small
+        loss, *gradient = cos_nce_positions(
+            students, teachers, labels, mask, weights, None, options.reduction, ctx.computed
+        )
+        ctx.save_for_backward(labels, mask, weights, *students, *teachers, *gradient)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.contrastive import cos_nce_positions, scale_in_place
+
+        labels, mask, weights, *features = ctx.saved_tensors
+        n, reduction = ctx.options.layers, ctx.options.reduction
+        students, teachers = features[:n], features[n : 2 * n]
+        if not ctx.computed:
+            _, dx = cos_nce_positions(
+                students, teachers, labels, mask, weights, grad, reduction, True
+            )
+        elif torch.compiler.is_compiling():
+            dx = times_upstream(features[-1], grad, features[-1].dtype)
+        else:
+            dx, ctx.computed = features[-1], False
+            scale_in_place(dx, grad)
+        return (None,) * 6 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
 
 
 class _TritonCosNCE(torch.autograd.Function):

@@ -4,15 +4,26 @@ A position's loss is 2 + ẑ·a with a = w·S − v·t̂ (see `fastkd.contrastiv
 negatives' directions, w is 1/2 over their number (0 if nothing is compared), and v is 3/2, or
 w + 3/2 if S includes the position's own teacher.
 
-Data path. `cos_nce_norm_kernel` reads every row once for 1/‖x‖. A second kernel reads the teacher
-(or the given negatives) and computes S and the number of negatives. `cos_nce_sum_kernel` computes
-one sum for all samples of a position, or one per sample if each has its own negatives.
-`cos_nce_labelled_sum_kernel` computes one sum per sample over the rows of other labels: tiles of
-the 0/1 matrix of negatives are multiplied by the directions, so no sum is a difference of two sums.
-`cos_nce_loss_kernel` reads student, teacher and S for the two cosines and stores w and ẑ·a;
-`cos_nce_reduce_kernel` adds its programs' partial losses. `cos_nce_gradient_kernel` reads the same
-tensors again and writes the gradient, multiplied by the upstream gradient. All layers of a call
-share each launch.
+Data path of up to 16 samples whose negatives are those of the batch. One program of
+`cos_nce_position_kernel` visits a position: it reads the rows of student and teacher once, for
+three 16 × 16 products ẑ·ẑ, t̂·t̂ and ẑ·t̂ that give norms and cosines, then again from the caches
+for the gradient a = M t̂ with M_ij = w − v·(i = j), and writes it. `cos_nce_reduce_kernel` adds the
+positions' losses. With a mask or labels `cos_nce_count_kernel` first counts the positions of the
+mean. `cos_nce_scaled_kernel` multiplies the gradient by the upstream gradient, and returns at once
+if that is 1. With E = B·P·D elements of s bytes on each side: 2Es read and Es written in the
+forward pass, 3Es bytes, or 5Es with an upstream gradient other than 1. float16 would underflow, and
+"none" has many upstream gradients: there the backward pass visits the positions again, 5Es.
+16·8·E operations on the tensor cores. Bound by bandwidth.
+
+Data path of other calls. `cos_nce_norm_kernel` reads every row once for 1/‖x‖. A second kernel
+reads the teacher (or the given negatives) and computes S and the number of negatives.
+`cos_nce_sum_kernel` computes one sum for all samples of a position, or one per sample if each has
+its own negatives. `cos_nce_labelled_sum_kernel` computes one sum per sample over the rows of other
+labels: tiles of the 0/1 matrix of negatives are multiplied by the directions, so no sum is a
+difference of two sums. `cos_nce_loss_kernel` reads student, teacher and S for the two cosines and
+stores w and ẑ·a; `cos_nce_reduce_kernel` adds its programs' partial losses.
+`cos_nce_gradient_kernel` reads the same tensors again and writes the gradient, multiplied by the
+upstream gradient. All layers of a call share each launch.
 
 With E = B·P·D elements of s bytes on each side: norms 2Es, sum Es, loss 2Es, gradient 3Es: 8Es
 bytes, and about 20E operations. One S per sample is written once and read twice, 12E more bytes.
@@ -21,6 +32,7 @@ one more for the norms of given negatives.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +41,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import operator
-from fastkd.kernels.launch import cdiv
+from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.rounding import PRECISE
 
@@ -61,6 +74,26 @@ SUM_BLOCKS = {"BLOCK_R": 8, "BLOCK_D": 256, "num_warps": 1}
 # The same if few programs sum many rows: fewer features each, and more rows at a time.
 LONG_SUM_BLOCKS = {"BLOCK_R": 64, "BLOCK_D": 32, "num_warps": 4}
 WARPS = 528  # fewer leave processors of a large GPU idle
+
+# Most samples of a batch whose positions are visited once.
+SMALL_BATCH = 16
+
+
+def position_blocks(dtype: torch.dtype, aligned: bool) -> dict[str, int]:
+    """Rows of a visit, a warp's features of a tile of both sides, those of the gradient's tile.
+
+    Directions in float32, which are made where operands are not bfloat16, need more registers, and
+    so do rows that are not ``aligned``, with an address for each element. Without a bound the
+    assembler uses 128 registers on Blackwell and spills a few values.
+    """
+    block_d = 128 if dtype == torch.bfloat16 else 64
+    blocks = {"ROWS": SMALL_BATCH, "BLOCK_K": 128 // dtype.itemsize, "BLOCK_D": block_d}
+    most = 168 if dtype == torch.bfloat16 and aligned else 255
+    return {**blocks, "WARPS": 4, "num_warps": 4, "maxnreg": most}
+
+
+# Positions of a program that counts those compared.
+COUNT_BLOCK = 128
 
 # Samples, rows and features of a tile of the negatives' product: 8 elements per thread.
 LABELLED_BLOCKS = {"BLOCK_I": 16, "BLOCK_R": 16, "BLOCK_D": 64, "num_warps": 4}
@@ -344,33 +377,6 @@ def cos_nce_loss_kernel(
         tl.store(partial_ptr + tl.num_programs(0), tl.sum(compared.to(tl.float32), axis=0))
 
 
-@triton.jit(do_not_specialize=["programs", "layers"])
-def cos_nce_reduce_kernel(
-    partial_ptr,  # (layers + 1, programs)
-    loss_ptr,  # ()
-    scale_ptr,  # (): what the upstream gradient is multiplied by
-    programs,
-    layers,
-    MEAN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    partials = layers * programs
-    counted_ptr = partial_ptr + partials
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, partials, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        total += tl.load(partial_ptr + i, mask=i < partials, other=0.0)
-    scale = 1.0 / layers
-    if MEAN:
-        counted = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, programs, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            counted += tl.load(counted_ptr + i, mask=i < programs, other=0.0)
-        scale = scale / tl.maximum(tl.sum(counted, axis=0), 1.0)
-    tl.store(loss_ptr, tl.sum(total, axis=0) * scale)
-    tl.store(scale_ptr, scale)
-
-
 @triton.jit(do_not_specialize=["B", "P", "own"])
 def cos_nce_gradient_kernel(
     student_ptrs,  # layers of (B, P, D)
@@ -420,6 +426,275 @@ def cos_nce_gradient_kernel(
         dx = (w[:, None] * s - v[:, None] * t - pull[:, None] * z) * outer[:, None]
         dx = tl.where(compared[:, None], dx, 0.0)
         tl.store(dx_ptr + offsets[:, None] * D + d[None, :], dx, inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _others(labels_ptr, i, p, real, B):
+    """Which rows are negatives of each row of a visit: (ROWS, ROWS)."""
+    if labels_ptr is None:
+        other = i[:, None] != i[None, :]
+    else:
+        labels = tl.load(labels_ptr + i, mask=i < B, other=0)
+        other = labels[:, None] != labels[None, :]
+    return other & (p[:, None] == p[None, :]) & real[:, None] & real[None, :]
+
+
+@triton.jit
+def _features(x_ptr, rows, inside, first, D, WARPS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile (WARPS, ROWS, BLOCK_K) of rows: WARPS · BLOCK_K features from ``first`` on."""
+    part = tl.arange(0, WARPS)[:, None, None] * BLOCK_K
+    d = first + part + tl.arange(0, BLOCK_K)[None, None, :]
+    return tl.load(x_ptr + rows[None, :, None] + d, inside[None, :, None] & (d < D), other=0.0)
+
+
+@triton.jit
+def _gram(x, y, total):
+    return tl.dot(x, tl.permute(y, (0, 2, 1)), total, input_precision=PRECISE)
+
+
+@triton.jit
+def _squares(gram, equal):
+    """Diagonal (ROWS,) of the warps' sum, and whether float32 holds it well."""
+    squares = tl.sum(tl.where(equal, tl.sum(gram, axis=0), 0.0), axis=1)
+    return squares, (squares >= 1e-25) & (squares <= 1e25)
+
+
+@triton.jit
+def _peak(peaks):
+    peak = tl.max(tl.max(peaks, axis=2), axis=0)
+    return tl.where(peak == 0.0, 1.0, peak)
+
+
+@triton.jit
+def _inverse(squares):
+    return tl.where(squares == 0.0, 0.0, 1.0 / tl.sqrt(squares))
+
+
+@triton.jit
+def _in_parts(m):
+    """``m`` as the sum of three bfloat16, which have 24 bits together."""
+    high = m.to(tl.bfloat16)
+    rest = m - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B", "P", "samples", "stride_u_b", "stride_u_p", "counted", "scale",
+    ]
+)  # fmt: skip
+def cos_nce_position_kernel(
+    student_ptrs,  # layers of (B, P, D)
+    teacher_ptrs,
+    labels_ptr,  # (B,)
+    mask_ptr,  # (B, P) bytes
+    weights_ptr,  # (B, P)
+    upstream_ptr,  # (B, P)
+    counts_ptr,  # (counted,): positions compared, for a mean; else none
+    losses_ptr,  # (layers, B, P)
+    partial_ptr,  # (layers, programs): sums of losses
+    dx_ptr,  # (layers, B, P, D)
+    B,
+    P,
+    D,
+    samples,  # rows of one position, at least B
+    stride_s_b,
+    stride_s_p,
+    stride_t_b,
+    stride_t_p,
+    stride_u_b,
+    stride_u_p,
+    counted,
+    scale,
+    SLOTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    WIDEN: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROWS: tl.constexpr,  # of a program
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    i = (row % samples).to(tl.int64)
+    p = program * (ROWS // samples) + row // samples
+    offsets = i * P + p
+    inside = (i < B) & (p < P)
+    real = _real(inside, mask_ptr, offsets, HAS_MASK)
+    z_ptr = pick(student_ptrs, layer, SLOTS)
+    t_ptr = pick(teacher_ptrs, layer, SLOTS)
+    z_rows = i * stride_s_b + p * stride_s_p
+    t_rows = i * stride_t_b + p * stride_t_p
+    equal = row[:, None] == row[None, :]
+
+    zt = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+    zz = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+    tt = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+    for first in range(0, D, WARPS * BLOCK_K):
+        z = _features(z_ptr, z_rows, real, first, D, WARPS, BLOCK_K)
+        t = _features(t_ptr, t_rows, real, first, D, WARPS, BLOCK_K)
+        if WIDEN:
+            z, t = z.to(tl.float32), t.to(tl.float32)
+        zt = _gram(z, t, zt)
+        zz = _gram(z, z, zz)
+        tt = _gram(t, t, tt)
+    z_squares, z_usual = _squares(zz, equal)
+    t_squares, t_usual = _squares(tt, equal)
+    z_scale = tl.full((ROWS,), 1.0, tl.float32)
+    t_scale = tl.full((ROWS,), 1.0, tl.float32)
+    # Squares that overflow or underflow are computed again from scaled rows.
+    if tl.max((real & ~(z_usual & t_usual)).to(tl.int32), axis=0) > 0:
+        z_peaks = tl.zeros((WARPS, ROWS, 16), tl.float32)
+        t_peaks = tl.zeros((WARPS, ROWS, 16), tl.float32)
+        for first in range(0, D, WARPS * 16):
+            z = _features(z_ptr, z_rows, real, first, D, WARPS, 16).to(tl.float32)
+            t = _features(t_ptr, t_rows, real, first, D, WARPS, 16).to(tl.float32)
+            z_peaks = tl.maximum(z_peaks, tl.abs(z))
+            t_peaks = tl.maximum(t_peaks, tl.abs(t))
+        z_scale = tl.where(z_usual, 1.0, 1.0 / _peak(z_peaks))
+        t_scale = tl.where(t_usual, 1.0, 1.0 / _peak(t_peaks))
+        zt = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+        zz = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+        tt = tl.zeros((WARPS, ROWS, ROWS), tl.float32)
+        for first in range(0, D, WARPS * 16):
+            z = _features(z_ptr, z_rows, real, first, D, WARPS, 16).to(tl.float32)
+            t = _features(t_ptr, t_rows, real, first, D, WARPS, 16).to(tl.float32)
+            z *= z_scale[None, :, None]
+            t *= t_scale[None, :, None]
+            zt = _gram(z, t, zt)
+            zz = _gram(z, z, zz)
+            tt = _gram(t, t, tt)
+        z_squares, _ = _squares(zz, equal)
+        t_squares, _ = _squares(tt, equal)
+    z_inverse = _inverse(z_squares)
+    t_inverse = _inverse(t_squares)
+    cosines = tl.sum(zt, axis=0) * z_inverse[:, None] * t_inverse[None, :]
+
+    others = _others(labels_ptr, i, p, real, B)
+    count = tl.sum(others.to(tl.float32), axis=1)
+    compared = real & (count > 0.0)
+    w = 0.5 / tl.where(compared, count, 1.0)
+    # M, the coefficients of the teacher's directions. A NaN reaches samples compared with its row.
+    m = tl.where(others, w[:, None], 0.0) - tl.where(equal, 1.5, 0.0)
+    pull = tl.sum(tl.where(others | equal, m * cosines, 0.0), axis=1)
+    losses = tl.where(compared, 2.0 + pull, 0.0)
+    factor = tl.full((ROWS,), 1.0, tl.float32)
+    if weights_ptr is not None:
+        factor = tl.load(weights_ptr + offsets, mask=inside, other=0.0)
+        losses = tl.where(compared, losses * factor, 0.0)
+    tl.store(losses_ptr + layer * B * P + offsets, losses, mask=inside)
+    tl.store(partial_ptr + layer * tl.num_programs(0) + program, tl.sum(losses, axis=0))
+
+    if dx_ptr is not None:
+        factor *= scale / tl.maximum(_sum_of(counts_ptr, counted, 1024), 1.0)
+        if upstream_ptr is not None:
+            place = i * stride_u_b + p * stride_u_p
+            factor *= tl.load(upstream_ptr + place, mask=inside, other=0.0)
+        z_inverse *= z_scale
+        t_inverse *= t_scale
+        outer = factor * z_inverse
+        # A row of NaN is no operand: 0 · NaN would reach every sample. Its samples' ẑ·a is NaN.
+        z_finite = real & (z_inverse == z_inverse)
+        t_finite = real & (t_inverse == t_inverse)
+        z_inverse = tl.where(z_finite, z_inverse, 0.0)
+        t_inverse = tl.where(t_finite, t_inverse, 0.0)
+        own = tl.where(equal, -pull[:, None], 0.0)
+        z_high, z_middle, z_low = _in_parts(own * z_inverse[None, :])
+        t_high, t_middle, t_low = _in_parts(m * t_inverse[None, :])
+        dx_rows = dx_ptr + (layer * B * P + offsets) * D
+        for first in range(0, D, BLOCK_D):
+            d = first + tl.arange(0, BLOCK_D)
+            columns = (d < D)[None, :]
+            at = d[None, :]
+            z = tl.load(z_ptr + z_rows[:, None] + at, z_finite[:, None] & columns, other=0.0)
+            t = tl.load(t_ptr + t_rows[:, None] + at, t_finite[:, None] & columns, other=0.0)
+            if z.dtype == tl.bfloat16 and not WIDEN:
+                dx = tl.dot(t_high, t)
+                dx = tl.dot(t_middle, t, dx)
+                dx = tl.dot(t_low, t, dx)
+                dx = tl.dot(z_high, z, dx)
+                dx = tl.dot(z_middle, z, dx)
+                dx = tl.dot(z_low, z, dx)
+            else:
+                dx = tl.dot(m, t.to(tl.float32) * t_inverse[:, None], input_precision=PRECISE)
+                z = z.to(tl.float32) * z_inverse[:, None]
+                dx = tl.dot(own, z, dx, input_precision=PRECISE)
+            dx = tl.where(compared[:, None], dx * outer[:, None], 0.0)
+            tl.store(dx_rows[:, None] + at, dx, inside[:, None] & columns)
+
+
+@triton.jit(do_not_specialize=["B", "P"])
+def cos_nce_count_kernel(
+    labels_ptr,  # (B,)
+    mask_ptr,  # (B, P) bytes
+    counts_ptr,  # (programs,): positions compared
+    B,
+    P,
+    HAS_MASK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK_I)
+    p = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
+    inside = (i < B)[:, None] & (p < P)[None, :]
+    real = _real(inside, mask_ptr, i[:, None] * P + p[None, :], HAS_MASK)
+    others = tl.zeros((BLOCK_I, BLOCK_P), tl.int32)
+    for j in range(0, B):
+        if labels_ptr is None:
+            other = i != j
+        else:
+            labels = tl.load(labels_ptr + i, mask=i < B, other=0)
+            other = labels != tl.load(labels_ptr + j)
+        row = _real(p < P, mask_ptr, j * P + p, HAS_MASK)
+        others += (other[:, None] & row[None, :]).to(tl.int32)
+    compared = (real & (others > 0)).to(tl.float32)
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(tl.sum(compared, axis=1), axis=0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def cos_nce_scaled_kernel(
+    dx_ptr,  # (size,)
+    upstream_ptr,  # ()
+    size,
+    BLOCK: tl.constexpr,
+):
+    upstream = tl.load(upstream_ptr).to(tl.float32)
+    if upstream != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        dx = tl.load(dx_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx * upstream, mask=at < size)
+
+
+@triton.jit
+def _sum_of(x_ptr, count, BLOCK: tl.constexpr):
+    """Sum of ``count`` entries."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, count, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + i, mask=i < count, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["partials", "counts", "scale"],
+    do_not_specialize_on_alignment=["counts_ptr"],
+)
+def cos_nce_reduce_kernel(
+    partial_ptr,  # (partials,)
+    counts_ptr,  # (counts,): positions compared, for a mean; else none
+    loss_ptr,  # ()
+    scale_ptr,  # (): what the upstream gradient is multiplied by
+    partials,
+    counts,
+    scale,
+    BLOCK: tl.constexpr,
+):
+    scale = scale / tl.maximum(_sum_of(counts_ptr, counts, BLOCK), 1.0)
+    tl.store(loss_ptr, _sum_of(partial_ptr, partials, BLOCK) * scale)
+    if scale_ptr is not None:
+        tl.store(scale_ptr, scale)
 
 
 def _cos_nce_shapes(
@@ -475,17 +750,101 @@ def cos_nce(
     loss, scale = inverse.new_empty(()), inverse.new_empty(())
     if reduction == "none":
         return [losses[0], inverse, total, weight, pull, scale]
+    counted = programs if reduction == "mean" else 0
     cos_nce_reduce_kernel[(1,)](
-        partial,
-        loss,
-        scale,
-        programs,
-        layers,
-        MEAN=reduction == "mean",
-        BLOCK=1024,
-        num_warps=4,
+        partial, partial[layers], loss, scale, programs * layers, counted, 1 / layers, BLOCK=1024
     )
     return [loss, inverse, total, weight, pull, scale]
+
+
+def _position_shapes(students, teachers, labels, mask, weights, upstream, reduction, gradient):
+    x, layers = students[0], len(students)
+    loss = x.new_empty(x.shape[:2] if reduction == "none" else (), dtype=torch.float32)
+    return [loss, x.new_empty(layers, *x.shape)] if gradient else [loss]
+
+
+@operator(_position_shapes)
+def cos_nce_positions(
+    students: list[Tensor],
+    teachers: list[Tensor],
+    labels: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    upstream: Tensor | None,
+    reduction: str,
+    gradient: bool,
+) -> list[Tensor]:
+    """`cos_nce` of at most SMALL_BATCH samples, without given negatives.
+
+    ``weights`` (B, P) are factors of the losses. Returns the loss, and with ``gradient`` the
+    gradient (layers, B, P, D), times ``upstream`` (), or (B, P) for "none", if that is given.
+    """
+    B, P, D = students[0].shape
+    layers = len(students)
+    new = functools.partial(students[0].new_empty, dtype=torch.float32)
+    mask = None if mask is None else mask.view(torch.uint8)
+    if labels is not None:
+        labels = _comparable(labels, labels.is_floating_point())
+    samples = next_power_of_2(B)
+    programs = cdiv(P, SMALL_BATCH // samples)
+    losses, partial, loss = new(layers, B, P), new(layers, programs), new(())
+    counts, counted, scale = partial, 0, 1 / layers
+    if reduction == "mean" and mask is None and labels is None:
+        scale /= B * P  # all positions are compared, or, in a batch of one, none
+    elif reduction == "mean":
+        counted = cdiv(P, COUNT_BLOCK)
+        counts = new(counted)
+        cos_nce_count_kernel[(counted,)](
+            labels, mask, counts, B, P, mask is not None, SMALL_BATCH, COUNT_BLOCK
+        )
+    if upstream is not None:
+        upstream = upstream.expand(B, P)
+    strides = _strides(students[0], teachers[0])
+    aligned = math.gcd(D, *strides) % 16 == 0
+    dx = students[0].new_empty(layers, B, P, D) if gradient else None
+    cos_nce_position_kernel[(programs, layers)](
+        padded(students),
+        padded(teachers),
+        labels,
+        mask,
+        weights,
+        upstream,
+        counts,
+        losses,
+        partial,
+        dx,
+        B,
+        P,
+        D,
+        samples,
+        *strides,
+        *((0, 0) if upstream is None else upstream.stride()),
+        counted,
+        scale,
+        SLOTS=slots(layers),
+        HAS_MASK=mask is not None,
+        WIDEN=students[0].dtype == torch.bfloat16 and triton_interpreted(),
+        **position_blocks(students[0].dtype, aligned),
+    )
+    if reduction == "none":
+        loss = losses[0]
+    else:
+        cos_nce_reduce_kernel[(1,)](
+            partial, counts, loss, None, layers * programs, counted, scale, BLOCK=1024
+        )
+    return [loss] if dx is None else [loss, dx]
+
+
+def _scaled_shapes(dx, upstream):
+    return None
+
+
+@operator(_scaled_shapes, mutates=[0])
+def scale_in_place(dx: Tensor, upstream: Tensor) -> None:
+    """Multiply a contiguous gradient by ``upstream`` (), without work if that is 1."""
+    cos_nce_scaled_kernel[(cdiv(dx.numel(), 4096),)](
+        dx, upstream, dx.numel(), BLOCK=4096, num_warps=8
+    )
 
 
 def _gradient_shapes(students, teachers, mask, saved, dloss, own):

@@ -22,10 +22,12 @@ from tools.calls import (
 
 def calls() -> Calls:
     labels: list[torch.dtype | None] = [None, torch.int64, torch.float32, torch.bool, torch.float64]
-    for dtype, kind, shape, masked, D in itertools.product(
-        ALL_TYPES, labels, (None, (5, 3), (6, 5, 3)), BOTH, (8, 16)
+    # A batch of up to 16 is compared in one visit of a position.
+    rows = [(6, None), (17, None), (6, (5, 3)), (6, (6, 5, 3))]
+    for dtype, kind, (B, shape), masked, D in itertools.product(
+        ALL_TYPES, labels, rows, BOTH, (8, 16)
     ):
-        options: dict[str, Any] = {"labels": numbers(6, dtype=kind)} if kind else {}
+        options: dict[str, Any] = {"labels": numbers(B, dtype=kind)} if kind else {}
         if shape:
             options["negatives"] = given(*shape, D, dtype=dtype)
             if masked == (D == 16):  # both sides masked or neither, else one of them
@@ -33,13 +35,13 @@ def calls() -> Calls:
                 options["negatives_mask"] = numbers(*shape, dtype=kind_of_mask)
             if kind:
                 options["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
-        options |= mask_of(6, 3, masked=masked)
+        options |= mask_of(B, 3, masked=masked)
         for reduction in ("mean", "sum", "none"):
             yield Call(
                 fastkd.cos_nce_loss,
                 {
-                    "student": learns(6, 3, D, dtype=dtype),
-                    "teacher": given(6, 3, D, dtype=dtype),
+                    "student": learns(B, 3, D, dtype=dtype),
+                    "teacher": given(B, 3, D, dtype=dtype),
                     **options,
                 },
                 {"reduction": reduction},
@@ -50,8 +52,8 @@ def calls() -> Calls:
             yield Call(
                 fastkd.CosNCELoss,
                 {
-                    "student": [learns(6, 3, 48, dtype=dtype)] * layers,
-                    "teacher": [given(6, 3, D, dtype=dtype)] * layers,
+                    "student": [learns(B, 3, 48, dtype=dtype)] * layers,
+                    "teacher": [given(B, 3, D, dtype=dtype)] * layers,
                     **options,
                 },
                 {"student_dim": 48, "teacher_dim": D},
@@ -66,13 +68,13 @@ def calls() -> Calls:
             {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
             | {"backend": backend},
         )
-    for reduction, backend, masked in itertools.product(
-        ("mean", "sum", "none"), ("auto", "torch", "triton"), BOTH
+    for reduction, backend, masked, B in itertools.product(
+        ("mean", "sum", "none"), ("auto", "torch", "triton"), BOTH, (6, 17)
     ):
-        inputs = {"student": learns(6, 3, 16), "teacher": given(6, 3, 16), "weights": given(6, 3)}
+        inputs = {"student": learns(B, 3, 16), "teacher": given(B, 3, 16), "weights": given(B, 3)}
         yield Call(
             fastkd.cos_nce_loss,
-            inputs | mask_of(6, 3, masked=masked),
+            inputs | mask_of(B, 3, masked=masked),
             {"reduction": reduction, "backend": backend},
         )
     for labelled, shape in itertools.product(
