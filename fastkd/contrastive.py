@@ -706,8 +706,8 @@ class _TritonPositions(torch.autograd.Function):
         students, teachers = map(_with_equal_strides, (features[:n], features[n:]))
         labels, mask = (None if x is None else x.contiguous() for x in (labels, mask))
         weights = None if weights is None else weights.float().contiguous()
-        small = options.reduction == "none" or students[0].dtype == torch.float16
-        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and not small
+        in_backward = options.reduction == "none" or students[0].dtype == torch.float16
+        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and not in_backward
         loss, *gradient = cos_nce_positions(
             students, teachers, labels, mask, weights, None, options.reduction, ctx.computed
         )

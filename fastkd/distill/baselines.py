@@ -276,6 +276,7 @@ class GOLD(Method):
         bayesian = self.merge == "bayesian"
         student, teacher = _span_tokens(step, shifted=bayesian)
         vocabulary = step.teacher_model.vocabulary
+        assert isinstance(vocabulary, VocabularyMatch)
         loss = merged_span_loss(
             student.states,
             student.head,
@@ -285,7 +286,7 @@ class GOLD(Method):
             teacher_ids=teacher.ids,
             student_spans=student.spans,
             teacher_spans=teacher.spans,
-            vocabulary=vocabulary if self.hybrid else None,  # type: ignore[arg-type]
+            vocabulary=vocabulary if self.hybrid else None,
             beta=self.beta,
             temperature=self.temperature,
             kept="last" if bayesian else "first",
