@@ -35,7 +35,7 @@ check: style
 core: $(VENV)/installed
 	$(BIN)/python -m tools.check $(ARGS)
 
-# All at once: each leaves cores idle while it starts and ends.
+# All at once: each leaves cores idle while it starts and ends, or waits for other processes.
 test: style
 	$(MAKE) --jobs 3 --keep-going types tests covering
 
@@ -45,9 +45,10 @@ tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
 
-# Of the tests on compiled code one set of parameters each.
+# Of the tests on compiled code one set of parameters each, by half as many processes as `tests`.
 covering: $(VENV)/installed
-	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)'"
+	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)' \
+	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2))"
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \

@@ -1,21 +1,12 @@
-"""Launches of real kernels: what they were started with, before they ran.
-
-``python -m tests.ptx.recorded FILE`` writes them, in a process of its own: this one's kernels may
-be the interpreter's, which have nothing to compile.
-"""
+"""Launches of real kernels: what they were started with, before they ran."""
 
 import functools
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.ptx import compiled, executing
 
 
 def calls() -> None:
@@ -35,9 +26,8 @@ def calls() -> None:
     fastkd.knn_feature_loss(features, bank, classes[:70], classes, k=3, backend="triton")
 
 
-def record(file: str) -> None:
-    from tools.ptx import compiled, executing
-
+@functools.cache
+def launches() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
 
     def note(program, grid, threads, shared, args, written, approximate):
@@ -57,18 +47,7 @@ def record(file: str) -> None:
         for capability in (80, 90):
             with executing(capability):
                 calls()
-    torch.save(found, file)
-
-
-@functools.cache
-def launches() -> list[dict[str, Any]]:
-    environment = {k: x for k, x in os.environ.items() if k != "TRITON_INTERPRET"}
-    with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/launches.pt"
-        command = [sys.executable, "-m", "tests.ptx.recorded", file]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return torch.load(file, weights_only=False)
+    return found
 
 
 def copied(args: list) -> list:
@@ -82,7 +61,3 @@ def launch_of(name: str, *words: str, capability: int = 80) -> dict[str, Any]:
         if same and all(word in found["ptx"] for word in words):
             return {**found, "args": copied(found["args"])}
     raise LookupError(name)
-
-
-if __name__ == "__main__":
-    record(sys.argv[1])

@@ -8,10 +8,14 @@ import torch
 pytest.importorskip("triton")
 
 from bench import suite
-from fastkd import cos_nce_loss, knn_feature_loss
+from fastkd import cos_nce_loss, knn_feature_loss, soft_target_loss
 from tools.ptx import count
 from tools.ptx.compiled import Compiled, executing
 from tools.ptx.counting import Counts
+
+of_compiled_code = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
+)
 
 
 def test_every_case_is_a_benchmark():
@@ -33,7 +37,7 @@ def test_the_largest_part_is_the_bound():
     assert count.binding(gpu, tf32)[0] == pytest.approx(6)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="on compiled code")
+@of_compiled_code
 def test_forward_kl_reads_and_writes_each_byte_once():
     case = next(x for x in suite.every_case() if "forward KL/rows8192 V152064" in x.key)
     forward, _, backward = count.of_case(case, "fastkd triton", 90)
@@ -42,7 +46,7 @@ def test_forward_kl_reads_and_writes_each_byte_once():
     assert backward.counts.global_bytes_written / backward.elements == 2
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="on compiled code")
+@of_compiled_code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_over_rows_have_no_bank_conflicts(dtype):
     student = torch.randn(32, 256, dtype=dtype, requires_grad=True)
@@ -53,3 +57,17 @@ def test_sums_over_rows_have_no_bank_conflicts(dtype):
     found = count.costs(launches, student.numel())
     conflicts = {cost.kernel: cost.counts.shared_conflicts for cost in found}
     assert conflicts["knn_search_kernel"] == conflicts["cos_nce_sum_kernel"] == 0
+
+
+@of_compiled_code
+def test_few_reads_of_the_logits():
+    """Once each side where that is enough; adaptive KL twice, and twice more the teacher."""
+    logits = torch.randn(2, 5, 300)
+    row = 300 * 4 / 32  # sectors of fp32
+    sides = {"forward_kl": 2, "reverse_kl": 2, "js": 4, "adaptive_kl": 6}
+    for divergence, reads in sides.items():
+        with executing(80) as launches:
+            soft_target_loss(*logits, divergence=divergence, backend="triton")
+        counts = count.costs(launches, logits[0].numel())[0].counts
+        assert reads * 5 * row <= counts.global_sectors_read < 1.4 * reads * 5 * row
+        assert counts.global_bytes_read >= 2 * 5 * 300 * 4

@@ -66,21 +66,3 @@ def test_divergent_branches_are_counted():
     for limit, divergent in ((16, 1), (32, 0), (48, 1), (64, 0)):
         text = kernel(body.replace("LIMIT", str(limit)), 0)
         assert launch(text, grid=(3,), threads=64).divergent == 3 * divergent
-
-
-@pytest.mark.parametrize(
-    ("divergence", "reads"), [("forward_kl", 2), ("reverse_kl", 2), ("js", 4), ("adaptive_kl", 6)]
-)
-def test_few_reads_of_the_logits(divergence, reads):
-    """Once each side where that is enough; adaptive KL twice, and twice more the teacher."""
-    pytest.importorskip("triton")
-    from tests.ptx.recorded import copied, launches
-
-    order = ["forward_kl", "reverse_kl", "js", "adaptive_kl"]
-    forward = [x for x in launches() if x["name"] == "soft_target_forward_kernel"]
-    found = forward[order.index(divergence)]
-    options = {name: found[name] for name in ("grid", "threads", "shared")}
-    counts = launch(found["ptx"], args=copied(found["args"]), **options)
-    rows, row = 5, 300 * 4 / 32  # of fp32
-    assert reads * rows * row <= counts.global_sectors_read < 1.4 * reads * rows * row
-    assert counts.global_bytes_read >= 2 * rows * 300 * 4

@@ -1,5 +1,6 @@
 """Faults planted in the text of real kernels are found; without them there is none."""
 
+import os
 import re
 
 import pytest
@@ -10,6 +11,10 @@ pytest.importorskip("triton")
 from tests.ptx.recorded import copied, launch_of, launches
 from tests.ptx.text import elementwise, kernel
 from tools.ptx import Hazard, launch
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
+)
 
 FORWARD, SMALL = "soft_target_forward_kernel", "relation_small_groups_kernel"
 

@@ -1,14 +1,61 @@
 """Every divergence by the compiled soft-target kernels against the float64 reference."""
 
+import os
+
 import pytest
+import torch
 
-from tools.compile_report import not_interpreted
+pytest.importorskip("triton")
+
+import fastkd
+from fastkd import Divergence
+from fastkd.soft_targets import soft_target_loss_ref
+from tests.support.compare import relative_error, value_and_grad
+from tools.ptx import executing
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
+)
+
+DIVERGENCES = (
+    Divergence("total_variation"),
+    Divergence("negative_log_acceptance"),
+    Divergence("lk"),
+    Divergence("mixed", mix=0.3),
+    Divergence("skew_kl"),
+    Divergence("skew_reverse_kl"),
+    Divergence("js", beta=0.2),
+)
 
 
-def test_divergences_of_compiled_kernels():
-    pytest.importorskip("triton")
-    lines = not_interpreted("tests.ptx.soft_targets").splitlines()
-    assert len(lines) == 11
-    for line in lines:
-        _, value, gradient = line.split()
-        assert float(value) < 5e-6 and float(gradient) < 5e-6, line
+def errors_of(student, teacher, capability, divergence):
+    """Relative errors of value and gradient."""
+    options = {"divergence": divergence, "weights": torch.tensor([0.5, 2.0])}
+    exact = teacher.double() if torch.is_tensor(teacher) else teacher
+    right = value_and_grad(soft_target_loss_ref, student.double(), exact, **options)
+    with executing(capability):
+        found = value_and_grad(
+            fastkd.soft_target_loss, student, teacher, backend="triton", **options
+        )
+    return [relative_error(x, y) for x, y in zip(found, right, strict=True)]
+
+
+def logits():
+    student, teacher = 2 * torch.randn(2, 2, 140)
+    student[:, 5] = teacher[:, 5] = -torch.inf
+    return student, teacher
+
+
+def test_values_and_gradients():
+    student, teacher = logits()
+    for i, divergence in enumerate(DIVERGENCES):
+        assert max(errors_of(student, teacher, (80, 90)[i % 2], divergence)) < 5e-6, divergence
+
+
+def test_tails_of_a_top_k():
+    student, teacher = logits()
+    log_probs, ids = teacher.log_softmax(-1).topk(5)
+    for tail in ("bucket", "renormalise"):
+        top_k = fastkd.TopK(ids, log_probs, tail)
+        for capability in (80, 90):
+            assert max(errors_of(student, top_k, capability, "forward_kl")) < 5e-6, tail

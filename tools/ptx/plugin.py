@@ -9,10 +9,7 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "0"
 # Files of tests/kernels and tests/ptx that compile or execute by themselves, in `make tests`.
-BY_THEMSELVES = {
-    f"test_{name}.py"
-    for name in ["compile", "counts", "hazards", "instructions", "roots", "soft_targets"]
-}
+BY_THEMSELVES = {f"test_{name}.py" for name in ("compile", "counts", "instructions", "roots")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
