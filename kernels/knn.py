@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import operator
+from fastkd.kernels import launch
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import PRECISE, rounded
 
@@ -61,23 +62,31 @@ def is_aligned(D: int, stride_s: int, stride_t: int) -> bool:
     return (D | stride_s | stride_t) % 16 == 0
 
 
-def search_blocks(k: int, itemsize: int, is_sorted: bool, aligned: bool) -> dict[str, int]:
+def search_blocks(
+    k: int, itemsize: int, is_sorted: bool, aligned: bool, capability: int
+) -> dict[str, int]:
     """Block sizes and warps of the search.
 
     Sorted tiles are as large as the registers hold beside the candidates. float32's products in
     three parts need most registers, and addresses of rows that are not ``aligned`` even more.
     Unsorted, the bank's bandwidth is the limit: 32 rows share one read. Each step reads 128 bytes
     of features, with three steps in flight.
+    On Hopper, products of 64 rows and more run while the next step starts. A chain of four steps
+    waits for its last product only. Elsewhere a chain needs too many registers (A100) or doesn't
+    compile (Blackwell).
     """
     many = keep(k) > 16
     if is_sorted and aligned and not (many and itemsize == 4):
         block_n, block_m = 64 if many else 128, 32 if itemsize == 4 else 64
     else:
         block_n, block_m = 32, 32
+    block_d = (64 if itemsize == 4 and many else 128) // itemsize
+    chained = itemsize == 2 and block_n >= 64 and capability == 9
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
-        "BLOCK_D": (64 if itemsize == 4 and many else 128) // itemsize,
+        "BLOCK_D": block_d,
+        "CHAIN": 4 * block_d if chained else block_d,
         "num_warps": 8,
     }
 
@@ -88,8 +97,9 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-# Blocks of the search among stored products: small tiles, for more programs.
-FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
+# Blocks of the search among stored products: small tiles, for more programs. CHAIN is that of the
+# products.
+FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "CHAIN": 64, "num_warps": 8}
 
 # Blocks of the gradient, eight elements per thread: one program per row of 768 or 1024.
 GRADIENT_BLOCKS = {"BLOCK_D": 1024, "num_warps": 4}
@@ -142,11 +152,16 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAIN: tl.constexpr,
     SQUARES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """s·t (BLOCK_N, BLOCK_M) and, if SQUARES, ‖t‖² (BLOCK_M,) over features first..last."""
+    """s·t (BLOCK_N, BLOCK_M) and, if SQUARES, ‖t‖² (BLOCK_M,) over features first..last.
+
+    Tensor cores sum CHAIN features before their sum is added in float32: see `score_rounding`.
+    """
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(first, last, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -172,9 +187,15 @@ def _product(
             squares += tl.sum(rounded(again * again), axis=1)
         if WIDEN:
             s, t = s.to(tl.float32), t.to(tl.float32)
-        # A difference: the compiler would move a sum into the tensor core, which rounds more.
-        product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
-    return -product, squares
+        if CHAIN > BLOCK_D:
+            chain = tl.dot(s, tl.trans(t), chain, input_precision=PRECISE)
+            if (start + BLOCK_D - first) % CHAIN == 0:
+                product -= chain
+                chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        else:
+            # A difference: the compiler would move a sum into the tensor core, which rounds more.
+            product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
+    return chain - product, squares
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -224,7 +245,7 @@ def knn_product_kernel(
     last = tl.minimum(first + features, D)
     product, squares = _product(
         s_ptr, t_ptr, i.to(tl.int64), j.to(tl.int64), i < N, j < M, first, last,
-        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, True, WIDEN,
+        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, BLOCK_D, True, WIDEN,
     )  # fmt: skip
     offsets = (split * N + i[:, None]) * M + j[None, :]
     tl.store(product_ptr + offsets, product, mask=(i < N)[:, None] & (j < M)[None, :])
@@ -258,6 +279,7 @@ def knn_search_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    CHAIN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -296,7 +318,7 @@ def knn_search_kernel(
             t_row = _rows(t_order_ptr, j, t_mask, SORTED)
             product, squares = _product(
                 s_ptr, t_ptr, s_row, t_row, s_mask, t_mask, 0, D, stride_s, stride_t,
-                BLOCK_N, BLOCK_M, BLOCK_D, not SORTED, WIDEN,
+                BLOCK_N, BLOCK_M, BLOCK_D, CHAIN, not SORTED, WIDEN,
             )  # fmt: skip
             if SORTED:
                 squares = tl.load(squares_ptr + t_row, mask=t_mask, other=0.0)
@@ -549,8 +571,12 @@ def knn_forward(
     elif from_products:
         product, squares, features = _products(student, teacher, sizes)
         product_splits = len(product)
+    itemsize, aligned = student.element_size(), is_aligned(*sizes)
+    blocks = FROM_PRODUCT_BLOCKS
+    if not from_products:
+        blocks = search_blocks(k, itemsize, is_sorted, aligned, launch.capability(student.device))
     found = (low, high, labels, s_order, t_order, product, squares)
-    score, candidate = _search(student, teacher, sizes, found, k, ignore_index)
+    score, candidate = _search(student, teacher, sizes, found, blocks, k, ignore_index)
 
     loss, factor = score.new_empty(N), score.new_empty(N)
     nearest = candidate.new_empty(N, k)
@@ -573,10 +599,10 @@ def knn_forward(
         *sizes[1:],
         score.shape[1],
         ignore_index,
-        score_rounding(features, product_splits, student.element_size()),
+        score_rounding(features, product_splits, itemsize, blocks["CHAIN"]),
         1 / D,
         SORTED=is_sorted,
-        **settle_blocks(k, is_aligned(*sizes), from_products),
+        **settle_blocks(k, aligned, from_products),
     )
     return loss, factor, nearest
 
@@ -634,20 +660,16 @@ def _search(
     teacher: Tensor,
     sizes: tuple[int, int, int],
     found: tuple[Tensor | None, ...],
+    blocks: dict[str, int],
     k: int,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """Scores and rows of the candidates (N, splits, KEEP)."""
     N, M = student.shape[0], teacher.shape[0]
     *_, s_order, _, product, _ = found
-    is_sorted, kept = s_order is not None, keep(k)
-    if product is None:
-        config = search_blocks(k, student.element_size(), is_sorted, is_aligned(*sizes))
-        config["WIDEN"] = _widens(student.dtype)
-    else:
-        config = FROM_PRODUCT_BLOCKS | {"WIDEN": False}
-    tiles = cdiv(N, config["BLOCK_N"])
-    splits = max(min(cdiv(PROGRAMS, tiles), cdiv(M, config["BLOCK_M"])), 1)
+    kept = keep(k)
+    tiles = cdiv(N, blocks["BLOCK_N"])
+    splits = max(min(cdiv(PROGRAMS, tiles), cdiv(M, blocks["BLOCK_M"])), 1)
     score = student.new_empty(N, splits, kept, dtype=torch.float32)
     candidate = student.new_empty(N, splits, kept, dtype=torch.int32)
     knn_search_kernel[(tiles, splits)](
@@ -660,10 +682,11 @@ def _search(
         *(sizes if product is None else (None, None, None)),
         0 if product is None else len(product),
         ignore_index,
-        SORTED=is_sorted,
+        SORTED=s_order is not None,
         FROM_PRODUCTS=product is not None,
         KEEP=kept,
-        **config,
+        WIDEN=product is None and _widens(student.dtype),
+        **blocks,
     )
     return score, candidate
 
@@ -673,20 +696,22 @@ def _widens(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and triton_interpreted()
 
 
-def score_rounding(features: int, splits: int, itemsize: int) -> float:
+def score_rounding(features: int, splits: int, itemsize: int, chain: int) -> float:
     """ρ of the proof in `fastkd._torch.neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
 
-    Every step of at most 64 features is summed from zero. For 2-byte inputs products are exact, and
-    the tensor cores (sm_80 and later) add 4 to 16 products at a time, each truncated at 2^-24 of
-    the largest and the result at 2^-23: an error below 2^-23 of Σ|s||t| per feature of the step.
-    For float32, in parts of 11 bits, products omit less than 25·2^-23, and at most 3·32 products of
-    a step are added in the same way. Each step adds one rounding, each split of the features one
-    more, the rest eight. ‖t‖² has fewer roundings. The bound is doubled, since the tensor cores'
-    addition was observed and is not documented.
+    The tensor cores sum at most ``chain`` features of 2-byte inputs from zero. Products are exact.
+    The tensor cores (sm_80 and later) add 4 to 16 of them at a time to the sum so far: each term
+    is truncated at 2^-24 of the largest and the result at 2^-23. Terms and sums are at most
+    Σ|s||t|, so n products have an error below (n/2 + 1)·2^-23 of it: at most 2^-23 per feature.
+    For float32 each step of at most 32 features is summed from zero. In parts of 11 bits, products
+    omit less than 25·2^-23, and at most 3·32 products of a step are added in the same way. Each
+    float32 sum of chains or steps adds one rounding, each split of the features one more, the rest
+    eight. ‖t‖² has fewer roundings. The bound is doubled, since the tensor cores' addition was
+    observed and is not documented.
     """
-    step = 64 if itemsize == 2 else 25 + 3 * 32
-    terms = step + cdiv(features, 64 if itemsize == 2 else 16)
-    return 2 * (terms + splits + 8) * 2.0**-23
+    terms = chain if itemsize == 2 else 25 + 3 * 32
+    sums = cdiv(features, chain if itemsize == 2 else 16)
+    return 2 * (terms + sums + splits + 8) * 2.0**-23
 
 
 def norm_blocks(itemsize: int) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Arithmetic of launches, in plain Python."""
+"""Arithmetic of launches, in plain Python, and the GPU that they are for."""
+
+import torch
 
 
 def cdiv(a: int, b: int) -> int:
@@ -9,3 +11,8 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n > 0."""
     return 1 << (n - 1).bit_length()
+
+
+def capability(device: torch.device) -> int:
+    """Major compute capability of a GPU; that of Hopper where Triton interprets."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

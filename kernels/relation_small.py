@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels import launch
 from fastkd.kernels.launch import next_power_of_2
 from fastkd.kernels.pointers import pick
 from fastkd.kernels.relation_rows import (
@@ -222,10 +223,6 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
     return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages}
 
 
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-
-
 def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
     """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`."""
     relation_small_groups_kernel[(term.groups, len(layers.students))](
@@ -251,5 +248,5 @@ def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) ->
         HAS_MASK=layers.masked,
         GRADIENT=layers.dx is not None,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, _capability(layers.scale.device)),
+        **small_blocks(term.N, layers.dtype, layers.split, launch.capability(layers.scale.device)),
     )

@@ -1,9 +1,12 @@
 """What only the KNN kernels have: block edges, sorted banks, splits of bank and features."""
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fastkd._core.dispatch import triton_interpreted
 from fastkd.kernels import knn as kernels
@@ -51,6 +54,13 @@ def test_sorted_by_label(monkeypatch, classes, programs):
     check("triton", student, teacher, *labels, tolerance=1, reduction="none", upstream=upstream)
 
 
+def test_sorted_in_chains_of_products(monkeypatch):
+    sort_always(monkeypatch)
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
+    student, teacher, *labels = batch(9, 70, 336, 1, dtype=torch.bfloat16, mean=0.5)
+    check("triton", student, teacher, *labels)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sorted_real_labels(monkeypatch, dtype):
     sort_always(monkeypatch)
@@ -85,7 +95,7 @@ def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
     )
     knn_feature_loss(student, teacher, *labels, backend="triton")
     busy = scores[0][0].isfinite().any(2).any(0)  # of the splits
-    assert busy.sum() == -(-40 // kernels.search_blocks(1, 4, True, False)["BLOCK_M"])
+    assert busy.sum() == -(-40 // kernels.search_blocks(1, 4, True, False, 9)["BLOCK_M"])
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -134,6 +144,46 @@ def test_near_duplicates(monkeypatch, way):
         check_against_loop(
             knn_feature_loss, student, teacher, *labels, k=3, tolerance=tolerance, backend="triton"
         )
+
+
+def cut_products(self, a, b, d, *_):
+    """Four products at a time, cut at 2^-24 of the largest term, and the sum at 2^-23."""
+    total = d.data.astype(np.float64)
+    for first in range(0, a.data.shape[1], 4):
+        part = slice(first, first + 4)
+        terms = a.data[:, None, part].astype(np.float64) * b.data.T[None, :, part]
+        terms = np.concatenate((terms, total[..., None]), -1)
+        last_bit = 2.0 ** (np.frexp(abs(terms).max(-1))[1] - 25)
+        total = (np.trunc(terms / last_bit[..., None]) * last_bit[..., None]).sum(-1)
+        last_bit = 2.0 ** (np.frexp(total)[1] - 24)
+        total = np.trunc(total / last_bit) * last_bit
+    return TensorHandle(total.astype(np.float32), d.dtype.scalar)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_neighbour_whose_products_are_cut(monkeypatch, dtype):
+    """All but one product of the nearest row are too small for the sum; other rows have none."""
+    if not triton_interpreted():
+        pytest.skip("the products of the interpreter are replaced")
+    sort_always(monkeypatch)
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_products)
+    student = torch.full((1, 256), 2.0**-6)
+    teacher = torch.zeros(30, 256)
+    teacher[23] = student * (1 - 2.0**-8)
+    student[:, 0] = teacher[:, 0] = 64
+    labels = torch.zeros(1), torch.zeros(30)
+    kept = []
+
+    def search(*arguments, search=kernels._search):
+        kept.append(search(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr("fastkd.kernels.knn._search", search)
+    arguments = student.to(dtype), teacher.to(dtype), *labels
+    check_against_loop(knn_feature_loss, *arguments, k=1, backend="triton")
+    _, candidates = kept[0]
+    assert 23 not in candidates
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

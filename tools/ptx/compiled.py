@@ -206,7 +206,7 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
     from triton.runtime.jit import JITFunction
 
     from fastkd._core import dispatch
-    from fastkd.kernels import relation_small
+    from fastkd.kernels import launch
 
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("executing: TRITON_INTERPRET=1 leaves nothing to compile; unset it")
@@ -224,7 +224,7 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
             (JITFunction, "_do_compile", form),
             (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
             (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
-            (relation_small, "_capability", lambda device: capability // 10),
+            (launch, "capability", lambda device: capability // 10),
             *((place, name, device.fresh.allocating(getattr(place, name)))
               for place, name in ALLOCATING),
         ):  # fmt: skip
