@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 import torch
 import yaml
 from packaging.version import Version
@@ -68,18 +69,22 @@ def source(tmp_path) -> Path:
 
 
 def environment(path: Path, with_torch: bool) -> Path:
-    """Interpreter of a new environment that sees this one's packages, torch among them, or none.
+    """Interpreter of a new environment that sees this one's packages, or setuptools alone.
 
     Through a .pth file, in which this environment's own .pth files, fastkd's editable install
     among them, do not count.
     """
     venv.create(path, with_pip=False, symlinks=True)
     python = path / "bin" / "python"
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    site = Path(run(python, "-c", code, cwd=path).strip())
     if with_torch:
-        code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-        site = Path(run(python, "-c", code, cwd=path).strip())
         ours = dict.fromkeys(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
         (site / "test.pth").write_text("\n".join(ours))
+    else:
+        ours = Path(setuptools.__file__).parents[1]
+        for part in (*ours.glob("setuptools*"), ours / "_distutils_hack"):
+            (site / part.name).symlink_to(part)
     return python
 
 
@@ -156,7 +161,7 @@ def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
 
 def test_build_without_torch_has_no_extension_or_is_refused(source, python, tmp_path):
     bare = environment(tmp_path / "bare", with_torch=False)
-    words = "wheel", "-w", tmp_path, source
+    words = "wheel", "--no-build-isolation", "-w", tmp_path, source
     with pytest.raises(AssertionError, match="no torch here to build the extension with"):
         pip(bare, *words, cwd=tmp_path)
     output = pip(bare, *words, cwd=tmp_path, FASTKD_NO_EXT="1")
