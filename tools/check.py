@@ -21,7 +21,7 @@ TRAINS = (
     "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_tasks.py",
 )  # fmt: skip
 COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph"
-PROCESSES = "ddp or process or sharded or parallel"
+PROCESSES = "ddp or process or sharded or parallel or split_steps"
 
 
 def main() -> None:
