@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd import CrossEntropy, VocabularyMatch
+from fastkd import CrossEntropy
 from fastkd._core.dispatch import Backend
 from fastkd.soft_targets import (
     DivergenceWord,
@@ -19,7 +19,7 @@ from fastkd.soft_targets import (
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features, labels
-from .test_soft_targets import NAMES, trl, why_no_liger
+from .test_soft_targets import NAMES, half_matched, trl, why_no_liger
 
 LOSS = "heads"
 
@@ -81,10 +81,10 @@ def linear_case(*more: Any, divergence: DivergenceWord = "js", **rest: Any) -> C
 
 
 def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
-    """Two vocabularies of one size: half of the tokens match, in another order."""
+    """Hidden states and heads of `half_matched` vocabularies."""
 
     def call(function: Any, student_head: Tensor, **options: Any) -> Tensor:
-        options |= {"vocabulary": _half_matched(len(student_head)), "unmatched": unmatched}
+        options |= {"vocabulary": half_matched(len(student_head)), "unmatched": unmatched}
         return function(student_head=student_head, **options)
 
     functions = (
@@ -95,14 +95,6 @@ def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
     return Work(LOSS, title, make_linear, *functions, "linear_soft_target_loss", linear_cost).case(
         *more, **rest
     )
-
-
-@functools.cache
-def _half_matched(V: int) -> VocabularyMatch:
-    generator = torch.Generator().manual_seed(5)
-    with torch.device("cpu"):
-        ids = (torch.randperm(V, generator=generator)[: V // 2] for _ in range(2))
-        return VocabularyMatch(*ids, V, V)
 
 
 def make_labelled(*, rows, D, V, device, dtype) -> dict[str, Tensor]:

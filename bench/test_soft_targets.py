@@ -2,14 +2,14 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd import Divergence, TopK
-from fastkd.soft_targets import soft_target_loss, soft_target_loss_ref
+from fastkd import Divergence, TopK, VocabularyMatch
+from fastkd.soft_targets import Unmatched, soft_target_loss, soft_target_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features
@@ -147,6 +147,28 @@ def top_k_case(*more: Any, **rest: Any) -> Case:
     return work.case(*more, **rest)
 
 
+@functools.cache
+def half_matched(V: int) -> VocabularyMatch:
+    """Two vocabularies of one size: half of the tokens match, in another order."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.device("cpu"):
+        ids = (torch.randperm(V, generator=generator)[: V // 2] for _ in range(2))
+        return VocabularyMatch(*ids, V, V)
+
+
+def matched_case(*more: Any, unmatched: Unmatched, **rest: Any) -> Case:
+    """Logits of `half_matched` vocabularies."""
+
+    def call(function: Any, student_logits: Tensor, **options: Any) -> Tensor:
+        options |= {"vocabulary": half_matched(student_logits.shape[-1]), "unmatched": unmatched}
+        return function(student_logits, **options)
+
+    functions = (functools.partial(call, f) for f in (soft_target_loss_ref, soft_target_loss))
+    title = f"forward KL, matched, {unmatched}"
+    work = Work(LOSS, title, make, *functions, "soft_target_loss", cost)
+    return work.case(*more, **rest)
+
+
 def cases() -> Iterator[Case]:
     half = torch.bfloat16
     fewer: dict[str, Any] = {"rows": 256}
@@ -159,6 +181,8 @@ def cases() -> Iterator[Case]:
     for divergence in ("forward_kl", "total_variation", "negative_log_acceptance", "lk"):
         yield case("cpu", divergence=divergence, **drafts, rows=256, V=32000)
     yield top_k_case("cpu", **drafts, rows=256, V=32000, K=64)
+    for unmatched in get_args(Unmatched):
+        yield matched_case("cpu", unmatched=unmatched, **drafts, rows=256, V=32000)
     yield case("bert", half, rows=4096, V=30522, check_sizes=fewer)
     yield case("bert", half, rows=32, V=2)
     for v in (32000, 128256, 152064):

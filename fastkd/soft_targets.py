@@ -481,8 +481,8 @@ class _SoftTargets(torch.autograd.Function):
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows = options.reduction == "none"
         soft, needs_grad = options.soft, ctx.needs_input_grad[1]
-        if options.runs_on == "cpp" and not options.unmatched:
-            targets = teacher[-1]
+        if options.runs_on == "cpp":
+            targets = teacher[0] if options.unmatched else teacher[-1]
             loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(
                 student if student.stride(-1) == 1 else student.contiguous(),
                 targets if targets.stride(-1) == 1 else targets.contiguous(),
@@ -495,6 +495,8 @@ class _SoftTargets(torch.autograd.Function):
                 soft.scale,
                 soft.coefficient,
                 soft.tail == "bucket",
+                teacher[1] if options.unmatched else None,
+                options.unmatched,
                 options.reduction,
                 needs_grad,
             )
@@ -556,7 +558,7 @@ def _matched_soft_targets(
     needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
-    """`_torch_soft_targets` of two vocabularies, by any backend."""
+    """`_torch_soft_targets` of two vocabularies, in PyTorch or Triton."""
     logits, *columns = teacher
     soft = options.soft
     divisor = _divisor(student, mask, options.reduction, denominator)

@@ -117,12 +117,12 @@ class VocabularyMatch:
         """The pairs as columns of logits.
 
         Returns:
-            (student_size,) the teacher's id of each student token, 0 where it has none; the ids of
+            (student_size,) the teacher's id of each student token, −1 where it has none; the ids of
             the student's unmatched tokens; those of the teacher's.
         """
         if device not in self._columns:
             ours, theirs = self.student_ids.to(device), self.teacher_ids.to(device)
-            teacher_of = ours.new_zeros(self.student_size).index_copy_(0, ours, theirs)
+            teacher_of = ours.new_full((self.student_size,), -1).index_copy_(0, ours, theirs)
             self._columns[device] = (
                 teacher_of,
                 _without(self.student_size, ours),

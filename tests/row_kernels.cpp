@@ -132,6 +132,36 @@ void soft_targets(int64_t n, Type type, std::mt19937& random) {
   }
 }
 
+// Every third token has a match, in the reverse order. All-equal teachers tie.
+void matched_soft_targets(int64_t n, Type type, std::mt19937& random) {
+  const Memory student(n, type, &random), teacher(n + 5, type, &random), equal(n + 5, type, nullptr);
+  for (const auto unmatched : {Unmatched::kRenormalise, Unmatched::kBucket, Unmatched::kSorted}) {
+    Match match{unmatched};
+    match.in_student.resize(n / kColumns + 1), match.in_teacher.resize((n + 5) / kColumns + 1);
+    for (int64_t i = 0; i < n; i += 3) {
+      const int64_t id = n + 4 - i;
+      match.teacher.push_back(int32_t(id));
+      match.in_student[i / kColumns] |= uint16_t(1 << i % kColumns);
+      match.in_teacher[id / kColumns] |= uint16_t(1 << id % kColumns);
+    }
+    for (const auto* other : {&teacher, &equal}) {
+      compare("matched", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
+        double weight = 0.3, losses[kRows];
+        const Rows weights{reinterpret_cast<char*>(&weight), 0, 1, Type::kDouble};
+        SoftTargets of{student.rows, other->rows, Divergence::kAdaptiveKl, 0.5, 1, 1,
+                       {out, n, n, type}};
+        of.match = &match;
+        share(kRows, threads, [&](int64_t begin, int64_t end) {
+          of.fill(begin, end, nullptr, weights, losses);
+        });
+        for (const double loss : losses) {
+          if (!(loss > -1e-5)) std::printf("a matched divergence of %g\n", loss);
+        }
+      });
+    }
+  }
+}
+
 void cos_nce(int64_t n, Type type, std::mt19937& random) {
   const Memory z(n, type, &random), t(n, type, &random);
   Memory sums(n, type == Type::kDouble ? type : Type::kFloat, nullptr, 2, 0);
@@ -364,6 +394,7 @@ int main(int, char** arguments) {
         layer_norm_mse(n, type, random);
         hidden_states(n, type, random);
         soft_targets(n, type, random);
+        matched_soft_targets(n, type, random);
         cos_nce(n, type, random);
         knn(n, type, random);
         type == Type::kDouble ? relation<double>(n, type, random)

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from bench import measure
+from bench.case import Bound
 from fastkd import (
     CrossEntropy,
     Divergence,
@@ -17,6 +19,7 @@ from fastkd import (
     soft_target_loss,
     soft_target_loss_ref,
 )
+from fastkd._core import extension
 from fastkd._torch import row_losses
 from fastkd._torch.divergences import DIVERGENCES, NAMES
 from tests.losses.soft_targets import of_match
@@ -168,6 +171,45 @@ def test_terms_and_teacher_rows(backend, device):
     loss, terms = linear_soft_target_loss(*call, backend=backend, **options)
     expected, wanted = linear_soft_target_loss_ref(*call, **options)
     torch.testing.assert_close((loss, terms), (expected, wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_of_several_blocks(device, dtype):
+    """Thousands of unmatched tokens whose sorted probabilities cross, tie and underflow."""
+    match = make_match(1500, 4100, 3300)
+    student, teacher = make_logits(match, rows=5, dtype=dtype, device=device)
+    student[1], teacher[1] = 0.0, 0.0
+    student[2] *= 20
+    teacher[3, :3000] = -torch.inf
+    unmatched_tokens = torch.ones(4100, dtype=torch.bool).index_fill(0, match.student_ids, False)
+    student[4, unmatched_tokens.to(device)] = -torch.inf
+    functions = soft_target_loss, soft_target_loss_ref
+    for options in (dict(divergence="js"), dict(divergence="adaptive_kl", temperature=20.0)):
+        for unmatched in UNMATCHED:
+            options |= dict(vocabulary=match, unmatched=unmatched, reduction="none")
+            assert_matches_reference(*functions, "auto", student[:4], teacher[:4], **options)
+            if options["divergence"] == "js":
+                assert_matches_reference(*functions, "auto", student, teacher, **options)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+@pytest.mark.parametrize("heads", [False, True], ids=["logits", "heads"])
+def test_memory_is_that_of_one_vocabulary(heads):
+    match = make_match(3000, 5000, 6000)
+    student, teacher = (
+        make_heads(match, torch.bfloat16) if heads else ([x] for x in make_logits(match, 32))
+    )
+    student[0].requires_grad_()
+    loss = linear_soft_target_loss if heads else soft_target_loss
+
+    def peak(teacher, **options):
+        step = Bound(lambda: loss(*student, *teacher, **options), [student[0]]).step
+        return measure.peak_bytes(step, torch.device("cpu"))
+
+    # From heads a chunk has the teacher's logits too.
+    equal = peak([x.detach() for x in student]) + heads * 6 * 1000 * 4
+    for unmatched in UNMATCHED:
+        assert peak(teacher, vocabulary=match, unmatched=unmatched) <= 1.02 * equal
 
 
 @pytest.mark.parametrize("unmatched", UNMATCHED)

@@ -44,6 +44,8 @@ CALLS = {
             torch.tensor(3.0),
             torch.rand(6),
             *SOFT,
+            None,
+            "",
             "batchmean",
             True,
         ),
@@ -159,6 +161,16 @@ def test_indices_out_of_range_are_refused():
             OPS.cos_nce(*wrong, **options)
     with pytest.raises(RuntimeError, match="teacher_rows: 6 is not an index below 6"):
         OPS.soft_target_rows(x.clone(), x, None, None, None, *SOFT, teacher_rows=labels + 1)
+    rows = x.clone(), x, None, None, None, *SOFT
+    for ids, problem in (
+        ([0, 1, 2, 5, -1], "5 is not one of the 5 tokens"),
+        ([0, 1, 2, -2, -1], "-2 is not one of the 5 tokens"),
+        ([0, 1, 1, -1, -1], "a token is there twice"),
+        ([-1] * 5, "no token has a match"),
+    ):
+        match = dict(teacher_of=torch.tensor(ids), unmatched="renormalise")
+        with pytest.raises(RuntimeError, match=f"teacher_of: {problem}"):
+            OPS.soft_target_rows(*rows, **match)
     arguments, options = CALLS["cross_entropy_of_states"]
     with pytest.raises(RuntimeError, match="vocabulary: 9 of 8 rows"):
         OPS.cross_entropy_of_states(*arguments, **options | {"vocabulary": 9})

@@ -631,7 +631,7 @@ class _ChunkedPass:
         """The teacher's logits of these positions, without a copy for the C++ operator."""
         own = given.teacher_rows
         assert own is not None
-        if self.runs_on == "cpp" and not self.options.unmatched:
+        if self.runs_on == "cpp":
             first, last = own[[0, -1]].tolist()  # ascending
             return [x[first : last + 1] for x in teacher], replace(given, teacher_rows=own - first)
         targets = [x[own] for x in teacher]
@@ -813,7 +813,7 @@ class _ChunkedPass:
             mask=mask,
             weights=weights,
         )
-        if not self.options.unmatched:
+        if not self.options.unmatched or self.runs_on == "cpp":
             return divergence(
                 student,
                 teacher,
@@ -821,6 +821,8 @@ class _ChunkedPass:
                 log_mass=log_mass,
                 teacher_rows=teacher_rows,
                 terms=terms,
+                teacher_of=self.columns[0] if self.options.unmatched else None,
+                unmatched=self.options.unmatched,
             )
         factor: Tensor | float | None = None
         if needs_grad:

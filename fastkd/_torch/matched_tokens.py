@@ -40,7 +40,7 @@ def matched_rows(
     teacher_of, ours, theirs = columns
     tau = soft.temperature
     barrier = student.new_zeros(student.shape[-1]).index_fill_(0, ours, -torch.inf)
-    targets = upcast(teacher.index_select(-1, teacher_of)).add_(barrier)
+    targets = upcast(teacher.index_select(-1, teacher_of.clamp(min=0))).add_(barrier)
     if unmatched == "renormalise" or not (len(ours) or len(theirs)):
         return divergence(student.add_(barrier), [targets])
     distance = slope = None

@@ -76,6 +76,8 @@ def divergence_in_place(
     log_mass: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     terms: tuple[Tensor | None, Tensor] | None = None,
+    teacher_of: Tensor | None = None,
+    unmatched: str = "",
 ) -> Tensor:
     """Divergences (R,) of logits in the working dtype, by any backend.
 
@@ -83,7 +85,8 @@ def divergence_in_place(
     the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
     those of `soft_target_rows`. In C++ the teacher's logits may be (T, V), with ``teacher_rows``
     (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms of
-    `linear_soft_targets.TERMS` from "entropy" on.
+    `linear_soft_targets.TERMS` from "entropy" on. ``teacher_of`` and ``unmatched`` then compare two
+    vocabularies: the first of `fastkd.VocabularyMatch.columns`, and what becomes of the others.
     """
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
@@ -109,8 +112,10 @@ def divergence_in_place(
             weights = weights * weight
         ids = teacher[0] if soft.tail else None
         rows = student, teacher[-1], ids, mask, weights if needs_grad else None
-        options = *soft.per_row, soft.tail == "bucket", log_mass, teacher_rows, *(terms or ())
-        loss = torch.ops.fastkd_cpp.soft_target_rows(*rows, *options)
+        options = *soft.per_row, soft.tail == "bucket", log_mass, teacher_rows
+        loss = torch.ops.fastkd_cpp.soft_target_rows(
+            *rows, *options, *(terms or (None, None)), teacher_of, unmatched
+        )
     else:
         loss = _triton_in_place(
             student, teacher, soft, weight, mask, weights if needs_grad else None, log_mass

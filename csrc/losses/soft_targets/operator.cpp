@@ -66,9 +66,48 @@ Divergence divergence_of(const std::string& name) {
   return found->second;
 }
 
-// The teacher's rows (R,) of the student's, and terms (kTerms, R) to compute, with labels (R,).
+// The match of two vocabularies, of which ``teacher_of`` has the teacher's token of each of the
+// student's, -1 where it has none.
+Match match_of(const Tensor& teacher_of, int64_t student, int64_t teacher,
+               const std::string& unmatched) {
+  check(teacher_of, "teacher_of", ScalarType::Long, {student}, Strides::kContiguous);
+  STD_TORCH_CHECK(std::max(student, teacher) <= std::numeric_limits<int32_t>::max(),
+                  "teacher_of: a vocabulary has more than 2^31 tokens");
+  const bool sorts = unmatched == "sorted";
+  STD_TORCH_CHECK(sorts || unmatched == "bucket" || unmatched == "renormalise",
+                  "unmatched: ", unmatched, " is not one of them");
+  const bool sums = sorts || unmatched == "bucket";
+  Match match{sorts  ? Unmatched::kSorted
+              : sums ? Unmatched::kBucket
+                     : Unmatched::kRenormalise};
+  match.in_student.resize((student + kColumns - 1) / kColumns);
+  match.in_teacher.resize((teacher + kColumns - 1) / kColumns);
+  const auto bit = [](int64_t token) { return uint16_t(1 << token % kColumns); };
+  const int64_t* ids = data<const int64_t>(teacher_of);
+  match.teacher.resize(student + 1);
+  int32_t* next = match.teacher.data();
+  bool twice = false;
+  for (int64_t i = 0; i < student; ++i) {
+    STD_TORCH_CHECK(ids[i] >= -1 && ids[i] < teacher, "teacher_of: ", ids[i],
+                    " is not one of the ", teacher, " tokens");
+    // Without a branch, which would often be mispredicted.
+    const int64_t has = ids[i] >= 0, id = std::max<int64_t>(ids[i], 0);
+    uint16_t& seen = match.in_teacher[id / kColumns];
+    twice |= has && seen & bit(id);
+    seen |= has * bit(id), match.in_student[i / kColumns] |= has * bit(i);
+    *next = int32_t(id), next += has;
+  }
+  STD_TORCH_CHECK(!twice, "teacher_of: a token is there twice");
+  match.teacher.resize(next - match.teacher.data());
+  STD_TORCH_CHECK(sums || !match.teacher.empty(), "teacher_of: no token has a match");
+  return match;
+}
+
+// Options that few calls have: the teacher's rows (R,) of the student's, terms (kTerms, R) to
+// compute, with labels (R,), and the match of two vocabularies.
 struct RowOptions {
-  std::optional<Tensor> teacher_rows, labels, terms;
+  std::optional<Tensor> teacher_rows, labels, terms, teacher_of;
+  std::string unmatched;
 };
 
 // Losses (R,) of logits (R, V), with a teacher of logits (R, V), or (T, V) with rows of it, or of
@@ -89,7 +128,13 @@ std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
     STD_TORCH_CHECK(!options.terms && !options.teacher_rows, "a top k has no rows and no terms");
   } else {
     const int64_t rows = options.teacher_rows ? kAnySize : R;
-    check(teacher, "teacher", student.scalar_type(), {rows, V});
+    check(teacher, "teacher", student.scalar_type(), {rows, options.teacher_of ? kAnySize : V});
+  }
+  Match match;
+  if (options.teacher_of) {
+    STD_TORCH_CHECK(!ids && !log_mass && !options.terms,
+                    "teacher_of: two vocabularies have no top k, no mass and no terms");
+    match = match_of(*options.teacher_of, V, teacher.size(1), options.unmatched);
   }
   check(mask, "mask", ScalarType::Bool, {R});
   check_places(options.teacher_rows, "teacher_rows", R, teacher.size(0));
@@ -107,7 +152,8 @@ std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
                        log_mass ? numbers_of(*log_mass) : Rows{},
                        options.teacher_rows ? data<const int64_t>(teacher_rows) : nullptr,
                        options.labels ? data<const int64_t>(labels) : nullptr,
-                       options.terms ? terms.data() : nullptr};
+                       options.terms ? terms.data() : nullptr,
+                       options.teacher_of ? &match : nullptr};
   std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -137,7 +183,9 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
                                      const std::optional<Tensor>& weights,
                                      const std::string& divergence, double temperature,
                                      double scale, double coefficient, bool bucket,
-                                     const std::string& reduction, bool gradient) {
+                                     const std::optional<Tensor>& teacher_of,
+                                     const std::string& unmatched, const std::string& reduction,
+                                     bool gradient) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
   check_numbers(denominator, "denominator");
   check_numbers(weights, "weights", student.size(0));
@@ -159,7 +207,8 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
       new_large(student, {gradient ? student.size(0) : 0, student.size(1)}, working_type(student));
   std::vector<double> losses =
       soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale, coefficient,
-                   gradient ? rows_of(dstudent) : Rows{}, given);
+                   gradient ? rows_of(dstudent) : Rows{}, given, {},
+                   {{}, {}, {}, teacher_of, unmatched});
   for (size_t i = 0; weights && i < losses.size(); ++i) losses[i] *= factors[i];
   std::vector<Tensor> results{reduction == "none" ? vector_of(losses, student)
                                                   : scalar(total(losses) / divisor, student)};
@@ -169,14 +218,16 @@ std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teache
 
 // Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits. With
 // log_mass (R,) the teacher has more tokens, and these have that part of its probability. With
-// ``teacher_rows`` (R,) the teacher's logits are (T, V). Terms (kTerms, R) are written if given.
+// ``teacher_rows`` (R,) the teacher's logits are (T, V). Terms (kTerms, R) are written if given. With
+// ``teacher_of`` the teacher has another vocabulary; see `match_of`.
 Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
                         const std::optional<Tensor>& ids, const Mask& mask,
                         const std::optional<Tensor>& weights, const std::string& divergence,
                         double temperature, double scale, double coefficient, bool bucket,
                         const std::optional<Tensor>& log_mass,
                         const std::optional<Tensor>& teacher_rows,
-                        const std::optional<Tensor>& labels, const std::optional<Tensor>& terms) {
+                        const std::optional<Tensor>& labels, const std::optional<Tensor>& terms,
+                        const std::optional<Tensor>& teacher_of, const std::string& unmatched) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
         weights ? Strides::kWritten : Strides::kRows);
   check_numbers(weights, "weights", student.size(0));
@@ -185,7 +236,7 @@ Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
   const Rows given = weights ? numbers_of(*weights) : Rows{};
   return vector_of(soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale,
                                 coefficient, gradient, given, log_mass,
-                                {teacher_rows, labels, terms}),
+                                {teacher_rows, labels, terms, teacher_of, unmatched}),
                    student);
 }
 
@@ -209,12 +260,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "soft_target_loss(Tensor student, Tensor teacher, Tensor? ids, Tensor? mask,"
       " Tensor? denominator, Tensor? weights, str divergence, float temperature, float scale,"
-      " float coefficient, bool bucket, str reduction, bool gradient) -> Tensor[]");
+      " float coefficient, bool bucket, Tensor? teacher_of, str unmatched, str reduction,"
+      " bool gradient) -> Tensor[]");
   m.def(
       "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? ids, Tensor? mask,"
       " Tensor? weights, str divergence, float temperature, float scale, float coefficient,"
       " bool bucket, Tensor? log_mass=None, Tensor? teacher_rows=None, Tensor? labels=None,"
-      " Tensor(b!)? terms=None) -> Tensor");
+      " Tensor(b!)? terms=None, Tensor? teacher_of=None, str unmatched='') -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

@@ -4,14 +4,22 @@
 // the thread; the gradient is computed from them while they are in the cache. Adaptive KL compares
 // exponentials of the whole row, so it reads the row once more, first, for the row's maxima. With E
 // = R·V logits of s bytes and a gradient of g bytes, memory moves 2Es + Eg bytes, and Eg more where
-// a write loads its line first.
+// a write loads its line first. Two vocabularies: see matched_tokens.h.
 #include "losses/soft_targets/soft_targets.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <type_traits>
 #include <utility>
+
+#include "base/processors.h"
+
+#if defined(FASTKD_KINDS)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc 12 warns about its own header
+#include <immintrin.h>
+#endif
 
 namespace fastkd {
 namespace {
@@ -60,6 +68,7 @@ struct Slope {
   double per_gap, weight;  // 1/τ, and the upstream gradient
   double expectation = 0;  // under p_s: of the log ratio, or of what the gradient takes off
   double share = 0;        // weight of forward KL
+  double shift = 0;        // times p_s, subtracted
 };
 
 // Divergences whose values need the normalised probabilities: they visit the row once more.
@@ -104,6 +113,18 @@ struct Overlap {
 constexpr int kSums = 2;   // of a row's second visit
 constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in one pass
 
+// Numbers behind a row's end that kernels may overwrite.
+constexpr int kPadding = 16;
+
+// Bins of probabilities in ascending order: kPerOctave for each of kOctaves below 1, and the first
+// for all smaller ones.
+constexpr int kOctaves = 64, kPerOctave = 64, kBins = kOctaves * kPerOctave + 2;
+inline int bin_of(float p) {
+  int32_t bits;
+  std::memcpy(&bits, &p, sizeof(bits));
+  return std::max((bits >> 17) - (127 - kOctaves) * kPerOctave, 0);
+}
+
 }  // namespace
 }  // namespace fastkd
 
@@ -124,6 +145,12 @@ class Work {
 
   // Returns the divergence of a row and stores its gradient times ``weight``.
   double fill(int64_t row, double weight) {
+    return fill(row, weight, [](const Part&) { return 0.0; });
+  }
+
+  // The same; shift_of of the row's sums returns `Slope.shift`.
+  template <typename ShiftOf>
+  double fill(int64_t row, double weight, const ShiftOf& shift_of) {
     const int64_t n = of_.student.n;
     W* own = own_.get();
     kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n,
@@ -154,6 +181,7 @@ class Work {
       for (Part& part : parts_) part.to_pt *= mass;
     }
     Slope slope{of_.divergence, of_.slope, weight};
+    slope.shift = shift_of(whole);
     const double loss = loss_of(whole, slope);
     if (of_.gradient.data == nullptr) return loss;
     each_part([&](int64_t start, int64_t count, const Part& part) {
@@ -502,6 +530,8 @@ class TopKWork {
   W copy_[kBlock];
 };
 
+#include "losses/soft_targets/matched_tokens.h"
+
 template <typename W, typename RowWork>
 void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* real,
                const Rows& weights, double* losses) {
@@ -533,9 +563,12 @@ void fill_rows(const SoftTargets& of, int64_t begin, int64_t end, const bool* re
 void SoftTargets::fill(int64_t begin, int64_t end, const bool* real, const Rows& weights,
                        double* losses) const {
   const bool wide = student.type == Type::kDouble || slope < 1 / kHot;
-  const auto fill = ids ? (wide ? fill_rows<double, TopKWork<double>>
-                                : fill_rows<float, TopKWork<float>>)
-                        : (wide ? fill_rows<double, Work<double>> : fill_rows<float, Work<float>>);
+  const auto fill = ids     ? (wide ? fill_rows<double, TopKWork<double>>
+                                    : fill_rows<float, TopKWork<float>>)
+                    : match ? (wide ? fill_rows<double, MatchedWork<double>>
+                                    : fill_rows<float, MatchedWork<float>>)
+                            : (wide ? fill_rows<double, Work<double>>
+                                    : fill_rows<float, Work<float>>);
   fill(*this, begin, end, real, weights, losses);
 }
 

@@ -2,6 +2,8 @@
 // gradient.
 #pragma once
 
+#include <vector>
+
 #include "base/rows.h"
 
 namespace fastkd {
@@ -31,6 +33,18 @@ enum Term {
   kTerms,
 };
 
+// What becomes of the unmatched tokens of two vocabularies; see `soft_target_loss` in Python.
+enum class Unmatched { kRenormalise, kBucket, kSorted };
+
+// Two vocabularies.
+struct Match {
+  Unmatched unmatched;
+  std::vector<int32_t> teacher;                  // the matched tokens, in the student's order
+  std::vector<uint16_t> in_student, in_teacher;  // a bit for each token: whether it is matched
+};
+
+constexpr int kColumns = 16;  // bits in each number of `Match`
+
 struct SoftTargets {
   Rows student, teacher;  // logits; for a teacher of k tokens their log-probabilities
   Divergence divergence;
@@ -45,6 +59,7 @@ struct SoftTargets {
   const int64_t* teacher_rows = nullptr;  // (R,), rows of the teacher's logits; null: the same row
   const int64_t* labels = nullptr;        // (R,), below V
   double* terms = nullptr;                // (R, kTerms); null: not computed
+  const Match* match = nullptr;           // of two vocabularies, without terms and masses
 
   // Computes the losses of rows begin to end, and their gradients times ``weights`` (rows of one
   // number). Rows that are not ``real`` are not read; their loss and gradient are 0.

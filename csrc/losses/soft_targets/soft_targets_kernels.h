@@ -171,6 +171,7 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
   const W to_s = W(of.weight * part.to_ps), to_t = W(of.weight * part.to_pt);
   const W more = W(part.to_ratio - of.expectation), mean = W(of.expectation);
   const W slope = W(of.per_gap), forward = W(of.share), reverse = W(1 - of.share);
+  const W shift = W(of.shift * part.to_ps);
   // Factors of p_s above, equal to and below p_t, for the divergences of overlap.
   const Overlap<W> overlap(part);
   const double of_kl = divergence == Divergence::kLk ? of.share * of.weight : 0;
@@ -180,7 +181,7 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
   const Vector<W> below = splat(W((of_overlap * (of.expectation - 1) + of_kl) * unit));
   const W of_pt = W(of_kl * unit);
   each<W>(n, [&](int64_t i, int64_t count) {
-    const Vector<W> p_s = load(kept.weights_s + i, count) * to_s;
+    const Vector<W> w_s = load(kept.weights_s + i, count), p_s = w_s * to_s;
     Vector<W> result;
     if constexpr (divergence == Divergence::kForwardKl) {
       result = p_s - load(kept.weights_t + i, count) * to_t;
@@ -201,7 +202,7 @@ inline void gradient_as(const Slope& of, int64_t n, const Part& part, Kept<W> ke
       const Vector<W> other = times<W>(p_s, load(kept.gaps + i, count) * slope + more);
       result = times<W>(splat(forward), plain) + times<W>(splat(reverse), other);
     }
-    store<W>(out + i, result, count);
+    store<W>(out + i, result - w_s * shift, count);
   });
 }
 
@@ -355,4 +356,141 @@ FASTKD_KERNEL void gradient_of(const Slope& of, int64_t n, const Part& part, Kep
       gradient_as<kind()>(of, n, part, kept, out);
     }
   });
+}
+
+template <typename W, int N>
+inline W product_of(const VectorN<W, N>& x) {
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    VectorN<W, N / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return product_of<W, N / 2>(halves[0] * halves[1]);
+  }
+}
+
+#if defined(FASTKD_KINDS)
+// The chosen lanes of 16 floats, moved to the first, and the inverse.
+template <typename V>
+FASTKD_KERNEL inline V compressed(V x, uint16_t chosen) {
+  return (V)_mm512_maskz_compress_ps(chosen, (__m512)x);
+}
+
+template <typename V>
+FASTKD_KERNEL inline V expanded(V x, uint16_t chosen, V others) {
+  return (V)_mm512_mask_expand_ps((__m512)others, chosen, (__m512)x);
+}
+#endif
+
+// Appends the numbers of a block whose bit, exclusive or ``flip``, is 1 to ``out``, behind which
+// kPadding more may be overwritten. Returns its end.
+template <typename W>
+FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, uint16_t flip, int64_t n, W* out) {
+#if defined(FASTKD_KINDS)
+  if constexpr (kBytes == 64 && std::is_same_v<W, float>) {
+    each<W>(n, [&](int64_t i, int64_t count) {
+      const uint16_t chosen = (bits[i / kColumns] ^ flip) & (0xffff >> (kColumns - count));
+      store<W>(out, compressed(load(z + i, count), chosen));
+      out += __builtin_popcount(chosen);
+    });
+    return out;
+  }
+#endif
+  for (int64_t i = 0; i < n; ++i) {
+    *out = z[i];
+    out += ((bits[i / kColumns] ^ flip) >> i % kColumns) & 1;
+  }
+  return out;
+}
+
+// The inverse: each of n numbers is the next of ``matched`` where its bit is 1, else of ``rest``, or
+// 0 if that is null. Returns the end of ``matched``. Behind it, and ``rest``, kPadding are read.
+template <typename W>
+FASTKD_KERNEL const W* merge(const W* matched, const W* rest, const uint16_t* bits, int64_t n,
+                             W* out) {
+#if defined(FASTKD_KINDS)
+  if constexpr (kBytes == 64 && std::is_same_v<W, float>) {
+    each<W>(n, [&](int64_t i, int64_t count) {
+      const uint16_t chosen = bits[i / kColumns];
+      Vector<W> x{};
+      if (rest) x = expanded(load(rest), uint16_t(~chosen), x);
+      store<W>(out + i, expanded(load(matched), chosen, x), count);
+      matched += __builtin_popcount(chosen);
+      if (rest) rest += kColumns - __builtin_popcount(chosen);
+    });
+    return matched;
+  }
+#endif
+  const W zero = 0;
+  const bool more = rest;
+  if (!more) rest = &zero;
+  for (int64_t i = 0; i < n; ++i) {
+    const bool chosen = (bits[i / kColumns] >> i % kColumns) & 1;
+    out[i] = *(chosen ? matched : rest);
+    matched += chosen, rest += more && !chosen;
+  }
+  return matched;
+}
+
+// Numbers of a row at ``ids``.
+template <typename T>
+FASTKD_KERNEL void pick(const T* row, const int32_t* ids, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = row[ids[i]];
+}
+
+// Bins of a block's probabilities; see `bin_of`.
+template <typename W>
+inline void bins_of(const W* p, int64_t n, int32_t* bins) {
+  for (int64_t i = 0; i < n; ++i) bins[i] = bin_of(float(p[i]));
+}
+
+// Signs of a block's bins.
+template <typename W>
+inline void signs_of(const W* p, int64_t n, const W* signs, W* out) {
+  int32_t bins[kBlock];
+  bins_of(p, n, bins);
+  for (int64_t i = 0; i < n; ++i) out[i] = signs[bins[i]];
+}
+
+// Adds the numbers of a block to their bins' counts, in two tables by turns: an increment of the same
+// bin would wait for the last one.
+template <typename W>
+FASTKD_KERNEL void count_by_bins(const W* p, int64_t n, int32_t* counts) {
+  int32_t bins[kBlock];
+  bins_of(p, n, bins);
+  int64_t i = 0;
+  for (; i + 2 <= n; i += 2) ++counts[bins[i]], ++counts[kBins + bins[i + 1]];
+  if (i < n) ++counts[bins[i]];
+}
+
+// Adds Σ p·sign of a block to ``sum``, with the signs of the bins. Writes the indices of entries
+// whose sign is 0 to ``places``, and returns their end.
+template <typename W>
+FASTKD_KERNEL int32_t* sum_by_sign(const W* p, int64_t n, const W* signs, double* sum,
+                                   int32_t* places) {
+  W sign[kBlock];
+  signs_of(p, n, signs, sign);
+  Vector<double> sums[kWide<W>]{};
+  each<W>(n, [&](int64_t i, int64_t count) {
+    const Vector<W> s = load(sign + i, count, W(1)), x = load(p + i, count) * s;
+    for (int j = 0; j < kWide<W>; ++j) sums[j] += widened<W>(x, j);
+    // The product of signs is 0 if one is.
+    if (product_of<W, kLanes<W>>(s) != 0) return;
+    for (int64_t j = i; j < i + count; ++j) {
+      *places = int32_t(j);
+      places += sign[j] == 0;
+    }
+  });
+  *sum += sum_of_parts<W>(sums);
+  return places;
+}
+
+template <typename W>
+FASTKD_KERNEL void multiply_by_sign(W* p, int64_t n, W gradient, W weight, const W* signs) {
+  W sign[kBlock];
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t count = std::min(kBlock, n - start);
+    signs_of(p + start, count, signs, sign);
+    for (int64_t i = 0; i < count; ++i) p[start + i] *= gradient + weight * sign[i];
+  }
 }
