@@ -83,7 +83,8 @@ fuzz: $(VENV)/installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test,
-# and its operators, called from Python, under the first two.
+# which skips the states that csrc/sanitized.json has from here, and its operators, called from
+# Python, under the first two.
 sanitize: $(VENV)/installed
 	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q \
 	  tests/test_row_kernels.py tests/test_extension.py -k "sanitizers or races"
