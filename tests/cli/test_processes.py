@@ -27,6 +27,7 @@ from tests.cli.test_demo import write_packaged
 from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
 from tests.train.tasks import test_question_answering, test_seq2seq
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
+from tests.train.tasks.test_two_tokenizers import make_student
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
@@ -46,11 +47,19 @@ RUNS: dict[str, dict] = {
         "masked-lm": {},
         "question-answering": {},
     }.items()},
+    "two tokenizers": {
+        "task": "causal-lm", "student": "student", "unmatched": "bucket", "epochs": 1,
+        "max_train_rows": 20,
+    },
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded parts": {"method": "fcd", "gather": True, "accumulate": 2},
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
+        "sharded, two tokenizers": {
+            "task": "causal-lm", "student": "student", "unmatched": "sorted", "method": "fcd",
+            "gather": True,
+        },
     }.items()},
 }  # fmt: skip
 STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
@@ -110,14 +119,15 @@ def words(tmp_path_factory):
     (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
     make_teacher(folder / "token-classification", head=False, **still)
     make_decoder(folder / "causal-lm")
+    make_student(folder / "student")
     for seed, part in enumerate(("train", "eval")):
         write_tagged(folder / f"token-classification.{part}.jsonl", ROWS, seed)
         write_text(folder / f"causal-lm.{part}.jsonl", ROWS, seed)
     make_others(folder, still)
 
     def make(out, processes, command="distill", **options):
-        if "unlabelled" in options:
-            options["unlabelled"] = folder / options["unlabelled"]
+        for name in {"unlabelled", "student"} & options.keys():
+            options[name] = folder / options[name]
         usual = {
             "teacher": folder / "teacher",
             "train": folder / "train.tsv",

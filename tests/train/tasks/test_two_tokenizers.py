@@ -120,6 +120,10 @@ def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
         finetune=False,
     )
     assert report["student"]["bits_per_byte"] > 0
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    written = run("export", model=tmp_path / "run/student", out=tmp_path / "model.onnx")
+    assert "outputs agree with ONNX Runtime's" in written
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/student")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / "student").get_vocab()
 
