@@ -14,12 +14,15 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
+from torch._dynamo import guards
 
 from fastkd._core import dispatch
 from fastkd._core.products import HALF
 from tests.support.interpreter import MARKS, prepare
 
 prepare()
+# Dynamo empties the processor's caches to time each graph's guards, for a line of its log.
+guards.profile_guard_manager = lambda *_: 0.0
 
 # Without a GPU `torch.manual_seed` formats its caller's stack three times.
 seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
