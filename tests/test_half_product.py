@@ -138,6 +138,37 @@ def test_products_with_and_without_matrix_instructions(has_unit, monkeypatch):
     torch.testing.assert_close(narrow, (total / 2).bfloat16(), rtol=2.0**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_on_a_gpu(dtype, adds, monkeypatch):
+    """With CUDA's forms of mm and addmm, which give float32, written for the CPU."""
+
+    def mm(a, b, *, out_dtype, out=None):
+        assert a.dtype == b.dtype == dtype and out_dtype == torch.float32
+        return torch.matmul(a.float(), b.float(), out=out)
+
+    def addmm(total, a, b, *, out_dtype, out):
+        assert out is total and total.dtype == out_dtype
+        return out.add_(mm(a, b, out_dtype=out_dtype))
+
+    monkeypatch.setattr(products, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(products, "_uses_half_product", lambda x: False)
+    monkeypatch.setattr(products, "_adds_to_float32", lambda device: adds)
+    monkeypatch.setattr(products, "TILE_ENTRIES", (200, 200))
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    x, grad = matrix(20, 33, dtype), matrix(20, 50, dtype, seed=1).float() * 1e-6
+    scaled, factor = products.scaled_for_products(grad, dtype)
+    assert scaled.dtype == dtype and (factor is None) == (dtype == torch.bfloat16)
+    total = torch.full((50, 33), float("nan"))
+    products.add_product(total, scaled, x, factor, first=True)
+    wanted = grad.T.double() @ x.double()
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-2, atol=1e-7)
+    once = total.clone()
+    products.add_product(total, scaled, x, factor, first=False)
+    torch.testing.assert_close(total, 2 * once)
+
+
 @needs_unit
 def test_operator_has_a_fake_implementation():
     args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False

@@ -63,6 +63,10 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
     With ``first`` the product overwrites ``total``. If it is the only product, ``total`` may be
     bfloat16 on the CPU. ``grad`` and ``factor`` come from `scaled_for_products`. No second matrix
     of the size of ``total`` is allocated.
+
+    On a GPU a product of bfloat16 is added by the multiplication itself, which reads and writes
+    ``total`` once. In float16 the factor comes between the two: a tile of products is written,
+    multiplied and added.
     """
     if _uses_half_product(x):
         torch.ops.fastkd_cpp.half_product(total, grad.T, x, not first)
@@ -74,6 +78,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
             return
         for tile in _tiles(total):
             total[tile] = grad[:, tile].T @ wide
+        return
+    if factor is None and first:
+        torch.mm(grad.T, x, out_dtype=torch.float32, out=total)
+        return
+    if factor is None and _adds_to_float32(x.device):
+        torch.addmm(total, grad.T, x, out_dtype=torch.float32, out=total)
         return
     for tile in _tiles(total):
         out = total[tile]
@@ -127,6 +137,18 @@ def _uses_half_product(x: Tensor) -> bool:
 def _has_half_product() -> bool:
     older = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")  # CPU or environment
     return extension.CPU and not older and bool(torch.ops.fastkd_cpp.has_half_product())
+
+
+@functools.cache
+def _adds_to_float32(device: torch.device) -> bool:
+    """Whether `torch.addmm` adds a product of bfloat16 to a float32 matrix; torch 2.8 refused."""
+    total = torch.zeros(1, 1, device=device)
+    half = total.bfloat16()
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _on_gpu(x: Tensor) -> bool:
