@@ -351,6 +351,10 @@ def _match_or_number(
                 f"unmatched={unmatched!r} needs a VocabularyMatch as vocabulary; pass one, or "
                 "leave it out"
             )
+        if not isinstance(vocabulary, int | None):
+            raise TypeError(
+                f"vocabulary must be an int or a VocabularyMatch, got {type(vocabulary).__name__}"
+            )
         return None, vocabulary
     if unmatched == "renormalise" and not len(vocabulary.student_ids):
         raise ValueError(

@@ -65,7 +65,7 @@ class CrossEntropy:
     def __post_init__(self) -> None:
         if not isinstance(self.labels, Tensor):
             raise TypeError(f"labels must be a Tensor, got {type(self.labels).__name__}")
-        _check_integers("labels", self.labels)
+        check_integers("labels", self.labels)
         check_number("weight", self.weight, at_least=0)
         check_fraction("label_smoothing", self.label_smoothing)
         check_number("z_loss", self.z_loss, at_least=0)
@@ -136,7 +136,7 @@ class TopK:
         check_no_grad("log_probs", self.log_probs)
         if not isinstance(self.ids, Tensor):
             raise TypeError(f"ids must be a Tensor, got {type(self.ids).__name__}")
-        _check_integers("ids", self.ids)
+        check_integers("ids", self.ids)
         check_shape("ids", self.ids, self.log_probs.shape, "the shape of log_probs")
         if self.ids.device != self.log_probs.device:
             raise ValueError(
@@ -266,7 +266,7 @@ class ImportanceRatio:
         check_no_grad("old_log_probs", self.old_log_probs)
         if not isinstance(self.ids, Tensor):
             raise TypeError(f"ids must be a Tensor, got {type(self.ids).__name__}")
-        _check_integers("ids", self.ids)
+        check_integers("ids", self.ids)
         check_shape("ids", self.ids, self.old_log_probs.shape, "the shape of old_log_probs")
         check_number("at_most", self.at_most, above=0)
 
@@ -294,6 +294,7 @@ def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -
         raise ValueError(f"{name} must be {what} 0 to {end - 1}, got {wrong}")
 
 
-def _check_integers(name: str, x: Tensor) -> None:
+def check_integers(name: str, x: Tensor) -> None:
+    """Raise unless x has an integer dtype."""
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise TypeError(f"{name} must be integers, got {x.dtype}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_positive_int
+from fastkd.targets import check_ids_below, check_integers
 
 # eos comes first: where one token has several roles, it is matched as the end of a text.
 ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")
@@ -70,7 +71,16 @@ class VocabularyMatch:
 
         The sizes are the tokenizers'. A model whose head has more rows (padding) takes them by
         ``dataclasses.replace(match, student_size=rows)``.
+
+        Raises:
+            TypeError: a tokenizer that isn't one of transformers.
         """
+        for name, tokenizer in (("student", student_tokenizer), ("teacher", teacher_tokenizer)):
+            if not hasattr(tokenizer, "get_vocab"):
+                raise TypeError(
+                    f"{name}_tokenizer must be a tokenizer of transformers, got "
+                    f"{type(tokenizer).__name__}"
+                )
         students, teachers = _texts(student_tokenizer), _texts(teacher_tokenizer)
         pairs: dict[int, int] = {}
         for role in ROLES:
@@ -98,17 +108,29 @@ class VocabularyMatch:
             side: "student" or "teacher".
 
         Raises:
-            ValueError: no ids, or an unknown side.
+            ValueError, TypeError: no ids, ids of another vocabulary, or an unknown side.
         """
         check_choice("side", side, ("student", "teacher"))
+        if isinstance(ids, str):
+            raise TypeError("ids must be token ids, got a str; tokenize the text")
         tokens = torch.as_tensor(ids)
         if not tokens.numel():
             raise ValueError("ids must have at least one token, got none")
+        check_integers("ids", tokens)
+        check_ids_below("ids", tokens, getattr(self, f"{side}_size"))
         matched: Tensor = getattr(self, f"{side}_ids")
         return torch.isin(tokens, matched.to(tokens.device)).double().mean().item()
 
     def student_of(self, teacher_ids: Tensor) -> Tensor:
-        """The student's id of each of the teacher's tokens, of any shape; −1 where it has none."""
+        """The student's id of each of the teacher's tokens, of any shape; −1 where it has none.
+
+        Raises:
+            ValueError, TypeError: ids that aren't a Tensor of the teacher's token ids.
+        """
+        if not isinstance(teacher_ids, Tensor):
+            raise TypeError(f"teacher_ids must be a Tensor, got {type(teacher_ids).__name__}")
+        check_integers("teacher_ids", teacher_ids)
+        check_ids_below("teacher_ids", teacher_ids, self.teacher_size)
         ours, theirs = (x.to(teacher_ids.device) for x in (self.student_ids, self.teacher_ids))
         student_of = torch.full((self.teacher_size,), -1, device=ours.device)
         return student_of.index_copy_(0, theirs, ours)[teacher_ids.long()]

@@ -311,6 +311,8 @@ def test_wrong_arguments_raise_one_sentence():
             soft_target_loss(student, teacher, **options)
     with pytest.raises(ValueError, match="teacher_logits must have shape"):
         soft_target_loss(student, teacher[:2], vocabulary=match)
+    with pytest.raises(TypeError, match="an int or a VocabularyMatch, got tuple"):
+        soft_target_loss(student, teacher, vocabulary=(9, 12))
     top = TopK(torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, 1))
     with pytest.raises(ValueError, match="needs the teacher's whole distribution"):
         soft_target_loss(student, top, vocabulary=match)

@@ -144,6 +144,16 @@ def test_coverage_and_repr():
         match.coverage([])
     with pytest.raises(ValueError, match="side"):
         match.coverage(ids, "pupil")
+    with pytest.raises(ValueError, match="ids must be token ids 0 to"):
+        match.coverage([len(student)])
+    with pytest.raises(TypeError, match="got a str; tokenize the text"):
+        match.coverage(TEXTS[0])
+    with pytest.raises(TypeError, match="teacher_ids must be a Tensor, got list"):
+        match.student_of([1])
+    with pytest.raises(ValueError, match="teacher_ids must be token ids 0 to"):
+        match.student_of(torch.tensor([-1]))
+    with pytest.raises(TypeError, match="teacher_tokenizer must be a tokenizer of transformers"):
+        VocabularyMatch.of(student, "gpt2")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -9,6 +10,15 @@ from fastkd._core.checks import check_positive_int
 from fastkd.targets import SLACK, TopK
 
 Entry = Sequence[tuple[int, float]]  # ids and log-probabilities, in any order
+
+
+def positions_of(name: str, entries: Any) -> Sequence[Any]:
+    """The entries, checked to be a list of one prompt's positions."""
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise TypeError(
+            f"{name} must be a list with an entry for each position, got {type(entries).__name__}"
+        )
+    return entries
 
 
 def from_entries(name: str, entries: Sequence[Entry], k: int) -> TopK:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastkd.integrations._served import from_entries
+from fastkd.integrations._served import from_entries, positions_of
 from fastkd.targets import TopK
 
 __all__ = ["top_k"]
@@ -37,7 +37,8 @@ def top_k(input_top_logprobs: Sequence[Sequence[Sequence[Any]] | None], k: int) 
     tensor([[3, 7]])
     """
     entries = [
-        [_pair(value, i) for value in entry or ()] for i, entry in enumerate(input_top_logprobs)
+        [_pair(value, i) for value in entry or ()]
+        for i, entry in enumerate(positions_of("input_top_logprobs", input_top_logprobs))
     ]
     return from_entries("input_top_logprobs", entries, k)
 

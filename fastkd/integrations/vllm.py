@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastkd.integrations._recorded import RecordedBlock, Recordings
-from fastkd.integrations._served import from_entries
+from fastkd.integrations._served import from_entries, positions_of
 from fastkd.targets import TopK
 
 __all__ = ["recorded_teacher", "top_k"]
@@ -48,8 +48,8 @@ def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
     tensor([[3, 7]])
     """
     entries = [
-        [(_token(key, i), _value(value, i)) for key, value in (entry or {}).items()]
-        for i, entry in enumerate(prompt_logprobs)
+        [(_token(key, i), _value(value, i)) for key, value in _mapping(entry, i).items()]
+        for i, entry in enumerate(positions_of("prompt_logprobs", prompt_logprobs))
     ]
     return from_entries("prompt_logprobs", entries, k)
 
@@ -104,6 +104,12 @@ def recorded_teacher(
         block.forward = RecordedBlock(block, following, i + 1, recordings)
     backbone.stack.register_forward_pre_hook(recordings.read, with_kwargs=True)
     return model
+
+
+def _mapping(entry: Any, i: int) -> Mapping[Any, Any]:
+    if not isinstance(entry, Mapping | None):
+        raise TypeError(f"prompt_logprobs[{i}] must be a dict or None, got {type(entry).__name__}")
+    return entry or {}
 
 
 def _token(key: Any, i: int) -> int:

@@ -102,6 +102,8 @@ def one(**values):
         ([None, {"the": Logprob(-1.0)}], r"prompt_logprobs\[1\] must have token ids as keys"),
         ([None, {-1: Logprob(-1.0), 2: Logprob(-1.0)}], r"token ids from 0, got -1"),
         ([None, {"1": Logprob(-1.0), 1: Logprob(-1.0)}], r"must not have a token twice"),
+        (None, "must be a list with an entry for each position, got NoneType"),
+        ([None, [1, 2]], r"prompt_logprobs\[1\] must be a dict or None, got list"),
     ],
 )
 def test_wrong_vllm_entries_raise_one_sentence(entries, message):
@@ -117,6 +119,7 @@ def test_wrong_vllm_entries_raise_one_sentence(entries, message):
         ([None, [(0.5, 3, "a"), (-1.0, 2, "b")]], r"input_top_logprobs\[1\] .* got 0.5"),
         ([None, [("a", 3), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
         ([None, [(-1.0,), (-1.0, 2)]], r"input_top_logprobs\[1\] must have \(log-probability"),
+        ("abc", "must be a list with an entry for each position, got str"),
     ],
 )
 def test_wrong_sglang_entries_raise_one_sentence(entries, message):
