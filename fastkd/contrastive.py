@@ -717,7 +717,8 @@ class _TritonPositions(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.contrastive import cos_nce_positions, scale_in_place
+        from fastkd.kernels.contrastive import cos_nce_positions
+        from fastkd.kernels.upstream import scale_in_place
 
         labels, mask, weights, *features = ctx.saved_tensors
         n, reduction = ctx.options.layers, ctx.options.reduction

@@ -335,7 +335,9 @@ def soft_target_loss(
     runs_on = backend_of(backend, "soft_target_loss", student)
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
-    function = _TritonSoftTargets if runs_on == "triton" and match is None else _SoftTargets
+    function: type[torch.autograd.Function] = _SoftTargets
+    if runs_on == "triton" and match is None:
+        function = _TritonTopK if soft.tail else _TritonSoftTargets
     loss = apply(function, options, student, mask, denominator, weights, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -589,46 +591,82 @@ def _matched_soft_targets(
 
 
 class _TritonSoftTargets(torch.autograd.Function):
-    """Kernels for the loss, and others that read the logits again for the gradient."""
+    """Loss of logits, and its gradient in the same kernel, for an upstream gradient of 1.
+
+    The backward pass multiplies the gradient in place. It computes the gradient instead where it
+    is needed a second time, for "none", and in float16, which can't hold it before the loss scale
+    is multiplied in.
+    """
 
     @staticmethod
-    def forward(ctx, options, student, mask, denominator, weights, *teacher):
-        from fastkd.kernels import soft_targets as kernels
-        from fastkd.kernels import soft_targets_top_k as of_top_k
+    def forward(ctx, options, student, mask, denominator, weights, teacher):
+        from fastkd.kernels.soft_targets import soft_targets
 
-        student, targets = dense_rows(student, teacher[0])  # logits, or ids
-        soft = ctx.soft = options.soft
-        if soft.tail:
-            given = student, targets, teacher[1], mask
-            loss, *saved = of_top_k.top_k_forward(*given, *soft.top_k_per_row)
-        else:
-            loss, *saved = kernels.soft_target_forward(student, targets, mask, *soft.per_row)
-        if weights is not None:
-            loss = loss * weights
-        divisor = None
-        if options.reduction != "none":
-            counts = options.reduction == "batchmean"
-            loss, divisor = kernels.soft_target_reduce(loss, mask, denominator, counts)
-        save_for_backward(ctx, student, targets, mask, divisor, weights, *saved)
+        student, teacher = dense_rows(student, teacher)
+        in_backward = options.reduction == "none" or student.dtype == torch.float16
+        ctx.options, ctx.computed = options, ctx.needs_input_grad[1] and not in_backward
+        soft: SoftTargetOptions = options.soft
+        given = student, teacher, mask, weights, denominator
+        loss, *gradient = soft_targets(*given, options.reduction, *soft.per_row, ctx.computed)
+        save_for_backward(ctx, *given, *gradient)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import soft_targets as kernels
-        from fastkd.kernels import soft_targets_top_k as of_top_k
+        from fastkd.kernels.soft_targets import soft_target_gradient
+        from fastkd.kernels.upstream import scale_in_place
 
-        student, targets, mask, divisor, weights, *saved = ctx.saved_tensors
-        if weights is not None:  # one upstream gradient for each row
-            grad = (grad if divisor is None else grad / divisor) * weights
-            divisor = None
-        given, upstream, soft = (student, targets, mask), (divisor, grad), ctx.soft
-        if soft.tail:
-            dstudent = of_top_k.top_k_backward(*given, saved, *upstream, *soft.top_k_per_row)
+        student, teacher, mask, weights, denominator, *gradient = ctx.saved_tensors
+        if not ctx.computed:
+            soft: SoftTargetOptions = ctx.options.soft
+            given = student, teacher, mask, weights, denominator
+            dstudent = soft_target_gradient(*given, grad, ctx.options.reduction, *soft.per_row)
+        elif torch.compiler.is_compiling():
+            dstudent = times_upstream(gradient[0], grad, student.dtype)
         else:
-            (stats,) = saved
-            dstudent = kernels.soft_target_backward(*given, stats, *upstream, *soft.per_row)
-        return None, dstudent, None, None, None, None, *[None] * bool(soft.tail)
+            (dstudent,), ctx.computed = gradient, False
+            scale_in_place(dstudent, grad)
+        return None, dstudent, None, None, None, None
+
+
+class _TritonTopK(torch.autograd.Function):
+    """Loss and the outcomes' gradient by kernels, and another that spreads it over the tokens."""
+
+    @staticmethod
+    def forward(ctx, options, student, mask, denominator, weights, ids, log_probs):
+        from fastkd.kernels.soft_targets_top_k import top_k_forward
+
+        student, ids = dense_rows(student, ids)
+        soft, needs_grad = options.soft, ctx.needs_input_grad[1]
+        ctx.kernel_options = soft.tail, soft.temperature
+        loss, *saved = top_k_forward(
+            student,
+            ids,
+            log_probs,
+            mask,
+            weights,
+            denominator,
+            options.reduction,
+            soft.tail,
+            soft.form,
+            soft.temperature,
+            soft.scale,
+            soft.scale / soft.temperature,
+            soft.coefficient,
+            needs_grad,
+        )
+        save_for_backward(ctx, student, ids, mask, *saved)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        from fastkd.kernels.soft_targets_top_k import top_k_backward
+
+        student, ids, mask, *saved = ctx.saved_tensors
+        dstudent = top_k_backward(student, ids, mask, saved, grad, *ctx.kernel_options)
+        return None, dstudent, None, None, None, None, None
 
 
 def linear_soft_target_loss_ref(

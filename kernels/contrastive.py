@@ -9,9 +9,9 @@ Data path of up to 16 samples whose negatives are those of the batch. One progra
 three 16 × 16 products ẑ·ẑ, t̂·t̂ and ẑ·t̂ that give norms and cosines, then again from the caches
 for the gradient a = M t̂ with M_ij = w − v·(i = j), and writes it. `cos_nce_reduce_kernel` adds the
 positions' losses. With a mask or labels `cos_nce_count_kernel` first counts the positions of the
-mean. `cos_nce_scaled_kernel` multiplies the gradient by the upstream gradient, and returns at once
-if that is 1. With E = B·P·D elements of s bytes on each side: 2Es read and Es written in the
-forward pass, 3Es bytes, or 5Es with an upstream gradient other than 1. float16 would underflow, and
+mean. `fastkd.kernels.upstream` multiplies the gradient by the upstream gradient, without work if
+that is 1. With E = B·P·D elements of s bytes on each side: 2Es read and Es written in the forward
+pass, 3Es bytes, or 5Es with an upstream gradient other than 1. float16 would underflow, and
 "none" has many upstream gradients: there the backward pass visits the positions again, 5Es.
 16·8·E operations on the tensor cores. Bound by bandwidth.
 
@@ -653,20 +653,6 @@ def cos_nce_count_kernel(
     tl.store(counts_ptr + tl.program_id(0), tl.sum(tl.sum(compared, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=["size"])
-def cos_nce_scaled_kernel(
-    dx_ptr,  # (size,)
-    upstream_ptr,  # ()
-    size,
-    BLOCK: tl.constexpr,
-):
-    upstream = tl.load(upstream_ptr).to(tl.float32)
-    if upstream != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        dx = tl.load(dx_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, dx * upstream, mask=at < size)
-
-
 @triton.jit
 def _sum_of(x_ptr, count, BLOCK: tl.constexpr):
     """Sum of ``count`` entries."""
@@ -833,18 +819,6 @@ def cos_nce_positions(
             partial, counts, loss, None, layers * programs, counted, scale, BLOCK=1024
         )
     return [loss] if dx is None else [loss, dx]
-
-
-def _scaled_shapes(dx, upstream):
-    return None
-
-
-@operator(_scaled_shapes, mutates=[0])
-def scale_in_place(dx: Tensor, upstream: Tensor) -> None:
-    """Multiply a contiguous gradient by ``upstream`` (), without work if that is 1."""
-    cos_nce_scaled_kernel[(cdiv(dx.numel(), 4096),)](
-        dx, upstream, dx.numel(), BLOCK=4096, num_warps=8
-    )
 
 
 def _gradient_shapes(students, teachers, mask, saved, dloss, own):

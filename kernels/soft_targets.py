@@ -1,30 +1,46 @@
 """Soft targets: divergence of softened teacher and student logits, and its gradient.
 
-Data path. Forward: a program reads its rows in blocks of the vocabulary. Each thread keeps running
-maxima, sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when
-its maximum grows; at the end of the row the threads combine these. So one read of student and
-teacher logits is enough for either KL. All other divergences need the normalisers first and read
-the logits twice; adaptive KL determines its head in between, by two histograms of the teacher's
-logits. Each row stores its loss and six numbers for its gradient; one program adds the losses.
-Backward: one read of the logits, and one write of the gradient, multiplied by the upstream
-gradient. No other tensor has the size of the logits. Logits that are computed from hidden states in
-chunks are overwritten by their gradient.
+Data path. A program reads its rows in blocks of the vocabulary. Each thread keeps running maxima,
+sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when its
+maximum grows; at the end of the row the threads combine these. So one read of student and teacher
+logits is enough for the value of either KL. All other divergences need the normalisers first and
+read the logits twice; adaptive KL determines its head in between, by two histograms of the
+teacher's logits. Where a gradient is needed, the program then reads the row again and writes its
+gradient, divided by the number of real rows, which `soft_target_count_kernel` counts before.
+`soft_target_reduce_kernel` adds the rows' losses. No other tensor has the size of the logits.
+Logits that are computed from hidden states in chunks are overwritten by their gradient.
+
+The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
+backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
+gradients: there the forward pass reads the logits for the loss alone, and the backward pass does
+the whole work again, as a second backward pass does.
 
 Exponentials are powers of 2, of (z − max)·log2(e)/τ. A fused multiply-add would save the
 subtraction, but the exponent of the maximum itself would be a rounding error instead of 0.
 
-Reads of the logits, forward + backward:
+Reads of the logits, with the gradient's, of which only the first has to come from memory:
 
-    forward_kl, reverse_kl    1 + 1 of student and teacher
-    the same above HOT        2 + 1 of student and teacher
-    adaptive_kl               2 + 1 of student and teacher, and 2 of the teacher
-    all others                2 + 1 of student and teacher
+    forward_kl, reverse_kl    2 of student and teacher
+    the same above HOT        3 of student and teacher
+    adaptive_kl               3 of student and teacher, and 2 of the teacher
+    all others                3 of student and teacher
 
 Above the temperature HOT the losses are much smaller than the terms of a sum without normalisers:
 multiplied by τ², the sum's rounding error would be as large as the loss.
 
-With E = R·V elements of s bytes a KL moves 5Es bytes, adaptive_kl 9Es, all others 7Es. About 20E
-operations for a KL, 40E for js. Bound by bandwidth, except for adaptive_kl's counting.
+With E = R·V elements of s bytes at least 3Es bytes move: 2Es read and Es written. About 40E
+instructions for a KL, 90E for js. A KL is bound by bandwidth, js by instructions, adaptive_kl by
+counting.
+
+What comes from memory depends on the L2 cache. P programs at a time read rows of 2Vs bytes, and a
+cache of C bytes holds the fraction f = min(1, C / 2PVs) of them. Each pass but the first runs
+against the one before, so it finds that fraction in the cache and reads 2(1 − f)Es bytes from
+memory. One program fills a multiprocessor (two where a thread has at most 32 registers), and
+gradients are stored as data that is not read again. In bfloat16, with one program:
+
+    C, P                  3Es up to V = C / 2Ps     V = 128,256: KL, others    V = 152,064
+    H100: 50 MB, 132       94,000                   3.5Es, 4.0Es               3.8Es, 4.5Es
+    B200: 126 MB, 148     212,000                   3Es, 3Es                   3Es, 3Es
 
 The gradients of the sums of a row, with respect to the student's logits over τ:
 
@@ -48,58 +64,64 @@ from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import rounded
 
-STATS = tl.constexpr(6)
 HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
+LEAST = tl.constexpr(-200.0)  # power of 2 that is 0 in float32
 BINS = tl.constexpr(256)  # of a histogram: one per thread
 # More than the difference of two sums of rounded masses.
 SLACK = tl.constexpr(1e-5)
+LONG = 16384  # longest row of which several share a multiprocessor
 HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
 # Divergences computed in one read of the logits, and divergences with another form above HOT.
 ONE_READ = ("forward_kl", "reverse_kl")
 WITH_HOT_FORM = (*ONE_READ, "js")
 OF_MIXTURE = ("generalized_js", "skew_kl", "skew_reverse_kl")
+# Long rows' divergences with more intermediate values, or with registers for a second program.
+FEWER_AT_A_TIME = (*OF_MIXTURE, "mixed", "total_variation", "js")
 
 
-def blocks(V: int, divergence: str) -> dict[str, int]:
-    """Block sizes and warps for a vocabulary of V.
+def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
+    """Block sizes and warps for a vocabulary of V, and the logits of a thread.
 
-    There are only two shapes, for few compiled forms. Long rows are read in blocks of 4096 student
-    and teacher logits, 16 per thread: enough loads in flight, and few enough registers for several
-    programs per multiprocessor. Divergences with more intermediate values read half as many. Up to
-    1024 tokens, 16 rows share a program; without a bound on its registers the assembler uses 80 and
-    spills one value.
+    A lane reads WIDTH adjacent logits in each part of a block: 16 bytes of aligned rows, otherwise
+    one logit next to its neighbour's, and 4 logits of short rows, to save registers. There are few
+    shapes, for few compiled forms:
+
+    - Up to 1024 tokens a warp reads a row, and 8 rows share a program. Without a bound on its
+      registers the assembler uses 80 and spills one value.
+    - Rows up to LONG tokens have a program of 8 warps, several of which share a multiprocessor.
+    - Longer rows have a program that fills a multiprocessor, so that few rows are read at a time
+      and the L2 cache still holds logits for the next pass. Divergences with more intermediate
+      values read fewer logits at a time, and those of a mixture have half as many threads.
     """
-    if V > 1024:
-        block_v = 4096 if divergence in ONE_READ else 2048
-        return {"BLOCK_R": 1, "BLOCK_V": block_v, "num_warps": 8}
-    return {"BLOCK_R": 16, "BLOCK_V": 128, "num_warps": 8, "maxnreg": 168}
-
-
-def forward_blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
-    """`blocks`, and the logits of a thread: WIDTH at a time, of one lane in each part of a block.
-
-    A thread loads 16 bytes of aligned rows, otherwise one logit next to its neighbour's, and 4
-    logits of short rows, to save registers. Short rows have one part and share 256 lanes;
-    adaptive_kl has one row per program.
-    """
-    config = blocks(V, divergence)
-    if V > 1024:
-        if divergence in OF_MIXTURE:  # without a bound the assembler uses 64 and spills
-            config["maxnreg"] = 128
-        return config | {"LANES": 256, "WIDTH": 16 // element_size if aligned else 1}
-    if divergence == "adaptive_kl":
-        return config | {"BLOCK_R": 1, "BLOCK_V": 1024, "LANES": 256, "WIDTH": 4 if aligned else 1}
-    return config | {"BLOCK_R": 8, "LANES": 32, "WIDTH": 4 if aligned else 1}
+    if V <= 1024:
+        width = {"WIDTH": 4 if aligned else 1, "num_warps": 8, "maxnreg": 168}
+        if divergence == "adaptive_kl":  # a row for each program
+            return {"BLOCK_R": 1, "BLOCK_V": 1024, "LANES": 256, **width}
+        return {"BLOCK_R": 8, "BLOCK_V": 128, "LANES": 32, **width}
+    warps, logits = 8, 16 if divergence in ONE_READ else 8  # of a thread
+    if V > LONG and divergence != "adaptive_kl":
+        warps = 16 if divergence in OF_MIXTURE else 32
+        logits = 8 if divergence in FEWER_AT_A_TIME else 32 // element_size
+    lanes = 32 * warps
+    config = {"BLOCK_R": 1, "BLOCK_V": logits * lanes, "LANES": lanes, "num_warps": warps}
+    if divergence in (*OF_MIXTURE, "js") and warps < 32:
+        config["maxnreg"] = 128  # without a bound the assembler uses 64 and spills
+    return config | {"WIDTH": 16 // element_size if aligned else 1}
 
 
 @triton.jit
-def _load(row_ptr, column, V, is_real):
-    """Logits (BLOCK_R, PARTS, LANES, WIDTH) in fp32, −inf outside the vocabulary."""
-    inside = is_real[:, None, None, None] & (column < V)
-    z = tl.load(row_ptr[:, None, None, None] + column, mask=inside, other=-float("inf"))
-    return z.to(tl.float32)
+def _by_row(x):
+    """(BLOCK_R,) as (BLOCK_R, 1, 1, 1)."""
+    return x[:, None, None, None]
+
+
+@triton.jit
+def _load(row_ptr, column, V, is_real, other=-float("inf")):
+    """Logits (BLOCK_R, PARTS, LANES, WIDTH) in fp32, ``other`` outside the vocabulary."""
+    inside = _by_row(is_real) & (column < V)
+    return tl.load(_by_row(row_ptr) + column, mask=inside, other=other).to(tl.float32)
 
 
 @triton.jit
@@ -107,6 +129,15 @@ def _columns(PARTS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
     """Column indices (1, PARTS, LANES, WIDTH) in a block; a lane's WIDTH columns are adjacent."""
     part = tl.arange(0, PARTS)[None, :, None, None] * (LANES * WIDTH)
     return part + (tl.arange(0, LANES) * WIDTH)[None, None, :, None] + tl.arange(0, WIDTH)
+
+
+@triton.jit
+def _from_end(done, V, BLOCK_V: tl.constexpr):
+    """First column of the block to read after ``done`` columns, from the row's last block on.
+
+    The pass before read these columns last, so they may still be in the L2 cache.
+    """
+    return tl.cdiv(V, BLOCK_V) * BLOCK_V - BLOCK_V - done
 
 
 @triton.jit
@@ -142,6 +173,19 @@ def _times(p, x):
 def _log_one_plus_exp(gap):
     """log(1 + e^gap) − max(gap, 0), equal for gap and −gap."""
     return tl.log(1.0 + tl.exp(-tl.abs(gap)))
+
+
+@triton.jit
+def _above_mean(gap):
+    """log2(p/m) for the larger p of two probabilities, 2^gap of the smaller, and their mean m.
+
+    That is log2(2 / (1 + 2^−gap)) = −log2(1 − s/2) with s = 1 − 2^−gap, by a polynomial with a
+    relative error of 2e-8. In float32 log2 would take twice as many instructions.
+    """
+    s = 1.0 - tl.exp2(-gap)
+    series = 0.014175266 + s * (-0.0095567955 + s * 0.0040607017)
+    series = 0.021893354 + s * (0.012155281 + s * (-0.0045881984 + s * series))
+    return s * (0.7213475 + s * (0.1803343 + s * (0.06017853 + s * series)))
 
 
 @triton.jit
@@ -314,23 +358,117 @@ def _adaptive(
     return share, tl.sum(forward_kl, axis=0), tl.sum(reverse_kl, axis=0)
 
 
-@triton.jit(do_not_specialize=["R"])
-def soft_target_forward_kernel(
+@triton.jit
+def _write_gradient(
+    student_row,  # (BLOCK_R,)
+    teacher_row,
+    dstudent_row,
+    columns,
+    is_real,
+    exists,
+    V,
+    slope,
+    coefficient,
+    by,  # factor of the gradient with respect to the logits over τ, 0 for masked rows
+    base_s,
+    sum_s,
+    base_t,
+    sum_t,
+    expectation,
+    share,
+    DIVERGENCE: tl.constexpr,
+    IS_HOT: tl.constexpr,
+    DESCENDS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write the gradients of rows from their statistics, each (BLOCK_R, 1, 1, 1)."""
+    to_student, to_teacher = by / sum_s, by / sum_t
+    log_ratio = tl.log2(sum_t / sum_s)
+    log_s, log_t = tl.log2(sum_s), tl.log2(sum_t)
+    for done in range(0, V, BLOCK_V):
+        start = done
+        if DESCENDS:
+            start = _from_end(done, V, BLOCK_V)
+        z_s = _load(student_row, start + columns, V, is_real, 0.0)
+        z_t = _load(teacher_row, start + columns, V, is_real, 0.0)
+        x_s, x_t = (z_s - base_s) * slope, (z_t - base_t) * slope
+        if DIVERGENCE == "forward_kl":
+            grad = tl.exp2(x_s) * to_student - tl.exp2(x_t) * to_teacher
+        elif (
+            DIVERGENCE == "total_variation"
+            or DIVERGENCE == "negative_log_acceptance"
+            or DIVERGENCE == "lk"
+        ):
+            p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)  # compared as for the loss
+            grad = p_s * (expectation - _below(p_s, p_t))
+            if DIVERGENCE == "negative_log_acceptance":
+                grad = grad * share
+            if DIVERGENCE == "lk":
+                grad = share * (p_s - p_t) + (1.0 - share) * grad
+            grad = grad * by
+        elif (
+            DIVERGENCE == "skew_kl"
+            or DIVERGENCE == "skew_reverse_kl"
+            or DIVERGENCE == "generalized_js"
+        ):
+            p_s, p_t = tl.exp2(x_s) / sum_s, tl.exp2(x_t) / sum_t
+            m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+            if DIVERGENCE == "skew_kl":
+                grad = p_s * expectation - _times(p_t, (1.0 - coefficient) * p_s / m)
+            elif DIVERGENCE == "skew_reverse_kl":
+                grad = _times(p_s, tl.log(p_s / m) - coefficient * p_s / m - expectation)
+            else:
+                grad = (1.0 - coefficient) * _times(p_s, tl.log(p_s / m) - expectation)
+            grad = grad * by
+        elif DIVERGENCE == "js" and not IS_HOT:
+            log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+            gap = log_pt - log_ps
+            # log2(p_s/m) − its mean
+            ratio = _above_mean(tl.abs(gap)) - (tl.maximum(gap, 0.0) + expectation)
+            grad = tl.exp2(log_ps) * (0.5 * LOG_2 * by) * ratio
+        else:
+            ratio = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
+            if DIVERGENCE == "js":
+                ratio = 0.5 * (-_log_mean(-ratio) - expectation)  # log(p_s/m) − its mean
+            else:
+                ratio = ratio - expectation
+            w_s = tl.exp2(x_s) * to_student
+            grad = _times(w_s, ratio)
+            if DIVERGENCE == "adaptive_kl" or DIVERGENCE == "mixed":
+                plain = w_s - tl.exp2(x_t) * to_teacher
+                grad = _times(share, plain) + _times(1.0 - share, grad)
+        tl.store(
+            dstudent_row + start + columns,
+            grad,
+            mask=exists & (start + columns < V),
+            cache_modifier=".cs",
+        )
+
+
+@triton.jit(do_not_specialize=["R", "stride_factors", "gradient", "divided", "weighted"])
+def soft_target_kernel(
     student_ptr,
     teacher_ptr,
     mask_ptr,
     log_mass_ptr,  # (R,): of the V tokens, if the teacher has more
+    divisor_ptr,  # (), read if ``divided``
+    factors_ptr,  # (R,) or (), of the rows' gradients; read if ``weighted``
     loss_ptr,  # (R,)
-    stats_ptr,  # (R, STATS): maximum and sum of both sides, expectation, share of the head
     members_ptr,  # (R, 2, BINS), for adaptive_kl to put aside
+    dstudent_ptr,  # (R, V), written if ``gradient``; may be the student's logits
     R,
     V,
     stride_student,
     stride_teacher,
+    stride_factors,
     slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
+    factor,  # of the gradient
     width,  # of a bin of adaptive_kl
     coefficient,  # of the divergence
+    gradient,
+    divided,
+    weighted,
     DIVERGENCE: tl.constexpr,
     IS_HOT: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -347,6 +485,9 @@ def soft_target_forward_kernel(
     student_row = student_ptr + row * stride_student
     teacher_row = teacher_ptr + row * stride_teacher
     columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
+    ONE_PASS: tl.constexpr = (
+        DIVERGENCE == "forward_kl" or DIVERGENCE == "reverse_kl"
+    ) and not IS_HOT
 
     # Each lane has its own maximum, so threads do not wait for each other within a row.
     top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
@@ -390,9 +531,9 @@ def soft_target_forward_kernel(
         total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
     expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
     share = tl.zeros([BLOCK_R], dtype=tl.float32)
-    if DIVERGENCE == "forward_kl" and not IS_HOT:
+    if DIVERGENCE == "forward_kl" and ONE_PASS:
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
-    elif DIVERGENCE == "reverse_kl" and not IS_HOT:
+    elif DIVERGENCE == "reverse_kl" and ONE_PASS:
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
         expectation = loss
     elif DIVERGENCE == "adaptive_kl":
@@ -415,16 +556,16 @@ def soft_target_forward_kernel(
     else:
         to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        log_s, log_t = tl.log2(total_s)[:, None, None, None], tl.log2(total_t)[:, None, None, None]
-        log_ratio = tl.log2(total_t / total_s)[:, None, None, None]
+        log_s, log_t = _by_row(tl.log2(total_s)), _by_row(tl.log2(total_t))
+        log_ratio = _by_row(tl.log2(total_t / total_s))
         weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
         overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        for start in range(0, V, BLOCK_V):
+        for done in range(0, V, BLOCK_V):
+            start = _from_end(done, V, BLOCK_V)
             z_s = _load(student_row, start + columns, V, is_real)
             z_t = _load(teacher_row, start + columns, V, is_real)
-            x_s = (z_s - base_s[:, None, None, None]) * slope
-            x_t = (z_t - base_t[:, None, None, None]) * slope
+            x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
             p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
             r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
             if IS_HOT:
@@ -465,16 +606,19 @@ def soft_target_forward_kernel(
                 to_teacher += _lane_sum(_excess(p_t, m, -tl.log(p_t / m)))
                 weighed += _lane_sum(_times(p_s, tl.log(p_s / m)))
             else:
-                log_ps, log_pt = (x_s - log_s) * LOG_2, (x_t - log_t) * LOG_2
-                gap = log_pt - log_ps
-                # log p − log ½(p + q) = log 2 − log(1 + q/p)
-                common = LOG_2 - _log_one_plus_exp(gap)
-                to_student += _lane_sum(_times(tl.exp(log_ps), common - tl.maximum(gap, 0.0)))
-                to_teacher += _lane_sum(_times(tl.exp(log_pt), common + tl.minimum(gap, 0.0)))
+                log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+                p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
+                above = _above_mean(tl.abs(gap))
+                to_student += _lane_sum(p_s * (above - tl.maximum(gap, 0.0)))
+                to_teacher += _lane_sum(p_t * (above + tl.minimum(gap, 0.0)))
         expectation = tl.sum(to_student, axis=1)
         of_teacher = tl.sum(to_teacher, axis=1)
         loss = expectation + of_teacher
-        if DIVERGENCE == "js":
+        if DIVERGENCE == "js" and not IS_HOT:
+            # The maxima hide a NaN.
+            expectation += 0.0 * (total_s + total_t)
+            loss = 0.5 * LOG_2 * tl.sum(to_student + to_teacher, axis=1) + 0.0 * expectation
+        elif DIVERGENCE == "js":
             loss *= 0.5
         elif DIVERGENCE == "generalized_js":
             loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
@@ -504,326 +648,252 @@ def soft_target_forward_kernel(
 
     exists = row < R
     tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
-    stats_ptr += row * STATS
-    tl.store(stats_ptr, base_s, mask=exists)
-    tl.store(stats_ptr + 1, total_s, mask=exists)
-    tl.store(stats_ptr + 2, base_t, mask=exists)
-    tl.store(stats_ptr + 3, total_t, mask=exists)
-    tl.store(stats_ptr + 4, expectation, mask=exists)
-    tl.store(stats_ptr + 5, share, mask=exists)
-
-
-@triton.jit(do_not_specialize=["R"])
-def soft_target_reduce_kernel(
-    loss_ptr,  # (R,)
-    mask_ptr,
-    denominator_ptr,  # ()
-    total_ptr,  # ()
-    divisor_ptr,  # (): what the sum was divided by
-    R,
-    COUNTS: tl.constexpr,  # divide by the number of rows, or of real rows if there is a mask
-    HAS_MASK: tl.constexpr,
-    HAS_DENOMINATOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    total = tl.zeros([BLOCK_R], dtype=tl.float32)
-    count = tl.zeros([BLOCK_R], dtype=tl.float32)
-    for start in range(0, R, BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)
-        total += tl.load(loss_ptr + row, mask=row < R, other=0.0)
-        if HAS_MASK:
-            count += (tl.load(mask_ptr + row, mask=row < R, other=0) != 0).to(tl.float32)
-        elif COUNTS:
-            count += (row < R).to(tl.float32)
-    divisor = 1.0
-    if HAS_DENOMINATOR:
-        divisor = tl.load(denominator_ptr)
-    elif COUNTS:
-        divisor = tl.maximum(tl.sum(count, axis=0), 1.0)
-    tl.store(total_ptr, tl.sum(total, axis=0) / divisor)
-    tl.store(divisor_ptr, divisor)
-
-
-@triton.jit(do_not_specialize=["R", "stride_dloss"])
-def soft_target_backward_kernel(
-    student_ptr,
-    teacher_ptr,
-    mask_ptr,
-    stats_ptr,  # (R, STATS)
-    dloss_ptr,  # (R,), or () where the loss was reduced
-    divisor_ptr,  # ()
-    dstudent_ptr,  # (R, V)
-    R,
-    V,
-    stride_student,
-    stride_teacher,
-    stride_dloss,
-    slope,  # log2(e)/τ
-    scale,
-    coefficient,
-    DIVERGENCE: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    REDUCED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    exists = row < R
-    is_real = exists
-    if HAS_MASK:
-        is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
-    student_row = student_ptr + row * stride_student
-    teacher_row = teacher_ptr + row * stride_teacher
-    stats_ptr += row * STATS
-    base_s = tl.load(stats_ptr, mask=is_real, other=0.0)[:, None]
-    sum_s = tl.load(stats_ptr + 1, mask=is_real, other=1.0)[:, None]
-    base_t = tl.load(stats_ptr + 2, mask=is_real, other=0.0)[:, None]
-    sum_t = tl.load(stats_ptr + 3, mask=is_real, other=1.0)[:, None]
-    expectation = tl.load(stats_ptr + 4, mask=is_real, other=0.0)[:, None]
-    share = tl.load(stats_ptr + 5, mask=is_real, other=0.0)[:, None]
-    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=is_real, other=0.0)[:, None] * scale
-    if REDUCED:
-        dloss = dloss / tl.load(divisor_ptr)
-    # Outside, logits and maxima are 0 and sums are 1: every value is finite and multiplied by 0.
-    dloss = tl.where(is_real[:, None], dloss, 0.0)
-    to_student, to_teacher = dloss / sum_s, dloss / sum_t
-    log_ratio = tl.log2(sum_t / sum_s)
-    log_s, log_t = tl.log2(sum_s), tl.log2(sum_t)
-
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)[None, :]
-        inside = is_real[:, None] & (column < V)
-        z_s = tl.load(student_row[:, None] + column, mask=inside, other=0.0)
-        z_t = tl.load(teacher_row[:, None] + column, mask=inside, other=0.0)
-        x_s = (z_s.to(tl.float32) - base_s) * slope
-        x_t = (z_t.to(tl.float32) - base_t) * slope
-        w_s = tl.exp2(x_s)
-        if DIVERGENCE == "forward_kl":
-            grad = w_s * to_student - tl.exp2(x_t) * to_teacher
-        elif (
-            DIVERGENCE == "total_variation"
-            or DIVERGENCE == "negative_log_acceptance"
-            or DIVERGENCE == "lk"
-        ):
-            p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)  # compared as in the forward pass
-            grad = p_s * (expectation - _below(p_s, p_t))
-            if DIVERGENCE == "negative_log_acceptance":
-                grad = grad * share
-            if DIVERGENCE == "lk":
-                grad = share * (p_s - p_t) + (1.0 - share) * grad
-            grad = grad * dloss
-        elif (
-            DIVERGENCE == "skew_kl"
-            or DIVERGENCE == "skew_reverse_kl"
-            or DIVERGENCE == "generalized_js"
-        ):
-            p_s, p_t = w_s / sum_s, tl.exp2(x_t) / sum_t
-            m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
-            if DIVERGENCE == "skew_kl":
-                grad = p_s * expectation - _times(p_t, (1.0 - coefficient) * p_s / m)
-            elif DIVERGENCE == "skew_reverse_kl":
-                grad = _times(p_s, tl.log(p_s / m) - coefficient * p_s / m - expectation)
-            else:
-                grad = (1.0 - coefficient) * _times(p_s, tl.log(p_s / m) - expectation)
-            grad = grad * dloss
-        else:
-            ratio = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
-            if DIVERGENCE == "js":
-                ratio = 0.5 * (-_log_mean(-ratio) - expectation)  # log(p_s/m) − its mean
-            else:
-                ratio = ratio - expectation
-            grad = _times(w_s * to_student, ratio)
-            if DIVERGENCE == "adaptive_kl" or DIVERGENCE == "mixed":
-                plain = w_s * to_student - tl.exp2(x_t) * to_teacher
-                grad = _times(share, plain) + _times(1.0 - share, grad)
-        tl.store(
-            dstudent_ptr + row[:, None] * V + column,
-            grad,
-            mask=exists[:, None] & (column < V),
+    if gradient != 0:
+        by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
+        by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
+        _write_gradient(
+            student_row,
+            teacher_row,
+            _by_row(dstudent_ptr + row * V),
+            columns,
+            is_real,
+            _by_row(exists),
+            V,
+            slope,
+            coefficient,
+            # In masked rows every value is finite and multiplied by 0.
+            _by_row(tl.where(is_real, by, 0.0)),
+            _by_row(base_s),
+            _by_row(tl.where(is_real, total_s, 1.0)),
+            _by_row(base_t),
+            _by_row(tl.where(is_real, total_t, 1.0)),
+            _by_row(tl.where(is_real, expectation, 0.0)),
+            _by_row(tl.where(is_real, share, 0.0)),
+            DIVERGENCE,
+            IS_HOT,
+            ONE_PASS or DIVERGENCE == "adaptive_kl",  # the pass before ended at the last block
+            BLOCK_V,
         )
 
 
-def _forward_shapes(student, *rest):
-    rows = student.shape[0]
+@triton.jit(do_not_specialize=["R"])
+def soft_target_count_kernel(
+    mask_ptr,  # (R,) bytes
+    count_ptr,  # (): number of real rows, at least 1
+    R,
+    BLOCK_R: tl.constexpr,
+):
+    count = tl.zeros([BLOCK_R], dtype=tl.int32)
+    for start in range(0, R, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        count += (tl.load(mask_ptr + row, mask=row < R, other=0) != 0).to(tl.int32)
+    tl.store(count_ptr, tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["R", "number"])
+def soft_target_reduce_kernel(
+    loss_ptr,  # (R,)
+    divisor_ptr,  # (), or none
+    total_ptr,  # ()
+    R,
+    number,  # divisor if there is no divisor_ptr
+    BLOCK_R: tl.constexpr,
+):
+    total = tl.zeros([BLOCK_R], dtype=tl.float32)
+    for start in range(0, R, BLOCK_R):
+        row = start + tl.arange(0, BLOCK_R)
+        total += tl.load(loss_ptr + row, mask=row < R, other=0.0)
+    divisor = number
+    if divisor_ptr is not None:
+        divisor = tl.load(divisor_ptr)
+    tl.store(total_ptr, tl.sum(total, axis=0) / divisor)
+
+
+def _soft_target_shapes(student, teacher, mask, weights, denominator, reduction, *rest):
+    rows = student.shape[:1] if reduction == "none" else ()
     loss = student.new_empty(rows, dtype=torch.float32)
-    return loss, student.new_empty(rows, STATS.value, dtype=torch.float32)
+    return [loss, student.new_empty(student.shape)] if rest[-1] else [loss]
 
 
-@operator(_forward_shapes)
-def soft_target_forward(
+@operator(_soft_target_shapes)
+def soft_targets(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
-    divergence: str,
-    temperature: float,
-    scale: float,
-    coefficient: float = 0.0,
-    log_mass: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Loss (R,) of every row and the rows' statistics; logits (R, V), mask (R,) bool.
-
-    ``log_mass`` (R,) of float32: of these tokens, for a teacher with more tokens and a divergence
-    of Σ min(p_t, p_s); total variation then lacks half the mass of the other tokens.
-    """
-    R = student.shape[0]
-    loss = torch.empty(R, dtype=torch.float32, device=student.device)
-    stats = torch.empty(R, STATS.value, dtype=torch.float32, device=student.device)
-    is_hot = temperature > HOT
-    rows = student, teacher, mask, loss, stats
-    fill_loss(*rows, divergence, temperature, scale, coefficient, is_hot, log_mass)
-    return loss, stats
-
-
-def fill_loss(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    loss: Tensor,
-    stats: Tensor,
+    weights: Tensor | None,
+    denominator: Tensor | None,
+    reduction: str,
     divergence: str,
     temperature: float,
     scale: float,
     coefficient: float,
+    gradient: bool,
+) -> list[Tensor]:
+    """Reduced loss of logits (R, V), and with ``gradient`` its gradient (R, V).
+
+    The mask (R,) is bool. Weights (R,) are factors of the rows' losses, and the 0-d denominator
+    replaces the number of real rows as the divisor of "batchmean"; both are float32.
+    """
+    loss = torch.empty(len(student), dtype=torch.float32, device=student.device)
+    divisor, number = divisor_of(student, mask, denominator, reduction)
+    dstudent = student.new_empty(student.shape) if gradient else None
+    fill(
+        student, teacher, mask, divisor, weights, loss, dstudent, divergence, temperature, scale,
+        scale / temperature / number, coefficient, temperature > HOT,
+    )  # fmt: skip
+    loss = reduced(loss, weights, divisor, number, reduction)
+    return [loss] if dstudent is None else [loss, dstudent]
+
+
+def _gradient_shapes(student, *rest):
+    return student.new_empty(student.shape)
+
+
+@operator(_gradient_shapes)
+def soft_target_gradient(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    denominator: Tensor | None,
+    upstream: Tensor,
+    reduction: str,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    coefficient: float,
+) -> Tensor:
+    """Gradient (R, V) of `soft_targets` times the upstream gradient, (), or (R,) for "none"."""
+    loss = torch.empty(len(student), dtype=torch.float32, device=student.device)
+    divisor, number = divisor_of(student, mask, denominator, reduction)
+    dstudent = student.new_empty(student.shape)
+    factors = upstream if weights is None else upstream * weights
+    fill(
+        student, teacher, mask, divisor, factors, loss, dstudent, divergence, temperature, scale,
+        scale / temperature / number, coefficient, temperature > HOT,
+    )  # fmt: skip
+    return dstudent
+
+
+def divisor_of(
+    student: Tensor, mask: Tensor | None, denominator: Tensor | None, reduction: str
+) -> tuple[Tensor | None, int]:
+    """Divisor of the sum over rows: a 0-d float32 tensor, or None, and a number."""
+    if reduction != "batchmean" or denominator is not None:
+        return denominator, 1
+    if mask is None:
+        return None, max(len(student), 1)
+    count = torch.empty((), dtype=torch.float32, device=student.device)
+    soft_target_count_kernel[(1,)](_bytes(mask), count, len(mask), BLOCK_R=8192, num_warps=8)
+    return count, 1
+
+
+def reduced(
+    loss: Tensor, weights: Tensor | None, divisor: Tensor | None, number: int, reduction: str
+) -> Tensor:
+    """The rows' losses (R,) times their weights, or the sum of these over the divisor."""
+    loss = loss if weights is None else loss * weights
+    if reduction == "none":
+        return loss
+    total = torch.empty((), dtype=torch.float32, device=loss.device)
+    soft_target_reduce_kernel[(1,)](loss, divisor, total, len(loss), float(number), BLOCK_R=1024)
+    return total
+
+
+def _rows_shapes(student, *rest):
+    return student.new_empty(student.shape[0], dtype=torch.float32)
+
+
+@operator(_rows_shapes, mutates=[0])
+def soft_target_rows(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    factors: Tensor | None,
+    log_mass: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    factor: float,
+    coefficient: float,
+    gradient: bool,
+) -> Tensor:
+    """Loss (R,) of every row; with ``gradient`` the gradients overwrite the student's logits.
+
+    The arguments are those of `fill`.
+    """
+    loss = torch.empty(len(student), dtype=torch.float32, device=student.device)
+    fill(
+        student, teacher, mask, None, factors, loss, student if gradient else None, divergence,
+        temperature, scale, factor, coefficient, temperature > HOT, log_mass,
+    )  # fmt: skip
+    return loss
+
+
+def fill(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    divisor: Tensor | None,
+    factors: Tensor | None,
+    loss: Tensor,
+    dstudent: Tensor | None,
+    divergence: str,
+    temperature: float,
+    scale: float,
+    factor: float,
+    coefficient: float,
     is_hot: bool,
     log_mass: Tensor | None = None,
 ) -> None:
-    """Write the rows' losses and statistics.
+    """Write the rows' losses times ``scale``, and, where there is ``dstudent``, their gradients.
 
-    ``is_hot``: the temperature is above HOT, also if the logits have been divided by it.
+    These are multiplied by ``factor`` and factors (R,) or (), divided by ``divisor`` (), and may
+    overwrite the student's logits: a row is read before, and a tile of it again as it is written.
+
+    ``log_mass`` (R,) of float32: of these tokens, for a teacher with more tokens and a divergence
+    of Σ min(p_t, p_s); total variation then lacks half the mass of the other tokens. ``is_hot``:
+    the temperature is above HOT, also if the logits have been divided by it.
     """
     R, V = student.shape
+    if dstudent is not None:
+        assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
     if R == 0:
         return
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
-    config = forward_blocks(V, divergence, student.element_size(), aligned)
+    config = blocks(V, divergence, student.element_size(), aligned)
     members = None
     if divergence == "adaptive_kl":
         members = torch.empty(R, 2, BINS.value, dtype=torch.float32, device=student.device)
-    soft_target_forward_kernel[(cdiv(R, config["BLOCK_R"]),)](
+    soft_target_kernel[(cdiv(R, config["BLOCK_R"]),)](
         student,
         teacher,
         _bytes(mask),
         log_mass,
+        # One compiled form with and without what these hold: in its place another is not read.
+        loss if divisor is None else divisor,
+        loss if factors is None else factors,
         loss,
-        stats,
         members,
+        student if dstudent is None else dstudent,
         R,
         V,
         student.stride(0),
         teacher.stride(0),
+        0 if factors is None or factors.dim() == 0 else factors.stride(0),
         LOG2_E / temperature,
         scale,
+        factor,
         # At most V entries hold half the mass, so the largest of them is at least 1/2V.
         (math.log2(V) + 1.5) / BINS.value,
         coefficient,
+        int(dstudent is not None),
+        int(divisor is not None),
+        int(factors is not None),
         DIVERGENCE=divergence,
         IS_HOT=is_hot and divergence in WITH_HOT_FORM,
         HAS_MASK=mask is not None,
         HAS_MASS=log_mass is not None,
-        **config,
-    )
-
-
-def _reduce_shapes(loss, mask, denominator, counts):
-    return loss.new_empty(()), loss.new_empty(())
-
-
-@operator(_reduce_shapes)
-def soft_target_reduce(
-    loss: Tensor, mask: Tensor | None, denominator: Tensor | None, counts: bool
-) -> tuple[Tensor, Tensor]:
-    """Sum of the losses (R,) over a divisor, and that divisor, both ().
-
-    The divisor is the 0-d float32 ``denominator`` if given; with ``counts`` the number of rows,
-    or of real rows if there is a mask; otherwise 1.
-    """
-    total = torch.empty((), dtype=torch.float32, device=loss.device)
-    divisor = torch.empty((), dtype=torch.float32, device=loss.device)
-    counts = counts and denominator is None
-    mask = mask if counts else None
-    soft_target_reduce_kernel[(1,)](
-        loss,
-        _bytes(mask),
-        denominator,
-        total,
-        divisor,
-        loss.shape[0],
-        COUNTS=counts,
-        HAS_MASK=mask is not None,
-        HAS_DENOMINATOR=denominator is not None,
-        BLOCK_R=1024,
-    )
-    return total, divisor
-
-
-def _backward_shapes(student, *rest):
-    return student.new_empty(student.shape)
-
-
-@operator(_backward_shapes)
-def soft_target_backward(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    divisor: Tensor | None,
-    dloss: Tensor,
-    divergence: str,
-    temperature: float,
-    scale: float,
-    coefficient: float = 0.0,
-) -> Tensor:
-    """dstudent (R, V) in the dtype of student.
-
-    The upstream gradient has shape (R,), or () with the divisor of `soft_target_reduce`.
-    """
-    dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    options = divergence, temperature, scale, coefficient
-    fill_gradient(dstudent, student, teacher, mask, stats, divisor, dloss, *options)
-    return dstudent
-
-
-def fill_gradient(
-    dstudent: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    stats: Tensor,
-    divisor: Tensor | None,
-    dloss: Tensor,
-    divergence: str,
-    temperature: float,
-    scale: float,
-    coefficient: float = 0.0,
-) -> None:
-    """Write the gradient into dstudent, which may be student: a tile is read before it is written.
-
-    This is no operator, since it writes to logits that are computed outside any graph.
-    """
-    R, V = student.shape
-    assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
-    if R == 0:
-        return
-    config = blocks(V, divergence)
-    soft_target_backward_kernel[(cdiv(R, config["BLOCK_R"]),)](
-        student,
-        teacher,
-        _bytes(mask),
-        stats,
-        dloss,
-        divisor,
-        dstudent,
-        R,
-        V,
-        student.stride(0),
-        teacher.stride(0),
-        0 if dloss.dim() == 0 else dloss.stride(0),
-        LOG2_E / temperature,
-        scale / temperature,
-        coefficient,
-        DIVERGENCE=divergence,
-        HAS_MASK=mask is not None,
-        REDUCED=divisor is not None,
         **config,
     )
 

@@ -2,15 +2,18 @@
 
 The divergence is that of few outcomes: the k tokens and, in a bucket, all other tokens as one. A
 kernel computes the outcomes' log-probabilities of student and teacher, the kernels of
-`fastkd.kernels.soft_targets` the divergence and its gradient g with respect to them, and another
-kernel spreads g over the student's row: g_j at token j of the k, and g_rest·softmax over the other
-tokens. Only the student has rows of V logits. With E = R·V logits of s bytes a bucket moves 3Es
-bytes forward and backward, renormalised outcomes only the Es bytes of the gradient.
+`fastkd.kernels.soft_targets` the divergence and its gradient g with respect to them, in float32.
+In the backward pass another kernel spreads g, times the upstream gradient, over the student's row:
+g_j at token j of the k, and g_rest·softmax over the other tokens. Only the student has rows of V
+logits. With E = R·V logits of s bytes a bucket moves 3Es bytes forward and backward, renormalised
+outcomes only the Es bytes of the gradient.
 
 The sum over the other tokens must not contain the k tokens: subtracted from the sum over all, they
 would leave a rounding error in place of a small rest. A bit for each token marks them, V/8 bytes a
 row, set with an atomic OR: its result doesn't depend on the order of the threads.
 """
+
+import functools
 
 import torch
 import triton
@@ -23,7 +26,6 @@ from fastkd.kernels.rounding import rounded
 from fastkd.kernels.soft_targets import (
     HOT,
     LOG2_E,
-    STATS,
     _base,
     _bytes,
     _columns,
@@ -31,8 +33,9 @@ from fastkd.kernels.soft_targets import (
     _lane_sum,
     _load,
     _shift,
-    fill_gradient,
-    fill_loss,
+    divisor_of,
+    fill,
+    reduced,
 )
 
 # Outcomes are stored in rows of a multiple of this size: one compiled form of the kernels on them.
@@ -40,7 +43,7 @@ PADDING = 16
 
 
 def blocks(V: int, element_size: int, aligned: bool) -> dict[str, int]:
-    """Block sizes and warps for a vocabulary of V, as in `soft_targets.forward_blocks`.
+    """Block sizes and warps for a vocabulary of V, as in `soft_targets.blocks`.
 
     Without a bound on its registers the assembler uses few in some forms and spills a few values.
     """
@@ -157,7 +160,7 @@ def top_k_outcomes_kernel(
         tl.store(teacher_outcomes_ptr + at, log_p, mask=inside)
 
 
-@triton.jit(do_not_specialize=["R", "K"])
+@triton.jit(do_not_specialize=["R", "K", "stride_upstream"])
 def top_k_gradient_kernel(
     student_ptr,
     ids_ptr,  # (R, K)
@@ -165,12 +168,14 @@ def top_k_gradient_kernel(
     teacher_outcomes_ptr,  # (R, width), −inf where unused
     gradient_ptr,  # (R, width), of the outcomes
     rest_ptr,  # (R, 2)
+    upstream_ptr,  # (R,) or ()
     dstudent_ptr,  # (R, V)
     R,
     V,
     K,
     width,
     stride_student,
+    stride_upstream,
     slope,  # log2(e)/τ
     BUCKET: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -184,12 +189,13 @@ def top_k_gradient_kernel(
     if HAS_MASK:
         is_real = is_real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
     outcomes = row[:, None] * width
+    upstream = tl.load(upstream_ptr + row * stride_upstream, mask=is_real, other=0.0)[:, None]
     if BUCKET:
         base = tl.load(rest_ptr + row * 2, mask=is_real, other=0.0)[:, None]
         total = tl.load(rest_ptr + row * 2 + 1, mask=is_real, other=0.0)[:, None]
         of_rest = tl.load(gradient_ptr + outcomes + K, mask=is_real[:, None], other=0.0)
         # A rest of probability 0 has no gradient to spread.
-        factor = tl.where(total == 0.0, 0.0, of_rest / total)
+        factor = tl.where(total == 0.0, 0.0, of_rest / total * upstream)
     for start in range(0, V, BLOCK_V):
         column = start + tl.arange(0, BLOCK_V)[None, :]
         grad = tl.zeros([BLOCK_R, BLOCK_V], dtype=tl.float32)
@@ -210,17 +216,18 @@ def top_k_gradient_kernel(
         is_used = log_p != -float("inf")
         id = tl.load(ids_ptr + row[:, None] * K + place, mask=is_used, other=0)
         grad = tl.load(gradient_ptr + outcomes + place, mask=is_used, other=0.0)
-        tl.store(dstudent_ptr + row[:, None] * V + id, grad, mask=is_used)
+        tl.store(dstudent_ptr + row[:, None] * V + id, grad * upstream, mask=is_used)
 
 
 def _width(K: int) -> int:
     return cdiv(K + 1, PADDING) * PADDING
 
 
-def _forward_shapes(student, ids, *rest):
+def _forward_shapes(student, ids, log_probs, mask, weights, denominator, reduction, *rest):
+    new = functools.partial(student.new_empty, dtype=torch.float32)
     R, width = student.shape[0], _width(ids.shape[1])
-    shapes = (R,), (R, STATS.value), (R, width), (R, width), (R, 2)
-    return [student.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    loss = new(R if reduction == "none" else ())
+    return [loss, new(R, width), new(R, width), new(R, 2)] if rest[-1] else [loss]
 
 
 @operator(_forward_shapes)
@@ -229,50 +236,58 @@ def top_k_forward(
     ids: Tensor,
     log_probs: Tensor,
     mask: Tensor | None,
+    weights: Tensor | None,
+    denominator: Tensor | None,
+    reduction: str,
     tail: str,
     divergence: str,
     temperature: float,
     scale: float,
-    coefficient: float = 0.0,
+    factor: float,
+    coefficient: float,
+    gradient: bool,
 ) -> list[Tensor]:
-    """Loss (R,) of every row, and what its gradient needs.
+    """`soft_targets.soft_targets` of token ids and log-probabilities (R, K).
 
-    Logits (R, V), token ids and log-probabilities (R, K), mask (R,) bool. The outcomes' statistics,
-    log-probabilities of student and teacher, and sums of the other tokens follow the loss.
+    With ``gradient`` three tensors follow the loss: the gradient of the outcomes times ``factor``,
+    the teacher's outcomes, and sums of the other tokens.
     """
     (R, V), K = student.shape, ids.shape[1]
     ids, log_probs = ids.contiguous(), log_probs.contiguous()
     aligned = all(size % 16 == 0 for size in (V, student.stride(0)))
-    results = _forward_shapes(student, ids)
-    loss, stats, student_outcomes, teacher_outcomes, rest = results
-    if R == 0:
-        return results
-    words = cdiv(V, 32) if tail == "bucket" else 0
-    config = blocks(V, student.element_size(), aligned)
-    top_k_outcomes_kernel[(cdiv(R, config["BLOCK_R"]),)](
-        student,
-        ids,
-        log_probs,
-        _bytes(mask),
-        torch.empty(R, words, dtype=torch.int32, device=student.device),
-        student_outcomes,
-        teacher_outcomes,
-        rest,
-        R,
-        V,
-        K,
-        _width(K),
-        words,
-        student.stride(0),
-        1 / temperature,
-        LOG2_E / temperature,
-        BUCKET=tail == "bucket",
-        HAS_MASK=mask is not None,
-        **config,
-    )
-    rows = student_outcomes, teacher_outcomes, mask, loss, stats
-    fill_loss(*rows, divergence, 1.0, scale, coefficient, temperature > HOT)
-    return results
+    new = functools.partial(student.new_empty, dtype=torch.float32)
+    loss, outcomes, of_teacher, rest = new(R), new(R, _width(K)), new(R, _width(K)), new(R, 2)
+    if R:
+        words = cdiv(V, 32) if tail == "bucket" else 0
+        config = blocks(V, student.element_size(), aligned)
+        top_k_outcomes_kernel[(cdiv(R, config["BLOCK_R"]),)](
+            student,
+            ids,
+            log_probs,
+            _bytes(mask),
+            torch.empty(R, words, dtype=torch.int32, device=student.device),
+            outcomes,
+            of_teacher,
+            rest,
+            R,
+            V,
+            K,
+            _width(K),
+            words,
+            student.stride(0),
+            1 / temperature,
+            LOG2_E / temperature,
+            BUCKET=tail == "bucket",
+            HAS_MASK=mask is not None,
+            **config,
+        )
+    divisor, number = divisor_of(student, mask, denominator, reduction)
+    fill(
+        outcomes, of_teacher, mask, divisor, weights, loss, outcomes if gradient else None,
+        divergence, 1.0, scale, factor / number, coefficient, temperature > HOT,
+    )  # fmt: skip
+    loss = reduced(loss, weights, divisor, number, reduction)
+    return [loss, outcomes, of_teacher, rest] if gradient else [loss]
 
 
 def _backward_shapes(student, *rest):
@@ -285,22 +300,16 @@ def top_k_backward(
     ids: Tensor,
     mask: Tensor | None,
     saved: list[Tensor],
-    divisor: Tensor | None,
-    dloss: Tensor,
+    upstream: Tensor,
     tail: str,
-    divergence: str,
     temperature: float,
-    scale: float,
-    coefficient: float = 0.0,
 ) -> Tensor:
     """dstudent (R, V) in the dtype of student.
 
-    ``saved``: results of `top_k_forward` after the loss. The upstream gradient is that of
-    `soft_targets.soft_target_backward`.
+    ``saved``: results of `top_k_forward` after the loss. The upstream gradient is (), or (R,).
     """
     dstudent = torch.empty(student.shape, dtype=student.dtype, device=student.device)
-    options = tail, divergence, temperature, scale, coefficient
-    fill_top_k_gradient(dstudent, student, ids, mask, saved, divisor, dloss, *options)
+    fill_top_k_gradient(dstudent, student, ids, mask, saved, upstream, tail, temperature)
     return dstudent
 
 
@@ -310,23 +319,19 @@ def fill_top_k_gradient(
     ids: Tensor,
     mask: Tensor | None,
     saved: list[Tensor],
-    divisor: Tensor | None,
-    dloss: Tensor,
+    upstream: Tensor,
     tail: str,
-    divergence: str,
     temperature: float,
-    scale: float,
-    coefficient: float = 0.0,
 ) -> None:
-    """Write the gradient into dstudent, which may be student; see `soft_targets.fill_gradient`."""
-    stats, student_outcomes, teacher_outcomes, rest = saved
+    """Write the gradient into dstudent, which may be student: a tile is read before it is written.
+
+    This is no operator, since it writes to logits that are computed outside any graph.
+    """
+    gradient, teacher_outcomes, rest = saved
     (R, V), K = student.shape, ids.shape[1]
     assert dstudent.is_contiguous(), "the kernel finds the rows of dstudent by V alone"
     if R == 0:
         return
-    gradient = torch.empty_like(student_outcomes)
-    rows = gradient, student_outcomes, teacher_outcomes, mask, stats, divisor, dloss
-    fill_gradient(*rows, divergence, 1.0, scale / temperature, coefficient)
     config = {"BLOCK_R": 1, "BLOCK_V": 4096, "BLOCK_K": 256, "num_warps": 8}
     if V <= 1024:
         config = {"BLOCK_R": 8, "BLOCK_V": 128, "BLOCK_K": 32, "num_warps": 8}
@@ -337,12 +342,14 @@ def fill_top_k_gradient(
         teacher_outcomes,
         gradient,
         rest,
+        upstream,
         dstudent,
         R,
         V,
         K,
         _width(K),
         student.stride(0),
+        0 if upstream.dim() == 0 else upstream.stride(0),
         LOG2_E / temperature,
         BUCKET=tail == "bucket",
         HAS_MASK=mask is not None,

@@ -771,7 +771,8 @@ class _ChunkedPass:
             return total_variation(student, teacher, self.draft, shard)
         from fastkd.kernels import soft_targets as kernels
 
-        return kernels.soft_target_forward(student, teacher, None, "total_variation", 1.0, 1.0)[0]
+        options = "total_variation", 1.0, 1.0, 1.0, 0.0, False
+        return kernels.soft_target_rows(student, teacher, None, None, None, *options)
 
     def log_probs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Log-probabilities (R,) of one token for each row of logits (R, V), at temperature 1."""

@@ -1,6 +1,6 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,11 +32,6 @@ class SoftTargetOptions:
     def per_row(self) -> tuple[str, float, float, float]:
         """Options that the kernels take."""
         return self.form, self.temperature, self.scale, self.coefficient
-
-    @property
-    def top_k_per_row(self) -> tuple[str, str, float, float, float]:
-        """Options that the Triton kernels of a teacher's top k take."""
-        return self.tail, *self.per_row
 
 
 def soft_target_rows(
@@ -138,19 +133,18 @@ def _triton_in_place(
     from fastkd.kernels import soft_targets as kernels
     from fastkd.kernels import soft_targets_top_k as of_top_k
 
-    weighted = replace(soft, scale=soft.scale * weight)
-    if soft.tail:
-        ids, log_probs = teacher
-        loss, *saved = of_top_k.top_k_forward(student, ids, log_probs, mask, *soft.top_k_per_row)
-        if weights is not None:
-            of_top_k.fill_top_k_gradient(
-                student, student, ids, mask, saved, None, weights, *weighted.top_k_per_row
-            )
-        return loss
-    loss, stats = kernels.soft_target_forward(student, teacher[0], mask, *soft.per_row, log_mass)
+    needs_grad, factor = weights is not None, soft.scale / soft.temperature * weight
+    options = soft.form, soft.temperature, soft.scale, factor, soft.coefficient, needs_grad
+    if not soft.tail:
+        return kernels.soft_target_rows(student, teacher[0], mask, weights, log_mass, *options)
+    ids, log_probs = teacher
+    loss, *saved = of_top_k.top_k_forward(
+        student, ids, log_probs, mask, None, None, "none", soft.tail, *options
+    )
     if weights is not None:
-        logits = student, student, teacher[0], mask
-        kernels.fill_gradient(*logits, stats, None, weights, *weighted.per_row)
+        of_top_k.fill_top_k_gradient(
+            student, student, ids, mask, saved, weights, soft.tail, soft.temperature
+        )
     return loss
 
 

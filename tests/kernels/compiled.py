@@ -36,7 +36,8 @@ def forms() -> dict[str, Form]:
     device = Device()
     with device.running():
         logits, skew = torch.empty(4, 700, device="cuda"), torch.empty(1, 48, 48, device="cuda")
-        soft_targets.soft_target_forward(logits, logits, None, "adaptive_kl", 1.0, 1.0)
+        options = "adaptive_kl", 1.0, 1.0, 1.0, 0.0, False
+        soft_targets.soft_target_rows(logits, logits, None, None, None, *options)
         cayley.cayley_inverse(skew, [skew])
     return {form.name: form for form in device.forms}
 
@@ -68,7 +69,7 @@ def barriers() -> dict[str, Any]:
     form. (In PTX other barriers, for shared memory, hide that one.)
     """
     found = forms()
-    adaptive, finish = found["soft_target_forward_kernel"], found["cayley_finish_kernel"]
+    adaptive, finish = found["soft_target_kernel"], found["cayley_finish_kernel"]
     ends = re.findall(r"barrier[^\n]*\n *scf\.yield", finish.compiled().asm["ttgir"])
     with tempfile.TemporaryDirectory() as folder:
         without = operations(without_barriers(adaptive, folder))

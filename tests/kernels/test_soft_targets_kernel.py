@@ -7,13 +7,14 @@ import torch
 
 import fastkd
 from fastkd._core import dispatch
+from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import (
     DIVERGENCES,
     linear_soft_target_loss,
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import assert_accurate
+from tests.support.compare import assert_accurate, value_and_grad
 
 pytest.importorskip("triton")
 
@@ -31,9 +32,10 @@ def test_few_launches(device, divergence):
             student, teacher, divergence=divergence, mask=mask, temperature=2.0, backend="triton"
         ).backward()
     assert launches.of_triton() == [
-        "soft_target_forward_kernel",
+        "soft_target_count_kernel",
+        "soft_target_kernel",
         "soft_target_reduce_kernel",
-        "soft_target_backward_kernel",
+        "upstream_kernel",
     ]
     # The interpreter on the CPU also looks whether the mask holds only 0 and 1, and a 1.
     checks = 7 if device.type == "cpu" else 0
@@ -49,16 +51,15 @@ def test_few_launches_for_a_top_k(device, tail):
         soft_target_loss(student, top, backend="triton").backward()
     assert launches.of_triton() == [
         "top_k_outcomes_kernel",
-        "soft_target_forward_kernel",
+        "soft_target_kernel",
         "soft_target_reduce_kernel",
-        "soft_target_backward_kernel",
         "top_k_gradient_kernel",
     ]
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
 def test_few_passes_over_a_chunk_of_logits(device, reduction):
-    """Two products make the logits, two kernels turn them into the gradient, two products more."""
+    """Two products make the logits, a kernel turns them into the gradient, two products more."""
     hidden = torch.randn(6, 8, device=device, requires_grad=True)
     weight = torch.randn(40, 8, device=device, requires_grad=True)
     teacher = torch.randn(6, 8, device=device), torch.randn(40, 8, device=device)
@@ -67,15 +68,78 @@ def test_few_passes_over_a_chunk_of_logits(device, reduction):
             hidden, weight, *teacher, reduction=reduction, chunk_bytes=3 * 40 * 8, backend="triton"
         )
         loss.sum().backward()
-    forward, backward = "soft_target_forward_kernel", "soft_target_backward_kernel"
     again = 2 if reduction == "none" else 0  # single rows wait for their upstream gradient
-    assert launches.of_triton() == [forward] * again + [forward, backward] * 2
+    assert launches.of_triton() == ["soft_target_kernel"] * (again + 2)
     products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]
     assert len(products) == 2 * again + 4 * 2, launches
     # Besides: each chunk's losses and dh in their places.
     others = [name for name in launches if name.startswith("aten.") and name not in products]
     assert others.count("aten.copy_.default") == again + 2 * 2, launches
     assert len(others) <= 20, others
+
+
+OTHERS = [fastkd.Divergence(name) for name in NAMES if name not in DIVERGENCES]
+
+
+@pytest.mark.parametrize(
+    "divergence", [*DIVERGENCES, *OTHERS, fastkd.Divergence("js", beta=0.2)], ids=str
+)
+def test_long_rows(device, divergence):
+    """Two blocks of a row, each read in both directions, and a row of NaN that is masked."""
+    student, teacher = 3 * torch.randn(2, 3, kernels.LONG + 17, device=device)
+    student[:, -2] = teacher[:, -2] = -math.inf
+    student[1] = math.nan
+    mask = torch.tensor([True, False, True], device=device)
+    options = {"divergence": divergence, "mask": mask, "upstream": -2.5}
+    found = value_and_grad(soft_target_loss, student, teacher, backend="triton", **options)
+    right = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+    plain = value_and_grad(soft_target_loss_ref, student, teacher, **options)
+    for x, exact, reference in zip(found, right, plain, strict=True):
+        assert_accurate(x, exact, torch.float32, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_later_backward_passes(device, divergence, dtype):
+    """The gradient that was multiplied in place is the first pass's own."""
+    student, teacher = torch.randn(2, 4, 90, device=device, dtype=dtype)
+    student, teacher = student[:, 3:].requires_grad_(), teacher[:, 3:]
+    mask = torch.tensor([1, 0, 1, 1], device=device)
+    weights = torch.tensor([0.5, 1.0, 3.0, -1.0], device=device)
+    loss = soft_target_loss(
+        student, teacher, divergence=divergence, mask=mask, weights=weights, backend="triton"
+    )
+    first, zero, third = (
+        torch.autograd.grad(loss, student, torch.tensor(factor, device=device), retain_graph=True)[
+            0
+        ]
+        for factor in (2.0, 0.0, 3.0)
+    )
+    (last,) = torch.autograd.grad(loss, student)
+    assert (zero == 0).all() and (last[1] == 0).all()
+    assert_accurate(first * 1.5, third.double(), dtype)
+    assert_accurate(last * 2, first.double(), dtype)
+
+
+def test_two_losses_of_one_tensor(device):
+    """Each has a gradient of its own to multiply, and the sum of both is right."""
+    student, teacher = torch.randn(2, 4, 50, device=device)
+    student.requires_grad_()
+    losses = [soft_target_loss(student, teacher * k, backend="triton") for k in (1, 2)]
+    (2 * losses[0] - 3 * losses[1]).backward()
+    found = student.grad
+    right = [soft_target_loss_ref(student, teacher * k) for k in (1, 2)]
+    (exact,) = torch.autograd.grad(2 * right[0] - 3 * right[1], student)
+    assert_accurate(found, exact.double(), torch.float32)
+
+
+def test_float16_with_a_loss_scale(device):
+    """The gradient of one in 2^16 rows underflows before the loss scale is multiplied in."""
+    student, teacher = torch.randn(2, 4, 300, device=device, dtype=torch.float16)
+    options = {"denominator": 2.0**16, "upstream": 2.0**16}
+    found = value_and_grad(soft_target_loss, student, teacher, backend="triton", **options)
+    right = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+    assert_accurate(found[1], right[1], torch.float16)
 
 
 def head_by_sorting(p_t):
@@ -150,12 +214,12 @@ def test_members_stay_in_the_list_of_their_row(monkeypatch):
 
     monkeypatch.setattr(kernels, "_bin", bin_of_end)
     members = torch.full((3, 2, bins), -7.0)  # of the second row; the others are guards
-    kernels.soft_target_forward_kernel[(1,)](
-        student, teacher, None, None,
-        torch.empty(1), torch.empty(1, kernels.STATS.value), members[1:],
-        1, V, V, V, slope, 1.0, (math.log2(V) + 1.5) / bins, 0.0,
+    loss = torch.empty(1)
+    kernels.soft_target_kernel[(1,)](
+        student, teacher, None, None, loss, loss, loss, members[1:], student,
+        1, V, V, V, 0, slope, 1.0, 1.0, (math.log2(V) + 1.5) / bins, 0.0, 0, 0, 0,
         DIVERGENCE="adaptive_kl", IS_HOT=False, HAS_MASK=False, HAS_MASS=False,
-        **kernels.forward_blocks(V, "adaptive_kl", 4, False),
+        **kernels.blocks(V, "adaptive_kl", 4, False),
     )  # fmt: skip
     assert len(calls) == 5 and (members[1] != -7).all()
     assert (members[[0, 2]] == -7).all()
@@ -163,9 +227,8 @@ def test_members_stay_in_the_list_of_their_row(monkeypatch):
 
 def test_gradients_are_filled_into_contiguous_rows():
     student = torch.randn(2, 2, 5)[0]
-    stats = torch.empty(2, kernels.STATS.value)
     with pytest.raises(AssertionError, match="finds the rows of dstudent by V alone"):
-        kernels.fill_gradient(
-            torch.empty(2, 10)[:, ::2], student, student, None, stats, None, torch.ones(2),
-            "forward_kl", 1.0, 1.0,
+        kernels.fill(
+            student, student, None, None, None, torch.empty(2), torch.empty(2, 10)[:, ::2],
+            "forward_kl", 1.0, 1.0, 1.0, 0.0, False,
         )  # fmt: skip

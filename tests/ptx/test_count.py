@@ -40,10 +40,11 @@ def test_the_largest_part_is_the_bound():
 @of_compiled_code
 def test_forward_kl_reads_and_writes_each_byte_once():
     case = next(x for x in suite.every_case() if "forward KL/rows8192 V152064" in x.key)
-    forward, _, backward = count.of_case(case, "fastkd triton", 90)
-    read = forward.counts.global_bytes_read / forward.elements
+    rows, _, upstream = count.of_case(case, "fastkd triton", 90)
+    read = rows.counts.global_bytes_read / rows.elements
     assert read == pytest.approx(4, rel=1e-3)  # both sides in bfloat16
-    assert backward.counts.global_bytes_written / backward.elements == 2
+    assert rows.counts.global_bytes_written / rows.elements == pytest.approx(2, rel=1e-3)
+    assert upstream.counts.global_bytes_written == 0
 
 
 @of_compiled_code
@@ -61,13 +62,15 @@ def test_sums_over_rows_have_no_bank_conflicts(dtype):
 
 @of_compiled_code
 def test_few_reads_of_the_logits():
-    """Once each side where that is enough; adaptive KL twice, and twice more the teacher."""
-    logits = torch.randn(2, 5, 300)
+    """Each side for the loss and the gradient; adaptive KL thrice, and twice more the teacher."""
+    student, teacher = torch.randn(2, 5, 300)
+    student.requires_grad_()
     row = 300 * 4 / 32  # sectors of fp32
-    sides = {"forward_kl": 2, "reverse_kl": 2, "js": 4, "adaptive_kl": 6}
+    sides = {"forward_kl": 4, "reverse_kl": 4, "js": 6, "adaptive_kl": 8}
     for divergence, reads in sides.items():
         with executing(80) as launches:
-            soft_target_loss(*logits, divergence=divergence, backend="triton")
-        counts = count.costs(launches, logits[0].numel())[0].counts
+            soft_target_loss(student, teacher, divergence=divergence, backend="triton")
+        counts = count.costs(launches, student.numel())[0].counts
         assert reads * 5 * row <= counts.global_sectors_read < 1.4 * reads * 5 * row
-        assert counts.global_bytes_read >= 2 * 5 * 300 * 4
+        once = counts.global_bytes_read + counts.global_bytes_written
+        assert 3 <= once / (5 * 300 * 4) < 3.3

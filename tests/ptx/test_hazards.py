@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
 )
 
-FORWARD, SMALL = "soft_target_forward_kernel", "relation_small_groups_kernel"
+FORWARD, SMALL = "soft_target_kernel", "relation_small_groups_kernel"
 
 
 def start(found, ptx=None):
@@ -77,7 +77,7 @@ def test_a_fence_is_missing():
 
 
 def test_a_bound_is_wrong():
-    found = launch_of("soft_target_backward_kernel")
+    found = launch_of(FORWARD)
     text = without(r"setp\.lt\.s32", found["ptx"], count=0, replacement="setp.le.s32")
     assert hazard_of(found, text).kind in ("bounds", "grid race", "race")
 
@@ -149,7 +149,7 @@ def test_two_ctas_write_one_word():
 
 
 def test_vectors_are_aligned():
-    found = launch_of("soft_target_backward_kernel")
+    found = launch_of(FORWARD)
     text = found["ptx"]
     if ".v4.b32" not in text:
         body = """

@@ -131,12 +131,14 @@ def test_soft_targets_and_their_gradient(kernels):
     student.requires_grad_()
     expected = fastkd.soft_target_loss_ref(student, teacher, mask=mask, temperature=2.0)
     (gradient,) = torch.autograd.grad(expected, student)
-    rows, options = (student.detach(), teacher, mask), ("forward_kl", 2.0, 4.0)
-    losses, stats = kernels.soft_target_forward(*rows, *options)
-    loss, divisor = kernels.soft_target_reduce(losses, mask, None, True)
+    rows, options = (student.detach(), teacher, mask, None, None), ("forward_kl", 2.0, 4.0, 0.0)
+    loss, found = kernels.soft_targets(*rows, "batchmean", *options, True)
     torch.testing.assert_close(loss, expected)
-    assert divisor.item() == 5
-    found = kernels.soft_target_backward(*rows, stats, divisor, loss.new_ones(()), *options)
+    torch.testing.assert_close(found, gradient)
+    upstream = loss.new_full((), 3.0)
+    found = kernels.soft_target_gradient(*rows, upstream, "batchmean", *options)
+    torch.testing.assert_close(found, 3 * gradient)
+    kernels.scale_in_place(found, 1 / upstream)
     torch.testing.assert_close(found, gradient)
 
 

@@ -131,7 +131,7 @@ def calls() -> Calls:
     choices: list[tuple[str, Any]] = [(reduction, None) for reduction in REDUCTIONS]
     choices += [("batchmean", number) for number in denominators]
     for divergence, dtype, masked, V, (reduction, number) in itertools.product(
-        DIVERGENCES, ALL_TYPES, BOTH, (1, 50, 1024, 1025, 1040, 30522, 152_064), choices
+        DIVERGENCES, ALL_TYPES, BOTH, (1, 50, 1024, 1025, 1040, 16_400, 30522, 152_064), choices
     ):
         if number is not None and V not in (1024, 1025):
             continue

@@ -130,7 +130,7 @@ def portable(source: str) -> str:
 
 def _relative(match: re.Match[str]) -> str:
     module = match[1]
-    name = MOVED.get(module) or module.removeprefix("fastkd.kernels.")
+    name = MOVED.get(module) or module.removeprefix("fastkd.kernels").removeprefix(".")
     assert "." not in name, f"a kernel imports {module}, which the hub's package hasn't"
     return f"from .{name} import"
 

@@ -1,0 +1,50 @@
+"""Gradients computed in the forward pass, times the upstream gradient that the backward pass gets.
+
+Data path. Each program reads the upstream gradient. If that is 1, as ``loss.backward()`` passes it,
+the program returns; else the programs read, multiply and write the gradient in place, a block at a
+time: 2Es bytes for a gradient of E elements of s bytes. The host doesn't wait to learn which. There
+are at most as many programs as run at a time, since each that only returns costs a microsecond.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastkd._core.operator import operator
+from fastkd.kernels.launch import cdiv
+
+BLOCK = 4096
+PROGRAMS = 1024  # 8 on each multiprocessor of a large GPU
+
+
+@triton.jit(do_not_specialize=["blocks", "rest"])
+def upstream_kernel(
+    gradient_ptr,  # (blocks · BLOCK + rest,)
+    upstream_ptr,  # ()
+    blocks,
+    rest,
+    BLOCK: tl.constexpr,
+):
+    upstream = tl.load(upstream_ptr).to(tl.float32)
+    if upstream != 1.0:
+        at = gradient_ptr + tl.arange(0, BLOCK)
+        for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+            of_block = at + tl.cast(block, tl.int64) * BLOCK
+            tl.store(of_block, tl.load(of_block).to(tl.float32) * upstream)
+        if tl.program_id(0) == 0:
+            at += tl.cast(blocks, tl.int64) * BLOCK
+            inside = tl.arange(0, BLOCK) < rest
+            tl.store(at, tl.load(at, mask=inside).to(tl.float32) * upstream, mask=inside)
+
+
+def _scaled_shapes(gradient, upstream):
+    return None
+
+
+@operator(_scaled_shapes, mutates=[0])
+def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
+    """Multiply a contiguous gradient by ``upstream`` (), without work if that is 1."""
+    size = gradient.numel()
+    upstream_kernel[(min(cdiv(size, BLOCK), PROGRAMS),)](
+        gradient, upstream, size // BLOCK, size % BLOCK, BLOCK=BLOCK, num_warps=8
+    )
