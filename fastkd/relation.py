@@ -576,11 +576,12 @@ class _TritonRelations(torch.autograd.Function):
         students, teachers = features[::2], features[1::2]
         factors = options.tokens, options.samples
         ctx.needs_grad = ctx.needs_input_grad[3::2]
-        losses, *dx = kernels.relations(
+        losses, *saved = kernels.relations(
             students, teachers, mask, weights, *factors, options.eps, any(ctx.needs_grad)
         )
-        if dx:
-            ctx.save_for_backward(mask, *dx, *(saveable(x) for x in students))
+        if saved:
+            ctx.options = options
+            ctx.save_for_backward(mask, *(saveable(x) for x in students), *saved)
         if not options.return_terms:
             return losses.sum(), None
         parts = losses.split(kernels.counts_of_losses(students, *factors))
@@ -593,8 +594,11 @@ class _TritonRelations(torch.autograd.Function):
     def backward(ctx, grad, _):
         from fastkd.kernels import relation as kernels
 
-        mask, dx, *students = ctx.saved_tensors
-        gradients = kernels.projected(dx, students, mask, grad).unbind()
+        mask, *rest = ctx.saved_tensors
+        layers = len(ctx.needs_grad)
+        students, saved = rest[:layers], rest[layers:]
+        factors = ctx.options.tokens, ctx.options.samples
+        gradients = kernels.relation_gradients(saved, students, mask, grad, *factors).unbind()
         requested = zip(gradients, ctx.needs_grad, strict=True)
         pairs = ((dx if needs else None, None) for dx, needs in requested)
         return (None, None, None, *itertools.chain(*pairs))

@@ -8,20 +8,24 @@ has three more bits. float32 is split into two float16 parts with 22 bits togeth
 more accurate than TF32x3 at half its work. Means and |s_i|² are always float32.
 The gradient is a combination of the same rows, ∂L/∂x_i = P_i[Σ_j A_ij s_j − (Σ_j A_ij) s_i] / ‖x_i‖
 with A = b − ρa without its diagonal, a = R̃_s/σ_s, b = R̃_t/σ_t; P_i removes the component parallel
-to the row. The backward pass applies P_i, since it reads the gradient anyway. Projecting by the
+to the row. The backward pass applies P_i, since it reads the student anyway. Projecting by the
 rows themselves also removes the rounding error along them, which 1/eps can make large; a formula
 would not.
 
-Data path. Features are padded with zeros to multiples of 16. `relation_row_scale_kernel` reads
-every row once and stores 1/‖x‖ (0 at padding) for both kinds of relation. Groups of up to 128 rows
-are kept in registers (`relation_small`), longer groups in tiles in memory (`relation_long`); shared
-code is in `relation_rows`. The forward pass computes everything except P_i and the upstream
-gradient. Sums are partial sums with a second pass, never atomics: every run has the same bits.
+Data path. Features are padded with zeros to multiples of 16. Groups of up to 128 rows are kept in
+registers (`relation_small`), longer groups in tiles in memory (`relation_long`); shared code is in
+`relation_rows`. Long groups come first. Their forward pass computes everything except P_i and the
+upstream gradient, with 1/‖x‖ from `relation_row_scale_kernel`, which reads every row once. The
+last kind of small groups leaves its gradient to the backward pass: A is far smaller than the
+rows. Sums are partial sums with a second pass, never atomics: every run has the same bits.
 
-Small groups, per layer with E = B·N·D elements of s bytes a side: 2Es bytes read for the norms,
-3Es for each kind of relation, Es written, read and written again, and 3Es in the backward pass:
-14Es bytes, part of them from the L2 cache, against 6·E·(N + B) operations. At B32 N128 D768 in
-bf16 that is 88 MB (20 µs at 4.3 TB/s) and 3 GFLOP (4 µs): bound by bandwidth and latency. Long
+Small groups, per layer with E = B·N·D elements of s bytes a side, each byte counted once per
+launch: 2Es bytes read for each kind of relation, Es written for the gradient over tokens, 3Es in
+the backward pass: student, that gradient and the result. Both kinds: 8Es bytes, and A of N·B²
+elements written and read; one kind: 4Es and A. The bytes requested are twice the reads, since
+norms and relations read the rows one after the other: the second time from the L2 cache. Both
+kinds at B32 N128 D768 in bf16: 50 MB a layer (15 µs at 3.35 TB/s) against 6·E·(N + B) operations,
+3 GFLOP (4 µs). Bank conflicts in the sums over rows bind before that: see docs/kernels.md. Long
 groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradient against 14·N²
 bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
@@ -45,8 +49,15 @@ from fastkd.kernels.relation_rows import (
     relation_share_kernel,
     row_scale,
     same_layout,
+    splits,
 )
-from fastkd.kernels.relation_small import SMALL_GROUP, launch_small
+from fastkd.kernels.relation_small import (
+    SMALL_GROUP,
+    Kept,
+    kept_shapes,
+    launch_small,
+    launch_small_gradient,
+)
 
 MOST_COLUMNS_AT_ONCE = 4096  # largest D of rows that a backward program holds whole in registers
 
@@ -114,18 +125,52 @@ def relation_project_kernel(
             tl.store(out_ptr + start + first + d, dx, mask=in_rows[:, None] & (first + d < D))
 
 
+def kinds(B: int, N: int, tokens: float, samples: float) -> list[int]:
+    """Dimensions of (B, N) that have relations: 1 over tokens, 0 over samples; a kept one last.
+
+    Long groups come first: small ones leave their gradient to the backward pass.
+    """
+    sizes, weights = (B, N), (samples, tokens)
+    found = [x for x in (1, 0) if weights[x] != 0 and sizes[x] >= 2 and sizes[1 - x] > 0]
+    return sorted(found, key=lambda over: sizes[over] <= SMALL_GROUP)
+
+
+def kept_kind(B: int, N: int, tokens: float, samples: float) -> int | None:
+    """Dimension whose gradient is computed in the backward pass, if any."""
+    last = kinds(B, N, tokens, samples)[-1:]
+    return next((over for over in last if (B, N)[over] <= SMALL_GROUP), None)
+
+
 def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> list[int]:
     """Number of losses that `relations` returns over tokens, and over samples."""
     B, N, _ = students[0].shape
-    kinds = (B, N, tokens), (N, B, samples)
-    return [len(students) * G * (weight != 0 and members >= 2) for G, members, weight in kinds]
+    related = kinds(B, N, tokens, samples)
+    return [len(students) * groups * (over in related) for over, groups in ((1, B), (0, N))]
+
+
+def _new_gradient(
+    students: list[Tensor], tokens: float, samples: float
+) -> tuple[Tensor | None, Kept | None]:
+    """Empty gradient of the forward pass, and what is kept for the backward pass."""
+    x, layers = students[0], len(students)
+    B, N, D = x.shape
+    related = kinds(B, N, tokens, samples)
+    over = kept_kind(B, N, tokens, samples)
+    dx = kept = None
+    if over is None or len(related) > 1:
+        dx = x.new_empty((layers, B, N, padded_size(D)), dtype=gradient_dtype(x.dtype))
+    if over is not None:
+        members, groups = (B, N)[over], (B, N)[1 - over]
+        a, values = kept_shapes(layers, groups, members, splits(x.dtype))
+        kept = Kept(x.new_empty(a, dtype=torch.float16), x.new_empty(values, dtype=torch.float32))
+    return dx, kept
 
 
 def _relations_shapes(students, teachers, mask, weights, tokens, samples, eps, gradient):
     x = students[0]
-    shape = len(students), *x.shape[:2], padded_size(x.shape[-1])
     losses = x.new_empty(sum(counts_of_losses(students, tokens, samples)), dtype=torch.float32)
-    return [losses, x.new_empty(shape, dtype=gradient_dtype(x.dtype))] if gradient else [losses]
+    dx, kept = _new_gradient(students, tokens, samples) if gradient else (None, None)
+    return [losses, *([] if dx is None else [dx]), *(kept or ())]
 
 
 @operator(_relations_shapes)
@@ -143,8 +188,9 @@ def relations(
 
     ``weights`` (B,) are factors of the samples' losses over tokens.
 
-    Returns the summands, one per group and layer, tokens first; with ``gradient`` also the
-    gradients (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before `projected`.
+    Returns the summands, one per group and layer, tokens first; with ``gradient`` also the tensors
+    from which `relation_gradients` computes the gradients: those of the kinds that are not kept
+    (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before P_i, and `Kept`.
     """
     B, N, _ = students[0].shape
     shares = None, None
@@ -160,56 +206,76 @@ def relations(
     layers = Layers(students, teachers, mask, eps)
     s_b, s_n, _ = layers.students[0].stride()
     t_b, t_n, _ = layers.teachers[0].stride()
-    terms = [
-        Term(B, N, (s_b, s_n), (t_b, t_n), (N, 1), tokens, shares[0]),
-        Term(N, B, (s_n, s_b), (t_n, t_b), (1, N), samples, shares[1]),
-    ]
-    terms = [term for term in terms if term.weight != 0 and term.groups > 0 and term.N >= 2]
-    if gradient:
-        dx = layers.students[0].new_empty if terms else layers.students[0].new_zeros
-        shape = len(students), B, N, layers.Ds
-        layers.dx = dx(shape, dtype=gradient_dtype(layers.dtype))
-    losses = layers.scale.new_empty(sum(counts_of_losses(students, tokens, samples)))
-    done = 0
-    for term in terms:
-        launch = launch_small if term.N <= SMALL_GROUP else launch_long
-        launch(layers, term, losses, done)
-        done += len(students) * term.groups
-    return [losses] if layers.dx is None else [losses, layers.dx]
+    terms = {
+        1: Term(B, N, (s_b, s_n), (t_b, t_n), (N, 1), tokens, shares[0]),
+        0: Term(N, B, (s_n, s_b), (t_n, t_b), (1, N), samples, shares[1]),
+    }
+    related = kinds(B, N, tokens, samples)
+    counts = counts_of_losses(students, tokens, samples)
+    losses = students[0].new_empty(sum(counts), dtype=torch.float32)
+    dx, kept = _new_gradient(students, tokens, samples) if gradient else (None, None)
+    layers.dx = dx if dx is None or related else dx.zero_()
+    for position, over in enumerate(related):
+        first_loss = 0 if over == 1 else counts[0]
+        if terms[over].N > SMALL_GROUP:
+            launch_long(layers, terms[over], losses, first_loss, position > 0)
+        else:
+            last = position == len(related) - 1
+            launch_small(layers, terms[over], losses, first_loss, kept if last else None)
+    return [losses, *([] if dx is None else [dx]), *(kept or ())]
 
 
-def _projected_shapes(dx, students, mask, factor):
-    return dx.new_empty((*dx.shape[:-1], students[0].shape[-1]), dtype=students[0].dtype)
+def _gradients_shapes(saved, students, mask, factor, tokens, samples):
+    x = students[0]
+    return x.new_empty(len(students), *x.shape)
 
 
-@operator(_projected_shapes)
-def projected(dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: Tensor) -> Tensor:
-    """factor · dx (layers, B, N, Ds) of `relations`, without its component along the rows."""
-    layers, B, N, size = dx.shape
-    D = students[0].shape[-1]
-    out = torch.empty_like(dx, dtype=students[0].dtype)
-    if out.numel():
-        students = same_layout(students)
-        if mask is not None:
-            mask = mask.contiguous().view(torch.uint8)
-        whole = size <= MOST_COLUMNS_AT_ONCE
-        block_d = max(next_power_of_2(size), 128) if whole else 128
-        block_r = max(2048 // block_d, 1)  # 32 elements a thread
-        relation_project_kernel[(cdiv(B * N, block_r), layers)](
-            dx,
-            padded(students),
-            mask,
-            factor,
-            out,
-            B * N,
-            N,
-            size,
-            *students[0].stride()[:2],
-            SLOTS=slots(layers),
-            HAS_MASK=mask is not None,
-            WHOLE=whole,
-            BLOCK_R=block_r,
-            BLOCK_D=block_d,
-            num_warps=block_r * block_d // 1024,
-        )
+@operator(_gradients_shapes)
+def relation_gradients(
+    saved: list[Tensor],
+    students: list[Tensor],
+    mask: Tensor | None,
+    factor: Tensor,
+    tokens: float,
+    samples: float,
+) -> Tensor:
+    """Gradients (layers, B, N, Ds) for the upstream gradient ``factor``, from `relations`."""
+    B, N, D = students[0].shape
+    over, size = kept_kind(B, N, tokens, samples), padded_size(D)
+    out = students[0].new_empty(len(students), B, N, size)
+    students = same_layout(students)
+    if over is not None:
+        *dx, a, values = saved
+        launch_small_gradient(students, *(dx or [None]), Kept(a, values), factor, out, over)
+    elif out.numel():
+        _project(saved[0], students, mask, factor, out)
     return out if size == D else out[..., :D].contiguous()
+
+
+def _project(
+    dx: Tensor, students: list[Tensor], mask: Tensor | None, factor: Tensor, out: Tensor
+) -> None:
+    """Write factor · dx, without its component along the rows."""
+    layers, B, N, size = dx.shape
+    if mask is not None:
+        mask = mask.contiguous().view(torch.uint8)
+    whole = size <= MOST_COLUMNS_AT_ONCE
+    block_d = max(next_power_of_2(size), 128) if whole else 128
+    block_r = max(2048 // block_d, 1)  # 32 elements a thread
+    relation_project_kernel[(cdiv(B * N, block_r), layers)](
+        dx,
+        padded(students),
+        mask,
+        factor,
+        out,
+        B * N,
+        N,
+        size,
+        *students[0].stride()[:2],
+        SLOTS=slots(layers),
+        HAS_MASK=mask is not None,
+        WHOLE=whole,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=block_r * block_d // 1024,
+    )

@@ -452,14 +452,16 @@ def relation_gradient_kernel(
     tl.store(dx_rows, dx, mask=inside)
 
 
-def launch_long(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
+def launch_long(
+    layers: Layers, term: Term, losses: Tensor, first_loss: int, accumulate: bool
+) -> None:
     """Compute the relations layer by layer, with as many groups at a time as the workspace holds.
 
-    ``losses`` (layers, groups) are written from ``first_loss`` on. Earlier losses belong to a term
-    whose gradient is already stored; this term's gradient is added to it.
+    ``losses`` (layers, groups) are written from ``first_loss`` on. With ``accumulate`` the gradient
+    is added to the stored one.
     """
     for layer in range(len(layers.students)):
-        work = _Workspace(layers, term, losses, first_loss, layer)
+        work = _Workspace(layers, term, losses, first_loss, accumulate, layer)
         work.take_means()
         for first in range(0, term.groups, work.chunk):
             groups = min(work.chunk, term.groups - first)
@@ -485,11 +487,17 @@ class _Workspace:
     """Buffers for the relations of one layer, and the launches that write them."""
 
     def __init__(
-        self, layers: Layers, term: Term, losses: Tensor, first_loss: int, layer: int
+        self,
+        layers: Layers,
+        term: Term,
+        losses: Tensor,
+        first_loss: int,
+        accumulate: bool,
+        layer: int,
     ) -> None:
         self.layers, self.term, self.losses = layers, term, losses
         self.first_loss = first_loss + layer * term.groups
-        self.accumulate = int(first_loss > 0)
+        self.accumulate = int(accumulate)
         self.student, self.teacher = layers.students[layer], layers.teachers[layer]
         self.scale = layers.scale[layer]  # (2, stride_side)
         self.dx = None if layers.dx is None else layers.dx[layer]

@@ -1,5 +1,6 @@
 """Code shared by `relation_small` and `relation_long`: rows, counts, options of a launch."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -166,13 +167,13 @@ def aligned_size(entries: int) -> int:
 
 
 class Layers:
-    """Layers of one launch: their features, row scales and gradients."""
+    """Layers of one launch: their features, mask, row scales and gradients."""
 
     def __init__(
         self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, eps: float
     ) -> None:
         self.students, self.teachers = same_layout(students), same_layout(teachers)
-        self.masked, self.eps = mask is not None, eps
+        self.mask, self.masked, self.eps = mask, mask is not None, eps
         self.B, self.N, self.Ds = self.students[0].shape
         self.Dt = self.teachers[0].shape[-1]
         self.rows = self.B * self.N
@@ -182,15 +183,16 @@ class Layers:
         self.pointers = padded(self.students), padded(self.teachers)
         self.slots = slots(len(students))
         self.stride_side = aligned_size(self.rows)
-        shape = len(students), 2, self.stride_side
-        self.scale = students[0].new_empty(shape, dtype=torch.float32)
-        if self.rows == 0:
-            return
-        block_r, block_d = 16, 128
-        relation_row_scale_kernel[(cdiv(self.rows, block_r), len(students), 2)](
+
+    @functools.cached_property
+    def scale(self) -> Tensor:
+        """1/‖x‖ of student and teacher rows (layers, 2, stride_side), for groups of any length."""
+        layers, (block_r, block_d) = len(self.students), (16, 128)
+        scale = self.students[0].new_empty(layers, 2, self.stride_side, dtype=torch.float32)
+        relation_row_scale_kernel[(cdiv(self.rows, block_r), layers, 2)](
             *self.pointers,
-            mask,
-            self.scale,
+            self.mask,
+            scale,
             self.rows,
             self.N,
             self.Ds,
@@ -204,6 +206,7 @@ class Layers:
             BLOCK_D=block_d,
             num_warps=8,
         )
+        return scale
 
 
 def padded_size(D: int) -> int:

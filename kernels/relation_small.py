@@ -1,10 +1,14 @@
 """Relations of up to 128 rows: one program per group and layer, with both relations in registers.
 
-It reads student and teacher over D, keeps R̃_s and R̃_t, and reads the student again for the
-gradient. The term over tokens writes the gradient, the term over samples adds to it.
+`relation_small_groups_kernel` reads the rows twice, for their norms and for R̃_s and R̃_t, and
+stores the losses. For the gradient of the call's last kind of relation it stores A and two
+numbers per row (`Kept`), far less than the rows; for another kind it reads the student again and
+writes the gradient. `relation_small_gradient_kernel` computes the gradient from A and the student
+in the backward pass, adds the other kind's gradient, applies P_i and the upstream gradient.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,16 +17,19 @@ from torch import Tensor
 
 from fastkd.kernels import launch
 from fastkd.kernels.launch import next_power_of_2
-from fastkd.kernels.pointers import pick
+from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
+    LARGEST_SQUARES,
     OPERAND_SCALE,
+    PART,
     Layers,
     Term,
     centring_offset,
     derivative_scale,
     high_part,
     low_part,
+    row_scale,
 )
 from fastkd.kernels.rounding import rounded
 
@@ -30,14 +37,47 @@ SMALL_GROUP = 128  # largest group whose relations both fit into registers
 
 
 @triton.jit
-def _centred_tile(x_ptr, start, scale, valid, share, d, D):
+def _tile(x_ptr, start, rows, d, D):
+    """Features d of ``rows`` as float32, 0 elsewhere."""
+    inside = rows[:, None] & (d < D)[None, :]
+    return tl.load(x_ptr + start[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row_scales(x_ptr, start, real, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """1/‖x‖ of each row, 0 at padding."""
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        x = _tile(x_ptr, start, real, first + tl.arange(0, BLOCK_D), D)
+        squares += tl.sum(x * x, axis=1)
+    part_squares = tl.zeros((BLOCK_N,), tl.float32)
+    if tl.max(squares, axis=0) > LARGEST_SQUARES:
+        for first in range(0, D, BLOCK_D):
+            part = _tile(x_ptr, start, real, first + tl.arange(0, BLOCK_D), D) * PART
+            part_squares += tl.sum(part * part, axis=1)
+    return tl.where(real, row_scale(squares, part_squares), 0.0)
+
+
+@triton.jit
+def _centred_tile(x, scale, valid, share):
     """Mean of the unit rows, and the centred rows, of one block of features."""
-    x = tl.load(
-        x_ptr + start[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0
-    ).to(tl.float32)
     unit = rounded(x * scale[:, None])  # (BLOCK_N, BLOCK_D)
     mean = rounded(tl.sum(unit, axis=0) * share)  # (BLOCK_D,)
     return mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
+
+
+@triton.jit
+def _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT: tl.constexpr):
+    """A's product with the centred rows, before P_i, of one block of features."""
+    mean, centred = _centred_tile(x, scale, valid, share)
+    scaled = centred * OPERAND_SCALE
+    dx = tl.dot(high, high_part(scaled))
+    if SPLIT:
+        dx = tl.dot(high, low_part(scaled), dx)
+        dx = tl.dot(low, high_part(scaled), dx)
+    own = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
+    dx = dx * (left / OPERAND_SCALE)[:, None] - row_sums[:, None] * own
+    return tl.where(valid[:, None], dx, 0.0)
 
 
 @triton.jit
@@ -52,14 +92,14 @@ def _centred_relation(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """R̃ (BLOCK_N, BLOCK_N), 0 at padding, and its diagonal."""
+    """R̃ (BLOCK_N, BLOCK_N), 0 at padding."""
     R = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
     along = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     length = 0.0
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        mean, centred = _centred_tile(x_ptr, start, scale, valid, share, d, D)
+        mean, centred = _centred_tile(_tile(x_ptr, start, valid, d, D), scale, valid, share)
         # Equal rows have no relation: their centred rows are only the mean's rounding error.
         # Selecting the remainder spills nothing; selecting the difference spills 8 bytes.
         rest = tl.sum(centred, axis=0) * share
@@ -81,81 +121,71 @@ def _centred_relation(
     n = tl.arange(0, BLOCK_N)
     R = R / (OPERAND_SCALE * OPERAND_SCALE) + u[:, None] + u[None, :]
     R = tl.where(n[:, None] == n[None, :], diagonal[:, None], R)
-    return tl.where(valid[:, None] & valid[None, :], R, 0.0), diagonal
+    return tl.where(valid[:, None] & valid[None, :], R, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "N",
-        "rows",
-        "stride_share",
-        "stride_side",
-        "stride_group",
-        "stride_n",
-        "first_loss",
-        "accumulate",
-    ]
-)
+@triton.jit(do_not_specialize=["N", "stride_share", "stride_group", "stride_n", "first_loss"])
 def relation_small_groups_kernel(
     s_ptrs,  # layers of (groups, N, Ds)
     t_ptrs,  # layers of (groups, N, Dt)
-    scale_ptr,  # (layers, 2, stride_side)
+    mask_ptr,  # bytes
     shares_ptr,  # (groups,): the groups' shares in the average, times their weights
     stride_share,  # 0 if all groups have the same
-    dx_ptr,  # (layers, rows, Ds)
+    dx_ptr,  # (layers, rows, Ds), if GRADIENT
+    a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N), if KEEP
+    values_ptr,  # (layers, groups, 2, BLOCK_N), if KEEP
     loss_ptr,  # from first_loss on (layers, groups): weighted losses
     N,
     Ds,
     Dt,
-    rows,
     stride_s_group,
     stride_s_n,
     stride_t_group,
     stride_t_n,
-    stride_side,
-    stride_group,  # of rows in scale and dx
+    stride_group,  # of rows in mask and dx
     stride_n,
     first_loss,
     weight,
     eps,
-    accumulate,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GRADIENT: tl.constexpr,
+    KEEP: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
+    groups = tl.num_programs(0)
     s_ptr = pick(s_ptrs, layer, SLOTS)
     t_ptr = pick(t_ptrs, layer, SLOTS)
     n = tl.arange(0, BLOCK_N)
     in_group = n < N
     row = group * stride_group + n.to(tl.int64) * stride_n
-    scale_ptr += 2 * layer * stride_side
-    scale_s = tl.load(scale_ptr + row, mask=in_group, other=0.0)
-    scale_t = tl.load(scale_ptr + stride_side + row, mask=in_group, other=0.0)
-    real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
-    valid = (scale_s != 0) & (real >= 2)
+    exists = in_group
+    if HAS_MASK:
+        exists = exists & (tl.load(mask_ptr + row, mask=in_group, other=0) != 0)
+    real = tl.sum(exists.to(tl.int32), axis=0)
+    valid = exists & (real >= 2)
     count = tl.maximum(real, 1).to(tl.float32)
     share = tl.div_rn(1.0, count)
-
     start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
-    R_t, own_t = _centred_relation(
-        t_ptr, start_t, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D
-    )
+    scale_t = _row_scales(t_ptr, start_t, exists, Dt, BLOCK_N, BLOCK_D)
+
+    R_t = _centred_relation(t_ptr, start_t, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D)
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
     sigma_t = tl.sqrt(tl.sum(R_t * R_t))
     scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
     b = rounded(R_t * scale_b)
-    sum_b = tl.sum(b, axis=1)
     if not SPLIT:  # halves the registers while the student's relation is computed
         b = b.to(tl.float16)
     start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
-    R_s, own_s = _centred_relation(
-        s_ptr, start_s, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D
-    )
+    scale_s = _row_scales(s_ptr, start_s, exists, Ds, BLOCK_N, BLOCK_D)
+    if KEEP:
+        values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
+        tl.store(values_ptr, scale_s)
+    R_s = _centred_relation(s_ptr, start_s, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D)
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
     scale_a = tl.where(sigma_s > 0, count / sigma_s, 0.0)
     a = rounded(R_s * scale_a)
@@ -168,41 +198,122 @@ def relation_small_groups_kernel(
     if HAS_MASK:
         weight *= tl.load(shares_ptr + group * stride_share)
     weight = tl.where(real >= 2, weight, 0.0)
-    loss_ptr += first_loss + layer * tl.num_programs(0)
-    tl.store(loss_ptr + group, tl.where(real >= 2, weight * loss, 0.0))
+    tl.store(
+        loss_ptr + first_loss + layer * groups + group, tl.where(real >= 2, weight * loss, 0.0)
+    )
 
-    if GRADIENT:
+    if GRADIENT or KEEP:
         # A = b − ρa. Rows that are not of unit length keep its diagonal.
         short = scale_s >= LARGEST_SCALE
         rho = 1 - loss
-        own_A = own_t * scale_b - rho * own_s * scale_a
-        row_sums = sum_b - rho * tl.sum(a, axis=1)
-        row_sums = tl.where(short, row_sums, row_sums - own_A)
         A = b.to(tl.float32) - rho * a
         A = tl.where((n[:, None] == n[None, :]) & (short == 0)[:, None], 0.0, A)
         high = high_part(A)
-        if SPLIT:
-            low = low_part(A)
+        low = low_part(A) if SPLIT else high
         derivative = derivative_scale(scale_s, s_ptr.dtype.element_ty == tl.float16)
         left = (-2 * weight * sigma_t / (denominator * count)) * derivative
-        row_sums *= left
-        left /= OPERAND_SCALE
-        dx_rows = dx_ptr + (layer * rows + row) * Ds
-        for first in range(0, Ds, BLOCK_D):
-            d = first + tl.arange(0, BLOCK_D)
-            mean, centred = _centred_tile(s_ptr, start_s, scale_s, valid, share, d, Ds)
-            scaled = centred * OPERAND_SCALE
-            dx = tl.dot(high, high_part(scaled))
+        if KEEP:
+            tl.store(values_ptr + BLOCK_N, left)
+            parts: tl.constexpr = 2 if SPLIT else 1
+            a_ptr += (layer * groups + group) * parts * BLOCK_N * BLOCK_N
+            a_tile = a_ptr + n[:, None] * BLOCK_N + n[None, :]
+            tl.store(a_tile, high)
             if SPLIT:
-                dx = tl.dot(high, low_part(scaled), dx)
-                dx = tl.dot(low, high_part(scaled), dx)
-            own = tl.where(short[:, None], -mean[None, :], centred)
-            dx = dx * left[:, None] - row_sums[:, None] * own
-            dx = tl.where(valid[:, None], dx, 0.0)
-            inside = in_group[:, None] & (d < Ds)[None, :]
-            dx_tile = dx_rows[:, None] + d[None, :]
-            dx += tl.load(dx_tile, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
-            tl.store(dx_tile, dx, mask=inside)
+                tl.store(a_tile + BLOCK_N * BLOCK_N, low)
+        else:
+            row_sums = tl.sum(A, axis=1) * left
+            dx_rows = dx_ptr + (layer * groups * N + row) * Ds
+            for first in range(0, Ds, BLOCK_D):
+                d = first + tl.arange(0, BLOCK_D)
+                x = _tile(s_ptr, start_s, valid, d, Ds)
+                dx = _gradient_tile(x, high, low, scale_s, valid, share, left, row_sums, SPLIT)
+                inside = in_group[:, None] & (d < Ds)[None, :]
+                tl.store(dx_rows[:, None] + d[None, :], dx, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
+def relation_small_gradient_kernel(
+    s_ptrs,  # layers of (groups, N, D)
+    dx_ptr,  # (layers, rows, D), if HAS_DX
+    a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
+    values_ptr,  # (layers, groups, 2, BLOCK_N)
+    factor_ptr,
+    out_ptr,  # (layers, rows, D)
+    N,
+    D,
+    stride_s_group,
+    stride_s_n,
+    stride_group,  # of rows in dx and out
+    stride_n,
+    SLOTS: tl.constexpr,
+    HAS_DX: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out = factor · (dx + A's gradient), without its component along the normalised rows."""
+    group = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    groups = tl.num_programs(0)
+    s_ptr = pick(s_ptrs, layer, SLOTS)
+    n = tl.arange(0, BLOCK_N)
+    values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
+    scale = tl.load(values_ptr)
+    left = tl.load(values_ptr + BLOCK_N)
+    parts: tl.constexpr = 2 if SPLIT else 1
+    a_ptr += (layer * groups + group) * parts * BLOCK_N * BLOCK_N
+    a_tile = a_ptr + n[:, None] * BLOCK_N + n[None, :]
+    high = tl.load(a_tile)
+    low = tl.load(a_tile + BLOCK_N * BLOCK_N) if SPLIT else high
+    A = high.to(tl.float32) + low if SPLIT else high.to(tl.float32)
+    row_sums = tl.sum(A, axis=1) * left
+    exists = scale != 0
+    real = tl.sum(exists.to(tl.int32), axis=0)
+    valid = exists & (real >= 2)
+    share = tl.div_rn(1.0, tl.maximum(real, 1).to(tl.float32))
+    start = group * stride_s_group + n.to(tl.int64) * stride_s_n
+    row = group * stride_group + n.to(tl.int64) * stride_n
+    rows = ((layer * groups * N + row) * D)[:, None]
+    factor = tl.load(factor_ptr).to(tl.float32)
+
+    along = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        x = _tile(s_ptr, start, exists, d, D)
+        dx = _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT)
+        if HAS_DX:
+            inside = exists[:, None] & (d < D)[None, :]
+            dx += tl.load(dx_ptr + rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        along += tl.sum(dx * x, axis=1)
+    along = tl.where(scale >= LARGEST_SCALE, 0.0, along * scale)
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        x = _tile(s_ptr, start, exists, d, D)
+        dx = _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT)
+        inside = (n < N)[:, None] & (d < D)[None, :]
+        if HAS_DX:
+            there = inside & exists[:, None]
+            dx += tl.load(dx_ptr + rows + d[None, :], mask=there, other=0.0).to(tl.float32)
+        dx = (dx - along[:, None] * (x * scale[:, None])) * factor
+        tl.store(out_ptr + rows + d[None, :], dx, mask=inside)
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs of one kind of relation, beside the student."""
+
+    a: Tensor  # (layers, groups, parts, n, n): A in float16, or in two parts
+    values: Tensor  # (layers, groups, 2, n): 1/‖x‖ of each row, and the factor of A's row
+
+
+def kept_shapes(layers: int, groups: int, N: int, split: bool) -> tuple[tuple[int, ...], ...]:
+    """Shapes of `Kept`."""
+    n = small_rows(N)
+    return (layers, groups, 2 if split else 1, n, n), (layers, groups, 2, n)
+
+
+def small_rows(N: int) -> int:
+    """Rows of a program's tiles."""
+    return max(16, next_power_of_2(N))
 
 
 @functools.cache
@@ -210,43 +321,84 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell (10) reads accumulators from tensor memory all at once, which leaves no registers for
-    loads in flight, and too few for split float32. Before Hopper (9) blocks have half the features.
+    loads in flight, and too few for split float32. Only on Hopper (9) do the registers hold 128
+    bytes of a row of 128.
     """
-    n = max(16, next_power_of_2(N))
+    n = small_rows(N)
     if n == 128:
-        d = (32 if dtype == torch.float32 else 64) // (1 if capability >= 9 else 2)
+        d = (32 if dtype == torch.float32 else 64) // (1 if capability == 9 else 2)
         warps, stages = 8, 1 if capability >= 10 or split else 2
     else:
         d = 32 if split else 64
         warps = 2 if n == 16 else 4 if n == 32 else 8
         stages = 1 if capability >= 10 else 2
-    return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages}
+    # Without a bound the assembler uses 96 to 168 registers for small groups, and spills a few.
+    bound = {} if n == 128 else {"maxnreg": 224}
+    return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages, **bound}
 
 
-def launch_small(layers: Layers, term: Term, losses: Tensor, first_loss: int) -> None:
-    """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`."""
+def launch_small(
+    layers: Layers, term: Term, losses: Tensor, first_loss: int, kept: Kept | None
+) -> None:
+    """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`.
+
+    With ``kept`` the gradient is left to `launch_small_gradient`; else it is written, not added.
+    """
+    capability = launch.capability(losses.device)
     relation_small_groups_kernel[(term.groups, len(layers.students))](
         *layers.pointers,
-        layers.scale,
+        layers.mask,
         term.shares,
         term.stride_share,
-        layers.dx,
+        None if kept else layers.dx,
+        *(kept or (None, None)),
         losses,
         term.N,
         layers.Ds,
         layers.Dt,
-        layers.rows,
         *term.strides_s,
         *term.strides_t,
-        layers.stride_side,
         *term.strides,
         first_loss,
         term.weight if layers.masked else term.weight / term.groups,
         layers.eps,
-        int(first_loss > 0),
         SLOTS=layers.slots,
         HAS_MASK=layers.masked,
-        GRADIENT=layers.dx is not None,
+        GRADIENT=layers.dx is not None and kept is None,
+        KEEP=kept is not None,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, launch.capability(layers.scale.device)),
+        **small_blocks(term.N, layers.dtype, layers.split, capability),
+    )
+
+
+def launch_small_gradient(
+    students: list[Tensor], dx: Tensor | None, kept: Kept, factor: Tensor, out: Tensor, over: int
+) -> None:
+    """Gradient of ``kept`` relations over dimension ``over`` of (B, N), plus ``dx``, times factor.
+
+    Writes ``out`` (layers, B, N, D).
+    """
+    layers, *sizes, D = out.shape
+    members, groups = sizes[over], sizes[1 - over]
+    strides_s, strides = students[0].stride(), (sizes[1], 1)
+    split = kept.a.shape[2] == 2
+    blocks = small_blocks(members, students[0].dtype, split, launch.capability(out.device))
+    # A tile of the student is read in two layouts: from an asynchronous copy with bank conflicts.
+    blocks = blocks | {"num_stages": 1}
+    relation_small_gradient_kernel[(groups, layers)](
+        padded(students),
+        dx,
+        *kept,
+        factor,
+        out,
+        members,
+        D,
+        strides_s[1 - over],
+        strides_s[over],
+        strides[1 - over],
+        strides[over],
+        SLOTS=slots(layers),
+        HAS_DX=dx is not None,
+        SPLIT=split,
+        **blocks,
     )

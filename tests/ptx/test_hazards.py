@@ -132,7 +132,7 @@ def test_an_atomic_is_missing():
 
 
 def test_two_ctas_write_one_word():
-    found = launch_of("relation_row_scale_kernel")
+    found = launch_of("relation_small_gradient_kernel")
     text = without(r"%ctaid\.x", found["ptx"], count=0, replacement="%ctaid.z")
     assert hazard_of(found, text).kind == "grid race"
     body = """
