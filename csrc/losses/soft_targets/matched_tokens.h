@@ -15,7 +15,7 @@ class Rest {
   void read(const W* z, const uint16_t* bits, int64_t start, int64_t count) {
     const int64_t i = start / kBlock;
     W* x = weights_.get() + (i ? ends_[i - 1] : 0);
-    const int64_t n = FASTKD_CALL(select, z, bits, uint16_t(-1), count, x) - x;
+    const int64_t n = FASTKD_CALL(select, z, bits, false, count, x) - x;
     ends_[i] = x + n - weights_.get();
     parts_[i].base_s = base_of(FASTKD_CALL(top_of_block, x, n));
     parts_[i].total_s = FASTKD_CALL(raise, x, n, by_, W(parts_[i].base_s), z + count);
@@ -232,7 +232,7 @@ class MatchedWork {
     W* matched = student_.get();
     each_block(of_.student, row, match_.in_student,
                [&](const W* z, const uint16_t* bits, int64_t start, int64_t count) {
-                 matched = FASTKD_CALL(select, z, bits, uint16_t(0), count, matched);
+                 matched = FASTKD_CALL(select, z, bits, true, count, matched);
                  if (bucket_) rest_s_.read(z, bits, start, count);
                });
   }

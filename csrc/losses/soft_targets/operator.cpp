@@ -82,22 +82,24 @@ Match match_of(const Tensor& teacher_of, int64_t student, int64_t teacher,
                      : Unmatched::kRenormalise};
   match.in_student.resize((student + kColumns - 1) / kColumns);
   match.in_teacher.resize((teacher + kColumns - 1) / kColumns);
-  const auto bit = [](int64_t token) { return uint16_t(1 << token % kColumns); };
   const int64_t* ids = data<const int64_t>(teacher_of);
   match.teacher.resize(student + 1);
   int32_t* next = match.teacher.data();
-  bool twice = false;
+  uint32_t twice = 0, word = 0;
   for (int64_t i = 0; i < student; ++i) {
     STD_TORCH_CHECK(ids[i] >= -1 && ids[i] < teacher, "teacher_of: ", ids[i],
                     " is not one of the ", teacher, " tokens");
     // Without a branch, which would often be mispredicted.
-    const int64_t has = ids[i] >= 0, id = std::max<int64_t>(ids[i], 0);
+    const uint32_t has = ids[i] >= 0, id = uint32_t(std::max<int64_t>(ids[i], 0));
+    const uint32_t bit = has << id % kColumns;
     uint16_t& seen = match.in_teacher[id / kColumns];
-    twice |= has && seen & bit(id);
-    seen |= has * bit(id), match.in_student[i / kColumns] |= has * bit(i);
+    twice |= seen & bit, seen |= bit, word |= has << i % kColumns;
     *next = int32_t(id), next += has;
+    if (i % kColumns == kColumns - 1 || i == student - 1) {
+      match.in_student[i / kColumns] = uint16_t(std::exchange(word, 0));
+    }
   }
-  STD_TORCH_CHECK(!twice, "teacher_of: a token is there twice");
+  STD_TORCH_CHECK(twice == 0, "teacher_of: a token is there twice");
   match.teacher.resize(next - match.teacher.data());
   STD_TORCH_CHECK(sums || !match.teacher.empty(), "teacher_of: no token has a match");
   return match;

@@ -116,6 +116,22 @@ constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in o
 // Numbers behind a row's end that kernels may overwrite.
 constexpr int kPadding = 16;
 
+// Of each choice of 8 lanes, a byte for each lane: the chosen ones in order, and how many are chosen
+// before each lane.
+struct LanesOf {
+  int64_t chosen[256]{}, before[256]{};
+
+  constexpr LanesOf() {
+    for (int choice = 0; choice < 256; ++choice) {
+      for (int lane = 0, count = 0; lane < 8; ++lane) {
+        before[choice] |= int64_t(count) << 8 * lane;
+        if (choice >> lane & 1) chosen[choice] |= int64_t(lane) << 8 * count++;
+      }
+    }
+  }
+};
+[[maybe_unused]] constexpr LanesOf kLanesOf;
+
 // Bins of probabilities in ascending order: kPerOctave for each of kOctaves below 1, and the first
 // for all smaller ones.
 constexpr int kOctaves = 64, kPerOctave = 64, kBins = kOctaves * kPerOctave + 2;

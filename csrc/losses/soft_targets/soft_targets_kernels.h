@@ -370,35 +370,56 @@ inline W product_of(const VectorN<W, N>& x) {
 }
 
 #if defined(FASTKD_KINDS)
-// The chosen lanes of 16 floats, moved to the first, and the inverse.
-template <typename V>
-FASTKD_KERNEL inline V compressed(V x, uint16_t chosen) {
-  return (V)_mm512_maskz_compress_ps(chosen, (__m512)x);
+// The chosen lanes of a vector of floats, moved to the first, and the inverse.
+template <typename V, int bytes = kBytes>
+FASTKD_KERNEL inline V compressed(V x, uint32_t chosen) {
+  if constexpr (bytes == 64) return (V)_mm512_maskz_compress_ps(chosen, (__m512)x);
+  if constexpr (bytes == 32) {
+    const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(kLanesOf.chosen[chosen]));
+    return (V)_mm256_permutevar8x32_ps((__m256)x, from);
+  }
 }
 
-template <typename V>
-FASTKD_KERNEL inline V expanded(V x, uint16_t chosen, V others) {
-  return (V)_mm512_mask_expand_ps((__m512)others, chosen, (__m512)x);
+template <typename V, int bytes = kBytes>
+FASTKD_KERNEL inline V expanded(V x, uint32_t chosen, V others) {
+  if constexpr (bytes == 64) return (V)_mm512_mask_expand_ps((__m512)others, chosen, (__m512)x);
+  if constexpr (bytes == 32) {
+    const __m256i from = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(kLanesOf.before[chosen]));
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i is = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(chosen), bit), bit);
+    return (V)_mm256_blendv_ps((__m256)others, _mm256_permutevar8x32_ps((__m256)x, from),
+                               (__m256)is);
+  }
 }
+constexpr bool kMovesLanes = kBytes >= 32;
+#else
+constexpr bool kMovesLanes = false;
 #endif
 
-// Appends the numbers of a block whose bit, exclusive or ``flip``, is 1 to ``out``, behind which
-// kPadding more may be overwritten. Returns its end.
+// Bits of ``count`` columns from i on, which don't cross the numbers of ``bits``.
+inline uint32_t bits_at(const uint16_t* bits, int64_t i, int64_t count) {
+  return (bits[i / kColumns] >> i % kColumns) & (0xffffu >> (kColumns - count));
+}
+
+// Appends the numbers of a block whose bit is ``chosen`` to ``out``, behind which kPadding more may
+// be overwritten. Returns its end.
 template <typename W>
-FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, uint16_t flip, int64_t n, W* out) {
+FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, bool chosen, int64_t n, W* out) {
+  const uint32_t flip = chosen ? 0 : ~0u;
 #if defined(FASTKD_KINDS)
-  if constexpr (kBytes == 64 && std::is_same_v<W, float>) {
+  if constexpr (kMovesLanes && std::is_same_v<W, float>) {
     each<W>(n, [&](int64_t i, int64_t count) {
-      const uint16_t chosen = (bits[i / kColumns] ^ flip) & (0xffff >> (kColumns - count));
-      store<W>(out, compressed(load(z + i, count), chosen));
-      out += __builtin_popcount(chosen);
+      fetch(z + n + i);
+      const uint32_t lanes = (bits_at(bits, i, count) ^ flip) & (0xffffu >> (kColumns - count));
+      store<W>(out, compressed(load(z + i, count), lanes));
+      out += __builtin_popcount(lanes);
     });
     return out;
   }
 #endif
   for (int64_t i = 0; i < n; ++i) {
     *out = z[i];
-    out += ((bits[i / kColumns] ^ flip) >> i % kColumns) & 1;
+    out += (bits_at(bits, i, 1) ^ flip) & 1;
   }
   return out;
 }
@@ -409,25 +430,23 @@ template <typename W>
 FASTKD_KERNEL const W* merge(const W* matched, const W* rest, const uint16_t* bits, int64_t n,
                              W* out) {
 #if defined(FASTKD_KINDS)
-  if constexpr (kBytes == 64 && std::is_same_v<W, float>) {
+  if constexpr (kMovesLanes && std::is_same_v<W, float>) {
     each<W>(n, [&](int64_t i, int64_t count) {
-      const uint16_t chosen = bits[i / kColumns];
+      const uint32_t lanes = bits_at(bits, i, count), others = (0xffffu >> (kColumns - count)) ^ lanes;
       Vector<W> x{};
-      if (rest) x = expanded(load(rest), uint16_t(~chosen), x);
-      store<W>(out + i, expanded(load(matched), chosen, x), count);
-      matched += __builtin_popcount(chosen);
-      if (rest) rest += kColumns - __builtin_popcount(chosen);
+      if (rest) x = expanded(load(rest), others, x), rest += __builtin_popcount(others);
+      store<W>(out + i, expanded(load(matched), lanes, x), count);
+      matched += __builtin_popcount(lanes);
     });
     return matched;
   }
 #endif
-  const W zero = 0;
-  const bool more = rest;
-  if (!more) rest = &zero;
   for (int64_t i = 0; i < n; ++i) {
-    const bool chosen = (bits[i / kColumns] >> i % kColumns) & 1;
-    out[i] = *(chosen ? matched : rest);
-    matched += chosen, rest += more && !chosen;
+    // Both are read: a branch would often be mispredicted.
+    const bool chosen = bits_at(bits, i, 1);
+    const W x = *matched, other = rest ? *rest : 0;
+    out[i] = chosen ? x : other;
+    matched += chosen, rest += rest && !chosen;
   }
   return matched;
 }
