@@ -4,7 +4,7 @@ Data path. A program reads its rows in blocks of the vocabulary. Each thread kee
 sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when its
 maximum grows; at the end of the row the threads combine these. So one read of student and teacher
 logits is enough for the value of either KL. All other divergences need the normalisers first and
-read the logits twice; adaptive KL determines its head in between, by two histograms of the
+read the logits twice; adaptive KL finds the end of its head in between, in a few passes over the
 teacher's logits. Where a gradient is needed, the program then reads the row again and writes its
 gradient, divided by the number of real rows, which `soft_target_count_kernel` counts before.
 `soft_target_reduce_kernel` adds the rows' losses. No other tensor has the size of the logits.
@@ -22,21 +22,22 @@ Reads of the logits, with the gradient's, of which only the first has to come fr
 
     forward_kl, reverse_kl    2 of student and teacher
     the same above HOT        3 of student and teacher
-    adaptive_kl               3 of student and teacher, and 2 of the teacher
+    adaptive_kl               3 of student and teacher, and about 5 of the teacher
     all others                3 of student and teacher
 
 Above the temperature HOT the losses are much smaller than the terms of a sum without normalisers:
 multiplied by τ², the sum's rounding error would be as large as the loss.
 
 With E = R·V elements of s bytes at least 3Es bytes move: 2Es read and Es written. About 40E
-instructions for a KL, 90E for js. A KL is bound by bandwidth, js by instructions, adaptive_kl by
-counting.
+instructions for a KL, 90E for js, 200E for adaptive_kl. A KL is bound by bandwidth, the others by
+instructions.
 
 What comes from memory depends on the L2 cache. P programs at a time read rows of 2Vs bytes, and a
 cache of C bytes holds the fraction f = min(1, C / 2PVs) of them. Each pass but the first runs
 against the one before, so it finds that fraction in the cache and reads 2(1 − f)Es bytes from
-memory. One program fills a multiprocessor (two where a thread has at most 32 registers), and
-gradients are stored as data that is not read again. In bfloat16, with one program:
+memory; adaptive_kl's passes over the teacher run forwards and read up to Es each where f < 1. One
+program fills a multiprocessor (two where a thread has at most 32 registers), and gradients are
+stored as data that is not read again. In bfloat16, with one program:
 
     C, P                  3Es up to V = C / 2Ps     V = 128,256: KL, others    V = 152,064
     H100: 50 MB, 132       94,000                   3.5Es, 4.0Es               3.8Es, 4.5Es
@@ -68,9 +69,6 @@ HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 LEAST = tl.constexpr(-200.0)  # power of 2 that is 0 in float32
-BINS = tl.constexpr(256)  # of a histogram: one per thread
-# More than the difference of two sums of rounded masses.
-SLACK = tl.constexpr(1e-5)
 LONG = 16384  # longest row of which several share a multiprocessor
 HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
 # Divergences computed in one read of the logits, and divergences with another form above HOT.
@@ -78,7 +76,7 @@ ONE_READ = ("forward_kl", "reverse_kl")
 WITH_HOT_FORM = (*ONE_READ, "js")
 OF_MIXTURE = ("generalized_js", "skew_kl", "skew_reverse_kl")
 # Long rows' divergences with more intermediate values, or with registers for a second program.
-FEWER_AT_A_TIME = (*OF_MIXTURE, "mixed", "total_variation", "js")
+FEWER_AT_A_TIME = (*OF_MIXTURE, "mixed", "total_variation", "js", "adaptive_kl")
 
 
 def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[str, int]:
@@ -93,7 +91,8 @@ def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[st
     - Rows up to LONG tokens have a program of 8 warps, several of which share a multiprocessor.
     - Longer rows have a program that fills a multiprocessor, so that few rows are read at a time
       and the L2 cache still holds logits for the next pass. Divergences with more intermediate
-      values read fewer logits at a time, and those of a mixture have half as many threads.
+      values read fewer logits at a time, and those of a mixture have half as many threads. Not
+      adaptive_kl of rows that are not aligned, whose addresses need more registers.
     """
     if V <= 1024:
         width = {"WIDTH": 4 if aligned else 1, "num_warps": 8, "maxnreg": 168}
@@ -101,12 +100,12 @@ def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[st
             return {"BLOCK_R": 1, "BLOCK_V": 1024, "LANES": 256, **width}
         return {"BLOCK_R": 8, "BLOCK_V": 128, "LANES": 32, **width}
     warps, logits = 8, 16 if divergence in ONE_READ else 8  # of a thread
-    if V > LONG and divergence != "adaptive_kl":
+    if V > LONG and (aligned or divergence != "adaptive_kl"):
         warps = 16 if divergence in OF_MIXTURE else 32
         logits = 8 if divergence in FEWER_AT_A_TIME else 32 // element_size
     lanes = 32 * warps
     config = {"BLOCK_R": 1, "BLOCK_V": logits * lanes, "LANES": lanes, "num_warps": warps}
-    if divergence in (*OF_MIXTURE, "js") and warps < 32:
+    if divergence in (*OF_MIXTURE, "js", "adaptive_kl") and warps < 32:
         config["maxnreg"] = 128  # without a bound the assembler uses 64 and spills
     return config | {"WIDTH": 16 // element_size if aligned else 1}
 
@@ -225,23 +224,44 @@ def _mixture(p_s, p_t, coefficient, DIVERGENCE: tl.constexpr):
 
 
 @triton.jit
-def _depth(row_ptr, column, V, is_real, base, slope):
-    """Depth of the logits (BLOCK_V,) of a row below its maximum, in powers of 2."""
-    z = tl.load(row_ptr + column, mask=is_real & (column < V), other=-float("inf"))
-    return (base - z.to(tl.float32)) * slope
+def _key(z, SHIFT: tl.constexpr):
+    """Integers in the order of the logits z, without the SHIFT last bits, which are 0 in z."""
+    bits = z.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) >> SHIFT
 
 
 @triton.jit
-def _bin(depth, start, width):
-    """Bin of each depth, counted from ``start``; the last bin also holds all greater depths."""
-    return tl.minimum(tl.maximum(depth - start, 0.0) / width, BINS - 1).to(tl.int32)
+def _logit(key, SHIFT: tl.constexpr):
+    """The logit of a key."""
+    bits = (key << SHIFT) | tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    bits = tl.where(key < 0, bits ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _edge(tries, place, around, high, low, far, SHIFT: tl.constexpr):
+    """One of four logits between high and low where the head may end.
+
+    At first they are evenly spaced; then, by turns, interpolated in mass and evenly spaced in keys.
+    """
+    first, last = _key(low, SHIFT) + 1, _key(high, SHIFT) - 1
+    part = tl.where(tries == 0, place, tl.minimum(tl.maximum(far + around, 0.0), 1.0))
+    key = _key(high - (high - low) * part, SHIFT)
+    span = (last - first).to(tl.float32) * place
+    key = tl.where((tries > 0) & (tries % 2 == 0), last - span.to(tl.int64), key)
+    return _logit(tl.minimum(tl.maximum(key, first), last), SHIFT)
+
+
+@triton.jit
+def _mass_above(z, edge, weights):
+    return _lane_sum(tl.where(z > edge, weights, 0.0))
 
 
 @triton.jit
 def _adaptive(
-    student_row,
+    student_row,  # (1,)
     teacher_row,
-    members_ptr,  # (2, BINS): depth and gap of the entries that may be the head's end
+    columns,
     is_real,
     V,
     base_s,
@@ -249,113 +269,108 @@ def _adaptive(
     base_t,
     sum_t,
     slope,
-    width,  # of a bin
+    most,  # depth of the head's end, at most, in powers of 2
     BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
-    """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of one row.
+    """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of one row, each (1,).
 
     The head is the longest prefix of the teacher's tokens in descending order that has at most half
-    of the mass. It is found by counting. A histogram over the depth below the maximum bounds the
-    mass of every prefix, which leaves few bins for the head's end. A second histogram divides these
-    bins by BINS again. The remaining candidates for the end, a thousandth apart, are few and are
-    ranked exactly; more than BINS of them are ranked by index, like equal ones.
+    of the mass. Each pass over the row adds the mass above four logits, which bound the head's end,
+    until one token is between the bounds or all tokens there have the same logit. The first of
+    these, by index, still belong to the head.
     """
-    half = sum_t * HEAD_MASS
-    bins = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        depth = _depth(teacher_row, column, V, is_real, base_t, slope)
-        inside = depth < BINS * width
-        counts += tl.histogram(_bin(tl.where(inside, depth, 0.0), 0.0, width), BINS, inside)
-    most = tl.cumsum(counts * tl.exp2(-bins * width), axis=0)
-    least = tl.cumsum(counts * tl.exp2(-(bins + 1) * width), axis=0)
-    first = tl.sum((most * (1.0 + SLACK) <= half).to(tl.int32), axis=0)
-    last = tl.sum((least * (1.0 - SLACK) <= half).to(tl.int32), axis=0)
-    first, last = tl.minimum(first, BINS - 1), tl.minimum(last, BINS - 1)
+    base, total = tl.max(base_t, axis=0), tl.max(sum_t, axis=0)
+    half = total * HEAD_MASS
+    high, low = base, _logit(_key(base - most / slope, SHIFT) - 1, SHIFT)
+    above_high, above_low = total * 0.0, total
+    tries = 0
+    going = total > 0.0  # not in masked rows, nor with a NaN
+    while going:
+        far = (half - above_high) / (above_low - above_high)
+        edge_0 = _edge(tries, 0.2, -0.125, high, low, far, SHIFT)
+        edge_1 = _edge(tries, 0.4, -0.03125, high, low, far, SHIFT)
+        edge_2 = _edge(tries, 0.6, 0.03125, high, low, far, SHIFT)
+        edge_3 = _edge(tries, 0.8, 0.125, high, low, far, SHIFT)
+        sum_0 = tl.zeros([1, LANES], dtype=tl.float32)
+        sum_1 = tl.zeros([1, LANES], dtype=tl.float32)
+        sum_2 = tl.zeros([1, LANES], dtype=tl.float32)
+        sum_3 = tl.zeros([1, LANES], dtype=tl.float32)
+        for start in range(0, V, BLOCK_V):
+            z = _load(teacher_row, start + columns, V, is_real)
+            weights = tl.exp2((z - base) * slope)
+            sum_0 += _mass_above(z, edge_0, weights)
+            sum_1 += _mass_above(z, edge_1, weights)
+            sum_2 += _mass_above(z, edge_2, weights)
+            sum_3 += _mass_above(z, edge_3, weights)
+        mass_0, mass_1 = (
+            tl.sum(tl.sum(sum_0, axis=1), axis=0),
+            tl.sum(tl.sum(sum_1, axis=1), axis=0),
+        )
+        mass_2, mass_3 = (
+            tl.sum(tl.sum(sum_2, axis=1), axis=0),
+            tl.sum(tl.sum(sum_3, axis=1), axis=0),
+        )
+        if mass_3 > half:
+            low, above_low = edge_3, mass_3
+        if mass_2 > half:
+            low, above_low = edge_2, mass_2
+        if mass_1 > half:
+            low, above_low = edge_1, mass_1
+        if mass_0 > half:
+            low, above_low = edge_0, mass_0
+        if mass_0 <= half:
+            high, above_high = edge_0, mass_0
+        if mass_1 <= half:
+            high, above_high = edge_1, mass_1
+        if mass_2 <= half:
+            high, above_high = edge_2, mass_2
+        if mass_3 <= half:
+            high, above_high = edge_3, mass_3
+        tries += 1
+        lightest = tl.exp2((low - base) * slope)
+        several = above_low - above_high > 1.9 * lightest
+        going = several & (_key(high, SHIFT) - _key(low, SHIFT) > 1)
 
-    from_depth = first * width
-    narrow = (last + 1 - first) * width / BINS
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    above = tl.zeros([BLOCK_V], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        depth = _depth(teacher_row, column, V, is_real, base_t, slope)
-        inside = depth < BINS * width
-        depth = tl.where(inside, depth, 0.0)
-        bin = _bin(depth, 0.0, width)
-        above += tl.where(inside & (bin < first), tl.exp2(-depth), 0.0)
-        between = inside & (bin >= first) & (bin <= last)
-        counts += tl.histogram(_bin(depth, from_depth, narrow), BINS, between)
-    surely = tl.sum(above, axis=0)
-    lightest = counts * tl.exp2(-(from_depth + (bins + 1) * narrow))
-    most = surely + tl.cumsum(counts * tl.exp2(-(from_depth + bins * narrow)), axis=0)
-    least = surely + tl.cumsum(lightest, axis=0)
-    low = tl.minimum(tl.sum((most * (1.0 + SLACK) <= half).to(tl.int32), axis=0), BINS - 1)
-    high = tl.minimum(tl.sum((least * (1.0 - SLACK) <= half).to(tl.int32), axis=0), BINS - 1)
-    members = tl.sum(tl.where((bins >= low) & (bins <= high), counts, 0), axis=0)
-    above_members = surely + tl.sum(tl.where(bins < low, lightest, 0.0), axis=0)
-    # The first token is always in the head.
-    always = tl.where(above_members == 0.0, 1, 0)
+    # Tokens at the head's end that fit; the first token is always in the head.
+    fit = ((half - above_high) / tl.exp2((high - base) * slope)).to(tl.int32)
+    fit = tl.where(above_high == 0.0, tl.maximum(fit, 1), fit)
+    end = -1  # the last of them
+    if fit > 0:
+        taken = 0
+        for start in range(0, V, BLOCK_V):
+            block = _load(teacher_row, start + columns, V, is_real)
+            equals = tl.sum(tl.sum((block == high).to(tl.int32), axis=3), axis=1)
+            count = tl.sum(tl.sum(equals, axis=1), axis=0)
+            if (taken < fit) & (taken + count >= fit):
+                place = start + tl.arange(0, BLOCK_V)[None, :]
+                z = tl.load(teacher_row[:, None] + place, mask=place < V, other=-float("inf"))
+                equal = (z.to(tl.float32) == high).to(tl.int32)
+                fits = (equal != 0) & (taken + tl.cumsum(equal, axis=1) <= fit)
+                end = tl.max(tl.max(tl.where(fits, place, -1), axis=1), axis=0)
+            taken += count
 
-    log_ratio = tl.log2(sum_t / sum_s)
-    w_head = tl.zeros([BLOCK_V], dtype=tl.float32)
-    g_head = tl.zeros([BLOCK_V], dtype=tl.float32)
-    g_all = tl.zeros([BLOCK_V], dtype=tl.float32)
-    forward_kl = tl.zeros([BLOCK_V], dtype=tl.float32)
-    reverse_kl = tl.zeros([BLOCK_V], dtype=tl.float32)
-    taken = 0
+    log_ratio = _by_row(tl.log2(sum_t / sum_s))
+    g_head = tl.zeros([1, LANES], dtype=tl.float32)
+    g_all = tl.zeros([1, LANES], dtype=tl.float32)
+    forward_kl = tl.zeros([1, LANES], dtype=tl.float32)
+    reverse_kl = tl.zeros([1, LANES], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
-        column = start + tl.arange(0, BLOCK_V)
-        depth_s = _depth(student_row, column, V, is_real, base_s, slope)
-        depth_t = _depth(teacher_row, column, V, is_real, base_t, slope)
-        w_t = tl.exp2(-depth_t)
-        p_s, p_t = tl.exp2(-depth_s) / sum_s, w_t / sum_t
+        z_s = _load(student_row, start + columns, V, is_real)
+        z_t = _load(teacher_row, start + columns, V, is_real)
+        x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
+        p_s, p_t = tl.exp2(x_s) / _by_row(sum_s), tl.exp2(x_t) / _by_row(sum_t)
         gap = tl.abs(p_t - p_s)
-        g_all += gap
-        r = ((depth_t - depth_s) + log_ratio) * LOG_2
-        forward_kl += _excess(p_t, p_s, r)
-        reverse_kl += _excess(p_s, p_t, -r)
-
-        inside = depth_t < BINS * width
-        depth = tl.where(inside, depth_t, 0.0)
-        bin, part = _bin(depth, 0.0, width), _bin(depth, from_depth, narrow)
-        between = inside & (bin >= first) & (bin <= last)
-        shares = between & (part >= low) & (part <= high)
-        place = taken + tl.cumsum(shares.to(tl.int32), axis=0)  # counts from 1
-        taken += tl.sum(shares.to(tl.int32), axis=0)
-        # Never beyond the row's list, even if this pass rounds a bin's edge differently.
-        few = shares & (members <= BINS) & (place <= BINS)
-        tl.store(members_ptr + place - 1, depth, mask=few)
-        tl.store(members_ptr + BINS + place - 1, gap, mask=few)
-        fits = (place * w_t <= half - above_members) | (place == always)
-        in_head = (inside & (bin < first)) | (between & (part < low))
-        w_head += tl.where(in_head, w_t, 0.0)
-        in_head = in_head | (shares & (members > BINS) & fits)
-        g_head += tl.where(in_head, gap, 0.0)
-
-    tl.debug_barrier()  # all threads write members
-    listed = tl.where(members <= BINS, tl.minimum(taken, BINS), 0)
-    is_member = bins < listed
-    depth = tl.load(members_ptr + bins, mask=is_member, other=float("inf"))
-    gap = tl.load(members_ptr + BINS + bins, mask=is_member, other=0.0)
-    before = tl.zeros([BINS], dtype=tl.float32)  # mass of the members ranked before each
-    rank = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, listed, 16):
-        other = start + tl.arange(0, 16)
-        others = other < listed
-        other_depth = tl.load(members_ptr + other, mask=others, other=float("inf"))
-        precedes = other_depth[None, :] < depth[:, None]
-        equal = other_depth[None, :] == depth[:, None]
-        precedes = (precedes | (equal & (other[None, :] < bins[:, None]))) & others[None, :]
-        before += tl.sum(tl.where(precedes, tl.exp2(-other_depth)[None, :], 0.0), axis=1)
-        rank += tl.sum(precedes.to(tl.int32), axis=1)
-    room = half - tl.sum(w_head, axis=0)
-    fits = (before + tl.exp2(-depth) <= room) | (rank + 1 == always)
-    head = tl.sum(g_head, axis=0) + tl.sum(tl.where(is_member & fits, gap, 0.0), axis=0)
-    every = tl.sum(g_all, axis=0)
+        r = ((x_s - x_t) + log_ratio) * LOG_2
+        forward_kl += _lane_sum(_excess(p_t, p_s, r))
+        reverse_kl += _lane_sum(_excess(p_s, p_t, -r))
+        in_head = (z_t > high) | ((z_t == high) & (start + columns <= end))
+        g_all += _lane_sum(gap)
+        g_head += _lane_sum(tl.where(in_head, gap, 0.0))
+    head, every = tl.sum(g_head, axis=1), tl.sum(g_all, axis=1)
     share = tl.where(every > 0.0, tl.minimum(head / every, 1.0), 0.5)
-    return share, tl.sum(forward_kl, axis=0), tl.sum(reverse_kl, axis=0)
+    return share, tl.sum(forward_kl, axis=1), tl.sum(reverse_kl, axis=1)
 
 
 @triton.jit
@@ -454,7 +469,6 @@ def soft_target_kernel(
     divisor_ptr,  # (), read if ``divided``
     factors_ptr,  # (R,) or (), of the rows' gradients; read if ``weighted``
     loss_ptr,  # (R,)
-    members_ptr,  # (R, 2, BINS), for adaptive_kl to put aside
     dstudent_ptr,  # (R, V), written if ``gradient``; may be the student's logits
     R,
     V,
@@ -464,7 +478,7 @@ def soft_target_kernel(
     slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
     factor,  # of the gradient
-    width,  # of a bin of adaptive_kl
+    most,  # depth of the end of adaptive_kl's head, at most, in powers of 2
     coefficient,  # of the divergence
     gradient,
     divided,
@@ -537,21 +551,24 @@ def soft_target_kernel(
         loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
         expectation = loss
     elif DIVERGENCE == "adaptive_kl":
-        share_of_row, forward_kl, reverse_kl = _adaptive(
-            student_ptr + tl.program_id(0).to(tl.int64) * stride_student,
-            teacher_ptr + tl.program_id(0).to(tl.int64) * stride_teacher,
-            members_ptr + tl.program_id(0).to(tl.int64) * 2 * BINS,
-            tl.sum(is_real.to(tl.int32), axis=0) != 0,
+        share, forward_kl, expectation = _adaptive(
+            student_row,
+            teacher_row,
+            columns,
+            is_real,
             V,
-            tl.sum(base_s, axis=0),
-            tl.sum(total_s, axis=0),
-            tl.sum(base_t, axis=0),
-            tl.sum(total_t, axis=0),
+            base_s,
+            total_s,
+            base_t,
+            total_t,
             slope,
-            width,
+            most,
             BLOCK_V,
+            LANES,
+            16
+            if teacher_ptr.dtype.element_ty == tl.bfloat16
+            else (13 if teacher_ptr.dtype.element_ty == tl.float16 else 0),
         )
-        share, expectation = share + share_of_row, expectation + reverse_kl
         loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
     else:
         to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
@@ -862,9 +879,6 @@ def fill(
         return
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
     config = blocks(V, divergence, student.element_size(), aligned)
-    members = None
-    if divergence == "adaptive_kl":
-        members = torch.empty(R, 2, BINS.value, dtype=torch.float32, device=student.device)
     soft_target_kernel[(cdiv(R, config["BLOCK_R"]),)](
         student,
         teacher,
@@ -874,7 +888,6 @@ def fill(
         loss if divisor is None else divisor,
         loss if factors is None else factors,
         loss,
-        members,
         student if dstudent is None else dstudent,
         R,
         V,
@@ -884,8 +897,8 @@ def fill(
         LOG2_E / temperature,
         scale,
         factor,
-        # At most V entries hold half the mass, so the largest of them is at least 1/2V.
-        (math.log2(V) + 1.5) / BINS.value,
+        # At most V tokens hold half the mass, so the largest of them is at least 1/2V.
+        math.log2(V) + 1.5,
         coefficient,
         int(dstudent is not None),
         int(divisor is not None),

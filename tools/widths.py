@@ -52,8 +52,6 @@ ALLOWED = {
     "cayley_finish_kernel": ("b_ptr + tl.cast(first",),
     # The last elements of a tensor, fewer than a block.
     "upstream_kernel": ("tl.store(at, tl.load(at, mask=inside)",),
-    # Those few entries that may be the head's end, each where its place is.
-    "soft_target_kernel": ("tl.store(members_ptr",),
 }
 
 

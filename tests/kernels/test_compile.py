@@ -56,13 +56,9 @@ def test_compiles_for_amd():
     assert report.endswith("forms compiled for gfx942, 0 failed\n"), report
 
 
-def test_barriers_are_in_the_compiled_code(compiled):
+def test_rounds_end_with_a_barrier(compiled):
     """Some threads load from global memory what others stored: a race without the barrier."""
-    found = compiled["barriers"]
-    assert "st.global bar.sync ld.global" in found["as it is"]  # the members of the head's end
-    assert found["as it is"].count("st.global ld.global") == 1  # loss, and the gradient's divisor
-    assert found["without"].count("st.global ld.global") == 2
-    assert found["ends"] == 1
+    assert compiled["ends_with_barriers"] == 1
 
 
 def test_a_key_is_of_the_code_alone(tmp_path):

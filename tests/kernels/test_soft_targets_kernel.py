@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._core import dispatch
 from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import (
     DIVERGENCES,
@@ -194,35 +193,6 @@ def test_more_elements_than_32_bits_address(device):
     torch.testing.assert_close(loss[-1:].detach(), last)
     assert student.grad[-1].abs().max() > 0
     assert student.grad[:-1].abs().max() == 0
-
-
-def test_members_stay_in_the_list_of_their_row(monkeypatch):
-    """Also where the last pass finds more entries at the head's end than the passes before it."""
-    if not dispatch.triton_interpreted():
-        pytest.skip("only the interpreter calls what a test puts in a function's place")
-    V, bins, slope = 700, kernels.BINS.value, 1.4427
-    student, teacher = torch.randn(2, 1, V).unbind()
-    p, order = teacher[0].softmax(0).sort(descending=True)
-    end = order[int((p.cumsum(0) <= 0.5).sum())]
-    depth_of_end = float((teacher.max() - teacher[0, end]) * slope)
-    plain, calls = kernels._bin, []
-
-    def bin_of_end(depth, start, width):
-        calls.append(start)
-        in_last_pass = len(calls) > 3  # one block: the passes before it call this 1 + 2 times
-        return plain(depth * 0 + depth_of_end if in_last_pass else depth, start, width)
-
-    monkeypatch.setattr(kernels, "_bin", bin_of_end)
-    members = torch.full((3, 2, bins), -7.0)  # of the second row; the others are guards
-    loss = torch.empty(1)
-    kernels.soft_target_kernel[(1,)](
-        student, teacher, None, None, loss, loss, loss, members[1:], student,
-        1, V, V, V, 0, slope, 1.0, 1.0, (math.log2(V) + 1.5) / bins, 0.0, 0, 0, 0,
-        DIVERGENCE="adaptive_kl", IS_HOT=False, HAS_MASK=False, HAS_MASS=False,
-        **kernels.blocks(V, "adaptive_kl", 4, False),
-    )  # fmt: skip
-    assert len(calls) == 5 and (members[1] != -7).all()
-    assert (members[[0, 2]] == -7).all()
 
 
 def test_gradients_are_filled_into_contiguous_rows():

@@ -82,8 +82,32 @@ def test_a_bound_is_wrong():
     assert hazard_of(found, text).kind in ("bounds", "grid race", "race")
 
 
+def counting():
+    """A kernel whose threads count in a word of shared memory, as a launch."""
+    body = """
+    mov.u32 %r79, %tid.x;
+    shl.b32 %r2, %r79, 2;
+    mov.u32 %r3, memory;
+    add.u32 %r2, %r2, %r3;
+    mov.u32 %r4, 0;
+    st.shared.b32 [%r2], %r4;
+    bar.sync 0;
+    atom.shared.add.u32 %r5, [memory], 1;
+    bar.sync 0;
+    ld.shared.b32 %r6, [%r2];
+    ld.param.u64 %d1, [p0];
+    mul.wide.u32 %d2, %r79, 4;
+    add.s64 %d1, %d1, %d2;
+    st.global.b32 [%d1], %r6;"""
+    out = torch.zeros(64, dtype=torch.int32)
+    return {"ptx": kernel(body, 1), "grid": (1,), "threads": 64, "shared": 4096, "args": [out],
+            "fresh": []}  # fmt: skip
+
+
 def test_an_initial_store_is_missing():
-    found = launch_of(FORWARD, "atom.shared")
+    found = counting()
+    start(found)
+    assert found["args"][0].tolist() == [64] + [0] * 63
     assert hazard_of(found, without(r"st\.shared\S*\s[^;]*;", found["ptx"])).kind == "unwritten"
 
 
@@ -123,10 +147,10 @@ def test_part_of_a_cta_misses_a_barrier():
 
 
 def test_an_atomic_is_missing():
-    found = launch_of(FORWARD, "atom.shared")
+    found = counting()
     text = without(
-        r"atom\.shared\.add\.u32 \s*(%r\d+), (\[[^\]]*\]), (%r\d+);", found["ptx"], count=0,
-        replacement=r"ld.shared.u32 \1, \2; add.u32 \1, \1, \3; st.shared.u32 \2, \1;",
+        r"atom\.shared\.add\.u32 (%r\d+), (\[[^\]]*\]), 1;", found["ptx"],
+        replacement=r"ld.shared.u32 \1, \2; add.u32 \1, \1, 1; st.shared.u32 \2, \1;",
     )  # fmt: skip
     assert hazard_of(found, text).kind == "race"
 
