@@ -97,8 +97,8 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-# Blocks of the search among stored products: small tiles, for more programs. CHAIN is that of the
-# products.
+# Blocks of the search among stored products: small tiles, for more programs. CHAIN is the number of
+# features that `knn_product_kernel` adds at a time.
 FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "CHAIN": 64, "num_warps": 8}
 
 # Blocks of the gradient, eight elements per thread: one program per row of 768 or 1024.

@@ -210,7 +210,7 @@ def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
 
 
 def _state(command: list[str]) -> str:
-    """Changes with the sources, how they are compiled, and by what."""
+    """Hash of the sources, the compiler's version and its command."""
     said = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=True)
     summary = hashlib.sha256(" ".join([said.stdout, *command[1:]]).encode())
     for path in (*sorted((ROOT / "csrc").rglob("*.[ch]*")), ROOT / "tests/row_kernels.cpp"):

@@ -54,7 +54,7 @@ def _command(nvcc: str) -> list[str]:
 
 
 def state(nvcc: str) -> str:
-    """Changes with the sources, how they are compiled, and by what."""
+    """Hash of the sources, the compiler's version and its command."""
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     parts = [*_sources("linalg/roots.cu"), *recipe.nvcc_command("nvcc", []), said]
     parts += [*recipe.GPU_ARCHITECTURES, torch.__version__.partition("+")[0]]

@@ -1,7 +1,5 @@
 """The page of counts."""
 
-import os
-
 import pytest
 import torch
 
@@ -9,13 +7,10 @@ pytest.importorskip("triton")
 
 from bench import suite
 from fastkd import cos_nce_loss, knn_feature_loss, soft_target_loss
+from tests.support.interpreter import of_compiled_code
 from tools.ptx import count
 from tools.ptx.compiled import Compiled, executing
 from tools.ptx.counting import Counts
-
-of_compiled_code = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
 
 
 def test_every_case_is_a_benchmark():

@@ -1,20 +1,17 @@
 """Calls whose forms are executed are compared with PyTorch in float64."""
 
-import os
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from fastkd._core.numerics import values_readable
+from tests.support.interpreter import of_compiled_code
 from tools import calls
 from tools.calls import Call, given
 from tools.ptx import executing, forms
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 
 
 def test_a_wrong_gradient_is_named(monkeypatch):

@@ -1,19 +1,17 @@
 """`make gpu-check` against executed code: here the GPU is the machine with `.approx` moved."""
 
 import dataclasses
-import os
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from bench import suite
+from tests.support.interpreter import of_compiled_code
 from tools import gpu_check
 from tools.ptx import executing
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Faults planted in the text of real kernels are found; without them there is none."""
 
-import os
 import re
 
 import pytest
@@ -10,11 +9,10 @@ pytest.importorskip("triton")
 
 from tests.ptx.recorded import copied, launch_of, launches
 from tests.ptx.text import elementwise, kernel
+from tests.support.interpreter import of_compiled_code
 from tools.ptx import Hazard, launch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 
 FORWARD, SMALL = "soft_target_kernel", "relation_small_groups_kernel"
 

@@ -1,15 +1,13 @@
 """Programs of other hands against PyTorch: Liger's kernels, Automodel's soft cross-entropy."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.interpreter import of_compiled_code
+
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -1,7 +1,5 @@
 """Every divergence by the compiled soft-target kernels against the float64 reference."""
 
-import os
-
 import pytest
 import torch
 
@@ -11,11 +9,10 @@ import fastkd
 from fastkd import Divergence
 from fastkd.soft_targets import soft_target_loss_ref
 from tests.support.compare import relative_error, value_and_grad
+from tests.support.interpreter import of_compiled_code
 from tools.ptx import executing
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 
 DIVERGENCES = (
     Divergence("total_variation"),

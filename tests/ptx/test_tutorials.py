@@ -1,15 +1,13 @@
 """Programs of other hands: after Triton's tutorials 02, 03, 05 and 06, against PyTorch."""
 
-import os
-
 import pytest
 import torch
 
+from tests.support.interpreter import of_compiled_code
+
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="of compiled code: make test-compiled"
-)
+pytestmark = of_compiled_code
 
 
 @triton.jit

@@ -17,6 +17,10 @@ from packaging.version import Version
 from fastkd._core import extension
 from fastkd._core.dispatch import TRITON_INSTALLED
 
+# A string is evaluated when the test runs: conftest.py sets the variable after this import.
+of_compiled_code = pytest.mark.skipif(
+    "os.environ.get('TRITON_INTERPRET') == '1'", reason="of compiled code: make test-compiled"
+)
 # Functions of tests with a backend.
 MARKS = {
     "torch": [],
