@@ -32,7 +32,9 @@ inline Vector<W> keep(Vector<W> x, int64_t count, W other = 0) {
   if (count == kLanes<W>) return x;
   Bits<W> lane;
   for (int i = 0; i < kLanes<W>; ++i) lane[i] = i;
-  return lane < typename FloatFormat<W>::Bits(count) ? x : splat(other);
+  // All bits of the kept lanes, without a comparison: gcc 13 can't compile one here.
+  const Bits<W> kept = (lane - typename FloatFormat<W>::Bits(count)) >> (8 * sizeof(W) - 1);
+  return (Vector<W>)(((Bits<W>)x & kept) | ((Bits<W>)splat(other) & ~kept));
 }
 
 template <typename W>

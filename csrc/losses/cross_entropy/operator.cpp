@@ -123,7 +123,7 @@ void multiply(const Tensor& out, const Tensor& a, const Tensor& b) {
   if (type_of(b) == Type::kBFloat16) return half_product(out, a, b, false);
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
   torch::stable::detail::to<Tensor>(stack[0]);
 }
