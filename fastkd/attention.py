@@ -172,7 +172,6 @@ def _attention_layers(
         function = _TorchAttention if runs_on == "torch" else _TritonAttention
         terms.append(apply(function, options, real, *students, *teachers))
     losses = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-    compared = torch.ones_like(losses, dtype=torch.bool) if compared is None else compared
     return reduced(losses, compared, reduction, weights)
 
 

@@ -367,7 +367,8 @@ class _NegativeCorrelation(torch.autograd.Function):
             ctx.dtype = student.dtype
             ctx.ranks = 1 if options.ranks is None else options.ranks.size
             ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))
-            return -corr.to(working_dtype(student)).view(student.shape[:-2])
+            corr = corr.to(working_dtype(student)).view(student.shape[:-2])
+            return -corr
 
     @staticmethod
     @once_differentiable

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._core.numerics import once_differentiable
+from fastkd._core.numerics import cast, once_differentiable
 
 __all__ = [
     "AcrossRanks",
@@ -165,7 +165,7 @@ class _GatherRows(torch.autograd.Function):
         if padded.numel():
             dist.all_gather(parts, padded, group=group)
         gathered = [part[:count] for part, count in zip(parts, counts, strict=True)]
-        return torch.cat(gathered).to(x.dtype)
+        return cast(torch.cat(gathered), x.dtype)
 
     @staticmethod
     @once_differentiable

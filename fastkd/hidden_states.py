@@ -122,8 +122,7 @@ def hidden_state_loss(
     else:
         function = _TorchHiddenStates if runs_on == "torch" else _TritonHiddenStates
         losses = apply(function, options, real, *rows)
-        counted = torch.ones_like(losses, dtype=torch.bool) if real is None else real
-        losses = reduced(losses, counted, reduction, weights)
+        losses = reduced(losses, real, reduction, weights)
     return losses.reshape(leading) if reduction == "none" else losses
 
 
@@ -226,9 +225,10 @@ class _TorchHiddenStates(torch.autograd.Function):
                 distances = _distance_of(d, options)
                 # Divide before adding: the sum may overflow where the mean doesn't.
                 losses = distances.div_(student.shape[-1]).sum(-1)
-                losses += peak - peak  # NaN where the difference is infinite
+                # NaN where the difference is infinite. Not in place: see `cast`.
+                losses = losses + (peak - peak)
             if mask is not None:
-                losses = losses.masked_fill_(~mask, 0)
+                losses = losses.masked_fill(~mask, 0)
         ctx.save_for_backward(mask, student, teacher)
         ctx.options = options
         return losses

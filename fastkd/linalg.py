@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastkd._core import extension
 from fastkd._core.checks import check_floating, check_number
-from fastkd._core.numerics import autocast_off, once_differentiable, working_dtype
+from fastkd._core.numerics import autocast_off, cast, once_differentiable, working_dtype
 from fastkd._core.products import symmetric_product
 
 # Largest n for the extension on the CPU: beyond it LAPACK is faster on one core.
@@ -122,7 +122,8 @@ def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tens
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
     roots = _root_values(values, inverse, ridge, a.dtype)
     root = symmetric_product(vectors * roots.unsqueeze(-2), vectors.mT).masked_fill(bad, torch.nan)
-    return root.to(a.dtype), values.to(a.dtype), vectors.masked_fill(bad, torch.nan).to(a.dtype)
+    vectors = vectors.masked_fill(bad, torch.nan)
+    return cast(root, a.dtype), values.to(a.dtype), vectors.to(a.dtype)
 
 
 def _root_values(values: Tensor, inverse: bool, ridge: float, dtype: torch.dtype) -> Tensor:

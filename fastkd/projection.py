@@ -27,6 +27,7 @@ from fastkd._core.numerics import (
     apply,
     as_rows,
     autocast_off,
+    cast,
     dense_rows,
     once_differentiable,
     rescale_extreme_rows,
@@ -106,7 +107,7 @@ class _Cayley(torch.autograd.Function):
             identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
             w = 2 * (_inverse(identity - q) if inverse is None else inverse) - identity
         ctx.save_for_backward(w)
-        return w.to(skew.dtype)
+        return cast(w, skew.dtype)
 
     @staticmethod
     @once_differentiable

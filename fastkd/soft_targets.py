@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -936,7 +936,7 @@ def linear_soft_target_loss(
     student_tensors = student.on(as_rows(student_hidden), shard)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES[student_hidden.device.type == "cuda"]
+        chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
     loss_options = LossOptions(
         SoftTargetOptions(form, coefficient, float(temperature), scale, tail),
@@ -951,7 +951,7 @@ def linear_soft_target_loss(
         chunk_bytes,
         tuple(name for name in names if name not in ("soft", "task")),
         not torch.compiler.is_compiling(),
-        replace(shard, vocabulary=V) if shard.group else shard,
+        shard._replace(vocabulary=V) if shard.group else shard,
         float(ratio.at_most) if ratio else 0.0,
         "" if match is None else unmatched,
     )

@@ -97,6 +97,6 @@ def _options(
         raise ValueError(f"head is on {head.weight.device} but hidden is on {hidden.device}")
     check_number("temperature", temperature, above=0)
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES[hidden.device.type == "cuda"]
+        chunk_bytes = CHUNK_BYTES[int(hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
     return TokenOptions(head.form, float(temperature), chunk_bytes)

@@ -145,7 +145,7 @@ def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> l
     """Number of losses that `relations` returns over tokens, and over samples."""
     B, N, _ = students[0].shape
     related = kinds(B, N, tokens, samples)
-    return [len(students) * groups * (over in related) for over, groups in ((1, B), (0, N))]
+    return [len(students) * groups if over in related else 0 for over, groups in ((1, B), (0, N))]
 
 
 def _new_gradient(

@@ -15,6 +15,15 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, for what the forward pass of an autograd.Function returns.
+
+    Such a result must not be another tensor of the forward pass under a second name, as ``.to`` of
+    the same dtype or an operation in place returns: torch.compile of torch 2.11 drops its gradient.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def upcast(x: Tensor) -> Tensor:
     """``x`` in its working dtype."""
     return x.to(working_dtype(x))
@@ -127,18 +136,21 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def reduced(
-    losses: Tensor, counted: Tensor, reduction: str, weights: Tensor | None = None
+    losses: Tensor, counted: Tensor | None, reduction: str, weights: Tensor | None = None
 ) -> Tensor:
     """Reduction ("none", "sum", or "mean" over ``counted``) of losses that are 0 elsewhere.
 
-    ``weights`` are multiplied into the losses; the divisor of the mean stays the number counted.
+    All are counted where ``counted`` is None. ``weights`` are multiplied into the losses; the
+    divisor of the mean stays the number counted.
     """
     if weights is not None:
         losses = losses * weights
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total if reduction == "sum" else total / counted.sum().clamp_min(1)
+    if reduction == "sum":
+        return total
+    return total / (max(losses.numel(), 1) if counted is None else counted.sum().clamp_min(1))
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager:

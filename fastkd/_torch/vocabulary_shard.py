@@ -1,14 +1,13 @@
 """Sums over the vocabulary, where each process may hold the logits of a part of it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class VocabularyShard:
+class VocabularyShard(NamedTuple):
     """The token ids of the columns of logits (R, n): the whole vocabulary, or this process's shard.
 
     For a shard each sum is one all-reduce over the group, after which every process has the sum

@@ -110,7 +110,7 @@ def merged_span_loss(
     check_number("temperature", temperature, above=0)
     check_choice("kept", kept, get_args(Kept))
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES[student_hidden.device.type == "cuda"]
+        chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
 
     groups, texts = _shared_spans(student_spans, teacher_spans)
