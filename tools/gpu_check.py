@@ -42,8 +42,8 @@ PARITY = (
     ),
     "tests/kernels",
 )
-# Compilers need no GPU, and graphs are a stage of their own.
-WITHOUT = "not compil and not graph and not inductor"
+# Compilers and C++ need no GPU, and graphs are a stage of their own.
+WITHOUT = "not compil and not graph and not inductor and not cpp"
 GRAPH_SECONDS = 60.0  # for one capture; a hang ends there
 STOPPING = 10.0  # seconds in which an interrupted command writes its results
 

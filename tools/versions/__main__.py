@@ -47,8 +47,8 @@ LEFT_OUT = {
     "tests/study": "minutes of training",
     "tests/test_examples.py": "wants packages of its own",
 }
-# And those with such names: minutes of torch.compile, of which test_promises.py has a part.
-SLOW = "sizes or graphs or inductor or repeated_layer or number_of_threads or compiled or edges"
+# And those with such names, which take minutes.
+SLOW = "inductor or repeated_layer or number_of_threads or edges"
 
 
 def environment(version: str, transformers: str | None, python: Path, wheel: Path) -> Path:
