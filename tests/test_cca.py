@@ -38,6 +38,24 @@ def _tensors_on_device(device):
         yield
 
 
+@pytest.fixture
+def tensors_on_cpu():
+    """For tests of what only a CPU does."""
+    with torch.device("cpu"):
+        yield
+
+
+def use_plan(monkeypatch, plan: SolverPlan) -> None:
+    """Run the solver that a GPU uses."""
+    monkeypatch.setattr(cca_solver, "make_plan", lambda *_: plan)
+
+
+needs_eigh = pytest.mark.skipif(
+    not (extension.CUDA if torch.cuda.is_available() else extension.CPU),
+    reason="fastkd._C is not built",
+)
+
+
 MASKS = {
     "none": lambda shape: None,
     "full": lambda shape: torch.ones(shape, dtype=torch.bool),
@@ -263,8 +281,11 @@ def test_outputs_of_layer_norms(m, dims, precision):
 
 @pytest.mark.parametrize("smallest", [1e-2, 2e-4, 5e-5, 1e-6])
 @pytest.mark.parametrize("dims", [(64, 64), (64, 80)])
-def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_float32_gradient_where_a_correlation_is_small(smallest, dims, gpu, monkeypatch):
     """The direction of a small correlation enters the gradient with the same length as others."""
+    if gpu:
+        use_plan(monkeypatch, SolverPlan(False, "products"))
     d = min(dims)
     correlations = torch.linspace(1, 0.1, d).double()
     correlations[-1] = smallest
@@ -289,8 +310,14 @@ def test_float32_gradient_where_a_correlation_is_small(smallest, dims):
         [1e-2, 1e-4, 1e-6], [(400, 96), (60, 96)], [(torch.float64, 1e-6), (torch.float32, 1e-3)]
     ),
 )
-def test_a_large_column_does_not_change_the_ridge_of_others(size, ridge, precision):
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=needs_eigh)])
+def test_a_large_column_does_not_change_the_ridge_of_others(
+    size, ridge, precision, gpu, monkeypatch
+):
     (m, d), (dtype, error) = size, precision
+    if gpu:
+        few = m <= d
+        use_plan(monkeypatch, SolverPlan(few, "extension" if few else "products"))
     student, teacher = (torch.randn(m, d).to(dtype).double() for _ in range(2))
     for x in (student, teacher):
         x[:, 1:40] = x[:, :1] + ridge**0.5 * x[:, 1:40]  # variances as small as the ridge
@@ -304,8 +331,11 @@ def test_a_large_column_does_not_change_the_ridge_of_others(size, ridge, precisi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ridge", [1e-2, 1e-4])
-def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge):
+@pytest.mark.parametrize("gpu", [False, True])
+def test_float32_is_accurate_where_covariances_are_nearly_singular(ridge, gpu, monkeypatch):
     """Rank 60 in 256 dimensions, where float32 covariances are not accurate enough."""
+    if gpu:
+        use_plan(monkeypatch, SolverPlan(False, "products"))
     shared = torch.randn(1024, 60)
     teacher = shared @ torch.randn(60, 256)
     student = (shared + torch.randn(1024, 60)) @ torch.randn(60, 256)
@@ -331,6 +361,7 @@ def test_gradcheck(dims, ridge, backend):
         )
 
 
+@pytest.mark.usefixtures("tensors_on_cpu")
 @pytest.mark.parametrize("D", [64, 256])
 def test_float32_is_tried_only_where_it_can_succeed(D):
     """Independent columns are the best case: with fewer rows float32 always fails."""
@@ -364,17 +395,32 @@ def test_polar_factor_by_products(rows, columns):
     assert polar(torch.zeros_like(m)).count_nonzero() == 0
 
 
+def test_polar_factor_tells_singular_values_from_rounding_errors():
+    values = torch.tensor([1.1, 1.0, 0.3, 1e-3, 1e-6, 1e-7, 1e-8, 0.0]).double()
+    kept = torch.tensor([1.0] * 5 + [0.0] * 3).double()
+    left, right = (torch.linalg.qr(torch.randn(8, 8).double()).Q for _ in range(2))
+    [factor] = polar(((left * values) @ right.mT)[None])
+    found = left.mT @ factor @ right
+    torch.testing.assert_close(found, kept.diag(), rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 96, 97, 250])
+def test_inverse_cholesky_factor_by_products(n):
+    x = torch.randn(3, n, 2 * n).double()
+    sigma = x @ x.mT / (2 * n)
+    sigma[1, n // 2, n // 2] = -1.0
+    inverse = cca_solver._inverse_cholesky(sigma)
+    assert inverse[1].isnan().any()
+    expected = torch.linalg.inv(torch.linalg.cholesky(sigma[[0, 2]]))
+    assert relative_error(inverse[[0, 2]], expected) <= 1e-12
+
+
 def test_failed_factorisation_gives_nan():
     """LAPACK's partial result looks like a factor, and would be silently wrong."""
     good, bad = torch.eye(3), torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     factors = cca_solver._cholesky(torch.stack([good, bad]))
     assert torch.equal(factors[0], good)
     assert factors[1].isnan().all()
-
-
-def use_plan(monkeypatch, plan: SolverPlan) -> None:
-    """Run the solver that a GPU uses."""
-    monkeypatch.setattr(cca_solver, "make_plan", lambda *_: plan)
 
 
 GPU_SIZES = [
@@ -398,10 +444,7 @@ def test_products_only_solver_of_gpus(m, dims, monkeypatch):
     assert relative_error(actual[1], expected[1]) <= 1e-7
 
 
-@pytest.mark.skipif(
-    not (extension.CUDA if torch.cuda.is_available() else extension.CPU),
-    reason="fastkd._C is not built",
-)
+@needs_eigh
 @pytest.mark.parametrize(
     "m, dims, ridge",
     [(m, dims, ridge) for m, dims in GPU_SIZES for ridge in (0.1, 0.0) if ridge or m >= 30],
@@ -470,6 +513,7 @@ def test_solvers_of_a_gpu_are_accurate_for_float32(m, d, plan, ridge, monkeypatc
         assert relative_error(grad, 0.5 * expected_grad) <= 1e-3
 
 
+@pytest.mark.usefixtures("tensors_on_cpu")
 @pytest.mark.parametrize(
     "values",
     [torch.linspace(1, 1e-3, 300), torch.logspace(0, -4, 300), torch.linspace(1, -1, 300).relu()],
@@ -944,6 +988,7 @@ def test_padded_layers_are_bounded_by_their_own_rank(dtype, m, monkeypatch):
     assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
 
 
+@pytest.mark.usefixtures("tensors_on_cpu")
 @pytest.mark.parametrize("items, real", [(2, 3), (2, 420), (1, 420)])
 def test_masked_rows_of_large_items_are_removed(items, real, monkeypatch):
     """Masked rows are removed; few may remain."""
@@ -969,6 +1014,7 @@ def test_masked_rows_of_large_items_are_removed(items, real, monkeypatch):
     assert not grad[:, real:].any()
 
 
+@pytest.mark.usefixtures("tensors_on_cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_squared_matrices_keep_small_correlations_accurate(dtype, monkeypatch):
     """A LayerNorm leaves a direction without variance, and others hardly correlate.

@@ -50,6 +50,20 @@ SMALL_MATRIX = 64
 # the gradient with length 1, could have either sign.
 SMALLEST_FLOAT32 = 1e-4
 
+# Coefficients (a, b, c) of `polar`'s steps: polynomials of degree 5 that stretch small values most
+# while the others stay below 2, with a margin of 1% for rounding, then those that gather large
+# values at 1 (Amsel et al. 2025, "The Polar Express"). The last two send the others to 0.
+POLAR_STEPS = [
+    (7.5657, -17.8052, 10.7894),
+    *[(4.1199, -2.8752, 0.5167)] * 7,
+    (2.7983, -1.7271, 0.3015),
+    (2.1328, -1.5145, 0.4028),
+    (1.879, -1.2542, 0.3752),
+    *[(0.0, 2.5, -1.5)] * 2,
+]
+# Largest matrices that a GPU factorises whole.
+LARGEST_FACTORISED = 96
+
 Method = Literal["lapack", "extension", "products"]
 Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch, m, Ds)
 
@@ -251,7 +265,9 @@ def _by_observations(call: _Call, method: Method) -> Solution:
     """Solve in observation space: decompositions of (m, m) matrices."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, torch.float64)
-    decompose = _left_by_squares if method == "extension" else _left
+    decompose = _left
+    if method == "extension":
+        decompose = _left_by_extension if student.dtype == torch.float64 else _left_by_squares
     white_s = _whitened_features(a * share.sqrt(), options.ridges[0], student, decompose)
     white_t = _whitened_features(b * share.sqrt(), options.ridges[1], teacher, decompose)
     finite = white_s.finite & white_t.finite
@@ -314,7 +330,6 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
     if method == "products":
         left = polar(whitened)
-        right = torch.eye(whitened.shape[-1], dtype=dtype, device=whitened.device)
         root = symmetric_product(left.mT, whitened)  # (MᵀM)^½
         corr = _trace(root)
     else:
@@ -326,7 +341,8 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     if not want_grad:
         return corr, None
     scale = share.sqrt().masked_fill(bad, torch.nan)
-    directions, of_teacher = whiten_s(right) * scale, whiten_t(left) * scale  # R_s V, R_t U
+    of_teacher = whiten_t(left) * scale  # R_t U
+    directions = (whiten_s.factor if method == "products" else whiten_s(right)) * scale  # R_s V
     if method == "lapack" and dtype == torch.float64 and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
         rows = (b @ of_teacher).baddbmm_(a, directions * values.unsqueeze(-2), alpha=-1)
         # The cancelling terms are subtracted, so float32 is enough for the last product.
@@ -350,15 +366,15 @@ class _Whitening:
     """
 
     def __init__(self, sigma: Tensor, ridge: float, features: Tensor, method: Method) -> None:
-        self.triangular = ridge > 0
-        if self.triangular:
+        self.triangular = ridge > 0 and method != "products"
+        if ridge > 0:
             diagonal = sigma.diagonal(dim1=-2, dim2=-1)
             self.largest = diagonal.amax(-1) + ridge
             # A ridge below the rounding error of a variance would let the factorisation fail. Each
             # column has its own bound: a large column must not raise the ridge of all others.
             rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
             diagonal += (rounding * diagonal).clamp_min(ridge)
-            self.factor = _cholesky(sigma)
+            self.factor = _cholesky(sigma) if self.triangular else _inverse_cholesky(sigma).mT
         else:
             if method == "extension":
                 values, vectors = torch.ops.fastkd.eigh(sigma)
@@ -488,33 +504,38 @@ def _has_cuda_eigh(x: Tensor) -> bool:
     return extension.runs_cuda_roots(x)
 
 
-def polar(m: Tensor, smallest: float = 1e-6) -> Tensor:
-    """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1, by dynamic Halley iteration.
+def polar(m: Tensor) -> Tensor:
+    """Orthogonal polar factor UVᵀ of M = U diag(σ) Vᵀ with σ ≤ 1.1, by products alone.
 
-    Singular values above ``smallest`` are mapped to 1, in four or five steps: their number depends
-    on ``smallest`` only. Values below it are mapped to between 0 and 1, and 0 to 0.
-    X ← X·(a·I + b·XᵀX)(I + c·XᵀX)⁻¹ with the best a, b, c for the interval [low, 1]
-    (Nakatsukasa, Bai, Gygi 2010).
+    Singular values above 1e-6 are mapped to 1, those between to between 0 and 1, and those below
+    1e-7, float32's rounding error, to 0, up to 1e-5.
+    X ← X·(a·I + b·XᵀX + c·(XᵀX)²) maps σ to aσ + bσ³ + cσ⁵.
     """
     if m.shape[-2] < m.shape[-1]:
-        return polar(m.mT, smallest).mT
-    x, low = m, smallest
-    while low < 1 - 1e-9:
-        d = (4 * (1 - low**2) / low**4) ** (1 / 3)
-        root = math.sqrt(1 + d)
-        a = root + math.sqrt(8 - 4 * d + 8 * (2 - low**2) / (low**2 * root)) / 2
-        b = (a - 1) ** 2 / 4
-        c = a + b - 1
-        # X·(b/c·I + scale·(I + c·XᵀX)⁻¹), with the scale inside the solved matrix.
-        scale = a - b / c
-        scaled = _gram(x).mul_(c / scale)
-        scaled.diagonal(dim1=-2, dim2=-1).add_(1 / scale)
-        factor = _cholesky(scaled)
-        half = torch.linalg.solve_triangular(factor, x.mT, upper=False)
-        solved = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
-        x = torch.add(solved, x, alpha=b / c)
-        low = min(1.0, low * (a + b * low**2) / (1 + c * low**2))
+        return polar(m.mT).mT
+    x = m
+    for a, b, c in POLAR_STEPS:
+        gram = _gram(x)
+        inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        inner.diagonal(dim1=-2, dim2=-1).add_(a)
+        x = x @ inner
     return x
+
+
+def _inverse_cholesky(x: Tensor) -> Tensor:
+    """L⁻¹ with LLᵀ = X, by products but for the smallest blocks: batched solvers are slow."""
+    n = x.shape[-1]
+    if n <= LARGEST_FACTORISED:
+        eye = torch.eye(n, dtype=x.dtype, device=x.device)
+        return torch.linalg.solve_triangular(_cholesky(x), eye.expand_as(x), upper=False)
+    half = n // 2
+    top = _inverse_cholesky(x[..., :half, :half])
+    low = x[..., half:, :half] @ top.mT
+    rest = _inverse_cholesky(torch.baddbmm(x[..., half:, half:], low, low.mT, alpha=-1))
+    inverse = torch.zeros_like(x)
+    inverse[..., :half, :half], inverse[..., half:, half:] = top, rest
+    inverse[..., half:, :half] = -rest @ low @ top
+    return inverse
 
 
 def _cholesky(x: Tensor) -> Tensor:
