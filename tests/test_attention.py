@@ -11,10 +11,15 @@ from fastkd.attention import AttentionLoss, attention_loss, attention_loss_ref
 from tests.support.compare import DTYPES, assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "attention_loss"
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 check = functools.partial(assert_matches_reference, attention_loss, attention_loss_ref)
 few_examples = settings(max_examples=15, deadline=None)
-REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
+
+
+def padding():
+    """A mask: one sequence ends early, one is empty, one has a gap."""
+    return torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 
 
 def maps(B=3, H=2, N=5, H_t=None, dtype=torch.float64):
@@ -45,7 +50,7 @@ def test_masks_and_reductions(backend, reduction, heads):
     student, teacher = maps(dtype=torch.float32)
     upstream = torch.randn(3) if reduction == "none" else torch.tensor(-2.5)
     for kind in (torch.bool, torch.int64):
-        for mask in (REAL, torch.ones(3, 5), torch.zeros(3, 5)):
+        for mask in (padding(), torch.ones(3, 5), torch.zeros(3, 5)):
             options = {"reduction": reduction, "heads": heads, "upstream": upstream}
             check(backend, student, teacher, mask.to(kind), **options)
 
@@ -54,14 +59,16 @@ def test_masks_and_reductions(backend, reduction, heads):
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 def test_values_at_padding_have_no_effect(backend, bad, heads):
     student, teacher = maps(dtype=torch.float32)
-    real = REAL.bool()
+    real = padding().bool()
     padded = ~(real[:, None, :, None] & real[:, None, None, :]).expand_as(student)
-    clean = value_and_grad(attention_loss, student, teacher, REAL, heads=heads, backend=backend)
+    clean = value_and_grad(
+        attention_loss, student, teacher, padding(), heads=heads, backend=backend
+    )
     dirty = value_and_grad(
         attention_loss,
         student.masked_fill(padded, bad),
         teacher.masked_fill(padded, bad),
-        REAL,
+        padding(),
         heads=heads,
         backend=backend,
     )
@@ -75,7 +82,7 @@ def test_nan_at_real_tokens_gives_nan(backend, bad, heads):
     for side in (0, 1):
         pair = [x.float() for x in maps()]
         pair[side][2, 1, 3, 4] = bad
-        losses = attention_loss(*pair, REAL, reduction="none", heads=heads, backend=backend)
+        losses = attention_loss(*pair, padding(), reduction="none", heads=heads, backend=backend)
         assert not losses[2].isfinite() and losses[:2].isfinite().all()
 
 
@@ -133,7 +140,7 @@ def test_gradcheck(heads):
     for reduction in ("mean", "sum", "none"):
         options = {"heads": heads, "reduction": reduction}
         assert torch.autograd.gradcheck(
-            lambda x: attention_loss(x, teacher, REAL, **options),  # noqa: B023
+            lambda x: attention_loss(x, teacher, padding(), **options),  # noqa: B023
             student,
         )
 
@@ -145,9 +152,9 @@ def test_layers_are_averaged(backend, layers):
     teachers = [next(maps(H=h, dtype=torch.float32)) for h in heads]
     for reduction in ("mean", "none"):
         module = AttentionLoss(reduction=reduction, backend=backend)
-        loss = module(students, teachers, REAL)
+        loss = module(students, teachers, padding())
         apart = [
-            attention_loss(s, t, REAL, reduction=reduction)
+            attention_loss(s, t, padding(), reduction=reduction)
             for s, t in zip(students, teachers, strict=True)
         ]
         expected = torch.stack(apart).mean(0)
@@ -162,19 +169,23 @@ def test_layers_are_averaged(backend, layers):
 def test_same_tensor_twice_and_backward_twice(backend):
     student, teacher = maps(dtype=torch.float32)
     student.requires_grad_()
-    loss = AttentionLoss(backend=backend)([student, student], [teacher, teacher], REAL)
+    loss = AttentionLoss(backend=backend)([student, student], [teacher, teacher], padding())
     first = torch.autograd.grad(loss, student, retain_graph=True)
     assert torch.equal(torch.autograd.grad(loss, student)[0], first[0])
-    expected = value_and_grad(attention_loss, student, teacher, REAL, backend=backend)
+    expected = value_and_grad(attention_loss, student, teacher, padding(), backend=backend)
     torch.testing.assert_close((loss.detach(), first[0]), expected)
 
 
 @pytest.mark.parametrize("heads", ["match", "mean"])
 def test_loss_is_equal_under_autocast(backend, heads):
     student, teacher = maps(dtype=torch.float32)
-    plain = value_and_grad(attention_loss, student, teacher, REAL, heads=heads, backend=backend)
+    plain = value_and_grad(
+        attention_loss, student, teacher, padding(), heads=heads, backend=backend
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = value_and_grad(attention_loss, student, teacher, REAL, heads=heads, backend=backend)
+        under = value_and_grad(
+            attention_loss, student, teacher, padding(), heads=heads, backend=backend
+        )
     assert torch.equal(under[0], plain[0]) and torch.equal(under[1], plain[1])
 
 
@@ -183,7 +194,7 @@ def test_one_graph_under_compile(backend):
     compiled, _ = counted(module)
     student, teacher = maps(dtype=torch.float32)
     students = [student.requires_grad_()] * 2
-    for inputs in ((students, [teacher, teacher], REAL), (student, teacher)):
+    for inputs in ((students, [teacher, teacher], padding()), (student, teacher)):
         results = []
         for function in (module, compiled):
             loss = function(*inputs)

@@ -131,7 +131,7 @@ def test_zero_and_constant_features(backend):
     assert (grad[1] == 0).all()
     constant = torch.full((4, 3, 8), 0.1)
     loss, grad = value_and_grad(cos_nce_loss, constant, constant, backend=backend)
-    assert loss == pytest.approx(1.0, abs=1e-6)  # 2 + 1/2 - 3/2
+    assert loss.item() == pytest.approx(1.0, abs=1e-6)  # 2 + 1/2 - 3/2
     assert grad.abs().max() < 1e-5
 
 

@@ -12,11 +12,16 @@ from fastkd.hidden_states import HiddenStateLoss, hidden_state_loss, hidden_stat
 from tests.support.compare import DTYPES, assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "hidden_state_loss"
+pytestmark = pytest.mark.usefixtures("tensors_on_device")
 KINDS = ("mse", "cosine", "smooth_l1")
 
 check = functools.partial(assert_matches_reference, hidden_state_loss, hidden_state_loss_ref)
-REAL = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def padding():
+    """A mask: one sequence ends early, one is empty, one has a gap."""
+    return torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]])
 
 
 def states(B=3, N=5, D=9, dtype=torch.float32):
@@ -53,7 +58,7 @@ def test_matches_reference(backend, shape, dtype, kind):
 def test_masks_weights_and_reductions(backend, reduction, kind):
     upstream = torch.randn(3, 5) if reduction == "none" else torch.tensor(-2.5)
     options = {"reduction": reduction, "kind": kind, "upstream": upstream}
-    for mask in (REAL.bool(), REAL, torch.zeros(3, 5), None):
+    for mask in (padding().bool(), padding(), torch.zeros(3, 5), None):
         for weights in (None, torch.randn(3, 5), torch.zeros(3, 5)):
             check(backend, *states(), mask, weights=weights, **options)
 
@@ -69,13 +74,13 @@ def test_beta(backend, beta):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_padding_changes_nothing(backend, bad, kind):
     student, teacher = states()
-    weights, padded = torch.randn(3, 5), ~REAL.bool()
+    weights, padded = torch.randn(3, 5), ~padding().bool()
     call = functools.partial(value_and_grad, hidden_state_loss, kind=kind, backend=backend)
-    clean = call(student, teacher, REAL, weights=weights)
+    clean = call(student, teacher, padding(), weights=weights)
     dirty = call(
         student.masked_fill(padded[..., None], bad),
         teacher.masked_fill(padded[..., None], bad),
-        REAL,
+        padding(),
         weights=weights.masked_fill(padded, bad),
     )
     assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[1], clean[1])
@@ -89,10 +94,12 @@ def test_real_nan_is_never_hidden(backend, bad, side, kind):
     pair = states()
     pair[side][2, 3, 4] = bad
     options = {"reduction": "none", "kind": kind, "backend": backend}
-    losses = hidden_state_loss(*pair, REAL, **options)
+    losses = hidden_state_loss(*pair, padding(), **options)
     assert not losses[2, 3].isfinite() and losses.isfinite().sum() == losses.numel() - 1
     # A weight of 0 is no mask.
-    assert not hidden_state_loss(*pair, REAL, weights=torch.zeros(3, 5), **options)[2, 3].isfinite()
+    assert not hidden_state_loss(*pair, padding(), weights=torch.zeros(3, 5), **options)[
+        2, 3
+    ].isfinite()
 
 
 @each_kind
@@ -184,7 +191,7 @@ def test_gradcheck(kind, backend_of_float64):
     for reduction in ("mean", "sum", "none"):
         options = {"kind": kind, "reduction": reduction, "backend": backend_of_float64}
         assert torch.autograd.gradcheck(
-            lambda x: hidden_state_loss(x, teacher, REAL, weights=weights, **options),  # noqa: B023
+            lambda x: hidden_state_loss(x, teacher, padding(), weights=weights, **options),  # noqa: B023
             student.requires_grad_(),
         )
 
@@ -192,7 +199,9 @@ def test_gradcheck(kind, backend_of_float64):
 @each_kind
 def test_backward_twice(backend, kind):
     student, teacher = states()
-    loss = hidden_state_loss(student.requires_grad_(), teacher, REAL, kind=kind, backend=backend)
+    loss = hidden_state_loss(
+        student.requires_grad_(), teacher, padding(), kind=kind, backend=backend
+    )
     first = torch.autograd.grad(loss, student, retain_graph=True)
     assert torch.equal(torch.autograd.grad(loss, student)[0], first[0])
 
@@ -201,9 +210,11 @@ def test_a_projection_where_widths_differ(backend):
     module = HiddenStateLoss("mse", 6, 9, backend=backend)
     student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 9)
     weights = torch.rand(3, 5)
-    found = module(student.masked_fill(~REAL[..., None].bool(), torch.nan), teacher, REAL, weights)
+    found = module(
+        student.masked_fill(~padding()[..., None].bool(), torch.nan), teacher, padding(), weights
+    )
     projected = F.linear(student, module.projector.weight, module.projector.bias)
-    expected = hidden_state_loss_ref(projected, teacher, REAL, weights=weights)
+    expected = hidden_state_loss_ref(projected, teacher, padding(), weights=weights)
     torch.testing.assert_close(found, expected)
     found.backward()
     assert module.projector.weight.grad.abs().sum() > 0
@@ -215,9 +226,9 @@ def test_autocast_changes_nothing(backend):
     student, teacher = states()
     for kind in KINDS:
         call = functools.partial(value_and_grad, hidden_state_loss, kind=kind, backend=backend)
-        plain = call(student, teacher, REAL)
+        plain = call(student, teacher, padding())
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            under = call(student, teacher, REAL)
+            under = call(student, teacher, padding())
         assert torch.equal(under[0], plain[0]) and torch.equal(under[1], plain[1])
 
 
@@ -227,7 +238,7 @@ def test_one_graph_under_compile(backend, kind):
     compiled, graphs = counted(module)
     student, teacher = states()
     student.requires_grad_()
-    for extra in ((REAL, torch.randn(3, 5)), (REAL,), ()):
+    for extra in ((padding(), torch.randn(3, 5)), (padding(),), ()):
         results = []
         for function in (module, compiled):
             loss = function(student, teacher, *extra)

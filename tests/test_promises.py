@@ -58,17 +58,19 @@ def runs_on(request) -> str:
     return request.node.callspec.params["loss"][0]
 
 
-def features(dtype: torch.dtype = torch.float32, batch: int = B) -> tuple[Tensor, Tensor]:
+def features(
+    dtype: torch.dtype = torch.float32, batch: int = B, device: torch.device = DEVICE
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     student = torch.randn(batch, N, D_S, generator=generator, dtype=torch.float64)
     teacher = torch.randn(batch, N, D_T, generator=generator, dtype=torch.float64)
-    return student.to(DEVICE, dtype).requires_grad_(), teacher.to(DEVICE, dtype)
+    return student.to(device, dtype).requires_grad_(), teacher.to(device, dtype)
 
 
-def padding(batch: int = B) -> Tensor:
+def padding(batch: int = B, device: torch.device = DEVICE) -> Tensor:
     """A tokenizer's mask: 1 at real tokens, on the left of each row."""
     lengths = torch.arange(batch) % (N - 1) + 2
-    return (torch.arange(N) < lengths[:, None]).long().to(DEVICE)
+    return (torch.arange(N) < lengths[:, None]).long().to(device)
 
 
 def value_and_gradient(
@@ -392,6 +394,8 @@ def test_wrong_input(loss):
     for mistake, (change, words) in WRONG.items():
         if (loss.name, mistake) in NO_MISTAKE or ("mask" in mistake and not loss.masked):
             continue
+        if mistake == "a mask of other numbers" and DEVICE.type == "cuda":
+            continue  # reading it would wait for the device
         with pytest.raises((ValueError, TypeError), match=words) as raised:
             loss(*change(*features(), padding()))
         assert "\n" not in str(raised.value), mistake
@@ -416,7 +420,8 @@ def _ddp_process(rank: int) -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"body": nn.Linear(D_S, D_S), "loss": subject})
         wrapped = DistributedDataParallel(_Step(model))
-        halves = [x.detach().cpu().chunk(2) for x in (*features(), padding())]
+        cpu = torch.device("cpu")  # a forked process can't use the GPU
+        halves = [x.detach().chunk(2) for x in (*features(device=cpu), padding(device=cpu))]
         wrapped(*(half[rank] for half in halves)).backward()
         found = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
