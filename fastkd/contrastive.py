@@ -33,7 +33,6 @@ from fastkd._core.numerics import (
     project,
     reduced,
     saveable,
-    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -691,9 +690,7 @@ class _Options:
 class _TritonPositions(torch.autograd.Function):
     """Mean loss of layers of one shape and few samples, with the batch's negatives.
 
-    The gradient is computed in the forward pass, for an upstream gradient of 1, and multiplied in
-    place. It is computed in the backward pass instead where it is needed a second time, for
-    "none", and in float16, which can't hold it before the loss scale is multiplied in.
+    The gradient is computed in the forward pass; see `kernels.upstream`.
     """
 
     # *tensors as in `_CppCosNCE`.
@@ -718,20 +715,17 @@ class _TritonPositions(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.contrastive import cos_nce_positions
-        from fastkd.kernels.upstream import scale_in_place
+        from fastkd.kernels.upstream import scaled_once
 
         labels, mask, weights, *features = ctx.saved_tensors
         n, reduction = ctx.options.layers, ctx.options.reduction
         students, teachers = features[:n], features[n : 2 * n]
-        if not ctx.computed:
+        if ctx.computed:
+            (dx,) = scaled_once(ctx, features[2 * n :], grad)
+        else:
             _, dx = cos_nce_positions(
                 students, teachers, labels, mask, weights, grad, reduction, True
             )
-        elif torch.compiler.is_compiling():
-            dx = times_upstream(features[-1], grad, features[-1].dtype)
-        else:
-            dx, ctx.computed = features[-1], False
-            scale_in_place(dx, grad)
         return (None,) * 6 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
 
 

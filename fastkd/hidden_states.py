@@ -117,12 +117,12 @@ def hidden_state_loss(
     real, weights = (None if x is None else x.flatten() for x in (real, weights))
     rows = as_rows(saveable(student)), as_rows(saveable(teacher))
     options = _Options(kind, float(beta), reduction)
-    if runs_on == "cpp":
-        losses = apply(_CppHiddenStates, options, real, weights, *rows)
-    else:
-        function = _TorchHiddenStates if runs_on == "torch" else _TritonHiddenStates
-        losses = apply(function, options, real, *rows)
+    if runs_on == "torch":
+        losses = apply(_TorchHiddenStates, options, real, *rows)
         losses = reduced(losses, real, reduction, weights)
+    else:
+        function = _CppHiddenStates if runs_on == "cpp" else _TritonHiddenStates
+        losses = apply(function, options, real, weights, *rows)
     return losses.reshape(leading) if reduction == "none" else losses
 
 
@@ -208,7 +208,7 @@ class HiddenStateLoss(nn.Module):
 class _Options:
     kind: str
     beta: float
-    reduction: str  # applied by the C++ operator, which computes the gradient with the loss
+    reduction: str  # applied by the kernels, which compute the gradient with the loss
 
 
 class _TorchHiddenStates(torch.autograd.Function):
@@ -315,28 +315,33 @@ class _CppHiddenStates(GradientInForward):
 
 
 class _TritonHiddenStates(torch.autograd.Function):
-    """Losses (R,) of rows (R, D), by `fastkd.kernels.hidden_states`."""
+    """The reduced loss and its gradient, in one kernel; see `kernels.upstream`."""
 
     @staticmethod
-    def forward(ctx, options, mask, student, teacher):
-        from fastkd.kernels import hidden_states as kernels
+    def forward(ctx, options, mask, weights, student, teacher):
+        from fastkd.kernels.hidden_states import hidden_states
 
         student, teacher = dense_rows(student, teacher)
-        losses, *norms = kernels.hidden_states_forward(
-            student, teacher, mask, options.kind, options.beta
-        )
-        ctx.save_for_backward(mask, losses, student, teacher, *norms)
-        ctx.options = options
-        return losses
+        mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
+        in_forward = options.reduction != "none" and student.dtype != torch.float16
+        ctx.options, ctx.computed = options, ctx.needs_input_grad[3] and in_forward
+        given = student, teacher, mask, weights
+        kind, beta, reduction = options.kind, options.beta, options.reduction
+        loss, *gradient = hidden_states(*given, None, kind, beta, reduction, ctx.computed)
+        ctx.save_for_backward(*given, *gradient)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import hidden_states as kernels
+        from fastkd.kernels.hidden_states import hidden_states
+        from fastkd.kernels.upstream import scaled_once
 
-        mask, losses, student, teacher, *norms = ctx.saved_tensors
-        options = ctx.options
-        dx = kernels.hidden_states_backward(
-            student, teacher, mask, losses, norms, grad, options.kind, options.beta
-        )
-        return None, None, dx, None
+        student, teacher, mask, weights, *gradient = ctx.saved_tensors
+        if ctx.computed:
+            (dx,) = scaled_once(ctx, gradient, grad)
+        else:
+            kind, beta, reduction = ctx.options.kind, ctx.options.beta, ctx.options.reduction
+            given = student, teacher, mask, weights, grad
+            _, dx = hidden_states(*given, kind, beta, reduction, True)
+        return None, None, None, dx, None

@@ -591,12 +591,7 @@ def _matched_soft_targets(
 
 
 class _TritonSoftTargets(torch.autograd.Function):
-    """Loss of logits, and its gradient in the same kernel, for an upstream gradient of 1.
-
-    The backward pass multiplies the gradient in place. It computes the gradient instead where it
-    is needed a second time, for "none", and in float16, which can't hold it before the loss scale
-    is multiplied in.
-    """
+    """Loss of logits, and its gradient in the same kernel; see `kernels.upstream`."""
 
     @staticmethod
     def forward(ctx, options, student, mask, denominator, weights, teacher):
@@ -615,18 +610,15 @@ class _TritonSoftTargets(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.soft_targets import soft_target_gradient
-        from fastkd.kernels.upstream import scale_in_place
+        from fastkd.kernels.upstream import scaled_once
 
         student, teacher, mask, weights, denominator, *gradient = ctx.saved_tensors
-        if not ctx.computed:
+        if ctx.computed:
+            (dstudent,) = scaled_once(ctx, gradient, grad)
+        else:
             soft: SoftTargetOptions = ctx.options.soft
             given = student, teacher, mask, weights, denominator
             dstudent = soft_target_gradient(*given, grad, ctx.options.reduction, *soft.per_row)
-        elif torch.compiler.is_compiling():
-            dstudent = times_upstream(gradient[0], grad, student.dtype)
-        else:
-            (dstudent,), ctx.computed = gradient, False
-            scale_in_place(dstudent, grad)
         return None, dstudent, None, None, None, None
 
 

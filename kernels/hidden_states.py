@@ -1,14 +1,20 @@
 """Distance of hidden states (R, D): squared difference, cosine or smooth ℓ1, and the gradient.
 
-Data path. A program reads BLOCK_R rows in tiles of BLOCK_D columns and writes the rows' losses;
-PyTorch weights and sums them. The cosine reads student and teacher once for 1/‖x‖, and once more
-for ½‖ŝ − t̂‖², which has no cancellation, unlike 1 − ŝ·t̂. It stores 1/‖x‖ for the backward pass.
-Backward: a program reads the same tiles and writes the gradient, multiplied by the upstream
-gradient.
+Data path. A program reads BLOCK_R rows in tiles of BLOCK_D columns, and writes the rows' losses
+and, where it is needed, the gradient, divided by the number of positions that count:
+`fastkd.kernels.reduction` counts these before and adds the losses after. The cosine reads student
+and teacher once for 1/‖x‖, once more for ½‖ŝ − t̂‖², which has no cancellation, unlike 1 − ŝ·t̂,
+and once more for the gradient. Its programs have so few elements that the rows of all programs on
+a multiprocessor fit its L1 cache: only the first read comes from memory.
 
-With E = R·D elements of s bytes on each side: forward reads 2Es (the cosine twice, the second time
-from the L2 cache), backward reads 2Es and writes Es, 5Es bytes in all; about 4E operations forward
-and 4E backward, 8E and 6E for the cosine. Bound by bandwidth.
+The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
+backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
+gradients: there the forward pass computes the losses alone, and the backward pass visits the rows
+again, as a second backward pass does.
+
+With E = R·D elements of s bytes on each side: 2Es read and Es written, 3Es bytes in all, or 5Es
+where the backward pass visits the rows again; about 8E operations, 14E for the cosine. Bound by
+bandwidth.
 """
 
 import torch
@@ -18,26 +24,26 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.reduction import bytes_of, counted, summed
 from fastkd.kernels.rounding import rounded
 
-# Values of the kernels' argument KIND.
+# Values of the kernel's argument KIND.
 KINDS = {"mse": 0, "cosine": 1, "smooth_l1": 2}
 MSE = tl.constexpr(KINDS["mse"])
 COSINE = tl.constexpr(KINDS["cosine"])
 
-# 8 elements per thread and tensor: one access of 16 bytes in half precision. With four rows per
-# program, a few hundred rows are enough programs for all multiprocessors.
-BLOCKS = {"BLOCK_R": 4, "BLOCK_D": 256, "num_warps": 4}
 
+def blocks(kind: str, D: int) -> dict[str, int]:
+    """Block sizes and warps: 8 elements per thread, one access of 16 bytes in half precision.
 
-@triton.jit
-def _rows(x_ptr, mask_ptr, R, stride, HAS_MASK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """Indices of a program's rows, their offsets in x, and the mask of real rows."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    real = row < R
-    if HAS_MASK:
-        real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
-    return row, x_ptr + (row * stride)[:, None], real
+    With four rows per program, a few hundred rows are enough programs for all multiprocessors. The
+    cosine reads long rows from the L1 cache, which has room for one row of each program. Without a
+    bound on registers, the assembler keeps a value of an unaligned row in memory.
+    """
+    if kind != "cosine":
+        return {"BLOCK_R": 4, "BLOCK_D": 256, "num_warps": 4}
+    block_r = 1 if D > 1024 else 4
+    return {"BLOCK_R": block_r, "BLOCK_D": 1024 // block_r, "num_warps": 4, "maxnreg": 96}
 
 
 @triton.jit
@@ -48,14 +54,8 @@ def _tile(x_rows, first, real, D, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _inverse_norm(x_rows, real, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
-    """1/‖x‖ (BLOCK_R,), 0 for zero rows."""
-    products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    peaks = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for first in range(0, D, BLOCK_D):
-        x = _tile(x_rows, first, real, D, BLOCK_D)
-        products += x * x
-        peaks = tl.maximum(peaks, tl.abs(x))
+def _inverse_norm(products, peaks, x_rows, real, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+    """1/‖x‖ (BLOCK_R,), 0 for zero rows, from sums of x² and largest |x| (BLOCK_R, BLOCK_D)."""
     squares = tl.sum(products, axis=1)
     peak = tl.max(peaks, axis=1)
     # Squares that overflow or underflow are computed again from scaled rows.
@@ -71,172 +71,153 @@ def _inverse_norm(x_rows, real, D, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr)
     return tl.where(zero, 0.0, scale / tl.sqrt(tl.where(zero, 1.0, squares)))
 
 
-@triton.jit(do_not_specialize=["R"])
-def hidden_states_forward_kernel(
+@triton.jit(do_not_specialize=["R", "stride_factors", "number", "gradient", "weighted", "divided"])
+def hidden_states_kernel(
     student_ptr,  # (R, D)
     teacher_ptr,
     mask_ptr,  # (R,) bytes
+    factors_ptr,  # (R,): of the losses and their gradients, unread unless weighted
+    divisor_ptr,  # (): of the gradients, unread unless divided
     losses_ptr,  # (R,)
-    inverse_ptr,  # (2, R): 1/‖x‖ of both sides, for the cosine
+    dx_ptr,  # (R, D), unused without a gradient
     R,
     D,
     stride_s,
     stride_t,
+    stride_factors,
     beta,
+    number,  # divisor of the gradients without divisor_ptr
+    gradient,
+    weighted,
+    divided,
     KIND: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row, s_rows, real = _rows(student_ptr, mask_ptr, R, stride_s, HAS_MASK, BLOCK_R)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < R
+    real = exists
+    if HAS_MASK:
+        real = real & (tl.load(mask_ptr + row, mask=exists, other=0) != 0)
+    s_rows = student_ptr + (row * stride_s)[:, None]
     t_rows = teacher_ptr + (row * stride_t)[:, None]
+    dx_rows = dx_ptr + (row * D)[:, None]
+    written = (exists & (gradient != 0))[:, None]
+    by = tl.load(factors_ptr + row * stride_factors, mask=real & (weighted != 0), other=1.0)
+    factor = by / tl.load(divisor_ptr, mask=divided != 0, other=number)
+
     total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     if KIND == COSINE:
-        of_s = _inverse_norm(s_rows, real, D, BLOCK_R, BLOCK_D)
-        of_t = _inverse_norm(t_rows, real, D, BLOCK_R, BLOCK_D)
+        squares_s = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        squares_t = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        peaks_s = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        peaks_t = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+        for first in range(0, D, BLOCK_D):
+            s = _tile(s_rows, first, real, D, BLOCK_D)
+            t = _tile(t_rows, first, real, D, BLOCK_D)
+            squares_s += s * s
+            squares_t += t * t
+            peaks_s = tl.maximum(peaks_s, tl.abs(s))
+            peaks_t = tl.maximum(peaks_t, tl.abs(t))
+        of_s = _inverse_norm(squares_s, peaks_s, s_rows, real, D, BLOCK_R, BLOCK_D)
+        of_t = _inverse_norm(squares_t, peaks_t, t_rows, real, D, BLOCK_R, BLOCK_D)
         for first in range(0, D, BLOCK_D):
             a = rounded(_tile(s_rows, first, real, D, BLOCK_D) * of_s[:, None])
             d = a - rounded(_tile(t_rows, first, real, D, BLOCK_D) * of_t[:, None])
             total += d * d
         losses = tl.sum(total, axis=1) / 2
         losses = tl.where((of_s == 0.0) | (of_t == 0.0), 1.0, losses)
-        tl.store(inverse_ptr + row, of_s, mask=row < R)
-        tl.store(inverse_ptr + R + row, of_t, mask=row < R)
+        if gradient != 0:
+            factor = tl.where(of_t == 0.0, 0.0, factor * of_s)
+            for first in range(0, D, BLOCK_D):
+                a = rounded(_tile(s_rows, first, real, D, BLOCK_D) * of_s[:, None])
+                d = a - rounded(_tile(t_rows, first, real, D, BLOCK_D) * of_t[:, None])
+                dx = (d - a * losses[:, None]) * factor[:, None]
+                _store(dx_rows, first, tl.where(real[:, None], dx, 0.0), written, D, BLOCK_D)
     else:
+        factor = factor / D
         for first in range(0, D, BLOCK_D):
             d = _tile(s_rows, first, real, D, BLOCK_D) - _tile(t_rows, first, real, D, BLOCK_D)
-            total += d - d  # NaN where the difference is infinite
+            nan = d - d  # NaN where the difference is infinite
             if KIND == MSE:
-                total += d * d
-            else:
-                size = tl.abs(d)
-                near = d * (d / tl.where(beta > 0.0, beta, 1.0)) * 0.5
-                total += tl.where(size < beta, near, size - beta * 0.5)
-        losses = tl.sum(total / D, axis=1)
-    tl.store(losses_ptr + row, tl.where(real, losses, 0.0), mask=row < R)
-
-
-@triton.jit(do_not_specialize=["R", "stride_dloss"])
-def hidden_states_backward_kernel(
-    student_ptr,  # (R, D)
-    teacher_ptr,
-    mask_ptr,  # (R,) bytes
-    losses_ptr,  # (R,)
-    inverse_ptr,  # (2, R), for the cosine
-    dloss_ptr,  # (R,)
-    stride_dloss,
-    dx_ptr,  # (R, D)
-    R,
-    D,
-    stride_s,
-    stride_t,
-    beta,
-    KIND: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row, s_rows, real = _rows(student_ptr, mask_ptr, R, stride_s, HAS_MASK, BLOCK_R)
-    t_rows = teacher_ptr + (row * stride_t)[:, None]
-    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=real, other=0.0)
-    if KIND == COSINE:
-        of_s = tl.load(inverse_ptr + row, mask=real, other=0.0)
-        of_t = tl.load(inverse_ptr + R + row, mask=real, other=0.0)
-        along = tl.load(losses_ptr + row, mask=real, other=0.0)
-        factor = tl.where(of_t == 0.0, 0.0, dloss * of_s)
-    else:
-        factor = dloss / D
-    for first in range(0, D, BLOCK_D):
-        s = _tile(s_rows, first, real, D, BLOCK_D)
-        t = _tile(t_rows, first, real, D, BLOCK_D)
-        if KIND == COSINE:
-            a = rounded(s * of_s[:, None])
-            dx = a - rounded(t * of_t[:, None]) - a * along[:, None]
-        else:
-            d = s - t
-            if KIND == MSE:
+                total += nan + d * d
                 dx = 2.0 * d
             else:
+                size = tl.abs(d)
+                slope = d / tl.where(beta > 0.0, beta, 1.0)
+                near = size < beta
+                total += nan + tl.where(near, d * slope * 0.5, size - beta * 0.5)
                 # 0 and NaN are unchanged.
-                sign = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, d)) + (d - d)
-                near = d / tl.where(beta > 0.0, beta, 1.0)
-                dx = tl.where(tl.abs(d) < beta, near, sign)
-        dx = tl.where(real[:, None], dx * factor[:, None], 0.0)
-        d_out = (first + tl.arange(0, BLOCK_D))[None, :]
-        tl.store(dx_ptr + row[:, None] * D + d_out, dx, mask=(row < R)[:, None] & (d_out < D))
+                sign = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, d)) + nan
+                dx = tl.where(near, slope, sign)
+            dx = tl.where(real[:, None], dx * factor[:, None], 0.0)
+            _store(dx_rows, first, dx, written, D, BLOCK_D)
+        losses = tl.sum(total / D, axis=1)
+    tl.store(losses_ptr + row, tl.where(real, losses * by, 0.0), mask=exists)
 
 
-def _forward_shapes(student, teacher, mask, kind, beta):
-    R = student.shape[0]
-    losses = student.new_empty(R, dtype=torch.float32)
-    return [losses, losses.new_empty(2, R)] if kind == "cosine" else [losses]
+@triton.jit
+def _store(x_rows, first, x, written, D, BLOCK_D: tl.constexpr):
+    d = (first + tl.arange(0, BLOCK_D))[None, :]
+    tl.store(x_rows + d, x, mask=written & (d < D))
 
 
-@operator(_forward_shapes)
-def hidden_states_forward(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, kind: str, beta: float
-) -> list[Tensor]:
-    """Losses (R,) of rows (R, D), 0 where masked; for the cosine also 1/‖x‖ of both (2, R)."""
-    R, D = student.shape
-    losses = torch.empty(R, dtype=torch.float32, device=student.device)
-    results = [losses, losses.new_empty(2, R)] if kind == "cosine" else [losses]
-    if R:
-        hidden_states_forward_kernel[(cdiv(R, BLOCKS["BLOCK_R"]),)](
-            student,
-            teacher,
-            None if mask is None else mask.contiguous().view(torch.uint8),
-            losses,
-            results[-1],
-            R,
-            D,
-            student.stride(0),
-            teacher.stride(0),
-            beta,
-            KIND=KINDS[kind],
-            HAS_MASK=mask is not None,
-            **BLOCKS,
-        )
-    return results
+def _shapes(student, teacher, mask, weights, upstream, kind, beta, reduction, gradient):
+    rows = () if upstream is None and reduction != "none" else student.shape[:1]
+    loss = student.new_empty(rows, dtype=torch.float32)
+    return [loss, student.new_empty(student.shape)] if gradient else [loss]
 
 
-def _backward_shapes(student, teacher, mask, losses, inverse, dloss, kind, beta):
-    return student.new_empty(student.shape)
-
-
-@operator(_backward_shapes)
-def hidden_states_backward(
+@operator(_shapes)
+def hidden_states(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
-    losses: Tensor,
-    inverse: list[Tensor],
-    dloss: Tensor,
+    weights: Tensor | None,
+    upstream: Tensor | None,
     kind: str,
     beta: float,
-) -> Tensor:
-    """The student's gradient (R, D) for ``dloss`` (R,), in the student's dtype.
+    reduction: str,
+    gradient: bool,
+) -> list[Tensor]:
+    """Reduced loss of rows (R, D), and with ``gradient`` its gradient (R, D).
 
-    ``losses`` and ``inverse`` are the results of `hidden_states_forward`.
+    The mask (R,) is bool, and the weights (R,) are float32. With ``upstream``, () or (R,) for
+    "none", the gradient is multiplied by it, and the first result has no meaning.
     """
     R, D = student.shape
-    dx = torch.empty(R, D, dtype=student.dtype, device=student.device)
+    losses = torch.empty(R, dtype=torch.float32, device=student.device)
+    divisor, number = counted(mask, R) if reduction == "mean" else (None, 1)
+    dx = student.new_empty(student.shape) if gradient else None
+    factors = weights
+    if upstream is not None:
+        factors = upstream.expand(R) if weights is None else upstream * weights
+    config = blocks(kind, D)
     if R:
-        hidden_states_backward_kernel[(cdiv(R, BLOCKS["BLOCK_R"]),)](
+        hidden_states_kernel[(cdiv(R, config["BLOCK_R"]),)](
             student,
             teacher,
-            None if mask is None else mask.contiguous().view(torch.uint8),
+            bytes_of(mask),
+            # One compiled form with and without what these hold: in its place another is not read.
+            losses if factors is None else factors,
+            losses if divisor is None else divisor,
             losses,
-            inverse[0] if inverse else losses,
-            dloss,
-            dloss.stride(0),
-            dx,
+            student if dx is None else dx,
             R,
             D,
             student.stride(0),
             teacher.stride(0),
+            0 if factors is None else factors.stride(0),
             beta,
+            float(number),
+            int(gradient),
+            int(factors is not None),
+            int(divisor is not None),
             KIND=KINDS[kind],
             HAS_MASK=mask is not None,
-            **BLOCKS,
+            **config,
         )
-    return dx
+    if upstream is None and reduction != "none":
+        losses = summed(losses, divisor, number)
+    return [losses] if dx is None else [losses, dx]

@@ -6,8 +6,8 @@ maximum grows; at the end of the row the threads combine these. So one read of s
 logits is enough for the value of either KL. All other divergences need the normalisers first and
 read the logits twice; adaptive KL finds the end of its head in between, in a few passes over the
 teacher's logits. Where a gradient is needed, the program then reads the row again and writes its
-gradient, divided by the number of real rows, which `soft_target_count_kernel` counts before.
-`soft_target_reduce_kernel` adds the rows' losses. No other tensor has the size of the logits.
+gradient, divided by the number of real rows, which `count_kernel` counts before.
+`reduce_kernel` adds the rows' losses. No other tensor has the size of the logits.
 Logits that are computed from hidden states in chunks are overwritten by their gradient.
 
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
@@ -63,6 +63,7 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.reduction import bytes_of, counted, summed
 from fastkd.kernels.rounding import rounded
 
 HEAD_MASS = tl.constexpr(0.5)
@@ -693,39 +694,6 @@ def soft_target_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["R"])
-def soft_target_count_kernel(
-    mask_ptr,  # (R,) bytes
-    count_ptr,  # (): number of real rows, at least 1
-    R,
-    BLOCK_R: tl.constexpr,
-):
-    count = tl.zeros([BLOCK_R], dtype=tl.int32)
-    for start in range(0, R, BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)
-        count += (tl.load(mask_ptr + row, mask=row < R, other=0) != 0).to(tl.int32)
-    tl.store(count_ptr, tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=["R", "number"])
-def soft_target_reduce_kernel(
-    loss_ptr,  # (R,)
-    divisor_ptr,  # (), or none
-    total_ptr,  # ()
-    R,
-    number,  # divisor if there is no divisor_ptr
-    BLOCK_R: tl.constexpr,
-):
-    total = tl.zeros([BLOCK_R], dtype=tl.float32)
-    for start in range(0, R, BLOCK_R):
-        row = start + tl.arange(0, BLOCK_R)
-        total += tl.load(loss_ptr + row, mask=row < R, other=0.0)
-    divisor = number
-    if divisor_ptr is not None:
-        divisor = tl.load(divisor_ptr)
-    tl.store(total_ptr, tl.sum(total, axis=0) / divisor)
-
-
 def _soft_target_shapes(student, teacher, mask, weights, denominator, reduction, *rest):
     rows = student.shape[:1] if reduction == "none" else ()
     loss = student.new_empty(rows, dtype=torch.float32)
@@ -798,11 +766,7 @@ def divisor_of(
     """Divisor of the sum over rows: a 0-d float32 tensor, or None, and a number."""
     if reduction != "batchmean" or denominator is not None:
         return denominator, 1
-    if mask is None:
-        return None, max(len(student), 1)
-    count = torch.empty((), dtype=torch.float32, device=student.device)
-    soft_target_count_kernel[(1,)](_bytes(mask), count, len(mask), BLOCK_R=8192, num_warps=8)
-    return count, 1
+    return counted(mask, len(student))
 
 
 def reduced(
@@ -810,11 +774,7 @@ def reduced(
 ) -> Tensor:
     """The rows' losses (R,) times their weights, or the sum of these over the divisor."""
     loss = loss if weights is None else loss * weights
-    if reduction == "none":
-        return loss
-    total = torch.empty((), dtype=torch.float32, device=loss.device)
-    soft_target_reduce_kernel[(1,)](loss, divisor, total, len(loss), float(number), BLOCK_R=1024)
-    return total
+    return loss if reduction == "none" else summed(loss, divisor, number)
 
 
 def _rows_shapes(student, *rest):
@@ -882,7 +842,7 @@ def fill(
     soft_target_kernel[(cdiv(R, config["BLOCK_R"]),)](
         student,
         teacher,
-        _bytes(mask),
+        bytes_of(mask),
         log_mass,
         # One compiled form with and without what these hold: in its place another is not read.
         loss if divisor is None else divisor,
@@ -909,8 +869,3 @@ def fill(
         HAS_MASS=log_mass is not None,
         **config,
     )
-
-
-def _bytes(mask: Tensor | None) -> Tensor | None:
-    """The mask as bytes, the only type that all versions of Triton read in the same way."""
-    return None if mask is None else mask.view(torch.uint8)

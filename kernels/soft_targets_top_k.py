@@ -22,12 +22,12 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.reduction import bytes_of
 from fastkd.kernels.rounding import rounded
 from fastkd.kernels.soft_targets import (
     HOT,
     LOG2_E,
     _base,
-    _bytes,
     _columns,
     _lane_max,
     _lane_sum,
@@ -264,7 +264,7 @@ def top_k_forward(
             student,
             ids,
             log_probs,
-            _bytes(mask),
+            bytes_of(mask),
             torch.empty(R, words, dtype=torch.int32, device=student.device),
             outcomes,
             of_teacher,
@@ -338,7 +338,7 @@ def fill_top_k_gradient(
     top_k_gradient_kernel[(cdiv(R, config["BLOCK_R"]),)](
         student,
         ids.contiguous(),
-        _bytes(mask),
+        bytes_of(mask),
         teacher_outcomes,
         gradient,
         rest,

@@ -6,6 +6,10 @@ time: 2Es bytes for a gradient of E elements of s bytes. The host doesn't wait t
 are at most as many programs as run at a time, since each that only returns costs a microsecond.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,3 +52,18 @@ def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
     upstream_kernel[(min(cdiv(size, BLOCK), PROGRAMS),)](
         gradient, upstream, size // BLOCK, size % BLOCK, BLOCK=BLOCK, num_warps=8
     )
+
+
+def scaled_once(ctx: Any, gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
+    """Gradients that ``forward`` saved for an upstream gradient of 1, times ``upstream``, in place.
+
+    ``ctx.computed`` is whether it saved them. It is False for "none", which has many upstream
+    gradients, in float16, which can't hold them before the loss scale is multiplied in, and from
+    now on: a second backward pass computes the gradients for its upstream gradient.
+    """
+    if torch.compiler.is_compiling():
+        return [(x.float() * upstream).to(x.dtype) for x in gradients]
+    ctx.computed = False
+    for x in gradients:
+        scale_in_place(x, upstream)
+    return gradients

@@ -45,7 +45,7 @@ ALLOWED = {
     "knn_product_kernel": ("tl.store(product_ptr + offsets",),
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(x_ptr + i",),
-    "soft_target_reduce_kernel": ("total += tl.load(loss_ptr",),
+    "reduce_kernel": ("total += tl.load(loss_ptr",),
     # Hopper's tf32 products take columns of b from shared memory: asynchronous copies of 4 bytes
     # turn its rows there, where registers would turn them for each product.
     "cayley_step_kernel": ("b_ptr + tl.cast(first",),

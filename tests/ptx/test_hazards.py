@@ -110,7 +110,7 @@ def test_an_initial_store_is_missing():
 
 
 def test_a_result_is_read_before_it_is_written():
-    found = launch_of("soft_target_reduce_kernel")
+    found = launch_of("reduce_kernel")
     found["fresh"] = [0, *found["fresh"]]  # the losses that it adds
     with pytest.raises(Hazard, match="unwritten"):
         start(found)
