@@ -8,11 +8,11 @@
 extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded;
 char __libc_single_threaded = 0;
 
-// libstdc++ 13 (the standard streams are initialised by torch), 11, and two constructors of
-// libstdc++ 9.
+// libstdc++ 13 (the standard streams are initialised by torch), 11 (weak, as a libstdc++.a has its
+// own), and two constructors of libstdc++ 9.
 namespace std {
 __attribute__((visibility("hidden"))) void ios_base_library_init() {}
-void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+__attribute__((weak)) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 template basic_ostringstream<char>::basic_ostringstream();
 template basic_stringstream<char>::basic_stringstream();
 }  // namespace std
