@@ -3,14 +3,11 @@
 The cases are the benchmark's: toy sizes for every loss, title and dtype, and the BERT sizes.
 """
 
-import statistics
-
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.case import Bound
-from bench.measure import Oracle, interleaved, peak_bytes
+from bench.measure import Oracle, peak_bytes
 from tools import gpu_check
 
 pytestmark = [
@@ -106,18 +103,3 @@ def test_peak_memory_of_a_known_allocation(device):
         return b, torch.empty(4 << 20, device=device)
 
     assert peak_bytes(step, device) == pytest.approx(8 * 4 * 2**20, rel=0.01)
-
-
-def test_times_of_known_work(device):
-    """Copies of 1 and 4 GB: the second takes four times as long."""
-
-    class Copy(Bound):
-        def step(self):
-            return self.forward(), ()
-
-    def bound(gigabytes):
-        return Copy(torch.ones(gigabytes << 28, device=device).clone, [])
-
-    times = interleaved({"one": bound(1), "four": bound(4)}, device, 0.5, 5)
-    ratio = statistics.median(times["four"]) / statistics.median(times["one"])
-    assert ratio == pytest.approx(4, rel=0.1)
