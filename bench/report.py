@@ -10,7 +10,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from .case import COMPILED, REFERENCE, Case
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/pictures"
+GRAPH = "fastkd, CUDA graph"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 # One colour for each provider (Okabe and Ito); peers share one and differ in line style.
 COLOURS = {
@@ -30,7 +31,7 @@ COLOURS = {
     "fastkd torch": "#0072B2",
     "fastkd cpp": "#D55E00",
     "fastkd triton": "#009E73",
-    "fastkd, CUDA graph": "#56B4E9",
+    GRAPH: "#56B4E9",
     "fastkd": "#D55E00",
 }
 PEER = "#CC79A7"
@@ -160,19 +161,35 @@ def commit(result: dict[str, Any]) -> str:
     return f"commit {found}, {result['datetime'][:10]}"
 
 
-def readme(result: dict[str, Any] | None) -> str:
-    """README's table: the headline groups of one machine; without results its cells are empty."""
+def readme(results: list[dict[str, Any]]) -> str:
+    """README's tables: the headline groups of a GPU, if one was measured, and of a CPU.
+
+    The CPU's has empty cells without results. A CUDA graph has a column of its own, since no other
+    provider's step is one.
+    """
+    on_gpu, on_cpu = (
+        next((r for r in results if ("gpu" in r["machine_info"]) == gpu), None)
+        for gpu in (True, False)
+    )
+    parts = [_headline_table(on_gpu, suite.CUDA_SETS)] if on_gpu else []
+    return "\n\n".join([*parts, _headline_table(on_cpu, suite.CPU_SETS)])
+
+
+def _headline_table(result: dict[str, Any] | None, sets: Sequence[str]) -> str:
     rows = []
-    for case in (c for c in suite.cases(suite.CPU_SETS) if c.headline):
+    of_gpu = result is not None and "gpu" in result["machine_info"]
+    for case in (c for c in suite.cases(sets) if c.headline):
         group = result["groups"].get(case.key, {}) if result else {}
-        reference, own = group.get(REFERENCE, {}), best(group)
+        graph = group.get(GRAPH, {})
+        own = best({name: p for name, p in group.items() if name != GRAPH})
+        reference = group.get(REFERENCE, {})
         cells = (
-            milliseconds(reference), milliseconds(own), faster(own),
-            faster(own, group.get(COMPILED, {})), memory(own, reference),
+            milliseconds(reference), milliseconds(own), *([milliseconds(graph)] * of_gpu),
+            faster(own), faster(own, group.get(COMPILED, {})), memory(own, reference),
         )  # fmt: skip
         rows.append((f"{case.loss}: {case.title}", sizes(case), *cells))
-    columns = "loss | sizes | reference ms | fastkd ms | vs reference | vs torch.compile "
-    columns += "| memory, of the reference's"
+    columns = f"loss | sizes | reference ms | fastkd ms {'| in a CUDA graph ' * of_gpu}"
+    columns += "| vs reference | vs torch.compile | memory, of the reference's"
     about = "Not measured yet: `make bench`."
     if result:
         torch = result["machine_info"]["versions"]["torch"]
@@ -318,7 +335,7 @@ def _swept(group: dict[str, Any], sweep: str) -> int:
 
 
 def page(results: list[dict[str, Any]], pictures: Path) -> str:
-    """Sections of docs/benchmarks.md; growth is drawn from the first result."""
+    """Sections of docs/benchmarks.md; growth is drawn from the first result of a CPU."""
     parts = []
     for result in results:
         limits = dict(result["limits"])
@@ -338,9 +355,10 @@ def page(results: list[dict[str, Any]], pictures: Path) -> str:
         ):
             if section:
                 parts += [f"### {title}: {where(result)}", TEXTS.get(title, ""), section]
-    drawn = [growth(results[0], loss, pictures) for loss in suite.LOSSES] if results else []
-    if any(drawn):
-        parts += [f"## Growth with size: {where(results[0])}", *drawn]
+    for result in [r for r in results if "gpu" not in r["machine_info"]][:1]:
+        drawn = [growth(result, loss, pictures) for loss in suite.LOSSES]
+        if any(drawn):
+            parts += [f"## Growth with size: {where(result)}", *drawn]
     if not results:
         parts.append("No result file is there yet: `make bench` writes one.")
     return "\n\n".join(part for part in parts if part)
@@ -375,8 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.files:
         print(join(options.files, RESULTS))
     results = sorted(map(load, RESULTS.glob("*.json")), key=order, reverse=True)
-    on_cpu = [result for result in results if "gpu" not in result["machine_info"]]
-    README.write_text(fill(README.read_text(), readme(on_cpu[0] if on_cpu else None)))
+    README.write_text(fill(README.read_text(), readme(results)))
     PAGE.write_text(fill(PAGE.read_text(), page(results, PICTURES)))
     print(README, PAGE, sep="\n")
     return 0
