@@ -703,8 +703,8 @@ class _TritonPositions(torch.autograd.Function):
         students, teachers = map(_with_equal_strides, (features[:n], features[n:]))
         labels, mask = (None if x is None else x.contiguous() for x in (labels, mask))
         weights = None if weights is None else weights.float().contiguous()
-        in_backward = options.reduction == "none" or students[0].dtype == torch.float16
-        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and not in_backward
+        ctx.in_forward = options.reduction != "none" and students[0].dtype != torch.float16
+        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and ctx.in_forward
         loss, *gradient = cos_nce_positions(
             students, teachers, labels, mask, weights, None, options.reduction, ctx.computed
         )
@@ -720,13 +720,14 @@ class _TritonPositions(torch.autograd.Function):
         labels, mask, weights, *features = ctx.saved_tensors
         n, reduction = ctx.options.layers, ctx.options.reduction
         students, teachers = features[:n], features[n : 2 * n]
-        if ctx.computed:
-            (dx,) = scaled_once(ctx, features[2 * n :], grad)
-        else:
-            _, dx = cos_nce_positions(
-                students, teachers, labels, mask, weights, grad, reduction, True
-            )
-        return (None,) * 6 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
+        gradient = features[2 * n :]
+        if not ctx.computed:
+            given = students, teachers, labels, mask, weights
+            upstream = None if ctx.in_forward else grad
+            _, *gradient = cos_nce_positions(*given, upstream, reduction, True)
+        if ctx.in_forward:
+            gradient = scaled_once(ctx, gradient, grad)
+        return (None,) * 6 + gradient[0].unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
 
 
 class _TritonCosNCE(torch.autograd.Function):

@@ -323,8 +323,8 @@ class _TritonHiddenStates(torch.autograd.Function):
 
         student, teacher = dense_rows(student, teacher)
         mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
-        in_forward = options.reduction != "none" and student.dtype != torch.float16
-        ctx.options, ctx.computed = options, ctx.needs_input_grad[3] and in_forward
+        ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
+        ctx.options, ctx.computed = options, ctx.needs_input_grad[3] and ctx.in_forward
         given = student, teacher, mask, weights
         kind, beta, reduction = options.kind, options.beta, options.reduction
         loss, *gradient = hidden_states(*given, None, kind, beta, reduction, ctx.computed)
@@ -338,10 +338,10 @@ class _TritonHiddenStates(torch.autograd.Function):
         from fastkd.kernels.upstream import scaled_once
 
         student, teacher, mask, weights, *gradient = ctx.saved_tensors
-        if ctx.computed:
-            (dx,) = scaled_once(ctx, gradient, grad)
-        else:
+        if not ctx.computed:
             kind, beta, reduction = ctx.options.kind, ctx.options.beta, ctx.options.reduction
-            given = student, teacher, mask, weights, grad
-            _, dx = hidden_states(*given, kind, beta, reduction, True)
-        return None, None, None, dx, None
+            given = student, teacher, mask, weights, None if ctx.in_forward else grad
+            _, *gradient = hidden_states(*given, kind, beta, reduction, True)
+        if ctx.in_forward:
+            gradient = scaled_once(ctx, gradient, grad)
+        return None, None, None, *gradient, None

@@ -628,30 +628,36 @@ class _CppLayerNormMSE(GradientInForward):
 
 
 class _TritonLayerNormMSE(torch.autograd.Function):
-    """Loss and gradients of rows (R, D), a kernel for each pass."""
+    """Loss and gradients of rows (R, D), in one kernel; see `kernels.upstream`."""
 
     @staticmethod
     def forward(ctx, options, weights, x, y):
-        from fastkd.kernels import projection as kernels
+        from fastkd.kernels.projection import layer_norm_mse
 
         x, y = dense_rows(x, y)
+        ctx.in_forward = x.dtype != torch.float16
+        needed = ctx.needs_input_grad[2:] if ctx.in_forward else (False, False)
+        ctx.options, ctx.computed = options, any(needed)
         divisor = _divisor(x, options.reduction)
-        losses, stats = kernels.layer_norm_mse_forward(x, y, options.eps, divisor)
-        ctx.save_for_backward(weights, x, y, stats)
-        ctx.options = options
-        return (losses if weights is None else losses * weights).sum()
+        loss, *gradients = layer_norm_mse(x, y, weights, None, options.eps, divisor, *needed)
+        ctx.save_for_backward(weights, x, y, *gradients)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import projection as kernels
+        from fastkd.kernels.projection import layer_norm_mse
+        from fastkd.kernels.upstream import scaled_once
 
         needs_dx, needs_dy = ctx.needs_input_grad[2:]
-        weights, x, y, stats = ctx.saved_tensors
-        grad = grad.expand(x.shape[0]) if weights is None else grad * weights
-        eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-        grads = kernels.layer_norm_mse_backward(x, y, stats, grad, eps, divisor, needs_dx, needs_dy)
-        return None, None, grads[0] if needs_dx else None, grads[-1] if needs_dy else None
+        weights, x, y, *gradients = ctx.saved_tensors
+        if not ctx.computed:
+            eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
+            given = x, y, weights, None if ctx.in_forward else grad
+            _, *gradients = layer_norm_mse(*given, eps, divisor, needs_dx, needs_dy)
+        if ctx.in_forward:
+            gradients = scaled_once(ctx, gradients, grad)
+        return None, None, gradients[0] if needs_dx else None, gradients[-1] if needs_dy else None
 
 
 class DualProjectionLoss(nn.Module):

@@ -598,8 +598,8 @@ class _TritonSoftTargets(torch.autograd.Function):
         from fastkd.kernels.soft_targets import soft_targets
 
         student, teacher = dense_rows(student, teacher)
-        in_backward = options.reduction == "none" or student.dtype == torch.float16
-        ctx.options, ctx.computed = options, ctx.needs_input_grad[1] and not in_backward
+        ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
+        ctx.options, ctx.computed = options, ctx.needs_input_grad[1] and ctx.in_forward
         soft: SoftTargetOptions = options.soft
         given = student, teacher, mask, weights, denominator
         loss, *gradient = soft_targets(*given, options.reduction, *soft.per_row, ctx.computed)
@@ -609,16 +609,18 @@ class _TritonSoftTargets(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.soft_targets import soft_target_gradient
+        from fastkd.kernels.soft_targets import soft_target_gradient, soft_targets
         from fastkd.kernels.upstream import scaled_once
 
         student, teacher, mask, weights, denominator, *gradient = ctx.saved_tensors
-        if ctx.computed:
-            (dstudent,) = scaled_once(ctx, gradient, grad)
-        else:
-            soft: SoftTargetOptions = ctx.options.soft
-            given = student, teacher, mask, weights, denominator
+        soft: SoftTargetOptions = ctx.options.soft
+        given = student, teacher, mask, weights, denominator
+        if not ctx.in_forward:
             dstudent = soft_target_gradient(*given, grad, ctx.options.reduction, *soft.per_row)
+        else:
+            if not ctx.computed:
+                _, *gradient = soft_targets(*given, ctx.options.reduction, *soft.per_row, True)
+            (dstudent,) = scaled_once(ctx, gradient, grad)
         return None, dstudent, None, None, None, None
 
 

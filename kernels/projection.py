@@ -1,13 +1,16 @@
 """LayerNorm-MSE: ½‖norm(x) − norm(y)‖² over rows, and its gradients for x and y.
 
-Data path. Forward: a program holds whole rows of x and y in registers, computes mean and variance,
-and writes the loss and four numbers per row (mean and 1/√(var + eps) of x and of y). PyTorch sums
-the weighted losses. Backward: a program reads the rows again, recomputes the normalised rows from
-the four numbers, and writes dx and dy, multiplied by the upstream gradient.
+Data path. A program holds whole rows of x and y in registers, computes mean and variance, and
+writes the losses and, where they are needed, dx and dy. `fastkd.kernels.reduction` adds the losses.
 
-With E = R·D elements of s bytes: forward reads 2Es, backward reads 2Es and writes 2Es (Es if only
-one is needed), 6Es bytes in all, 8Es if both are needed for rows of more than 8192; about 10E
-operations forward and 25E backward. Bound by bandwidth.
+The gradients are those for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies them in
+the backward pass, without work if that is 1. float16 would underflow: there the forward pass
+computes the losses alone, and the backward pass reads the rows again, as a second backward pass
+does.
+
+With E = R·D elements of s bytes: 2Es read and 2Es written, 4Es bytes in all (3Es if only one is
+needed), 6Es if both are needed for rows of more than 8192, and 2Es more where the backward pass
+reads the rows again; about 35E operations. Bound by bandwidth.
 """
 
 import functools
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
+from fastkd.kernels.reduction import summed
 from fastkd.kernels.rounding import rounded
 
 # Variances outside this range are computed again from scaled rows.
@@ -52,61 +56,21 @@ def _normalise(x, inside, D, eps):
     """Rows minus mean, over √(var + eps); 0 outside, and in constant rows without eps."""
     mean = tl.sum(x, axis=1) / D
     centred = tl.where(inside, x - mean[:, None], 0.0)
+    rest = tl.sum(centred, axis=1) / D  # the mean's rounding error, which matters in short rows
     var = tl.sum(rounded(centred * centred), axis=1) / D + eps
     rstd = tl.where(var == 0.0, 0.0, 1.0 / tl.sqrt(var))
     unusual = (var < SMALLEST_VARIANCE) | (var > LARGEST_VARIANCE)
     unusual = unusual | (tl.abs(mean) * rstd > LARGE_MEAN)
-    rest = tl.zeros_like(mean)
     if tl.max(unusual.to(tl.int32), axis=0) > 0:
-        # The mean's rounding error; other rows of the block are unchanged.
-        rest = tl.where(unusual, tl.sum(centred, axis=1) / D, 0.0)
+        # Other rows of the block are unchanged.
         peak = tl.max(tl.where(inside, tl.abs(centred - rest[:, None]), 0.0), axis=1)
         scale = tl.where(unusual & (peak > 0.0), 1.0 / peak, 1.0)
         scaled = tl.where(inside, (centred - rest[:, None]) * scale[:, None], 0.0)
-        var = tl.sum(rounded(scaled * scaled), axis=1) / D + eps * scale * scale
-        rstd = tl.where(var == 0.0, 0.0, scale / tl.sqrt(var))
+        again = tl.sum(rounded(scaled * scaled), axis=1) / D + eps * scale * scale
+        again = tl.where(again == 0.0, 0.0, scale / tl.sqrt(again))
+        rstd = tl.where(unusual, again, rstd)
     norm = rounded((centred - rest[:, None]) * rstd[:, None])
-    return tl.where(inside, norm, 0.0), mean, rstd
-
-
-@triton.jit(do_not_specialize=["R"])
-def layer_norm_mse_forward_kernel(
-    x_ptr,
-    y_ptr,
-    losses_ptr,  # (R,)
-    stats_ptr,  # (R, 4): mean and rstd of x, mean and rstd of y
-    R,
-    D,
-    stride_x,
-    stride_y,
-    eps,
-    scale,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    column = tl.arange(0, BLOCK_D)
-    inside = (row < R)[:, None] & (column < D)[None, :]
-    x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
-    y = tl.load(y_ptr + row[:, None] * stride_y + column[None, :], mask=inside, other=0.0)
-    norm_x, mean_x, rstd_x = _normalise(x.to(tl.float32), inside, D, eps)
-    norm_y, mean_y, rstd_y = _normalise(y.to(tl.float32), inside, D, eps)
-    difference = norm_x - norm_y  # (BLOCK_R, BLOCK_D)
-    squares = tl.sum(rounded(difference * difference), axis=1)
-    tl.store(losses_ptr + row, squares * scale, mask=row < R)
-
-    tl.store(stats_ptr + row * 4, mean_x, mask=row < R)
-    tl.store(stats_ptr + row * 4 + 1, rstd_x, mask=row < R)
-    tl.store(stats_ptr + row * 4 + 2, mean_y, mask=row < R)
-    tl.store(stats_ptr + row * 4 + 3, rstd_y, mask=row < R)
-
-
-@triton.jit
-def _normalised(x, mean, rstd, inside, D):
-    """norm(x) with mean 0: in rows of few columns the rounding error of ``mean`` matters."""
-    centred = tl.where(inside, x.to(tl.float32) - mean[:, None], 0.0)
-    rest = tl.sum(centred, axis=1) / D
-    return tl.where(inside, (centred - rest[:, None]) * rstd[:, None], 0.0)
+    return tl.where(inside, norm, 0.0), rstd
 
 
 @triton.jit
@@ -124,111 +88,99 @@ def _gradient(along, norm, rstd, eps):
     return rest + norm * (part * (eps * rstd * rstd) - left)[:, None]
 
 
-@triton.jit(do_not_specialize=["R", "stride_dloss", "first"])
-def layer_norm_mse_backward_kernel(
+@triton.jit(do_not_specialize=["R", "stride_factors", "weighted", "gradient"])
+def layer_norm_mse_kernel(
     x_ptr,
     y_ptr,
-    stats_ptr,  # (R, 4)
-    dloss_ptr,  # (R,)
-    stride_dloss,  # 0 where all rows have the same
-    dx_ptr,
+    factors_ptr,  # (R,): of the losses and their gradients, unread unless weighted
+    losses_ptr,  # (R,)
+    dx_ptr,  # unused without a gradient
     dy_ptr,
     R,
     D,
     stride_x,
     stride_y,
+    stride_factors,  # 0 where all rows have the same
     eps,
     scale,
-    first,  # of the statistics of x: 0, or 2 where the sides are swapped
+    weighted,
+    gradient,
     BOTH: tl.constexpr,  # dy too
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < R
     column = tl.arange(0, BLOCK_D)
-    inside = (row < R)[:, None] & (column < D)[None, :]
+    inside = exists[:, None] & (column < D)[None, :]
     x = tl.load(x_ptr + row[:, None] * stride_x + column[None, :], mask=inside, other=0.0)
     y = tl.load(y_ptr + row[:, None] * stride_y + column[None, :], mask=inside, other=0.0)
-    stats_x, stats_y = stats_ptr + row * 4 + first, stats_ptr + row * 4 + 2 - first
-    mean_x = tl.load(stats_x, mask=row < R, other=0.0)
-    rstd_x = tl.load(stats_x + 1, mask=row < R, other=0.0)
-    mean_y = tl.load(stats_y, mask=row < R, other=0.0)
-    rstd_y = tl.load(stats_y + 1, mask=row < R, other=0.0)
-
-    norm_x = _normalised(x, mean_x, rstd_x, inside, D)
-    norm_y = _normalised(y, mean_y, rstd_y, inside, D)
-    dloss = tl.load(dloss_ptr + row * stride_dloss, mask=row < R, other=0.0) * scale
-    out = row[:, None] * D + column[None, :]
-    dx = _gradient(norm_x - norm_y, norm_x, rstd_x, eps)
-    tl.store(dx_ptr + out, dx * (dloss * rstd_x)[:, None], mask=inside)
-    if BOTH:
-        dy = _gradient(norm_y - norm_x, norm_y, rstd_y, eps)
-        tl.store(dy_ptr + out, dy * (dloss * rstd_y)[:, None], mask=inside)
-
-
-def _forward_shapes(x, y, eps, divisor):
-    R = x.shape[0]
-    return x.new_empty(R, dtype=torch.float32), x.new_empty(R, 4, dtype=torch.float32)
+    by = tl.load(factors_ptr + row * stride_factors, mask=exists & (weighted != 0), other=1.0)
+    by *= scale
+    norm_x, rstd_x = _normalise(x.to(tl.float32), inside, D, eps)
+    norm_y, rstd_y = _normalise(y.to(tl.float32), inside, D, eps)
+    difference = norm_x - norm_y  # (BLOCK_R, BLOCK_D)
+    squares = tl.sum(rounded(difference * difference), axis=1)
+    tl.store(losses_ptr + row, squares * (0.5 * by), mask=exists)
+    if gradient != 0:
+        out = row[:, None] * D + column[None, :]
+        dx = _gradient(difference, norm_x, rstd_x, eps)
+        tl.store(dx_ptr + out, dx * (by * rstd_x)[:, None], mask=inside)
+        if BOTH:
+            dy = _gradient(-difference, norm_y, rstd_y, eps)
+            tl.store(dy_ptr + out, dy * (by * rstd_y)[:, None], mask=inside)
 
 
-@operator(_forward_shapes)
-def layer_norm_mse_forward(x: Tensor, y: Tensor, eps: float, divisor: int) -> tuple[Tensor, Tensor]:
-    """½‖norm(x) − norm(y)‖² / divisor (R,), and the rows' statistics, for x and y (R, D)."""
-    R, D = x.shape
-    config = blocks(D)
-    programs = cdiv(R, config["BLOCK_R"])
-    losses = torch.empty(R, dtype=torch.float32, device=x.device)
-    stats = torch.empty(R, 4, dtype=torch.float32, device=x.device)
-    if programs:
-        scale = 0.5 / divisor
-        layer_norm_mse_forward_kernel[(programs,)](
-            x, y, losses, stats, R, D, x.stride(0), y.stride(0), eps, scale, **config
-        )
-    return losses, stats
+def _shapes(x, y, weights, upstream, eps, divisor, needs_dx, needs_dy):
+    loss = x.new_empty(() if upstream is None else x.shape[:1], dtype=torch.float32)
+    return [loss, *(x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed)]
 
 
-def _backward_shapes(x, y, stats, dloss, eps, divisor, needs_dx, needs_dy):
-    return [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
-
-
-@operator(_backward_shapes)
-def layer_norm_mse_backward(
+@operator(_shapes)
+def layer_norm_mse(
     x: Tensor,
     y: Tensor,
-    stats: Tensor,
-    dloss: Tensor,
+    weights: Tensor | None,
+    upstream: Tensor | None,
     eps: float,
     divisor: int,
     needs_dx: bool,
     needs_dy: bool,
 ) -> list[Tensor]:
-    """dx, dy or both (R, D), as needed, in the dtype of x; ``dloss`` (R,) may be expanded."""
+    """Sum of ½‖norm(x) − norm(y)‖² / divisor over rows (R, D), and dx, dy or both, as needed.
+
+    Weights (R,) are float32. With ``upstream`` () the gradients are multiplied by it, and the first
+    result has no meaning.
+    """
     R, D = x.shape
     config = blocks(D)
-    programs = cdiv(R, config["BLOCK_R"])
-    dx = torch.empty(R, D, dtype=x.dtype, device=x.device) if needs_dx else None
-    dy = torch.empty(R, D, dtype=y.dtype, device=y.device) if needs_dy else None
-    both = needs_dx and needs_dy and config["BLOCK_D"] <= MOST_COLUMNS_OF_BOTH
-    launches = [(x, y, dx, dy if both else None, 0)] if needs_dx else []
-    if needs_dy and not both:  # the loss is the same with its sides swapped
-        launches.append((y, x, dy, None, 2))
-    for a, b, da, db, first in launches if programs else ():
-        layer_norm_mse_backward_kernel[(programs,)](
+    losses = torch.empty(R, dtype=torch.float32, device=x.device)
+    factors = weights
+    if upstream is not None:
+        factors = upstream.expand(R) if weights is None else upstream * weights
+    gradients = [x.new_empty(R, D) for needed in (needs_dx, needs_dy) if needed]
+    both = len(gradients) == 2 and config["BLOCK_D"] <= MOST_COLUMNS_OF_BOTH
+    # The loss is the same with its sides swapped.
+    launches = [(x, y)] if needs_dx or not needs_dy else []
+    launches += [(y, x)] if needs_dy and not both else []
+    for (a, b), da in zip(launches if R else (), gradients or [x], strict=False):
+        layer_norm_mse_kernel[(cdiv(R, config["BLOCK_R"]),)](
             a,
             b,
-            stats,
-            dloss,
-            dloss.stride(0),
+            losses if factors is None else factors,
+            losses,
             da,
-            db,
+            gradients[-1] if both else da,
             R,
             D,
             a.stride(0),
             b.stride(0),
+            0 if factors is None else factors.stride(0),
             eps,
             1.0 / divisor,
-            first,
+            int(factors is not None),
+            len(gradients),
             BOTH=both,
             **config,
         )
-    return [side for side in (dx, dy) if side is not None]
+    return [summed(losses, None, 1) if upstream is None else losses, *gradients]

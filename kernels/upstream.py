@@ -55,11 +55,11 @@ def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
 
 
 def scaled_once(ctx: Any, gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """Gradients that ``forward`` saved for an upstream gradient of 1, times ``upstream``, in place.
+    """Gradients for an upstream gradient of 1, times ``upstream``, in place.
 
-    ``ctx.computed`` is whether it saved them. It is False for "none", which has many upstream
-    gradients, in float16, which can't hold them before the loss scale is multiplied in, and from
-    now on: a second backward pass computes the gradients for its upstream gradient.
+    ``ctx.in_forward``: ``forward`` computes such gradients. It doesn't for "none", which has many
+    upstream gradients, and in float16, which can't hold them before the loss scale is multiplied
+    in. ``ctx.computed``: they are saved, and unchanged. A second backward pass computes new ones.
     """
     if torch.compiler.is_compiling():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]

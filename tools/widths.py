@@ -46,6 +46,7 @@ ALLOWED = {
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(x_ptr + i",),
     "reduce_kernel": ("total += tl.load(loss_ptr",),
+    "count_kernel": ("count += (tl.load(mask_ptr",),
     # Hopper's tf32 products take columns of b from shared memory: asynchronous copies of 4 bytes
     # turn its rows there, where registers would turn them for each product.
     "cayley_step_kernel": ("b_ptr + tl.cast(first",),
