@@ -139,6 +139,14 @@ def bench(job: Job) -> bool:
     return finished
 
 
+def kernels(job: Job) -> bool:
+    """How long each kernel runs at the benchmarks' sizes, most of which are compiled by now."""
+    commit = ["--commit", job.options.commit] if job.options.commit else []
+    seconds = f"--seconds={job.seconds - STOPPING:.0f}"
+    own = [sys.executable, "-m", "bench.kernel_times", f"--out={job.out / 'kernels.json'}"]
+    return command(job, *own, seconds, *commit)
+
+
 def sanitizer(job: Job) -> bool:
     """Every Triton kernel under compute-sanitizer's memcheck, at toy sizes."""
     tool = shutil.which("compute-sanitizer") or shutil.which(
@@ -165,6 +173,7 @@ STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "tests": (tests, 5),
     "graphs": (graphs, 3),
     "bench": (bench, 8),
+    "kernels": (kernels, 3),
     "bits": (bits, 2),
     "machine": (machine, 2),
     "sanitizer": (sanitizer, 2),

@@ -1,0 +1,140 @@
+"""How long each kernel of a step runs on a GPU: ``python -m bench.kernel_times``.
+
+Durations are torch.profiler's, without launches and waits between kernels, of fastkd's Triton
+kernels (PyTorch code where a loss has none) at the benchmarks' sizes for GPUs. Inputs that fit into
+the L2 cache may come from it. Results go to bench/results/kernels/MACHINE.json case by case, and as
+a table to docs/kernels.md; ``--page`` writes the table alone.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fastkd._core import machine
+
+from . import suite
+from .case import Bound, Case, Provider
+from .group import DEVICE
+from .measure import limits, one_line, release
+from .report import RESULTS, ROOT, milliseconds, sizes, table
+
+PAGE = ROOT / "docs" / "kernels.md"
+FOLDER = RESULTS / "kernels"
+START, END = "<!-- python -m bench.kernel_times -->", "<!-- end of times -->"
+SETS = [name for name in suite.CUDA_SETS if name not in ("sweep", "step")]
+
+
+def own_provider(case: Case) -> Provider:
+    """The Triton kernels, or what fastkd runs where a loss has none."""
+    names = ("fastkd triton", "fastkd torch", "fastkd")
+    by_name = {p.name: p for p in case.providers if p.why_not(DEVICE) is None}
+    return next(by_name[name] for name in names if name in by_name)
+
+
+def durations(bound: Bound, steps: int = 5) -> dict[str, list[float]]:
+    """Launches and microseconds of each kernel in one step, the longest first."""
+    for _ in range(2):
+        bound.step()
+    torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as trace:
+        for _ in range(steps):
+            bound.between()
+            bound.step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in trace.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            of_kernel = found.setdefault(event.name(), [0.0, 0.0])
+            of_kernel[0] += 1 / steps
+            of_kernel[1] += event.duration_ns() / 1e3 / steps
+    return dict(sorted(found.items(), key=lambda kernel: -kernel[1][1]))
+
+
+def measured(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
+    """A row for each case until ``end``, a time of the monotonic clock."""
+    for case in cases:
+        if time.monotonic() > end:
+            return
+        row = {
+            "loss": case.loss, "title": case.title, "sizes": case.sizes,
+            "dtype": str(case.dtype).removeprefix("torch."), "bytes": case.bytes_moved,
+            "operations": case.operations,
+        }  # fmt: skip
+        try:
+            torch.manual_seed(0)
+            provider = own_provider(case)
+            inputs = case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
+            kernels = durations(provider.bind(inputs))
+            yield row | {"provider": provider.name, "kernels": kernels}
+        except Exception as error:
+            print(f"{case.key}: {one_line(error)}", flush=True)
+        release(DEVICE)
+
+
+def page(result: dict[str, Any]) -> str:
+    """The table of docs/kernels.md: time by bytes or operations, all kernels, fastkd's by name."""
+    rows = []
+    for row in result["cases"]:
+        floor = 1e3 * max(
+            row["bytes"] / result["limits"]["copy"],
+            row["operations"] / result["limits"][row["dtype"]],
+        )
+        total = sum(us for _, us in row["kernels"].values()) / 1e3
+        own, others = [], 0.0
+        for name, (launches, us) in row["kernels"].items():
+            short = name.partition("<")[0].rpartition("::")[2].rpartition(" ")[2]
+            if "fastkd::" in name or (name.isidentifier() and name.endswith("_kernel")):
+                count = f" ({launches:.0f})" if launches > 1.5 else ""
+                own.append(f"`{short.removesuffix('_kernel')}`{count} {us / 1e3:.3g}")
+            else:
+                others += us / 1e3
+        own += [f"libraries {others:.3g}"] if others >= 0.005 else []
+        rows.append((
+            f"{row['loss']}: {row['title']}", sizes(row), ", ".join(own), f"{floor:.3g}",
+            milliseconds({"ms": total}), f"{total / floor:.1f}",
+        ))  # fmt: skip
+    about = (
+        f"{result['machine']['gpu']}, torch {result['versions']['torch']}, Triton "
+        f"{result['versions']['triton']}, commit {result['commit']}, {result['date']}. Copies "
+        f"{result['limits']['copy'] / 1e12:.3g} TB/s, bf16 products "
+        f"{result['limits']['bfloat16'] / 1e12:.3g} TFLOP/s."
+    )
+    columns = "loss | sizes | kernels, their launches and ms | floor, ms | all, ms | × floor"
+    return f"{about}\n\n{table(columns, rows, text=3)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.kernel_times", description=__doc__)
+    parser.add_argument("--page", action="store_true", help="write the table of what is measured")
+    parser.add_argument("--out", type=Path, help="another result file; the page stays")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no case starts after them")
+    parser.add_argument("--commit", help="recorded where git can't tell")
+    options = parser.parse_args()
+    if not options.page:
+        end = time.monotonic() + options.seconds
+        result = machine.describe(DEVICE, options.commit)
+        result["limits"] = limits(DEVICE, (torch.bfloat16, torch.float32))
+        path = options.out or FOLDER / f"{result['machine']['name']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cases = sorted(suite.cases(SETS), key=lambda case: not case.headline)
+        result["cases"] = []
+        for row in measured(cases, end):
+            result["cases"].append(row)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{len(result['cases'])} of {len(cases)} cases: {path}")
+    if options.out is None:
+        texts = [page(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
+        before, _, rest = PAGE.read_text().partition(START)
+        PAGE.write_text(f"{before}{START}\n{chr(10).join(texts)}\n{END}{rest.partition(END)[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
