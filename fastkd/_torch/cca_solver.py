@@ -217,10 +217,10 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     a, b, share = _centred(x, y, mask, torch.float64)
     extension = _has_cuda_eigh(x)
     decompose = _left_by_extension if extension else _left
-    white_x = _whitened_features(a * share.sqrt(), ridges[0], x, decompose)
-    white_y = _whitened_features(b * share.sqrt(), ridges[1], y, decompose)
+    sides = a * share.sqrt(), b * share.sqrt()
+    white_x, white_y = _whitened_features(sides, ridges, (x, y), decompose)
     whitened = white_x.factor.mT @ white_y.factor
-    values = decompose(whitened)[0] if extension else torch.linalg.svdvals(whitened)
+    values = decompose([whitened])[0][0] if extension else torch.linalg.svdvals(whitened)
     values = values[..., :count].clamp_max(1.0)
     return values.masked_fill(~(white_x.finite & white_y.finite).unsqueeze(-1), torch.nan)
 
@@ -268,8 +268,8 @@ def _by_observations(call: _Call, method: Method) -> Solution:
     decompose = _left
     if method == "extension":
         decompose = _left_by_extension if student.dtype == torch.float64 else _left_by_squares
-    white_s = _whitened_features(a * share.sqrt(), options.ridges[0], student, decompose)
-    white_t = _whitened_features(b * share.sqrt(), options.ridges[1], teacher, decompose)
+    sides = a * share.sqrt(), b * share.sqrt()
+    white_s, white_t = _whitened_features(sides, options.ridges, (student, teacher), decompose)
     finite = white_s.finite & white_t.finite
     left, values, right = _svd(white_t.factor.mT @ white_s.factor, options.top_k, student, method)
     corr = values.sum(-1).masked_fill(~finite, torch.nan)
@@ -286,21 +286,32 @@ class _WhitenedFeatures(NamedTuple):
     finite: Tensor  # (*), False where A holds NaN or inf; LAPACK rejects a batch for one NaN
 
 
+# Singular values, descending, and left vectors (values, left) of each matrix A.
+Decompositions = list[tuple[Tensor, Tensor]]
+
+
 def _whitened_features(
-    a: Tensor,
-    ridge: float,
-    features: Tensor,
-    decompose: Callable[[Tensor], tuple[Tensor, Tensor]],
-) -> _WhitenedFeatures:
-    """``decompose`` returns the singular values, descending, and the left vectors of A."""
-    finite = a.isfinite().flatten(-2).all(-1)
-    values, left = decompose(a.masked_fill(~finite[..., None, None], 0.0))
-    keep = values > _zero_deviation(features, ridge) * values[..., :1]
-    values = torch.where(keep, values, 1.0)
-    shrink = (values.square() + ridge).rsqrt()
-    factor = left * (values * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
-    back = (left * (shrink / values).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
-    return _WhitenedFeatures(factor, back, finite)
+    sides: tuple[Tensor, Tensor],
+    ridges: tuple[float, float],
+    features: tuple[Tensor, Tensor],
+    decompose: Callable[[list[Tensor]], Decompositions],
+) -> list[_WhitenedFeatures]:
+    """Of student and teacher; ``features`` are the sides before centring, in their own dtype."""
+    all_finite = [a.isfinite().flatten(-2).all(-1) for a in sides]
+    clean = [
+        a.masked_fill(~x[..., None, None], 0.0) for a, x in zip(sides, all_finite, strict=True)
+    ]
+    whitened = []
+    for (values, left), ridge, x, finite in zip(
+        decompose(clean), ridges, features, all_finite, strict=True
+    ):
+        keep = values > _zero_deviation(x, ridge) * values[..., :1]
+        kept = torch.where(keep, values, 1.0)
+        shrink = (kept.square() + ridge).rsqrt()
+        factor = left * (kept * shrink).masked_fill(~keep, 0.0).unsqueeze(-2)
+        back = (left * (shrink / kept).masked_fill(~keep, 0.0).unsqueeze(-2)).mT
+        whitened.append(_WhitenedFeatures(factor, back, finite))
+    return whitened
 
 
 def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution | None:
@@ -415,7 +426,7 @@ def _svd(
     """
     work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
     if method == "extension":
-        values, right = _right_by_squares(m)
+        values, right = _by_squares(m.mT @ m)
         left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
         work = _squared_rounding(m.shape[-1])
     elif values_readable(m) and min(m.shape[-2:]) >= SMALL_MATRIX:
@@ -457,40 +468,46 @@ def _svd_by_squares(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left, values, right
 
 
-def _left(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values and left vectors of A; AAᵀ would square its condition number."""
-    if a.shape[-2] < a.shape[-1]:
-        a = torch.linalg.qr(a.mT, mode="r").R.mT  # (*, m, m), the same left vectors
-    left, values, _ = torch.linalg.svd(a, full_matrices=False)
-    return values, left
+def _left(sides: list[Tensor]) -> Decompositions:
+    """By LAPACK or its kind; AAᵀ would square A's condition number."""
+    decompositions = []
+    for a in map(_narrow, sides):
+        left, values, _ = torch.linalg.svd(a, full_matrices=False)
+        decompositions.append((values, left))
+    return decompositions
 
 
-def _left_by_extension(a: Tensor) -> tuple[Tensor, Tensor]:
-    """`_left` on a GPU: [[0, A], [Aᵀ, 0]] has the eigenvalues ±σ and the vectors (u, ±v)/√2."""
-    if a.shape[-2] > a.shape[-1]:
-        q, r = torch.linalg.qr(a)
-        values, left = _left_by_extension(r)
-        return values, q @ left
-    if a.shape[-2] < a.shape[-1]:
-        a = torch.linalg.qr(a.mT, mode="r").R.mT
-    count = a.shape[-1]
-    pairs = a.new_zeros(*a.shape[:-2], 2 * count, 2 * count)
-    pairs[..., :count, count:], pairs[..., count:, :count] = a, a.mT
-    values, vectors = torch.ops.fastkd.eigh(pairs)
-    values, left = values[..., count:].flip(-1), vectors[..., :count, count:].flip(-1)
-    return values.clamp_min(0), math.sqrt(2) * left
+def _left_by_extension(sides: list[Tensor]) -> Decompositions:
+    """On a GPU: [[0, A], [Aᵀ, 0]] has the eigenvalues ±σ and the vectors (u, ±v)/√2."""
+    decompositions = []
+    for a in map(_narrow, sides):
+        q, r = torch.linalg.qr(a) if a.shape[-2] > a.shape[-1] else (None, a)
+        count = r.shape[-1]
+        pairs = r.new_zeros(*r.shape[:-2], 2 * count, 2 * count)
+        pairs[..., :count, count:], pairs[..., count:, :count] = r, r.mT
+        values, vectors = torch.ops.fastkd.eigh(pairs)
+        values, left = values[..., count:].flip(-1), vectors[..., :count, count:].flip(-1)
+        left = math.sqrt(2) * left
+        decompositions.append((values.clamp_min(0), left if q is None else q @ left))
+    return decompositions
 
 
-def _left_by_squares(a: Tensor) -> tuple[Tensor, Tensor]:
-    """`_left` from AAᵀ: float64 has enough digits for a loss of float32 features."""
-    return _right_by_squares(a.mT)
+def _left_by_squares(sides: list[Tensor]) -> Decompositions:
+    """From AAᵀ, of all sides at once: float64 has enough digits for a loss of float32 features."""
+    values, left = _by_squares(torch.cat([a @ a.mT for a in sides]))
+    return list(zip(values.chunk(len(sides)), left.chunk(len(sides)), strict=True))
 
 
-def _right_by_squares(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values, descending, and right singular vectors of M by the extension."""
-    squares, vectors = torch.ops.fastkd.eigh(m.mT @ m)
+def _narrow(a: Tensor) -> Tensor:
+    """A matrix with the singular values and left vectors of A and no more columns than rows."""
+    return torch.linalg.qr(a.mT, mode="r").R.mT if a.shape[-2] < a.shape[-1] else a
+
+
+def _by_squares(square: Tensor) -> tuple[Tensor, Tensor]:
+    """Singular values, descending, and left vectors of A from AAᵀ, by the extension."""
+    squares, vectors = torch.ops.fastkd.eigh(square)
     values = squares.clamp_min(0).sqrt().flip(-1)
-    lost = values <= _squared_rounding(m.shape[-1]) * values[..., :1]
+    lost = values <= _squared_rounding(square.shape[-1]) * values[..., :1]
     return values.masked_fill(lost, 0.0), vectors.flip(-1)
 
 
