@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd._core import extension
@@ -33,8 +34,8 @@ LARGEST_FLOAT32_ERROR = 3e-7
 # Of D independent columns, column j keeps 1 − j/m of its variance after projecting out those before
 # it. With fewer observations than this many times D the last pivot is too small for float32.
 FLOAT32_OBSERVATIONS = 1.6
-# A GPU uses (m, m) eigenvectors up to this many observations, else products of (D, D) matrices.
-FEW_OBSERVATIONS = 128
+# A GPU uses (m, m) eigenvectors up to this many times D observations, else (D, D) products.
+FEW_OBSERVATIONS = 1 / 8
 # Elements of an item's features from which masked rows are removed, and from which the item is
 # solved alone: smaller items take fewer steps as a batch.
 LARGE_ITEM, LARGEST_ITEM = 2**17, 2**18
@@ -61,8 +62,8 @@ POLAR_STEPS = [
     (1.879, -1.2542, 0.3752),
     *[(0.0, 2.5, -1.5)] * 2,
 ]
-# Largest matrices that a GPU factorises whole.
-LARGEST_FACTORISED = 96
+# Largest triangular matrices that a GPU inverts without products.
+LARGEST_SOLVED = 96
 
 Method = Literal["lapack", "extension", "products"]
 Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch, m, Ds)
@@ -123,7 +124,7 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
         return SolverPlan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
-        few = observations and m <= FEW_OBSERVATIONS
+        few = m <= FEW_OBSERVATIONS * min(d_s, d_t)
         if _has_cuda_eigh(student) and (few or not products):
             return SolverPlan(observations, "extension")
         return SolverPlan(False, "products") if products else SolverPlan(observations, "lapack")
@@ -243,6 +244,8 @@ def _solve_real(call: _Call, plan: SolverPlan) -> Solution:
 def _solve_items(call: _Call, plan: SolverPlan) -> Solution:
     if plan.observations:
         solution = _by_observations(call, plan.method)
+    elif plan.method == "products":
+        solution = _by_products(call)
     else:
         first = _by_covariances(call, plan.method, torch.float32) if plan.float32_first else None
         if first is None and plan.in_threads:
@@ -318,56 +321,88 @@ def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution
     """Solve in feature space: (D, D) covariances. None where float32 is not accurate enough."""
     student, teacher, mask, options, want_grad = call
     a, b, share = _centred(student, teacher, mask, dtype, options.ranks)
-
-    def moment(x: Tensor) -> Tensor:
-        return (x if options.ranks is None else options.ranks.sum(x)).mul_(share)
-
     finite = a.new_ones(len(a), dtype=torch.bool)
     whitenings = []
     for x, ridge, features in zip((a, b), options.ridges, (student, teacher), strict=True):
-        sigma = moment(_gram(x))
-        own = _trace(sigma).isfinite()
+        sigma, own = _covariance(x, share, options.ranks)
         finite = finite & own
-        if dtype == torch.float64:
-            sigma.masked_fill_(~own[..., None, None], 0.0)
         whitenings.append(_Whitening(sigma, ridge, features, method))
         if dtype == torch.float32 and not whitenings[-1].accurate_in_float32():
             return None
     whiten_s, whiten_t = whitenings
     bad = ~finite[..., None, None]
-    sigma_ts = moment(b.mT @ a)
+    sigma_ts = _moment(b.mT @ a, share, options.ranks)
     if dtype == torch.float64:
         sigma_ts.masked_fill_(bad, 0.0)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
-    if method == "products":
-        left = polar(whitened)
-        root = symmetric_product(left.mT, whitened)  # (MᵀM)^½
-        corr = _trace(root)
-    else:
-        left, values, right = _svd(whitened, options.top_k, student, method)
-        if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
-            return None
-        corr = values.sum(-1)
-    corr = corr.masked_fill(~finite, torch.nan)
+    left, values, right = _svd(whitened, options.top_k, student, method)
+    if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
+        return None
+    corr = values.sum(-1).masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
     scale = share.sqrt().masked_fill(bad, torch.nan)
-    of_teacher = whiten_t(left) * scale  # R_t U
-    directions = (whiten_s.factor if method == "products" else whiten_s(right)) * scale  # R_s V
+    directions, of_teacher = whiten_s(right) * scale, whiten_t(left) * scale  # R_s V, R_t U
     if method == "lapack" and dtype == torch.float64 and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
         rows = (b @ of_teacher).baddbmm_(a, directions * values.unsqueeze(-2), alpha=-1)
         # The cancelling terms are subtracted, so float32 is enough for the last product.
         last = working_dtype(student)
         return corr, rows.to(last) @ directions.mT.to(last)
-    if method == "products":
-        to_student = symmetric_product(directions @ root, directions.mT)  # (batch, Ds, Ds)
-    else:
-        to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)
+    to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)  # (batch, Ds, Ds)
     to_teacher = of_teacher @ directions.mT  # (batch, Dt, Ds)
     ds = (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
     if dtype == torch.float32:  # the gradient sums to 0, but for the rounding error of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
     return corr, ds
+
+
+def _by_products(call: _Call) -> Solution:
+    """`_by_covariances` for a GPU: Cholesky factors, then products alone."""
+    student, teacher, mask, options, want_grad = call
+    a, b, share = _centred(student, teacher, mask, torch.float64, options.ranks)
+    (sigma_s, finite_s), (sigma_t, finite_t) = (
+        _covariance(x, share, options.ranks) for x in (a, b)
+    )
+    for sigma, ridge in zip((sigma_s, sigma_t), options.ridges, strict=True):
+        _add_ridge(sigma, ridge)
+    if sigma_s.shape == sigma_t.shape:  # the launches of one batch take half the time
+        whiten_s, whiten_t = _inverse_cholesky(torch.cat((sigma_s, sigma_t))).chunk(2)
+    else:
+        whiten_s, whiten_t = _inverse_cholesky(sigma_s), _inverse_cholesky(sigma_t)
+    finite = finite_s & finite_t
+    bad = ~finite[..., None, None]
+    sigma_ts = _moment(b.mT @ a, share, options.ranks).masked_fill_(bad, 0.0)
+    whitened = whiten_t @ sigma_ts @ whiten_s.mT  # (batch, Dt, Ds)
+    left = polar(whitened)
+    root = left.mT @ whitened  # (MᵀM)^½
+    corr = _trace(root).masked_fill(~finite, torch.nan)
+    if not want_grad:
+        return corr, None
+    scaled = whiten_s * share.sqrt().masked_fill(bad, torch.nan)
+    to_student = scaled.mT @ root @ scaled  # (batch, Ds, Ds)
+    to_teacher = whiten_t.mT @ (left @ scaled) * share.sqrt()  # (batch, Dt, Ds)
+    return corr, (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
+
+
+def _moment(product: Tensor, share: Tensor, ranks: "Ranks | None") -> Tensor:
+    return (product if ranks is None else ranks.sum(product)).mul_(share)
+
+
+def _covariance(x: Tensor, share: Tensor, ranks: "Ranks | None") -> tuple[Tensor, Tensor]:
+    """Covariances of centred features, and which of them are finite; in float64 others are 0."""
+    sigma = _moment(_gram(x), share, ranks)
+    finite = _trace(sigma).isfinite()
+    if x.dtype == torch.float64:
+        sigma.masked_fill_(~finite[..., None, None], 0.0)
+    return sigma, finite
+
+
+def _add_ridge(sigma: Tensor, ridge: float) -> None:
+    # A ridge below the rounding error of a variance would let the factorisation fail. Each column
+    # has its own bound: a large column must not raise the ridge of all others.
+    diagonal = sigma.diagonal(dim1=-2, dim2=-1)
+    rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
+    diagonal += (rounding * diagonal).clamp_min(ridge)
 
 
 class _Whitening:
@@ -377,15 +412,11 @@ class _Whitening:
     """
 
     def __init__(self, sigma: Tensor, ridge: float, features: Tensor, method: Method) -> None:
-        self.triangular = ridge > 0 and method != "products"
-        if ridge > 0:
-            diagonal = sigma.diagonal(dim1=-2, dim2=-1)
-            self.largest = diagonal.amax(-1) + ridge
-            # A ridge below the rounding error of a variance would let the factorisation fail. Each
-            # column has its own bound: a large column must not raise the ridge of all others.
-            rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
-            diagonal += (rounding * diagonal).clamp_min(ridge)
-            self.factor = _cholesky(sigma) if self.triangular else _inverse_cholesky(sigma).mT
+        self.triangular = ridge > 0
+        if self.triangular:
+            self.largest = sigma.diagonal(dim1=-2, dim2=-1).amax(-1) + ridge
+            _add_ridge(sigma, ridge)
+            self.factor = _cholesky(sigma)
         else:
             if method == "extension":
                 values, vectors = torch.ops.fastkd.eigh(sigma)
@@ -532,7 +563,7 @@ def polar(m: Tensor) -> Tensor:
         return polar(m.mT).mT
     x = m
     for a, b, c in POLAR_STEPS:
-        gram = _gram(x)
+        gram = x.mT @ x
         inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         inner.diagonal(dim1=-2, dim2=-1).add_(a)
         x = x @ inner
@@ -540,19 +571,32 @@ def polar(m: Tensor) -> Tensor:
 
 
 def _inverse_cholesky(x: Tensor) -> Tensor:
-    """L⁻¹ with LLᵀ = X, by products but for the smallest blocks: batched solvers are slow."""
+    """L⁻¹ with LLᵀ = X.
+
+    A GPU solves small triangular systems fast, and is slow at large ones: the diagonal blocks are
+    inverted in one call, and two neighbours are joined by products into one of twice the size.
+    """
     n = x.shape[-1]
-    if n <= LARGEST_FACTORISED:
-        eye = torch.eye(n, dtype=x.dtype, device=x.device)
-        return torch.linalg.solve_triangular(_cholesky(x), eye.expand_as(x), upper=False)
-    half = n // 2
-    top = _inverse_cholesky(x[..., :half, :half])
-    low = x[..., half:, :half] @ top.mT
-    rest = _inverse_cholesky(torch.baddbmm(x[..., half:, half:], low, low.mT, alpha=-1))
-    inverse = torch.zeros_like(x)
-    inverse[..., :half, :half], inverse[..., half:, half:] = top, rest
-    inverse[..., half:, :half] = -rest @ low @ top
-    return inverse
+    count = 2 ** max(0, math.ceil(math.log2(n / LARGEST_SOLVED)))
+    size = -(-n // count)
+    lower = F.pad(_cholesky(x), (0, count * size - n) * 2)
+    lower.diagonal(dim1=-2, dim2=-1)[..., n:] = 1.0
+    eye = torch.eye(size, dtype=x.dtype, device=x.device)
+    inverse = torch.linalg.solve_triangular(_diagonal_blocks(lower, size), eye, upper=False)
+    while size < n:
+        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        below = _diagonal_blocks(lower, 2 * size)[..., size:, :size]
+        joined = F.pad(first, (0, size) * 2)
+        joined[..., size:, size:] = second
+        joined[..., size:, :size] = -second @ (below @ first)
+        inverse, size = joined, 2 * size
+    return inverse[..., 0, :n, :n]
+
+
+def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """(*, n / size, size, size), a view of x (*, n, n)."""
+    blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _cholesky(x: Tensor) -> Tensor:
