@@ -47,8 +47,8 @@ tests: $(VENV)/installed
 
 # Of the tests on compiled code one set of parameters each, by half as many processes as `tests`.
 covering: $(VENV)/installed
-	$(MAKE) test-compiled ARGS="-p tools.versions.spread -k 'not (compil or graph or sizes)' \
-	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2))"
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tools.covering $(COMPILED) \
+	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2))
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \

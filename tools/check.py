@@ -20,7 +20,7 @@ TRAINS = (
     "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py", "tests/test_examples.py",
     "tests/analysis/test_pictures.py", "tests/study/test_study.py", "tests/study/test_tasks.py",
 )  # fmt: skip
-COMPILES = "compiles or dynamic_graph or tensor_twice or one_graph"
+COMPILES = "compiles or compiled or dynamic_graph or tensor_twice or one_graph or graphs or sizes"
 PROCESSES = "ddp or process or sharded or parallel or split_steps"
 
 

@@ -37,8 +37,8 @@ from fastkd._core.atomic_files import write_file
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "compiled"
 PROVEN = ROOT / "kernels" / "proven.json"
-# There, beside the modules: what `tools.widths`, `tools.cuda_source` and `tools.amd` look at.
-WIDTHS, CUDA_SOURCE, AMD = "widths", "roots.cu", "amd"
+# There, beside the modules: what the tools of these names look at, and `tools.cuda_source`.
+WIDTHS, CUDA_SOURCE, AMD, COVERING = "widths", "roots.cu", "amd", "covering"
 # Compute capability → bytes of shared memory that one block can have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
@@ -270,7 +270,7 @@ def unproven(names: Iterable[str]) -> dict[str, str]:
 def note_proven(states: dict[str, str]) -> None:
     """Keep what is proven of the modules that there are."""
     proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-    known = (*modules(), WIDTHS, CUDA_SOURCE, AMD)
+    known = (*modules(), WIDTHS, CUDA_SOURCE, AMD, COVERING)
     kept = {name: now for name, now in (proven | states).items() if name in known}
     write_file(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
