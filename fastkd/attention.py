@@ -158,21 +158,20 @@ def _attention_layers(
     backends = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
     runs_on = backends.pop() if len(backends) == 1 else "torch"
     options = _Options(heads == "mean", len(pairs), reduction)
-    if runs_on == "cpp":
+    if runs_on == "torch":
+        terms = [apply(_TorchAttention, options, real, *pair) for pair in pairs]
+    elif runs_on == "cpp":
         terms = [apply(_CppAttention, options, real, weights, *pair) for pair in pairs]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-    groups = [[i] for i in range(len(pairs))]
-    if runs_on == "triton":
+    else:
         from fastkd.kernels.pointers import layer_groups
 
-        groups = layer_groups(pairs)
-    terms = []
-    for group in groups:
-        students, teachers = zip(*(pairs[i] for i in group), strict=True)
-        function = _TorchAttention if runs_on == "torch" else _TritonAttention
-        terms.append(apply(function, options, real, *students, *teachers))
-    losses = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-    return reduced(losses, compared, reduction, weights)
+        terms = []
+        for group in layer_groups(pairs):
+            students, teachers = zip(*(pairs[i] for i in group), strict=True)
+            given = real, compared, weights, *students, *teachers
+            terms.append(apply(_TritonAttention, options, *given))
+    loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+    return reduced(loss, compared, reduction, weights) if runs_on == "torch" else loss
 
 
 def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:
@@ -198,7 +197,7 @@ def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -
 class _Options:
     mean: bool  # compare means over the heads
     layers: int  # number of all layers: each loss is divided by it
-    reduction: str  # applied by the C++ operator, which computes the gradient with the loss
+    reduction: str  # applied by the kernels, which compute the gradient with the loss
 
 
 class _TorchAttention(torch.autograd.Function):
@@ -269,31 +268,38 @@ class _CppAttention(GradientInForward):
 
 
 class _TritonAttention(torch.autograd.Function):
-    """Losses (B,) of layers of one shape, by `fastkd.kernels.attention`."""
+    """Loss of layers of one shape, and its gradients in the same kernel; see `kernels.upstream`."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
-        from fastkd.kernels import attention as kernels
+        from fastkd.kernels.attention import attention
 
-        mask, *maps = tensors
-        mask = None if mask is None else mask.contiguous()
+        mask, compared, weights, *maps = tensors
+        mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
         maps = [x.contiguous() for x in maps]
         n = len(maps) // 2
-        losses, tokens = kernels.attention_forward(
-            maps[:n], maps[n:], mask, options.mean, options.layers
-        )
-        ctx.save_for_backward(mask, tokens, *maps)
-        ctx.options = options
-        return losses
+        ctx.in_forward = options.reduction != "none" and maps[0].dtype != torch.float16
+        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and ctx.in_forward
+        given = maps[:n], maps[n:], mask, compared, weights
+        mean, layers, reduction = options.mean, options.layers, options.reduction
+        loss, *gradient = attention(*given, None, mean, layers, reduction, ctx.computed)
+        ctx.save_for_backward(mask, compared, weights, *maps, *gradient)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels import attention as kernels
+        from fastkd.kernels.attention import attention
+        from fastkd.kernels.upstream import scaled_once
 
-        mask, tokens, *maps = ctx.saved_tensors
-        n = len(maps) // 2
-        dx = kernels.attention_backward(
-            maps[:n], maps[n:], mask, tokens, grad, ctx.options.mean, ctx.options.layers
-        )
-        return (None, None, *dx.unbind(), *[None] * n)
+        mask, compared, weights, *maps = ctx.saved_tensors
+        n = len(maps) // 2  # also with a gradient
+        gradient = maps[2 * n :]
+        if not ctx.computed:
+            mean, layers, reduction = ctx.options.mean, ctx.options.layers, ctx.options.reduction
+            given = maps[:n], maps[n : 2 * n], mask, compared, weights
+            upstream = None if ctx.in_forward else grad
+            _, *gradient = attention(*given, upstream, mean, layers, reduction, True)
+        if ctx.in_forward:
+            gradient = scaled_once(ctx, gradient, grad)
+        return (None,) * 4 + gradient[0].unbind() + (None,) * n

@@ -1,15 +1,19 @@
 """Squared differences of attention maps (B, H, N, N), and their gradient.
 
 Data path. A program computes BLOCK_Q queries of one map, or of one sample if heads are averaged
-first. It loops over the keys, reads student and teacher once (padded queries are skipped), and
-writes one partial loss. One PyTorch sum adds the partial losses of a sample. Backward: the same
-loop writes the gradient, multiplied by the upstream gradient, so no differences are stored.
+first. It counts the sample's real tokens, then loops over the keys, reads student and teacher once
+(padded queries are skipped), and writes one partial loss and, where it is needed, the gradient,
+divided by the number of samples that count. `fastkd.kernels.reduction` counts these before and adds
+the partial losses after.
 
-With E = B·H·N² elements of s bytes on each side: forward reads 2Es, backward reads 2Es and writes
-Es, 5Es bytes in all; about 3E operations forward and 3E backward. Bound by bandwidth.
+The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
+backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
+gradients: there the forward pass computes the losses alone, and the backward pass reads the maps
+again, as a second backward pass does.
+
+With E = B·H·N² elements of s bytes on each side: 2Es read and Es written, 3Es bytes in all, or 5Es
+where the backward pass reads the maps again; about 5E operations. Bound by bandwidth.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -19,6 +23,10 @@ from torch import Tensor
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.reduction import bytes_of, counted, summed
+
+# Bytes of a sample's mask that a program reads at a time to count the real tokens.
+BLOCK_TOKENS = tl.constexpr(1024)
 
 
 def blocks(N: int, mean: bool) -> dict[str, int]:
@@ -26,7 +34,7 @@ def blocks(N: int, mean: bool) -> dict[str, int]:
 
     Without a bound on registers, the assembler keeps one value of a mean of heads in memory.
     """
-    block_k, bound = 32 if N <= 32 else 128, {"maxnreg": 224} if mean else {}
+    block_k, bound = 32 if N <= 32 else 128, {"maxnreg": 248} if mean else {}
     return {"BLOCK_Q": 1024 // block_k, "BLOCK_K": block_k, "num_warps": 4, **bound}
 
 
@@ -37,6 +45,16 @@ def _real(mask_ptr, sample, token, N, HAS_MASK: tl.constexpr):
     if HAS_MASK:
         real = real & (tl.load(mask_ptr + sample * N + token, mask=real, other=0) != 0)
     return real
+
+
+@triton.jit
+def _tokens(mask_ptr, sample, N):
+    """Number of the sample's real tokens, at least 1."""
+    counts = tl.zeros((BLOCK_TOKENS,), tl.int32)
+    for first in range(0, N, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        counts += _real(mask_ptr, sample, token, N, True).to(tl.int32)
+    return tl.maximum(tl.sum(counts, axis=0), 1)
 
 
 @triton.jit
@@ -56,68 +74,30 @@ def _map(x_ptr, heads, q, k, N, real_q, MEAN: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["groups", "heads_s", "heads_t", "layers"])
-def attention_forward_kernel(
+@triton.jit(
+    do_not_specialize=[
+        "groups", "heads_s", "heads_t", "layers", "stride_factors", "number", "gradient",
+        "weighted", "divided",
+    ]
+)  # fmt: skip
+def attention_kernel(
     student_ptrs,  # layers of (B, groups·heads_s, N, N)
     teacher_ptrs,
     mask_ptr,  # (B, N) bytes
+    factors_ptr,  # (B,): of the losses and their gradients, unread unless weighted
+    divisor_ptr,  # (): of the gradients, unread unless divided
+    partial_ptr,  # (B, launched layers, groups, blocks of queries)
+    dx_ptr,  # (launched layers, B, groups·heads_s, N, N), unused without a gradient
     groups,  # of heads: one per head, or a single one if the heads' mean is compared
     heads_s,  # in a group
     heads_t,
     layers,  # averaged in the loss
     N,
-    partial_ptr,  # (B, launched layers, groups, blocks of queries)
-    tokens_ptr,  # (B,): real ones
-    SLOTS: tl.constexpr,
-    MEAN: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
-    query_blocks = tl.cdiv(N, BLOCK_Q)
-    group = program // query_blocks
-    sample = group // groups
-    student_ptr = pick(student_ptrs, layer, SLOTS) + group * heads_s * N * N
-    teacher_ptr = pick(teacher_ptrs, layer, SLOTS) + group * heads_t * N * N
-    q = (program % query_blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    real_q = _real(mask_ptr, sample, q, N, HAS_MASK)
-    squares = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
-    counts = tl.zeros((BLOCK_K,), tl.int32)
-    for first in range(0, N, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        real_k = _real(mask_ptr, sample, k, N, HAS_MASK)
-        counts += real_k.to(tl.int32)
-        inside = real_q[:, None] & real_k[None, :]
-        d = _map(student_ptr, heads_s, q, k, N, real_q, MEAN)
-        d -= _map(teacher_ptr, heads_t, q, k, N, real_q, MEAN)
-        squares += tl.where(inside, d * d, 0.0)
-    tokens = tl.sum(counts, axis=0)
-    # Divided before the sum, which may overflow over a whole map.
-    n = tl.maximum(tokens, 1).to(tl.float32)
-    rows = tl.sum(squares, axis=1) / (n * n * groups * layers)
-    programs = groups * query_blocks
-    out = (sample * tl.num_programs(1) + layer) * programs + program % programs
-    tl.store(partial_ptr + out, tl.sum(rows, axis=0))
-    if (layer == 0) & (program % programs == 0):
-        tl.store(tokens_ptr + sample, tokens)
-
-
-@triton.jit(do_not_specialize=["groups", "heads_s", "heads_t", "layers", "stride_dloss"])
-def attention_backward_kernel(
-    student_ptrs,  # layers of (B, groups·heads_s, N, N)
-    teacher_ptrs,
-    mask_ptr,  # (B, N) bytes
-    groups,
-    heads_s,
-    heads_t,
-    layers,
-    N,
-    tokens_ptr,  # (B,)
-    dloss_ptr,  # (B,)
-    stride_dloss,
-    dx_ptr,  # (launched layers, B, groups·heads_s, N, N)
+    stride_factors,
+    number,  # divisor of the gradients without divisor_ptr
+    gradient,
+    weighted,
+    divided,
     SLOTS: tl.constexpr,
     MEAN: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -135,95 +115,96 @@ def attention_backward_kernel(
     dx_ptr += (layer * in_layer + group) * heads_s * N * N
     q = (program % query_blocks) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     real_q = _real(mask_ptr, sample, q, N, HAS_MASK)
-    n = tl.maximum(tl.load(tokens_ptr + sample), 1).to(tl.float32)
-    dloss = tl.load(dloss_ptr + sample * stride_dloss)
-    factor = 2.0 * dloss / (n * n * groups * layers * heads_s)
+    n = N
+    if HAS_MASK:
+        n = _tokens(mask_ptr, sample, N)
+    n = tl.cast(n, tl.float32)
+    pairs = n * n * groups * layers
+    by = tl.load(factors_ptr + sample * stride_factors, mask=weighted != 0, other=1.0)
+    factor = by / tl.load(divisor_ptr, mask=divided != 0, other=number)
+    factor = 2.0 * factor / (pairs * heads_s)
+    squares = tl.zeros((BLOCK_Q, BLOCK_K), tl.float32)
     for first in range(0, N, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = real_q[:, None] & _real(mask_ptr, sample, k, N, HAS_MASK)[None, :]
         d = _map(student_ptr, heads_s, q, k, N, real_q, MEAN)
         d -= _map(teacher_ptr, heads_t, q, k, N, real_q, MEAN)
+        squares += tl.where(inside, d * d, 0.0)
         dx = tl.where(inside, d * factor, 0.0)
-        there = (q < N)[:, None] & (k < N)[None, :]
+        there = (q < N)[:, None] & (k < N)[None, :] & (gradient != 0)
         at = q[:, None] * N + k[None, :]
         if MEAN:
             for head in range(0, heads_s):
                 tl.store(dx_ptr + tl.cast(head, tl.int64) * N * N + at, dx, mask=there)
         else:
             tl.store(dx_ptr + at, dx, mask=there)
+    # Divided before the sum, which may overflow over a whole map.
+    rows = tl.sum(squares, axis=1) / pairs
+    programs = groups * query_blocks
+    out = (sample * tl.num_programs(1) + layer) * programs + program % programs
+    tl.store(partial_ptr + out, tl.sum(rows, axis=0) * by)
 
 
-def _programs(student: Tensor, mean: bool) -> int:
-    """Programs per sample and layer: groups of heads times blocks of queries."""
-    _, H, N, _ = student.shape
-    return (1 if mean else H) * cdiv(N, blocks(N, mean)["BLOCK_Q"])
+def _shapes(students, teachers, mask, compared, weights, upstream, mean, layers, reduction, grad):
+    x = students[0]
+    rows = () if upstream is None and reduction != "none" else x.shape[:1]
+    loss = x.new_empty(rows, dtype=torch.float32)
+    return [loss, x.new_empty(len(students), *x.shape)] if grad else [loss]
 
 
-def _start(
-    kernel: Any,
+@operator(_shapes)
+def attention(
     students: list[Tensor],
     teachers: list[Tensor],
     mask: Tensor | None,
+    compared: Tensor | None,
+    weights: Tensor | None,
+    upstream: Tensor | None,
     mean: bool,
     layers: int,
-    *others: Tensor | int,
-) -> None:
-    """Launch the forward or backward kernel unless there are no maps."""
-    B, H, N, _ = students[0].shape
-    programs = B * _programs(students[0], mean)
-    if programs:
-        kernel[(programs, len(students))](
+    reduction: str,
+    gradient: bool,
+) -> list[Tensor]:
+    """Reduced loss of these layers over ``layers``, and with ``gradient`` the stacked gradients.
+
+    The mask (B, N) is bool, as is ``compared`` (B,), whether a sample has a real token; weights
+    (B,) are float32. With ``upstream``, () or (B,) for "none", the gradients are multiplied by it,
+    and the first result has no meaning.
+    """
+    x = students[0]
+    B, H, N, _ = x.shape
+    config = blocks(N, mean)
+    programs = (1 if mean else H) * cdiv(N, config["BLOCK_Q"])  # of a sample and layer
+    partial = torch.empty(B, len(students) * programs, dtype=torch.float32, device=x.device)
+    divisor, number = counted(compared, B) if reduction == "mean" else (None, 1)
+    dx = x.new_empty(len(students), *x.shape) if gradient else None
+    factors = weights
+    if upstream is not None:
+        factors = upstream.expand(B) if weights is None else upstream * weights
+    if B * programs:
+        attention_kernel[(B * programs, len(students))](
             padded(students),
             padded(teachers),
-            mask,
+            bytes_of(mask),
+            partial if factors is None else factors,
+            partial if divisor is None else divisor,
+            partial,
+            x if dx is None else dx,
             *((1, H, teachers[0].shape[1]) if mean else (H, 1, 1)),
             layers,
             N,
-            *others,
+            0 if factors is None else factors.stride(0),
+            float(number),
+            int(gradient),
+            int(factors is not None),
+            int(divisor is not None),
             SLOTS=slots(len(students)),
             MEAN=mean,
             HAS_MASK=mask is not None,
-            **blocks(N, mean),
+            **config,
         )
-
-
-def _forward_shapes(students, teachers, mask, mean, layers):
-    B = students[0].shape[0]
-    x = students[0]
-    return x.new_empty(B, dtype=torch.float32), x.new_empty(B, dtype=torch.int32)
-
-
-@operator(_forward_shapes)
-def attention_forward(
-    students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, mean: bool, layers: int
-) -> tuple[Tensor, Tensor]:
-    """Losses (B,) of these layers, divided by ``layers``, and numbers of real tokens (B,)."""
-    x = students[0]
-    B, programs = x.shape[0], _programs(x, mean) * len(students)
-    partial = torch.empty(B, programs, dtype=torch.float32, device=x.device)
-    tokens = torch.empty(B, dtype=torch.int32, device=x.device)
-    both = (students, teachers, mask, mean, layers)
-    _start(attention_forward_kernel, *both, partial, tokens)
-    return partial.sum(1), tokens
-
-
-def _backward_shapes(students, teachers, mask, tokens, dloss, mean, layers):
-    return students[0].new_empty(len(students), *students[0].shape)
-
-
-@operator(_backward_shapes)
-def attention_backward(
-    students: list[Tensor],
-    teachers: list[Tensor],
-    mask: Tensor | None,
-    tokens: Tensor,
-    dloss: Tensor,
-    mean: bool,
-    layers: int,
-) -> Tensor:
-    """Stacked gradients of the students, in their dtype."""
-    x = students[0]
-    dx = torch.empty(len(students), *x.shape, dtype=x.dtype, device=x.device)
-    both = (students, teachers, mask, mean, layers)
-    _start(attention_backward_kernel, *both, tokens, dloss, dloss.stride(0), dx)
-    return dx
+    if upstream is None and reduction != "none":
+        loss = summed(partial, divisor, number)
+    else:
+        loss = partial.sum(1)
+    return [loss] if dx is None else [loss, dx]
