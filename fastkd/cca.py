@@ -93,7 +93,8 @@ def cca_loss(
 
     L = −‖Σ_tt^{−½} Σ_ts Σ_ss^{−½}‖_* (MC3KD, eqs. 4-7), with Σ_ss = S̄ᵀS̄/(m−1) + r_s·I and
     likewise Σ_tt. Each index of the leading dimensions has its own loss. With ``top_k`` only the
-    largest correlations count. With ``ridge=0`` directions without variance are left out.
+    largest correlations count. With ``ridge=0`` directions without variance are left out. Both need
+    eigenvectors, which PyTorch computes beyond 128 dimensions: it waits for a GPU then.
 
     Args:
         student: (*, m, Ds), m observations.

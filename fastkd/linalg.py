@@ -13,7 +13,7 @@ from fastkd._core.numerics import autocast_off, cast, once_differentiable, worki
 from fastkd._core.products import symmetric_product
 
 # Largest n for the extension on the CPU: beyond it LAPACK is faster on one core.
-EXTENSION_LARGEST = 96
+CPU_LARGEST = 96
 # Largest n whose gradient is computed in float32: a product's rounding error grows with √n.
 FLOAT32_LARGEST = 96
 
@@ -104,8 +104,9 @@ def _use_extension(a: Tensor) -> bool:
 
     It spreads a batch over the cores, or over a GPU, and takes a fifth to all of LAPACK's time.
     """
-    runs = extension.runs_cuda_roots(a) or (extension.CPU and a.device.type == "cpu")
-    return runs and a.shape[-1] <= EXTENSION_LARGEST
+    if extension.runs_cuda_roots(a):
+        return a.shape[-1] <= extension.EIGH_LARGEST
+    return extension.CPU and a.device.type == "cpu" and a.shape[-1] <= CPU_LARGEST
 
 
 def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,9 +117,7 @@ def _roots_by_eigh(a: Tensor, inverse: bool, ridge: float) -> tuple[Tensor, Tens
     decomposed as zeros and its result overwritten.
     """
     bad = ~a.isfinite().flatten(-2).all(-1)[..., None, None]
-    # PyTorch's eigh synchronises with a GPU.
-    eigh = torch.ops.fastkd.eigh if extension.runs_cuda_roots(a) else torch.linalg.eigh
-    values, vectors = eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
+    values, vectors = torch.linalg.eigh(_symmetric(a.double()).masked_fill(bad, 0.0))
     values = (values.clamp_min(0) + ridge).masked_fill(bad[..., 0], torch.nan)
     roots = _root_values(values, inverse, ridge, a.dtype)
     root = symmetric_product(vectors * roots.unsqueeze(-2), vectors.mT).masked_fill(bad, torch.nan)

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 from bench import suite
 from bench.case import Case, GraphBound, Provider
 from bench.measure import one_line
+from fastkd._core import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 PARITY = (
@@ -83,7 +84,7 @@ def graphs(job: Job) -> bool:
     known = read_lines(results) if job.options.resume else {}
     if not known:
         results.unlink(missing_ok=True)
-    names = list(pairs())
+    names = [name for name, (case, _) in pairs().items() if not waits(case)]
     command = [sys.executable, "-m", "tools.gpu_check", "--capture"]
     left = [name for name in names if known.get(name) != ""]
     answers = ask_children(command, left, job.seconds, min(job.options.workers, 4), GRAPH_SECONDS)
@@ -296,6 +297,11 @@ def pairs() -> dict[str, tuple[Case, Provider]]:
         for case in {case.key: case for case in cases if case.loss != "step"}.values()
         for provider in chosen_providers(case)
     }
+
+
+def waits(case: Case) -> bool:
+    """Whether PyTorch computes the case's eigenvectors: it waits for the device, uncapturably."""
+    return case.loss == "linalg" and case.sizes["n"] > extension.EIGH_LARGEST
 
 
 def capture(device: torch.device) -> None:

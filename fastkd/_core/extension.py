@@ -139,6 +139,9 @@ MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 LEAST_CAPABILITY = (8, 0)
+# Largest n whose eigenvectors the CUDA kernel computes: for larger matrices PyTorch's solver is
+# faster, although it waits for the device.
+EIGH_LARGEST = 128
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -164,6 +167,12 @@ def why_not_gpu(device: torch.device) -> str | None:
 def runs_cuda_roots(x: Tensor) -> bool:
     """Whether the CUDA part of the extension runs on the device of ``x``."""
     return x.is_cuda and CUDA and why_not_gpu(x.device) is None
+
+
+def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors of symmetric float64 matrices, by the extension."""
+    solver = torch.ops.fastkd.eigh if a.shape[-1] <= EIGH_LARGEST else torch.linalg.eigh
+    return solver(a)
 
 
 if CPU:

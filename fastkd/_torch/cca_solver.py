@@ -107,15 +107,15 @@ def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks"
 
 
 def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
-    """The cheapest accurate plan; on a GPU one without synchronisation.
+    """The cheapest accurate plan; on a GPU one without synchronisation, if there is one.
 
     m ≤ D: (m, m) matrices in float64, which are small, and singular by construction. Else (D, D)
     covariances. On the CPU float32 is tried first, unless sizes or ridge 0 make them singular or
     values can't be read. Large items are solved one at a time, so that each stays in the cache.
 
     On a GPU PyTorch's eigenvalue and singular value solvers synchronise with the host. Cholesky
-    factors and products don't; nor does the extension, which is used for few observations, for
-    ridge 0 and for ``top_k``.
+    factors and products don't; nor does the extension, which is used for few observations. Ridge 0
+    and ``top_k`` need eigenvectors: by the extension too, but of large matrices by PyTorch.
     """
     m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
     products = options.top_k is None and min(options.ridges) > 0
@@ -124,7 +124,8 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
         return SolverPlan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
-        few = m <= FEW_OBSERVATIONS * min(d_s, d_t)
+        most = min(FEW_OBSERVATIONS * min(d_s, d_t), extension.EIGH_LARGEST)
+        few = m <= most and student.dtype != torch.float64
         if _has_cuda_eigh(student) and (few or not products):
             return SolverPlan(observations, "extension")
         return SolverPlan(False, "products") if products else SolverPlan(observations, "lapack")
@@ -216,12 +217,12 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     a, b, share = _centred(x, y, mask, torch.float64)
-    extension = _has_cuda_eigh(x)
-    decompose = _left_by_extension if extension else _left
+    by_extension = _has_cuda_eigh(x)
+    decompose = _left_by_extension if by_extension else _left
     sides = a * share.sqrt(), b * share.sqrt()
     white_x, white_y = _whitened_features(sides, ridges, (x, y), decompose)
     whitened = white_x.factor.mT @ white_y.factor
-    values = decompose([whitened])[0][0] if extension else torch.linalg.svdvals(whitened)
+    values = decompose([whitened])[0][0] if by_extension else torch.linalg.svdvals(whitened)
     values = values[..., :count].clamp_max(1.0)
     return values.masked_fill(~(white_x.finite & white_y.finite).unsqueeze(-1), torch.nan)
 
@@ -419,7 +420,7 @@ class _Whitening:
             self.factor = _cholesky(sigma)
         else:
             if method == "extension":
-                values, vectors = torch.ops.fastkd.eigh(sigma)
+                values, vectors = extension.eigh(sigma)
             else:
                 values, vectors = torch.linalg.eigh(sigma)
             eps = torch.finfo(torch.float64).eps
@@ -516,7 +517,7 @@ def _left_by_extension(sides: list[Tensor]) -> Decompositions:
         count = r.shape[-1]
         pairs = r.new_zeros(*r.shape[:-2], 2 * count, 2 * count)
         pairs[..., :count, count:], pairs[..., count:, :count] = r, r.mT
-        values, vectors = torch.ops.fastkd.eigh(pairs)
+        values, vectors = extension.eigh(pairs)
         values, left = values[..., count:].flip(-1), vectors[..., :count, count:].flip(-1)
         left = math.sqrt(2) * left
         decompositions.append((values.clamp_min(0), left if q is None else q @ left))
@@ -536,7 +537,7 @@ def _narrow(a: Tensor) -> Tensor:
 
 def _by_squares(square: Tensor) -> tuple[Tensor, Tensor]:
     """Singular values, descending, and left vectors of A from AAᵀ, by the extension."""
-    squares, vectors = torch.ops.fastkd.eigh(square)
+    squares, vectors = extension.eigh(square)
     values = squares.clamp_min(0).sqrt().flip(-1)
     lost = values <= _squared_rounding(square.shape[-1]) * values[..., :1]
     return values.masked_fill(lost, 0.0), vectors.flip(-1)
@@ -548,7 +549,7 @@ def _squared_rounding(n: int) -> float:
 
 
 def _has_cuda_eigh(x: Tensor) -> bool:
-    """Whether the extension computes eigenvectors on x's GPU, without synchronising."""
+    """Whether the extension computes eigenvectors on x's GPU."""
     return extension.runs_cuda_roots(x)
 
 
