@@ -275,12 +275,19 @@ def _by_observations(call: _Call, method: Method) -> Solution:
     sides = a * share.sqrt(), b * share.sqrt()
     white_s, white_t = _whitened_features(sides, options.ridges, (student, teacher), decompose)
     finite = white_s.finite & white_t.finite
-    left, values, right = _svd(white_t.factor.mT @ white_s.factor, options.top_k, student, method)
-    corr = values.sum(-1).masked_fill(~finite, torch.nan)
+    whitened = white_t.factor.mT @ white_s.factor  # (batch, m, m)
+    if method == "extension" and options.top_k is None:
+        left = polar(whitened)
+        scaled = left.mT @ whitened  # (MᵀM)^½
+        corr, back = _trace(scaled), white_s.back
+    else:
+        left, values, right = _svd(whitened, options.top_k, student, method)
+        scaled = right * values.unsqueeze(-2)
+        corr, back = values.sum(-1), right.mT @ white_s.back
+    corr = corr.masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
-    rows = white_t.factor @ left - white_s.factor @ (right * values.unsqueeze(-2))  # (batch, m, m)
-    weights = rows @ (right.mT @ white_s.back) * share
+    weights = (white_t.factor @ left - white_s.factor @ scaled) @ back * share
     return corr, weights.masked_fill(~finite[..., None, None], torch.nan) @ a
 
 
