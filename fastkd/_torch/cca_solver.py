@@ -585,8 +585,9 @@ def _inverse_cholesky(x: Tensor) -> Tensor:
     inverted in one call, and two neighbours are joined by products into one of twice the size.
     """
     n = x.shape[-1]
-    count = 2 ** max(0, math.ceil(math.log2(n / LARGEST_SOLVED)))
-    size = -(-n // count)
+    size, count = n, 1
+    while size > LARGEST_SOLVED:
+        size, count = -(-size // 2), 2 * count
     lower = F.pad(_cholesky(x), (0, count * size - n) * 2)
     lower.diagonal(dim1=-2, dim2=-1)[..., n:] = 1.0
     eye = torch.eye(size, dtype=x.dtype, device=x.device)
