@@ -105,7 +105,7 @@ def _use_extension(a: Tensor) -> bool:
     It spreads a batch over the cores, or over a GPU, and takes a fifth to all of LAPACK's time.
     """
     if extension.runs_cuda_roots(a):
-        return a.shape[-1] <= extension.EIGH_LARGEST
+        return extension.kernel_is_faster(a.shape[-1], a.shape[:-2].numel())
     return extension.CPU and a.device.type == "cpu" and a.shape[-1] <= CPU_LARGEST
 
 

@@ -480,7 +480,7 @@ def test_canonical_correlations_with_the_gpu_solver(m, dims, ridge, monkeypatch)
     mask[1] = True
     expected = canonical_correlations(x, y, ridge=ridge, mask=mask)
     monkeypatch.setattr(cca_solver, "_has_cuda_eigh", lambda x: True)
-    waiting = ["svd", "svdvals"] + ["eigh"] * (2 * max(dims) <= extension.EIGH_LARGEST)
+    waiting = ["svd", "svdvals"] + ["eigh"] * extension.kernel_is_faster(2 * max(dims), 3)
     for solver in waiting:
         monkeypatch.setattr(torch.linalg, solver, lambda *_, **__: pytest.fail("waits"))
     actual = canonical_correlations(x, y, ridge=ridge, mask=mask)

@@ -301,7 +301,8 @@ def pairs() -> dict[str, tuple[Case, Provider]]:
 
 def waits(case: Case) -> bool:
     """Whether PyTorch computes the case's eigenvectors: it waits for the device, uncapturably."""
-    return case.loss == "linalg" and case.sizes["n"] > extension.EIGH_LARGEST
+    sizes = case.sizes
+    return case.loss == "linalg" and not extension.kernel_is_faster(sizes["n"], sizes["batch"])
 
 
 def capture(device: torch.device) -> None:

@@ -139,9 +139,8 @@ MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 LEAST_CAPABILITY = (8, 0)
-# Largest n whose eigenvectors the CUDA kernel computes: for larger matrices PyTorch's solver is
-# faster, although it waits for the device.
-EIGH_LARGEST = 128
+# Largest n, and largest n² for each matrix of a batch, of the CUDA kernel for eigenvectors.
+KERNEL_LARGEST, KERNEL_LARGEST_SQUARE = 256, 5000
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -169,10 +168,19 @@ def runs_cuda_roots(x: Tensor) -> bool:
     return x.is_cuda and CUDA and why_not_gpu(x.device) is None
 
 
+def kernel_is_faster(n: int, batch: int) -> bool:
+    """Whether the CUDA kernel finds eigenvectors of n×n matrices faster than PyTorch's solver.
+
+    The kernel has a block for each matrix. PyTorch decomposes one after another, up to torch 2.11,
+    and waits for the device.
+    """
+    return n <= KERNEL_LARGEST and n * n <= KERNEL_LARGEST_SQUARE * max(batch, 1)
+
+
 def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of symmetric float64 matrices, by the extension."""
-    solver = torch.ops.fastkd.eigh if a.shape[-1] <= EIGH_LARGEST else torch.linalg.eigh
-    return solver(a)
+    """Eigenvalues, ascending, and eigenvectors of symmetric float64 matrices on a GPU."""
+    by_kernel = kernel_is_faster(a.shape[-1], a.shape[:-2].numel())
+    return torch.ops.fastkd.eigh(a) if by_kernel else torch.linalg.eigh(a)
 
 
 if CPU:

@@ -35,7 +35,7 @@ LARGEST_FLOAT32_ERROR = 3e-7
 # it. With fewer observations than this many times D the last pivot is too small for float32.
 FLOAT32_OBSERVATIONS = 1.6
 # A GPU uses (m, m) eigenvectors up to this many times D observations, else (D, D) products.
-FEW_OBSERVATIONS = 1 / 8
+FEW_OBSERVATIONS = 1 / 6
 # Elements of an item's features from which masked rows are removed, and from which the item is
 # solved alone: smaller items take fewer steps as a batch.
 LARGE_ITEM, LARGEST_ITEM = 2**17, 2**18
@@ -124,8 +124,8 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
         return SolverPlan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
     if student.is_cuda:
-        most = min(FEW_OBSERVATIONS * min(d_s, d_t), extension.EIGH_LARGEST)
-        few = m <= most and student.dtype != torch.float64
+        few = m <= FEW_OBSERVATIONS * min(d_s, d_t) and student.dtype != torch.float64
+        few &= extension.kernel_is_faster(m, 2 * len(student))
         if _has_cuda_eigh(student) and (few or not products):
             return SolverPlan(observations, "extension")
         return SolverPlan(False, "products") if products else SolverPlan(observations, "lapack")
