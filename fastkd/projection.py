@@ -98,14 +98,20 @@ def _inverse_by_products(skew: Tensor, guess: list[Tensor]) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """W = 2(I − Q)⁻¹ − I: one inverse forward, unless given, and two products backward."""
+    """W = 2(I − Q)⁻¹ − I: one inverse forward, unless given, and two products backward.
+
+    A given inverse was computed by the Triton kernels, which compute the two products as well.
+    """
 
     @staticmethod
     def forward(ctx, skew, inverse):
+        ctx.by_kernels = inverse is not None
         with autocast_off(skew):
-            q = upcast(skew)
-            identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-            w = 2 * (_inverse(identity - q) if inverse is None else inverse) - identity
+            if inverse is None:
+                q = upcast(skew)
+                inverse = _inverse(torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) - q)
+            w = 2 * inverse
+            w.diagonal(dim1=-2, dim2=-1).sub_(1)
         ctx.save_for_backward(w)
         return cast(w, skew.dtype)
 
@@ -113,6 +119,12 @@ class _Cayley(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (w,) = ctx.saved_tensors
+        if ctx.by_kernels:
+            from fastkd.kernels.cayley import cayley_gradient
+
+            n = w.shape[-1]
+            dq = cayley_gradient(w.reshape(-1, n, n), grad.to(w.dtype).reshape(-1, n, n))
+            return dq.view(grad.shape).to(grad.dtype), None
         with autocast_off(grad):
             identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
             half = ((w + identity) / 2).mT  # (I − Q)⁻ᵀ

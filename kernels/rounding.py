@@ -7,8 +7,6 @@ import triton.language as tl
 # ``input_precision`` of float32 matrix products: on NVIDIA's tensor cores three tf32 products, with
 # errors near 2^-22. AMD's GPUs multiply float32 matrices, and Triton has no tf32x3 for them.
 PRECISE = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
-# One tf32 product, with an error near 2^-10, where a later product corrects it.
-FAST = tl.constexpr("ieee" if torch.version.hip else "tf32")
 NOTHING = tl.constexpr(0.0)
 
 

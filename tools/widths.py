@@ -47,10 +47,6 @@ ALLOWED = {
     "cos_nce_reduce_kernel": ("total += tl.load(x_ptr + i",),
     "reduce_kernel": ("total += tl.load(loss_ptr",),
     "count_kernel": ("count += (tl.load(mask_ptr",),
-    # Hopper's tf32 products take columns of b from shared memory: asynchronous copies of 4 bytes
-    # turn its rows there, where registers would turn them for each product.
-    "cayley_step_kernel": ("b_ptr + tl.cast(first",),
-    "cayley_finish_kernel": ("b_ptr + tl.cast(first",),
     # The last elements of a tensor, fewer than a block.
     "upstream_kernel": ("tl.store(at, tl.load(at, mask=inside)",),
 }

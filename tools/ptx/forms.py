@@ -34,21 +34,29 @@ MAGNIFIED = 16  # moves inputs far enough to be measured in float64
 LARGEST = 2**20  # elements of a call's inputs, which take seconds to execute
 
 
+def inverted(skew: Tensor, backend: str = "triton") -> Tensor:
+    """`fastkd.cayley` of random matrices so small that products invert them, skew or not."""
+    return fastkd.cayley(skew / 16, backend=backend)
+
+
 def inverted_in_large_tiles(skew: Tensor, backend: str = "triton") -> Tensor:
-    """`fastkd.cayley` in the tiles of matrices so large that they take minutes to execute.
-
-    The single program of `cayley_finish_kernel` has rounds to do.
-    """
-    tiles = cayley.blocks(cayley.MANY_ROWS)
+    """`inverted` in the tiles of matrices so large that they take minutes to execute."""
+    tiles = cayley.blocks(cayley.MANY_ROWS, skew.device)
     with (
-        mock.patch.object(cayley, "blocks", lambda n: tiles),
-        mock.patch.object(cayley, "COLD_LAUNCHES", 4),
+        mock.patch.object(cayley, "blocks", lambda n, device: tiles),
+        mock.patch.object(cayley, "MANY_ROWS", 0),
     ):
-        return fastkd.cayley(skew / 16, backend=backend)
+        return inverted(skew, backend)
 
 
-# Calls that start the forms of calls too large to execute.
-SMALLER = {"projection": [Call(inverted_in_large_tiles, {"skew": learns(130, 130)}, {})]}
+# Calls that start the forms of calls too large to execute, or with inputs that aren't random.
+SMALLER = {
+    "projection": [
+        Call(inverted, {"skew": learns(2, 20, 20)}, {}),
+        Call(inverted, {"skew": learns(32, 32)}, {}),
+        Call(inverted_in_large_tiles, {"skew": learns(128, 128)}, {}),
+    ]
+}
 
 
 class Inputs:
