@@ -1,12 +1,14 @@
 """Intra-class KNN: search, loss and gradient without a matrix of all distances.
 
-Data path. `knn_search_kernel` multiplies a tile of student rows with tile after tile of the bank
-and keeps, in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: k and at least
-seven more. Many student rows and a large bank are both sorted by label, so that tiles of other
-labels are skipped; `knn_norm_kernel` then computes ‖t‖² once for all tiles. The part of the bank
-that a tile compares with is split over programs. For few and long rows, which would occupy one
-program only, the features are split instead: `knn_product_kernel` then stores partial products of
-at most 2^18 pairs.
+Data path. A search multiplies a tile of student rows with tile after tile of the bank and keeps,
+in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: k and at least seven
+more. Many student rows and a large bank are both sorted by label, so that tiles of other labels
+are skipped; `knn_norm_kernel` then computes ‖t‖² once for all tiles, and
+`knn_sorted_search_kernel` reads a copy of the bank in the order of the labels, or the rows of a
+bank of more than 4 GB in this order. `knn_search_kernel` searches all others.
+The part of the bank that a tile compares with is split over programs. For few and long rows, which
+would occupy one program only, the features are split instead: `knn_product_kernel` then stores
+partial products of at most 2^18 pairs.
 `knn_settle_kernel` merges the candidates of one row, compares them by direct difference in float64,
 which neither underflows nor overflows, and stores the loss, the neighbours and the factor of the
 gradient. The proof in `fastkd._torch.neighbours` shows when this choice is exact, which it almost
@@ -29,6 +31,7 @@ from torch import Tensor
 from fastkd._core.dispatch import triton_interpreted
 from fastkd._core.operator import operator
 from fastkd.kernels import launch
+from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import PRECISE, rounded
 
@@ -41,6 +44,11 @@ PROGRAMS = 264
 # Largest number of pairs with stored products, and number of features from which it is faster.
 PAIRS_IN_MEMORY = 2**18
 FEATURES_TO_SPLIT = 4096
+# Bytes of a bank up to which it is copied in the order of the labels: asynchronous copies of rows
+# that lie anywhere halve the search's speed.
+MOST_BYTES_TO_COPY = 2**32
+# Most features that the tensor cores sum without a bound on the error that costs exact comparisons.
+MOST_FEATURES_AT_ONCE = 2048
 # Candidates after the k-th, which rounding may have misplaced.
 SPARE = 7
 
@@ -62,32 +70,38 @@ def is_aligned(D: int, stride_s: int, stride_t: int) -> bool:
     return (D | stride_s | stride_t) % 16 == 0
 
 
-def search_blocks(
-    k: int, itemsize: int, is_sorted: bool, aligned: bool, capability: int
-) -> dict[str, int]:
-    """Block sizes and warps of the search.
+def search_blocks(k: int, itemsize: int) -> dict[str, int]:
+    """Block sizes and warps of the search in a bank that is not sorted.
 
-    Sorted tiles are as large as the registers hold beside the candidates. float32's products in
-    three parts need most registers, and addresses of rows that are not ``aligned`` even more.
-    Unsorted, the bank's bandwidth is the limit: 32 rows share one read. Each step reads 128 bytes
-    of features, with three steps in flight.
-    On Hopper, products of 64 rows and more run while the next step starts. A chain of four steps
-    waits for its last product only. Elsewhere a chain needs too many registers (A100) or doesn't
-    compile (Blackwell).
+    The bank's bandwidth is the limit: 32 rows share one read. Each step reads 128 bytes of
+    features, with three steps in flight.
     """
     many = keep(k) > 16
-    if is_sorted and aligned and not (many and itemsize == 4):
-        block_n, block_m = 64 if many else 128, 32 if itemsize == 4 else 64
-    else:
-        block_n, block_m = 32, 32
     block_d = (64 if itemsize == 4 and many else 128) // itemsize
-    chained = itemsize == 2 and block_n >= 64 and capability == 9
+    bound = {"maxnreg": 224} if many else {}  # without one the assembler uses 128 and spills
+    return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": block_d, "num_warps": 8, **bound}
+
+
+def sorted_blocks(k: int, itemsize: int, D: int, aligned: bool, capability: int) -> dict[str, int]:
+    """Block sizes and warps of the search in a sorted bank.
+
+    Tiles are as large as the registers hold beside the candidates: the L2 cache's bandwidth limits
+    small ones. An A100 (8) has too few registers for the largest. float32's products in three parts
+    need most registers, and addresses of rows that are not ``aligned`` even more.
+    """
+    many, whole = keep(k) > 16, itemsize == 2 and D <= MOST_FEATURES_AT_ONCE
+    block_n, block_m = 32, 32
+    if aligned and not (many and itemsize == 4):
+        block_n = 64 if many else 128
+        block_m = 32 if itemsize == 4 else 128 if whole and not many and capability >= 9 else 64
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
-        "BLOCK_D": block_d,
-        "CHAIN": 4 * block_d if chained else block_d,
+        "BLOCK_D": (64 if itemsize == 4 and many else 128) // itemsize,
+        "WHOLE": whole,
         "num_warps": 8,
+        "num_stages": 4 if whole and aligned else 3,
+        **({} if aligned and itemsize == 2 else {"maxnreg": 224}),  # instead of 128, which spill
     }
 
 
@@ -97,9 +111,8 @@ def product_blocks(itemsize: int, aligned: bool) -> dict[str, int]:
     return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": step // itemsize, "num_warps": 4}
 
 
-# Blocks of the search among stored products: small tiles, for more programs. CHAIN is the number of
-# features that `knn_product_kernel` adds at a time.
-FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "CHAIN": 64, "num_warps": 8}
+# Blocks of the search among stored products: small tiles, for more programs.
+FROM_PRODUCT_BLOCKS = {"BLOCK_N": 16, "BLOCK_M": 32, "BLOCK_D": 16, "num_warps": 8}
 
 # Blocks of the gradient, eight elements per thread: one program per row of 768 or 1024.
 GRADIENT_BLOCKS = {"BLOCK_D": 1024, "num_warps": 4}
@@ -113,24 +126,25 @@ def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr)
     """
     column = tl.arange(0, WIDTH)[None, :]
     slot = tl.arange(0, KEEP)[None, :]
-    nearest, at = tl.min(score, axis=1, return_indices=True)
-    worst, out = tl.max(best, axis=1, return_indices=True)
+    nearest, worst = tl.min(score, axis=1), tl.max(best, axis=1)
     better = nearest < worst
     while tl.max(better.to(tl.int32), axis=0) > 0:
+        # Positions are found only where a score is inserted, which is rare.
+        at = tl.min(tl.where(score == nearest[:, None], column, WIDTH), axis=1)
+        out = tl.min(tl.where(best == worst[:, None], slot, KEEP), axis=1)
         taken = (column == at[:, None]) & better[:, None]  # (R, WIDTH)
         replaced = (slot == out[:, None]) & better[:, None]  # (R, KEEP)
         best = tl.where(replaced, nearest[:, None], best)
         chosen = tl.where(replaced, first + at[:, None], chosen)
         score = tl.where(taken, float("inf"), score)
-        nearest, at = tl.min(score, axis=1, return_indices=True)
-        worst, out = tl.max(best, axis=1, return_indices=True)
+        nearest, worst = tl.min(score, axis=1), tl.max(best, axis=1)
         better = nearest < worst
     return best, chosen
 
 
 @triton.jit
 def _rows(order_ptr, position, mask, SORTED: tl.constexpr):
-    """Row indices of positions in the order of the labels."""
+    """Row indices of positions, which are in the order of the labels if SORTED."""
     if SORTED:
         return tl.load(order_ptr + position, mask=mask, other=0)
     else:
@@ -152,16 +166,13 @@ def _product(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHAIN: tl.constexpr,
-    SQUARES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """s·t (BLOCK_N, BLOCK_M) and, if SQUARES, ‖t‖² (BLOCK_M,) over features first..last.
+    """s·t (BLOCK_N, BLOCK_M) and ‖t‖² (BLOCK_M,) over features first..last.
 
-    Tensor cores sum CHAIN features before their sum is added in float32: see `score_rounding`.
+    Tensor cores sum BLOCK_D features before their sum is added in float32: see `score_rounding`.
     """
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(first, last, BLOCK_D):
         d = start + tl.arange(0, BLOCK_D)
@@ -175,27 +186,20 @@ def _product(
             mask=t_mask[:, None] & (d < last)[None, :],
             other=0.0,
         )
-        if SQUARES:
-            # Rows that only the product reads lie in shared memory without bank conflicts, so they
-            # are loaded twice. A cache modifier keeps the compiler from merging both loads.
-            again = tl.load(
-                t_ptr + t_row[:, None] * stride_t + d[None, :],
-                mask=t_mask[:, None] & (d < last)[None, :],
-                other=0.0,
-                cache_modifier=".ca",
-            ).to(tl.float32)
-            squares += tl.sum(rounded(again * again), axis=1)
+        # Rows that only the product reads lie in shared memory without bank conflicts, so they
+        # are loaded twice. A cache modifier keeps the compiler from merging both loads.
+        again = tl.load(
+            t_ptr + t_row[:, None] * stride_t + d[None, :],
+            mask=t_mask[:, None] & (d < last)[None, :],
+            other=0.0,
+            cache_modifier=".ca",
+        ).to(tl.float32)
+        squares += tl.sum(rounded(again * again), axis=1)
         if WIDEN:
             s, t = s.to(tl.float32), t.to(tl.float32)
-        if CHAIN > BLOCK_D:
-            chain = tl.dot(s, tl.trans(t), chain, input_precision=PRECISE)
-            if (start + BLOCK_D - first) % CHAIN == 0:
-                product -= chain
-                chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        else:
-            # A difference: the compiler would move a sum into the tensor core, which rounds more.
-            product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
-    return chain - product, squares
+        # A difference: the compiler would move a sum into the tensor core, which rounds more.
+        product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
+    return -product, squares
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -245,7 +249,7 @@ def knn_product_kernel(
     last = tl.minimum(first + features, D)
     product, squares = _product(
         s_ptr, t_ptr, i.to(tl.int64), j.to(tl.int64), i < N, j < M, first, last,
-        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, BLOCK_D, True, WIDEN,
+        stride_s, stride_t, BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
     )  # fmt: skip
     offsets = (split * N + i[:, None]) * M + j[None, :]
     tl.store(product_ptr + offsets, product, mask=(i < N)[:, None] & (j < M)[None, :])
@@ -253,17 +257,123 @@ def knn_product_kernel(
         tl.store(squares_ptr + split * M + j, squares, mask=j < M)
 
 
+@triton.jit
+def _scores(product, squares):
+    """‖t‖² − 2 s·t (BLOCK_N, BLOCK_M)."""
+    score = squares[None, :] - 2.0 * product
+    # A score that overflows stays a candidate. A bank row with NaN or inf becomes the first
+    # candidate, so that it is not lost. Direct differences distinguish the two cases.
+    score = tl.where(score < FAR, score, FAR)
+    return tl.where((squares < float("inf"))[None, :], score, -float("inf"))
+
+
+@triton.jit
+def _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, candidate, KEEP: tl.constexpr):
+    slot = tl.arange(0, KEEP)[None, :]
+    offsets = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
+    tl.store(score_ptr + offsets, best, mask=s_mask[:, None])
+    tl.store(candidate_ptr + offsets, candidate.to(tl.int32), mask=s_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["N", "M", "ignore_index"])
+def knn_sorted_search_kernel(
+    s_ptr,  # (N, D)
+    t_ptr,  # (M, D), in the order of the labels if ORDERED
+    low_ptr,  # (N,): the first position that a row compares with
+    high_ptr,  # (N,): the position after the last
+    labels_ptr,  # (M,), sorted
+    s_order_ptr,  # (N,): row of each position
+    t_order_ptr,  # (M,)
+    squares_ptr,  # (M,), in the order of t_ptr
+    score_ptr,  # (N, splits, KEEP): inf where there is no candidate
+    candidate_ptr,  # (N, splits, KEEP): rows of the bank
+    N,
+    M,
+    D,
+    stride_s,
+    stride_t,
+    ignore_index,
+    ORDERED: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WHOLE: tl.constexpr,  # the tensor cores sum all features: see `score_rounding`
+    WIDEN: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    s_mask = i < N
+    s_row = tl.load(s_order_ptr + i, mask=s_mask, other=0)
+    low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
+    high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
+    # The range of the bank for these rows, divided among the splits.
+    compares = s_mask & (low < high)
+    begin = tl.min(tl.where(compares, low, M), axis=0)
+    end = tl.max(tl.where(compares, high, 0), axis=0)
+    share = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_M) * BLOCK_M
+    start = begin + tl.program_id(1) * share
+    stop = tl.minimum(start + share, end)
+
+    best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
+    chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
+    # One loop over tiles and features, so that a tile's end waits for no load of the next.
+    steps = tl.cdiv(D, BLOCK_D)
+    product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(0, tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * steps):
+        first = start + step // steps * BLOCK_M
+        d = step % steps * BLOCK_D + tl.arange(0, BLOCK_D)
+        j = first + tl.arange(0, BLOCK_M)
+        t_row = _rows(t_order_ptr, j, j < stop, not ORDERED)
+        s = tl.load(
+            s_ptr + s_row[:, None] * stride_s + d[None, :],
+            mask=s_mask[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        t = tl.load(
+            t_ptr + t_row[:, None] * stride_t + d[None, :],
+            mask=(j < stop)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            s, t = s.to(tl.float32), t.to(tl.float32)
+        if WHOLE:
+            product = tl.dot(s, tl.trans(t), product, input_precision=PRECISE)
+        else:
+            # A difference: the compiler would move a sum into the tensor core, which rounds more.
+            product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
+        if step % steps == steps - 1:
+            if not WHOLE:
+                product = -product
+            parts = halves(product)
+            for part in tl.static_range(2):
+                at = first + part * (BLOCK_M // 2)
+                place = at + tl.arange(0, BLOCK_M // 2)
+                inside = place < stop
+                row = _rows(t_order_ptr, place, inside, not ORDERED)
+                squares = tl.load(squares_ptr + row, mask=inside, other=0.0)
+                labels = tl.load(labels_ptr + place, mask=inside, other=0)
+                # NaNs come last, behind inf.
+                inside = inside & (labels != ignore_index) & (labels == labels)
+                same = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
+                same = same & inside[None, :]
+                score = tl.where(same, _scores(parts[part], squares), float("inf"))
+                best, chosen = _insert(score, at, best, chosen, BLOCK_M // 2, KEEP)
+            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+
+    found = (best < float("inf")) & s_mask[:, None]
+    candidate = _rows(t_order_ptr, chosen, found, True)
+    _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, candidate, KEEP)
+
+
 @triton.jit(do_not_specialize=["N", "M", "product_splits", "ignore_index"])
 def knn_search_kernel(
     s_ptr,  # (N, D), unless FROM_PRODUCTS
     t_ptr,  # (M, D)
-    low_ptr,  # (N,): the first label that a row compares with, or position if SORTED
-    high_ptr,  # (N,): the last label, or the position after the last
-    labels_ptr,  # (M,), sorted if SORTED
-    s_order_ptr,  # (N,): row of each position, if SORTED
-    t_order_ptr,  # (M,)
+    low_ptr,  # (N,): the first label that a row compares with
+    high_ptr,  # (N,): the last label
+    labels_ptr,  # (M,)
     product_ptr,  # (product_splits, N, M), if FROM_PRODUCTS
-    squares_ptr,  # (product_splits, M), or (M,) if SORTED
+    squares_ptr,  # (product_splits, M)
     score_ptr,  # (N, splits, KEEP): inf where there is no candidate
     candidate_ptr,  # (N, splits, KEEP): rows of the bank
     N,
@@ -273,30 +383,23 @@ def knn_search_kernel(
     stride_t,
     product_splits,
     ignore_index,
-    SORTED: tl.constexpr,
     FROM_PRODUCTS: tl.constexpr,
     KEEP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHAIN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     s_mask = i < N
-    s_row = _rows(s_order_ptr, i, s_mask, SORTED)
+    s_row = i.to(tl.int64)
     low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
     high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
 
-    # The range of the bank for these rows, divided among the splits.
-    begin, end = 0, M
-    if SORTED:
-        compares = s_mask & (low < high)
-        begin = tl.min(tl.where(compares, low, M), axis=0)
-        end = tl.max(tl.where(compares, high, 0), axis=0)
-    share = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_M) * BLOCK_M
-    start = begin + tl.program_id(1) * share
-    stop = tl.minimum(start + share, end)
+    # The bank is divided among the splits.
+    share = tl.cdiv(tl.cdiv(M, tl.num_programs(1)), BLOCK_M) * BLOCK_M
+    start = tl.program_id(1) * share
+    stop = tl.minimum(start + share, M)
 
     best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
@@ -315,35 +418,18 @@ def knn_search_kernel(
                 part = tl.load(squares_ptr + split[:, None] * M + j[None, :], mask=there, other=0.0)
                 squares += tl.sum(part, axis=0)
         else:
-            t_row = _rows(t_order_ptr, j, t_mask, SORTED)
             product, squares = _product(
-                s_ptr, t_ptr, s_row, t_row, s_mask, t_mask, 0, D, stride_s, stride_t,
-                BLOCK_N, BLOCK_M, BLOCK_D, CHAIN, not SORTED, WIDEN,
+                s_ptr, t_ptr, s_row, j.to(tl.int64), s_mask, t_mask, 0, D, stride_s, stride_t,
+                BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
             )  # fmt: skip
-            if SORTED:
-                squares = tl.load(squares_ptr + t_row, mask=t_mask, other=0.0)
-        score = squares[None, :] - 2.0 * product  # (BLOCK_N, BLOCK_M)
-        # A score that overflows stays a candidate. A bank row with NaN or inf becomes the first
-        # candidate, so that it is not lost. Direct differences distinguish the two cases.
-        score = tl.where(score < FAR, score, FAR)
-        score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
         labels = tl.load(labels_ptr + j, mask=t_mask, other=0)
         t_mask = t_mask & (labels != ignore_index)
-        if SORTED:
-            t_mask = t_mask & (labels == labels)  # NaNs come last, behind inf
-            same = (j[None, :] >= low[:, None]) & (j[None, :] < high[:, None])
-        else:
-            same = (labels[None, :] >= low[:, None]) & (labels[None, :] <= high[:, None])
-            same = same & s_mask[:, None]
-        same = same & t_mask[None, :]
-        score = tl.where(same, score, float("inf"))
+        same = (labels[None, :] >= low[:, None]) & (labels[None, :] <= high[:, None])
+        same = same & s_mask[:, None] & t_mask[None, :]
+        score = tl.where(same, _scores(product, squares), float("inf"))
         best, chosen = _insert(score, first, best, chosen, BLOCK_M, KEEP)
 
-    candidate = _rows(t_order_ptr, chosen, (best < float("inf")) & s_mask[:, None], SORTED)
-    slot = tl.arange(0, KEEP)[None, :]
-    offsets = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
-    tl.store(score_ptr + offsets, best, mask=s_mask[:, None])
-    tl.store(candidate_ptr + offsets, candidate.to(tl.int32), mask=s_mask[:, None])
+    _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, chosen, KEEP)
 
 
 @triton.jit
@@ -563,20 +649,26 @@ def knn_forward(
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
     is_sorted = N >= ROWS_TO_SORT and M >= BANK_TO_SORT and not from_products
     high = low if high is None else high
+    itemsize, aligned = student.element_size(), is_aligned(*sizes)
     s_order = t_order = product = squares = None
-    features, product_splits = D, 0
+    features, product_splits, chain, bank = D, 0, 64, teacher
+    blocks = FROM_PRODUCT_BLOCKS
     if is_sorted:
         low, high, labels, s_order, t_order = _sort(low, high, labels)
-        squares = _norms(teacher)
+        if teacher.numel() * itemsize <= MOST_BYTES_TO_COPY:
+            bank = teacher.index_select(0, t_order)
+        squares = _norms(bank)
+        blocks = sorted_blocks(k, itemsize, D, aligned, launch.capability(student.device))
+        chain = D if blocks["WHOLE"] else blocks["BLOCK_D"]
     elif from_products:
         product, squares, features = _products(student, teacher, sizes)
         product_splits = len(product)
-    itemsize, aligned = student.element_size(), is_aligned(*sizes)
-    blocks = FROM_PRODUCT_BLOCKS
-    if not from_products:
-        blocks = search_blocks(k, itemsize, is_sorted, aligned, launch.capability(student.device))
+    else:
+        blocks = search_blocks(k, itemsize)
+        chain = blocks["BLOCK_D"]
     found = (low, high, labels, s_order, t_order, product, squares)
-    score, candidate = _search(student, teacher, sizes, found, blocks, k, ignore_index)
+    is_ordered = bank is not teacher
+    score, candidate = _search(student, bank, is_ordered, sizes, found, blocks, k, ignore_index)
 
     loss, factor = score.new_empty(N), score.new_empty(N)
     nearest = candidate.new_empty(N, k)
@@ -599,7 +691,7 @@ def knn_forward(
         *sizes[1:],
         score.shape[1],
         ignore_index,
-        score_rounding(features, product_splits, itemsize, blocks["CHAIN"]),
+        score_rounding(features, product_splits, itemsize, chain),
         1 / D,
         SORTED=is_sorted,
         **settle_blocks(k, aligned, from_products),
@@ -657,7 +749,8 @@ def _products(
 
 def _search(
     student: Tensor,
-    teacher: Tensor,
+    bank: Tensor,
+    is_ordered: bool,
     sizes: tuple[int, int, int],
     found: tuple[Tensor | None, ...],
     blocks: dict[str, int],
@@ -665,29 +758,46 @@ def _search(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """Scores and rows of the candidates (N, splits, KEEP)."""
-    N, M = student.shape[0], teacher.shape[0]
-    *_, s_order, _, product, _ = found
-    kept = keep(k)
-    tiles = cdiv(N, blocks["BLOCK_N"])
-    splits = max(min(cdiv(PROGRAMS, tiles), cdiv(M, blocks["BLOCK_M"])), 1)
+    N, M = len(student), len(bank)
+    low, high, labels, s_order, t_order, product, squares = found
+    tiles, kept, widens = cdiv(N, blocks["BLOCK_N"]), keep(k), _widens(student.dtype)
+    # All programs run at a time.
+    splits = max(min(PROGRAMS // tiles, cdiv(M, blocks["BLOCK_M"])), 1)
     score = student.new_empty(N, splits, kept, dtype=torch.float32)
     candidate = student.new_empty(N, splits, kept, dtype=torch.int32)
-    knn_search_kernel[(tiles, splits)](
-        *((student, teacher) if product is None else (None, None)),
-        *found,
-        score,
-        candidate,
-        N,
-        M,
-        *(sizes if product is None else (None, None, None)),
-        0 if product is None else len(product),
-        ignore_index,
-        SORTED=s_order is not None,
-        FROM_PRODUCTS=product is not None,
-        KEEP=kept,
-        WIDEN=product is None and _widens(student.dtype),
-        **blocks,
-    )
+    if s_order is not None:
+        knn_sorted_search_kernel[(tiles, splits)](
+            student,
+            bank,
+            *(low, high, labels, s_order, t_order, squares),
+            score,
+            candidate,
+            N,
+            M,
+            *sizes[:2],
+            bank.stride(0),
+            ignore_index,
+            ORDERED=is_ordered,
+            KEEP=kept,
+            WIDEN=widens,
+            **blocks,
+        )
+    else:
+        knn_search_kernel[(tiles, splits)](
+            *((student, bank) if product is None else (None, None)),
+            *(low, high, labels, product, squares),
+            score,
+            candidate,
+            N,
+            M,
+            *(sizes if product is None else (None, None, None)),
+            0 if product is None else len(product),
+            ignore_index,
+            FROM_PRODUCTS=product is not None,
+            KEEP=kept,
+            WIDEN=product is None and widens,
+            **blocks,
+        )
     return score, candidate
 
 

@@ -36,12 +36,11 @@ BITS |= {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
 # Where a thread's share of a tile is no run of 16 bytes at an address known to be aligned, and why
 # it stays so: the line's beginning, by kernel.
 ALLOWED = {
-    # Rows of the bank in the order of their labels lie anywhere, as do candidates. Products are
-    # rows of M numbers, few and in the cache; M is not specialised, for few compiled forms.
-    "knn_search_kernel": (
-        "return tl.load(order_ptr + position",
-        "product += tl.sum(tl.load(product_ptr",
-    ),
+    # Rows of the candidates in the order of their labels lie anywhere.
+    "knn_sorted_search_kernel": ("return tl.load(order_ptr + position",),
+    # Products are rows of M numbers, few and in the cache; M is not specialised, for few compiled
+    # forms.
+    "knn_search_kernel": ("product += tl.sum(tl.load(product_ptr",),
     "knn_product_kernel": ("tl.store(product_ptr + offsets",),
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(x_ptr + i",),

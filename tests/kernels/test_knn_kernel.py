@@ -54,8 +54,11 @@ def test_sorted_by_label(monkeypatch, classes, programs):
     check("triton", student, teacher, *labels, tolerance=1, reduction="none", upstream=upstream)
 
 
-def test_sorted_in_chains_of_products(monkeypatch):
+@pytest.mark.parametrize("copied", [True, False])
+def test_sorted_in_half_precision(monkeypatch, copied):
     sort_always(monkeypatch)
+    if not copied:
+        monkeypatch.setattr("fastkd.kernels.knn.MOST_BYTES_TO_COPY", 0)
     monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
     student, teacher, *labels = batch(9, 70, 336, 1, dtype=torch.bfloat16, mean=0.5)
     check("triton", student, teacher, *labels)
@@ -95,7 +98,7 @@ def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
     )
     knn_feature_loss(student, teacher, *labels, backend="triton")
     busy = scores[0][0].isfinite().any(2).any(0)  # of the splits
-    assert busy.sum() == -(-40 // kernels.search_blocks(1, 4, True, False, 9)["BLOCK_M"])
+    assert busy.sum() == -(-40 // kernels.sorted_blocks(1, 4, 4, False, 9)["BLOCK_M"])
 
 
 @pytest.mark.parametrize("rows", [1, 64])
