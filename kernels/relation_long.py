@@ -1,8 +1,8 @@
 """Relations of groups of more than 128 rows, one chunk of groups at a time.
 
-Centred rows (`relation_centre_kernel`), lower-triangle tiles of both relations
-(`relation_tiles_kernel`) and their sums, A (`relation_difference_kernel`), then one product with
-the centred rows (`relation_gradient_kernel`).
+Centred rows (`relation_centre_kernel`), lower-triangle tiles of both relations and their sums
+(`relation_tiles_kernel`), A (`relation_difference_kernel`), then one product with the centred rows
+(`relation_gradient_kernel`).
 """
 
 from typing import NamedTuple
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd.kernels import launch
+from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
@@ -26,6 +28,7 @@ from fastkd.kernels.relation_rows import (
     low_part,
 )
 
+CENTRE_ROWS = 4  # of a program that centres rows: enough programs for all multiprocessors
 TILE = 128  # rows and columns of a tile of a long relation
 # Largest number of relation entries computed at once; bounds the workspace of long groups.
 CHUNK_ENTRIES = 2**24
@@ -166,6 +169,47 @@ def _triangle(tile):
     return i, tile - i * (i + 1) // 2
 
 
+@triton.jit
+def _products(
+    centred_ptr,  # (N, D)
+    i,
+    j,
+    N,
+    D,
+    low_parts,  # offset of the low parts
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Products of the centred rows i and j (TILE, TILE)."""
+    R = tl.zeros((TILE, TILE), tl.float32)
+    rows_i = centred_ptr + i.to(tl.int64)[:, None] * D
+    rows_j = centred_ptr + j.to(tl.int64)[:, None] * D
+    for first in range(0, D, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)[None, :]
+        inside_i, inside_j = (i < N)[:, None] & (d < D), (j < N)[:, None] & (d < D)
+        left = tl.load(rows_i + d, mask=inside_i, other=0.0)
+        right = tl.load(rows_j + d, mask=inside_j, other=0.0)
+        R = tl.dot(left, tl.trans(right), R)
+        if SPLIT:
+            low = tl.load(rows_j + low_parts + d, mask=inside_j, other=0.0)
+            R = tl.dot(left, tl.trans(low), R)
+            low = tl.load(rows_i + low_parts + d, mask=inside_i, other=0.0)
+            R = tl.dot(low, tl.trans(right), R)
+    return R
+
+
+@triton.jit
+def _relation(products, offset_ptr, i, j, valid, N):
+    """R̃ of a tile from its products, 0 at padding."""
+    u_i = tl.load(offset_ptr + i, mask=i < N, other=0.0)
+    u_j = tl.load(offset_ptr + j, mask=j < N, other=0.0)
+    own = tl.load(offset_ptr + N + i, mask=i < N, other=0.0)
+    R = products / (OPERAND_SCALE * OPERAND_SCALE) + u_i[:, None] + u_j[None, :]
+    R = tl.where(i[:, None] == j[None, :], own[:, None], R)
+    return tl.where(valid, R, 0.0)
+
+
 @triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n"])
 def relation_tiles_kernel(
     centred_s_ptr,  # (parts, chunk, N, Ds)
@@ -174,6 +218,7 @@ def relation_tiles_kernel(
     scale_ptr,
     size_ptr,
     tiles_ptr,  # (2, chunk, tiles, TILE, TILE): R̃_s, R̃_t, lower triangle of tiles
+    partial_ptr,  # (chunk, 3, tiles): sums of R̃_sR̃_t, R̃_s², R̃_t², in float64 as 1 − ρ cancels
     first_group,
     N,
     Ds,
@@ -186,75 +231,40 @@ def relation_tiles_kernel(
 ):
     tile = tl.program_id(0)
     slot = tl.program_id(1).to(tl.int64)
-    teacher = tl.program_id(2) == 1
-    tiles, chunk = tl.num_programs(0), tl.num_programs(1)
-    entry = tl.where(teacher, chunk + slot, slot)
-    D = tl.where(teacher, Dt, Ds)
-    centred_ptr = tl.where(teacher, centred_t_ptr, centred_s_ptr) + slot * N * D
-    offset_ptr += 2 * entry * N
+    tiles, chunk = tl.num_programs(0), tl.num_programs(1).to(tl.int64)
     block_i, block_j = _triangle(tile)
     i = block_i * TILE + tl.arange(0, TILE)
     j = block_j * TILE + tl.arange(0, TILE)
-
-    R = tl.zeros((TILE, TILE), tl.float32)
-    rows_i = centred_ptr + i.to(tl.int64)[:, None] * D
-    rows_j = centred_ptr + j.to(tl.int64)[:, None] * D
-    low_parts = chunk.to(tl.int64) * N * D
-    for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)[None, :]
-        inside_i, inside_j = (i < N)[:, None] & (d < D), (j < N)[:, None] & (d < D)
-        left = tl.load(rows_i + d, mask=inside_i, other=0.0)
-        right = tl.load(rows_j + d, mask=inside_j, other=0.0)
-        R = tl.dot(left, tl.trans(right), R)
-        if SPLIT:
-            low = tl.load(rows_j + low_parts + d, mask=inside_j, other=0.0)
-            R = tl.dot(left, tl.trans(low), R)
-            low = tl.load(rows_i + low_parts + d, mask=inside_i, other=0.0)
-            R = tl.dot(low, tl.trans(right), R)
-
     group = first_group + slot
     usable = tl.load(size_ptr + group) >= 2
     scale_ptr += group * stride_group
     scale_i = tl.load(scale_ptr + i.to(tl.int64) * stride_n, mask=i < N, other=0.0)
     scale_j = tl.load(scale_ptr + j.to(tl.int64) * stride_n, mask=j < N, other=0.0)
-    valid_i, valid_j = (scale_i != 0) & usable, (scale_j != 0) & usable
-    u_i = tl.load(offset_ptr + i, mask=i < N, other=0.0)
-    u_j = tl.load(offset_ptr + j, mask=j < N, other=0.0)
-    own = tl.load(offset_ptr + N + i, mask=i < N, other=0.0)
-    R = R / (OPERAND_SCALE * OPERAND_SCALE) + u_i[:, None] + u_j[None, :]
-    R = tl.where(i[:, None] == j[None, :], own[:, None], R)
-    R = tl.where(valid_i[:, None] & valid_j[None, :], R, 0.0)
+    valid = ((scale_i != 0) & usable)[:, None] & (scale_j != 0)[None, :]
     cell = tl.arange(0, TILE)[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    tl.store(tiles_ptr + (entry * tiles + tile) * TILE * TILE + cell, R)
+    tiles_s = tiles_ptr + (slot * tiles + tile) * TILE * TILE + cell
+    tiles_t = tiles_s + chunk * tiles * TILE * TILE
 
+    R_t = _products(
+        centred_t_ptr + slot * N * Dt, i, j, N, Dt, chunk * N * Dt, SPLIT, TILE, BLOCK_D
+    )
+    R_t = _relation(R_t, offset_ptr + 2 * (chunk + slot) * N, i, j, valid, N)
+    tl.store(tiles_t, R_t)
+    R_s = _products(
+        centred_s_ptr + slot * N * Ds, i, j, N, Ds, chunk * N * Ds, SPLIT, TILE, BLOCK_D
+    )
+    R_s = _relation(R_s, offset_ptr + 2 * slot * N, i, j, valid, N)
+    tl.store(tiles_s, R_s)
+    tl.debug_barrier()  # a thread reads what others stored
+    R_s, R_t = tl.load(tiles_s), tl.load(tiles_t)
 
-@triton.jit
-def relation_sums_kernel(
-    tiles_ptr,  # (2, chunk, tiles, TILE, TILE)
-    partial_ptr,  # (chunk, 3, tiles): sums of R̃_sR̃_t, R̃_s², R̃_t², in float64 as 1 − ρ cancels
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    slot = tl.program_id(1).to(tl.int64)
-    tiles, chunk = tl.num_programs(0), tl.num_programs(1)
-    block_i, block_j = _triangle(tile)
-    tiles_s = tiles_ptr + (slot * tiles + tile) * TILE * TILE
-    tiles_t = tiles_s + chunk.to(tl.int64) * tiles * TILE * TILE
-    covariance = tl.zeros((BLOCK,), tl.float64)
-    square_s = tl.zeros((BLOCK,), tl.float64)
-    square_t = tl.zeros((BLOCK,), tl.float64)
-    for first in range(0, TILE, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        cell = i[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        R_s, R_t = tl.load(tiles_s + cell), tl.load(tiles_t + cell)
-        covariance += tl.sum(R_s * R_t, axis=1).to(tl.float64)
-        square_s += tl.sum(R_s * R_s, axis=1).to(tl.float64)
-        square_t += tl.sum(R_t * R_t, axis=1).to(tl.float64)
     times = tl.where(block_i == block_j, 1.0, 2.0)  # 2 counts the upper triangle, too
     partial_ptr += slot * 3 * tiles + tile
+    covariance = tl.sum(R_s * R_t, axis=1).to(tl.float64)
     tl.store(partial_ptr, times * tl.sum(covariance, axis=0))
+    square_s = tl.sum(R_s * R_s, axis=1).to(tl.float64)
     tl.store(partial_ptr + tiles, times * tl.sum(square_s, axis=0))
+    square_t = tl.sum(R_t * R_t, axis=1).to(tl.float64)
     tl.store(partial_ptr + 2 * tiles, times * tl.sum(square_t, axis=0))
 
 
@@ -387,6 +397,50 @@ def relation_difference_kernel(
             tl.store(a_ptr + low_parts + j[:, None] * side + i[None, :], low_part(mirrored))
 
 
+@triton.jit
+def _write_gradient(
+    dx,  # (rows, features): A's product with the centred rows
+    n,
+    d,
+    centred_ptr,  # (N, D)
+    centred_low,
+    mean_ptr,
+    scale_ptr,
+    coefficient_ptr,
+    dx_ptr,
+    group,
+    slot,
+    N,
+    D,
+    stride_group,
+    stride_n,
+    accumulate,
+    HALF: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Write a tile of the gradient before P_i, or add it."""
+    in_group, inside_d = n < N, d < D
+    inside = in_group[:, None] & inside_d[None, :]
+    row = group * stride_group + n.to(tl.int64) * stride_n
+    scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
+    valid = inside & (scale != 0)[:, None]
+    own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
+    centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    if SPLIT:
+        centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
+    centred /= OPERAND_SCALE
+    mean = tl.load(mean_ptr + group * D + d, mask=inside_d, other=0.0)
+    centred = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
+    coefficient_ptr += slot * 2 * N + n
+    dx *= tl.load(coefficient_ptr, mask=in_group, other=0.0)[:, None]
+    dx -= tl.load(coefficient_ptr + N, mask=in_group, other=0.0)[:, None] * centred
+    dx *= derivative_scale(scale, HALF)[:, None]
+    dx = tl.where(valid, dx, 0.0)
+    dx_rows = dx_ptr + row[:, None] * D + d[None, :]
+    dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
+    tl.store(dx_rows, dx, mask=inside)
+
+
 @triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n", "accumulate"])
 def relation_gradient_kernel(
     a_ptr,  # (parts, chunk, side, side)
@@ -430,26 +484,16 @@ def relation_gradient_kernel(
             dx = tl.dot(tl.load(a_rows + a_low + first), b, dx)
             dx = tl.dot(a, tl.load(b_rows + centred_low, mask=inside, other=0.0), dx)
 
-    in_group = n < N
-    inside = in_group[:, None] & inside_d[None, :]
-    row = group * stride_group + n.to(tl.int64) * stride_n
-    scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
-    valid = inside & (scale != 0)[:, None]
-    own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
-    centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    if SPLIT:
-        centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
-    centred /= OPERAND_SCALE
-    mean = tl.load(mean_ptr + group * D + d, mask=inside_d, other=0.0)
-    centred = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
-    coefficient_ptr += slot * 2 * N + n
-    dx *= tl.load(coefficient_ptr, mask=in_group, other=0.0)[:, None]
-    dx -= tl.load(coefficient_ptr + N, mask=in_group, other=0.0)[:, None] * centred
-    dx *= derivative_scale(scale, HALF)[:, None]
-    dx = tl.where(valid, dx, 0.0)
-    dx_rows = dx_ptr + row[:, None] * D + d[None, :]
-    dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
-    tl.store(dx_rows, dx, mask=inside)
+    # One quarter of the columns after the other: their rows need registers, too.
+    left, right = halves(dx)
+    parts = halves(left) + halves(right)
+    quarter: tl.constexpr = BLOCK_D // 4
+    for part in tl.static_range(4):
+        d = tl.program_id(1) * BLOCK_D + part * quarter + tl.arange(0, quarter)
+        _write_gradient(
+            parts[part], n, d, centred_ptr, centred_low, mean_ptr, scale_ptr, coefficient_ptr,
+            dx_ptr, group, slot, N, D, stride_group, stride_n, accumulate, HALF, SPLIT,
+        )  # fmt: skip
 
 
 def launch_long(
@@ -539,10 +583,10 @@ class _Workspace:
         N, split, strides = self.term.N, self.layers.split, self.term.strides
         offsets = self._empty(2, groups, 2, N)
         for i, side in enumerate(self.sides):
-            relation_centre_kernel[(cdiv(N, 32), groups)](
+            relation_centre_kernel[(cdiv(N, CENTRE_ROWS), groups)](
                 side.x, side.scale, side.mean, side.size, side.centred, offsets,
                 first, i * groups, N, side.D, *side.strides, *strides,
-                SPLIT=split, BLOCK_N=32, BLOCK_D=128, num_warps=8,
+                SPLIT=split, BLOCK_N=CENTRE_ROWS, BLOCK_D=512, num_warps=4,
             )  # fmt: skip
         relation_offsets_kernel[(groups, 2)](
             offsets, self.scale, self.sizes, first, N,
@@ -554,17 +598,15 @@ class _Workspace:
     def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
         """Compute both relations, the losses, and the gradient's coefficients (groups, 2, N)."""
         term, layers, N = self.term, self.layers, self.term.N
-        # Split operands need twice the memory in flight.
-        relation_tiles_kernel[(self.tiles, groups, 2)](
-            *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
-            self.relations, first, N, layers.Ds, layers.Dt, *term.strides,
-            SPLIT=layers.split, TILE=TILE, BLOCK_D=32 if layers.split else 64,
-            num_warps=8, num_stages=3,
-        )  # fmt: skip
         partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
-        relation_sums_kernel[(self.tiles, groups)](
-            self.relations, partial, TILE=TILE, BLOCK=32, num_warps=4
-        )
+        # Split operands need twice the memory in flight, and on an A100 (8) more registers.
+        few = layers.split and launch.capability(self.student.device) == 8
+        relation_tiles_kernel[(self.tiles, groups)](
+            *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
+            self.relations, partial, first, N, layers.Ds, layers.Dt, *term.strides,
+            SPLIT=layers.split, TILE=TILE, BLOCK_D=16 if few else 32 if layers.split else 64,
+            num_warps=8, num_stages=4,
+        )  # fmt: skip
         coefficients = self._empty(groups, 2, N)
         relation_coefficients_kernel[(groups,)](
             partial, offsets, self.scale, self.sizes, term.shares, term.stride_share,
