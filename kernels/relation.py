@@ -12,22 +12,21 @@ to the row. The backward pass applies P_i, since it reads the student anyway. Pr
 rows themselves also removes the rounding error along them, which 1/eps can make large; a formula
 would not.
 
-Data path. Features are padded with zeros to multiples of 16. Groups of up to 128 rows are kept in
-registers (`relation_small`), longer groups in tiles in memory (`relation_long`); shared code is in
-`relation_rows`. Long groups come first. Their forward pass computes everything except P_i and the
-upstream gradient, with 1/‖x‖ from `relation_row_scale_kernel`, which reads every row once. The
-last kind of small groups leaves its gradient to the backward pass: A is far smaller than the
-rows. Sums are partial sums with a second pass, never atomics: every run has the same bits.
+Data path. Features are padded with zeros to multiples of 16. `relation_row_scale_kernel` computes
+1/‖x‖ of all rows. Groups of up to 128 rows are kept in registers (`relation_small`), longer groups
+in tiles in memory (`relation_long`); shared code is in `relation_rows`. Long groups come first.
+Their forward pass computes everything except P_i and the upstream gradient. The last kind of small
+groups leaves its gradient to the backward pass: A is far smaller than the rows. Sums are partial
+sums with a second pass, never atomics: every run has the same bits.
 
 Small groups, per layer with E = B·N·D elements of s bytes a side, each byte counted once per
-launch: 2Es bytes read for each kind of relation, Es written for the gradient over tokens, 3Es in
-the backward pass: student, that gradient and the result. Both kinds: 8Es bytes, and A of N·B²
-elements written and read; one kind: 4Es and A. The bytes requested are twice the reads, since
-norms and relations read the rows one after the other: the second time from the L2 cache. Both
-kinds at B32 N128 D768 in bf16: 50 MB a layer (15 µs at 3.35 TB/s) against 6·E·(N + B) operations,
-3 GFLOP (4 µs). Bank conflicts in the sums over rows bind before that: see docs/kernels.md. Long
-groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for the gradient against 14·N²
-bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
+launch: 2Es bytes read for the row lengths, and 4Es for each kind of relation, half of them for the
+means; Es written for the gradient over tokens, 3Es in the backward pass: student, that gradient and
+the result. Both kinds: 14Es bytes, and A of N·B² elements written and read; one kind: 8Es and A.
+Layers follow each other in the L2 cache, so the means' rows and half of the others are often there.
+Both kinds at B32 N128 D768 in bf16: 88 MB a layer (26 µs at 3.35 TB/s) against 6·E·(N + B)
+operations, 3 GFLOP (4 µs). Long groups: N²·(Ds + Dt) operations for the triangles and 2·N²·Ds for
+the gradient against 14·N² bytes of tiles and A: bound by the tensor cores from D ≈ 500 on.
 """
 
 import torch
@@ -54,9 +53,9 @@ from fastkd.kernels.relation_rows import (
 from fastkd.kernels.relation_small import (
     SMALL_GROUP,
     Kept,
-    kept_shapes,
     launch_small,
     launch_small_gradient,
+    new_kept,
 )
 
 MOST_COLUMNS_AT_ONCE = 4096  # largest D of rows that a backward program holds whole in registers
@@ -161,8 +160,7 @@ def _new_gradient(
         dx = x.new_empty((layers, B, N, padded_size(D)), dtype=gradient_dtype(x.dtype))
     if over is not None:
         members, groups = (B, N)[over], (B, N)[1 - over]
-        a, values = kept_shapes(layers, groups, members, splits(x.dtype))
-        kept = Kept(x.new_empty(a, dtype=torch.float16), x.new_empty(values, dtype=torch.float32))
+        kept = new_kept(x, layers, groups, members, splits(x.dtype))
     return dx, kept
 
 
@@ -245,8 +243,8 @@ def relation_gradients(
     out = students[0].new_empty(len(students), B, N, size)
     students = same_layout(students)
     if over is not None:
-        *dx, a, values = saved
-        launch_small_gradient(students, *(dx or [None]), Kept(a, values), factor, out, over)
+        *dx, a, values, mean = saved
+        launch_small_gradient(students, *(dx or [None]), Kept(a, values, mean), factor, out, over)
     elif out.numel():
         _project(saved[0], students, mask, factor, out)
     return out if size == D else out[..., :D].contiguous()

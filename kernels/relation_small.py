@@ -1,10 +1,12 @@
 """Relations of up to 128 rows: one program per group and layer, with both relations in registers.
 
-`relation_small_groups_kernel` reads the rows twice, for their norms and for R̃_s and R̃_t, and
-stores the losses. For the gradient of the call's last kind of relation it stores A and two
-numbers per row (`Kept`), far less than the rows; for another kind it reads the student again and
-writes the gradient. `relation_small_gradient_kernel` computes the gradient from A and the student
-in the backward pass, adds the other kind's gradient, applies P_i and the upstream gradient.
+`relation_small_mean_kernel` computes the mean of a group's unit rows for some of the features: in
+the programs of the other kernels, warps would wait for each other in each sum over rows.
+`relation_small_groups_kernel` reads the rows once, for R̃_s and R̃_t, and stores the losses. For the
+gradient of the call's last kind of relation it stores A and two numbers per row (`Kept`), far less
+than the rows; for another kind it reads the student again and writes the gradient.
+`relation_small_gradient_kernel` computes the gradient from A and the student in the backward pass,
+adds the other kind's gradient, applies P_i and the upstream gradient.
 """
 
 import functools
@@ -16,20 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels import launch
-from fastkd.kernels.launch import next_power_of_2
+from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
-    LARGEST_SQUARES,
     OPERAND_SCALE,
-    PART,
     Layers,
     Term,
     centring_offset,
     derivative_scale,
     high_part,
     low_part,
-    row_scale,
+    padded_size,
 )
 from fastkd.kernels.rounding import rounded
 
@@ -44,32 +44,28 @@ def _tile(x_ptr, start, rows, d, D):
 
 
 @triton.jit
-def _row_scales(x_ptr, start, real, D, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """1/‖x‖ of each row, 0 at padding."""
-    squares = tl.zeros((BLOCK_N,), tl.float32)
-    for first in range(0, D, BLOCK_D):
-        x = _tile(x_ptr, start, real, first + tl.arange(0, BLOCK_D), D)
-        squares += tl.sum(x * x, axis=1)
-    part_squares = tl.zeros((BLOCK_N,), tl.float32)
-    if tl.max(squares, axis=0) > LARGEST_SQUARES:
-        for first in range(0, D, BLOCK_D):
-            part = _tile(x_ptr, start, real, first + tl.arange(0, BLOCK_D), D) * PART
-            part_squares += tl.sum(part * part, axis=1)
-    return tl.where(real, row_scale(squares, part_squares), 0.0)
+def _unit_rows(x, scale):
+    return rounded(x * scale[:, None])
 
 
 @triton.jit
-def _centred_tile(x, scale, valid, share):
-    """Mean of the unit rows, and the centred rows, of one block of features."""
-    unit = rounded(x * scale[:, None])  # (BLOCK_N, BLOCK_D)
-    mean = rounded(tl.sum(unit, axis=0) * share)  # (BLOCK_D,)
-    return mean, tl.where(valid[:, None], unit - mean[None, :], 0.0)
+def _centred_tile(x, scale, valid, mean):
+    """The unit rows minus their mean, of one block of features."""
+    return tl.where(valid[:, None], _unit_rows(x, scale) - mean[None, :], 0.0)
 
 
 @triton.jit
-def _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT: tl.constexpr):
+def _members(scale):
+    """Rows of a group that exist, those that have a relation, and 1 over their number."""
+    exists = scale != 0
+    real = tl.sum(exists.to(tl.int32), axis=0)
+    return exists, exists & (real >= 2), tl.div_rn(1.0, tl.maximum(real, 1).to(tl.float32))
+
+
+@triton.jit
+def _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT: tl.constexpr):
     """A's product with the centred rows, before P_i, of one block of features."""
-    mean, centred = _centred_tile(x, scale, valid, share)
+    centred = _centred_tile(x, scale, valid, mean)
     scaled = centred * OPERAND_SCALE
     dx = tl.dot(high, high_part(scaled))
     if SPLIT:
@@ -84,6 +80,8 @@ def _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT: tl.
 def _centred_relation(
     x_ptr,
     start,
+    mean_ptr,
+    rest_ptr,
     scale,
     valid,
     share,
@@ -96,18 +94,18 @@ def _centred_relation(
     R = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
     along = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
-    length = 0.0
+    lengths = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        mean, centred = _centred_tile(_tile(x_ptr, start, valid, d, D), scale, valid, share)
-        # Equal rows have no relation: their centred rows are only the mean's rounding error.
+        mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+        rest = tl.load(rest_ptr + d, mask=d < D, other=0.0)
+        centred = _centred_tile(_tile(x_ptr, start, valid, d, D), scale, valid, mean)
         # Selecting the remainder spills nothing; selecting the difference spills 8 bytes.
-        rest = tl.sum(centred, axis=0) * share
-        mean += rest
         centred -= tl.where(valid[:, None], rest[None, :], 0.0)
+        mean += rest
         along += tl.sum(centred * mean[None, :], axis=1)
         squares += tl.sum(centred * centred, axis=1)
-        length += tl.sum(mean * mean, axis=0)
+        lengths += mean * mean
         centred *= OPERAND_SCALE
         high = high_part(centred)
         R = tl.dot(high, tl.trans(high), R)
@@ -115,7 +113,7 @@ def _centred_relation(
             low = low_part(centred)
             R = tl.dot(high, tl.trans(low), R)
             R = tl.dot(low, tl.trans(high), R)
-    h = centring_offset(along, squares, length, scale, valid)
+    h = centring_offset(along, squares, tl.sum(lengths, axis=0), scale, valid)
     u = tl.where(valid, h - tl.sum(h, axis=0) * share, 0.0)
     diagonal = squares + 2 * u
     n = tl.arange(0, BLOCK_N)
@@ -124,11 +122,67 @@ def _centred_relation(
     return tl.where(valid[:, None] & valid[None, :], R, 0.0)
 
 
-@triton.jit(do_not_specialize=["N", "stride_share", "stride_group", "stride_n", "first_loss"])
+@triton.jit(do_not_specialize=["N", "stride_side", "stride_group", "stride_n"])
+def relation_small_mean_kernel(
+    s_ptrs,  # layers of (groups, N, Ds)
+    t_ptrs,  # layers of (groups, N, Dt)
+    scale_ptr,  # (layers, 2, stride_side): 1/‖x‖, 0 at padding
+    mean_s_ptr,  # (layers, groups, Ds): mean of the unit rows
+    rest_s_ptr,  # (layers, groups, Ds): the mean's rounding error
+    mean_t_ptr,  # (layers, groups, Dt)
+    rest_t_ptr,  # (layers, groups, Dt)
+    N,
+    Ds,
+    Dt,
+    stride_s_group,
+    stride_s_n,
+    stride_t_group,
+    stride_t_n,
+    stride_group,  # of rows in scale
+    stride_n,
+    stride_side,
+    SLOTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Programs that follow each other read the same rows.
+    blocks_d = tl.cdiv(tl.maximum(Ds, Dt), BLOCK_D)
+    group = (tl.program_id(0) // blocks_d).to(tl.int64)
+    groups = tl.num_programs(0) // blocks_d
+    d = tl.program_id(0) % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    layer = tl.program_id(1).to(tl.int64)
+    teacher = tl.program_id(2) == 1
+    n = tl.arange(0, BLOCK_N).to(tl.int64)
+    scale_ptr += (2 * layer + tl.where(teacher, 1, 0)) * stride_side
+    scale = tl.load(scale_ptr + group * stride_group + n * stride_n, mask=n < N, other=0.0)
+    _, valid, share = _members(scale)
+    x_ptr = tl.where(teacher, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
+    start = group * tl.where(teacher, stride_t_group, stride_s_group)
+    start += n * tl.where(teacher, stride_t_n, stride_s_n)
+    D = tl.where(teacher, Dt, Ds)
+    unit = _unit_rows(_tile(x_ptr, start, valid, d, D), scale)  # (BLOCK_N, BLOCK_D)
+    mean = rounded(tl.sum(unit, axis=0) * share)
+    # Equal rows have no relation: their centred rows are only the mean's rounding error.
+    rest = tl.sum(tl.where(valid[:, None], unit - mean[None, :], 0.0), axis=0) * share
+    out = (layer * groups + group) * D + d
+    tl.store(tl.where(teacher, mean_t_ptr, mean_s_ptr) + out, mean, mask=d < D)
+    tl.store(tl.where(teacher, rest_t_ptr, rest_s_ptr) + out, rest, mask=d < D)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "N", "stride_side", "stride_share", "stride_group", "stride_n", "first_loss"
+    ]
+)  # fmt: skip
 def relation_small_groups_kernel(
     s_ptrs,  # layers of (groups, N, Ds)
     t_ptrs,  # layers of (groups, N, Dt)
-    mask_ptr,  # bytes
+    scale_ptr,  # (layers, 2, stride_side)
+    stride_side,
+    mean_s_ptr,  # (layers, groups, Ds), as the next three from `relation_small_mean_kernel`
+    rest_s_ptr,
+    mean_t_ptr,
+    rest_t_ptr,
     shares_ptr,  # (groups,): the groups' shares in the average, times their weights
     stride_share,  # 0 if all groups have the same
     dx_ptr,  # (layers, rows, Ds), if GRADIENT
@@ -163,17 +217,18 @@ def relation_small_groups_kernel(
     n = tl.arange(0, BLOCK_N)
     in_group = n < N
     row = group * stride_group + n.to(tl.int64) * stride_n
-    exists = in_group
-    if HAS_MASK:
-        exists = exists & (tl.load(mask_ptr + row, mask=in_group, other=0) != 0)
-    real = tl.sum(exists.to(tl.int32), axis=0)
-    valid = exists & (real >= 2)
+    scale_ptr += 2 * layer * stride_side + row
+    scale_s = tl.load(scale_ptr, mask=in_group, other=0.0)
+    scale_t = tl.load(scale_ptr + stride_side, mask=in_group, other=0.0)
+    _, valid, share = _members(scale_s)
+    real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
     count = tl.maximum(real, 1).to(tl.float32)
-    share = tl.div_rn(1.0, count)
     start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
-    scale_t = _row_scales(t_ptr, start_t, exists, Dt, BLOCK_N, BLOCK_D)
-
-    R_t = _centred_relation(t_ptr, start_t, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D)
+    means_t = (layer * groups + group) * Dt
+    R_t = _centred_relation(
+        t_ptr, start_t, mean_t_ptr + means_t, rest_t_ptr + means_t, scale_t, valid, share, Dt,
+        SPLIT, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
     sigma_t = tl.sqrt(tl.sum(R_t * R_t))
     scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
@@ -181,11 +236,14 @@ def relation_small_groups_kernel(
     if not SPLIT:  # halves the registers while the student's relation is computed
         b = b.to(tl.float16)
     start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
-    scale_s = _row_scales(s_ptr, start_s, exists, Ds, BLOCK_N, BLOCK_D)
     if KEEP:
         values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
         tl.store(values_ptr, scale_s)
-    R_s = _centred_relation(s_ptr, start_s, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D)
+    means_s = (layer * groups + group) * Ds
+    R_s = _centred_relation(
+        s_ptr, start_s, mean_s_ptr + means_s, rest_s_ptr + means_s, scale_s, valid, share, Ds,
+        SPLIT, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
     scale_a = tl.where(sigma_s > 0, count / sigma_s, 0.0)
     a = rounded(R_s * scale_a)
@@ -226,7 +284,8 @@ def relation_small_groups_kernel(
             for first in range(0, Ds, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = _tile(s_ptr, start_s, valid, d, Ds)
-                dx = _gradient_tile(x, high, low, scale_s, valid, share, left, row_sums, SPLIT)
+                mean = tl.load(mean_s_ptr + means_s + d, mask=d < Ds, other=0.0)
+                dx = _gradient_tile(x, high, low, scale_s, valid, mean, left, row_sums, SPLIT)
                 inside = in_group[:, None] & (d < Ds)[None, :]
                 tl.store(dx_rows[:, None] + d[None, :], dx, mask=inside)
 
@@ -237,6 +296,7 @@ def relation_small_gradient_kernel(
     dx_ptr,  # (layers, rows, D), if HAS_DX
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
     values_ptr,  # (layers, groups, 2, BLOCK_N)
+    mean_ptr,  # (layers, groups, D)
     factor_ptr,
     out_ptr,  # (layers, rows, D)
     N,
@@ -267,10 +327,8 @@ def relation_small_gradient_kernel(
     low = tl.load(a_tile + BLOCK_N * BLOCK_N) if SPLIT else high
     A = high.to(tl.float32) + low if SPLIT else high.to(tl.float32)
     row_sums = tl.sum(A, axis=1) * left
-    exists = scale != 0
-    real = tl.sum(exists.to(tl.int32), axis=0)
-    valid = exists & (real >= 2)
-    share = tl.div_rn(1.0, tl.maximum(real, 1).to(tl.float32))
+    exists, valid, _ = _members(scale)
+    mean_ptr += (layer * groups + group) * D
     start = group * stride_s_group + n.to(tl.int64) * stride_s_n
     row = group * stride_group + n.to(tl.int64) * stride_n
     rows = ((layer * groups * N + row) * D)[:, None]
@@ -280,7 +338,8 @@ def relation_small_gradient_kernel(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = _tile(s_ptr, start, exists, d, D)
-        dx = _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT)
+        mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+        dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
         if HAS_DX:
             inside = exists[:, None] & (d < D)[None, :]
             dx += tl.load(dx_ptr + rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -289,7 +348,8 @@ def relation_small_gradient_kernel(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = _tile(s_ptr, start, exists, d, D)
-        dx = _gradient_tile(x, high, low, scale, valid, share, left, row_sums, SPLIT)
+        mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+        dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
         inside = (n < N)[:, None] & (d < D)[None, :]
         if HAS_DX:
             there = inside & exists[:, None]
@@ -303,12 +363,15 @@ class Kept(NamedTuple):
 
     a: Tensor  # (layers, groups, parts, n, n): A in float16, or in two parts
     values: Tensor  # (layers, groups, 2, n): 1/‖x‖ of each row, and the factor of A's row
+    mean: Tensor  # (layers, groups, Ds): mean of the student's unit rows
 
 
-def kept_shapes(layers: int, groups: int, N: int, split: bool) -> tuple[tuple[int, ...], ...]:
-    """Shapes of `Kept`."""
-    n = small_rows(N)
-    return (layers, groups, 2 if split else 1, n, n), (layers, groups, 2, n)
+def new_kept(x: Tensor, layers: int, groups: int, N: int, split: bool) -> Kept:
+    """Empty tensors for students like x (.., D)."""
+    n, D = small_rows(N), padded_size(x.shape[-1])
+    numbers = functools.partial(x.new_empty, dtype=torch.float32)
+    a = x.new_empty(layers, groups, 2 if split else 1, n, n, dtype=torch.float16)
+    return Kept(a, numbers(layers, groups, 2, n), numbers(layers, groups, D))
 
 
 def small_rows(N: int) -> int:
@@ -321,20 +384,25 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell (10) reads accumulators from tensor memory all at once, which leaves no registers for
-    loads in flight, and too few for split float32. Only on Hopper (9) do the registers hold 128
-    bytes of a row of 128.
+    loads in flight, and too few for split float32. An A100 (8) spills with three steps in flight.
     """
-    n = small_rows(N)
+    n, stages = small_rows(N), 1 if capability >= 10 else 3 if capability == 9 else 2
     if n == 128:
-        d = (32 if dtype == torch.float32 else 64) // (1 if capability == 9 else 2)
-        warps, stages = 8, 1 if capability >= 10 or split else 2
+        d, warps = 16 if dtype == torch.float32 else 32, 8
+        stages = 1 if split else stages
     else:
         d = 32 if split else 64
         warps = 2 if n == 16 else 4 if n == 32 else 8
-        stages = 1 if capability >= 10 else 2
     # Without a bound the assembler uses 96 to 168 registers for small groups, and spills a few.
     bound = {} if n == 128 else {"maxnreg": 224}
     return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages, **bound}
+
+
+def small_mean_blocks(N: int) -> dict[str, int]:
+    """Blocks of the means: 32 elements per thread."""
+    n = small_rows(N)
+    warps = 8 if n > 32 else 4
+    return {"BLOCK_N": n, "BLOCK_D": 1024 * warps // n, "num_warps": warps}
 
 
 def launch_small(
@@ -345,13 +413,35 @@ def launch_small(
     With ``kept`` the gradient is left to `launch_small_gradient`; else it is written, not added.
     """
     capability = launch.capability(losses.device)
-    relation_small_groups_kernel[(term.groups, len(layers.students))](
+    sizes = len(layers.students), term.groups
+    new = functools.partial(losses.new_empty, dtype=torch.float32)
+    mean_s = kept.mean if kept else new(*sizes, layers.Ds)
+    means = mean_s, new(*sizes, layers.Ds), *new(2, *sizes, layers.Dt)
+    mean_blocks = small_mean_blocks(term.N)
+    columns = cdiv(max(layers.Ds, layers.Dt), mean_blocks["BLOCK_D"])
+    relation_small_mean_kernel[(term.groups * columns, sizes[0], 2)](
         *layers.pointers,
-        layers.mask,
+        layers.scale,
+        *means,
+        term.N,
+        layers.Ds,
+        layers.Dt,
+        *term.strides_s,
+        *term.strides_t,
+        *term.strides,
+        layers.stride_side,
+        SLOTS=layers.slots,
+        **mean_blocks,
+    )
+    relation_small_groups_kernel[(term.groups, sizes[0])](
+        *layers.pointers,
+        layers.scale,
+        layers.stride_side,
+        *means,
         term.shares,
         term.stride_share,
         None if kept else layers.dx,
-        *(kept or (None, None)),
+        *(kept[:2] if kept else (None, None)),
         losses,
         term.N,
         layers.Ds,
@@ -383,8 +473,6 @@ def launch_small_gradient(
     strides_s, strides = students[0].stride(), (sizes[1], 1)
     split = kept.a.shape[2] == 2
     blocks = small_blocks(members, students[0].dtype, split, launch.capability(out.device))
-    # A tile of the student is read in two layouts: from an asynchronous copy with bank conflicts.
-    blocks = blocks | {"num_stages": 1}
     relation_small_gradient_kernel[(groups, layers)](
         padded(students),
         dx,
