@@ -465,6 +465,22 @@ def test_votes_and_reductions():
         assert found.tolist() == right.tolist()
 
 
+def test_a_cache_policy_changes_no_value():
+    body = """
+    mov.u32 %r79, %tid.x;
+    ld.param.u64 %d1, [p0];
+    mul.wide.u32 %d2, %r79, 4;
+    add.s64 %d3, %d1, %d2;
+    createpolicy.fractional.L2::evict_first.b64 %d4, 1.0;
+    ld.global.L1::evict_first.L2::cache_hint.b32 %r1, [%d3], %d4;
+    ld.param.u64 %d1, [p1];
+    add.s64 %d3, %d1, %d2;
+    st.global.b32 [%d3], %r1;"""
+    values, out = torch.arange(32, dtype=BITS), torch.zeros(32, dtype=BITS)
+    launch(kernel(body, 2), grid=(1,), threads=32, shared=0, args=[values, out])
+    assert out.equal(values)
+
+
 # Shared memory, matrices, products
 
 

@@ -166,6 +166,17 @@ CHANGES: dict[str, Callable] = {
 }  # fmt: skip
 
 
+@decodes("createpolicy")
+def cache_policy(x: Instruction, program: Any) -> Run:
+    """A policy for the L2 cache, which changes no value."""
+    write = writer(x.operands[0], "b64")
+
+    def run(m: Any, mask: Any) -> None:
+        write(m.registers, np.zeros(m.size, np.uint64), mask)
+
+    return run
+
+
 @decodes("atom", "red")
 def atomic(x: Instruction, program: Any) -> Run | None:
     space, size = space_of(x), access_size(x)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -284,6 +285,8 @@ class _Body:
             return Immediate(int(text[2:], 16), True)
         if re.fullmatch(r"-?\d\w*", text):
             return Immediate(int(text.rstrip("U"), 0))
+        if re.fullmatch(r"-?\d+\.\d+", text):
+            return Immediate(int.from_bytes(struct.pack("<f", float(text)), "little"), True)
         if text[0] == "%" or any(text in scope for scope in self.scopes):
             return self.register(text)
         name, offset = re.fullmatch(r"([\w$]+)(?:\s*\+\s*(\d+))?", text).groups()
