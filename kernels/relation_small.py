@@ -394,7 +394,7 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
         d = 32 if split else 64
         warps = 2 if n == 16 else 4 if n == 32 else 8
     # Without a bound the assembler uses 96 to 168 registers for small groups, and spills a few.
-    bound = {} if n == 128 else {"maxnreg": 224}
+    bound = {} if n == 128 else {"maxnreg": 255 if split and n == 64 else 224}
     return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages, **bound}
 
 
