@@ -26,7 +26,7 @@ from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.reduction import bytes_of, counted, summed
 
 # Bytes of a sample's mask that a program reads at a time to count the real tokens.
-BLOCK_TOKENS = tl.constexpr(1024)
+BLOCK_TOKENS = tl.constexpr(256)
 
 
 def blocks(N: int, mean: bool) -> dict[str, int]:
