@@ -4,9 +4,10 @@ Newton's step S' = S + S R with R = I − (I − Q)S squares the residual, R' = 
 changes Q a little, so the last S is only a few steps away. Each program decides on the device what
 a launch does with its matrix, from the sums of squares that the programs of the previous launch
 stored. So the host always starts the same launches and never waits, and launches for a finished
-matrix return at once. `cayley_step_kernel` is launched often enough for a warm guess, then
-`cayley_finish_kernel` once: a single program per matrix, which continues until the matrix is
-finished. It runs on one multiprocessor, and only a call with a large change of Q needs it.
+matrix return at once. `cayley_step_kernel` is launched often enough for a warm guess, then for
+fewer than MANY_ROWS rows `cayley_finish_kernel` once: a single program per matrix, which continues
+until the matrix is finished. It runs on one multiprocessor, and only a call with a large change of
+Q needs it.
 
 Products. A matrix is stored as two float16 matrices, x = (high + low / 2^11) / scale, with an error
 of 2^-24, or of 2^-44 of 1 if that is more. An exact product is three products on the tensor cores,
@@ -51,10 +52,11 @@ from fastkd.kernels.launch import capability, cdiv
 # Steps after which a computed residual is measured: each further step would double the drift.
 STEPS = tl.constexpr(6)
 
-# Launches before the single program, enough for a guess with ‖R‖ < ½. Without a guess, or for
-# matrices so large that launches cost little, they are enough for ‖Q‖ up to 1e5.
+# Launches before the single program, enough for a guess with ‖R‖ < ½, and without a guess for ‖Q‖
+# up to 300. Large matrices, which a single program would take long for, have launches for 1e5.
 WARM_LAUNCHES = 11
-COLD_LAUNCHES = 31
+COLD_LAUNCHES = 20
+LARGE_LAUNCHES = 36
 MANY_ROWS = 2048
 # Rounds of the single program.
 MOST_ROUNDS = tl.constexpr(40)
@@ -665,7 +667,7 @@ def refine(skew: Tensor, guess: list[Tensor], launches: int) -> tuple[Tensor, Te
     for i in range(launches):
         step(*shared, i % 2, **tiles.config)
     last = launches % 2
-    if n < MANY_ROWS:
+    if tiles.size < MANY_ROWS:
         # The loop keeps the state in registers, which 4 warps spill on an A100.
         config = tiles.config | {"num_warps": 8}
         cayley_finish_kernel[(B,)](*shared, tiles.number, last, **config)
@@ -680,8 +682,8 @@ def _inverse_shapes(skew, guess):
 @operator(_inverse_shapes)
 def cayley_inverse(skew: Tensor, guess: list[Tensor]) -> Tensor:
     """(I − Q)⁻¹ (B, n, n), see `refine`."""
-    is_cold = not guess or skew.shape[-1] >= MANY_ROWS
-    return refine(skew, guess, COLD_LAUNCHES if is_cold else WARM_LAUNCHES)[0]
+    launches = WARM_LAUNCHES if guess else COLD_LAUNCHES
+    return refine(skew, guess, LARGE_LAUNCHES if skew.shape[-1] >= MANY_ROWS else launches)[0]
 
 
 def _gradient_shapes(w, grad):

@@ -109,6 +109,13 @@ def test_wide_tiles(device, norm):
     assert products.item() == 1
 
 
+def test_the_size_before_padding_decides_on_the_single_program(device):
+    skew = skew_matrices(31, [1000.0], device)
+    with mock.patch.object(kernels, "MANY_ROWS", 32):
+        inverse = kernels.cayley_inverse(skew, [identities(skew)])
+    assert relative_error(inverse, skew)[0] <= EPS * (2 + 1000 / 4)
+
+
 def test_unchanged_matrices_give_the_guess_back(device):
     skew = skew_matrices(17, [0.5, 40.0], device)
     inverse = kernels.cayley_inverse(skew, [identities(skew)])
