@@ -112,7 +112,8 @@ def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[st
         logits = 8 if divergence in FEWER_AT_A_TIME else 32 // element_size
     lanes = 32 * warps
     config = {"BLOCK_R": 1, "BLOCK_V": logits * lanes, "LANES": lanes, "num_warps": warps}
-    if divergence in (*HALF_THE_THREADS, "js", "adaptive_kl") and warps < 32:
+    many = divergence in (*HALF_THE_THREADS, "js", "adaptive_kl")
+    if warps < 32 and (many or (divergence in ONE_READ and not aligned)):
         config["maxnreg"] = 128  # without a bound the assembler uses 64 and spills
     return config | {"WIDTH": 16 // element_size if aligned else 1}
 
