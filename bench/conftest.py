@@ -135,7 +135,7 @@ def _tiny(case: Case) -> Case:
 
 
 def _parameters(cases: list[Case]) -> Iterator:
-    for case in {case.key: case for case in cases}.values():
+    for case in suite.each_once(cases):
         for provider in case.providers:
             reason = provider.why_not(DEVICE)
             own = ours(case.loss, provider.name)

@@ -36,8 +36,13 @@ def every_case() -> tuple[Case, ...]:
 
 def cases(sets: Sequence[str], only: Sequence[str] = ()) -> list[Case]:
     """Cases of ``sets``, of the losses ``only`` (all if empty), each key once."""
-    chosen = [c for c in every_case() if c.set in sets and (not only or c.loss in only)]
-    return list({case.key: case for case in chosen}.values())
+    return each_once([c for c in every_case() if c.set in sets and (not only or c.loss in only)])
+
+
+def each_once(cases: Sequence[Case]) -> list[Case]:
+    """One case for each key, in order: that of the headlines if several sets have the same."""
+    chosen = {case.key: case for case in cases}
+    return list((chosen | {case.key: case for case in cases if case.headline}).values())
 
 
 def toy(case: Case) -> Case:
