@@ -39,7 +39,8 @@ def sqrtm(a: Tensor) -> Tensor:
     matrix alone.
 
     Args:
-        a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used.
+        a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used. PyTorch decomposes
+            large matrices on a GPU, and waits for it.
 
     Returns:
         (*, n, n), in float64 for float64, else float32.
@@ -68,7 +69,8 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
     the one along matrices of the same rank. NaN or inf in a matrix gives NaN for that matrix alone.
 
     Args:
-        a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used.
+        a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used. PyTorch decomposes
+            large matrices on a GPU, and waits for it.
         ridge: added to every eigenvalue, at least 0.
 
     Returns:

@@ -140,7 +140,7 @@ CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 LEAST_CAPABILITY = (8, 0)
 # Largest n, and largest n² for each matrix of a batch, of the CUDA kernel for eigenvectors.
-KERNEL_LARGEST, KERNEL_LARGEST_SQUARE = 256, 5000
+KERNEL_LARGEST, KERNEL_LARGEST_SQUARE = 256, 5500
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -13,6 +13,8 @@ def calls() -> Calls:
         (None, 4),
         ALL_TYPES,
     ):
+        if m > 64 and (top_k or ridge in (0.0, (0.0, 1e-4))):
+            continue  # PyTorch's eigh waits for the device, as the documentation says
         yield Call(
             fastkd.cca_loss,
             {
@@ -28,7 +30,7 @@ def calls() -> Calls:
             {"student": learns(3, 64, 8), "teacher": given(3, 64, 16)},
             {"reduction": reduction, "backend": backend},
         )
-    for m, D, dtype in itertools.product((32, 200, 4096), (8, 768), ALL_TYPES):
+    for (m, D), dtype in itertools.product([(32, 768), (32, 8), (200, 8), (4096, 8)], ALL_TYPES):
         yield Call(
             fastkd.canonical_correlations,
             {
