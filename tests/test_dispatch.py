@@ -22,7 +22,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
         monkeypatch.setattr(extension, "CUDA", True)
-        return types.SimpleNamespace(device=GPU, dtype=torch.float32, is_cuda=True, shape=(3, 3))
+        return types.SimpleNamespace(
+            device=GPU, dtype=torch.float32, is_cuda=True, shape=torch.Size((3, 3))
+        )
 
     yield found
     extension._known_capability.cache_clear()

@@ -17,7 +17,7 @@ from tools.contract import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
-SHARED_KERNEL_FILES = {"launch", "pointers", "rounding"}
+SHARED_KERNEL_FILES = {"halves", "launch", "pointers", "rounding"}
 # Public, and no loss.
 HELPERS = {"FeatureQueue", *PARTS}
 
