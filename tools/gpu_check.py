@@ -430,7 +430,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help=f"comma-separated: {', '.join(STAGES)}")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")
     parser.add_argument("--out", default=str(ROOT / "runs" / "gpu"), help="folder of results")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8))
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 14))
     parser.add_argument("--set", default="", help="size sets of the benchmark; all if empty")
     parser.add_argument("--commit", help="recorded where git can't tell")
     parser.add_argument("--resume", action="store_true", help="go on where the last call ended")
