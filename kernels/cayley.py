@@ -47,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._core.operator import operator
+from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import capability, cdiv
 
 # Steps after which a computed residual is measured: each further step would double the drift.
@@ -437,8 +438,7 @@ def _round(
                 left, right, row, column, n, product, BLOCK, BLOCK * WIDE, BLOCK_K
             )
             if WIDE == 2:
-                halves = tl.permute(tl.reshape(product, (BLOCK, 2, BLOCK)), (0, 2, 1))
-                product, second = tl.split(halves)
+                product, second = halves(product)
                 if (mirrors & (column + BLOCK > row)) == 0:
                     _epilogue(
                         second, added, to, guess_ptr, out_ptr, partial_ptr + tile + 1, to_low, row,
