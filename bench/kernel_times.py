@@ -22,7 +22,7 @@ from . import suite
 from .case import Bound, Case, Provider
 from .group import DEVICE
 from .measure import limits, one_line, release
-from .report import RESULTS, ROOT, milliseconds, sizes, table
+from .report import RESULTS, ROOT, fill, milliseconds, sizes, table
 
 PAGE = ROOT / "docs" / "kernels.md"
 FOLDER = RESULTS / "kernels"
@@ -131,8 +131,8 @@ def main() -> int:
         print(f"{len(result['cases'])} of {len(cases)} cases: {path}")
     if options.out is None:
         texts = [page(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
-        before, _, rest = PAGE.read_text().partition(START)
-        PAGE.write_text(f"{before}{START}\n{chr(10).join(texts)}\n{END}{rest.partition(END)[2]}")
+        text = "\n\n".join(texts) or "No result file is there yet."
+        PAGE.write_text(fill(PAGE.read_text(), text, START, END))
     return 0
 
 

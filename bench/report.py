@@ -197,12 +197,12 @@ def _headline_table(result: dict[str, Any] | None, sets: Sequence[str]) -> str:
     return f"{about}\n\n{table(columns, rows)}"
 
 
-def fill(text: str, part: str) -> str:
+def fill(text: str, part: str, start: str = START, end: str = END) -> str:
     """``text`` with everything between the markers replaced by ``part``."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
-        raise ValueError(f"the page needs the two lines {START} and {END}, in this order")
-    before, _, rest = text.partition(START)
-    return f"{before}{START}\n{part}\n{END}{rest.partition(END)[2]}"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"the page needs the two lines {start} and {end}, in this order")
+    before, _, rest = text.partition(start)
+    return f"{before}{start}\n{part}\n{end}{rest.partition(end)[2]}"
 
 
 def headlines(result: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ def cases(sets: Sequence[str], only: Sequence[str] = ()) -> list[Case]:
 
 
 def each_once(cases: Sequence[Case]) -> list[Case]:
-    """One case for each key, in order: that of the headlines if several sets have the same."""
+    """The cases without repeated keys; of equal keys a headline case is kept."""
     chosen = {case.key: case for case in cases}
     return list((chosen | {case.key: case for case in cases if case.headline}).values())
 

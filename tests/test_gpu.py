@@ -5,8 +5,8 @@ The cases are the benchmark's: toy sizes for every loss, title and dtype, and th
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from bench.kernel_times import durations
 from bench.measure import Oracle, peak_bytes
 from tools import gpu_check
 
@@ -62,19 +62,6 @@ def test_step_is_captured_in_a_cuda_graph(case, provider, device):
     assert gpu_check.graph_problem(case, provider, device) == ""
 
 
-def launches(step):
-    """Device kernels of one step, copies and fills included."""
-    torch.cuda.synchronize()
-    with profile(
-        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
-    ) as trace:
-        step()
-        torch.cuda.synchronize()
-    cuda = torch.autograd.DeviceType.CUDA
-    events = trace.profiler.kineto_results.events()
-    return sum(event.device_type() == cuda and event.duration_ns() > 0 for event in events)
-
-
 @every_pair
 def test_number_of_kernel_launches_per_step(case, provider, device):
     """Six layers of relations between tokens and samples in 12, any other loss at one in 8."""
@@ -83,10 +70,10 @@ def test_number_of_kernel_launches_per_step(case, provider, device):
     if case.title == "dual projection":
         pytest.skip("inverses of its matrices take their own launches: kernels/cayley.py")
     bound = bind(case, provider, device)
-    bound.step()
     limit = 12 if case.sizes.get("layers") == 6 else 8
     if case.sizes.get("layers", 6) == 6:
-        assert launches(bound.step) <= limit
+        kernels = durations(bound, steps=1)  # copies and fills included
+        assert sum(launches for launches, _ in kernels.values()) <= limit
 
 
 @every_pair
