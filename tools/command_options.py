@@ -1,38 +1,19 @@
 """``python -m tools.command_options``: the tables of options in docs/distill.md, from the code."""
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fastkd.cli.main import COMMANDS, imported
 from fastkd.train.options import Option, defaults_of, options_of
 from fastkd.train.settings import Pairing
 
 PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
 BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
 END = "<!-- end of options -->"
-# The dataclass of each command's options.
-COMMANDS = {
-    "distill": "train.settings.DistillOptions",
-    "cache": "cli.command_settings.CacheSettings",
-    "verify": "cli.command_settings.VerifySettings",
-    "evaluate": "cli.command_settings.EvaluateSettings",
-    "predict": "cli.command_settings.PredictSettings",
-    "export": "cli.command_settings.ExportSettings",
-    "analyze": "cli.command_settings.AnalyzeSettings",
-    "demo": "cli.command_settings.DemoSettings",
-    "study": "study.study_settings.StudySettings",
-    "doctor": "cli.typer_commands.NoOptions",
-}
 PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}
-
-
-def settings(command: str) -> Any:
-    """Class whose fields are the options of a command."""
-    module, _, name = COMMANDS[command].rpartition(".")
-    return getattr(importlib.import_module(f"fastkd.{module}"), name)
 
 
 def usage(meta: Option, kind: Any) -> str:
@@ -46,7 +27,7 @@ def usage(meta: Option, kind: Any) -> str:
 
 def rows(command: str) -> dict[str, str]:
     """Table row of each option of a command, by field name."""
-    cls = settings(command)
+    cls = imported(COMMANDS[command].options)
     kinds, defaults = get_type_hints(cls), defaults_of(cls)
     found = {}
     for name, meta in options_of(cls).items():
@@ -63,7 +44,7 @@ def rows(command: str) -> dict[str, str]:
 def table(command: str) -> Iterator[str]:
     """Lines on a command's options; `cache` and `verify` only name those of `distill`."""
     yield f"### Options of {command}\n"
-    cls, own = settings(command), rows(command)
+    cls, own = imported(COMMANDS[command].options), rows(command)
     if issubclass(cls, Pairing) and command != "distill":
         distill, flags = rows("distill"), options_of(cls)
         shared = [name for name, row in own.items() if row == distill.get(name)]

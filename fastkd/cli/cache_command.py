@@ -69,7 +69,7 @@ def write(settings: CacheSettings, console: Console) -> None:
         distiller.prepare(itertools.islice(first, 64))
         judged = sum(map(len, run.eval_rows.values()))
         display.say(f"the teacher's scores, on {judged} evaluation rows ...")
-        scores = run.score_with_warnings(run.teacher, "teacher")
+        scores = run.score(run.teacher, who="teacher")
         number, own = rows.shared(run.collate, size, run.device)
         own = counted(own, display, "teacher", number)
         with processes.errors_on_all(), saving(out), run.training_config.autocast():

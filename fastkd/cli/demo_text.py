@@ -186,7 +186,7 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
         try:
             options = OPTIONS.get(name, {})
             distiller = assemble(dataclasses.replace(pairing, method=name, options=options), run)
-            history = run.train_student(distiller, TITLES[name], every=every)
+            history = run.train(distiller, TITLES[name], every=every)
         except InputError as error:  # the method does not fit a language model
             left_out[name] = str(error)
             run.display.say(f"{TITLES[name]}: left out ({error})")

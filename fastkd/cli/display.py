@@ -154,8 +154,8 @@ class RichDisplay(Display):
                 self._log = None
                 self.say(f"--log-json: {error.strerror}; the run goes on without it")
 
-    def track(self, title: str) -> Track:
-        return RichTrack(self, title)
+    def track(self, title: str, first: int, total: int) -> Track:
+        return RichTrack(self, title, first, total)
 
     def shared(self) -> Callable[[], contextlib.AbstractContextManager[Display]]:
         """See `Display.shared`; processes can't share a terminal's bars."""
@@ -172,21 +172,15 @@ def _worker_display() -> Iterator[Display]:
 class RichTrack(Track):
     """Progress bar of a training; in a log file a line every few seconds."""
 
-    def __init__(self, display: RichDisplay, title: str):
-        self.display, self.title = display, title
-        self.task = display.progress.add_task(title, total=None, terms="")
+    def __init__(self, display: RichDisplay, title: str, first: int, total: int):
+        self.display, self.title, self.first, self.total = display, title, first, total
+        self.task = display.progress.add_task(title, total=total, completed=first, terms="")
         self.started = self.told = time.perf_counter()
-        self.first = self.total = 0
 
-    def start(self, step: int, total: int) -> None:
-        self.started = self.told = time.perf_counter()
-        self.first, self.total = step, total
-        self.display.progress.update(self.task, total=total, completed=step)
-
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, losses: Mapping[str, float] | None = None) -> None:
         self.display.progress.update(self.task, completed=step)
-
-    def losses(self, step: int, losses: Mapping[str, float]) -> None:
+        if losses is None:
+            return
         now = time.perf_counter()
         rate = (step - self.first) / max(now - self.started, 1e-9)
         left = (self.total - step) / rate if rate else 0.0

@@ -34,6 +34,11 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
+class Settings:
+    """The command has no options."""
+
+
+@dataclass(frozen=True)
 class Trial:
     """One public function against its reference in float64, on the same random input."""
 

@@ -5,16 +5,19 @@ imports its options when it is called, and the rest when it runs.
 """
 
 import contextlib
+import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
-from fastkd.cli.typer_commands import command
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import first, launched, leave_launcher
+from fastkd.train.options import Option, assignments, options_of
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -122,7 +125,7 @@ COMMANDS = {
     ),
     "doctor": Command(
         "Print what is installed, which backends run and why not, and check them.",
-        "cli.typer_commands.NoOptions",
+        "cli.doctor.Settings",
         "cli.doctor.run",
         (),
     ),
@@ -160,7 +163,7 @@ class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command with its options; those that are listed have none, see `_command`."""
+        """The command with its options; those that are listed have none, see `_register`."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and listed.callback(), rest
 
@@ -258,29 +261,65 @@ def _end(message: str, code: int) -> None:
     raise typer.Exit(code)
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
+    """What a path such as ``train.settings.DistillOptions`` names in fastkd."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"fastkd.{module}"), name)
+
+
+def _parameter(field: dataclasses.Field, kind: Any, meta: Option) -> inspect.Parameter:
+    """The typer parameter of an option."""
+    required = field.default is field.default_factory is dataclasses.MISSING
+    default = None if field.default is dataclasses.MISSING else field.default
+    if kind == Mapping[str, Any]:
+        kind = list[str] | None
+    if meta.flag.startswith("-"):
+        shown = typer.Option(
+            meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=meta.panel
+        )
+    else:
+        shown = typer.Argument(help=meta.help, metavar=meta.flag, rich_help_panel=meta.panel)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else default,
+        annotation=Annotated[kind, shown],
+    )
 
 
 def _register(name: str, meta: Command) -> None:
     """List a command; its options are imported when it is called, and its function when it runs."""
 
-    def run(settings: Any) -> None:
-        if meta.alone:
-            if not first():
-                return
-            leave_launcher()
-        for module in meta.needs:
-            require(module, "train")
-        with new_console() as console:
-            if _imported(meta.function)(settings, console) is False:
-                raise typer.Exit(1)
-
     def build() -> Any:
+        cls = imported(meta.options)
+        options, kinds = options_of(cls), typing.get_type_hints(cls)
+
+        def run(**values: Any) -> None:
+            for name, option in options.items():
+                if kinds[name] == Mapping[str, Any]:
+                    values[name] = assignments(option.flag, values[name] or [], option.joined)
+            settings = cls(**values)
+            if meta.alone:
+                if not first():
+                    return
+                leave_launcher()
+            for module in meta.needs:
+                require(module, "train")
+            with new_console() as console:
+                if imported(meta.function)(settings, console) is False:
+                    raise typer.Exit(1)
+
+        parameters = [
+            _parameter(field, kinds[field.name], options[field.name])
+            for field in dataclasses.fields(cls)
+            if field.name in options
+        ]
+        # The help lists required options first.
+        parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         single = typer.Typer(add_completion=False)
-        typed = command(_imported(meta.options), run)
-        single.command(name, help=meta.help, cls=UniqueOptionsCommand)(typed)
+        single.command(name, help=meta.help, cls=UniqueOptionsCommand)(run)
         return typer.main.get_command(single)
 
     app.command(name, help=meta.help)(build)

@@ -186,8 +186,7 @@ class StudyProgress:
         self.missing = [job for job in jobs if not _done(job)]
         self.most, self.total = len(self.missing), len(jobs)
         self.display, self.began = display, 0.0
-        self.track = display.track("runs")
-        self.track.start(self.total - self.most, self.total)
+        self.track = display.track("runs", self.total - self.most, self.total)
 
     def begin(self) -> None:
         """Start the clock, at the first run."""

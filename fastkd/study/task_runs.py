@@ -26,18 +26,12 @@ from fastkd.distill.student import layers_to_keep, student_from_teacher, with_fi
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
-from fastkd.train.arrow_rows import (
-    Encoded,
-    Rows,
-    file_fingerprint,
-    fingerprint,
-)
+from fastkd.train.arrow_rows import Rows, file_fingerprint, fingerprint
 from fastkd.train.computation import choose_device
 from fastkd.train.config import TrainingConfig
 from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.evaluation import predict, score
 from fastkd.train.models import (
     check_causal,
     check_depth,
@@ -96,35 +90,10 @@ def _from(
     return model
 
 
-class AnswerKeepingRun(Run):
-    """A run that keeps the answers of its last evaluation and prints no scores."""
-
-    answers: list[Any]
-    name: str
-
-    def _train(
-        self,
-        distiller: Distiller,
-        rows: Encoded,
-        training_config: TrainingConfig,
-        title: str,
-        on_policy: Any = None,
-        **options: Any,
-    ) -> list[dict]:
-        title = f"{self.name}: {title}"
-        return super()._train(distiller, rows, training_config, title, printed=False, **options)
-
-    def score(self, model: torch.nn.Module, sets: Any = None) -> dict[str, float]:
-        rows, task = self.eval_rows[""], self.task
-        found = predict(model, rows, task, self.tokenizer, self.training_config)
-        self.answers = task.short_answers(found, rows)
-        return score(task, self.corpus.metrics, found, rows)
-
-
 class TrainedStudent(NamedTuple):
     """A trained student with its run and history."""
 
-    run: AnswerKeepingRun
+    run: Run
     student: PreTrainedModel
     method: Method
     history: list[dict[str, Any]]
@@ -237,8 +206,13 @@ class TaskRuns:
             f"{self.task.name}: fine-tuning the teacher, {self.task.teacher_steps} steps of "
             f"{self.study.batch_size} rows"
         )
-        run = self._answering(self.corpus, model, training_config)
-        history = run.train_teacher(training_config, every=self.task.teacher_steps)
+        run = self._run_of(self.corpus, model, training_config)
+        history = run.train_teacher(
+            training_config,
+            f"{self.task.name}: teacher",
+            every=self.task.teacher_steps,
+            printed=False,
+        )
         scores = history[-1]["scores"]
         self.display.say(
             f"{self.task.name}: teacher  {format_scores(scores)}  ({history[-1]['seconds']:.1f} s)"
@@ -250,7 +224,7 @@ class TaskRuns:
             "rows_of_classes": None
             if names is None or not truths
             else np.bincount(_class_ids(self.corpus.train), minlength=len(names)).tolist(),
-            "predictions": run.answers,
+            "predictions": kind.short_answers(run.answers[""], run.eval_rows[""]),
             "labels": truths,
             "classes": names,
             "rows": {"train": len(self.corpus.train), "held out": len(self.corpus.evals[""])},
@@ -262,15 +236,19 @@ class TaskRuns:
         }
         save_model(self.folder, model, tokenizer, report)
 
-    def _answering(
-        self, corpus: Corpus, teacher: PreTrainedModel, training_config: TrainingConfig
-    ) -> AnswerKeepingRun:
+    def _run_of(
+        self,
+        corpus: Corpus,
+        teacher: PreTrainedModel,
+        training_config: TrainingConfig,
+        evals: int | None = None,
+    ) -> Run:
+        """A run that is evaluated on the first ``evals`` held-out rows, or on all."""
+        rows = corpus.evals[""]
+        kept = rows if evals is None else rows.select(list(range(evals)))
+        corpus = dataclasses.replace(corpus, evals={"": kept})
         length = self.task.max_length
-        run = AnswerKeepingRun(
-            corpus, self.tokenizer, teacher, training_config, length, self.display
-        )
-        run.name = self.task.name
-        return run
+        return Run(corpus, self.tokenizer, teacher, training_config, length, self.display)
 
     def _plan(self, steps: int, seed: int) -> TrainingConfig:
         study = self.study
@@ -324,7 +302,7 @@ class TaskRuns:
             return
         for eager in sorted({variant.eager for variant in self.study.variants}):
             teacher = self._pretrained("eager" if eager else "sdpa", self.name)
-            run = self._answering(self.corpus, teacher, self._plan(1, TEACHER_SEED))
+            run = self._run_of(self.corpus, teacher, self._plan(1, TEACHER_SEED))
             order = range(min(self.study.batch_size, len(run.all_rows)))
             (batch,) = run.all_rows.batches(run.collate, len(order), order, device=self.device)
             for variant in self.study.variants:
@@ -408,15 +386,13 @@ class TaskRuns:
 
     def _run(
         self, steps: int, seed: int, labels_only: bool = False, evals: int | None = None
-    ) -> AnswerKeepingRun:
-        rows = self.corpus.evals[""]
-        kept = rows if evals is None else rows.select(list(range(evals)))
-        corpus = dataclasses.replace(self.corpus, evals={"": kept})
+    ) -> Run:
+        corpus = self.corpus
         if self.task.labelled is not None:
             corpus = few_labels(corpus, self.task.labelled, seed)
         if labels_only:
             corpus = dataclasses.replace(corpus, unlabelled=None)
-        return self._answering(corpus, self.teacher, self._plan(steps, seed))
+        return self._run_of(corpus, self.teacher, self._plan(steps, seed), evals)
 
     def train_student(self, variant: Variant, seed: int) -> "TrainedStudent":
         """Train one student.
@@ -429,8 +405,9 @@ class TaskRuns:
         distiller = self._distiller(variant, cached=True, seed=seed)
         run = self._run(steps, seed, not distiller.method.uses_teacher)
         memory = PeakMemory(self.device)
-        title = f"{variant.name}, seed {seed}"
-        history = run.train_student(distiller, title, every=-(-steps // study.evaluations))
+        title = f"{self.task.name}: {variant.name}, seed {seed}"
+        every = -(-steps // study.evaluations)
+        history = run.train(distiller, title, every=every, printed=False)
         student = cast(PreTrainedModel, distiller.student).eval()
         return TrainedStudent(run, student, distiller.method, history, memory.read())
 
@@ -442,16 +419,16 @@ class TaskRuns:
             trained = self.train_student(variant, seed)
         except TrainingFailed as error:
             return {**about, "failed": str(error), "measured": self._measured(None, None)}
-        seconds = [entry.pop("seconds") for entry in trained.history]
+        run, seconds = trained.run, [entry.pop("seconds") for entry in trained.history]
         return {
             **about,
             "steps": trained.history[-1]["step"],
             "teacher_layers": _plain(trained.method.teacher_layers),
             "scores": trained.history[-1]["scores"],
-            "predictions": trained.run.answers,
+            "predictions": run.task.short_answers(run.answers[""], run.eval_rows[""]),
             "history": trained.history,
             "parameters": count(trained.student),
-            **similarities(trained.run, trained.student),
+            **similarities(run, trained.student),
             "measured": self._measured(seconds, trained.peak_bytes),
         }
 
@@ -460,7 +437,8 @@ class TaskRuns:
         distiller = self._distiller(variant, cached=True)
         run = self._run(CALIBRATION_STEPS, 0, not distiller.method.uses_teacher, evals=1)
         half = CALIBRATION_STEPS // 2
-        history = run.train_student(distiller, "calibration", every=half)
+        title = f"{self.task.name}: calibration"
+        history = run.train(distiller, title, every=half, printed=False)
         a_step = (history[-1]["seconds"] - history[0]["seconds"]) / half
         return max(1, round(seconds / a_step))
 

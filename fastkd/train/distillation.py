@@ -256,7 +256,7 @@ class Distillation:
             learning_rate=config.teacher_learning_rate,
         )
         options = self._saving_options(target, run.teacher, {})
-        history = run.train_teacher(training, config.shard, config.gather, **options)
+        history = run.train_teacher(training, shard=config.shard, gather=config.gather, **options)
         best = self._best(target, run.teacher)
         if config.shard:  # the student is initialised from a whole teacher
             run.teacher = run.teacher_model = best
@@ -302,7 +302,7 @@ class Distillation:
         }
         options = self._saving_options(out.student, student, report)
         began = time.perf_counter()
-        history = run.train_student(distiller, config.method, config.on_policy, **options)
+        history = run.train(distiller, config.method, on_policy=config.on_policy, **options)
         training = history[-1]["seconds"]
         before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
         self.display.say("scoring and timing the best student ...")
@@ -358,7 +358,7 @@ class Distillation:
             sharding.shard(best, run.device, learns=False)
         else:
             best.to(run.device)
-        run.score_with_warnings(best, "student")
+        run.score(best, who="student")
         if run.test_rows:
             both = {"teacher": run.teacher_model, "student": best}
             found["test"] = {
@@ -382,7 +382,7 @@ class Distillation:
         """The teacher's scores; those in a cache if it was scored on the same rows."""
         run, config = self.run, self.config
         if run.teacher_model is not None:
-            scores = run.score_with_warnings(run.teacher_model, "teacher")
+            scores = run.score(run.teacher_model, who="teacher")
         else:
             prints, settings = run.cached["fingerprints"], run.cached["settings"]
             same = prints.get(EVAL_ROWS) == self.out.identity["fingerprints"][EVAL_ROWS]
@@ -409,7 +409,7 @@ class Distillation:
     def _saving_options(
         self, target: Path, model: PreTrainedModel, report: dict[str, Any]
     ) -> dict[str, Any]:
-        """Fields of `CallbackConfig`: checkpoints, and the best ``model`` saved to ``target``."""
+        """Options of `Run.train`: checkpoints, and the best ``model`` saved to ``target``."""
         out, run, config = self.out, self.run, self.config
         checkpoints = Checkpoints(
             out.work / CHECKPOINTS[target.name],

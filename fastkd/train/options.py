@@ -1,6 +1,6 @@
 """Dataclass fields that declare an option's type, default, help and bounds.
 
-The command line (`fastkd.cli.typer_commands`), its checks, the options in a TOML or YAML file and
+The command line (`fastkd.cli.main`), its checks, the options in a TOML or YAML file and
 the saved settings of a run are derived from these fields.
 """
 

@@ -10,14 +10,8 @@ Item = TypeVar("Item")
 class Track:
     """Progress bar of one training."""
 
-    def start(self, step: int, total: int) -> None:
-        """Training begins at ``step`` of ``total``."""
-
-    def advance(self, step: int) -> None:
-        """Report that ``step`` is done."""
-
-    def losses(self, step: int, losses: Mapping[str, float]) -> None:
-        """Report the losses at ``step``, as means since the last report."""
+    def advance(self, step: int, losses: Mapping[str, float] | None = None) -> None:
+        """Report that ``step`` is done; ``losses`` are means since they were last reported."""
 
     def stop(self) -> None:
         """The training is over."""
@@ -38,8 +32,8 @@ class Display:
     def event(self, name: str, **values: Any) -> None:
         """Record an event with JSON-serialisable values, for --log-json."""
 
-    def track(self, title: str) -> Track:
-        """Progress of one training."""
+    def track(self, title: str, first: int, total: int) -> Track:
+        """Progress of a training that begins after step ``first`` of ``total``."""
         return Track()
 
     def shared(self) -> Callable[[], AbstractContextManager["Display"]]:
@@ -52,13 +46,11 @@ class Display:
 
 def counted(items: Iterable[Item], display: Display, title: str, total: int) -> Iterator[Item]:
     """Iterate over ``items`` with a progress bar of length ``total``."""
-    track = display.track(title)
+    track = display.track(title, 0, total)
     try:
-        track.start(0, total)
         for number, item in enumerate(items, start=1):
             yield item
-            track.advance(number)
-            track.losses(number, {})
+            track.advance(number, {})
     finally:
         track.stop()
 

@@ -29,13 +29,13 @@ from fastkd.train.errors import InputError
 from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
+from fastkd.train.run_directory import Checkpoints
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
 from fastkd.train.sharded_trainers import ShardedTrainer
 from fastkd.train.tasks.base import Corpus, Task
 from fastkd.train.trainers import OnPolicy, StepTrainer, TwoTokenizerCollator
 from fastkd.train.training import (
-    CallbackConfig,
     TrainingCallback,
     arguments_of,
     ended_state,
@@ -83,6 +83,8 @@ class Run:
         self.pack, self._asked_length = pack, max_length
         #: Longest text in tokens; the default is lowered where a model reads less.
         self.max_length = max_length
+        #: Answers of the model that was scored last, by the suffix of their rows.
+        self.answers: dict[str, Any] = {}
         if not cached:
             self._fit_length("teacher", teacher)
         self._encode()
@@ -159,43 +161,27 @@ class Run:
         return self.training_config.device
 
     def score(
-        self, model: nn.Module, sets: Mapping[str, Encoded] | None = None
+        self, model: nn.Module, sets: Mapping[str, Encoded] | None = None, who: str = ""
     ) -> dict[str, float]:
-        """All metrics of ``model`` on all ``sets`` of rows; by default the evaluation rows."""
-        sets = self.eval_rows if sets is None else sets
-        return self._scores(self._answers(model, sets), sets)
+        """All metrics of ``model`` on all ``sets`` of rows; by default the evaluation rows.
 
-    def score_with_warnings(self, model: nn.Module, who: str) -> dict[str, float]:
-        """Scores on the evaluation rows; prints a warning if the answers look useless."""
-        answers = self._answers(model, self.eval_rows)
-        for suffix, found in answers.items():
-            examples = self.eval_rows[suffix]
-            why = self.task.sanity_warning(found, examples) if finite(found) else None
+        For a model called ``who`` it prints a warning if the answers look useless.
+        """
+        task, metrics, scores = self.task, self.corpus.metrics, dict[str, float]()
+        is_teacher = model is self.teacher_model
+        for suffix, rows in (self.eval_rows if sets is None else sets).items():
+            read, tokenizer = rows, self.tokenizer
+            if is_teacher and self.teacher_tokenizer is not None:
+                read, tokenizer = cast(Encoded, rows.teacher_encoded), self.teacher_tokenizer
+            answers = predict(model, read, task, tokenizer, self.training_config)
+            if is_teacher and not task.teacher_metrics.isdisjoint(metrics):
+                rows.teacher_answers = answers
+            self.answers[suffix] = answers
+            why = task.sanity_warning(answers, rows) if who and finite(answers) else None
             if why:
-                rows = f"{len(examples)} evaluation rows{f' ({suffix})' if suffix else ''}"
-                self.display.say(f"warning: the {who}'s answers to the {rows} {why}")
-        return self._scores(answers, self.eval_rows)
-
-    def _answers(self, model: nn.Module, sets: Mapping[str, Encoded]) -> dict[str, Any]:
-        task, tokenizer = self.task, self.tokenizer
-        teacher_answers = model is self.teacher_model
-        read = dict(sets)
-        if teacher_answers and self.teacher_tokenizer is not None:
-            tokenizer = self.teacher_tokenizer
-            read = {suffix: cast(Encoded, rows.teacher_encoded) for suffix, rows in sets.items()}
-        found = {
-            k: predict(model, rows, task, tokenizer, self.training_config)
-            for k, rows in read.items()
-        }
-        if teacher_answers and not task.teacher_metrics.isdisjoint(self.corpus.metrics):
-            for suffix, answers in found.items():
-                sets[suffix].teacher_answers = answers
-        return found
-
-    def _scores(self, answers: dict[str, Any], sets: Mapping[str, Encoded]) -> dict[str, float]:
-        scores = {}
-        for suffix, answer in answers.items():
-            found = score(self.task, self.corpus.metrics, answer, sets[suffix])
+                where = f"{len(rows)} evaluation rows{f' ({suffix})' if suffix else ''}"
+                self.display.say(f"warning: the {who}'s answers to the {where} {why}")
+            found = score(task, metrics, answers, rows)
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
 
@@ -234,88 +220,65 @@ class Run:
     def train_teacher(
         self,
         training_config: TrainingConfig,
+        title: str = "teacher",
         shard: bool = False,
         gather: bool = False,
         **options: Any,
     ) -> list[dict]:
-        """Train the teacher on the labels, in place; ``options`` are fields of `CallbackConfig`."""
+        """Train the teacher on the labels, in place; ``options`` are those of `train`."""
         teacher = self.teacher.requires_grad_(True)
         distiller = Distiller(cast(Any, _Untaught(teacher)), teacher, Labels(), gather=gather)
         if shard:
             sharding.shard(teacher, self.device)
-        return self._train(distiller, self.train_rows, training_config, "teacher", **options)
+        return self.train(distiller, title, self.train_rows, training_config, **options)
 
-    def train_student(
-        self, distiller: Distiller, title: str, on_policy: float = 0.0, **options: Any
-    ) -> list[dict]:
-        """Train the student; ``options`` are fields of `CallbackConfig`.
-
-        In a fraction ``on_policy`` of the steps the student trains on text that it generates.
-        """
-        own = None
-        if on_policy:
-            assert self.task.generated is not None
-            own = OnPolicy(
-                on_policy, functools.partial(self.task.generated, tokenizer=self.tokenizer)
-            )
-        self._report_compared_rows(distiller.method)
-        return self._train(distiller, self.all_rows, self.training_config, title, own, **options)
-
-    def _report_compared_rows(self, method: Method) -> None:
-        """Print a line if a loss that compares samples sees only a part of a step."""
-        config = self.training_config
-        batches, rows = config.gradient_accumulation_steps, config.batch_size
-        weights = {**method.weights(0.0), **method.weights(1.0)}
-        terms = [term for term in method.across_samples if weights.get(term)]
-        if batches > 1 and terms:
-            self.display.say(
-                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
-                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
-                f"--accumulate {batches} compares them all"
-            )
-
-    def _train(
+    def train(
         self,
         distiller: Distiller,
-        rows: Encoded,
-        training_config: TrainingConfig,
         title: str,
-        on_policy: OnPolicy | None = None,
+        rows: Encoded | None = None,
+        training_config: TrainingConfig | None = None,
+        on_policy: float = 0.0,
+        checkpoints: Checkpoints | None = None,
+        log_directory: Path | None = None,
         **options: Any,
     ) -> list[dict]:
         """Train the student of ``distiller``; returns its evaluations.
 
-        With checkpoints the training can be cut off at any time and continued to the same result.
+        With ``checkpoints`` the training can be cut off at any time and continued to the same
+        result. In a fraction ``on_policy`` of the steps the student trains on text that it
+        generates. ``options`` are those of `TrainingCallback`.
         """
+        rows, config = rows or self.all_rows, training_config or self.training_config
         kind = ShardedTrainer if sharding.sharded(distiller) else StepTrainer
         if kind is StepTrainer:
             distiller.to(self.device)
-        main, student = self.corpus.metrics[0], distiller.student
-        minimise = main in self.task.lower_is_better
-        config = CallbackConfig(lambda: self.score(student), main, minimise, **options)
-        order = LabelledOrder(
-            rows.labelled, training_config.batch_size, training_config.labelled_share
-        )
-        total, in_epoch = training_config.steps(order.rows)
-        watcher = TrainingCallback(config, self.display, title, in_epoch)
-        checkpoints = config.checkpoints
+        order = LabelledOrder(rows.labelled, config.batch_size, config.labelled_share)
+        total, in_epoch = config.steps(order.rows)
+        watcher = TrainingCallback(self, distiller.student, title, in_epoch, checkpoints, **options)
+        self._report_compared_rows(distiller.method, config)
         with contextlib.ExitStack() as stack:
-            stack.callback(watcher.track.stop)
+            stack.callback(lambda: watcher.track.stop())
             if checkpoints is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             else:
                 folder = checkpoints.incomplete
                 stack.enter_context(receiving_signals(watcher.request_stop))
-            stack.enter_context(logging_to(config.log_directory))
+            stack.enter_context(logging_to(log_directory))
+            own = None
+            if on_policy:
+                assert self.task.generated is not None
+                generated = functools.partial(self.task.generated, tokenizer=self.tokenizer)
+                own = OnPolicy(on_policy, generated)
             watcher.trainer = trainer = kind(
                 model=distiller,
-                args=arguments_of(training_config, config, folder, total),
+                args=arguments_of(config, folder, total, checkpoints is not None),
                 train_dataset=rows,
                 # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
                 data_collator=functools.partial(self.collate) if self.cached else self.collate,
                 order=order,
-                accumulate=training_config.accumulate,
-                on_policy=on_policy,
+                accumulate=config.accumulate,
+                on_policy=own,
             )
             trainer.add_callback(watcher)  # after the method has prepared itself
             for chatty in (PrinterCallback, ProgressCallback):
@@ -324,7 +287,7 @@ class Run:
             if checkpoints and checkpoints.resume:
                 last = processes.on_first_process(lambda: checkpoints.newest(self.display.say))
             # Dropout differs between the processes.
-            set_seed((training_config.seed + processes.rank()) % 2**32)
+            set_seed((config.seed + processes.rank()) % 2**32)
             ended = ended_state(last)
             if ended is None:
                 trainer.train(resume_from_checkpoint=str(last) if last else None)
@@ -335,6 +298,18 @@ class Run:
             if watcher.signum is not None:  # received in the last step
                 raise watcher.stopped(trainer.state.global_step)
         return history_of(trainer.state.log_history)
+
+    def _report_compared_rows(self, method: Method, config: TrainingConfig) -> None:
+        """Print a line if a loss that compares samples sees only a part of a step."""
+        batches, rows = config.gradient_accumulation_steps, config.batch_size
+        weights = {**method.weights(0.0), **method.weights(1.0)}
+        terms = [term for term in method.across_samples if weights.get(term)]
+        if batches > 1 and terms:
+            self.display.say(
+                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
+                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
+                f"--accumulate {batches} compares them all"
+            )
 
 
 class _Untaught(nn.Module):

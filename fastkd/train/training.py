@@ -9,19 +9,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    TrainerCallback,
-    TrainerState,
-)
+from transformers import TrainerCallback, TrainerState
 
 from fastkd.train import processes
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
-from fastkd.train.progress import Display, format_scores
+from fastkd.train.progress import Track, format_scores
 from fastkd.train.run_directory import Checkpoints
 from fastkd.train.trainers import StepTrainer
 
@@ -30,43 +26,35 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
 SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
 
 
-@dataclass(frozen=True)
-class CallbackConfig:
-    """Evaluation, saving and progress of a training.
-
-    ``evaluate()`` returns scores; ``main_metric`` selects the best model. ``save_best(entry,
-    history)`` is called after the best evaluation so far. The model is evaluated every ``every``
-    steps, or after each epoch. With ``printed`` every evaluation prints a line.
-    """
-
-    evaluate: Callable[[], dict[str, float]]
-    main_metric: str
-    lower_is_better: bool = False
-    save_best: Callable[[dict[str, Any], list[dict]], None] | None = None
-    every: int | None = None
-    checkpoints: Checkpoints | None = None
-    log_directory: Path | None = None
-    printed: bool = True
-
-    def better(self, new: float, old: float) -> bool:
-        return new < old if self.lower_is_better else new > old
-
-
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
-    The evaluations are stored in the trainer's own log, so that a resumed run has them.
+    The ``run`` scores the ``model`` every ``every`` steps, or after each epoch, and prints a line
+    if ``printed``. ``save_best(entry, history)`` is called after the best evaluation so far. The
+    evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
 
     trainer: StepTrainer
 
-    def __init__(self, config: CallbackConfig, display: Display, title: str, steps_in_epoch: int):
-        self.config, self.display, self.title = config, display, title
-        self.steps_in_epoch = steps_in_epoch
+    def __init__(
+        self,
+        run: Any,
+        model: Any,
+        title: str,
+        steps_in_epoch: int,
+        checkpoints: Checkpoints | None = None,
+        save_best: Callable[[dict[str, Any], list[dict]], None] | None = None,
+        every: int | None = None,
+        printed: bool = True,
+    ):
+        self.run, self.model, self.title = run, model, title
+        self.display, self.steps_in_epoch = run.display, steps_in_epoch
+        self.checkpoints, self.save_best = checkpoints, save_best
+        self.every, self.printed = every, printed
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
         self.stopping = False
-        self.track = display.track(title)
+        self.track = Track()
         self.started = 0.0
         self.evaluated_at = -1
 
@@ -85,7 +73,7 @@ class TrainingCallback(TrainerCallback):
     def stopped(self, step: int) -> BaseException:
         """The exception for a signal after ``step``; only with checkpoints is the step saved."""
         assert self.signum is not None
-        if self.config.checkpoints is None:
+        if self.checkpoints is None:
             return Stopped(self.signum)
         return Interrupted(step, self.signum)
 
@@ -94,7 +82,7 @@ class TrainingCallback(TrainerCallback):
         self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
 
     def on_train_begin(self, args, state, control, **_):
-        self.track.start(state.global_step, state.max_steps)
+        self.track = self.display.track(self.title, state.global_step, state.max_steps)
         past = history_of(state.log_history)
         self.started = time.perf_counter() - (past[-1]["seconds"] if past else 0.0)
 
@@ -107,7 +95,7 @@ class TrainingCallback(TrainerCallback):
                 f"the loss became {losses['loss']} by step {state.global_step} "
                 f"({format_scores(losses)}); try a lower learning rate or --precision fp32"
             )
-        self.track.losses(state.global_step, losses)
+        self.track.advance(state.global_step, losses)
 
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
@@ -116,25 +104,25 @@ class TrainingCallback(TrainerCallback):
         # of on_epoch_end.
         ends_epoch = state.global_step % self.steps_in_epoch == 0
         ends_epoch |= state.global_step == state.max_steps
-        every = self.config.checkpoints.every if self.config.checkpoints else None
+        every = self.checkpoints.every if self.checkpoints else None
         due = every and state.global_step % every == 0
         # An evaluation reports the losses of all steps before it, also after resuming.
         control.should_log |= bool(due or self.signum or ends_epoch)
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
             self.stopping = self.signum is not None
-        if self.config.every and state.global_step % self.config.every == 0:
+        if self.every and state.global_step % self.every == 0:
             self._evaluate(state)
 
     def on_epoch_end(self, args, state, control, **_):
-        if not self.config.every or state.global_step == state.max_steps:
+        if not self.every or state.global_step == state.max_steps:
             self._evaluate(state)
         self.sync_signals()
         self.stopping = self.signum is not None
 
     def on_save(self, args, state, control, **_):
-        if self.config.checkpoints is not None:
-            complete = functools.partial(self.config.checkpoints.complete, state.global_step)
+        if self.checkpoints is not None:
+            complete = functools.partial(self.checkpoints.complete, state.global_step)
             processes.on_first_process(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
         if self.stopping and self.signum is not None:
@@ -149,30 +137,30 @@ class TrainingCallback(TrainerCallback):
         entry = {
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
-            "scores": self.config.evaluate(),
+            "scores": self.run.score(self.model),
             "losses": losses_of(state.log_history),
             "seconds": began - self.started,
         }
-        main = entry["scores"][self.config.main_metric]
+        metric = self.run.corpus.metrics[0]
+        sign = -1 if metric in self.run.task.lower_is_better else 1
+        main = entry["scores"][metric]
         if math.isnan(main):
             raise TrainingFailed(
                 f"the model's outputs are not finite after step {state.global_step}; "
                 "try a lower learning rate or --precision fp32"
             )
-        entry["best"] = all(
-            self.config.better(main, old["scores"][self.config.main_metric]) for old in past
-        )
-        if self.config.save_best is not None and entry["best"]:
-            self.config.save_best(entry, [*past, entry])
+        entry["best"] = all(sign * main > sign * old["scores"][metric] for old in past)
+        if self.save_best is not None and entry["best"]:
+            self.save_best(entry, [*past, entry])
         # Seconds are those of training alone.
         self.started += time.perf_counter() - began
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
-        if not self.config.printed:
+        if not self.printed:
             return
-        when = f"step {state.global_step}" if self.config.every else f"epoch {entry['epoch']:g}"
-        mark = "  (best so far)" if entry["best"] and self.config.save_best else ""
+        when = f"step {state.global_step}" if self.every else f"epoch {entry['epoch']:g}"
+        mark = "  (best so far)" if entry["best"] and self.save_best else ""
         self.display.say(
             f"{self.title}  {when}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
@@ -210,12 +198,10 @@ def ended_state(checkpoint: Path | None) -> TrainerState | None:
 
 
 def arguments_of(
-    training_config: TrainingConfig, options: CallbackConfig, folder: Path, steps: int
+    training_config: TrainingConfig, folder: Path, steps: int, saves: bool
 ) -> TrainingConfig:
-    """The configuration of one training, whose checkpoints are written to ``folder``."""
-    args = dataclasses.replace(
-        training_config, save_strategy="epoch" if options.checkpoints else "no"
-    )
+    """The configuration of one training; if it ``saves`` checkpoints, it writes to ``folder``."""
+    args = dataclasses.replace(training_config, save_strategy="epoch" if saves else "no")
     args.output_dir, args.warmup_steps = str(folder), round(args.warmup * steps)
     if "logging_steps" not in args.passed:
         args.logging_steps = max(1, min(10, steps // 50))

@@ -27,10 +27,9 @@ def test_a_log_file_gets_lines(monkeypatch):
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
     file = io.StringIO()
     with RichDisplay(Console(file=file, width=80)) as shown:
-        track = shown.track("fcd")
-        track.start(10, 100)
+        track = shown.track("fcd", 10, 100)
         track.advance(20)
-        track.losses(20, TERMS)
+        track.advance(20, TERMS)
         track.stop()
     (line,) = file.getvalue().splitlines()
     assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
@@ -52,10 +51,7 @@ def test_counted_work_shows_itself_and_ends_its_bar(monkeypatch):
 def test_eighty_columns_keep_count_and_time():
     file = io.StringIO()
     with RichDisplay(Console(file=file, width=80, force_terminal=True)) as shown:
-        track = shown.track("soft_targets")
-        track.start(0, 15000)
-        track.advance(1234)
-        track.losses(1234, TERMS)
+        shown.track("soft_targets", 0, 15000).advance(1234, TERMS)
         shown.progress.refresh()
         bar = shown.progress.get_renderable()
         text = Console(width=80, file=io.StringIO())
@@ -65,7 +61,6 @@ def test_eighty_columns_keep_count_and_time():
             "soft_targets" in line and "1234/15000" in line and re.search(r"-:--:--|\d:\d\d", line)
         )
         assert "loss 1.2" in line
-        track.stop()
 
 
 def test_a_reader_may_go_away(tmp_path):
@@ -76,7 +71,7 @@ def test_a_reader_may_go_away(tmp_path):
     console = Console(file=BestEffortStream(Closed()))
     with RichDisplay(console) as shown:
         shown.say("nobody reads this")
-        shown.track("x").losses(1, TERMS)
+        shown.track("x", 0, 2).advance(1, TERMS)
 
     teacher, train = make_teacher(tmp_path / "teacher"), write_tsv(tmp_path / "train.tsv")
     out = tmp_path / "out"

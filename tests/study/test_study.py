@@ -256,16 +256,16 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
     """By a calibration: here a step takes 0.1 s, or 0.2 s."""
     step_seconds = {"labels": 0.1, "lrc_bert": 0.2}
 
-    def train(run, distiller, title, every):
-        assert title == "calibration"
+    def train(run, distiller, title, every, printed):
+        assert title == "one: calibration"
         a_step = step_seconds["lrc_bert" if distiller.method.uses_teacher else "labels"]
         return [{"seconds": 9.0}, {"seconds": 9.0 + every * a_step}]
 
-    monkeypatch.setattr(Run, "train_student", train)
     methods = "[methods]\nlabels = {}\nlrc_bert = {}\n"
     found = spec.read(StudySettings(spec=write(root, methods), seconds=2.0))
     task = TaskRuns(found, found.tasks[0], root / "out")
     task.make_teacher()
+    monkeypatch.setattr(Run, "train", train)
     assert [task.steps_in(2.0, variant) for variant in found.variants] == [20, 10]
 
 
