@@ -33,7 +33,7 @@ from fastkd._core.numerics import (
 from fastkd._core.pooling import pool_tokens
 from fastkd._core.warn import warn_caller
 from fastkd._torch import cca_solver
-from fastkd._torch.cca_solver import Options
+from fastkd._torch.cca_solver import Options, Problem
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 from fastkd.linalg import inv_sqrtm_ref
 
@@ -247,8 +247,13 @@ class CCALoss(InGroup):
         for s, t in pooled:
             sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
             batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
-        options = Options(_ridge_pair(self.ridge), self.top_k)
-        losses = [_batched_layers(b, observed, options, ranks) for b in batches.values()]
+        losses = []
+        for batch in batches.values():
+            students, teachers = (_stacked(side) for side in zip(*batch, strict=True))
+            masks = None if observed is None else observed.expand(students.shape[:-1])
+            dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
+            options = Options(_ridge_pair(self.ridge), self.top_k, dims)
+            losses.append(_loss(students, teachers, masks, options, ranks))
         return torch.cat(losses).mean()
 
     def _warn_if_saturated(
@@ -298,26 +303,12 @@ def _pads_layers(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _batched_layers(
-    pairs: list[tuple[Tensor, Tensor]],
-    mask: Tensor | None,
-    options: Options,
-    ranks: Ranks | None = None,
-) -> Tensor:
-    """Losses (L) of layer pairs (m, Ds), (m, Dt) of any sizes, with one mask (m), in one batch.
-
-    Columns of zeros make the sizes equal and change no correlation: their cross-covariance is 0,
-    and their covariance the ridge's identity or, without a ridge, a direction without variance.
-    """
-    students, teachers = (_stacked(side) for side in zip(*pairs, strict=True))
-    if mask is not None:
-        mask = mask.expand(students.shape[:-1])
-    dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in pairs)
-    return _loss(students, teachers, mask, replace(options, dims=dims), ranks)
-
-
 def _stacked(layers: Sequence[Tensor]) -> Tensor:
-    """Layers (m, ≤ D) stacked to (L, m, D), with columns of zeros in the smaller ones."""
+    """Layers (m, ≤ D) stacked to (L, m, D), with columns of zeros in the smaller ones.
+
+    Such columns change no correlation: their cross-covariance is 0, and their covariance the
+    ridge's identity or, without a ridge, a direction without variance.
+    """
     size = max(x.shape[-1] for x in layers)
     missing = [size - x.shape[-1] for x in layers]
     return torch.stack([F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)])
@@ -358,13 +349,16 @@ class _NegativeCorrelation(torch.autograd.Function):
     def forward(ctx, student, teacher, mask, options):
         with autocast_off(student):
             batch = student.shape[:-2].numel()
-            corr, ds = cca_solver.solve(
+            problem = Problem(
                 student.reshape(batch, *student.shape[-2:]),
                 teacher.reshape(batch, *teacher.shape[-2:]),
                 None if mask is None else mask.reshape(batch, mask.shape[-1]),
                 options,
                 want_grad=ctx.needs_input_grad[0],
             )
+            in_graph = torch.compiler.is_compiling() and options.ranks is None
+            solve = cca_solver.solve_in_graph if in_graph else cca_solver.solve
+            corr, ds = solve(problem)
             ctx.dtype = student.dtype
             ctx.ranks = 1 if options.ranks is None else options.ranks.size
             ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastkd import cca
 from fastkd._core import extension
 from fastkd._torch import cca_solver
-from fastkd._torch.cca_solver import Options, SolverPlan, polar
+from fastkd._torch.cca_solver import Options, Problem, SolverPlan, polar
 from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 from tests.support.compare import (
     DTYPES,
@@ -368,9 +368,9 @@ def test_float32_is_tried_only_where_it_can_succeed(D):
     options = cca_solver.Options((1e-4, 1e-4))
     for m, tried in ((int(1.6 * D), False), (4 * D, True)):
         student, teacher = torch.randn(2, 1, m, D)
-        assert cca_solver.make_plan(student, teacher, options).float32_first == tried
-        call = cca_solver._Call(student, teacher, None, options, True)
-        found = cca_solver._by_covariances(call, "lapack", torch.float32)
+        problem = Problem(student, teacher, None, options, True)
+        assert cca_solver.make_plan(problem).float32_first == tried
+        found = cca_solver._by_covariances(problem, "lapack", torch.float32)
         assert (found is not None) == tried
 
 
@@ -549,16 +549,13 @@ def test_strides_and_leading_dimensions():
     assert relative_error(one, expected[0][1, 2]) <= 1e-12
 
 
-@pytest.mark.parametrize("largest", [1, 2**18])
 @pytest.mark.parametrize("alike", [False, True])
-def test_large_items_are_solved_without_padding(alike, largest, monkeypatch):
-    """Larger items, or items with different masks, are solved one by one."""
+def test_large_items_are_solved_alone(alike, monkeypatch):
     student, teacher = related(3, 25, dims=(4, 5))
     mask = (torch.rand(1 if alike else 3, 25) > 0.2).expand(3, 25)
     expected = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     no_mask = value_and_grad(cca_loss, student, teacher)
     monkeypatch.setattr(cca_solver, "LARGE_ITEM", 1)
-    monkeypatch.setattr(cca_solver, "LARGEST_ITEM", largest)
     actual = value_and_grad(cca_loss, student, teacher, mask, reduction="none")
     assert relative_error(actual[0], expected[0]) <= 1e-12
     assert relative_error(actual[1], expected[1]) <= 1e-11
@@ -783,9 +780,9 @@ def test_the_same_tensor_twice_under_compile():
 
 def test_no_gradient_is_computed_without_requires_grad(monkeypatch):
     student, teacher = related(30, dims=(4, 4))
-    solve, solutions = cca_solver._solve_items, []
+    solve, solutions = cca_solver.solve, []
     monkeypatch.setattr(
-        cca_solver, "_solve_items", lambda *call: solutions.append(solve(*call)) or solutions[-1]
+        cca_solver, "solve", lambda problem: solutions.append(solve(problem)) or solutions[-1]
     )
     cca_loss(student, teacher)
     cca_loss(student.requires_grad_(), teacher)
@@ -920,9 +917,9 @@ def count_calls(monkeypatch) -> list[torch.Size]:
     calls = []
     solve = cca_solver.solve
 
-    def counted(student, *args, **options):
-        calls.append(student.shape)
-        return solve(student, *args, **options)
+    def counted(problem):
+        calls.append(problem.student.shape)
+        return solve(problem)
 
     monkeypatch.setattr(cca_solver, "solve", counted)
     return calls
@@ -969,7 +966,7 @@ def test_layers_padded_to_one_size_with_the_gpu_solver(ridges, top_k, masked, so
         if top_k is None and ridge != 0.0:
             use_plan(monkeypatch, SolverPlan(False, "products"))
     elif solver == "one by one":
-        monkeypatch.setattr(cca_solver, "LARGEST_ITEM", 1)
+        monkeypatch.setattr(cca_solver, "LARGE_ITEM", 1)
     actual = run()
     assert calls[0] == (4, 8 * b, 9)
     assert relative_error(actual[0], expected[0]) <= 1e-10
@@ -982,33 +979,35 @@ def test_layers_padded_to_one_size_with_the_gpu_solver(ridges, top_k, masked, so
 def test_padded_layers_are_bounded_by_their_own_rank(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
-    layers = [torch.randn(m, d).to(dtype) for d in sizes]
+    layers = [torch.randn(1, m, d).to(dtype) for d in sizes]
     bounded = cca_solver._bounded
     monkeypatch.setattr(cca_solver, "_bounded", lambda corr, *args: bounded(corr + 1, *args))
-    losses = cca._batched_layers([(x, x) for x in layers], None, Options((1e-9, 1e-9)))
-    assert (-losses).tolist() == [min(m - 1, d) for d in sizes]
-    one_missing = torch.arange(m) != 1
-    losses = cca._batched_layers([(x, x) for x in layers], one_missing, Options((1e-9, 1e-9)))
-    assert (-losses).tolist() == [min(m - 2, d) for d in sizes]
+    monkeypatch.setattr(cca, "_pads_layers", lambda x: True)
+    module, calls = CCALoss(ridge=1e-9), count_calls(monkeypatch)
+    module._warned = True
+    for missing in (0, 1):
+        mean = module(layers, layers, torch.arange(m)[None] >= missing)
+        assert -3 * mean.item() == pytest.approx(sum(min(m - 1 - missing, d) for d in sizes))
+    assert calls == [(3, m, 383)] * 2
 
 
 @pytest.mark.usefixtures("tensors_on_cpu")
-@pytest.mark.parametrize("items, real", [(2, 3), (2, 420), (1, 420)])
+@pytest.mark.parametrize("items, real", [(2, 3), (2, 420), (1, 0)])
 def test_masked_rows_of_large_items_are_removed(items, real, monkeypatch):
     """Masked rows are removed; few may remain."""
-    solve, solved = cca_solver._solve_items, []
+    make_plan, solved = cca_solver.make_plan, []
     monkeypatch.setattr(
         cca_solver,
-        "_solve_items",
-        lambda call, plan: solved.append(call.student.shape) or solve(call, plan),
+        "make_plan",
+        lambda problem: solved.append(problem.student.shape) or make_plan(problem),
     )
-    student, teacher = torch.randn(2, items, 520, 256)
-    mask = torch.arange(520) < real
+    student, teacher = torch.randn(2, items, 1040, 256)
+    mask = torch.arange(1040) < real
     for x in (student, teacher):
         x[:, real:] = torch.nan
     student.requires_grad_()
-    loss = cca_loss(student, teacher, mask.expand(items, 520))
-    assert solved == [(items, real, 256)]  # all items in one call
+    loss = cca_loss(student, teacher, mask.expand(items, 1040))
+    assert solved == [(1, real, 256)] * items
     [grad] = torch.autograd.grad(loss, student)
     alone = student[:, :real].detach().requires_grad_()
     expected = cca_loss(alone, teacher[:, :real])
@@ -1060,9 +1059,9 @@ def test_single_thread_solver_equals_pytorch(dims, masked, top_k, dtype):
         student, teacher = (F.layer_norm(x, x.shape[-1:]) for x in (student, teacher))
     if mask is not None:
         student[~mask] = torch.nan
-    call = cca_solver._Call(student, teacher, mask, Options((1e-4, 1e-3), top_k), True)
-    corr, ds = cca_solver._in_cpp(call)
-    expected, expected_ds = cca_solver._by_covariances(call, "lapack", torch.float64)
+    problem = Problem(student, teacher, mask, Options((1e-4, 1e-3), top_k), True)
+    corr, ds = cca_solver._by_threads(problem)
+    expected, expected_ds = cca_solver._by_covariances(problem, "lapack", torch.float64)
     assert relative_error(corr, expected) <= 1e-12
     assert ds.dtype == (dtype if dtype == torch.float64 else torch.float32)
     precision = 1e-9 if dtype == torch.float64 else 1e-6
@@ -1070,7 +1069,7 @@ def test_single_thread_solver_equals_pytorch(dims, masked, top_k, dtype):
         expected_ds = expected_ds.masked_fill(~mask[..., None], 0.0)
         assert not ds[~mask].any()
     assert relative_error(ds, expected_ds) <= precision
-    assert torch.equal(cca_solver._in_cpp(call._replace(want_grad=False))[0], corr)
+    assert torch.equal(cca_solver._by_threads(problem._replace(want_grad=False))[0], corr)
 
 
 @pytest.mark.skipif(not extension.MKL, reason="torch has no MKL here")
@@ -1079,15 +1078,15 @@ def test_single_thread_solver_keeps_nan_within_its_item(side):
     both = torch.randn(2, 3, 150, 64, device="cpu")
     both[side, 1, 5, 7] = torch.inf
     mask = torch.arange(150, device="cpu").expand(3, 150) > 2
-    call = cca_solver._Call(*both, mask, Options((1e-4, 1e-4)), True)
-    corr, ds = cca_solver._in_cpp(call)
+    problem = Problem(*both, mask, Options((1e-4, 1e-4)), True)
+    corr, ds = cca_solver._by_threads(problem)
     assert corr.isnan().tolist() == [False, True, False]
     assert ds[1, 3:].isnan().all()
     assert ds[[0, 2]].isfinite().all() and not ds[:, :3].any()
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(threads, 2))
     try:
-        again = cca_solver._in_cpp(call)
+        again = cca_solver._by_threads(problem)
     finally:
         torch.set_num_threads(threads)
     torch.testing.assert_close(again, (corr, ds), rtol=0, atol=0, equal_nan=True)

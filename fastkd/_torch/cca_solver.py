@@ -11,8 +11,8 @@ A R_s = F_s = Q·S(S²+r)^{−½} and M = F_tᵀF_s.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fastkd._core import extension
 from fastkd._core.numerics import values_readable, working_dtype
-from fastkd._core.operator import operator
 from fastkd._core.products import symmetric_product
 
 if TYPE_CHECKING:
@@ -36,9 +35,9 @@ LARGEST_FLOAT32_ERROR = 3e-7
 FLOAT32_OBSERVATIONS = 1.6
 # A GPU uses (m, m) eigenvectors up to this many times D observations, else (D, D) products.
 FEW_OBSERVATIONS = 1 / 6
-# Elements of an item's features from which masked rows are removed, and from which the item is
-# solved alone: smaller items take fewer steps as a batch.
-LARGE_ITEM, LARGEST_ITEM = 2**17, 2**18
+# Elements of an item's features from which a CPU solves the item alone, so that it stays in the
+# cache, and without its masked rows. Smaller items take fewer steps as a batch.
+LARGE_ITEM = 2**18
 # Up to this many times D observations the gradient is computed from rows (m, D), else from (D, D)
 # matrices.
 FEW_ROWS = 2
@@ -65,7 +64,7 @@ POLAR_STEPS = [
 # Largest triangular matrices that a GPU inverts without products.
 LARGEST_SOLVED = 96
 
-Method = Literal["lapack", "extension", "products"]
+Method = Literal["lapack", "threads", "extension", "products"]
 Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch, m, Ds)
 
 
@@ -73,25 +72,32 @@ Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch,
 class Options:
     """Options of the loss."""
 
-    ridges: tuple[float, float]  # (student's, teacher's)
+    ridges: Sequence[float]  # (student's, teacher's)
     top_k: int | None = None
     # min(Ds, Dt) of each item before its padding with columns of zeros.
-    dims: tuple[int, ...] | None = None
+    dims: Sequence[int] | None = None
     # Processes that hold parts of the observations: their moments are added.
     ranks: "Ranks | None" = None
 
 
+class Problem(NamedTuple):
+    """Items that are solved together."""
+
+    student: Tensor  # (batch, m, Ds)
+    teacher: Tensor  # (batch, m, Dt)
+    mask: Tensor | None  # (batch, m)
+    options: Options
+    want_grad: bool
+
+
 @dataclass(frozen=True)
 class SolverPlan:
-    """Choice of the algorithm, made once for each call."""
+    """Choice of the algorithm, by device, dtype and sizes."""
 
     observations: bool  # (m, m) matrices instead of (D, D)
-    method: Method  # of their decomposition
+    method: Method  # of their decomposition; "threads" is LAPACK in C++, one thread for each item
     # Try float32; the pivots and the smallest correlation decide whether float64 is needed.
     float32_first: bool = False
-    one_by_one: bool = False  # solve each item of a batch alone
-    in_threads: bool = False  # float64 in C++, one thread for each item
-    real_only: bool = False  # remove masked rows
 
 
 def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
@@ -106,18 +112,19 @@ def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks"
     return moments < features and ranks.size * rows > min(d_s, d_t)
 
 
-def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
+def make_plan(problem: Problem) -> SolverPlan:
     """The cheapest accurate plan; on a GPU one without synchronisation, if there is one.
 
     m ≤ D: (m, m) matrices in float64, which are small, and singular by construction. Else (D, D)
-    covariances. On the CPU float32 is tried first, unless sizes or ridge 0 make them singular or
-    values can't be read. Large items are solved one at a time, so that each stays in the cache.
+    covariances. On the CPU float32 is tried first, unless sizes, masked rows or ridge 0 make them
+    singular or values can't be read.
 
     On a GPU PyTorch's eigenvalue and singular value solvers synchronise with the host. Cholesky
     factors and products don't; nor does the extension, which is used for few observations. Ridge 0
     and ``top_k`` need eigenvectors: by the extension too, but of large matrices by PyTorch.
     """
-    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
+    student, teacher, mask, options, _ = problem
+    (m, d_s), d_t = student.shape[-2:], teacher.shape[-1]
     products = options.top_k is None and min(options.ridges) > 0
     if options.ranks is not None:  # the plan must not depend on a process's own observations
         method: Method = "extension" if _has_cuda_eigh(student) else "lapack"
@@ -129,88 +136,91 @@ def make_plan(student: Tensor, teacher: Tensor, options: Options) -> SolverPlan:
         if _has_cuda_eigh(student) and (few or not products):
             return SolverPlan(observations, "extension")
         return SolverPlan(False, "products") if products else SolverPlan(observations, "lapack")
-    readable = values_readable(student)
-    size = m * d_s if readable and not observations else 0
-    return SolverPlan(
-        observations,
-        "lapack",
-        in_threads=extension.MKL
-        and 0 < size < LARGEST_ITEM
-        and min(d_s, d_t) >= SMALL_MATRIX
-        and min(options.ridges) > 0,
-        float32_first=readable
-        and student.dtype != torch.float64
-        and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
-        and min(options.ridges) > 0,
-        one_by_one=len(student) > 1 and size >= LARGEST_ITEM,
-        real_only=size >= LARGE_ITEM,
-    )
+    if observations or min(options.ridges) == 0 or not values_readable(student):
+        return SolverPlan(observations, "lapack")
+    medium = min(d_s, d_t) >= SMALL_MATRIX and m * d_s < LARGE_ITEM
+    white = student.dtype != torch.float64 and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
+    method = "threads" if extension.MKL and medium else "lapack"
+    return SolverPlan(False, method, float32_first=white and mask is None)
 
 
-class _Call(NamedTuple):
-    student: Tensor  # (batch, m, Ds)
-    teacher: Tensor  # (batch, m, Dt)
-    mask: Tensor | None  # (batch, m)
-    options: Options
-    want_grad: bool
+def solve(problem: Problem) -> Solution:
+    """Correlation in float64 and gradient in the working dtype, of each item."""
+    student, teacher, mask, options, want_grad = problem
+    dtype = working_dtype(student)
+    if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
+        student.shape[-2] == 0 and options.ranks is None
+    ):
+        nothing = student.new_zeros(len(student), dtype=torch.float64)
+        return nothing, student.new_zeros(student.shape, dtype=dtype) if want_grad else None
+    correlations, gradients = [], []
+    for part, rows in _parts(problem):
+        plan = make_plan(part)
+        if plan.observations:
+            corr, ds = _by_observations(part, plan.method)
+        elif plan.float32_first and (found := _by_covariances(part, plan.method, torch.float32)):
+            corr, ds = found
+        elif plan.method == "threads":
+            corr, ds = _by_threads(part)
+        else:
+            corr, ds = cast(Solution, _by_covariances(part, plan.method, torch.float64))
+        correlations.append(corr)
+        if ds is not None:
+            ds = _masked(ds, part.mask).to(dtype)
+            if rows is not None:
+                whole = ds.new_zeros(len(ds), *student.shape[1:])
+                whole[:, rows] = ds
+                ds = whole
+            gradients.append(ds)
+    corr = _bounded(_joined(correlations), student, teacher, mask, options)
+    return corr, _joined(gradients) if want_grad else None
 
 
-def solve(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, *, want_grad: bool
-) -> Solution:
-    """Correlation and gradient of features (batch, m, Ds), (batch, m, Dt), mask (batch, m)."""
-    if options.ranks is not None:
-        return _solve(student, teacher, mask, options, want_grad)
-    dims = None if options.dims is None else list(options.dims)
-    corr, *gradient = solve_in_process(
-        student, teacher, mask, list(options.ridges), options.top_k, dims, want_grad
+def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
+    """Items that are solved together, and which of their rows (m) are left; None for all."""
+    student, teacher, mask, options, _ = problem
+    (m, d_s), d_t = student.shape[-2:], teacher.shape[-1]
+    large = m * d_s >= LARGE_ITEM and m > min(d_s, d_t) and options.ranks is None
+    if not large or not values_readable(student):
+        return [(problem, None)]
+    parts = []
+    for i in range(len(student)):
+        s, t = student[i, None], teacher[i, None]
+        rows = None if mask is None or bool(mask[i].all()) else mask[i]
+        if rows is not None:
+            s, t = s[:, rows], t[:, rows]
+        parts.append((problem._replace(student=s, teacher=t, mask=None), rows))
+    return parts
+
+
+def solve_in_graph(problem: Problem) -> Solution:
+    """`solve` under torch.compile: one operator, so that the plan can read values there too."""
+    student, teacher, mask, options, want_grad = problem
+    corr, *gradient = _operator(
+        student, teacher, mask, options.ridges, options.top_k, options.dims, want_grad
     )
     return corr, gradient[0] if gradient else None
 
 
-def _solve(
-    student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, want_grad: bool
-) -> Solution:
-    m, d_s, d_t = student.shape[-2], student.shape[-1], teacher.shape[-1]
-    if 0 in (len(student), d_s, d_t) or (m == 0 and options.ranks is None):
-        nothing = student.new_zeros(len(student), dtype=torch.float64)
-        return nothing, student.new_zeros(student.shape) if want_grad else None
-    plan = make_plan(student, teacher, options)
-    real = mask if plan.real_only else None
-    if plan.one_by_one or (real is not None and not bool((real == real[:1]).all())):
-        masks = [None] * len(student) if mask is None else mask.split(1)
-        items = zip(student.split(1), teacher.split(1), masks, strict=True)
-        alone = replace(options, dims=None)  # `_bounded` applies the dims of all items below
-        solutions = [_solve(*item, alone, want_grad) for item in items]
-        corr = torch.cat([corr for corr, _ in solutions])
-        ds = torch.cat([ds for _, ds in solutions if ds is not None]) if want_grad else None
-    else:
-        solve_all = _solve_items if real is None else _solve_real
-        corr, ds = solve_all(_Call(student, teacher, mask, options, want_grad), plan)
-    return _bounded(corr, student, teacher, mask, options), ds
-
-
-def _shapes(student, teacher, mask, ridges, top_k, dims, want_grad):
-    dtype = working_dtype(student)
-    corr = student.new_empty(student.shape[0], dtype=dtype)
-    return [corr, student.new_empty(student.shape, dtype=dtype)] if want_grad else [corr]
-
-
-# An operator, so that the plan can read values under torch.compile too.
-@operator(_shapes)
-def solve_in_process(
+@torch.library.custom_op("fastkd::cca", mutates_args=())
+def _operator(
     student: Tensor,
     teacher: Tensor,
     mask: Tensor | None,
-    ridges: list[float],
+    ridges: Sequence[float],
     top_k: int | None,
-    dims: list[int] | None,
+    dims: Sequence[int] | None,
     want_grad: bool,
 ) -> list[Tensor]:
-    """Solution for the observations of this process alone."""
-    options = Options((ridges[0], ridges[1]), top_k, None if dims is None else tuple(dims))
-    solution = _solve(student, teacher, mask, options, want_grad)
-    return [x.to(working_dtype(student)) for x in solution if x is not None]
+    options = Options(ridges, top_k, dims)
+    return [x for x in solve(Problem(student, teacher, mask, options, want_grad)) if x is not None]
+
+
+@_operator.register_fake
+def _(student, teacher, mask, ridges, top_k, dims, want_grad):
+    corr = student.new_empty(student.shape[0], dtype=torch.float64)
+    ds = student.new_empty(student.shape, dtype=working_dtype(student))
+    return [corr, ds] if want_grad else [corr]
 
 
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
@@ -227,47 +237,18 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     return values.masked_fill(~(white_x.finite & white_y.finite).unsqueeze(-1), torch.nan)
 
 
-def _solve_real(call: _Call, plan: SolverPlan) -> Solution:
-    """Solution for large items with one mask, with the masked rows removed."""
-    real = cast(Tensor, call.mask)[0]
-    if bool(real.all()):
-        return _solve_items(call._replace(mask=None), plan)
-    observed = call.student[:, real], call.teacher[:, real]
-    # `_solve` again: for fewer rows the plan may differ.
-    corr, ds = _solve(*observed, None, call.options, call.want_grad)
-    if ds is None:
-        return corr, None
-    whole = ds.new_zeros(call.student.shape)
-    whole[:, real] = ds
-    return corr, whole
-
-
-def _solve_items(call: _Call, plan: SolverPlan) -> Solution:
-    if plan.observations:
-        solution = _by_observations(call, plan.method)
-    elif plan.method == "products":
-        solution = _by_products(call)
-    else:
-        first = _by_covariances(call, plan.method, torch.float32) if plan.float32_first else None
-        if first is None and plan.in_threads:
-            return _in_cpp(call)
-        solution = first or cast(Solution, _by_covariances(call, plan.method, torch.float64))
-    corr, ds = solution
-    return corr, None if ds is None else _masked(ds, call.mask).to(working_dtype(call.student))
-
-
-def _in_cpp(call: _Call) -> Solution:
+def _by_threads(problem: Problem) -> Solution:
     """`_by_covariances` in float64, by the extension."""
-    student, teacher, mask, options, want_grad = call
+    student, teacher, mask, options, want_grad = problem
     corr, *gradient = torch.ops.fastkd_cpp.cca(
         student, teacher, mask, *options.ridges, options.top_k or 0, want_grad
     )
     return corr, gradient[0] if gradient else None
 
 
-def _by_observations(call: _Call, method: Method) -> Solution:
+def _by_observations(problem: Problem, method: Method) -> Solution:
     """Solve in observation space: decompositions of (m, m) matrices."""
-    student, teacher, mask, options, want_grad = call
+    student, teacher, mask, options, want_grad = problem
     a, b, share = _centred(student, teacher, mask, torch.float64)
     decompose = _left
     if method == "extension":
@@ -303,7 +284,7 @@ Decompositions = list[tuple[Tensor, Tensor]]
 
 def _whitened_features(
     sides: tuple[Tensor, Tensor],
-    ridges: tuple[float, float],
+    ridges: Sequence[float],
     features: tuple[Tensor, Tensor],
     decompose: Callable[[list[Tensor]], Decompositions],
 ) -> list[_WhitenedFeatures]:
@@ -325,84 +306,64 @@ def _whitened_features(
     return whitened
 
 
-def _by_covariances(call: _Call, method: Method, dtype: torch.dtype) -> Solution | None:
-    """Solve in feature space: (D, D) covariances. None where float32 is not accurate enough."""
-    student, teacher, mask, options, want_grad = call
-    a, b, share = _centred(student, teacher, mask, dtype, options.ranks)
+def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Solution | None:
+    """Solve in feature space: (D, D) covariances. None where float32 is not accurate enough.
+
+    Method "products" has Cholesky factors, then products alone.
+    """
+    student, teacher, mask, options, want_grad = problem
+    ranks, products = options.ranks, method == "products"
+    a, b, share = _centred(student, teacher, mask, dtype, ranks)
+
+    def moment(product: Tensor) -> Tensor:
+        return (product if ranks is None else ranks.sum(product)).mul_(share)
+
+    sigmas, whitenings = [], []
     finite = a.new_ones(len(a), dtype=torch.bool)
-    whitenings = []
     for x, ridge, features in zip((a, b), options.ridges, (student, teacher), strict=True):
-        sigma, own = _covariance(x, share, options.ranks)
+        sigma = moment(symmetric_product(x.mT, x))
+        own = _trace(sigma).isfinite()
+        sigma.masked_fill_(~own[..., None, None], 0.0)
         finite = finite & own
-        whitenings.append(_Whitening(sigma, ridge, features, method))
-        if dtype == torch.float32 and not whitenings[-1].accurate_in_float32():
+        if ridge > 0:
+            _add_ridge(sigma, ridge)
+        sigmas.append(sigma)
+        if not products:
+            whitenings.append(_whitening(sigma, ridge, features, method))
+        if dtype == torch.float32 and not _accurate_in_float32(sigma, whitenings[-1].factor):
             return None
+    if products:
+        whitenings = [_Whitening(x.mT, triangular=False) for x in _inverse_choleskies(sigmas)]
     whiten_s, whiten_t = whitenings
     bad = ~finite[..., None, None]
-    sigma_ts = _moment(b.mT @ a, share, options.ranks)
-    if dtype == torch.float64:
-        sigma_ts.masked_fill_(bad, 0.0)
+    sigma_ts = moment(b.mT @ a).masked_fill_(bad, 0.0)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
-    left, values, right = _svd(whitened, options.top_k, student, method)
-    if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
-        return None
-    corr = values.sum(-1).masked_fill(~finite, torch.nan)
+    if products:
+        left = polar(whitened)
+        root = left.mT @ whitened  # (MᵀM)^½
+        corr = _trace(root)
+    else:
+        left, values, right = _svd(whitened, options.top_k, student, method)
+        if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
+            return None
+        corr = values.sum(-1)
+    corr = corr.masked_fill(~finite, torch.nan)
     if not want_grad:
         return corr, None
     scale = share.sqrt().masked_fill(bad, torch.nan)
-    directions, of_teacher = whiten_s(right) * scale, whiten_t(left) * scale  # R_s V, R_t U
+    of_teacher = whiten_t(left) * scale  # R_t U, or R_t UVᵀ
+    directions = (whiten_s.factor if products else whiten_s(right)) * scale  # R_s V, or R_s
+    of_student = directions @ root if products else directions * values.unsqueeze(-2)
     if method == "lapack" and dtype == torch.float64 and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
-        rows = (b @ of_teacher).baddbmm_(a, directions * values.unsqueeze(-2), alpha=-1)
+        rows = (b @ of_teacher).baddbmm_(a, of_student, alpha=-1)
         # The cancelling terms are subtracted, so float32 is enough for the last product.
         last = working_dtype(student)
         return corr, rows.to(last) @ directions.mT.to(last)
-    to_student = _gram((directions * values.sqrt().unsqueeze(-2)).mT)  # (batch, Ds, Ds)
-    to_teacher = of_teacher @ directions.mT  # (batch, Dt, Ds)
-    ds = (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
+    to_student = symmetric_product(of_student, directions.mT)  # (batch, Ds, Ds)
+    ds = (b @ (of_teacher @ directions.mT)).baddbmm_(a, to_student, alpha=-1)
     if dtype == torch.float32:  # the gradient sums to 0, but for the rounding error of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
     return corr, ds
-
-
-def _by_products(call: _Call) -> Solution:
-    """`_by_covariances` for a GPU: Cholesky factors, then products alone."""
-    student, teacher, mask, options, want_grad = call
-    a, b, share = _centred(student, teacher, mask, torch.float64, options.ranks)
-    (sigma_s, finite_s), (sigma_t, finite_t) = (
-        _covariance(x, share, options.ranks) for x in (a, b)
-    )
-    for sigma, ridge in zip((sigma_s, sigma_t), options.ridges, strict=True):
-        _add_ridge(sigma, ridge)
-    if sigma_s.shape == sigma_t.shape:  # the launches of one batch take half the time
-        whiten_s, whiten_t = _inverse_cholesky(torch.cat((sigma_s, sigma_t))).chunk(2)
-    else:
-        whiten_s, whiten_t = _inverse_cholesky(sigma_s), _inverse_cholesky(sigma_t)
-    finite = finite_s & finite_t
-    bad = ~finite[..., None, None]
-    sigma_ts = _moment(b.mT @ a, share, options.ranks).masked_fill_(bad, 0.0)
-    whitened = whiten_t @ sigma_ts @ whiten_s.mT  # (batch, Dt, Ds)
-    left = polar(whitened)
-    root = left.mT @ whitened  # (MᵀM)^½
-    corr = _trace(root).masked_fill(~finite, torch.nan)
-    if not want_grad:
-        return corr, None
-    scaled = whiten_s * share.sqrt().masked_fill(bad, torch.nan)
-    to_student = scaled.mT @ root @ scaled  # (batch, Ds, Ds)
-    to_teacher = whiten_t.mT @ (left @ scaled) * share.sqrt()  # (batch, Dt, Ds)
-    return corr, (b @ to_teacher).baddbmm_(a, to_student, alpha=-1)
-
-
-def _moment(product: Tensor, share: Tensor, ranks: "Ranks | None") -> Tensor:
-    return (product if ranks is None else ranks.sum(product)).mul_(share)
-
-
-def _covariance(x: Tensor, share: Tensor, ranks: "Ranks | None") -> tuple[Tensor, Tensor]:
-    """Covariances of centred features, and which of them are finite; in float64 others are 0."""
-    sigma = _moment(_gram(x), share, ranks)
-    finite = _trace(sigma).isfinite()
-    if x.dtype == torch.float64:
-        sigma.masked_fill_(~finite[..., None, None], 0.0)
-    return sigma, finite
 
 
 def _add_ridge(sigma: Tensor, ridge: float) -> None:
@@ -413,34 +374,11 @@ def _add_ridge(sigma: Tensor, ridge: float) -> None:
     diagonal += (rounding * diagonal).clamp_min(ridge)
 
 
-class _Whitening:
-    """R with R Rᵀ = (Σ + r·I)⁻¹: inverse Cholesky factor, or eigenvectors for ridge 0.
+class _Whitening(NamedTuple):
+    """R with R Rᵀ = (Σ + r·I)⁻¹: ``factor``, or L⁻ᵀ of a ``triangular`` factor L."""
 
-    Overwrites Σ.
-    """
-
-    def __init__(self, sigma: Tensor, ridge: float, features: Tensor, method: Method) -> None:
-        self.triangular = ridge > 0
-        if self.triangular:
-            self.largest = sigma.diagonal(dim1=-2, dim2=-1).amax(-1) + ridge
-            _add_ridge(sigma, ridge)
-            self.factor = _cholesky(sigma)
-        else:
-            if method == "extension":
-                values, vectors = extension.eigh(sigma)
-            else:
-                values, vectors = torch.linalg.eigh(sigma)
-            eps = torch.finfo(torch.float64).eps
-            zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
-            keep = values > zero * values[..., -1:]
-            roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
-            self.factor = vectors * roots.unsqueeze(-2)
-
-    def accurate_in_float32(self) -> bool:
-        """Whether float32's error, amplified by largest variance / smallest pivot, stays small."""
-        pivots = self.factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-        rounding = torch.finfo(torch.float32).eps * self.largest / pivots
-        return bool((rounding <= LARGEST_FLOAT32_ERROR).all())
+    factor: Tensor
+    triangular: bool
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
@@ -453,6 +391,26 @@ class _Whitening:
         if self.triangular:
             return torch.linalg.solve_triangular(self.factor, y, upper=False)
         return self.factor.mT @ y
+
+
+def _whitening(sigma: Tensor, ridge: float, features: Tensor, method: Method) -> _Whitening:
+    """From Cholesky's factor of ``sigma``, which has its ridge, or eigenvectors for ridge 0."""
+    if ridge > 0:
+        return _Whitening(_cholesky(sigma), triangular=True)
+    values, vectors = (extension.eigh if method == "extension" else torch.linalg.eigh)(sigma)
+    eps = torch.finfo(torch.float64).eps
+    zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
+    keep = values > zero * values[..., -1:]
+    roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
+    return _Whitening(vectors * roots.unsqueeze(-2), triangular=False)
+
+
+def _accurate_in_float32(sigma: Tensor, factor: Tensor) -> bool:
+    """Whether float32's error, amplified by largest variance / smallest pivot, stays small."""
+    largest = sigma.diagonal(dim1=-2, dim2=-1).amax(-1)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+    rounding = torch.finfo(torch.float32).eps * largest / pivots
+    return bool((rounding <= LARGEST_FLOAT32_ERROR).all())
 
 
 def _svd(
@@ -488,7 +446,7 @@ def _svd_by_squares(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if m.shape[-2] < m.shape[-1]:
         left, values, right = _svd_by_squares(m.mT)
         return right, values, left
-    squares, right = torch.linalg.eigh(_gram(m))
+    squares, right = torch.linalg.eigh(symmetric_product(m.mT, m))
     squares, right = squares.flip(-1), right.flip(-1)
     small = (squares < SMALL_SQUARE * squares[..., :1]).sum(-1)
     low = int(small.max()) if small.numel() else 0
@@ -578,6 +536,13 @@ def polar(m: Tensor) -> Tensor:
     return x
 
 
+def _inverse_choleskies(sigmas: list[Tensor]) -> list[Tensor]:
+    """`_inverse_cholesky` of both sides; the launches of one batch take half the time."""
+    if sigmas[0].shape == sigmas[1].shape:
+        return list(_inverse_cholesky(torch.cat(sigmas)).chunk(2))
+    return [_inverse_cholesky(x) for x in sigmas]
+
+
 def _inverse_cholesky(x: Tensor) -> Tensor:
     """L⁻¹ with LLᵀ = X.
 
@@ -612,10 +577,6 @@ def _cholesky(x: Tensor) -> Tensor:
     """Lower Cholesky factor without synchronising; NaN where x is not positive definite."""
     factor, failed = torch.linalg.cholesky_ex(x)
     return factor.masked_fill_((failed != 0)[..., None, None], torch.nan)
-
-
-def _gram(x: Tensor) -> Tensor:
-    return symmetric_product(x.mT, x)
 
 
 def _trace(x: Tensor) -> Tensor:
@@ -663,6 +624,10 @@ def count_observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Ten
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     """``x`` with zeros in masked rows, even where they hold NaN."""
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _bounded(
