@@ -19,7 +19,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
         listed = nearest(settings.metric or "", known)
         raise InputError(f"--metric {settings.metric} doesn't score this model; {listed}")
     rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
-    model.task, rows, lines = model.task.prepare(rows, order=settings.label_order)
+    model.task, rows, lines, _ = model.task.prepare(rows, order=settings.label_order)
     metrics = model.task.select_metrics(settings.metric)
     for line in lines:
         say(console, line)

@@ -14,12 +14,12 @@ def predict(settings: PredictSettings, console: Console) -> None:
     """Print or write a line for each row; rows without text get no prediction."""
     model = begin(settings)
     rows = model.read(settings.data, settings.columns, settings.task, labelled=False)
-    records, kind = list(rows.records()), type(model.task)
+    records, kind = list(rows.data), type(model.task)
     full = [i for i, row in enumerate(records) if empty_column(kind, row) is None]
     if not full:
         raise InputError(f"--data {settings.data}: no row holds text")
     asked = rows if len(full) == len(rows) else rows.select(full)
-    model.task, asked, _ = model.task.prepare(asked, labelled=False)
+    model.task, asked, *_ = model.task.prepare(asked, labelled=False)
     given = model.answers(asked, settings.max_length, stderr_display())
     found = model.task.predictions(*given, model.tokenizer)
     answers = dict(zip(full, found, strict=True))

@@ -27,7 +27,6 @@ from fastkd.train.saving import saving
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
-CODE = ("arrow_rows.py", "encoding.py", "input_columns.py", "data.py", "files.py", "tasks/base.py")
 # Prefix of the teacher's own inputs in a batch for a Distiller.
 TEACHER_PREFIX = "teacher_"
 # Class id of a row without a label, as in transformers.
@@ -64,8 +63,8 @@ class Rows:
         return self.data["pair"][:] if self.paired else None
 
     @functools.cached_property
-    def labels(self) -> np.ndarray | None:
-        """All class ids or numbers; None if the rows have neither."""
+    def labels(self) -> Any:
+        """All class ids or numbers, (rows,); None if the rows have neither."""
         return _numbers(self.data, "label")
 
     def columns(self, *names: str) -> Iterator[tuple]:
@@ -77,18 +76,9 @@ class Rows:
         """The values of one column."""
         return (value for (value,) in self.columns(name))
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The rows as dictionaries by column."""
-        names = self.data.column_names
-        return (dict(zip(names, row, strict=True)) for row in self.columns(*names))
-
     def contents(self) -> Iterator[str]:
         """All values of each row but its number, as text."""
         return map(repr, self.columns(*(n for n in self.data.column_names if n != "number")))
-
-    def inputs(self) -> Iterator[str]:
-        """The values of each row that its model reads, as text."""
-        return self.without("label").contents()
 
     @functools.cached_property
     def raw_labels(self) -> tuple[list[str], np.ndarray]:
@@ -212,7 +202,7 @@ def stored(
     Each record has a ``number`` and these ``columns`` with their types.
     """
     library = _library()
-    code = (file_fingerprint(Path(__file__).parent / name) for name in CODE)
+    code = map(file_fingerprint, sorted(Path(__file__).parent.glob("*.py")))
     parts = (*parts, *code, library.__version__)
     try:
         with writing(source):
@@ -301,15 +291,9 @@ class Encoded(torch.utils.data.Dataset):
         return np.asarray(_numbers(self.evaluation_columns, "length"))
 
     @functools.cached_property
-    def labels(self) -> np.ndarray | None:
-        """The label of each row, where that is one number."""
+    def labels(self) -> Any:
+        """The label of each row, (rows,); None if it is not one number."""
         return _numbers(self.tokens, "labels")
-
-    @property
-    def targets(self) -> np.ndarray:
-        """The label of each row, which must be one number."""
-        assert self.labels is not None
-        return self.labels
 
     @property
     def labelled(self) -> np.ndarray:
@@ -330,9 +314,7 @@ class Encoded(torch.utils.data.Dataset):
         return self.tokens[int(index)]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        columns = self.tokens[list(indices)]
-        rows = zip(*columns.values(), strict=True)
-        return [dict(zip(columns, values, strict=True)) for values in rows]
+        return self.tokens.__getitems__(list(indices))
 
     def batches(
         self,
@@ -362,11 +344,6 @@ class Encoded(torch.utils.data.Dataset):
         order, rank, ranks = self.by_length, processes.rank(), world_size()
         number = len(range(rank * size, len(order), ranks * size))
         return number, self.batches(collate, size, order, rank=rank, ranks=ranks, device=device)
-
-    def ids(self) -> Iterator[list[int]]:
-        """The token ids of each row."""
-        for batch in self.tokens.select_columns("input_ids").iter(BATCH):
-            yield from batch["input_ids"]
 
     def followed_by(self, other: "Encoded") -> "Encoded":
         """These rows and the ``other`` rows."""

@@ -20,6 +20,7 @@ from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
 from fastkd.train.settings import Source
 from fastkd.train.tasks.base import ClassTask, Corpus, LabelInfo, Task
+from fastkd.train.tasks.classification import Classification
 
 TEST = "test"
 
@@ -30,31 +31,34 @@ def check_file(path: Path, option: str, task: type[Task]) -> None:
 
 
 def read_file(
-    path: Path, columns: Columns, option: str, every: bool = False, task: type[Task] | None = None
+    path: Path,
+    columns: Columns,
+    option: str,
+    every: bool = False,
+    task: type[Task] = Classification,
 ) -> Rows:
     """Read and check the rows of a file for a task; errors name ``option``.
 
     Without a label column they have no labels. A row without text is an error, unless ``every``
     row is read.
     """
-    kind = tasks.named(None) if task is None else task
 
     def rows() -> Iterator[dict[str, Any]]:
         settled = None
-        for number, record in kind.records(path, columns.header, option, every):
-            settled = settled or kind.resolve_columns(columns, record, str(path))
+        for number, record in task.records(path, columns.header, option, every):
+            settled = settled or task.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
-            row = {"number": number, **kind.row(record, settled, where)}
-            empty = None if every else empty_column(kind, row)
+            row = {"number": number, **task.row(record, settled, where)}
+            empty = None if every else empty_column(task, row)
             if empty is not None:
                 raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
             yield row
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
 
-    check_file(path, option, kind)
+    check_file(path, option, task)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
-    return stored(str(path), rows, (*parts, *code_fingerprints(kind)), _stored(kind, columns))
+    return stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
 
 
 def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
@@ -65,20 +69,16 @@ def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
 
 def empty_column(task: type[Task], row: dict[str, Any]) -> str | None:
     """The stored column without text in a row that has too little text; else None."""
-    parts = [
-        (name, text)
-        for name in task.stored
-        if name != "label" and row.get(name) is not None
-        for text in _listed(row[name])
-    ]
-    blank = [name for name, text in parts if not text.strip()]
+    blank: list[str] = []
+    full: list[str] = []
+    for name in task.stored:
+        texts = row.get(name) if name != "label" else None
+        for text in texts if isinstance(texts, list) else [texts]:
+            if text is not None:
+                (full if text.strip() else blank).append(name)
     if task.every_text:
         return blank[0] if blank else None
-    return "text" if len(blank) == len(parts) else None
-
-
-def _listed(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
+    return None if full else "text"
 
 
 def read_hub(
@@ -87,10 +87,9 @@ def read_hub(
     split: str,
     columns: Columns,
     option: str,
-    task: type[Task] | None = None,
+    task: type[Task] = Classification,
 ) -> tuple[Rows, list[str] | None]:
     """Read one split of a hub dataset; also its class names if the dataset declares them."""
-    kind = tasks.named(None) if task is None else task
     hub_answers()
     datasets = require("datasets", "train")
     try:
@@ -100,9 +99,9 @@ def read_hub(
     source = f"{name}{f'/{config}' if config else ''}, split {split}"
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
-    columns = kind.resolve_columns(columns, dict.fromkeys(data.column_names), source)
+    columns = task.resolve_columns(columns, dict.fromkeys(data.column_names), source)
     feature = None
-    if columns.label is not None and issubclass(kind, ClassTask):
+    if columns.label is not None and issubclass(task, ClassTask):
         feature = data.features[columns.label]
         feature = getattr(feature, "feature", feature)  # of a list
     classes: list[str] | None = getattr(feature, "names", None)
@@ -120,33 +119,42 @@ def read_hub(
             where = f"{source}, row {number}"
             if classes is not None:
                 record[columns.label] = class_name(record[columns.label], where)
-            yield {"number": number, **kind.row(record, columns, where)}
+            yield {"number": number, **task.row(record, columns, where)}
 
-    parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(kind))
-    return stored(source, rows, parts, _stored(kind, columns)), classes
+    parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
+    return stored(source, rows, parts, _stored(task, columns)), classes
 
 
 def load(source: Source) -> Corpus:
     """Read and check all rows that ``source`` names."""
     kind = tasks.of_file(source.kind, source.train)
     glue = source.glue
+
+    def read(path: Path, option: str, labelled: bool = True) -> Rows:
+        columns = file_columns(source.columns, glue, path, kind, labelled)
+        return read_file(path, columns, option, task=kind)
+
     declared_classes = None
-    if source.train is not None or source.evals is not None:
-        train, evals = _read_files(source, kind, glue)
-    else:
+    if source.train is None and source.evals is None:
         train, evals, declared_classes = _read_splits(source, kind, glue)
+    elif source.evals is None:
+        raise InputError("--eval is missing: name the file to evaluate on")
+    elif source.train is None:
+        raise InputError("--train is missing: name the file to train on")
+    else:
+        train, evals = read(source.train, "--train"), {"": read(source.evals, "--eval")}
     if source.test is not None:
-        columns = file_columns(source.columns, glue, source.test, kind)
-        evals[TEST] = read_file(source.test, columns, "--test", task=kind)
-    fitted = kind.fit(train, evals, LabelInfo(source.labels, glue, declared_classes))
-    task, train, evals, more = fitted.task, fitted.train, fitted.evals, fitted.without_labels
+        evals[TEST] = read(source.test, "--test")
+    task = kind.fit(train, evals, LabelInfo(source.labels, glue, declared_classes))
+    unknown = "does not occur in the training rows"
+    given = [task.read_labels(rows, unknown) for rows in (train, *evals.values())]
+    train, *found = (one.rows for one in given)
+    evals, more = dict(zip(evals, found, strict=True)), given[0].without_labels
     test = evals.pop(TEST, None)
     if source.unlabelled is not None:
         check_unlabelled(task)
-        columns = file_columns(source.columns, glue, source.unlabelled, kind, labelled=False)
-        own = more
-        more = read_file(source.unlabelled, columns, "--unlabelled", task=kind)
-        more = more if own is None else own.followed_by(more)
+        unlabelled = read(source.unlabelled, "--unlabelled", labelled=False)
+        more = unlabelled if more is None else more.followed_by(unlabelled)
     return Corpus(
         train.sample(source.max_train_rows, source.seed),
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
@@ -154,7 +162,7 @@ def load(source: Source) -> Corpus:
         task.select_metrics(source.metric, glue),
         test,
         None if more is None else task.without_labels(more),
-        without_labels=fitted.notes,
+        notes=tuple(line for one in given for line in one.notes),
     )
 
 
@@ -165,19 +173,6 @@ def check_unlabelled(task: Task) -> None:
             f"--unlabelled: rows of --task {task.name()} have no labels, or cannot be trained on "
             "without them; leave it out"
         )
-
-
-def _read_files(
-    source: Source, kind: type[Task], glue: Glue | None
-) -> tuple[Rows, dict[str, Rows]]:
-    if source.evals is None:
-        raise InputError("--eval is missing: name the file to evaluate on")
-    if source.train is None:
-        raise InputError("--train is missing: name the file to train on")
-    columns = file_columns(source.columns, glue, source.train, kind)
-    train = read_file(source.train, columns, "--train", task=kind)
-    columns = file_columns(source.columns, glue, source.evals, kind)
-    return train, {"": read_file(source.evals, columns, "--eval", task=kind)}
 
 
 def _read_splits(
@@ -203,7 +198,7 @@ def _read_splits(
 
 def describe(corpus: Corpus) -> Iterator[str]:
     """Lines to print: a summary of the rows, and warnings about likely mistakes."""
-    yield from corpus.without_labels
+    yield from corpus.notes
     yield from corpus.task.describe(corpus)
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
@@ -220,22 +215,26 @@ def describe(corpus: Corpus) -> Iterator[str]:
 
 def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
     """How many rows of ``sets`` have the texts of a training row; compares hashes."""
-    counts = Counter(hash(texts) for rows in sets for texts in rows.inputs())
-    return sum(counts.pop(hash(texts), 0) for texts in train.inputs())
+
+    def inputs(rows: Rows) -> Iterator[int]:
+        return map(hash, rows.without("label").contents())
+
+    counts = Counter(found for rows in sets for found in inputs(rows))
+    return sum(counts.pop(found, 0) for found in inputs(train))
 
 
 def file_columns(
     asked: Columns,
     glue: Glue | None,
     path: Path,
-    task: type[Task] | None = None,
+    task: type[Task],
     labelled: bool = True,
 ) -> Columns:
     """Columns of a file: those ``asked`` for, GLUE's, or the defaults of the task.
 
     A file of a GLUE task has GLUE's own layout, or the hub's columns if its header has them.
     """
-    columns = (task or tasks.named(None)).columns
+    columns = task.columns
     if glue is not None:
         columns = glue.file
         hub = {name for name in (glue.hub.text, glue.hub.pair, glue.hub.label) if name is not None}

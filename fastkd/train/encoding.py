@@ -1,7 +1,6 @@
 """Tokens of a task's rows, encoded once and cached in an Arrow file."""
 
 import inspect
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ class Encoder:
 
     def _check_known(self, rows: Rows, encoded: Encoded) -> None:
         """Raise if all tokens are unknown: a tokenizer without its files raises no error itself."""
-        first = itertools.islice(encoded.ids(), BATCH)
+        first = encoded.tokens[:BATCH]["input_ids"]
         found = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
         words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
         if not words and len(rows) >= FEW:

@@ -71,32 +71,33 @@ def score(task: Task, metrics: Sequence[str], answers: Any, examples: Encoded) -
     """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
     if not finite(answers):
         return dict.fromkeys(metrics, math.nan)
-    return task.scores(metrics, answers, examples)
+    found = task.scores(metrics, answers, examples)
+    return {name: float(found[name]) for name in metrics}
 
 
 # Standard deviations above the mean that one in twenty random orders exceeds in agreement.
 CHANCE = 1.645
 
 
-def sanity_warning(
-    logits: np.ndarray, labels: np.ndarray, names: Sequence[str] | None
-) -> str | None:
-    """Why finite answers look useless: constant, or no better than a random permutation."""
+def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> str | None:
+    """Why class ids look useless: constant, or no better than a random permutation."""
     if np.ptp(labels) == 0:
         return None
-    if names is None:
-        answers = logits[:, 0]
-        stats = require("scipy.stats", "train")
-        same = np.ptp(answers) == 0
-        if same or not stats.pearsonr(answers, labels, alternative="greater").pvalue > 0.05:
-            return f"are all {answers[0]:.4g}" if same else None
-    else:
-        answers = logits.argmax(-1)
-        if np.ptp(answers) == 0:
-            return f"are all {names[answers[0]]!r}"
-        if _agreement(answers, labels, len(names)) > CHANCE:
-            return None
-    return "are no better than chance"
+    if np.ptp(answers) == 0:
+        return f"are all {names[answers[0]]!r}"
+    better = _agreement(answers, labels, len(names)) > CHANCE
+    return None if better else "are no better than chance"
+
+
+def useless_numbers(answers: np.ndarray, labels: np.ndarray) -> str | None:
+    """Why numbers look useless: constant, or not correlated with ``labels``."""
+    if np.ptp(labels) == 0:
+        return None
+    if np.ptp(answers) == 0:
+        return f"are all {answers[0]:.4g}"
+    stats = require("scipy.stats", "train")
+    by_chance = stats.pearsonr(answers, labels, alternative="greater").pvalue > 0.05
+    return "are no better than chance" if by_chance else None
 
 
 def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
@@ -110,35 +111,35 @@ def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
     return float(((answers == labels).sum() - mean.sum()) / np.sqrt(variance))
 
 
-def evaluate(
+def class_scores(
     metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
 ) -> dict[str, float]:
-    """The named metrics of finite ``logits`` (rows, classes), or (rows, 1) for regression.
+    """At least the given metrics of ``logits`` (rows, classes).
 
-    F1 is that of class ``positive`` of two classes, or the mean over more.
+    F1 is that of class ``positive`` of two classes, or the mean over more; the correlation with a
+    constant is 0.
     """
-    classes = logits.shape[-1]
-    predictions = logits[:, 0] if classes == 1 else logits.argmax(-1)
+    found = logits.argmax(-1)
+    scores = {"accuracy": (found == labels).mean()}
+    if scores.keys() >= {*metrics}:  # without the second that scikit-learn's import takes
+        return scores
+    library: Any = require("sklearn.metrics", "train")
+    average = "binary" if logits.shape[-1] == 2 else "macro"
+    constant = np.ptp(found) == 0 or np.ptp(labels) == 0
+    f1 = library.f1_score(labels, found, average=average, pos_label=positive, zero_division=0.0)
+    mcc = 0.0 if constant else library.matthews_corrcoef(labels, found)
+    return {**scores, "mcc": mcc, "f1": f1}
 
-    def sklearn(function: str, **options: Any) -> float:
-        compute = getattr(require("sklearn.metrics", "train"), function)
-        return compute(labels, predictions, **options)
 
-    def correlation(function: str) -> float:
-        if np.ptp(predictions) == 0 or np.ptp(labels) == 0:
-            return 0.0
-        return getattr(require("scipy.stats", "train"), function)(predictions, labels)[0]
-
-    f1 = {"average": "binary" if classes == 2 else "macro", "pos_label": positive}
-    compute = {
-        "accuracy": lambda: (predictions == labels).mean(),
-        "mcc": lambda: sklearn("matthews_corrcoef"),
-        "f1": lambda: sklearn("f1_score", zero_division=0.0, **f1),
-        "pearson": lambda: correlation("pearsonr"),
-        "spearman": lambda: correlation("spearmanr"),
-        "mse": lambda: ((predictions - labels) ** 2).mean(),
+def number_scores(numbers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Metrics of ``numbers`` (rows,); the correlation with a constant is 0."""
+    stats: Any = require("scipy.stats", "train")
+    constant = np.ptp(numbers) == 0 or np.ptp(labels) == 0
+    return {
+        "pearson": 0.0 if constant else stats.pearsonr(numbers, labels)[0],
+        "spearman": 0.0 if constant else stats.spearmanr(numbers, labels)[0],
+        "mse": ((numbers - labels) ** 2).mean(),
     }
-    return {name: float(compute[name]()) for name in metrics}
 
 
 def rouge_l(generated: Sequence[str], references: Sequence[str]) -> float:

@@ -20,7 +20,7 @@ from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.regression import Regression, to_reals
+from fastkd.train.tasks.regression import Regression
 from tests.cli.launched import Launch
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
@@ -53,7 +53,7 @@ def reads(monkeypatch):
 
 
 def read(path):
-    return to_reals(data.read_file(path, COLUMNS, "--train"))
+    return Regression().read_labels(data.read_file(path, COLUMNS, "--train")).rows
 
 
 def test_a_file_is_read_once_until_it_changes(tmp_path, cache, reads):
@@ -80,7 +80,7 @@ def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, toke
         for encoder in encoders:
             tokens = encoder(found)
             lists = tokenizer(found.texts, truncation=True, max_length=encoder.max_length)
-            assert list(tokens.ids()) == lists["input_ids"]
+            assert list(tokens.tokens["input_ids"]) == lists["input_ids"]
             assert tokens.lengths.tolist() == [len(ids) for ids in lists["input_ids"]]
             item = tokens.__getitems__([3, 1])[0]
             assert item == tokens[3]
@@ -104,7 +104,7 @@ def work(path, cache, tokenizer, out):
     type(tokenizer).__call__ = lambda *args, **options: made.append(1) or call(*args, **options)
     files.records = lambda *args: made.append(1) or records(*args)
     tokens = Encoder(tokenizer, 16, Regression())(read(path))
-    out.write_text(json.dumps([len(made), sum(map(sum, tokens.ids()))]))
+    out.write_text(json.dumps([len(made), sum(map(sum, tokens.tokens["input_ids"]))]))
 
 
 def test_processes_share_what_one_of_them_made(tmp_path, cache, tokenizer):

@@ -9,10 +9,17 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import evaluate, finite, sanity_warning, score
+from fastkd.train.evaluation import (
+    class_scores,
+    finite,
+    number_scores,
+    score,
+    useless_classes,
+    useless_numbers,
+)
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.classification import Classification, to_classes
+from fastkd.train.tasks.classification import Classification
 
 
 def write(path, text):
@@ -156,7 +163,8 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
     def ids(names, *labels):
         text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
         path = write(tmp_path / "rows.tsv", text)
-        return to_classes(read_file(path, Columns("text"), "--data"), names)[0].labels.tolist()
+        rows = read_file(path, Columns("text"), "--data")
+        return Classification(tuple(names)).prepare(rows).rows.labels.tolist()
 
     assert ids(["0", "1"], "1.0", "00") == [1, 0]
     assert ids(["1", "-1"], "-1", "1", "+1") == [1, 0, 0]
@@ -183,14 +191,15 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
 )
 def test_numbers_that_usually_mean_another_class(tmp_path, names, label, taken):
     path = write(tmp_path / "rows.tsv", f"text\tlabel\nx\t{label}\n")
-    rows = read_file(path, Columns("text"), "--data")
+    rows, task = read_file(path, Columns("text"), "--data"), Classification(tuple(names))
     if taken is None:
         with pytest.raises(InputError, match="as such labels are usually numbered; pass --label-o"):
-            to_classes(rows, names)
-        order = list(map(str, range(len(names))))[::-1]
-        assert to_classes(rows, names, order)[0].labels.tolist() == [len(names) - 1 - label]
+            task.prepare(rows)
+        order = ",".join(map(str, reversed(range(len(names)))))
+        found = task.prepare(rows, order=order).rows
+        assert found.labels.tolist() == [len(names) - 1 - label]
     else:
-        found, said = to_classes(rows, names)
+        _, found, (said,), _ = task.prepare(rows)
         assert found.labels.tolist() == [taken] and f"{label} is {names[taken]!r}" in said
 
 
@@ -218,19 +227,19 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
 def test_answers_that_are_worth_nothing():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 200)
-    exact = np.eye(3)[labels]
     names = ["a", "b", "c"]
-    assert sanity_warning(exact, labels, names) is None
-    assert sanity_warning(np.eye(3)[(labels + (rng.random(200) < 0.5)) % 3], labels, names) is None
-    assert (
-        sanity_warning(np.eye(3)[rng.permutation(labels)], labels, names)
-        == "are no better than chance"
-    )
-    assert sanity_warning(exact * [0, 1, 0] + [0, 0.5, 0], labels, names) == "are all 'b'"
-    real = rng.normal(size=(50, 1))
-    assert sanity_warning(real, real[:, 0], None) is None
-    assert sanity_warning(-real, real[:, 0], None) == "are no better than chance"
-    assert sanity_warning(np.ones((50, 1)), real[:, 0], None) == "are all 1"
+    for answers, why in (
+        (labels, None),
+        ((labels + (rng.random(200) < 0.5)) % 3, None),
+        (rng.permutation(labels), "are no better than chance"),
+        (np.ones(200, int), "are all 'b'"),
+    ):
+        assert useless_classes(answers, labels, names) == why
+    real = rng.normal(size=50)
+    for answers, why in (
+        (real, None), (-real, "are no better than chance"), (np.ones(50), "are all 1")
+    ):  # fmt: skip
+        assert useless_numbers(answers, real) == why
 
 
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
@@ -395,18 +404,18 @@ def test_hub_mistakes(monkeypatch):
 def test_scores_by_hand():
     logits = np.array([[2.0, 1.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
     labels = np.array([0, 1, 0, 0])
-    scores = evaluate(("accuracy", "f1", "mcc"), logits, labels)
+    scores = class_scores(("f1", "mcc"), logits, labels)
     # One true positive, one false positive, two true negatives.
     assert scores["accuracy"] == 0.75
     assert scores["f1"] == pytest.approx(2 / 3)
     assert scores["mcc"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
 
-    numbers = np.array([[1.0], [2.0], [3.0], [10.0]])
-    scores = evaluate(("pearson", "spearman", "mse"), numbers, np.array([2.0, 4.0, 6.0, 8.0]))
+    numbers = np.array([1.0, 2.0, 3.0, 10.0])
+    scores = number_scores(numbers, np.array([2.0, 4.0, 6.0, 8.0]))
     assert scores["spearman"] == pytest.approx(1.0)
     assert scores["pearson"] == pytest.approx(28 / np.sqrt(50 * 20))
     assert scores["mse"] == pytest.approx((1 + 4 + 9 + 4) / 4)
-    assert evaluate(("pearson",), np.ones((3, 1)), np.arange(3.0)) == {"pearson": 0.0}
+    assert number_scores(np.ones(3), np.arange(3.0))["pearson"] == 0.0
     for answers in (np.full((2, 2), np.nan), [("text", np.inf, 1)], [[1.0, np.nan]]):
         assert not finite(answers)
         assert np.isnan(score(Classification(), ("accuracy",), answers, None)["accuracy"])

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fastkd.train import files
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.input_columns import Columns
@@ -65,7 +66,7 @@ def _every() -> Iterable[type[Task]]:
 def of_file(name: str | None, path: Path | None) -> type[Task]:
     """The task ``name``; without a name the only task that reads such a file, or the default."""
     if name is None and path is not None:
-        kind = Path(path.name.removesuffix(".gz")).suffix.lower()
+        kind = files.kind_of(path)
         for task in _every():
             if kind in task.suffixes:
                 return task

@@ -31,6 +31,7 @@ from fastkd.train.labels import (
 Tokens = Mapping[str, list[Any]]  # columns by name
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
 TEXT = "large_string"
+UNKNOWN = "is no class of the model"
 # Example code for the model card that loads model and tokenizer without a pipeline.
 LOADING = """from transformers import $head, AutoTokenizer
 
@@ -47,22 +48,13 @@ class LabelInfo(NamedTuple):
     declared_classes: list[str] | None = None  # class names that a data set on the hub declares
 
 
-class FittedTask(NamedTuple):
-    """A task fitted to the rows, and the rows with labels in its encoding."""
-
-    task: "Task"
-    train: Rows
-    evals: dict[str, Rows]
-    without_labels: Rows | None = None  # training rows that have no label
-    notes: tuple[str, ...] = ()  # lines to print
-
-
 class Prepared(NamedTuple):
-    """A task and rows to evaluate or to predict."""
+    """A task and the rows that it reads."""
 
     task: "Task"
     rows: Rows
     notes: tuple[str, ...] = ()  # lines to print
+    without_labels: Rows | None = None  # rows that have no label
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class Corpus:
     test: Rows | None = None
     unlabelled: Rows | None = None
     #: Lines to print: how many rows have no label, ...
-    without_labels: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     #: ... and how numbers were read as the classes of a head.
     reading: str = ""
 
@@ -102,9 +94,9 @@ class Task:
     name of the encoded rows.
 
     `row` reads a record into the columns (`stored`) of an Arrow file: ``text``, ``pair``,
-    ``label``. `fit` turns labels into ids. `encode` turns rows into tokens and may return more or
-    fewer rows. `collator` builds batches. `answer` returns one small object for each row of a
-    batch, because all of them are kept in memory; `scores` and `predictions` receive them in the
+    ``label``. `read_labels` turns labels into ids. `encode` turns rows into tokens and may return
+    more or fewer rows. `collator` builds batches. `answer` returns one small object for each row of
+    a batch, because all of them are kept in memory; `scores` and `predictions` receive them in the
     order of the encoded rows, complete in every process.
     """
 
@@ -124,9 +116,11 @@ class Task:
 
     # Labels and metrics
 
-    #: All supported metrics, those to minimise, those that already are percentages, and those that
+    #: All supported metrics; those reported by default, of which the first selects the best
+    #: checkpoint (none: all); those to minimise; those that already are percentages; and those that
     #: compare with the teacher's answers.
     metrics: ClassVar[tuple[str, ...]]
+    default_metrics: ClassVar[tuple[str, ...]] = ()
     lower_is_better: ClassVar[frozenset[str]] = frozenset()
     percent: ClassVar[frozenset[str]] = frozenset()
     teacher_metrics: ClassVar[frozenset[str]] = frozenset()
@@ -218,22 +212,26 @@ class Task:
     # Labels
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        """The task fitted to these rows, which get labels in its encoding."""
-        return FittedTask(cls(), train, evals)
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> "Task":
+        """The task of these rows, whose labels are those of the files."""
+        return cls()
 
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> "Prepared":
+    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+        """``rows`` with class ids or numbers as labels; ``unknown`` is the end of an error."""
+        return Prepared(self, rows)
+
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
         """The task and ``rows`` for evaluation, or for prediction if they are not ``labelled``.
 
-        ``labelled`` rows get labels in the task's encoding; ``order`` is the value of
-        --label-order. Others get placeholders where batches need labels.
+        ``labelled`` rows get labels as in `read_labels`; ``order`` is the value of --label-order.
+        Others get placeholders where batches need labels.
         """
         if order is not None:
             raise InputError(
                 f"--label-order {order}: must name the data's label for each class of the model, "
                 "and it has none"
             )
-        return Prepared(self, rows if labelled else self.without_labels(rows))
+        return self.read_labels(rows) if labelled else Prepared(self, self.without_labels(rows))
 
     def for_packing(self) -> "Task":
         """The task for --pack, where a training row has several texts."""
@@ -335,14 +333,9 @@ class Task:
         """
         return logits(model, batch).float().cpu().numpy()
 
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        """The metrics reported by default; the first selects the best checkpoint."""
-        return self.metrics
-
     def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         """The metrics to report, the ``wanted`` one first."""
-        usual = self.default_metrics
+        usual = self.default_metrics or self.metrics
         if glue is not None and set(glue.metrics) <= set(self.metrics):
             usual = glue.metrics
         if wanted is not None and wanted not in self.metrics:
@@ -353,7 +346,7 @@ class Task:
         return tuple(dict.fromkeys((wanted, *usual) if wanted else usual))
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        """The given metrics, by name, of finite answers; called by `evaluation.score`."""
+        """The given metrics, and perhaps others, by name, of finite answers."""
         raise NotImplementedError
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
@@ -371,7 +364,7 @@ class Task:
 
     def references(self, examples: Encoded) -> list[Any]:
         """The correct value of each of `short_answers`; empty if a study cannot compare them."""
-        return []
+        return [] if examples.labels is None else examples.labels.tolist()
 
     # Saved files
 
@@ -433,7 +426,7 @@ class ListedTask(ClassTask):
     label_noun: ClassVar[str] = "label"
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
         names = given.declared_classes or sorted({x for row in train.column("label") for x in row})
         numbered = whole_numbers(names)
         if numbered and given.declared_classes is None:
@@ -441,13 +434,10 @@ class ListedTask(ClassTask):
         if len(names) < 2:
             found = f"the only {cls.label_noun} is {names[0]!r}" if names else "no row has a label"
             raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
-        task = cls(tuple(names), given.declared_classes is not None or numbered)
-        for rows in evals.values():
-            task.check_known(rows, "does not occur in the training rows")
-        return FittedTask(task, train, evals)
+        return cls(tuple(names), given.declared_classes is not None or numbered)
 
-    def check_known(self, rows: Rows, unknown: str) -> None:
-        """Raise for the first label that is not a class of the task."""
+    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+        """``rows``, checked; `encode` reads the lists of names."""
         for number, row in rows.columns("number", "label"):
             for name in row:
                 if name not in self.classes:
@@ -455,11 +445,7 @@ class ListedTask(ClassTask):
                         f"{rows.source}, row {number}: {self.label_noun} {name!r:.60} {unknown}; "
                         f"{nearest(name, self.classes)}"
                     )
-
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> "Prepared":
-        if labelled:
-            self.check_known(rows, "is none of the model's")
-        return super().prepare(rows, labelled, order)
+        return Prepared(self, rows)
 
 
 def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:

@@ -171,11 +171,10 @@ class CausalLM(Decoder):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, _ in answers)
         size = sum(examples.evaluation_columns["bytes"][:])
-        compute = {
-            "perplexity": lambda: perplexity(loss / max(1, sum(count for _, count in answers))),
-            "bits_per_byte": lambda: loss / math.log(2) / max(1, size),
+        return {
+            "perplexity": perplexity(loss / max(1, sum(count for _, count in answers))),
+            "bits_per_byte": loss / math.log(2) / max(1, size),
         }
-        return {name: compute[name]() for name in metrics}
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         """Number of tokens and perplexity of each document up to --max-length."""

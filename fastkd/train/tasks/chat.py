@@ -43,6 +43,7 @@ class Chat(Decoder):
     """
 
     metrics = ("perplexity", "loss", "rouge_l")
+    default_metrics = ("perplexity", "rouge_l")
     lower_is_better = frozenset({"perplexity", "loss"})
     # The answers are among the messages, each a JSON object.
     columns = Columns(MESSAGES, None, MESSAGES)
@@ -59,10 +60,6 @@ class Chat(Decoder):
     prompts: bool = False
     #: Whether rows hold several conversations: for --pack.
     packed: bool = False
-
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return "perplexity", "rouge_l"
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
@@ -189,14 +186,12 @@ class Chat(Decoder):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, *_ in answers)
         loss /= max(1, sum(count for _, count, _ in answers))
-        compute = {
-            "perplexity": lambda: perplexity(loss),
-            "loss": lambda: loss,
-            "rouge_l": lambda: rouge_l(
-                [text for *_, text in answers], examples.evaluation_columns["answer"][:]
-            ),
+        texts = [text for *_, text in answers]
+        return {
+            "perplexity": perplexity(loss),
+            "loss": loss,
+            "rouge_l": rouge_l(texts, examples.evaluation_columns["answer"][:]),
         }
-        return {name: compute[name]() for name in metrics}
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return [text for *_, text in answers]

@@ -12,7 +12,7 @@ import torch
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import evaluate, sanity_warning
+from fastkd.train.evaluation import class_scores, useless_classes
 from fastkd.train.glue import Glue
 from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
@@ -23,9 +23,9 @@ from fastkd.train.labels import (
     whole_numbers,
 )
 from fastkd.train.tasks.base import (
+    UNKNOWN,
     ClassTask,
     Corpus,
-    FittedTask,
     LabelInfo,
     Prepared,
     Task,
@@ -42,6 +42,7 @@ class Classification(ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`."""
 
     metrics = ("accuracy", "mcc", "f1")
+    default_metrics = ("accuracy",)
     problem = "single_label_classification"
     no_label = UNLABELLED
     by_class = True
@@ -54,30 +55,55 @@ class Classification(ClassTask):
         """The id of `f1_class`."""
         return 1 if self.f1_class is None else self.classes.index(self.f1_class)
 
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return ("accuracy",)
-
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+        """Classes in numeric order if all are whole numbers, else in alphabetical order."""
         regression = {"classes": False, "numbers": True}.get(given.labels)
         if regression is None and given.glue is not None:
             regression = given.glue.regression
         if regression is None:
             regression = given.declared_classes is None and is_regression(train)
         if regression:
-            return Regression.fit(train, evals, given)
-        anything = given.labels == "classes" or given.declared_classes is not None
+            return Regression()
+        names, numbered = given.declared_classes, True
+        if names is None:
+            if given.labels != "classes":
+                train, _ = split_unlabelled(train)
+                train.map_labels(_check_present)
+            names = sorted(train.raw_labels[0])
+            numbered = whole_numbers(names)
+            if numbered:  # 1 and 01 are two names of one number
+                names.sort(key=int)
+        if len(names) < 2:
+            raise InputError(
+                f"{train.source}: every label is {names[0]!r}; there is nothing to learn"
+            )
+        return cls(tuple(names), numbered, names[1])
+
+    def read_labels(
+        self, rows: Rows, unknown: str = UNKNOWN, names: Sequence[str] | None = None
+    ) -> Prepared:
+        """``rows`` with class ids; ``names`` are the data's labels in the order of the classes.
+
+        A label is one of the names, or has the meaning of one of them ("Good" is "good").
+        """
+        names = names or self.classes
+        class_of = _classes_by_name(names)
+
+        def find(name: str) -> int:
+            found = class_of(name)
+            if found is None:
+                raise InputError(f"label {name!r:.60} {unknown}; {nearest(name, names)}")
+            return found
+
         rest, notes = None, []
-        if not anything:
-            (train, rest), *others = map(split_unlabelled, (train, *evals.values()))
-            evals = {name: rows for name, (rows, _) in zip(evals, others, strict=True)}
-            pairs = ((train, rest), *others)
-            notes = [_count_unlabelled(kept, out) for kept, out in pairs if out is not None]
-        train, evals, names = encode(train, evals, given.declared_classes, anything)
-        numbered = given.declared_classes is not None or whole_numbers(names)
-        task = cls(tuple(names), numbered, names[1])
-        return FittedTask(task, train, evals, rest, tuple(notes))
+        if not any(map(_is_no_label, self.classes)):
+            total = len(rows)
+            rows, rest = split_unlabelled(rows)
+            if rest is not None:
+                count = f"{len(rest)} of {total} rows have no label ({UNLABELLED})"
+                notes = [f"{rows.source}: {count}"]
+        return Prepared(self, rows.labelled(find, int, self.classes), tuple(notes), rest)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         names, train = self.names, _counts(corpus.train)
@@ -108,9 +134,10 @@ class Classification(ClassTask):
         return cls(tuple(names), f1_class=names[(report or {}).get("f1_of") != 0])
 
     def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+        """Whole numbers that name no class are read as class ids."""
         if not labelled:
             return super().prepare(rows, labelled)
-        names, given = self.names, None
+        names = self.names
         if order is not None:
             given = [name.strip() for name in order.split(",")]
             if len(set(given)) != len(given) or len(given) != len(names):
@@ -118,16 +145,22 @@ class Classification(ClassTask):
                     f"--label-order {order}: must name the data's label for each class of the "
                     f"model, and they are {', '.join(names)}"
                 )
-        rows, rest = split_unlabelled(rows)
-        notes = [] if rest is None else [_count_unlabelled(rows, rest)]
-        rows, reading = to_classes(rows, names, given)
-        return Prepared(self, rows, tuple(filter(None, (*notes, reading))))
+            return self.read_labels(rows, names=given)
+        class_of = _classes_by_name(names)
+        labels = [label for label in rows.raw_labels[0] if not _is_no_label(label)]
+        named = whole_numbers(names) or any(class_of(label) is not None for label in labels)
+        if named or not whole_numbers(labels):
+            return self.read_labels(rows)
+        found = self.read_labels(rows, names=[str(i) for i in range(len(names))])
+        seen = {i: str(i) for i in np.unique(found.rows.labels).tolist()}
+        reading = read_as_ids(seen, names, rows.source)
+        return found._replace(notes=(*found.notes, reading) if reading else found.notes)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return evaluate(metrics, answers, examples.targets, self.positive)
+        return class_scores(metrics, answers, examples.labels, self.positive)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        return sanity_warning(answers, examples.targets, self.names)
+        return useless_classes(answers.argmax(-1), examples.labels, self.names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)
@@ -136,9 +169,6 @@ class Classification(ClassTask):
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()
 
-    def references(self, examples: Encoded) -> list[Any]:
-        return examples.targets.tolist()
-
     def report(self) -> dict[str, Any]:
         return {"labels": self.names, "f1_of": self.positive}
 
@@ -146,46 +176,12 @@ class Classification(ClassTask):
 TASK = Classification
 
 
-def encode(
-    train: Rows,
-    evals: dict[str, Rows],
-    names: Sequence[str] | None = None,
-    anything: bool = False,
-) -> tuple[Rows, dict[str, Rows], list[str]]:
-    """Labels as class ids in the order of ``names``.
-
-    Without ``names`` the classes are those of the training rows: whole numbers in numeric order,
-    else names in alphabetical order. Evaluation rows may spell a class differently ("Good" for
-    "good"), as in `to_classes`. Raises for a label that no training row has, and for one that looks
-    like a missing value unless ``anything`` may be a class.
-    """
-
-    def check(label: str) -> str:
-        if not anything and label.casefold() in NOT_LABELS:
-            raise InputError(
-                f"label {label!r} looks like a missing value; if it is a class, --labels classes"
-            )
-        return label
-
-    seen, *_ = [set(rows.map_labels(check)) for rows in (train, *evals.values())]
-    if names is None:
-        names = sorted(seen)
-        if whole_numbers(seen):  # 1 and 01 are two names of one number
-            names.sort(key=int)
-    if len(names) < 2:
-        raise InputError(f"{train.source}: every label is {names[0]!r}; there is nothing to learn")
-    class_of = _classes_by_name(names)
-
-    def find(name: str) -> int:
-        found = class_of(name)
-        if found is None:
-            raise InputError(
-                f"label {name!r:.60} does not occur in the training rows; {nearest(name, names)}"
-            )
-        return found
-
-    labelled = {k: rows.labelled(find, int, names) for k, rows in evals.items()}
-    return train.labelled(find, int, names), labelled, list(names)
+def _check_present(label: str) -> None:
+    """Raise for a label that looks like a missing value."""
+    if label.casefold() in NOT_LABELS:
+        raise InputError(
+            f"label {label!r} looks like a missing value; if it is a class, --labels classes"
+        )
 
 
 def _classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
@@ -211,34 +207,6 @@ def _is_no_label(label: str) -> bool:
     return as_number(label) == UNLABELLED
 
 
-def to_classes(
-    rows: Rows, names: Sequence[str], order: Sequence[str] | None = None
-) -> tuple[Rows, str]:
-    """Rows with labels as class ids of a trained model, and a line on numbers read as ids.
-
-    A label is the name of a class, a name with its meaning, or its id. With ``order``, the data's
-    labels in the order of the classes, it is one of these names. The line may be empty.
-    """
-    if order is not None:
-        names = order
-    class_of = _classes_by_name(names)
-    numbered = order is None and not whole_numbers(names)
-    numbered = numbered and whole_numbers(rows.raw_labels[0])
-    as_ids: set[int] = set()
-
-    def find(name: str) -> int:
-        found = class_of(name)
-        if found is None and numbered and 0 <= int(name) < len(names):
-            found = int(name)
-            as_ids.add(found)
-        if found is None:
-            raise InputError(f"label {name!r:.60} is no class of the model; {nearest(name, names)}")
-        return found
-
-    found = rows.labelled(find, int, names)
-    return found, read_as_ids({i: str(i) for i in sorted(as_ids)}, names, rows.source)
-
-
 def row_classes(rows: Rows, glue: Glue | None = None) -> list[int] | None:
     """Class ids of rows as read from the source; None if the labels are real numbers."""
     if is_regression(rows) if glue is None else glue.regression:
@@ -262,12 +230,6 @@ def is_regression(train: Rows) -> bool:
             "if these are names"
         )
     return real is not None
-
-
-def _count_unlabelled(labelled: Rows, rest: Rows) -> str:
-    """A line on the number of rows without a label."""
-    count, total = len(rest), len(labelled) + len(rest)
-    return f"{rest.source}: {count} of {total} rows have no label ({UNLABELLED})"
 
 
 def _how_rare(corpus: Corpus, names: list[str], i: int, count: int) -> str:

@@ -17,12 +17,12 @@ from fastkd._core.extras import require
 from fastkd.analysis.model_inputs import accepted, reads_last_token
 from fastkd.train.arrow_rows import BATCH, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import evaluate
+from fastkd.train.evaluation import number_scores
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
-from fastkd.train.tasks.base import TEXT, Corpus, FittedTask, LabelInfo, Prepared, Task, Tokens
+from fastkd.train.tasks.base import TEXT, Corpus, LabelInfo, Prepared, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -145,13 +145,12 @@ class Embedding(Task):
 
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], None]:
-        return [text for row in rows.records() for text in _texts_of(row)], None
+        return [text for row in rows.data for text in _texts_of(row)], None
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
         each = [_answered(rows) for rows in evals.values()]
-        common = tuple(name for name in each[0] if all(name in names for names in each))
-        return FittedTask(cls(answered=common), train, evals)
+        return cls(answered=tuple(x for x in each[0] if all(x in names for names in each)))
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
@@ -176,14 +175,12 @@ class Embedding(Task):
         task = replace(self, answered=answered)
         return super().prepare(rows, labelled, order)._replace(task=task)
 
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return self.answered or AGREEMENT
-
     def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         if wanted in WITHOUT and wanted not in self.answered:
             raise InputError(f"--metric {wanted}: the rows to evaluate on {WITHOUT[wanted]}")
-        return super().select_metrics(wanted)
+        super().select_metrics(wanted)
+        first = () if wanted is None else (wanted,)
+        return tuple(dict.fromkeys((*first, *(self.answered or AGREEMENT))))
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         names = ("number", "text", "pair", NEGATIVES)
@@ -223,11 +220,10 @@ class Embedding(Task):
         return modules.Pooling(width, self.pooling)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        found = {}
-        wanted = [name for name in metrics if name in SCORED]
-        if wanted:
+        found: dict[str, float] = {}
+        if not set(metrics).isdisjoint(SCORED):
             cosines = np.array([_cosine(*one[:2]) for one in self._embedded(answers, examples)])
-            found = evaluate(wanted, cosines[:, None], np.asarray(examples.rows.labels))
+            found = number_scores(cosines, np.asarray(examples.rows.labels))
         if not set(metrics).isdisjoint(RANKED):
             found.update(self._ranked(answers, examples))
         if not set(metrics).isdisjoint(TRIPLES):
@@ -239,7 +235,7 @@ class Embedding(Task):
             found[TRIPLES[0]] = float(np.mean(nearer))
         if not self.teacher_metrics.isdisjoint(metrics):
             found.update(self._agreement(answers, examples))
-        return {name: found[name] for name in metrics}
+        return found
 
     def _ranked(self, answers: Any, examples: Encoded) -> dict[str, float]:
         """Ranks of the answers among the documents of all rows, by cosine."""
@@ -247,7 +243,7 @@ class Embedding(Task):
         util: Any = require("sentence_transformers.util", EXTRA)
         known = _Known({}, {})
         relevant: dict[str, set[str]] = {}
-        rows = zip(examples.rows.records(), self._embedded(answers, examples), strict=True)
+        rows = zip(examples.rows.data, self._embedded(answers, examples), strict=True)
         for row, (first, *others) in rows:
             query, *documents = _texts_of(row)
             known.queries.setdefault(query, first)
@@ -282,7 +278,7 @@ class Embedding(Task):
     def _embedded(self, answers: Any, examples: Encoded) -> Iterator[list[Any]]:
         """The embeddings of the texts of each row."""
         each = iter(answers)
-        return ([next(each) for _ in _texts_of(row)] for row in examples.rows.records())
+        return ([next(each) for _ in _texts_of(row)] for row in examples.rows.data)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         found = []

@@ -64,7 +64,7 @@ class MaskedLM(CausalLM):
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss, count = math.fsum(x for x, _ in answers), sum(n for _, n in answers)
-        return dict.fromkeys(metrics, perplexity(loss / count) if count else math.nan)
+        return {"masked_perplexity": perplexity(loss / count) if count else math.nan}
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         """Masked tokens and their perplexity of each document up to --max-length."""

@@ -10,14 +10,14 @@ import torch
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import sanity_warning
+from fastkd.train.evaluation import useless_classes
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import (
     LOADING,
     TEXT,
+    UNKNOWN,
     Corpus,
-    FittedTask,
     LabelInfo,
     Prepared,
     Task,
@@ -85,11 +85,12 @@ class MultipleChoice(Task):
         return [" ".join((text, *more)) for text, more in rows.columns("text", "pair")], None
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        task = cls(_count(train))
-        for rows in evals.values():
-            _count(rows)
-        return FittedTask(task, train, evals)
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+        return cls(_count(train))
+
+    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+        _count(rows)
+        return Prepared(self, rows)
 
     def without_labels(self, rows: Rows) -> Rows:
         count = _count(rows)
@@ -101,10 +102,6 @@ class MultipleChoice(Task):
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{self.choices} choices"
-
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
-        _count(rows)
-        return super().prepare(rows, labelled, order)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         pairs = list(zip(batch["text"], batch["pair"], strict=True))
@@ -127,11 +124,11 @@ class MultipleChoice(Task):
         ]
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return {"accuracy": float((answers.argmax(-1) == examples.targets).mean())}
+        return {"accuracy": float((answers.argmax(-1) == examples.labels).mean())}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         names = [f"choice {i}" for i in range(answers.shape[-1])]
-        return sanity_warning(answers, examples.targets, names)
+        return useless_classes(answers.argmax(-1), examples.labels, names)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().softmax(-1)
@@ -144,9 +141,6 @@ class MultipleChoice(Task):
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers.argmax(-1).tolist()
-
-    def references(self, examples: Encoded) -> list[Any]:
-        return examples.targets.tolist()
 
 
 def _endings(record: dict[str, Any], where: str) -> list[str]:

@@ -23,7 +23,6 @@ from fastkd.train.tasks.base import (
     TEXT,
     Collate,
     Corpus,
-    FittedTask,
     LabelInfo,
     Task,
     Tokens,
@@ -61,6 +60,7 @@ class QuestionAnswering(Task):
     """
 
     metrics = ("f1", "exact_match", "best_f1", "best_exact_match")
+    default_metrics = ("f1", "exact_match")
     unlabelled = True
     percent = frozenset(metrics)
     head = "AutoModelForQuestionAnswering"
@@ -90,10 +90,6 @@ class QuestionAnswering(Task):
     empty: bool | None = None
 
     @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return "f1", "exact_match"
-
-    @property
     def num_labels(self) -> int:
         return 2
 
@@ -119,8 +115,8 @@ class QuestionAnswering(Task):
         return row
 
     @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        return FittedTask(cls(_some_empty(train)), train, evals)
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+        return cls(_some_empty(train))
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
@@ -240,7 +236,7 @@ class QuestionAnswering(Task):
             spans = list(replace(self, empty=False)._texts(readings, examples))
             doubts = [part.none - part.best[0].score if part.best else 0.0 for part in readings]
             found.update(squad_best(spans, gold, doubts))
-        return {name: found[name] for name in metrics}
+        return found
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         readings = self._readings(answers, examples)

@@ -9,9 +9,9 @@ import numpy as np
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import evaluate, sanity_warning
+from fastkd.train.evaluation import number_scores, useless_numbers
 from fastkd.train.labels import LARGEST, as_number
-from fastkd.train.tasks.base import Corpus, FittedTask, LabelInfo, Prepared, Task
+from fastkd.train.tasks.base import UNKNOWN, Corpus, Prepared, Task
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Regression(Task):
     """Real numbers, in a head with one output."""
 
     metrics = ("pearson", "spearman", "mse")
+    default_metrics = ("pearson", "spearman")
     lower_is_better = frozenset({"mse"})
     problem = "regression"
     unlabelled = True
@@ -30,17 +31,8 @@ class Regression(Task):
     def num_labels(self) -> int:
         return 1
 
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return "pearson", "spearman"
-
-    @classmethod
-    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> FittedTask:
-        return FittedTask(cls(), to_reals(train), {k: to_reals(rows) for k, rows in evals.items()})
-
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
-        found = super().prepare(rows, labelled, order)
-        return found._replace(rows=to_reals(rows)) if labelled else found
+    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+        return Prepared(self, rows.labelled(_real, float))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         marked = np.count_nonzero(np.asarray(corpus.train.labels) == UNLABELLED)
@@ -51,10 +43,10 @@ class Regression(Task):
             )
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return evaluate(metrics, answers, examples.targets)
+        return number_scores(answers[:, 0], examples.labels)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
-        return sanity_warning(answers, examples.targets, None)
+        return useless_numbers(answers[:, 0], examples.labels)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{"value": float(value)} for value in answers[:, 0]]
@@ -62,16 +54,8 @@ class Regression(Task):
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         return answers[:, 0].round(4).tolist()
 
-    def references(self, examples: Encoded) -> list[Any]:
-        return examples.targets.tolist()
-
 
 TASK = Regression
-
-
-def to_reals(rows: Rows) -> Rows:
-    """Rows whose labels are real numbers."""
-    return rows.labelled(_real, float)
 
 
 def _real(label: str) -> float:

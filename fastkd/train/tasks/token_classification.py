@@ -37,6 +37,7 @@ class TokenClassification(ListedTask):
     """
 
     metrics = ("f1", "precision", "recall", "accuracy")
+    default_metrics = metrics[:3]
     head = "AutoModelForTokenClassification"
     head_name = "token classification head"
     pipeline = "token-classification"
@@ -75,10 +76,6 @@ class TokenClassification(ListedTask):
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         yield f"{len(self.classes)} tags: {', '.join(self.classes)}"
-
-    @property
-    def default_metrics(self) -> tuple[str, ...]:
-        return "f1", "precision", "recall"
 
     def select_metrics(self, wanted: str | None, glue: Glue | None = None) -> tuple[str, ...]:
         """Without tags that mark entities, accuracy is the default."""
@@ -145,8 +142,7 @@ class TokenClassification(ListedTask):
         precision, recall, f1 = precision_recall_f1(found, true)
         right = [a == b for row in zip(found, true, strict=True) for a, b in zip(*row, strict=True)]
         accuracy = sum(right) / len(right)
-        known = {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
-        return {name: known[name] for name in metrics}
+        return {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         found = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}

@@ -75,13 +75,13 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     assert list(rows.columns("number", "text")) == [(1, "good  film\nis"), (5, "bad film")]
     encoded = Encoder(tokenizer, 4, TASK())(rows)
     end = tokenizer.sep_token
-    words = [tokenizer.convert_ids_to_tokens(ids) for ids in encoded.ids()]
+    words = [tokenizer.convert_ids_to_tokens(ids) for ids in encoded.tokens["input_ids"]]
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
     assert encoded.evaluation_columns["bytes"][:] == [len("  film\nis"), len(" film")]
     assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
     # The last token of six would be alone.
     longer = Encoder(tokenizer, 6, TASK())(rows)
-    assert [len(ids) for ids in longer.ids()] == [5, 2]
+    assert [len(ids) for ids in longer.tokens["input_ids"]] == [5, 2]
     assert [row["position_ids"] for row in longer] == [[0, 1, 2, 3, 0], [0, 1]]
     assert [row["labels"][0] for row in longer] == [UNLABELLED, UNLABELLED]
     assert longer[0]["labels"][4] == UNLABELLED
@@ -152,7 +152,7 @@ def test_scores_are_those_of_the_whole_text(tmp_path):
     encoded = Encoder(tokenizer, 8, task)(read(write_text(tmp_path / "a.txt", 12)))
     total = count = 0
     with torch.no_grad():
-        for ids in encoded.ids():
+        for ids in encoded.tokens["input_ids"]:
             row = torch.tensor([ids])
             total += model(row, labels=row).loss.double().item() * (len(ids) - 1)
             count += len(ids) - 1

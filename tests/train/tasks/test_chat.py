@@ -174,7 +174,7 @@ def test_prompts_are_answered(teacher, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
-    task, rows, _ = TASK().prepare(rows, labelled=False)
+    task, rows, *_ = TASK().prepare(rows, labelled=False)
     encoded = Encoder(tokenizer, 16, task)(rows)
     assert encoded[0] == encoded[1] and set(encoded[0]["labels"]) == {-100}
     words = tokenizer.convert_ids_to_tokens(encoded[0]["input_ids"])

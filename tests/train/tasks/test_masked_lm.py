@@ -45,8 +45,8 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path):
 
 def test_a_row_is_hidden_by_itself_and_anew_in_each_epoch(tmp_path, tokenizer):
     rows = Encoder(tokenizer, 12, TASK())(read(write_text(tmp_path / "a.txt", 40)))
-    assert {ids[0] for ids in rows.ids()} == {tokenizer.cls_token_id}
-    assert {ids[-1] for ids in rows.ids()} == {tokenizer.sep_token_id}
+    assert {ids[0] for ids in rows.tokens["input_ids"]} == {tokenizer.cls_token_id}
+    assert {ids[-1] for ids in rows.tokens["input_ids"]} == {tokenizer.sep_token_id}
     assert max(rows.lengths) == 12
     hide, number = TASK().collator(tokenizer), range(len(rows))
     batch = hide([rows[i] for i in number])

@@ -123,7 +123,7 @@ def test_words_tagged_by_bilou(tmp_path):
     rows = read_file(path, TASK.columns, "--train", task=TASK)
     task = TASK(("O", "U-FILM"))
     encoded = Encoder(tokenizer, 8, task)(rows)
-    found = task.scores(("precision", "recall"), [[0, 1, 0, 0, 0]], encoded)
+    found = score(task, ("precision", "recall"), [[0, 1, 0, 0, 0]], encoded)
     assert found == {"precision": 1.0, "recall": 0.5}
 
 
@@ -148,8 +148,8 @@ def test_f1_of_tags_without_marks(tmp_path):
     task = TASK(("O", "ORG", "PER"))
     encoded = Encoder(tokenizer, 8, task)(read_file(path, TASK.columns, "--train", task=TASK))
     metrics = ("f1", "accuracy")
-    assert task.scores(metrics, [[0, 1, 1, 0, 0]], encoded) == {"f1": 1.0, "accuracy": 1.0}
-    assert task.scores(metrics, [[0, 0, 0, 0, 0]], encoded) == {"f1": 0.0, "accuracy": 1 / 3}
+    assert score(task, metrics, [[0, 1, 1, 0, 0]], encoded) == {"f1": 1.0, "accuracy": 1.0}
+    assert score(task, metrics, [[0, 0, 0, 0, 0]], encoded) == {"f1": 0.0, "accuracy": 1 / 3}
 
 
 def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
