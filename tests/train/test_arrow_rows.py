@@ -165,30 +165,6 @@ def test_json_arrays(tmp_path, indent):
     assert list(records(path, True, "--train")) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "row", "reason"),
-    [
-        ('[{"a": 1}\n{"a": 2}]', 2, "','"),
-        ('[{"a": 1},\n,{"a": 2}]', 2, "value"),
-        ('[{"a": 1},\n]', 2, "value"),
-        ('[{"a": 1}]\n[{"a": 2}]', 2, "Extra data"),
-        ('[{"a": 1},\n{"a": 2}', 2, "','"),
-        ('[{"a": 1},\n{"a": "2}]', 2, "Unterminated"),
-        ('[{"a": 1},\n{"a" 2}]', 2, "':'"),
-        ('[{"a": 1},\n[2]]', 2, "not a JSON object"),
-        ('[{"a": 1},\n"', 2, "Unterminated"),
-        ('[{"a": 1},\n\n', 3, "value"),
-        ("[", 1, "value"),
-    ],
-)
-def test_malformed_json_arrays(tmp_path, text, row, reason):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(InputError) as error:
-        list(records(path, True, "--train"))
-    assert f"a.json, row {row}: not" in str(error.value) and reason in str(error.value)
-
-
 def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     """Texts with whatever a format can carry, in lines that end as Unix and Windows end them."""
     rng = random.Random(0)

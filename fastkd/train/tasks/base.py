@@ -137,6 +137,8 @@ class Task:
     #: The Auto class of transformers that loads the model, and the head's name in messages.
     head: ClassVar[str] = "AutoModelForSequenceClassification"
     head_name: ClassVar[str] = "classification head"
+    #: Fields that follow from the model, not from the rows.
+    of_model: ClassVar[tuple[str, ...]] = ()
     #: ``config.problem_type`` of transformers.
     problem: ClassVar[str | None] = None
     #: Names of the model's outputs, and of the outputs of its ONNX export.
@@ -267,7 +269,7 @@ class Task:
     def match(
         self, corpus: Corpus, head: "Task | None", asked: str | None, who: str, fresh: bool = False
     ) -> Corpus:
-        """``corpus`` with its classes in the order of the classes of ``head``.
+        """``corpus`` with the model's fields, and its classes in the order of those of ``head``.
 
         ``asked``, the value of --label-order, takes precedence. Without a ``head``, or with one
         trained from scratch (``fresh``), any order is accepted. ``who`` prefixes errors.
@@ -276,7 +278,8 @@ class Task:
             raise InputError(
                 f"--label-order {asked}: the labels are numbers, not classes; leave it out"
             )
-        return corpus
+        found = {} if head is None else {name: getattr(head, name) for name in self.of_model}
+        return replace(corpus, task=replace(self, **found))
 
     def method_options(self, teacher: Any, student: Any) -> dict[str, Any]:
         """Default options of methods, from the models' configurations; --set overrides them."""
@@ -312,7 +315,7 @@ class Task:
         training. Its result for a row must not depend on the other rows of the batch.
         """
         collate = getattr(require("transformers", "train"), self.collator_class)
-        return DefaultPaddingSide(collate(tokenizer), tokenizer)
+        return Pad(collate(tokenizer), tokenizer)
 
     def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
         """Two batches of different sizes: an export is traced with one, compared on both."""
@@ -469,6 +472,15 @@ def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:
     )
 
 
+def check_fast(task: Task, tokenizer: Any, lacks: str) -> None:
+    """Raise for a slow tokenizer, which ``lacks`` what the task needs."""
+    if not tokenizer.is_fast:
+        raise InputError(
+            f"--task {task.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is none: "
+            f"it does not give the {lacks}"
+        )
+
+
 def fit_config(task: Task, config: Any) -> None:
     """Set number, names and problem type of the head in ``config``."""
     if task.num_labels is not None:
@@ -479,19 +491,25 @@ def fit_config(task: Task, config: Any) -> None:
 
 
 @dataclass(frozen=True)
-class DefaultPaddingSide:
-    """``collate`` with the padding side of the tokenizer's class, not of its files.
+class Pad:
+    """``collate`` for rows that may have ``position_ids``, on the padding side of the class.
 
-    Files may set "left" for generation. A model that counts positions from the first column would
-    then read the tokens of a short text at shifted positions.
+    A tokenizer's files may set "left" for generation. A model that counts positions from the first
+    column would then read the tokens of a short text at shifted positions.
     """
 
     collate: Collate
     tokenizer: Any
 
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+        positions = [torch.tensor(row["position_ids"]) for row in rows if "position_ids" in row]
+        rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
         with default_padding_side(self.tokenizer):
-            return {name: x for name, x in self.collate(rows).items() if x is not None}
+            batch = {name: x for name, x in self.collate(rest).items() if x is not None}
+            side = self.tokenizer.padding_side
+        if positions:
+            batch["position_ids"] = nn.utils.rnn.pad_sequence(positions, True, padding_side=side)
+        return batch
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,6 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.input_columns import Columns
 from fastkd.train.tasks.base import (
     TEXT,
-    Collate,
-    Corpus,
-    DefaultPaddingSide,
     Prepared,
     Task,
     Tokens,
@@ -40,6 +38,9 @@ class Decoder(Task):
     pipeline = "text-generation"
 
     two_tokenizers = "spans"
+    of_model = ("separate_documents",)
+    # The collator for language models masks end tokens where they are the padding token.
+    collator_class = "DataCollatorForTokenClassification"
 
     #: Whether the model reads each text of a row as if alone.
     separate_documents: bool = True
@@ -53,15 +54,6 @@ class Decoder(Task):
         caches = arguments & {"past_key_values", "cache"}  # until transformers 5.23, and from 5.24
         fits = "position_ids" in arguments and caches and not model._is_stateful
         return cls(separate_documents=bool(fits) and not reads_whole_rows(config))
-
-    def match(
-        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
-    ) -> Corpus:
-        corpus = super().match(corpus, head, asked, who, fresh)
-        return corpus if head is None else replace(corpus, task=head)
-
-    def collator(self, tokenizer: Any) -> Collate:
-        return Pad(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -130,10 +122,11 @@ class CausalLM(Decoder):
         self, batch: dict[str, list], tokenizer: Any, max_length: int
     ) -> list[list[tuple[int, int, int]]]:
         """Tokens in rows, each with its number of bytes and the number of its document."""
-        documents = [
-            [(token, size, i) for token, size in _tokens(text, tokenizer)]
-            for i, text in enumerate(batch["text"])
-        ]
+        documents = []
+        for i, text in enumerate(batch["text"]):
+            ids, spans = _with_offsets(text, tokenizer)
+            sizes = _token_bytes(text, spans)
+            documents.append([(token, size, i) for token, size in zip(ids, sizes, strict=True)])
         if self.one_per_row:
             return [document[:max_length] for document in documents]
         stream = [token for document in documents for token in document]
@@ -196,28 +189,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf if loss == loss else math.nan
 
 
-@dataclass(frozen=True)
-class Pad:
-    """Collator of rows that may have position ids."""
-
-    tokenizer: Any
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # The collator for language models masks end tokens where they are the padding token.
-        transformers: Any = require("transformers", "train")
-        positions = [row["position_ids"] for row in rows if "position_ids" in row]
-        rest = [{name: x for name, x in row.items() if name != "position_ids"} for row in rows]
-        collate = transformers.DataCollatorForTokenClassification(self.tokenizer)
-        batch = dict(DefaultPaddingSide(collate, self.tokenizer)(rest))
-        if positions:
-            batch["position_ids"] = torch.nn.utils.rnn.pad_sequence(
-                [torch.tensor(row) for row in positions],
-                batch_first=True,
-                padding_side=type(self.tokenizer).padding_side,
-            )
-        return batch
-
-
 #: Token ids, and the start and end character of each token; equal for a token without text.
 IdsWithOffsets = tuple[list[int], list[tuple[int, int]]]
 #: Token ids, and the span of each token.
@@ -254,60 +225,40 @@ def aligned_rows(sides: Sequence[IdsWithOffsets], max_length: int) -> Iterator[l
 
 
 def _with_offsets(text: str, tokenizer: Any) -> IdsWithOffsets:
-    """Tokens of a document; its end token counts as one more character."""
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = found["input_ids"], found["offset_mapping"]
-    end = _end_token(tokenizer)
-    return (ids, offsets) if end is None else ([*ids, end], [*offsets, (len(text), len(text) + 1)])
+    """Tokens of a document; its end token counts as one more character.
 
-
-def _end_token(tokenizer: Any) -> int | None:
-    end: int | None = tokenizer.eos_token_id
-    return tokenizer.sep_token_id if end is None else end
-
-
-def _tokens(text: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """Token ids of a document and its end token, each with its number of UTF-8 bytes."""
-    end = _end_token(tokenizer)
-    found = tokenizer(
-        text,
-        add_special_tokens=False,
-        return_offsets_mapping=bool(tokenizer.is_fast),
-        verbose=False,
-    )
-    ids = found["input_ids"]
-    spans = found.get("offset_mapping")
-    if spans is None:  # from a slow tokenizer: as if all tokens were equally long
-        count, length = len(ids), len(text)
-        spans = [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
-    sizes = _token_bytes(text, spans)
-    rest = len(text[max((stop for _, stop in spans), default=0) :].encode())
-    if end is not None:
-        ids, sizes = [*ids, end], [*sizes, rest]
-    elif ids:
-        sizes[-1] += rest
-    return zip(ids, sizes, strict=True)
+    With a slow tokenizer all tokens count as equally long.
+    """
+    fast = bool(tokenizer.is_fast)
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids, count, length = found["input_ids"], len(found["input_ids"]), len(text)
+    offsets = found.get("offset_mapping")
+    if offsets is None:
+        offsets = [(i * length // count, -(-(i + 1) * length // count)) for i in range(count)]
+    end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return (ids, offsets) if end is None else ([*ids, end], [*offsets, (length, length + 1)])
 
 
 def _token_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
     """Number of UTF-8 bytes of each token, which has the characters from ``start`` to ``stop``.
 
-    Characters of no token, such as spaces, count with the next token. Where tokens are parts of one
-    character, its bytes are divided among them, because a row may begin within a character.
+    Characters of no token, such as spaces, count with the next token, or with the last. Where
+    tokens are parts of one character, its bytes are divided among them, because a row may begin
+    within a character.
     """
-    parts = [0] * len(text)
-    for start, stop in spans:
-        for i in range(start, stop):
-            parts[i] += 1
-    seen, at, sizes = [0] * len(text), 0, []
-    for start, stop in spans:
+    inside = [range(start, min(stop, len(text))) for start, stop in spans]
+    parts = Counter(itertools.chain(*inside))
+    seen, at, sizes = Counter[int](), 0, []
+    for (start, stop), own in zip(spans, inside, strict=True):
         size = len(text[at:start].encode())
-        for i in range(start, stop):
-            whole, part = len(text[i].encode()), seen[i]
-            size += whole * (part + 1) // parts[i] - whole * part // parts[i]
-            seen[i] += 1
+        for i in own:
+            whole = len(text[i].encode())
+            size += whole * (seen[i] + 1) // parts[i] - whole * seen[i] // parts[i]
+        seen.update(own)
         sizes.append(size)
         at = max(at, stop)
+    if sizes:
+        sizes[-1] += len(text[at:].encode())
     return sizes
 
 

@@ -124,7 +124,8 @@ class Chat(Decoder):
             mask: Sequence[int]
             if self.prompts:
                 asked = messages[:-1] if last is messages[-1] else messages
-                ids = templated(asked, tokenizer, where, add_generation_prompt=True)[-max_length:]
+                told = _apply(asked, tokenizer, where, add_generation_prompt=True)
+                ids = told["input_ids"][-max_length:]
                 mask = [0] * len(ids)
             else:
                 ids, mask = _shortened(*answers_of(messages, tokenizer, where), max_length)
@@ -228,12 +229,8 @@ def _message(message: Any, number: int, name: str | None, where: str) -> dict[st
     return kept
 
 
-def templated(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> list[int]:
-    """Token ids of a conversation."""
-    return _apply(messages, tokenizer, where, **options)["input_ids"]
-
-
 def _apply(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> Mapping[str, Any]:
+    """Token columns of a conversation in the tokenizer's template."""
     jinja2: Any = require("jinja2", "train")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
@@ -261,13 +258,13 @@ def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[i
         if not any(mask):
             raise InputError(f"{where}: the tokenizer's chat template marks no token as an answer")
         return ids, mask
-    ids = templated(messages, tokenizer, where)
+    ids = _apply(messages, tokenizer, where)["input_ids"]
     mask = [0] * len(ids)
     for i, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before = templated(messages[:i], tokenizer, where, add_generation_prompt=True)
-        through = templated(messages[: i + 1], tokenizer, where)
+        before = _apply(messages[:i], tokenizer, where, add_generation_prompt=True)["input_ids"]
+        through = _apply(messages[: i + 1], tokenizer, where)["input_ids"]
         start, stop = len(before), len(through)
         if ids[:stop] != through or ids[:start] != before or start >= stop:
             raise InputError(
@@ -291,11 +288,10 @@ def _answer_offsets(
     options = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     given = _apply(messages, tokenizer, where, **options)["offset_mapping"]
     special = set(tokenizer.all_special_ids)
-    found, before, first = [(0, 0)] * len(ids), 0, 0
-    for content in (m["content"].strip() for m in messages if m["role"] == ASSISTANT):
-        run = list(itertools.takewhile(lambda i: mask[i], _from_first(mask, first)))
-        first = run[-1] + 1 if run else len(ids)
-        at = text.find(content, given[run[0]][0]) if run else -1
+    found, before = [(0, 0)] * len(ids), 0
+    contents = [m["content"].strip() for m in messages if m["role"] == ASSISTANT]
+    for content, run in zip(contents, _runs(mask), strict=False):
+        at = text.find(content, given[run[0]][0])
         end = at + len(content)
         if at < 0 or end > given[run[-1]][1]:  # the template has changed the answer
             continue
@@ -310,16 +306,10 @@ def _answer_offsets(
     return list(_shortened(found, mask, max_length)[0])
 
 
-def _from_first(mask: Sequence[int], start: int) -> range:
-    """Positions from the first one of the mask, at or after ``start``."""
-    return range(next((i for i in range(start, len(mask)) if mask[i]), len(mask)), len(mask))
-
-
-def _last_run(counted: Sequence[int]) -> int:
-    """Start of the last run of ones."""
-    stop = len(counted) - list(reversed(counted)).index(1)
-    zeros = [i for i in range(stop) if not counted[i]]
-    return zeros[-1] + 1 if zeros else 0
+def _runs(mask: Sequence[int]) -> list[range]:
+    """The positions of each run of ones."""
+    edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
+    return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _shortened(
@@ -327,7 +317,7 @@ def _shortened(
 ) -> tuple[list[Any], Sequence[int]]:
     if len(ids) <= max_length:
         return ids, mask
-    start = _last_run(mask)
+    start = _runs(mask)[-1].start
     stop = min(len(ids), start + max(max_length // 2, max_length - start))
     part = slice(max(0, stop - max_length), stop)
     return ids[part], mask[part]
@@ -380,8 +370,8 @@ def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """The tokens of each conversation before its last answer; all if it has no answer."""
     prompts = []
     for ids, labels in itertools.chain(*_talks(batch)):
-        counted = [int(label != UNLABELLED) for label in labels]
-        prompts.append(ids[: _last_run(counted)] if any(counted) else ids)
+        answers = _runs([int(label != UNLABELLED) for label in labels])
+        prompts.append(ids[: answers[-1].start] if answers else ids)
     return prompts
 
 
@@ -392,7 +382,7 @@ def stops_of(tokenizer: Any) -> list[int]:
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     special.discard(tokenizer.unk_token_id)  # the two words above may be unknown
-    return sorted(({*ids[_last_run(mask) :]} & special | {tokenizer.eos_token_id}) - {None})
+    return sorted(({*ids[_runs(mask)[-1].start :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
 class Draw:

@@ -22,7 +22,7 @@ from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
-from fastkd.train.tasks.base import TEXT, Corpus, LabelInfo, Prepared, Task, Tokens
+from fastkd.train.tasks.base import TEXT, LabelInfo, Prepared, Task, Tokens
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"
@@ -84,6 +84,7 @@ class Embedding(Task):
     pipeline = "sentence-similarity"
     library = "sentence-transformers"
     supervised = False
+    of_model = ("pooling", "normalized", "max_seq_length", "similarity")
     outputs = ("sentence_embedding",)
     two_tokenizers = "texts"
     columns = Columns(None, None, None)
@@ -156,14 +157,6 @@ class Embedding(Task):
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
         """The pooling of the folder, or hub name, of ``config``."""
         return _of_folder(config.name_or_path)
-
-    def match(
-        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
-    ) -> Corpus:
-        corpus = super().match(corpus, head, asked, who, fresh)
-        if not isinstance(head, Embedding):
-            return corpus
-        return replace(corpus, task=replace(head, answered=self.answered))
 
     def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
         answered = _answered(rows) if labelled else ()

@@ -14,7 +14,7 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.base import Collate, Tokens, logits, token_loss_sums
-from fastkd.train.tasks.causal_lm import CausalLM, Pad, perplexity
+from fastkd.train.tasks.causal_lm import CausalLM, perplexity
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class MaskedLM(CausalLM):
                 f"--task {self.name()} needs a tokenizer with a mask token, and "
                 f"{type(tokenizer).__name__} has none"
             )
-        return Hide(tokenizer)
+        return Hide(tokenizer, super().collator(tokenizer))
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
         """The sum of -log p of a row's masked tokens, and their number."""
@@ -79,6 +79,7 @@ class Hide:
     """Collator that masks tokens of each row, chosen by the row and the numbers in ``draw``."""
 
     tokenizer: Any
+    pad: Collate
     draw: tuple[int, ...] = ()
 
     def for_epoch(self, draw: tuple[int, ...]) -> "Hide":
@@ -87,7 +88,7 @@ class Hide:
     def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
         transformers: Any = require("transformers", "train")
         hide = transformers.DataCollatorForLanguageModeling(self.tokenizer)
-        return Pad(self.tokenizer)([{**row, **self._hidden(hide, row)} for row in rows])
+        return self.pad([{**row, **self._hidden(hide, row)} for row in rows])
 
     def _hidden(self, hide: Any, row: dict[str, Any]) -> dict[str, list[int]]:
         ids = row["input_ids"]

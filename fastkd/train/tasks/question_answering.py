@@ -26,6 +26,7 @@ from fastkd.train.tasks.base import (
     LabelInfo,
     Task,
     Tokens,
+    check_fast,
 )
 
 ID, QUESTION, CONTEXT, ANSWERS = "id", "question", "context", "answers"
@@ -140,11 +141,7 @@ class QuestionAnswering(Task):
     # Tokens
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        if not tokenizer.is_fast:
-            raise InputError(
-                f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
-                "none: it does not give the place of a token in the text"
-            )
+        check_fast(self, tokenizer, "place of a token in the text")
         room = max_length - tokenizer.num_special_tokens_to_add(pair=True)
         if room < 4:  # a question and its context need two tokens each to overlap at all
             raise InputError(

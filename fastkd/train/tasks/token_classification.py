@@ -16,7 +16,7 @@ from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, words_of
-from fastkd.train.tasks.base import TEXT, Corpus, ListedTask, Tokens, logits
+from fastkd.train.tasks.base import TEXT, Corpus, ListedTask, Tokens, check_fast, logits
 
 CONLL = ".conll"
 TOKENS, LABELS = "tokens", "labels"
@@ -84,11 +84,7 @@ class TokenClassification(ListedTask):
         return found if marked or wanted is not None else ("accuracy",)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        if not tokenizer.is_fast:
-            raise InputError(
-                f"--task {self.name()} needs a fast tokenizer, and {type(tokenizer).__name__} is "
-                "none: it does not give the word of each token"
-            )
+        check_fast(self, tokenizer, "word of each token")
         # RoBERTa and others read a word without a space before it as the end of the last word.
         apart = tokenizer(["a", "a"], is_split_into_words=True)["input_ids"]
         joins = getattr(tokenizer, "add_prefix_space", None) is False

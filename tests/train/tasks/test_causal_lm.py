@@ -18,12 +18,10 @@ from transformers import (
 )
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.data import load, read_file
+from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
-from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
-from fastkd.train.settings import Source
-from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _tokens
+from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _with_offsets
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import refused, through
 
@@ -96,7 +94,8 @@ def test_tokens_of_bytes_share_the_bytes_of_a_character(tmp_path):
     text = "日é🙂 a"
     backend.train_from_iterator([], trainers.BpeTrainer(initial_alphabet=alphabet))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    assert [size for _, size in _tokens(text, tokenizer)] == [1] * len(text.encode()) + [0]
+    _, spans = _with_offsets(text, tokenizer)
+    assert _token_bytes(text, spans) == [1] * len(text.encode()) + [0]
     assert _token_bytes("a日b", [(0, 2), (1, 3)]) == [1 + 1, 2 + 1]
     assert _token_bytes(" a  b", [(1, 2), (4, 5)]) == [2, 3]
 
@@ -184,9 +183,3 @@ def test_a_mistake_is_one_sentence(tmp_path):
         ("a.md", "a", "unknown kind of file"),
     ):
         refused(tmp_path, "causal-lm", text, words, name)
-
-
-def test_rows_without_labels_are_refused(tmp_path):
-    path = write_text(tmp_path / "a.txt", 4)
-    with pytest.raises(InputError, match="--unlabelled: rows of --task causal-lm have no labels"):
-        load(Source(task="causal-lm", train=path, evals=path, unlabelled=path))

@@ -8,10 +8,8 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from fastkd.train.data import load, read_file
+from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
-from fastkd.train.errors import InputError
-from fastkd.train.settings import Source
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences
 from tests.train.tasks.through import refused, through
@@ -72,12 +70,6 @@ def test_the_loss_is_the_mean_over_the_targets(tmp_path, files):
     assert task.scores(("loss",), answers, encoded)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_columns_may_have_other_names(tmp_path):
-    path = write_pairs(tmp_path / "a.jsonl", 4, names=("en", "de"))
-    source = Source(task="seq2seq", train=path, evals=path, text_column="en", label_column="de")
-    assert next(iter(load(source).train.columns("label"))) == (sentences(4, 0)[0][0].split()[0],)
-
-
 def test_a_mistake_is_one_sentence(tmp_path):
     for name, text, words in (
         ("a.jsonl", '{"source": "a"}', r"no column 'target' \(--label-column\)"),
@@ -88,10 +80,3 @@ def test_a_mistake_is_one_sentence(tmp_path):
         ("a.tsv", "source\ttarget\na\tb\tc\n", "row 2"),
     ):  # fmt: skip
         refused(tmp_path, "seq2seq", text, words, name)
-
-
-def test_rows_without_targets_are_refused(tmp_path):
-    path = write_pairs(tmp_path / "a.jsonl", 4)
-    words = "--unlabelled: rows of --task seq2seq have no labels, or cannot be trained on"
-    with pytest.raises(InputError, match=words):
-        load(Source(task="seq2seq", train=path, evals=path, unlabelled=path))

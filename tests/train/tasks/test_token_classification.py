@@ -9,14 +9,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import load, read_file, read_hub
+from fastkd.train.data import read_file, read_hub
 from fastkd.train.encoding import Encoder
 from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
-from fastkd.train.settings import Source
 from fastkd.train.tasks.token_classification import TASK
-from tests.support.tiny import WORDS, make_teacher, run
+from tests.support.tiny import WORDS, make_teacher
 from tests.train.tasks.through import refused, through
 
 TAG = {"film": "B-FILM", "good": "B-GOOD", "very": "I-GOOD"}
@@ -116,17 +115,6 @@ def byte_letters():
     return {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
 
-def test_words_tagged_by_bilou(tmp_path):
-    path = tmp_path / "a.conll"
-    path.write_text("good U-FILM\nfilm U-FILM\nis O\n")
-    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
-    rows = read_file(path, TASK.columns, "--train", task=TASK)
-    task = TASK(("O", "U-FILM"))
-    encoded = Encoder(tokenizer, 8, task)(rows)
-    found = score(task, ("precision", "recall"), [[0, 1, 0, 0, 0]], encoded)
-    assert found == {"precision": 1.0, "recall": 0.5}
-
-
 @pytest.mark.parametrize(
     ("classes", "scored"),
     [
@@ -139,17 +127,6 @@ def test_words_tagged_by_bilou(tmp_path):
 def test_tags_with_marks_are_scored_as_entities(classes, scored):
     assert TASK(classes).select_metrics(None) == scored
     assert TASK(classes).select_metrics("f1") == ("f1", "precision", "recall")
-
-
-def test_f1_of_tags_without_marks(tmp_path):
-    path = tmp_path / "a.conll"
-    path.write_text("good ORG\nfilm ORG\nis O\n")
-    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
-    task = TASK(("O", "ORG", "PER"))
-    encoded = Encoder(tokenizer, 8, task)(read_file(path, TASK.columns, "--train", task=TASK))
-    metrics = ("f1", "accuracy")
-    assert score(task, metrics, [[0, 1, 1, 0, 0]], encoded) == {"f1": 1.0, "accuracy": 1.0}
-    assert score(task, metrics, [[0, 0, 0, 0, 0]], encoded) == {"f1": 0.0, "accuracy": 1 / 3}
 
 
 def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
@@ -191,16 +168,3 @@ def test_a_mistake_is_one_sentence(tmp_path):
         ("a.jsonl", '{"tokens": ["a"], "labels": ["O"]}', "the only tag is 'O'"),
     ):
         refused(tmp_path, "token-classification", text, words, name)
-
-
-def test_a_tag_that_training_never_shows(tmp_path):
-    train, evals = tmp_path / "a.conll", tmp_path / "b.conll"
-    train.write_text("good B-GOOD\nfilm O\n")
-    evals.write_text("\ngood B-GOD\n")
-    with pytest.raises(InputError, match="row 2: tag 'B-GOD' does not occur in the training rows"):
-        load(Source(train=train, evals=evals))
-
-
-def test_an_unknown_task_is_named(tmp_path):
-    error = run("distill", task="tokens", teacher="x", expect=2)
-    assert "--task 'tokens' is not an option" in error and "token-classification" in error
