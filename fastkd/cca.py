@@ -134,7 +134,8 @@ def cca_loss(
     check_choice("reduction", reduction, REDUCTIONS)
     backend_of(backend, "cca_loss", student)
     ranks = ranks_of(gather, group)
-    loss = _loss(student, teacher, mask, Options(ridges, top_k), ranks)
+    arguments = _over_ranks(student, teacher, mask, Options(ridges, top_k), ranks)
+    loss: Tensor = apply(_NegativeCorrelation, *arguments)
     if reduction == "mean":  # items with fewer than two observations have nothing to compare
         observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
         return loss.sum() / (observed >= 2).sum().clamp_min(1)
@@ -253,7 +254,8 @@ class CCALoss(InGroup):
             masks = None if observed is None else observed.expand(students.shape[:-1])
             dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
             options = Options(_ridge_pair(self.ridge), self.top_k, dims)
-            losses.append(_loss(students, teachers, masks, options, ranks))
+            arguments = _over_ranks(students, teachers, masks, options, ranks)
+            losses.append(apply(_NegativeCorrelation, *arguments))
         return torch.cat(losses).mean()
 
     def _warn_if_saturated(
@@ -324,26 +326,28 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def _loss(
+def _over_ranks(
     student: Tensor, teacher: Tensor, mask: Tensor | None, options: Options, ranks: Ranks | None
-) -> Tensor:
-    """Losses (*) of features (*, m, Ds), (*, m, Dt), mask (*, m); m may differ by process."""
-    if ranks is not None:
-        rows = ranks.max(student.shape[-2], student.device)
-        if cca_solver.moments_are_less(rows, student, teacher, ranks):
-            options = replace(options, ranks=ranks)
-        else:
-            observations = [x.movedim(-2, 0) for x in (student, teacher)]
-            real = None if mask is None else mask.movedim(-1, 0)
-            observations, real = ranks.gather_samples(observations, real)
-            student, teacher = (x.movedim(0, -2) for x in observations)
-            mask = None if real is None else real.movedim(0, -1)
-    loss: Tensor = apply(_NegativeCorrelation, student, teacher, mask, options)
-    return loss
+) -> tuple[Tensor, Tensor, Tensor | None, Options]:
+    """Arguments of `_NegativeCorrelation` over the observations of all processes.
+
+    Either the observations are gathered, or ``options`` has the processes whose moments are added.
+    Features are (*, m, D), the mask is (*, m); m may differ by process.
+    """
+    if ranks is None:
+        return student, teacher, mask, options
+    rows = ranks.max(student.shape[-2], student.device)
+    if cca_solver.moments_are_less(rows, student, teacher, ranks):
+        return student, teacher, mask, replace(options, ranks=ranks)
+    observations = [x.movedim(-2, 0) for x in (student, teacher)]
+    real = None if mask is None else mask.movedim(-1, 0)
+    observations, real = ranks.gather_samples(observations, real)
+    student, teacher = (x.movedim(0, -2) for x in observations)
+    return student, teacher, None if real is None else real.movedim(0, -1), options
 
 
 class _NegativeCorrelation(torch.autograd.Function):
-    """Loss and gradient from one decomposition, in the forward pass."""
+    """Losses (*) of features (*, m, D), and their gradient, from one decomposition."""
 
     @staticmethod
     def forward(ctx, student, teacher, mask, options):

@@ -426,7 +426,7 @@ def _svd(
         values, right = _by_squares(m.mT @ m)
         left = m @ right / values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
         work = _squared_rounding(m.shape[-1])
-    elif values_readable(m) and min(m.shape[-2:]) >= SMALL_MATRIX:
+    elif min(m.shape[-2:]) >= SMALL_MATRIX and values_readable(m):
         left, values, right = _svd_by_squares(m)
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
