@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from fastkd._core.numerics import working_dtype
 from fastkd.analysis.model_inputs import IGNORED
 from fastkd.distill.outputs import Outputs
-from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, unit_gradient
+from fastkd.distill.perturbation import perturbed_embeddings, unit_gradient
 from fastkd.distill.step import ItemCounts, Step, global_count
 from fastkd.distributed import ranks_of
 
@@ -25,12 +26,13 @@ def accumulate(
     if not micro_batches:
         raise ValueError("batches: none given; pass at least one micro-batch")
     if distiller.perturbs:
-        student = distiller.student_model
-        whole = WholeBatch(distiller, micro_batches)
+        first = WholeBatch(distiller, micro_batches)
         for i, micro_batch in enumerate(micro_batches):
-            with leaf_embeddings(student) as embeddings:
-                loss = whole.micro_batch_loss(i)[0]
-            micro_batch.shift = unit_gradient(student, loss, embeddings, micro_batch.batch)
+            micro_batch.shift = unit_gradient(
+                distiller.student_model,
+                micro_batch.batch,
+                functools.partial(first.micro_batch_loss, i),
+            )
         for micro_batch in micro_batches:
             micro_batch.rng_states = None  # the perturbed run draws new dropout masks
     whole = WholeBatch(distiller, micro_batches)
@@ -199,7 +201,6 @@ def concatenate(steps: list[Step], items: ItemCounts) -> Step:
         token_mask=None,
         document_ids=None,
         items=items,
-        ranks=items.ranks,
     )
 
 

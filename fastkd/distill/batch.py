@@ -75,11 +75,6 @@ class Batch:
     shape: tuple[int, int] | None  # (B, N) of the tokens
     mask: Tensor | None
     documents: Documents | None
-    # Mask of the real tokens of features, with each document in a row of its own.
-    feature_mask: Tensor | None
-    document_ids: Tensor | None  # (B, N) document of each token if rows are packed
-    device: torch.device  # of the inputs; sharded or offloaded parameters may be elsewhere
-    empty: bool  # no rows, as in the last batch of a process without data left
     teacher: "Batch | None" = None  # the teacher's batch, if it has inputs of its own
     spans: Spans | None = None
     loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses, in labels' order
@@ -127,8 +122,7 @@ class Batch:
         else:
             mask, shape = decoded
             documents = find_documents(shape, mask, {}, None)
-        packed = documents is not None and documents.packed
-        if packed and unmasks:
+        if documents is not None and documents.packed and unmasks:
             # With a mask transformers reads each row as one document. Without it real tokens must
             # not attend to padding: at the largest position, no padding continues a document.
             inputs = {name: x for name, x in inputs.items() if name != "attention_mask"}
@@ -138,20 +132,31 @@ class Batch:
         targets: Tensor | tuple[Tensor, Tensor] | None = labels
         if labels is None and all(inputs.get(name) is not None for name in SPAN_LABELS):
             targets = inputs["start_positions"], inputs["end_positions"]
-        tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-        return cls(
-            inputs,
-            targets,
-            num_items,
-            shape,
-            mask,
-            documents,
-            feature_mask=mask if documents is None else documents.mask,
-            document_ids=documents.document_ids if documents is not None and packed else None,
-            device=tensors[0].device if tensors else torch.device("cpu"),
-            empty=any(x.dim() and not len(x) for x in tensors),
-            first=rotated if first is None else first,
-        )
+        first = rotated if first is None else first
+        return cls(inputs, targets, num_items, shape, mask, documents, first=first)
+
+    @property
+    def feature_mask(self) -> Tensor | None:
+        """Mask of the real tokens of features, with each document in a row of its own."""
+        return self.mask if self.documents is None else self.documents.mask
+
+    @property
+    def document_ids(self) -> Tensor | None:
+        """Document (B, N) of each token if rows are packed."""
+        packed = self.documents is not None and self.documents.packed
+        return self.documents.document_ids if packed else None  # type: ignore[union-attr]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the inputs; sharded or offloaded parameters may be elsewhere."""
+        tensors = (x for x in self.inputs.values() if isinstance(x, Tensor))
+        return next((x.device for x in tensors), torch.device("cpu"))
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no rows, as in the last batch of a process without data left."""
+        tensors = (x for x in self.inputs.values() if isinstance(x, Tensor))
+        return any(x.dim() and not len(x) for x in tensors)
 
     @property
     def token_mask(self) -> Tensor:

@@ -1,4 +1,7 @@
-"""Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents."""
+"""Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents.
+
+A model that reads packed rows is tested once: does each document get the result of its own row?
+"""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,16 +12,34 @@ from torch import Tensor
 
 from fastkd._core.checks import check_floating, check_no_grad, check_shape
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.model_inputs import IGNORED, rotate
+from fastkd.analysis.model_inputs import IGNORED, in_eval_mode, rotate
 from fastkd.distill.backbone import Backbone, placed_for
-from fastkd.distill.batch import DECODER_TOKENS, SPAN_LABELS, Batch, decoder_tokens, split_inputs
-from fastkd.distill.documents import check_apart
+from fastkd.distill.batch import (
+    DECODER_TOKENS,
+    SPAN_LABELS,
+    Batch,
+    Documents,
+    decoder_tokens,
+    split_inputs,
+)
 from fastkd.distill.method import Method
+from fastkd.distill.outputs import LayerRequest, model_outputs
 from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens, paired_positions
 from fastkd.distill.teachers import Teachers
 from fastkd.distill.vocabulary import other_vocabulary
 from fastkd.vocabulary_match import VocabularyMatch
+
+# Largest change of a document's hidden states, relative to their norm, if its neighbour's tokens
+# change but it doesn't read them. Rounding errors are below this, even in bfloat16.
+SAME = 1e-2
+# Fresh weights respond less. A change is then significant if it exceeds float32's rounding error
+# and this fraction of the change that the document's own tokens cause.
+ROUNDING, FRACTION = 1e-5, 0.05
+
+
+class MixedDocuments(ValueError):
+    """A model's tokens read tokens of other documents in their row."""
 
 
 class BatchReader:
@@ -99,10 +120,8 @@ class BatchReader:
             labels = labels.masked_fill(
                 paired_positions(*spans) < int(self.student.causal), IGNORED
             )
-        first = None
-        if self.student.writes:
-            student, labels, first = self._from_front(student, labels)
-            student = self.student.with_decoder_inputs(student, labels)
+        student, labels, first = self._from_front(student, labels)
+        student = self.student.with_decoder_inputs(student, labels)
         batch = Batch.of(
             student,
             labels,
@@ -202,3 +221,76 @@ def check_tokens(batch: Batch, prefix: str, readers: Sequence[tuple[str, Backbon
         if documents is not None and documents.packed:
             inputs = placed_for(model.uncompiled, batch.model_inputs)
             check_apart(model, name, inputs, documents)
+
+
+@torch.compiler.disable  # `find_documents` has broken the graph already
+def check_apart(model: Backbone, name: str, inputs: dict[str, Any], documents: Documents) -> None:
+    """Raise unless the model reads each document of packed rows separately.
+
+    Text encoders don't. For other models it depends on family, attention and inputs, and is tested
+    once for each set of input names: other tokens in one document must not change the hidden states
+    of the next one.
+    """
+    if model.mixes_documents:
+        raise _mixed(model, name, inputs)
+    kind = (*sorted(inputs), len(documents.document_ids) == 1)
+    if kind in model.known_apart:
+        return
+    # A sharded model runs in all processes at once, and other processes may have no packed rows.
+    if any(hasattr(p, "device_mesh") for p in model.inner.parameters()):
+        return
+    tokens = "input_ids" if isinstance(inputs.get("input_ids"), Tensor) else "inputs_embeds"
+    numbers = {n for n, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    given = inputs.get(tokens)
+    # Other tokens would not fit the images of a multimodal batch.
+    if given is None or given.shape[:2] != documents.document_ids.shape or numbers - {tokens}:
+        return
+    row, first, second = _neighbours(documents, given.device)
+    begins = second & (second.cumsum(0) <= second.sum() // 2)
+    rest = second & ~begins
+    others = _with_other_tokens(given, row, first)
+    if torch.equal(others, given):
+        return
+    last = model.num_layers
+    with torch.no_grad(), in_eval_mode(model.model):
+        request = LayerRequest((last,))
+        seen, by_another, by_itself = (
+            model_outputs(model, {**inputs, tokens: x}, request).hidden[last][row, rest].float()
+            for x in (given, others, _with_other_tokens(given, row, begins))
+        )
+    torch.clear_autocast_cache()  # weights cast under no_grad would get no gradient later
+    change, norm = (seen - by_another).norm(), seen.norm()
+    own = (seen - by_itself).norm()
+    if change > SAME * norm or (own > 0 and change > FRACTION * own and change > ROUNDING * norm):
+        raise _mixed(model, name, inputs)
+    model.known_apart.add(kind)
+
+
+def _with_other_tokens(given: Tensor, row: int, where: Tensor) -> Tensor:
+    """The inputs with other tokens at the positions ``where`` (N,) of a row."""
+    changed = given.clone()
+    changed[row, where] = given.flatten(0, 1).flip(0)[: int(where.sum())]
+    return changed
+
+
+def _mixed(model: Backbone, name: str, inputs: dict[str, Any]) -> MixedDocuments:
+    takes_positions = not model.mixes_documents and model.takes("position_ids")
+    lacking = takes_positions and "position_ids" not in inputs
+    return MixedDocuments(
+        f"rows are packed with several documents, which the {name} ({model.class_name}) reads as "
+        f"one; {'pass position_ids that start again, ' if lacking else ''}give each document a row "
+        "of its own, or pass segments of zeros if a row is one document"
+    )
+
+
+def _neighbours(documents: Documents, device: torch.device) -> tuple[int, Tensor, Tensor]:
+    """A row, and masks (N,) of the tokens of one of its documents and of the next one."""
+    document_ids, nobody = documents.document_ids, len(documents.mask)
+    border = (
+        (document_ids[:, :-1] != document_ids[:, 1:])
+        & (document_ids[:, :-1] < nobody)
+        & (document_ids[:, 1:] < nobody)
+    )
+    row, column = border.nonzero()[0].tolist()
+    document_ids = document_ids[row].to(device)
+    return row, document_ids == document_ids[column], document_ids == document_ids[column + 1]

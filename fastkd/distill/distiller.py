@@ -14,7 +14,6 @@ from fastkd._core.numerics import autocast_off
 from fastkd._core.warn import warn_caller
 from fastkd.analysis.model_inputs import Batches
 from fastkd.distill.accumulation import WholeBatch, accumulate
-from fastkd.distill.adapters import as_teacher
 from fastkd.distill.batch import Batch, put_back
 from fastkd.distill.batch_reader import BatchReader
 from fastkd.distill.blocks import Blocks, backbone_of
@@ -22,9 +21,9 @@ from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.outputs import HeadOutput, Outputs
-from fastkd.distill.perturbation import leaf_embeddings, perturbed_embeddings, unit_gradient
+from fastkd.distill.perturbation import perturbed_embeddings, unit_gradient
 from fastkd.distill.step import ItemCounts, Step
-from fastkd.distill.teachers import Teachers, batch_outputs
+from fastkd.distill.teachers import Teachers, as_teacher, batch_outputs
 from fastkd.distributed import InGroup, ranks_of
 from fastkd.soft_targets import Unmatched
 
@@ -319,13 +318,14 @@ class Distiller(InGroup):
         batch = self.read({**targets, **inputs}, num_items)
         teacher = self.teachers.outputs(batch, self._progress or 0.0, self.uses_lm_head)
         items = ItemCounts(ranks_of(self.gather, self.group))
+        shift = None
         if self.perturbs:
-            with leaf_embeddings(self.student_model) as embeddings:
-                loss, _ = self.losses(self.make_step(batch, teacher, items))
-            shift = unit_gradient(self.student_model, loss, embeddings, batch)
-            with perturbed_embeddings(self.student_model, shift):
-                step = self.make_step(batch, teacher, items)
-        else:
+            shift = unit_gradient(
+                self.student_model,
+                batch,
+                lambda: self.losses(self.make_step(batch, teacher, items)),
+            )
+        with perturbed_embeddings(self.student_model, shift):
             step = self.make_step(batch, teacher, items)
         loss, terms = self.losses(step)
         terms = {**terms, "total": loss.detach()}
@@ -413,10 +413,9 @@ class Distiller(InGroup):
             loss_weights=batch.loss_weights,
             spans=batch.spans,
             first=batch.first,
-            ranks=items.ranks,
             items=items,
         )
-        return step if items.ranks is None else step.among_ranks()
+        return step.among_ranks()
 
     def losses(self, step: Step, only: Only | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Weighted loss and detached terms of the method.

@@ -31,13 +31,6 @@ class HeadInputs:
         """Logits (B, N, V)."""
         return self.head.logits(self.states)
 
-    def to(self, device: torch.device) -> "HeadInputs":
-        return HeadInputs(self.states.to(device), self.head.map(lambda x: x.to(device)))
-
-    def rows(self, count: int) -> "HeadInputs":
-        """Inputs of the first ``count`` samples."""
-        return HeadInputs(self.states[:count], self.head)
-
 
 @contextlib.contextmanager
 def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:

@@ -68,11 +68,11 @@ class Outputs:
     def to(self, device: torch.device) -> "Outputs":
         """The outputs on another device."""
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.
-        moved = self.features(lambda x, tokens: x.to(device))
-        logits = tree_map_only(Tensor, lambda x: x.to(device), self.logits)
-        head_inputs = None if self.head_inputs is None else self.head_inputs.to(device)
-        top_k = None if self.top_k is None else self.top_k.map(lambda x: x.to(device))
-        return dataclasses.replace(moved, logits=logits, head_inputs=head_inputs, top_k=top_k)
+        moved = self.features(lambda x, tokens: x.to(device)).predictions(lambda x: x.to(device))
+        head = moved.head_inputs
+        if head is not None:
+            head = HeadInputs(head.states, head.head.map(lambda x: x.to(device)))
+        return dataclasses.replace(moved, head_inputs=head)
 
     def without_logits(self) -> "Outputs":
         """The outputs that terms on features read."""
@@ -80,11 +80,17 @@ class Outputs:
 
     def rows(self, count: int) -> "Outputs":
         """The outputs of the first ``count`` samples."""
-        logits = tree_map_only(Tensor, lambda x: x[:count], self.logits)
-        head_inputs = None if self.head_inputs is None else self.head_inputs.rows(count)
-        top_k = None if self.top_k is None else self.top_k.map(lambda x: x[:count])
-        kept = self.features(lambda x, tokens: x[:count])
-        return dataclasses.replace(kept, logits=logits, head_inputs=head_inputs, top_k=top_k)
+        return self.features(lambda x, tokens: x[:count]).predictions(lambda x: x[:count])
+
+    def predictions(self, change: Callable[[Tensor], Tensor]) -> "Outputs":
+        """The outputs with ``change`` applied to the logits, the head's inputs and the top k."""
+        head = self.head_inputs
+        return dataclasses.replace(
+            self,
+            logits=tree_map_only(Tensor, change, self.logits),
+            head_inputs=None if head is None else HeadInputs(change(head.states), head.head),
+            top_k=None if self.top_k is None else self.top_k.map(change),
+        )
 
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         """The outputs with ``change(x, tokens)`` applied to every feature.

@@ -1,6 +1,8 @@
 """LRC-BERT's gradient perturbation: the student runs again on perturbed embeddings (eqs. 7-8)."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,32 +13,30 @@ from fastkd.distill.batch import Batch
 from fastkd.distill.hooks import replaced_embeddings
 
 
-def leaf_embeddings(student: Backbone) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context in which the student's embeddings are leaves that receive a gradient."""
+def perturbed_embeddings(
+    student: Backbone, shift: Tensor | None
+) -> contextlib.AbstractContextManager[Any]:
+    """Context in which ``shift``, unless None, is added to the student's embeddings."""
+    if shift is None:
+        return contextlib.nullcontext()
+    return replaced_embeddings(student, lambda emb: emb + shift)
+
+
+def unit_gradient(
+    student: Backbone, batch: Batch, compute_loss: Callable[[], tuple[Any, ...]]
+) -> Tensor:
+    """g / ‖g‖ of each sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8).
+
+    It is 0 for padding, since DeBERTa's convolution reads the token after the last real one.
+    ``compute_loss`` runs the student; the loss is its first result.
+    """
     if student.compiled:
         raise ValueError(
             "perturb=True: the embeddings are perturbed inside the student, which a compiled "
             "student doesn't allow; pass the student uncompiled, or set perturb=False"
         )
-    return replaced_embeddings(student, lambda emb: emb.detach().requires_grad_())
-
-
-def perturbed_embeddings(
-    student: Backbone, shift: Tensor | None
-) -> contextlib.AbstractContextManager[list[Tensor]]:
-    """Context in which ``shift``, unless None, is added to the student's embeddings."""
-    if shift is None:
-        return contextlib.nullcontext([])
-    return replaced_embeddings(student, lambda emb: emb + shift)
-
-
-def unit_gradient(
-    student: Backbone, loss: Tensor, embeddings: list[Tensor], batch: Batch
-) -> Tensor:
-    """g / ‖g‖ of each sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8).
-
-    It is 0 for padding, since DeBERTa's convolution reads the token after the last real one.
-    """
+    with replaced_embeddings(student, lambda emb: emb.detach().requires_grad_()) as embeddings:
+        loss = compute_loss()[0]
     if not embeddings:
         raise ValueError(
             "perturb=True: the output of the embedding layer is perturbed, but the student didn't "

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from fastkd._core.checks import check_shape
 from fastkd._core.numerics import autocast_off, upcast, values_readable, zero_padding
 from fastkd.distill.backbone import Model
-from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.outputs import Outputs
 
 __all__ = ["TwoTokenizers", "align_spans"]
@@ -174,15 +173,11 @@ class Spans:
         places = places.clamp(min=0)[..., None]
 
         def at(x: Tensor) -> Tensor:
+            if x.dim() != 3:  # predictions for rows
+                return x
             return x.gather(1, places.to(x.device).expand(-1, -1, x.shape[-1]))
 
-        logits, head = outputs.logits, outputs.head_inputs
-        if head is not None:
-            head = HeadInputs(at(head.states), head.head)
-        elif isinstance(logits, Tensor) and logits.dim() == 3:
-            logits = at(logits)
-        top_k = None if outputs.top_k is None else outputs.top_k.map(at)
-        return dataclasses.replace(outputs, logits=logits, head_inputs=head, top_k=top_k)
+        return outputs.predictions(at)
 
     @classmethod
     def of(cls, student: Tensor, teacher: Tensor) -> "Spans":

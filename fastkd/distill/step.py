@@ -59,7 +59,6 @@ class Step:
     spans: Spans | None = None
     document_ids: Tensor | None = None  # the document of each token of packed rows
     first: Tensor | None = None  # (B, 1), position of each row's first token before rotation
-    ranks: Ranks | None = None  # the processes whose samples are compared
     items: ItemCounts = field(default_factory=ItemCounts)
 
     def of_teacher(self, number: int) -> "Step":
@@ -126,6 +125,11 @@ class Step:
             rows(self.student, self.student_model, student),
             rows(self.teacher, self.teacher_model, teacher),
         ], None
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes whose samples are compared; None for this process alone."""
+        return self.items.ranks
 
     @property
     def real(self) -> Tensor:
@@ -202,8 +206,7 @@ class Step:
 
     def among_ranks(self) -> "Step":
         """The step padded to the longest one of all processes that compare samples."""
-        kept = self.student.all_features()
-        if self.ranks is None or not kept:
+        if self.ranks is None or not (kept := self.student.all_features()):
             return self
         return self.padded(self.ranks.max(self.length, kept[0].device))
 

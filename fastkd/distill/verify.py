@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.analysis.model_inputs import IGNORED, rotate
 from fastkd.distill.batch import find_documents
+from fastkd.distill.batch_reader import MixedDocuments
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.documents import MixedDocuments
 
 __all__ = ["Check", "table", "verify"]
 

@@ -23,7 +23,7 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill import cache as cache_module
-from fastkd.distill.documents import MixedDocuments
+from fastkd.distill.batch_reader import MixedDocuments
 from fastkd.distill.verify import verify
 from fastkd.head import output_layer
 from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
