@@ -131,7 +131,9 @@ def kinds(B: int, N: int, tokens: float, samples: float) -> list[int]:
     """
     sizes, weights = (B, N), (samples, tokens)
     found = [x for x in (1, 0) if weights[x] != 0 and sizes[x] >= 2 and sizes[1 - x] > 0]
-    return sorted(found, key=lambda over: sizes[over] <= SMALL_GROUP)
+    # Not sorted: in a graph comparisons of sizes are symbolic, and have no order.
+    long = [x for x in found if sizes[x] > SMALL_GROUP]
+    return [*long, *(x for x in found if sizes[x] <= SMALL_GROUP)]
 
 
 def kept_kind(B: int, N: int, tokens: float, samples: float) -> int | None:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd.kernels import launch
-from fastkd.kernels.launch import cdiv, next_power_of_2
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
@@ -375,8 +375,11 @@ def new_kept(x: Tensor, layers: int, groups: int, N: int, split: bool) -> Kept:
 
 
 def small_rows(N: int) -> int:
-    """Rows of a program's tiles."""
-    return max(16, next_power_of_2(N))
+    """Rows of a program's tiles: the power of 2 from 16 to SMALL_GROUP that holds N rows.
+
+    Only arithmetic: a comparison, or bits of N, would make a graph for each power or each N.
+    """
+    return 16 + sum(n * (1 + (N - n - 1) // SMALL_GROUP) for n in (16, 32, 64))  # each n below N
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from tests.support.compare import (
     relative_error,
     value_and_grad,
 )
+from tests.support.interpreter import MARKS
 
 from .losses.relation import relation
 
@@ -468,7 +469,7 @@ def test_anisotropic_features_with_every_option(distance, shape, normalize, over
     assert grad <= 5e-5
 
 
-# Every normalisation and distance once; the kernels, one operator in a graph: test_promises.py.
+# Every normalisation and distance once.
 @pytest.mark.parametrize(
     ("alpha", "beta", "normalize", "distance", "masked"),
     [
@@ -486,6 +487,19 @@ def test_sizes_stay_symbolic(device, alpha, beta, normalize, distance, masked):
             student, teacher = (features(B, N, D, device=device).float() for D in (24, 16))
             mask = make_mask("ragged", B, N, device) if masked else None
             yield student.requires_grad_(), teacher, mask
+
+    assert count_graphs(loss, calls(), rtol=1e-4, atol=1e-6) <= 2
+
+
+@MARKS["triton"][0]
+def test_sizes_of_kernels_stay_symbolic(device):
+    """At most two graphs of both kinds of relations, whose order depends on the sizes."""
+    loss = FCDLoss(backend="triton")
+
+    def calls():
+        for B, N in ((3, 4), (20, 33), (5, 18)):
+            student, teacher = (features(B, N, D, device=device).float() for D in (4, 5))
+            yield student.requires_grad_(), teacher, None
 
     assert count_graphs(loss, calls(), rtol=1e-4, atol=1e-6) <= 2
 
