@@ -790,15 +790,6 @@ def test_packed_rows_are_an_error_for_heads_with_one_prediction_per_row():
         distiller(**batch(), segments=torch.zeros(6, 9))
 
 
-@pytest.mark.parametrize("name", list(METHODS))
-def test_the_padding_side_changes_nothing(name):
-    distiller = ready(*pair("llama"), name).double()
-    texts, labels = documents(), torch.tensor([0, 1, 0, 2, 1])
-    expected = step(distiller, {**padded(texts), "labels": labels})
-    left = {**padded(texts, left=True), "labels": labels}
-    assert_same_step(distiller, left, expected, tolerance=1e-11)
-
-
 # Mixed precision, accumulation, several processes
 
 

@@ -7,6 +7,8 @@ import transformers as t
 from fastkd.analysis.model_inputs import reads_last_token
 from fastkd.distill.backbone import Backbone
 from fastkd.distill.hooks import capture, replaced_embeddings
+from fastkd.distill.outputs import LayerRequest, model_outputs
+from tests.distill import support
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
 from tests.distill.models import model as model_of
 
@@ -17,22 +19,29 @@ def inputs_for(family, **options):
     return inputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_transformers_hidden_states(family):
-    model = classifier(family)
+# Encoder-decoders show the decoder's; OPT and SqueezeBERT don't call their blocks as modules;
+# Longformer pads to whole windows, ProphetNet adds streams of predictions.
+STATES = [(family, "sequence") for family in FAMILIES]
+STATES += [("t5", "written words"), ("bart", "written words"), ("whisper", "transcripts")]
+STATES += [("opt", "next word"), ("squeezebert", "sequence"), ("longformer", "none")]
+STATES += [("prophetnet", "none")]
+
+
+@pytest.mark.parametrize(("family", "head"), STATES)
+def test_layers_are_transformers_hidden_states(family, head):
+    model, data = support.model_of(family, head).eval(), support.data_of(family, head)
     backbone = Backbone(model)
-    inputs = inputs_for(family)
+    data = backbone.with_decoder_inputs(data, data.pop("labels"))
     with torch.no_grad():
-        expected = model(**inputs, output_hidden_states=True).hidden_states
-        with capture(backbone, range(5)) as kept:
-            backbone.run(inputs)
-        with capture(backbone, [2]) as some:
-            backbone.run(inputs)
-    assert sorted(kept) == [0, 1, 2, 3, 4] and sorted(some) == [2]
-    for layer, hidden in kept.items():
+        output = model(**data, output_hidden_states=True)
+        found = model_outputs(backbone, data, LayerRequest((0, 1, 2, 3))).hidden
+        some = model_outputs(backbone, data, LayerRequest((2,))).hidden
+    expected = getattr(output, "decoder_hidden_states", None) or output.hidden_states
+    assert sorted(found) == [0, 1, 2, 3] and sorted(some) == [2]
+    for layer, hidden in found.items():
         torch.testing.assert_close(hidden, expected[layer])
     torch.testing.assert_close(some[2], expected[2])
-    assert backbone.hidden_size == expected[4].shape[-1] and backbone.num_layers == 4
+    assert backbone.hidden_size == expected[3].shape[-1] and backbone.num_layers == 3
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastkd import TopK, linear_soft_target_loss
-from fastkd.distill import Distiller, SoftTargets, TeacherCache, student_from_teacher
+from fastkd.distill import Distiller, SoftTargets, student_from_teacher
 from tests.distill import support
 from tests.distill.test_vocabulary import data_of, pair, tokenizer
 
@@ -86,25 +86,6 @@ def test_bytes_of_a_token(tmp_path):
     samples = len(cache)
     assert tokens * 40 <= stored <= tokens * 40 + samples * 24 + 600 * len(files)
     assert not (tmp_path / "head.safetensors").exists()
-
-
-def test_interrupted_call_is_repeated(tmp_path):
-    teacher, student = models()
-    data = data_of()
-    first, second = ({n: x[rows] for n, x in data.items()} for rows in (slice(2), slice(2, None)))
-    live = distilled(teacher, student)
-
-    def killed():
-        yield first
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        live.cache_teacher(killed(), tmp_path / "a", shard_bytes=1, top_k=5)
-    assert len(TeacherCache(tmp_path / "a")) == 2
-    resumed = live.cache_teacher([first, second], tmp_path / "a", shard_bytes=1, top_k=5)
-    whole = live.cache_teacher([first, second], tmp_path / "b", shard_bytes=1, top_k=5)
-    assert resumed.digest == whole.digest
-    assert len(resumed) == len(data["input_ids"])
 
 
 def test_wrong_caches_raise_one_sentence(tmp_path):
