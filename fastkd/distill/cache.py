@@ -301,8 +301,14 @@ def teacher_request(method: Method) -> dict[str, Any]:
 
 
 def _temperature(method: Method) -> float:
-    """Temperature of a method's soft targets."""
-    return float(getattr(method, "temperature", 1.0))
+    """Temperature of a method's soft targets, or of those of several methods, which must agree."""
+    first, *others = sorted(method.soft_temperatures)
+    if others:
+        raise ValueError(
+            f"top_k: the methods have temperatures {[first, *others]}, but a cache stores "
+            "log-probabilities at one; give them one temperature, or write a cache without top_k"
+        )
+    return first
 
 
 def sample_keys(batch: Batch, teacher: Model) -> tuple[list[bytes], Tensor]:

@@ -218,6 +218,13 @@ class Method(nn.Module):
         """Options of the terms ``task`` and ``soft``."""
         return PredictionOptions()
 
+    @property
+    def soft_temperatures(self) -> set[float]:
+        """Temperatures of the terms that read the teacher's logits."""
+        if not self.compares_logits(0.0, 1.0):
+            return set()
+        return {float(getattr(self, "temperature", self.prediction_options.temperature))}
+
     def forward(
         self, step: Step, progress: float, only: Only | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:

@@ -107,6 +107,10 @@ class Several(Method):
             for name, weight in method.weights(progress).items()
         }
 
+    @property
+    def soft_temperatures(self) -> set[float]:
+        return set().union(*(method.soft_temperatures for method in self.each))
+
     def forward(
         self, step: Step, progress: float, only: Only | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:

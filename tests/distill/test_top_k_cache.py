@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastkd import TopK, linear_soft_target_loss
-from fastkd.distill import Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import Distiller, Method, Several, SoftTargets, student_from_teacher
+from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
 from tests.distill import support
 from tests.distill.test_vocabulary import data_of, pair, tokenizer
 
@@ -62,6 +63,43 @@ def test_all_tokens_equal_the_teacher_itself(tmp_path):
     found = distilled(cache, student)(**data).terms
     expected = live(**data).terms
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_methods_of_one_teacher_have_one_temperature(tmp_path):
+    teacher, student = models()
+    data = data_of()
+
+    def several(teacher, *temperatures):
+        methods = [SoftTargets(alpha=1.0, temperature=t) for t in temperatures]
+        without_soft_targets = SoftTargets(alpha=0.0, temperature=5.0)
+        return Distiller(teacher, student, Several(*methods, without_soft_targets)).eval()
+
+    live = several(teacher, 2.0, 2.0)
+    cache = live.cache_teacher([data], tmp_path / "a", top_k=60)
+    found, expected = several(cache, 2.0, 2.0)(**data).terms, live(**data).terms
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"top_k: the methods have temperatures \[2\.0, 3\.0\]"):
+        several(teacher, 3.0, 2.0).cache_teacher([data], tmp_path / "b", top_k=60)
+    with pytest.raises(ValueError, match="top_k: the methods have temperatures"):
+        several(cache, 2.0, 3.0)
+
+
+def test_temperature_of_a_method_of_your_own(tmp_path):
+    class Own(Method):
+        logit_terms = ("soft",)
+        prediction_options = PredictionOptions(temperature=2.0)
+
+        def weights(self, progress):
+            return {"soft": 1.0}
+
+        def soft(self, step):
+            return soft_loss(step, self.prediction_options)
+
+    teacher, student = models()
+    live = Distiller(teacher, student, Own()).eval()
+    cache = live.cache_teacher([data_of()], tmp_path, top_k=60)
+    found = Distiller(cache, student, Own()).eval()(**data_of()).terms
+    torch.testing.assert_close(found, live(**data_of()).terms, rtol=1e-5, atol=1e-7)
 
 
 def test_padding_of_the_head_is_left_out(tmp_path):
