@@ -40,7 +40,7 @@ from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.models import be_quiet, check_same_tokens, fitting_length, load, tokenizer_of
+from fastkd.train.models import check_same_tokens, fitting_length, load, tokenizer_of
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
 from fastkd.train.tasks.base import default_padding_side
@@ -53,7 +53,6 @@ SAID = {"model": "model", "before": "student before", "student": "student"}
 
 def run(settings: AnalyzeSettings, console: Console) -> None:
     """Run `fastkd analyze`; several processes share the rows."""
-    be_quiet()
     with contextlib.ExitStack() as stack:
         processes.join(settings.device)
         stack.enter_context(processes.enter_on_first_process(locked(settings.out)))

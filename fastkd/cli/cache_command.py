@@ -24,7 +24,6 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
-    be_quiet,
     count,
     load_teacher,
     load_tokenizers,
@@ -37,7 +36,6 @@ from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import corpus_fingerprints
 from fastkd.train.saving import LOCK, MANIFEST, locked, saving, write_json
 from fastkd.train.settings import Pairing
-from fastkd.train.training import stopping_at_once
 
 
 def write(settings: CacheSettings, console: Console) -> None:
@@ -46,10 +44,8 @@ def write(settings: CacheSettings, console: Console) -> None:
     Raises:
         InputError: an option cannot be used, or the directory holds another cache.
     """
-    be_quiet()
     out = settings.out
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stopping_at_once())
         processes.join(settings.device_name)
         stack.enter_context(processes.enter_on_first_process(locked(out)))
         display = stack.enter_context(RichDisplay(console))

@@ -29,11 +29,9 @@ from fastkd.study.study_runs import StudyRuns
 from fastkd.study.task_runs import TaskRuns
 from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.models import be_quiet
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.run import save_model
 from fastkd.train.saving import MANIFEST, locked, read_json, read_manifest, write_json
-from fastkd.train.training import stopping_at_once
 
 LABELS_ONLY = "labels"
 TITLES = {
@@ -108,7 +106,6 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     """Run `fastkd demo`; returns the content of demo.json."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    be_quiet()
     teacher = teacher_path()
     size = Size.of(settings)
     study = make_study(size, settings.seed, settings.device)
@@ -122,7 +119,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     if number:  # a launcher's other processes help the first
         runs.train(1)
         return {}
-    with stopping_at_once(), locked(out), display:
+    with locked(out), display:
         display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
         display.say("reading the docstrings of Python's standard library ...")
         corpus = work.corpus

@@ -33,11 +33,10 @@ from fastkd.train.config import TrainingConfig
 from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.models import be_quiet, count
+from fastkd.train.models import count
 from fastkd.train.run import Run, assemble, save_model
 from fastkd.train.saving import locked, read_manifest, saving, write_json
 from fastkd.train.settings import Pairing
-from fastkd.train.training import stopping_at_once
 
 TASK = "causal-lm"
 END = "<end>"
@@ -127,7 +126,6 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
     """Run `fastkd demo --task causal-lm`; returns the content of demo.json."""
     began = time.perf_counter()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    be_quiet()
     if leave_launcher()[0]:  # one teacher, and one run after another
         return {}
     size = Size.of(settings)
@@ -136,7 +134,7 @@ def run_demo(settings: DemoSettings, console: Console, root: Path | None = None)
     if (out / "student").exists() and "sample" not in theirs:
         raise InputError(f"--out {out} holds a student that isn't this demo's; give another --out")
     root = root or Path(sysconfig.get_path("stdlib"))
-    with stopping_at_once(), locked(out), display:
+    with locked(out), display:
         run, pairing = _begin(settings, size, display, write_texts(out / "text", size, root))
         report = _compare(run, pairing, size, settings)
         report["seconds"] = time.perf_counter() - began

@@ -17,7 +17,7 @@ from fastkd._core.extras import require
 from fastkd.cli.command_settings import ExportSettings
 from fastkd.cli.display import say
 from fastkd.train.errors import InputError, RunFailed
-from fastkd.train.models import be_quiet, load_trained, longest
+from fastkd.train.models import load_trained, longest
 from fastkd.train.saving import add_to_manifest, check_new_file, saving, write_file
 from fastkd.train.tasks.base import Task
 from fastkd.train.trained_model import OnnxModel
@@ -42,7 +42,6 @@ def export(settings: ExportSettings, console: Console) -> float:
     """Write the ONNX file; returns the largest relative difference of the outputs."""
     for module in ("onnx", "onnxscript", "onnxruntime"):
         require(module, "onnx")
-    be_quiet()
     local = Path(settings.model).expanduser()
     out = settings.out or (local if local.is_dir() else Path()) / "model.onnx"
     check_new_file(out, settings.overwrite)

@@ -18,6 +18,7 @@ from fastkd.cli.display import new_console
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import first, launched, leave_launcher
 from fastkd.train.options import Option, assignments, options_of
+from fastkd.train.signals import stopping_at_once
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -305,7 +306,9 @@ def _register(name: str, meta: Command) -> None:
                 leave_launcher()
             for module in meta.needs:
                 require(module, "train")
-            with new_console() as console:
+            if "transformers" in meta.needs:
+                imported("train.models.be_quiet")()
+            with stopping_at_once(), new_console() as console:
                 if imported(meta.function)(settings, console) is False:
                     raise typer.Exit(1)
 

@@ -12,9 +12,7 @@ from fastkd.study.study_runs import StudyRuns
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_directory
-from fastkd.train.training import stopping_at_once
 
 
 def run(settings: StudySettings, console: Console) -> None:
@@ -26,14 +24,13 @@ def run(settings: StudySettings, console: Console) -> None:
     """
     study = read(settings)
     number, together = leave_launcher()
-    be_quiet()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     check_directory("--out", settings.out)
     if settings.runs is not None:
         check_directory("--runs", settings.runs)
     if not number:
         study_report.claim(settings.out)
-    with stopping_at_once(), RichDisplay(console) as display:
+    with RichDisplay(console) as display:
         parts = {"data set": study.tasks, "variant": study.variants, "seed": study.seeds}
         count = math.prod(map(len, parts.values()))
         names = (f"{len(x)} {name}{'s' * (len(x) != 1)}" for name, x in parts.items())

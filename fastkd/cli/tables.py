@@ -8,14 +8,12 @@ from typing import Any
 from fastkd.cli.command_settings import PredictSettings
 from fastkd.train.computation import PredictionConfig, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import be_quiet
 from fastkd.train.saving import check_new_file, csv_text
 from fastkd.train.trained_model import TrainedModel
 
 
 def begin(settings: PredictSettings) -> TrainedModel:
     """The model, loaded after the options are checked."""
-    be_quiet()
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:
         raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")

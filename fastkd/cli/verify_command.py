@@ -9,10 +9,8 @@ from fastkd.cli.command_settings import VerifySettings
 from fastkd.cli.display import RichDisplay
 from fastkd.distill import verify as checks
 from fastkd.train.errors import RunFailed
-from fastkd.train.models import be_quiet
 from fastkd.train.progress import counted
 from fastkd.train.run import assemble, select
-from fastkd.train.training import stopping_at_once
 
 
 def verify(settings: VerifySettings, console: Console) -> bool:
@@ -21,8 +19,7 @@ def verify(settings: VerifySettings, console: Console) -> bool:
     Raises:
         InputError: an option cannot be used.
     """
-    be_quiet()
-    with stopping_at_once(), RichDisplay(console) as display:
+    with RichDisplay(console) as display:
         # No row is evaluated, but a corpus has some.
         evals = settings.evals or settings.train
         few = dataclasses.replace(settings, max_train_rows=settings.rows, evals=evals)

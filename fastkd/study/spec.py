@@ -39,6 +39,7 @@ from fastkd.train.options import (
     fits,
     given,
     option,
+    paths_of,
     read_options_file,
     resolve_path,
     same_option,
@@ -184,7 +185,6 @@ class Study(Checked):
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Study)}
-PATHS = ("train", "evals", "unlabelled", "test")
 COLUMNS = tuple(field.name for field in dataclasses.fields(ColumnOptions))
 OWN_TASK_FIELDS = ("rows", "labelled", "max_length", "teacher_steps", "teacher_learning_rate")
 
@@ -371,7 +371,7 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
                     {*sources - {"evals"}, "eval", "docstrings", "pairs", *OWN_TASK_FIELDS}
                 )
                 raise InputError(f"tasks.{name} has no field {field!r}; {nearest(field, known)}")
-        paths = {field: rest.pop(field) for field in PATHS if field in rest}
+        paths = {field: rest.pop(field) for field in paths_of(Source) if field in rest}
         check_types(where, rest, Source)
         for field, path in paths.items():
             rest[field] = resolve_path(f"{where}{field}", path, folder)

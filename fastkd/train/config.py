@@ -16,8 +16,8 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.computation import Computation, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import as_json, check, defaults_of, fits
-from fastkd.train.settings import PATHS, DistillOptions, TrainingOptions
+from fastkd.train.options import as_json, check, defaults_of, fits, paths_of
+from fastkd.train.settings import DistillOptions, TrainingOptions
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
     """
 
     def __post_init__(self) -> None:
-        for name in PATHS:
+        for name in paths_of(DistillOptions):
             value = getattr(self, name)
             setattr(self, name, None if value is None else Path(value))
         DistillOptions.__post_init__(self)

@@ -56,8 +56,7 @@ from fastkd.train.saving import (
     update_manifest,
 )
 from fastkd.train.settings import MAX_LENGTH, SELECT
-from fastkd.train.tasks.base import Corpus, reorder_classes
-from fastkd.train.training import stopping_at_once
+from fastkd.train.tasks.base import reorder_classes
 
 
 def run_distillation(config: DistillConfig, display: Display | None = None) -> dict[str, Any]:
@@ -72,14 +71,13 @@ def run_distillation(config: DistillConfig, display: Display | None = None) -> d
     display = display or Display()
     be_quiet()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(stopping_at_once())
         with processes.errors_on_all():
             check(config)
         stack.enter_context(processes.enter_on_first_process(locked(config.out)))
         with processes.errors_on_all():
             stack.enter_context(display)
         job = Distillation(config, display)
-        if job.out.done is not None:
+        if job.out.done:
             job.check_done()
             return job.out.done
         distiller: Distiller | None = job.begin()
@@ -126,8 +124,8 @@ class Distillation:
 
     def check_done(self) -> None:
         """Check that the complete run had the same rows."""
-        done, corpus = self.out.done or {}, self.corpus
-        self.out.begin(corpus_fingerprints(reorder_classes(done.get("labels"), corpus)))
+        corpus = reorder_classes(self.out.done.get("labels"), self.corpus)
+        self.out.begin(corpus_fingerprints(corpus))
         self.display.say(f"{self.config.out}: this run is already complete")
 
     def begin(self) -> Distiller:
@@ -159,8 +157,11 @@ class Distillation:
         """Set `run`, with its teacher or teacher cache; returns fingerprints of its inputs."""
         config, options = self.config, dict[str, Any]()
         length, corpus = config.max_length, self.corpus
+        teacher: Any
         if config.teacher_cache is not None:
-            teacher, about, tokenizer, teachers, corpus = self._load_cache(config.teacher_cache)
+            teacher, about, tokenizer, teachers, corpus = load_cached_teacher(
+                config, config.teacher_cache, corpus
+            )
             options["cached"] = about
             if length == MAX_LENGTH:
                 length = about["settings"]["max_length"]
@@ -198,16 +199,6 @@ class Distillation:
                     f"{flag}: the student has a tokenizer of its own, and the teacher reads other "
                     f"tokens; {remedy}"
                 )
-
-    def _load_cache(self, folder: Path) -> tuple[Any, dict[str, Any], Any, Any, Corpus]:
-        found = load_cached_teacher(self.config, folder, self.corpus)
-        corpus = found[-1]
-        if not corpus.task.teacher_metrics.isdisjoint(corpus.metrics):
-            raise InputError(
-                f"--teacher-cache {folder}: it has no outputs of the teacher on the evaluation "
-                f"rows, which {corpus.metrics[0]} compares; pass --teacher"
-            )
-        return found
 
     def _check(self, distiller: Distiller) -> None:
         """Raise unless a cache holds every training row, and an on-policy student has a loss."""
@@ -259,7 +250,7 @@ class Distillation:
         history = run.train_teacher(training, shard=config.shard, gather=config.gather, **options)
         best = self._best(target, run.teacher)
         if config.shard:  # the student is initialised from a whole teacher
-            run.teacher = run.teacher_model = best
+            run.teacher = best
         else:
             run.teacher.load_state_dict(best.state_dict())
 
@@ -291,8 +282,6 @@ class Distillation:
             "fastkd": fastkd.__version__,
             "torch": torch.__version__,
             "rows": self._counts(),
-            "parameters": {**run.size("parameters", count), "student": count(student)},
-            "bytes": {**run.size("bytes", num_bytes), "student": num_bytes(student)},
             "layers": student.config.num_hidden_layers,
             "teacher_layers": self._initial_layers(selected),
             "task": run.task.name(),
@@ -306,7 +295,7 @@ class Distillation:
         training = history[-1]["seconds"]
         before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
         self.display.say("scoring and timing the best student ...")
-        report.update(self._score_best(student, report))
+        report.update(self._score_best(student))
         # The manifest of the saved student has its scores. The first process reads it, before it
         # moves the directory.
         return {
@@ -347,20 +336,22 @@ class Distillation:
             target, **attention_for(self.config.method, self.config.attention)
         )
 
-    def _score_best(self, student: PreTrainedModel, report: dict[str, Any]) -> dict[str, Any]:
+    def _score_best(self, student: PreTrainedModel) -> dict[str, Any]:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         run, best = self.run, self._best(self.out.student, student)
-        found: dict[str, Any] = {}
-        for size, measure in (("parameters", count), ("bytes", num_bytes)):
-            # Adapters are merged into the weights.
-            found[size] = {**report[size], "student": measure(best)}
+        teacher = run.teacher_model
+        found: dict[str, Any] = {
+            size: {"teacher": measure(teacher) if teacher else run.cached[size],
+                   "student": measure(best)}
+            for size, measure in (("parameters", count), ("bytes", num_bytes))
+        }  # fmt: skip
         if self.config.shard:
             sharding.shard(best, run.device, learns=False)
         else:
             best.to(run.device)
         run.score(best, who="student")
         if run.test_rows:
-            both = {"teacher": run.teacher_model, "student": best}
+            both = {"teacher": teacher, "student": best}
             found["test"] = {
                 name: run.score(model, run.test_rows) for name, model in both.items() if model
             }
@@ -385,7 +376,7 @@ class Distillation:
             scores = run.score(run.teacher_model, who="teacher")
         else:
             prints, settings = run.cached["fingerprints"], run.cached["settings"]
-            same = prints.get(EVAL_ROWS) == self.out.identity["fingerprints"][EVAL_ROWS]
+            same = prints.get(EVAL_ROWS) == self.out.manifest["fingerprints"][EVAL_ROWS]
             for name, value in (("max_length", run.max_length), ("precision", config.precision)):
                 same = same and settings.get(name) == value
             scores = run.cached["teacher"] if same else {}
@@ -413,7 +404,7 @@ class Distillation:
         out, run, config = self.out, self.run, self.config
         checkpoints = Checkpoints(
             out.work / CHECKPOINTS[target.name],
-            out.identity["run"],
+            out.manifest["run"],
             config.checkpoint_every,
             config.resume,
         )
@@ -431,7 +422,7 @@ class Distillation:
             found = {
                 "complete": False, "student": entry["scores"], "best": entry, "history": history
             }  # fmt: skip
-            full, whole = {**out.identity, **report, **found}, sharding.whole(model)
+            full, whole = {**out.manifest, **report, **found}, sharding.whole(model)
             processes.on_first_process(
                 lambda: save_model(target, whole, run.tokenizer, full, run.task)
             )

@@ -329,6 +329,11 @@ def load_cached_teacher(
         )
     head = type(task).of(config)
     corpus = task.match(corpus, head, settings.label_order, f"{option} {folder}")
+    if not corpus.task.teacher_metrics.isdisjoint(corpus.metrics):
+        raise InputError(
+            f"{option} {folder}: it has no outputs of the teacher on the evaluation rows, which "
+            f"{corpus.metrics[0]} compares; pass --teacher"
+        )
     return cache, about, tokenizer, teachers, corpus
 
 

@@ -16,7 +16,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from fastkd._core.extras import require
@@ -106,6 +105,14 @@ def options_of(cls: Any) -> dict[str, Option]:
         for field in dataclasses.fields(cls)
         if (meta := field.metadata.get("option")) is not None
     }
+
+
+def paths_of(cls: Any) -> list[str]:
+    """Field names of the options that are paths."""
+    kinds = typing.get_type_hints(cls)
+    return [
+        name for name in options_of(cls) if Path in (kinds[name], *typing.get_args(kinds[name]))
+    ]
 
 
 def check(settings: Any) -> None:
@@ -228,18 +235,14 @@ def check_tables(name: str, found: Any) -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def check_types(
-    where: str, values: Mapping[str, Any], cls: Any, keys: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Raise for the first of ``values`` that has another type than its field of ``cls``.
-
-    ``keys``: names of fields in messages.
-    """
-    kinds = typing.get_type_hints(cls)
+def check_types(where: str, values: Mapping[str, Any], cls: Any) -> None:
+    """Raise for the first of ``values`` that has another type than its field of ``cls``."""
+    kinds, options = typing.get_type_hints(cls), options_of(cls)
     for name, value in values.items():
         if not fits(value, kinds[name]):
             kind = getattr(kinds[name], "__name__", kinds[name])
-            raise InputError(f"{where}{keys.get(name, name)} must be {kind}, got {value!r:.40}")
+            key = options[name].file_key if name in options else name
+            raise InputError(f"{where}{key} must be {kind}, got {value!r:.40}")
 
 
 def check_name(where: str, name: str) -> None:

@@ -33,6 +33,7 @@ from fastkd.train.run_directory import Checkpoints
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
 from fastkd.train.sharded_trainers import ShardedTrainer
+from fastkd.train.signals import receiving_signals
 from fastkd.train.tasks.base import Corpus, Task
 from fastkd.train.trainers import OnPolicy, StepTrainer, TwoTokenizerCollator
 from fastkd.train.training import (
@@ -41,7 +42,6 @@ from fastkd.train.training import (
     ended_state,
     history_of,
     logging_to,
-    receiving_signals,
 )
 from fastkd.vocabulary_match import Side, VocabularyMatch
 
@@ -71,8 +71,6 @@ class Run:
         self.cached = cached
         #: Where it isn't the student's, the ``tokenizer``.
         self.teacher_tokenizer = teacher_tokenizer
-        #: None if the teacher is a cache.
-        self.teacher_model: Any = None if cached else teacher
         self.corpus, self.tokenizer = corpus, tokenizer
         self.teacher: Any = teacher
         self.training_config, self.display = training_config, display
@@ -151,10 +149,10 @@ class Run:
 
         return encode
 
-    def size(self, name: str, measure: Callable[[nn.Module], int]) -> dict[str, int]:
-        """The teacher's size by ``measure``, or from the cache's report under ``name``."""
-        model = self.teacher_model
-        return {"teacher": self.cached[name] if model is None else measure(model)}
+    @property
+    def teacher_model(self) -> Any:
+        """The teacher; None if it is a cache."""
+        return None if self.cached else self.teacher
 
     @property
     def device(self) -> torch.device:

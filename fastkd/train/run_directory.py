@@ -125,14 +125,16 @@ class RunDirectory:
         #: Directory to which files in `work` were moved that fastkd did not write.
         self.kept: Path | None = None
         self._recover()
+        #: The manifest of the run, part of each of its reports and checkpoints; empty before it.
         self.manifest = self._read_manifest()
         if self.resume:
             self._check_settings()
         else:
             self._refuse_or_clear()
-        complete = None if self.manifest else _run_manifest(self.path / "student")
-        #: The report of the complete run that --resume finds, if there is nothing to continue.
-        self.done: dict[str, Any] | None = complete if self.resume else None
+        #: The report of the complete run that --resume finds; empty if there is one to continue.
+        self.done: dict[str, Any] = {}
+        if self.resume and not self.manifest:
+            self.done = _run_manifest(self.path / "student")
 
     def _recover(self) -> None:
         """Complete directory moves that a killed run left unfinished."""
@@ -143,37 +145,36 @@ class RunDirectory:
         if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
             self.finish()
 
-    def _read_manifest(self) -> dict[str, Any] | None:
+    def _read_manifest(self) -> dict[str, Any]:
         link = self.work.is_symlink()
         if not (link or self.work.exists()):
-            return None
+            return {}
         path = self.work / MANIFEST
         manifest = _run_manifest(self.work)
         half = f".{MANIFEST}.new"  # the run was killed as it began
         folder = self.work.is_dir() and not link
         others = [entry for entry in self.work.iterdir() if entry.name != half] if folder else []
-        if not folder or (manifest is None and not path.exists() and others):
+        if not folder or (others and not (manifest or path.exists())):
             raise InputError(
                 f"--out {self.path}: fastkd did not write {self.work}; move it, or give another"
             )
-        if self.resume and manifest is None and path.exists():
+        damaged = path.exists() and not manifest
+        if self.resume and damaged:
             raise InputError(
                 f"--resume: {path} is damaged, so its options are lost; "
                 "pass --overwrite to start again"
             )
-        return (
-            manifest if manifest is not None or not path.exists() else {"settings": {}, "run": ""}
-        )
+        return {"settings": {}, "run": ""} if damaged else manifest
 
     def _check_settings(self) -> None:
         """Raise unless the existing run was started with the same options."""
         before = self.manifest or _run_manifest(self.path / "student")
-        if before is None and (self.path / "student").exists():
+        if not before and (self.path / "student").exists():
             raise InputError(
                 f"--resume: {self.path / 'student'} has no readable {MANIFEST} of a run; "
                 "move it away, or give another --out"
             )
-        if before is None:
+        if not before:
             return
         for name, value in self.saved.items():
             then = before["settings"].get(name, self.defaults.get(name))
@@ -191,7 +192,7 @@ class RunDirectory:
 
     def _refuse_or_clear(self) -> None:
         """Without --resume: raise if results would be lost; with --overwrite remove old work."""
-        if self.manifest is not None and not self.overwrite:
+        if self.manifest and not self.overwrite:
             raise InputError(
                 f"--out {self.path} holds an unfinished run; pass --resume to continue it, "
                 "--overwrite to start again, or another --out"
@@ -211,9 +212,9 @@ class RunDirectory:
                     f"--overwrite: {directory} holds {others[0]}, which fastkd did not write; "
                     "move it away, or give another --out"
                 )
-        if self.manifest is not None:
+        if self.manifest:
             self._clear()
-            self.manifest = None
+            self.manifest = {}
 
     def begin(self, prints: dict[str, str]) -> None:
         """Start a run with these fingerprints, or check that the run to resume has them.
@@ -226,14 +227,14 @@ class RunDirectory:
             for name, value in everywhere[0].items():
                 if others[name] != value:
                     raise InputError(f"process {number} reads other {name} than process 0")
-        before = (self.manifest or self.done or {}).get("fingerprints", {})
+        before = (self.manifest or self.done).get("fingerprints", {})
         for name, value in prints.items():
             if before.get(name, value) != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with other {name}; "
                     "put them back, or give another --out"
                 )
-        if self.manifest is None and self.done is None:
+        if not self.manifest and not self.done:
             self.manifest = processes.on_first_process(lambda: self._begin_manifest(prints))
 
     def _begin_manifest(self, prints: dict[str, str]) -> dict[str, Any]:
@@ -250,23 +251,16 @@ class RunDirectory:
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
         """``make()``, stored in the manifest for a resumed run; all processes call this method."""
-        assert self.manifest is not None
         if name not in self.manifest:
             self.manifest[name] = make()
             with saving(self.work):
-                processes.on_first_process(lambda: write_json(self.work / MANIFEST, self.identity))
+                processes.on_first_process(lambda: write_json(self.work / MANIFEST, self.manifest))
         return self.manifest[name]
 
     @property
     def processes(self) -> int:
         """Number of processes the run was started with, each with --batch-size rows of a step."""
-        return world_size() if self.manifest is None else self.manifest.get("processes", 1)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The manifest of the run, part of each of its reports and checkpoints."""
-        assert self.manifest is not None
-        return self.manifest
+        return self.manifest.get("processes", 1) if self.manifest else world_size()
 
     def check_room(self, teacher: int, student: int, finetune: bool) -> None:
         """Raise if the disk lacks room for the run; the sizes of the models are in bytes."""
@@ -303,11 +297,11 @@ def _size(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:,.0f} KiB"
 
 
-def _run_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of a run of `fastkd distill` in ``directory``; None if there is none."""
+def _run_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a run of `fastkd distill` in ``directory``; empty if there is none."""
     found = read_manifest(directory) or {}
     kinds = {"run": str, "settings": dict, "fingerprints": dict}
-    return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else None
+    return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else {}
 
 
 def rows_fingerprint(rows: Rows) -> str:

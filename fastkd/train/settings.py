@@ -31,11 +31,6 @@ from fastkd.train.options import (
 MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
 SELECT = "select"
-# Options that are paths.
-PATHS = (
-    "train", "evals", "test", "unlabelled", "teacher_cache", "out", "trainer_args", "log_json",
-    "stages",
-)  # fmt: skip
 # Options beside --stages; all others belong into its file.
 OF_ALL_STAGES = (
     "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from fastkd.train import data, distillation, processes
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import STUDENT, be_quiet, load
+from fastkd.train.models import STUDENT, load
 from fastkd.train.options import (
     check_name,
     check_tables,
@@ -33,6 +33,7 @@ from fastkd.train.options import (
     errors_with_file_keys,
     file_keys,
     option,
+    paths_of,
     read_options_file,
     resolve_path,
 )
@@ -41,7 +42,6 @@ from fastkd.train.run_directory import RESULTS
 from fastkd.train.saving import read_manifest
 from fastkd.train.settings import OF_ALL_STAGES
 
-PATHS = ("train", "evals", "test", "unlabelled", "trainer_args", "teacher_cache")
 MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
 # Options that make a student; later stages have one already.
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
@@ -105,17 +105,17 @@ def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
     keys = {
         key: name for key, name in file_keys(DistillConfig).items() if name not in OF_ALL_STAGES
     }
-    values = {}
+    values, paths = {}, paths_of(DistillConfig)
     for key, value in table.items():
         if key in OF_ALL_STAGES:
             raise InputError(f"{where}: {key} is of all stages; give it on the command line")
         if key not in keys:
             raise InputError(f"{where} has no option {key!r}; {nearest(key, keys)}")
         name = keys[key]
-        if name in PATHS:
+        if name in paths:
             value = resolve_path(f"{where}: {key}", value, folder)
         else:
-            check_types(f"{where}: ", {name: value}, DistillConfig, {name: key})
+            check_types(f"{where}: ", {name: value}, DistillConfig)
             if name in MODELS and (folder / value).is_dir():
                 value = str(folder / value)
         values[name] = value
@@ -127,7 +127,6 @@ def check(settings: DistillConfig, stages: list[Stage]) -> None:
 
     All processes call it.
     """
-    be_quiet()
     with processes.errors_on_all():
         _check_out(settings, stages)
         words = None

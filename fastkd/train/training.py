@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from fastkd.train.trainers import StepTrainer
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
-SIGNALS = [getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, n)]
 
 
 class TrainingCallback(TrainerCallback):
@@ -220,29 +218,3 @@ def logging_to(logs: Path | None) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-@contextlib.contextmanager
-def receiving_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Context in which ``handler`` receives the signals; ignored ones (nohup) stay ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {n: signal.getsignal(n) for n in SIGNALS}
-    heeded = [n for n, old in before.items() if old is not signal.SIG_IGN]
-    for number in heeded:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
-
-
-def stopping_at_once() -> contextlib.AbstractContextManager[None]:
-    """Context in which a signal raises `Stopped`, for all work outside training."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise Stopped(signum)
-
-    return receiving_signals(stop)

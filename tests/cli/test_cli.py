@@ -33,7 +33,7 @@ import fastkd
 from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
-from fastkd.distill import METHODS, Method
+from fastkd.distill import Method
 from fastkd.distill.backbone import Backbone
 from fastkd.train import saving, training
 from fastkd.train.config import DistillConfig
@@ -123,19 +123,14 @@ def same_weights(a, b):
 
 
 # tests/cli/test_demo.py trains by every method.
-@pytest.mark.parametrize("method", ["labels", "lrc_bert"])
-def test_a_method_trains_and_saves(distill, tmp_path, method):
-    output = distill(method=method, student_layers=2)
+def test_labels_alone_train_and_save(distill, tmp_path):
+    output = distill(method="labels", student_layers=2)
     out = tmp_path / "out"
     report = report_of(out)
-    assert report["complete"] and report["settings"]["method"] == method
+    assert report["complete"] and report["settings"]["method"] == "labels"
     assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
     assert f"{report['student']['accuracy']:.4f}" in output
-    weights = METHODS[method]().weights(1.0)
-    assert set(report["best"]["losses"]) == {
-        "loss",
-        *(n for n, weight in weights.items() if weight),
-    }
+    assert set(report["best"]["losses"]) == {"loss", "task"}
     assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
 
     student = AutoModelForSequenceClassification.from_pretrained(out / "student")
@@ -145,16 +140,14 @@ def test_a_method_trains_and_saves(distill, tmp_path, method):
     tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4
     assert [path.name for path in out.iterdir()] == ["student"]
-    card = (out / "student" / "README.md").read_text()
-    made = "on the labels alone" if method == "labels" else f"the method `{method}` from the"
-    assert made in card
+    assert "on the labels alone" in (out / "student" / "README.md").read_text()
 
 
 def test_a_method_of_ones_own(distill, tmp_path):
-    distill(method="tests.cli.test_cli:Halved", set="share=0.25")
+    distill("--set", "share=0.25", "--set", "name=x", method="tests.cli.test_cli:Halved")
     report = report_of(tmp_path / "out")
     assert set(report["best"]["losses"]) == {"loss", "task"}
-    assert report["settings"]["options"] == {"share": 0.25}
+    assert report["settings"]["options"] == {"share": 0.25, "name": "x"}
     assert "did you mean 'share'" in distill(
         method="tests.cli.test_cli:Halved", set="shar=1", out=tmp_path / "x", expect=2
     )
@@ -167,7 +160,7 @@ class Halved(Method):
 
     uses_teacher = False
 
-    def __init__(self, *, share: float = 0.5) -> None:
+    def __init__(self, *, share: float = 0.5, name: str = "") -> None:
         super().__init__()
         self.share = share
 
@@ -175,30 +168,7 @@ class Halved(Method):
         return {"task": self.share}
 
 
-def test_saved_student_scores_what_the_report_says(distill, tmp_path, files):
-    distill(epochs=10, learning_rate=5e-3, method="soft_targets", set="alpha=0.0")
-    report = report_of(tmp_path / "out")
-    scores = [entry["scores"]["accuracy"] for entry in report["history"]]
-    assert report["student"]["accuracy"] == max(scores) > 0.8
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "student")
-    rows = [line.split("\t") for line in files[1].read_text().splitlines()[1:]]
-    batch = tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")
-    guesses = model.eval()(**batch).logits.argmax(-1)
-    right = [model.config.id2label[int(g)] == y for g, (_, y) in zip(guesses, rows, strict=True)]
-    assert sum(right) / len(right) == report["student"]["accuracy"]
-
-
-def test_another_seed_gives_another_student(distill, tmp_path):
-    """The same one gives the same bits wherever a run is resumed below."""
-    for name, seed in (("a", 3), ("b", 4)):
-        distill(out=tmp_path / name, seed=seed)
-    assert not same_weights(tmp_path / "a", tmp_path / "b")
-
-
-def test_options_reach_the_method(distill, tmp_path):
-    distill("--set", "k=3", "--set", "pool=mean", method="knn")
-    assert report_of(tmp_path / "out")["settings"]["options"] == {"k": 3, "pool": "mean"}
+def test_values_of_a_methods_options():
     words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
     assert assignments("--set", words) == {
         "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
@@ -713,12 +683,14 @@ def test_bad_rows_are_named_before_any_work(distill, tmp_path):
 
 def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
     distill(seed=1)
+    first = weights_of(tmp_path / "out")
     assert "--overwrite" in distill(seed=2, expect=2)
     assert "already complete" in distill("--resume", seed=1)
     error = distill("--resume", seed=2, expect=2)
     assert "seed = 1" in error and "now it is 2" in error
     distill("--overwrite", seed=2)
     assert report_of(tmp_path / "out")["settings"]["seed"] == 2
+    assert any(not torch.equal(x, first[name]) for name, x in weights_of(tmp_path / "out").items())
 
 
 def test_a_plain_run_never_touches_unfinished_work(distill, interrupted, tmp_path):

@@ -35,18 +35,16 @@ ROWS, BATCH = 45, 8
 RUNS: dict[str, dict] = {
     "soft_targets": {},
     # Three rows of each batch have labels: one or two in each process.
-    "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3},
+    "few": {"max_train_rows": 9, "unlabelled": "more.txt", "labelled_share": 0.3, "epochs": 1},
     # Which compares samples with each other; tests/distill/test_one_curve.py has every method.
     "parts": {
         "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
-        "accumulate": 2,
+        "accumulate": 2, "epochs": 1,
     },
     # Rows hold unlike many tokens with labels.
-    "text": {"task": "causal-lm", "finetune_teacher": 1},
-    **{task: {"task": task, "epochs": 1, **more} for task, more in {
-        "masked-lm": {},
-        "question-answering": {},
-    }.items()},
+    "text": {"task": "causal-lm", "epochs": 1},
+    "masked-lm": {"task": "masked-lm", "epochs": 1},
+    "question-answering": {"task": "question-answering", "epochs": 1},
     "two tokenizers": {
         "task": "causal-lm", "student": "student", "unmatched": "bucket", "epochs": 1,
         "max_train_rows": 20,
@@ -54,11 +52,10 @@ RUNS: dict[str, dict] = {
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
-        "sharded parts": {"method": "fcd", "gather": True, "accumulate": 2},
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
         "sharded, two tokenizers": {
             "task": "causal-lm", "student": "student", "unmatched": "sorted", "method": "fcd",
-            "gather": True,
+            "gather": True, "accumulate": 2,
         },
     }.items()},
 }  # fmt: skip
@@ -287,12 +284,12 @@ def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     same_students(out, whole)
 
 
-def test_the_launcher_starts_the_command(words, tmp_path):
-    """In new interpreters, as a user does; the mistake is one that shows early."""
-    line = ["--nproc-per-node", "2", "-m", "fastkd", *words(tmp_path / "x", 2, epochs=0)]
+def test_the_launcher_starts_the_command(tmp_path):
+    """In new interpreters, as a user does."""
+    line = ["--nproc-per-node", "2", "-m", "fastkd", "--version"]
     launch = Launch(tmp_path / "launch", None, torchrun.main, line)
-    _, errors = launch.end()
-    assert launch.process.exitcode and told_once(errors) and "--epochs" in errors, errors
+    printed, errors = launch.end()
+    assert launch.process.exitcode == 0 and printed.count("fastkd") == 2, errors
 
 
 def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
