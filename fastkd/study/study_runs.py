@@ -52,7 +52,7 @@ CHECKSUM = "sha256"
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write the file of a run, with its checksum."""
-    content = json.loads(json.dumps(result))
+    content = json.loads(json.dumps(result, default=str))
     write_json(path, {**content, CHECKSUM: _checksum(content)})
 
 

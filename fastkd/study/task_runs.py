@@ -414,7 +414,7 @@ class TaskRuns:
     def train(self, variant: Variant, seed: int) -> dict[str, Any]:
         """Train and score one student: what its file says."""
         method = self._method(variant, self.selected if variant.compares_selected else [])
-        about = {"hyperparameters": _plain(method.hyperparameters())}
+        about = {"hyperparameters": method.hyperparameters()}
         try:
             trained = self.train_student(variant, seed)
         except TrainingFailed as error:
@@ -423,7 +423,7 @@ class TaskRuns:
         return {
             **about,
             "steps": trained.history[-1]["step"],
-            "teacher_layers": _plain(trained.method.teacher_layers),
+            "teacher_layers": trained.method.teacher_layers,
             "scores": trained.history[-1]["scores"],
             "predictions": run.task.short_answers(run.answers[""], run.eval_rows[""]),
             "history": trained.history,
@@ -477,7 +477,3 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
         others = others if unlabelled is None else others.followed_by(unlabelled)
         unlabelled = corpus.task.without_labels(others)
     return dataclasses.replace(corpus, train=train.select(sorted(kept)), unlabelled=unlabelled)
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str))

@@ -16,7 +16,7 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.computation import Computation, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import as_json, check, defaults_of, fits, paths_of
+from fastkd.train.options import as_json, check, check_types, defaults_of, paths_of
 from fastkd.train.settings import DistillOptions, TrainingOptions
 
 
@@ -188,7 +188,7 @@ def read_trainer_args(path: Path | None) -> dict[str, Any]:
         raise InputError(f"{option}: must hold names and values, one 'name: value' a line")
     kinds = typing.get_type_hints(TrainingArguments)
     known = [name for name in PASSED if name in kinds]
-    for name, value in found.items():
+    for name in found:
         if name in OURS:
             raise InputError(f"{option}: {name} is what {OURS[name]} sets")
         if name not in kinds:
@@ -197,9 +197,7 @@ def read_trainer_args(path: Path | None) -> dict[str, Any]:
             raise InputError(f"{option}: {name} is what --fsdp sets")
         if name not in known:
             raise InputError(f"{option}: {name} is settled by fastkd itself; leave it out")
-        if not fits(value, kinds[name]):
-            kind = getattr(kinds[name], "__name__", kinds[name])
-            raise InputError(f"{option}: {name} must be {kind}, got {value!r}")
+    check_types(f"{option}: ", found, TrainingArguments)
     if found.get("gradient_accumulation_steps", 1) < 1:
         raise InputError(f"{option}: gradient_accumulation_steps must be at least 1")
     if found.get("dataloader_num_workers", 0) < 0:

@@ -248,11 +248,9 @@ class Distillation:
         )
         options = self._saving_options(target, run.teacher, {})
         history = run.train_teacher(training, shard=config.shard, gather=config.gather, **options)
-        best = self._best(target, run.teacher)
-        if config.shard:  # the student is initialised from a whole teacher
-            run.teacher = best
-        else:
-            run.teacher.load_state_dict(best.state_dict())
+        run.teacher = self._best(target, run.teacher)
+        if not config.shard:  # which initialises the student from a whole teacher first
+            run.teacher.to(run.device)
 
         def finish() -> None:
             report = {**read_json(target / MANIFEST), "complete": True, "history": history}

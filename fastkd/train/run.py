@@ -268,7 +268,7 @@ class Run:
                 assert self.task.generated is not None
                 generated = functools.partial(self.task.generated, tokenizer=self.tokenizer)
                 own = OnPolicy(on_policy, generated)
-            watcher.trainer = trainer = kind(
+            trainer = kind(
                 model=distiller,
                 args=arguments_of(config, folder, total, checkpoints is not None),
                 train_dataset=rows,

@@ -40,24 +40,35 @@ class ProcessRows:
 
 
 class StepSampler(Sampler[ProcessRows]):
-    """The rows of one process for each step; seed and epoch alone determine the order."""
+    """The rows of one process for each step; seed and epoch alone determine the order.
 
-    def __init__(self, order: LabelledOrder, seed: int, rank: int = 0, ranks: int = 1):
+    ``epoch()`` returns the epoch that begins, or that a resumed run continues.
+    """
+
+    def __init__(
+        self,
+        order: LabelledOrder,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        epoch: Callable[[], int] = int,
+    ):
         self.order, self.seed = order, seed
         self.rank, self.ranks = rank, ranks
-        self.epoch = 0
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return -(-self.order.rows // self.order.batch)
 
     def __iter__(self) -> Iterator[ProcessRows]:
-        rows = self.order.draw(np.random.default_rng([self.seed, self.epoch]))
+        draw = self.seed, self.epoch()
+        rows = self.order.draw(np.random.default_rng(draw))
         for start in range(0, len(rows), self.order.batch):
             step = rows[start : start + self.order.batch]
             own = np.array_split(step, self.ranks)[self.rank]
             share = len(own) * self.ranks / len(step)
             rows_here = (own if len(own) else step[:1]).tolist()
-            yield ProcessRows(rows_here, share, (self.seed, self.epoch))
+            yield ProcessRows(rows_here, share, draw)
 
 
 class _BatchDataset(Dataset):
@@ -136,7 +147,9 @@ class StepTrainer(DistillationTrainer):
     ):
         super().__init__(*args, **kwargs)
         given = self.args
-        self.steps = StepSampler(order, given.seed, given.process_index, given.world_size)
+        self.steps = StepSampler(
+            order, given.seed, given.process_index, given.world_size, self._epoch
+        )
         self.accumulate, self.on_policy = accumulate, on_policy
         self.gather = self.distiller.gather
         #: Weight of the mean loss of the rows in work.
@@ -144,6 +157,11 @@ class StepTrainer(DistillationTrainer):
         # Losses of the micro-batches of a step, which add up to the whole step's, and their number.
         self.losses: Iterator[DistillerOutput] | None = None
         self.parts = 1
+
+    def _epoch(self) -> int:
+        """The epoch of the next step."""
+        steps = -(-len(self.steps) // self.args.gradient_accumulation_steps)
+        return self.state.global_step // steps
 
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""

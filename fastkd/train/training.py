@@ -18,7 +18,6 @@ from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Track, format_scores
 from fastkd.train.run_directory import Checkpoints
-from fastkd.train.trainers import StepTrainer
 
 # What Trainer logs beside the losses.
 NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
@@ -31,8 +30,6 @@ class TrainingCallback(TrainerCallback):
     if ``printed``. ``save_best(entry, history)`` is called after the best evaluation so far. The
     evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
-
-    trainer: StepTrainer
 
     def __init__(
         self,
@@ -74,10 +71,6 @@ class TrainingCallback(TrainerCallback):
         if self.checkpoints is None:
             return Stopped(self.signum)
         return Interrupted(step, self.signum)
-
-    def on_epoch_begin(self, args, state, control, **_):
-        # A resumed epoch continues in its own order.
-        self.trainer.steps.epoch = state.global_step // self.steps_in_epoch
 
     def on_train_begin(self, args, state, control, **_):
         self.track = self.display.track(self.title, state.global_step, state.max_steps)

@@ -12,12 +12,16 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fastkd.cli import main
-from fastkd.train.errors import TrainingFailed
+from fastkd.train.computation import PredictionConfig
+from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.options import options_of
+from fastkd.train.progress import Display
+from fastkd.train.trained_model import NO_COLUMNS, TrainedModel
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
 COMMANDS = {
@@ -231,15 +235,29 @@ OTHER_FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["file", "name"])
-def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
-    if kind == "file":
-        for name, content, part in OTHER_FILES:
-            (tmp_path / name).write_bytes(content)
-            result = invoke("evaluate", data=tmp_path / name)
-            assert result.exit_code == 2, (name, result.output)
-            assert name in result.stderr and part in result.stderr, (name, result.stderr)
-        return
+@pytest.fixture(scope="module")
+def refusal(folder):
+    """What `fastkd evaluate` says of a file that it must refuse."""
+    computation = PredictionConfig(batch_size=8, precision="fp32", device=torch.device("cpu"))
+    model = TrainedModel(str(folder / "teacher"), computation, remote_code=False)
+
+    def read(path):
+        with pytest.raises(InputError) as error:
+            rows = model.read(path, NO_COLUMNS, None, labelled=True)
+            model.answers(model.task.prepare(rows).rows, 16, Display())
+        return str(error.value)
+
+    return read
+
+
+def test_files_that_are_not_what_they_seem(refusal, tmp_path):
+    for name, content, part in OTHER_FILES:
+        (tmp_path / name).write_bytes(content)
+        said = refusal(tmp_path / name)
+        assert name in said and part in said, (name, said)
+
+
+def test_names_that_are_not_what_they_seem(refusal, tmp_path):
     os.mkfifo(tmp_path / "pipe.tsv")
     (tmp_path / "loop.tsv").symlink_to("loop.tsv")
     (tmp_path / "lost.tsv").symlink_to("nowhere")
@@ -250,8 +268,8 @@ def test_files_that_are_not_what_they_seem(invoke, tmp_path, kind):
         ("\x1b[31m.tsv", "no such file"), ("\udcff.tsv", "no such file"), ("/dev/null", "--data"),
         ("/proc/self/mem", "unknown kind"),
     ):  # fmt: skip
-        result = invoke("evaluate", data=tmp_path / path)
-        assert result.exit_code == 2 and part in result.stderr, (path, result.stderr)
+        said = refusal(tmp_path / path)
+        assert part in said, (path, said)
 
 
 def parquet_files(folder):
@@ -291,11 +309,10 @@ def parquet_files(folder):
         yield path, path.name
 
 
-def test_parquet_of_other_columns_and_damaged(invoke, tmp_path):
+def test_parquet_of_other_columns_and_damaged(refusal, tmp_path):
     for path, part in parquet_files(tmp_path):
-        result = invoke("evaluate", data=path)
-        assert result.exit_code == 2, (path, result.output)  # its labels are NaN where it is read
-        assert path.name in result.stderr and part in result.stderr, (path, result.stderr)
+        said = refusal(path)  # its labels are NaN where it is read
+        assert path.name in said and part in said, (path, said)
 
 
 CONFIGURATIONS = [

@@ -37,7 +37,9 @@ from fastkd.distill import Method
 from fastkd.distill.backbone import Backbone
 from fastkd.train import saving, training
 from fastkd.train.config import DistillConfig
+from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
+from fastkd.train.models import load_teacher, load_tokenizer
 from fastkd.train.options import assignments, options_of
 from fastkd.train.saving import (
     MANIFEST,
@@ -45,6 +47,7 @@ from fastkd.train.saving import (
     recover_directory,
     replace_directory,
 )
+from fastkd.train.settings import Pairing, Source
 from tests.support.tiny import make_teacher, read_otherwise, run, sentences, write_tsv
 
 
@@ -208,32 +211,34 @@ def test_regression_and_string_labels(distill, tmp_path):
 
 def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
     """A head named POSITIVE, NEGATIVE was matched to negative, positive by position: swapped."""
-    head = make_teacher(
-        tmp_path / "head",
-        id2label={0: "POSITIVE", 1: "NEGATIVE"},
-        label2id={"POSITIVE": 0, "NEGATIVE": 1},
-    )
+    names = {0: "POSITIVE", 1: "NEGATIVE"}
+    head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
 
-    def labels_of(name, *words, **options):
-        named = write_tsv(tmp_path / f"{name}.tsv", label=lambda y: words[y])
-        out = tmp_path / name
-        output = distill(teacher=head, train=named, eval=named, test=named, out=out, **options)
-        if options.get("expect"):
-            return output
-        # The order holds for the test rows as well.
-        report = report_of(out)
-        assert report["test"] == {name: report[name] for name in ("teacher", "student")}
-        return json.loads((out / "student" / "config.json").read_text())["id2label"]
+    def rows(*words):
+        return write_tsv(tmp_path / "rows.tsv", label=lambda y: words[y])
 
-    assert labels_of("same", "negative", "Positive") == {"0": "Positive", "1": "negative"}
-    error = labels_of("ids", "0", "1", expect=2)  # 1 is positive nearly everywhere
-    assert "label 0 is the model's class 'POSITIVE' by its number, and 'NEGATIVE' as" in error
-    error = labels_of("other", "bad", "good", expect=2)
-    assert "POSITIVE, NEGATIVE, the data bad, good" in error and "--label-order" in error
-    assert labels_of("told", "bad", "good", label_order="good, bad") == {"0": "good", "1": "bad"}
-    error = labels_of("wrong", "bad", "good", label_order="good,evil", expect=2)
-    assert "--label-order good,evil" in error and "bad, good" in error
-    assert labels_of("tuned", "bad", "good", finetune_teacher=1) == {"0": "bad", "1": "good"}
+    def names_of(*words, order=None, fresh_head=False):
+        path = rows(*words)
+        given = Pairing(teacher=str(head), train=path, evals=path, label_order=order)
+        tokenizer = load_tokenizer(given)
+        return load_teacher(given, given.teacher, load(given), tokenizer, fresh_head)[1].names
+
+    path = rows("negative", "Positive")
+    distill(teacher=head, train=path, eval=path, test=path)
+    report = report_of(tmp_path / "out")
+    assert report["labels"] == ["Positive", "negative"]
+    # The order holds for the test rows as well.
+    assert report["test"] == {name: report[name] for name in ("teacher", "student")}
+    assert names_of("bad", "good", order="good, bad") == ["good", "bad"]
+    assert names_of("bad", "good", fresh_head=True) == ["bad", "good"]
+    for words, order, said in (
+        # 1 is positive nearly everywhere.
+        (("0", "1"), None, "label 0 is the model's class 'POSITIVE' by its number, and 'NEGATIVE'"),
+        (("bad", "good"), None, "POSITIVE, NEGATIVE, the data bad, good; pass --label-order"),
+        (("bad", "good"), "good,evil", "--label-order good,evil.*bad, good"),
+    ):
+        with pytest.raises(InputError, match=said):
+            names_of(*words, order=order)
 
 
 def test_a_head_that_names_the_classes_gives_their_order(distill, tmp_path):
@@ -300,27 +305,23 @@ def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
 
 
 def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
-    distill()
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    first = tmp_path / "out" / "student"
+    first = make_teacher(tmp_path / "first", problem_type="single_label_classification")
     distill(teacher=first, train=real, eval=real, finetune_teacher=1, out=tmp_path / "real")
     config = json.loads((tmp_path / "real" / "student" / "config.json").read_text())
     assert config["problem_type"] == "regression"
     distill(teacher=tmp_path / "real" / "teacher", finetune_teacher=1, out=tmp_path / "again")
 
 
-def test_what_the_rows_hold_is_told(distill, tmp_path, files):
+def test_what_the_rows_hold_is_told(files, tmp_path):
     odd = tmp_path / "odd.tsv"
     odd.write_text(files[0].read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
     odd.write_text(odd.read_text() + "good film\tpso\n")
     dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
-    output = distill(train=odd, eval=dev, finetune_teacher=0.1)
-    assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in output
-    assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in output
-    assert "40 of the 40 evaluation rows are training rows too" in output
-    odd.write_text(odd.read_text().replace("\tpso", "\tPOS"))
-    output = distill(train=odd, eval=dev, finetune_teacher=0.1, out=tmp_path / "alike")
-    assert "warning: classes 'POS' and 'pos' look alike" in output
+    said = "\n".join(describe(load(Source(train=odd, evals=dev))))
+    assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in said
+    assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in said
+    assert "40 of the 40 evaluation rows are training rows too" in said
 
 
 def test_code_of_a_model_is_not_run_unasked(distill, teacher, tmp_path):

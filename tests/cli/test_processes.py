@@ -351,13 +351,10 @@ def test_a_bug_in_one_process_ends_the_others(launched):
 @pytest.mark.parametrize("rows", [1, 7, 8, 45])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 16])
 def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
-    order = LabelledOrder(np.ones(rows, dtype=bool), 8)
-    alone = StepSampler(order, seed=3)
-    shared = [StepSampler(order, 3, rank, ranks) for rank in range(ranks)]
-    orders = []
+    order, orders = LabelledOrder(np.ones(rows, dtype=bool), 8), []
     for epoch in (0, 1):
-        for steps in (alone, *shared):
-            steps.epoch = epoch
+        alone = StepSampler(order, 3, epoch=[epoch].pop)
+        shared = [StepSampler(order, 3, rank, ranks, [epoch].pop) for rank in range(ranks)]
         whole = [part.rows for part in alone]
         for rows_of_step, *parts in zip(whole, *shared, strict=True):
             assert [i for part in parts if part.share for i in part.rows] == rows_of_step
