@@ -25,11 +25,6 @@ from fastkd.train.tasks.classification import Classification
 TEST = "test"
 
 
-def check_file(path: Path, option: str, task: type[Task]) -> None:
-    """Raise unless ``path`` is a file, or a folder, that ``task`` can read."""
-    files.check_file(path, option, task.suffixes, task.folders)
-
-
 def read_file(
     path: Path,
     columns: Columns,
@@ -45,7 +40,8 @@ def read_file(
 
     def rows() -> Iterator[dict[str, Any]]:
         settled = None
-        for number, record in task.records(path, columns.header, option, every):
+        found = files.records(path, columns.header, option, every, task.readers)
+        for number, record in found:
             settled = settled or task.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
             row = {"number": number, **task.row(record, settled, where)}
@@ -56,7 +52,7 @@ def read_file(
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
 
-    check_file(path, option, task)
+    files.check_file(path, option, task.readers, task.folders)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
     return stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
 

@@ -7,6 +7,7 @@ library. Files are parsed, never imported.
 import ast
 import collections
 import hashlib
+import itertools
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -103,22 +104,14 @@ def load_docstrings(train_rows: int = 350, eval_rows: int = 60, root: Path | Non
         InputError: fewer than two areas have docstrings (Python was installed without sources).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    splits: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
-    for held_out, found in zip((False, True), _split(root), strict=True):
-        for area, _, text in found:
-            splits[held_out].setdefault(area, []).append(text)
-    names = sorted(
-        area
-        for area in AREAS
-        if len(splits[False].get(area, [])) >= train_rows // 2
-        and len(splits[True].get(area, [])) >= eval_rows // 2
-    )
+    sets = []
+    for texts, limit in zip(_split(root), (train_rows, eval_rows), strict=True):
+        of_area = {area: [text for own, _, text in texts if own == area] for area in AREAS}
+        sets.append({area: x[:limit] for area, x in of_area.items() if len(x) >= limit // 2})
+    names = sorted(sets[0].keys() & sets[1].keys())
     if len(names) < 2:
         raise _too_few(root)
-    train, evals = (
-        _rows(splits[held_out], names, limit)
-        for held_out, limit in ((False, train_rows), (True, eval_rows))
-    )
+    train, evals = (_rows(of_area, names) for of_area in sets)
     assert not set(train.texts) & set(evals.texts)
     return Corpus(train, {"": evals}, Classification(tuple(names)), ("accuracy", "f1"))
 
@@ -153,12 +146,8 @@ def _place(area: str, group: str) -> tuple[str, ...]:
 
 def _grade(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     """Number of levels that two places share; an empty class name is never shared."""
-    shared = 0
-    for x, y in zip(one, other, strict=True):
-        if x != y or not x:
-            break
-        shared += 1
-    return shared
+    levels = zip(one, other, strict=True)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1] != "", levels)))
 
 
 def _pairs(
@@ -212,7 +201,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:8], "big")
 
 
-def _rows(areas: dict[str, list[str]], names: list[str], limit: int) -> Rows:
-    rows = [(text, i) for i, name in enumerate(names) for text in areas[name][:limit]]
+def _rows(of_area: dict[str, list[str]], names: list[str]) -> Rows:
+    rows = [(text, i) for i, name in enumerate(names) for text in of_area[name]]
     rows.sort(key=lambda row: _hash(row[0]))
     return in_memory("docstrings", [text for text, _ in rows], [label for _, label in rows])

@@ -15,7 +15,7 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +27,50 @@ BATCH = 128  # rows of a Parquet file in memory
 LONGEST_FIELD = 2**31 - 1
 Lines = Iterator[tuple[int, str]]
 Records = Iterator[tuple[int, dict[str, Any]]]
+#: Functions of a path, its option, whether it has a header, and whether blank lines are rows, by
+#: the kind of file.
+Readers = Mapping[str, Callable[[Path, str, bool, bool], Records]]
 
 
-def records(path: Path, header: bool, option: str, blank: bool = False) -> Records:
-    """The rows of ``path``, the file given by ``option``.
+def records(
+    path: Path, header: bool, option: str, blank: bool = False, readers: Readers | None = None
+) -> Records:
+    """The rows of ``path``, the file given by ``option``, or of the files of a folder.
 
     An array in .json is read whole, any other file in parts. With ``blank`` an empty line is a row
     of empty columns in .tsv, .csv and .txt.
     """
-    check_file(path, option)
-    yield from READERS[kind_of(path)](path, option, header, blank)
+    readers = readers or READERS
+    for part in _files_in(path, readers) if path.is_dir() else [path]:
+        yield from readers[kind_of(part)](part, option, header, blank)
 
 
-def check_file(path: Path, option: str, more: tuple[str, ...] = (), folders: bool = False) -> None:
-    """Raise unless ``path`` is a readable kind of file, one of ``more``, or one of ``folders``."""
+def check_file(
+    path: Path, option: str, readers: Readers | None = None, folders: bool = False
+) -> None:
+    """Raise unless one of ``readers`` reads ``path``, which may be one of ``folders``."""
+    readers = readers or READERS
     if folders and path.is_dir():
-        if not files_in(path):
+        if not _files_in(path, readers):
             raise InputError(f"{option} {path}: the folder has no file that can be read")
         return
     if not path.is_file():
         what = "is a directory, not a file" if path.is_dir() else "is not a regular file"
         raise InputError(f"{option} {path}: {what if path.exists() else 'no such file'}")
-    if kind_of(path) not in (*READERS, *more):
-        known = ", ".join((*READERS, *more))
+    if kind_of(path) not in readers:
+        known = ", ".join(readers)
         raise InputError(f"{option} {path}: unknown kind of file; use {known}, also with .gz")
 
 
-def files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Path, readers: Readers) -> list[Path]:
     """All files below ``folder`` that can be read, sorted."""
-    return sorted(path for path in folder.rglob("*") if kind_of(path) in READERS and path.is_file())
+    return sorted(path for path in folder.rglob("*") if kind_of(path) in readers and path.is_file())
 
 
 def first_row(path: Path) -> list[str]:
     """The column names of a file with a header; an empty list if it cannot be read."""
     try:
+        check_file(path, "")
         return list(next(records(path, True, ""))[1])
     except (InputError, StopIteration):
         return []
@@ -177,7 +187,7 @@ def _json_lines(path: Path, option: str, header: bool, blank: bool) -> Records:
             yield number, _object(loads(line.rstrip("\r\n"), path, number), path, number)
 
 
-def _json(path: Path, option: str, header: bool, blank: bool) -> Records:
+def json_rows(path: Path, option: str, header: bool, blank: bool) -> Records:
     """An array of objects, or else lines."""
     lines = list(text_lines(path, option))
     if not lines[0][1].lstrip().startswith("["):
@@ -219,11 +229,11 @@ def _parquet(path: Path, option: str, header: bool, blank: bool) -> Records:
         raise InputError(f"{option} {path}: can't be read as Parquet ({reason})") from None
 
 
-READERS = {
+READERS: Readers = {
     ".tsv": _tsv,
     ".csv": _csv,
     ".txt": _txt,
     ".jsonl": _json_lines,
-    ".json": _json,
+    ".json": json_rows,
     ".parquet": _parquet,
 }

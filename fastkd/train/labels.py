@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -111,12 +111,16 @@ def label_order(given: str, names: list[str], whose: str) -> list[str]:
     return order
 
 
+def classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
+    """A function from a name to the id of its class, or of the only class with its meaning."""
+    exact = {name: i for i, name in enumerate(names)}
+    meanings = [meaning(name) for name in names]
+    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
+    return lambda name: exact.get(name, meant.get(meaning(name)))
+
+
 def by_names(names: list[str], head: list[str]) -> list[str] | None:
     """``names`` in the order of a ``head`` with these classes or meanings; else None."""
-    if sorted(head) == sorted(names):
-        return head
-    ours = {meaning(name): name for name in names}
-    meant = [meaning(name) for name in head]
-    if len(ours) == len(names) and sorted(meant) == sorted(ours):
-        return [ours[name] for name in meant]
-    return None
+    class_of = classes_by_name(names)
+    ids = [class_of(name) for name in head]
+    return [names[i] for i in ids if i is not None] if {*ids} == {*range(len(names))} else None

@@ -13,11 +13,11 @@ from fastkd._core.extras import require
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.computation import Computation
-from fastkd.train.data import check_file, file_columns, read_file
+from fastkd.train.data import file_columns, read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.evaluation import finite, predict
-from fastkd.train.files import first_row
+from fastkd.train.files import check_file, first_row
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.input_columns import Columns
 from fastkd.train.models import load_trained, longest
@@ -67,7 +67,7 @@ def columns_of(
         InputError: the ``model`` was trained on pairs of texts, and the file has no second text.
     """
     kind = kind or tasks.named(None)
-    check_file(path, "--data", kind)
+    check_file(path, "--data", kind.readers, kind.folders)
     if tasks.kind_of(task) is not None:
         task = None
     then = training or TrainingRecord(NO_COLUMNS, None, None)

@@ -68,7 +68,7 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
     if name is None and path is not None:
         kind = files.kind_of(path)
         for task in _every():
-            if kind in task.suffixes:
+            if kind in task.readers and kind not in files.READERS:
                 return task
     return named(name)
 

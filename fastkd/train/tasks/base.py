@@ -110,8 +110,8 @@ class Task:
     optional: ClassVar[tuple[str, ...]] = ("pair", "label")
     #: Whether each text of a row must hold something, not only one of them.
     every_text: ClassVar[bool] = False
-    #: File suffixes that only this task reads, and whether it reads folders of files.
-    suffixes: ClassVar[tuple[str, ...]] = ()
+    #: Functions that read the rows of a file, by its suffix, and whether it may be a folder.
+    readers: ClassVar[files.Readers] = files.READERS
     folders: ClassVar[bool] = False
 
     # Labels and metrics
@@ -177,11 +177,6 @@ class Task:
         if package == __package__:
             return module.replace("_", "-")
         return f"{cls.__module__}:{cls.__qualname__}"
-
-    @classmethod
-    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
-        """Rows of a file as (number, dictionary by column); see `fastkd.train.files.records`."""
-        return files.records(path, header, option, every)
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:

@@ -29,6 +29,21 @@ from fastkd.train.tasks.base import (
 )
 
 
+def documents(path: Path, option: str, header: bool, blank: bool) -> files.Records:
+    """Texts of several lines, separated by empty lines."""
+    lines: list[str] = []
+    began = 0
+    for number, line in files.text_lines(path, option):
+        if line.strip():
+            began = began if lines else number
+            lines.append(line.rstrip("\r\n"))
+        elif lines:
+            yield began, {"text": "\n".join(lines)}
+            lines = []
+    if lines:
+        yield began, {"text": "\n".join(lines)}
+
+
 @dataclass(frozen=True)
 class Decoder(Task):
     """A task of models that read from left to right; a row may have several texts."""
@@ -44,6 +59,8 @@ class Decoder(Task):
 
     #: Whether the model reads each text of a row as if alone.
     separate_documents: bool = True
+    #: Whether rows are for predictions: single documents, or conversations without an answer.
+    predicting: bool = False
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Decoder":
@@ -54,6 +71,10 @@ class Decoder(Task):
         caches = arguments & {"past_key_values", "cache"}  # until transformers 5.23, and from 5.24
         fits = "position_ids" in arguments and caches and not model._is_stateful
         return cls(separate_documents=bool(fits) and not reads_whole_rows(config))
+
+    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
+        task = replace(self, predicting=not labelled)
+        return super().prepare(rows, labelled, order)._replace(task=task)
 
 
 @dataclass(frozen=True)
@@ -71,29 +92,13 @@ class CausalLM(Decoder):
     columns = Columns("text", None, None)
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT}
     optional = ()
+    readers: ClassVar[files.Readers] = {**files.READERS, ".txt": documents}
     folders = True
     evaluation_columns: ClassVar[tuple[str, ...]] = ("bytes",)
     usage = (
         "from transformers import pipeline\n\n"
         'write = pipeline("$pipeline", "$directory")\nprint(write("Once upon a time"))'
     )
-
-    #: Whether each document is a row of its own, cut off at --max-length: for predictions.
-    one_per_row: bool = False
-
-    @classmethod
-    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
-        if path.is_dir():
-            parts = (cls.records(part, header, option) for part in files.files_in(path))
-            yield from (record for part in parts for record in part)
-        elif files.is_text(path):
-            yield from _documents(path, option)
-        else:
-            yield from files.records(path, header, option, every)
-
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
-        task = replace(self, one_per_row=not labelled)
-        return super().prepare(rows, labelled, order)._replace(task=task)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {
@@ -127,7 +132,7 @@ class CausalLM(Decoder):
             ids, spans = _with_offsets(text, tokenizer)
             sizes = _token_bytes(text, spans)
             documents.append([(token, size, i) for token, size in zip(ids, sizes, strict=True)])
-        if self.one_per_row:
+        if self.predicting:
             return [document[:max_length] for document in documents]
         stream = [token for document in documents for token in document]
         cuts = [*range(0, len(stream), max_length), len(stream)]
@@ -260,21 +265,6 @@ def _token_bytes(text: str, spans: list[tuple[int, int]]) -> list[int]:
     if sizes:
         sizes[-1] += len(text[at:].encode())
     return sizes
-
-
-def _documents(path: Path, option: str) -> files.Records:
-    """Texts of several lines, separated by empty lines."""
-    lines: list[str] = []
-    began = 0
-    for number, line in files.text_lines(path, option):
-        if line.strip():
-            began = began if lines else number
-            lines.append(line.rstrip("\r\n"))
-        elif lines:
-            yield began, {"text": "\n".join(lines)}
-            lines = []
-    if lines:
-        yield began, {"text": "\n".join(lines)}
 
 
 TASK = CausalLM

@@ -19,7 +19,7 @@ from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
-from fastkd.train.tasks.base import TEXT, Prepared, Task, Tokens
+from fastkd.train.tasks.base import TEXT, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
 MESSAGES = "messages"
@@ -56,8 +56,6 @@ class Chat(Decoder):
         'print(write([{"role": "user", "content": "..."}]))'
     )
 
-    #: Whether rows end before the answer to generate: for predictions.
-    prompts: bool = False
     #: Whether rows hold several conversations: for --pack.
     packed: bool = False
 
@@ -104,10 +102,6 @@ class Chat(Decoder):
     def shown(cls, row: Mapping[str, Any]) -> dict[str, Any]:
         return {MESSAGES: [json.loads(message) for message in row["text"]]}
 
-    def prepare(self, rows: Rows, labelled: bool = True, order: str | None = None) -> Prepared:
-        task = replace(self, prompts=not labelled)
-        return super().prepare(rows, labelled, order)._replace(task=task)
-
     def for_packing(self) -> Task:
         if not self.separate_documents:
             raise InputError(
@@ -122,7 +116,7 @@ class Chat(Decoder):
             messages = [json.loads(message) for message in kept]
             last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
             mask: Sequence[int]
-            if self.prompts:
+            if self.predicting:
                 asked = messages[:-1] if last is messages[-1] else messages
                 told = _apply(asked, tokenizer, where, add_generation_prompt=True)
                 ids = told["input_ids"][-max_length:]

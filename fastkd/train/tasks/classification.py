@@ -3,7 +3,7 @@
 import difflib
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
     as_number,
     class_names,
+    classes_by_name,
     meaning,
     read_as_ids,
     whole_numbers,
@@ -88,7 +89,7 @@ class Classification(ClassTask):
         A label is one of the names, or has the meaning of one of them ("Good" is "good").
         """
         names = names or self.classes
-        class_of = _classes_by_name(names)
+        class_of = classes_by_name(names)
 
         def find(name: str) -> int:
             found = class_of(name)
@@ -146,7 +147,7 @@ class Classification(ClassTask):
                     f"model, and they are {', '.join(names)}"
                 )
             return self.read_labels(rows, names=given)
-        class_of = _classes_by_name(names)
+        class_of = classes_by_name(names)
         labels = [label for label in rows.raw_labels[0] if not _is_no_label(label)]
         named = whole_numbers(names) or any(class_of(label) is not None for label in labels)
         if named or not whole_numbers(labels):
@@ -182,14 +183,6 @@ def _check_present(label: str) -> None:
         raise InputError(
             f"label {label!r} looks like a missing value; if it is a class, --labels classes"
         )
-
-
-def _classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
-    """A function from a name to the id of its class, or of the only class with its meaning."""
-    exact = {name: i for i, name in enumerate(names)}
-    meanings = [meaning(name) for name in names]
-    meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
-    return lambda name: exact.get(name, meant.get(meaning(name)))
 
 
 def split_unlabelled(rows: Rows) -> tuple[Rows, Rows | None]:

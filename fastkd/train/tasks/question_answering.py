@@ -4,7 +4,7 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -51,6 +51,60 @@ class Reading(NamedTuple):
     none: float
 
 
+def _squad(path: Path, option: str, header: bool, blank: bool) -> files.Records:
+    """The questions of SQuAD's file, numbered in their order; or rows, in an array or as lines."""
+    lines = list(files.text_lines(path, option))
+    row, first = lines[0]
+    found = None
+    if not first.lstrip().startswith("["):
+        try:
+            found = json.loads(first)
+        except (ValueError, RecursionError):
+            found = files.loads("".join(line for _, line in lines), path, row)
+    if not isinstance(found, dict) or "data" not in found:
+        yield from files.json_rows(path, option, header, blank)
+        return
+    number = 0
+    for a, article in enumerate(_objects(found, "data", str(path))):
+        where = f"{path}, data[{a}]"
+        for p, paragraph in enumerate(_objects(article, "paragraphs", where)):
+            place = f"{where}.paragraphs[{p}]"
+            for record in _objects(paragraph, "qas", place):
+                number += 1
+                yield number, {**record, CONTEXT: field(paragraph, CONTEXT, place)}
+
+
+def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    found = field(of, name, where)
+    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
+        raise InputError(f"{where}: {name!r} is not a list of objects but {found!r:.40}")
+    return found
+
+
+def _with_unique_ids(read: Callable[..., files.Records]) -> Callable[..., files.Records]:
+    """The reader ``read``; it raises if two rows have the same id, which names a prediction."""
+
+    def records(path: Path, option: str, header: bool, blank: bool) -> files.Records:
+        seen = set()
+        for number, record in read(path, option, header, blank):
+            where = f"{path}, row {number}"
+            name = _id(record, where)
+            if name in seen:
+                raise InputError(f"{where}: question {name!r:.60} occurs twice")
+            seen.add(name)
+            yield number, record
+
+    return records
+
+
+def _id(record: dict[str, Any], where: str) -> str:
+    """The id of a question: text, or a whole number as text."""
+    name = field(record, ID, where)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError(f"{where}: column {ID!r} is not text but {name!r:.40}")
+    return str(whole(name, ID, where))
+
+
 @dataclass(frozen=True)
 class QuestionAnswering(Task):
     """SQuAD's ``.json``, or rows with ``id``, ``question``, ``context`` and ``answers``.
@@ -76,6 +130,9 @@ class QuestionAnswering(Task):
         "label": {"text": [TEXT], "answer_start": ["int64"]},
     }
     optional = ("label",)
+    readers: ClassVar[files.Readers] = {
+        kind: _with_unique_ids(read) for kind, read in {**files.READERS, ".json": _squad}.items()
+    }
     every_text = True
     evaluation_columns = ("starts", "ends", "none", "begins")
     summary = "It finds the answer to a question in a text."
@@ -93,12 +150,6 @@ class QuestionAnswering(Task):
     @property
     def num_labels(self) -> int:
         return 2
-
-    @classmethod
-    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
-        nested = files.kind_of(path) == ".json" and _nested(path, option)
-        found = _questions(path, nested) if nested else files.records(path, header, option, every)
-        return _with_unique_ids(found, path)
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
@@ -253,58 +304,6 @@ class QuestionAnswering(Task):
 def _some_empty(rows: Rows) -> bool:
     """Whether a question has no answer."""
     return any(not found["text"] for found in rows.column("label"))
-
-
-def _nested(path: Path, option: str) -> dict[str, Any] | None:
-    """The content of SQuAD's file; None for an array of rows, or rows line by line."""
-    lines = list(files.text_lines(path, option))
-    row, first = lines[0]
-    if first.lstrip().startswith("["):
-        return None
-    try:
-        found = json.loads(first)
-    except (ValueError, RecursionError):
-        found = files.loads("".join(line for _, line in lines), path, row)
-    return found if isinstance(found, dict) and "data" in found else None
-
-
-def _questions(path: Path, found: dict[str, Any]) -> files.Records:
-    """The questions of SQuAD's file, numbered in their order."""
-    number = 0
-    for a, article in enumerate(_objects(found, "data", str(path))):
-        where = f"{path}, data[{a}]"
-        for p, paragraph in enumerate(_objects(article, "paragraphs", where)):
-            place = f"{where}.paragraphs[{p}]"
-            for record in _objects(paragraph, "qas", place):
-                number += 1
-                yield number, {**record, CONTEXT: field(paragraph, CONTEXT, place)}
-
-
-def _with_unique_ids(records: files.Records, path: Path) -> files.Records:
-    """``records``; raises if two have the same id, which identifies a prediction."""
-    seen = set()
-    for number, record in records:
-        where = f"{path}, row {number}"
-        name = _id(record, where)
-        if name in seen:
-            raise InputError(f"{where}: question {name!r:.60} occurs twice")
-        seen.add(name)
-        yield number, record
-
-
-def _id(record: dict[str, Any], where: str) -> str:
-    """The id of a question: text, or a whole number as text."""
-    name = field(record, ID, where)
-    if isinstance(name, bool) or not isinstance(name, str | int):
-        raise InputError(f"{where}: column {ID!r} is not text but {name!r:.40}")
-    return str(whole(name, ID, where))
-
-
-def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
-    found = field(of, name, where)
-    if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
-        raise InputError(f"{where}: {name!r} is not a list of objects but {found!r:.40}")
-    return found
 
 
 def _answers(given: Any, column: str, context: str, where: str) -> dict[str, list[Any]]:

@@ -18,13 +18,61 @@ from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, words_of
 from fastkd.train.tasks.base import TEXT, Corpus, ListedTask, Tokens, check_fast, logits
 
-CONLL = ".conll"
 TOKENS, LABELS = "tokens", "labels"
 BLANKS = " \t\r\n"
 # CoNLL-U: number of columns, first column of a line, and most comments.
 COLUMNS_OF_CONLLU = 10
 NUMBER = re.compile(r"\d+([-.]\d+)?")
 ASSIGNMENT = re.compile(r"#\s*\w+\s*=\s")
+
+
+def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
+    """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document.
+
+    Comments of CoNLL-U are skipped. Its other lines number the words and have the tag in another
+    column, so that the file is refused.
+    """
+    first: tuple[int, int] | None = None  # row and columns of the first word
+    sentence: list[tuple[int, str]] = []
+    for number, line in itertools.chain(files.text_lines(path, option), [(0, "")]):
+        if line.strip(BLANKS) and not line.startswith("-DOCSTART-"):
+            sentence.append((number, line))
+            continue
+        tabs = any("\t" in line for _, line in sentence)
+        # A no-break space belongs to its word.
+        lines = [
+            (n, re.findall(rf"[^{BLANKS}]+", line))
+            for n, line in sentence
+            if not _comment(line, tabs)
+        ]
+        sentence = []
+        if not lines:
+            continue
+        first = first or (lines[0][0], len(lines[0][1]))
+        for n, parts in lines:
+            if len(parts) != first[1]:
+                raise InputError(
+                    f"{path}, row {n}: {len(parts)} columns where row {first[0]} has {first[1]}"
+                )
+        if first[1] == COLUMNS_OF_CONLLU and all(NUMBER.fullmatch(parts[0]) for _, parts in lines):
+            raise InputError(
+                f"{path}, row {lines[0][0]}: CoNLL-U, which numbers its words; write a file with "
+                "the word first and the tag last"
+            )
+        yield lines[0][0], _sentence([parts for _, parts in lines])
+
+
+def _comment(line: str, tabs: bool) -> bool:
+    """Whether a line is a comment of CoNLL-U; ``tabs`` says whether tabs separate its columns.
+
+    A word may be "#", too.
+    """
+    return bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
+
+
+def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:
+    words = {TOKENS: [parts[0] for parts in lines]}
+    return words if len(lines[0]) == 1 else {**words, LABELS: [parts[-1] for parts in lines]}
 
 
 @dataclass(frozen=True)
@@ -41,21 +89,13 @@ class TokenClassification(ListedTask):
     head = "AutoModelForTokenClassification"
     head_name = "token classification head"
     pipeline = "token-classification"
-    suffixes = (CONLL,)
+    readers: ClassVar[files.Readers] = {**files.READERS, ".conll": conll}
     columns = Columns(TOKENS, None, LABELS)
     stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT], "label": [TEXT]}
     optional = ("label",)
     collator_class = "DataCollatorForTokenClassification"
     evaluation_columns = ("words",)
     label_noun = "tag"
-
-    @classmethod
-    def records(cls, path: Path, header: bool, option: str, every: bool = False) -> files.Records:
-        return (
-            _conll(path, option)
-            if files.kind_of(path) == CONLL
-            else files.records(path, header, option, every)
-        )
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
@@ -152,55 +192,6 @@ def _checked(tag: str, where: str) -> str:
     if not tag:
         raise InputError(f"{where}: a tag is empty")
     return tag
-
-
-def _conll(path: Path, option: str) -> files.Records:
-    """Sentences of lines with a word first and its tag last; "-DOCSTART-" begins a document.
-
-    Comments of CoNLL-U are skipped. Its other lines number the words and have the tag in another
-    column, so that the file is refused.
-    """
-    first: tuple[int, int] | None = None  # row and columns of the first word
-    sentence: list[tuple[int, str]] = []
-    for number, line in itertools.chain(files.text_lines(path, option), [(0, "")]):
-        if line.strip(BLANKS) and not line.startswith("-DOCSTART-"):
-            sentence.append((number, line))
-            continue
-        tabs = any("\t" in line for _, line in sentence)
-        # A no-break space belongs to its word.
-        lines = [
-            (n, re.findall(rf"[^{BLANKS}]+", line))
-            for n, line in sentence
-            if not _comment(line, tabs)
-        ]
-        sentence = []
-        if not lines:
-            continue
-        first = first or (lines[0][0], len(lines[0][1]))
-        for n, parts in lines:
-            if len(parts) != first[1]:
-                raise InputError(
-                    f"{path}, row {n}: {len(parts)} columns where row {first[0]} has {first[1]}"
-                )
-        if first[1] == COLUMNS_OF_CONLLU and all(NUMBER.fullmatch(parts[0]) for _, parts in lines):
-            raise InputError(
-                f"{path}, row {lines[0][0]}: CoNLL-U, which numbers its words; write a file with "
-                "the word first and the tag last"
-            )
-        yield lines[0][0], _sentence([parts for _, parts in lines])
-
-
-def _comment(line: str, tabs: bool) -> bool:
-    """Whether a line is a comment of CoNLL-U; ``tabs`` says whether tabs separate its columns.
-
-    A word may be "#", too.
-    """
-    return bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
-
-
-def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:
-    words = {TOKENS: [parts[0] for parts in lines]}
-    return words if len(lines[0]) == 1 else {**words, LABELS: [parts[-1] for parts in lines]}
 
 
 TASK = TokenClassification

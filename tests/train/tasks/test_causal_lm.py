@@ -119,7 +119,7 @@ def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
             ]
         return len(encoded), [sum(x) for x in zip(*answers, strict=True)]
 
-    (packed, together), (apart, alone) = loss(task), loss(replace(task, one_per_row=True))
+    (packed, together), (apart, alone) = loss(task), loss(replace(task, predicting=True))
     assert packed == 1 and apart == 4
     assert together == pytest.approx(alone, rel=1e-5)
     assert loss(replace(task, separate_documents=False))[1] != pytest.approx(alone, rel=1e-2)
