@@ -202,6 +202,8 @@ OTHER_FILES = [
     ("half.json", rb'[{"text": "a", "label": "\udfff"}]', "row 1: column 'label' holds half"),
     ("object.json", b'{"data": [{"text": "a", "label": 1}]}', "which column is the text"),
     ("columns.json", b'{"text": ["a"], "label": [1]}', "row 1: column 'text' is not text"),
+    ("second.json", b'[{"text": "a", "label": 1},\n\n{"text": 5, "label": 1}]', "row 2: column"),
+    ("gap.csv", b"text,label\na,1\n\nb,c,1\n", "row 4: 3 columns where row 1 has 2"),
     ("string.json", b'"abc"', "row 1: not a JSON object"),
     ("null.json", b"null", "row 1: not a JSON object"),
     ("none.json", b"[]", "no rows"),

@@ -327,17 +327,6 @@ def test_progress_is_beside_the_answer(folder, monkeypatch, command):
     assert "30 rows  step 3/3" in told.stderr and "step" not in silent.stderr
 
 
-def test_row_numbers_are_those_of_lines_or_entries(folder, tmp_path):
-    for name, text, row in (
-        ("x.json", '[{"text": "a", "label": "neg"},\n\n {"text": 5, "label": "neg"}]', 2),
-        ("x.csv", "text,label\na,neg\n\nb,c,neg\n", 4),
-        ("x.csv", "text,label\na,neg\nb,bad\n", 3),
-    ):
-        (tmp_path / name).write_text(text)
-        said = run("evaluate", model=folder / "out/student", data=tmp_path / name, expect=2)
-        assert f"{name}, row {row}: " in said
-
-
 def test_mistakes_of_evaluate_and_predict(folder, teacher_without_head, tmp_path):
     student, dev = folder / "out" / "student", folder / "dev.tsv"
     for words, part in (

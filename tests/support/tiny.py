@@ -12,13 +12,13 @@ from fastkd.cli.main import app
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 
 
-def make_teacher(path: Path, labels: int = 2, layers: int = 4, head: bool = True, **config) -> Path:
+def make_teacher(path, labels=2, layers=4, head=True, words=WORDS, longest=32, **config) -> Path:
     """Save a random BERT classifier (or, without ``head``, encoder) and its tokenizer."""
     path.mkdir()
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocab = path / "vocab.txt"
-    vocab.write_text("\n".join(specials + WORDS))
-    tokenizer = BertTokenizer(str(vocab), model_max_length=32)
+    vocab.write_text("\n".join(specials + words))
+    tokenizer = BertTokenizer(str(vocab), model_max_length=longest)
     tokenizer.save_pretrained(path)
     torch.manual_seed(1)
     settings = {
@@ -26,8 +26,8 @@ def make_teacher(path: Path, labels: int = 2, layers: int = 4, head: bool = True
         "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "intermediate_size": 32,
-        "max_position_embeddings": 32,
-        "vocab_size": len(specials) + len(WORDS),
+        "max_position_embeddings": longest,
+        "vocab_size": len(specials) + len(words),
         "num_labels": labels,
         "initializer_range": 0.2,
         **config,

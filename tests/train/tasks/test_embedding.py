@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.evaluation import (
     TripletEvaluator,
 )
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, BertTokenizer
+from transformers import AutoConfig, AutoTokenizer, BertConfig
 
 from fastkd.train import tasks
 from fastkd.train.data import load, read_file
@@ -29,7 +29,7 @@ from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.cli.launched import Launch, commands
-from tests.support.tiny import make_teacher, run, sentences, words_of
+from tests.support.tiny import WORDS, make_teacher, run, sentences, words_of
 from tests.train.tasks.through import killed_and_resumed, through, verified
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
@@ -184,32 +184,18 @@ def test_an_export_embeds_as_the_folder_does(tmp_path):
     assert read_json(scores[0]) == pytest.approx(read_json(scores[1]))
 
 
-def make_body(path, words):
-    """A random BERT, half as wide, whose tokens are those words, in a folder of its own."""
-    path.mkdir()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (path / "vocab.txt").write_text("\n".join(specials + words))
-    BertTokenizer(str(path / "vocab.txt"), model_max_length=24).save_pretrained(path)
-    torch.manual_seed(2)
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(
-        vocab_size=len(specials + words), hidden_size=8, num_hidden_layers=2,
-        num_attention_heads=2, intermediate_size=16, max_position_embeddings=24, **still,
-    )  # fmt: skip
-    BertModel(config).save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def other_body(tmp_path_factory):
     """Options for a student whose words are the teacher's, some of them in pieces."""
     path = tmp_path_factory.mktemp("body")
-    pieces = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", "a", "the", "film"]
+    words = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "layers": 2, "longest": 24}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     make_embedder(path / "teacher")
     return {
         "task": "embedding",
         "teacher": path / "teacher",
-        "student": make_body(path / "body", [*pieces, "is", "very", "so"]),
+        "student": make_teacher(path / "body", head=False, words=words, **sizes, **still),
         "train": write_texts(path / "train.txt", 22),
         "eval": write_texts(path / "eval.txt", 13, seed=1),
         "method": "embeddings",
