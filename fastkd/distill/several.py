@@ -57,6 +57,10 @@ class Several(Method):
         self.uses_teacher = any(method.uses_teacher for method in methods)
         pools = {method.teacher_pool for method in methods}
         self.teacher_pool = pools.pop() if len(pools) == 1 else "tokens"
+        reading = [method for method in methods if method.compares_logits(0.0, 1.0)]
+        self.merges_spans = any(method.merges_spans for method in reading)
+        #: Methods that can't share a teacher with those that merge spans.
+        self._paired = [m for m in reading if self.merges_spans and not m.merges_spans]
         self.logit_terms = self._named("logit_terms")
         self.across_samples = self._named("across_samples")
 
@@ -76,6 +80,12 @@ class Several(Method):
             raise ValueError(
                 f"teacher: got {len(teachers)} teachers for {count} methods; pass {count}, or one "
                 "for all methods"
+            )
+        if self._paired and not isinstance(teacher, EnsembleModel):
+            raise ValueError(
+                f"method: {type(self._paired[0]).__name__} reads the teacher's predictions at "
+                "paired tokens, another method those of the teacher's own tokens; pass a list with "
+                "the teacher once for each method"
             )
         for method, model in zip(self.each, teachers, strict=True):
             method.build(model, student)

@@ -16,7 +16,15 @@ from transformers import (
 )
 
 from fastkd import VocabularyMatch, log_probs
-from fastkd.distill import Distiller, TwoTokenizers, merged_span_loss, span_likelihood_loss
+from fastkd.distill import (
+    LRKD,
+    Distiller,
+    Several,
+    SoftTargets,
+    TwoTokenizers,
+    merged_span_loss,
+    span_likelihood_loss,
+)
 from fastkd.distill.baselines import GOLD
 from fastkd.distill.verify import verify
 
@@ -120,6 +128,26 @@ def by_functions(setting, shift, hybrid=False):
     )  # fmt: skip
     own = (log_probs(x, head, i) for x, head, i in zip(states, heads, ids, strict=True))
     return merged, span_likelihood_loss(next(own), next(own).detach(), *spans)
+
+
+def test_beside_other_methods(setting):
+    teacher, student, match, batch = setting
+    gold = GOLD(likelihood_weight=1.0)
+    soft = SoftTargets(alpha=1.0)
+
+    def terms(teachers, method):
+        return Distiller(teachers, student, method, tokenizers=match)(**batch).terms
+
+    expected = terms(teacher, gold)
+    for found in (
+        terms(teacher, Several(gold, LRKD(alpha=None))),
+        terms([teacher, teacher], Several(gold, soft)),
+    ):
+        for name in ("merged", "likelihood"):
+            torch.testing.assert_close(found[f"0.{name}"], expected[name])
+    assert torch.equal(found["1.soft"], terms(teacher, soft)["soft"])
+    with pytest.raises(ValueError, match="method: SoftTargets reads the teacher's predictions at"):
+        terms(teacher, Several(gold, soft))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
