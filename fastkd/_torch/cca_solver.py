@@ -256,13 +256,14 @@ def _by_observations(problem: Problem, method: Method) -> Solution:
     sides = a * share.sqrt(), b * share.sqrt()
     white_s, white_t = _whitened_features(sides, options.ridges, (student, teacher), decompose)
     finite = white_s.finite & white_t.finite
+    rounding = torch.finfo(working_dtype(student)).eps
     whitened = white_t.factor.mT @ white_s.factor  # (batch, m, m)
     if method == "extension" and options.top_k is None:
         left = polar(whitened)
         scaled = left.mT @ whitened  # (MᵀM)^½
         corr, back = _trace(scaled), white_s.back
     else:
-        left, values, right = _svd(whitened, options.top_k, student, method)
+        left, values, right = _svd(whitened, options.top_k, rounding, method)
         scaled = right * values.unsqueeze(-2)
         corr, back = values.sum(-1), right.mT @ white_s.back
     corr = corr.masked_fill(~finite, torch.nan)
@@ -313,6 +314,7 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
     """
     student, teacher, mask, options, want_grad = problem
     ranks, products = options.ranks, method == "products"
+    rounding = torch.finfo(working_dtype(student)).eps
     a, b, share = _centred(student, teacher, mask, dtype, ranks)
 
     def moment(product: Tensor) -> Tensor:
@@ -328,8 +330,10 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
         if ridge > 0:
             _add_ridge(sigma, ridge)
         sigmas.append(sigma)
-        if not products:
-            whitenings.append(_whitening(sigma, ridge, features, method))
+        if not products and ridge > 0:
+            whitenings.append(_Whitening(_cholesky(sigma), triangular=True))
+        elif not products:
+            whitenings.append(_Whitening(_inverse_root(sigma, features, method), triangular=False))
         if dtype == torch.float32 and not _accurate_in_float32(sigma, whitenings[-1].factor):
             return None
     if products:
@@ -343,7 +347,7 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
         root = left.mT @ whitened  # (MᵀM)^½
         corr = _trace(root)
     else:
-        left, values, right = _svd(whitened, options.top_k, student, method)
+        left, values, right = _svd(whitened, options.top_k, rounding, method)
         if dtype == torch.float32 and not bool((values > SMALLEST_FLOAT32).all()):
             return None
         corr = values.sum(-1)
@@ -393,16 +397,14 @@ class _Whitening(NamedTuple):
         return self.factor.mT @ y
 
 
-def _whitening(sigma: Tensor, ridge: float, features: Tensor, method: Method) -> _Whitening:
-    """From Cholesky's factor of ``sigma``, which has its ridge, or eigenvectors for ridge 0."""
-    if ridge > 0:
-        return _Whitening(_cholesky(sigma), triangular=True)
+def _inverse_root(sigma: Tensor, features: Tensor, method: Method) -> Tensor:
+    """Eigenvectors of ``sigma`` over the roots of its eigenvalues; 0 for those of rounding size."""
     values, vectors = (extension.eigh if method == "extension" else torch.linalg.eigh)(sigma)
     eps = torch.finfo(torch.float64).eps
-    zero = max(_zero_deviation(features, ridge) ** 2, sigma.shape[-1] * eps)
+    zero = max(_zero_deviation(features, 0.0) ** 2, sigma.shape[-1] * eps)
     keep = values > zero * values[..., -1:]
     roots = torch.where(keep, values, 1.0).rsqrt().masked_fill(~keep, 0.0)
-    return _Whitening(vectors * roots.unsqueeze(-2), triangular=False)
+    return vectors * roots.unsqueeze(-2)
 
 
 def _accurate_in_float32(sigma: Tensor, factor: Tensor) -> bool:
@@ -414,12 +416,12 @@ def _accurate_in_float32(sigma: Tensor, factor: Tensor) -> bool:
 
 
 def _svd(
-    m: Tensor, top_k: int | None, features: Tensor, method: Method
+    m: Tensor, top_k: int | None, rounding: float, method: Method
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(U, σ, V)`` of the leading singular values, σ ≤ 1.
 
-    U is zero where σ is at the level of rounding error: there the loss has a kink, and zero is one
-    of its subgradients.
+    U is zero where σ is at the level of ``rounding``, the features' or this function's: there the
+    loss has a kink, and zero is one of its subgradients.
     """
     work = max(m.shape[-2:]) * torch.finfo(torch.float64).eps
     if method == "extension":
@@ -431,7 +433,7 @@ def _svd(
     else:
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         right = right.mT
-    zero = values <= max(work, torch.finfo(working_dtype(features)).eps)
+    zero = values <= max(work, rounding)
     left.masked_fill_(zero.unsqueeze(-2), 0.0)
     return left[..., :top_k], values[..., :top_k].clamp_max(1.0), right[..., :top_k]
 

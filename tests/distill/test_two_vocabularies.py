@@ -143,7 +143,7 @@ def test_split_steps_equal_the_whole(models, monkeypatch):
     teacher, student, match = models
     distiller = Distiller(teacher, student, SoftTargets(alpha=0.5), tokenizers=match)
     batch = data()
-    checks = verify(distiller, batch, ranks=2)
+    checks = verify(distiller, batch, ranks=2, compile_backend="eager")
     assert checks and all(check.ok for check in checks), checks
 
 
