@@ -158,12 +158,20 @@ class CachedTeacher(Teacher):
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
-        two = isinstance(self.model.vocabulary, VocabularyMatch)
-        if two and self.module.about["top_k"] and self.model.unmatched != "bucket":
+        top, shared = self.module.about["top_k"], self.model.vocabulary
+        if not top or not method.compares_logits(0.0, 1.0):
+            return
+        if isinstance(shared, VocabularyMatch) and self.model.unmatched != "bucket":
             raise ValueError(
                 f"unmatched={self.model.unmatched!r}: {self.module.path} stores the teacher's top "
                 "k, in which unmatched and improbable tokens are one outcome; pass "
                 "unmatched='bucket', or write a cache without top_k"
+            )
+        n = shared if isinstance(shared, int) else self.model.output_size
+        if n != top["vocabulary"]:
+            raise ValueError(
+                f"tokenizers: student and teacher share {n} tokens, but {self.module.path} stores "
+                f"log-probabilities of {top['vocabulary']}; write another cache with this student"
             )
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:

@@ -133,6 +133,8 @@ def test_wrong_caches_raise_one_sentence(tmp_path):
     cache = live.cache_teacher([data], tmp_path, top_k=5)
     with pytest.raises(ValueError, match=r"has temperature 3\.0, but"):
         distilled(cache, student, temperature=3.0)
+    with pytest.raises(ValueError, match=r"share 50 tokens, but .* stores log-probabilities of 60"):
+        distilled(cache, student, tokenizers=tokenizer(50))
     with pytest.raises(ValueError, match=r"other settings \(top_k: k: \[5\], now \[6\]\)"):
         live.cache_teacher([data], tmp_path, top_k=6)
     with pytest.raises(ValueError, match="was written with other settings"):
