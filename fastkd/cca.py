@@ -240,8 +240,14 @@ class CCALoss(InGroup):
             check_shape("student", s, (*pairs[0][0].shape[:2], s.shape[-1]), "the first layer's")
             check_shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
         real = check_mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
-        observed = _observations(real, self.pool)
-        pooled = [(_pooled(s, real, self.pool), _pooled(t, real, self.pool)) for s, t in pairs]
+        if self.pool == "tokens":
+            pooled = [(s.flatten(0, 1), t.flatten(0, 1)) for s, t in pairs]
+            observed = None if real is None else real.flatten()
+        else:
+            pooled = [
+                (pool_tokens(s, real, self.pool), pool_tokens(t, real, self.pool)) for s, t in pairs
+            ]
+            observed = None if real is None else real.any(1)
         ranks = ranks_of(self.gather, self.group)
         self._warn_if_saturated(pooled, observed, ranks)
         batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
@@ -282,18 +288,6 @@ class CCALoss(InGroup):
 
     def extra_repr(self) -> str:
         return f"ridge={self.ridge}, top_k={self.top_k}, pool={self.pool!r}"
-
-
-def _pooled(x: Tensor, real: Tensor | None, pool: str) -> Tensor:
-    """Observations (m, D) of features (B, N, D)."""
-    return x.flatten(0, 1) if pool == "tokens" else pool_tokens(x, real, pool)
-
-
-def _observations(real: Tensor | None, pool: str) -> Tensor | None:
-    """Mask (m) of the observations of `_pooled`, from the mask (B, N) of the tokens."""
-    if real is None:
-        return None
-    return real.flatten() if pool == "tokens" else real.any(1)
 
 
 def _pads_layers(x: Tensor) -> bool:

@@ -48,7 +48,8 @@ def operator(
         @functools.wraps(launcher)
         def launch(*arguments: Any) -> Any:
             ready = [x if i in mutates else aligned(x) for i, x in enumerate(arguments)]
-            with torch.cuda.device_of(_first_tensor(arguments)):
+            first = arguments[0]
+            with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
                 return launcher(*ready)
 
         names = launcher.__code__.co_varnames
@@ -77,8 +78,3 @@ def aligned(x: Any) -> Any:
     if isinstance(x, list):
         return [aligned(one) if isinstance(one, Tensor) else one for one in x]
     return x
-
-
-def _first_tensor(arguments: Sequence[Any]) -> Tensor:
-    first = arguments[0]
-    return first if isinstance(first, Tensor) else first[0]

@@ -38,14 +38,10 @@ def accumulate(
     whole = WholeBatch(distiller, micro_batches)
     for i in range(len(micro_batches)):
         last = i == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else _unsynchronised(model):
+        # DistributedDataParallel averages gradients over the processes in the last one only.
+        apart = getattr(model, "no_sync", contextlib.nullcontext)
+        with contextlib.nullcontext() if last else apart():
             yield model(_micro_batch=(whole, i))
-
-
-def _unsynchronised(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Context in which DistributedDataParallel does not average gradients over the processes."""
-    no_sync = getattr(model, "no_sync", None)
-    return contextlib.nullcontext() if no_sync is None else no_sync()
 
 
 class MicroBatch:

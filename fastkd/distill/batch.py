@@ -329,7 +329,12 @@ def find_documents(
             f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
         )
     positions = batch.get("position_ids")
-    if segments is None and isinstance(positions, Tensor) and _one_per_token(positions, shape):
+    # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
+    if (
+        segments is None
+        and isinstance(positions, Tensor)
+        and (positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1])
+    ):
         positions = positions.reshape(-1, shape[1]).expand(shape)
     else:
         positions = None  # none, or several per token (M-RoPE)
@@ -366,11 +371,6 @@ def find_documents(
     document_ids = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
     document_ids[rows, columns] = numbers
     return Documents(index, real_tokens, document_ids, packed)
-
-
-def _one_per_token(positions: Tensor, shape: tuple[int, int]) -> bool:
-    # Dynamo doesn't evaluate `in` for dynamic sizes.
-    return positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1]
 
 
 def _moved_to_front(mask: Tensor) -> Documents:

@@ -43,7 +43,10 @@ def unit_gradient(
             "compute it; pass input_ids, or set perturb=False"
         )
     # float16 gradients underflow without a scale. Dividing by the norm removes it.
-    scale = 2.0**12 if torch.float16 in (_autocast_dtype(loss), embeddings[0].dtype) else 1.0
+    device, dtype = loss.device.type, embeddings[0].dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    scale = 2.0**12 if torch.float16 in (dtype, embeddings[0].dtype) else 1.0
     (g,) = torch.autograd.grad(loss * scale, embeddings[0])
     samples, documents = student.batch_dim, batch.documents
     sample_dims = [d for d in range(g.dim()) if d != samples]
@@ -56,8 +59,3 @@ def unit_gradient(
         norm = torch.linalg.vector_norm(upcast(g), dim=sample_dims, keepdim=True)
     usable = norm.isfinite() & (norm > 0)
     return torch.where(usable, g / norm, 0).to(g.dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

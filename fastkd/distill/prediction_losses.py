@@ -149,12 +149,15 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
         if problem == MULTI_LABEL:
             z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
+        counted, paired = mask, _paired(step)
+        if paired is not None:
+            counted = paired if mask is None else mask & paired
         total = soft_target_loss(
             z_s,
             z_t if top_k is None else _top_k(step, top_k),
             temperature=options.temperature,
             divergence=options.divergence,
-            mask=_both(mask, _paired(step)),
+            mask=counted,
             weights=weights,
             reduction="sum",
             scale_by_t2=options.scale_by_t2,
@@ -241,11 +244,6 @@ def _shared(step: Step) -> int | None:
     """Number of first tokens that both vocabularies share; None for all, or for two of them."""
     vocabulary = step.teacher_model.vocabulary
     return None if isinstance(vocabulary, VocabularyMatch) else vocabulary
-
-
-def _both(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Mask of what both masks keep; None keeps all."""
-    return other if mask is None else mask if other is None else mask & other
 
 
 def _paired(step: Step) -> Tensor | None:

@@ -72,21 +72,20 @@ class Step:
         self, student: Sequence[int], teacher: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Hidden states (B, N, D) of the layer pairs."""
-        dtype = self.student_model.dtype
-        return (
-            [self.student.hidden[i].to(dtype) for i in student],
-            [self.teacher.hidden[i].to(dtype) for i in teacher],
-        )
+        return self._pairs("hidden", student, teacher)
 
     def attentions(
         self, student: Sequence[int], teacher: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Attention maps (B, H, N, N) of the layer pairs; padding has arbitrary values."""
+        return self._pairs("attentions", student, teacher)
+
+    def _pairs(
+        self, kind: str, student: Sequence[int], teacher: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         dtype = self.student_model.dtype
-        return (
-            [self.student.attentions[i].to(dtype) for i in student],
-            [self.teacher.attentions[i].to(dtype) for i in teacher],
-        )
+        ours, theirs = getattr(self.student, kind), getattr(self.teacher, kind)
+        return [ours[i].to(dtype) for i in student], [theirs[i].to(dtype) for i in teacher]
 
     def qkv(self, student: int, teacher: int) -> tuple[QKV, QKV]:
         """Queries, keys and values of a student and a teacher layer, before any rotation."""

@@ -211,21 +211,8 @@ def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step"
     deviation = different / largest if largest else different
     if deviation <= TOLERANCE:
         return Check(name, deviation, "equal")
-    if name == "accumulated in a plain loop" and step.across_samples:
-        terms = ", ".join(step.across_samples)
-        return Check(
-            name, deviation, "by definition",
-            f"{terms} compares the samples of one micro-batch; Distiller.accumulate compares all",
-        )  # fmt: skip
-    if (
-        name == "accumulated in a plain loop"
-        and len(counts := set(step.documents_of_micro_batches())) > 1
-    ):
-        return Check(
-            name, deviation, "by definition",
-            f"micro-batches of {min(counts)} and {max(counts)} documents have equal weight; "
-            "Distiller.accumulate counts documents",
-        )  # fmt: skip
+    if name == "accumulated in a plain loop" and (why := step.why_parts_differ()):
+        return Check(name, deviation, "by definition", why)
     return Check(name, deviation, "rounding" if deviation <= ROUNDING else "differs")
 
 
@@ -338,15 +325,25 @@ class _Step:
         size = self.rows // count
         return [self.select(slice(i, i + size)) for i in range(0, self.rows, size)]
 
-    def documents_of_micro_batches(self) -> list[int]:
-        """Number of documents of each of the equal micro-batches."""
-        found = []
+    def why_parts_differ(self) -> str:
+        """Why equal micro-batches are expected to have another mean loss than the batch, or ""."""
+        if self.across_samples:
+            return (
+                f"{', '.join(self.across_samples)} compares the samples of one micro-batch; "
+                "Distiller.accumulate compares all"
+            )
+        counts = set()
         for micro_batch in self._equal_micro_batches():
             ids, mask = micro_batch["input_ids"], micro_batch.get("attention_mask")
             shape = (ids.shape[0], ids.shape[1]) if ids.dim() == 2 else None
             documents = find_documents(shape, mask, micro_batch, micro_batch.get("segments"))
-            found.append(len(ids) if documents is None else len(documents.index))
-        return found
+            counts.add(len(ids) if documents is None else len(documents.index))
+        if len(counts) == 1:
+            return ""
+        return (
+            f"micro-batches of {min(counts)} and {max(counts)} documents have equal weight; "
+            "Distiller.accumulate counts documents"
+        )
 
     def accumulated(self) -> Gradients:
         micro_batches: list[dict[str, Any]] = list(self._equal_micro_batches())
