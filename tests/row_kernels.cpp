@@ -144,6 +144,9 @@ void matched_soft_targets(int64_t n, Type type, std::mt19937& random) {
       match.in_student[i / kColumns] |= uint16_t(1 << i % kColumns);
       match.in_teacher[id / kColumns] |= uint16_t(1 << id % kColumns);
     }
+    for (int64_t i = 0; i < n; i += Match::kBlock) match.starts.push_back((i + 2) / 3);
+    match.starts.push_back(int64_t(match.teacher.size()));
+    match.teacher.resize(match.teacher.size() + Match::kPadding);
     for (const auto* other : {&teacher, &equal}) {
       compare("matched", n, type, kRows * n * size_of(type), [&](bool threads, char* out) {
         double weight = 0.3, losses[kRows];

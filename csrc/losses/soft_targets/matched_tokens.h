@@ -1,5 +1,14 @@
 // Soft targets of two vocabularies. Part of soft_targets.cpp, in its namespace.
 
+constexpr int64_t padded(int64_t n) { return (n + kPadding - 1) / kPadding * kPadding; }
+
+// Appends −inf to n logits, so that kernels take padded(n) in whole vectors. Returns padded(n).
+template <typename W>
+inline int64_t pad(W* z, int64_t n) {
+  std::fill_n(z + n, kPadding, W(-kInfinity));
+  return padded(n);
+}
+
 // A row's unmatched tokens: their weights e^{z/τ}, each block relative to its own base.
 template <typename W>
 class Rest {
@@ -14,9 +23,10 @@ class Rest {
   // Takes the unmatched ones of a block of a row's logits.
   void read(const W* z, const uint16_t* bits, int64_t start, int64_t count) {
     const int64_t i = start / kBlock;
-    W* x = weights_.get() + (i ? ends_[i - 1] : 0);
-    const int64_t n = FASTKD_CALL(select, z, bits, false, count, x) - x;
-    ends_[i] = x + n - weights_.get();
+    W* x = block(i);
+    W* end = FASTKD_CALL(select, z, bits, false, count, x);
+    ends_[i] = end - weights();
+    const int64_t n = pad(x, end - x);
     parts_[i].base_s = base_of(FASTKD_CALL(top_of_block, x, n));
     parts_[i].total_s = FASTKD_CALL(raise, x, n, by_, W(parts_[i].base_s), z + count);
   }
@@ -35,15 +45,21 @@ class Rest {
     return base + std::log(total_ * double(FloatFormat<W>::kDown)) / slope_;
   }
 
-  // Multiplies the weights, which then sum to ``sum``, and counts them by bins if ``counts`` isn't
-  // null.
-  void normalise(double sum, int32_t* counts = nullptr) {
-    const double factor = total_ == 0 ? 0 : sum / total_;
+  // Weights of a block.
+  W* block(int64_t i) { return weights() + (i ? ends_[i - 1] : 0); }
+
+  // Factor of a block's weights, with which all weights sum to ``sum``.
+  W factor(int64_t i, double sum) const {
+    return W(total_ == 0 ? 0 : sum / total_ * parts_[i].to_ps);
+  }
+
+  // Multiplies the weights, which then sum to ``sum``, and counts them by bins.
+  void normalise(double sum, int32_t* counts) {
     for (size_t i = 0; i < parts_.size(); ++i) {
-      const int64_t start = i ? ends_[i - 1] : 0, count = ends_[i] - start;
-      W* x = weights_.get() + start;
-      FASTKD_CALL(multiply, x, count, W(factor * parts_[i].to_ps));
-      if (counts) FASTKD_CALL(count_by_bins, x, count, counts);
+      W* x = block(i);
+      const int64_t count = weights() + ends_[i] - x;
+      FASTKD_CALL(multiply, x, count, factor(i, sum));
+      FASTKD_CALL(count_by_bins, x, count, counts);
     }
   }
 
@@ -161,20 +177,21 @@ class SortedDistance {
 };
 
 // A thread's state for two vocabularies. A row's divergence is that of its outcomes: the matched
-// tokens, in the student's order, and in a bucket all others together. Both rows are read once. The
-// student's is divided into matched and unmatched logits; the gradient is put together likewise.
+// tokens, in the student's order, and in a bucket all others together. A block of the student's row
+// is divided into matched and unmatched logits. Its matched tokens are a block of outcomes, padded by
+// tokens of probability 0; the gradient is put together likewise. The bucket is the last block. The
+// teacher's logits of a block are read while the last block's exponentials are computed, and the
+// next row of the teacher is prefetched: they lie in another order, so each waits for a cache.
 template <typename W>
 class MatchedWork {
  public:
   explicit MatchedWork(const SoftTargets& of)
-      : of_(of), match_(*of.match), bucket_(match_.unmatched != Unmatched::kRenormalise),
-        n_(int64_t(match_.teacher.size())), student_(new W[n_ + bucket_ + kPadding]),
-        teacher_(new W[n_ + bucket_]),
+      : of_(of), match_(*of.match), n_(match_.starts.back()),
+        num_blocks_(int64_t(match_.starts.size()) - 1),
+        bucket_(match_.unmatched != Unmatched::kRenormalise), outcomes_(blocks_of_outcomes()),
+        work_(of, outcomes_), weights_(new W[outcomes_.back()]),
         rest_s_(of.student.n - n_, of.student.n, of.slope),
-        rest_t_(of.teacher.n - n_, of.teacher.n, of.slope),
-        outcomes_{row_of(student_), row_of(teacher_), of.divergence, of.coefficient, of.slope, 1,
-                  of.gradient.data ? row_of(student_) : Rows{}},
-        work_(outcomes_) {
+        rest_t_(of.teacher.n - n_, of.teacher.n, of.slope) {
     if (match_.unmatched == Unmatched::kSorted && rest_s_.size() > 0 && rest_t_.size() > 0) {
       distance_ = std::make_unique<SortedDistance<W>>();
     }
@@ -182,35 +199,55 @@ class MatchedWork {
 
   // Returns the divergence of a row and stores its gradient times ``weight``.
   double fill(int64_t row, double weight) {
-    read_student(row);
-    read_teacher(of_.teacher_rows ? of_.teacher_rows[row] : row);
-    double rest_s = 0, rest_t = 0;
-    if (bucket_) {
-      student_[n_] = W(rest_s = rest_s_.logit());
-      teacher_[n_] = W(rest_t = rest_t_.logit());
-    }
-    double distance = 0, p_s = 0;
-    const double loss = work_.fill(0, weight, [&](const Part& whole) {
+    const int64_t teacher_row = of_.teacher_rows ? of_.teacher_rows[row] : row;
+    double logit_s = 0, logit_t = 0, p_s = 0, distance = 0;
+    if (bucket_) logit_t = read_rest_of_teacher(teacher_row);
+    const auto read = [&](int64_t i, int64_t, int64_t) -> typename Work<W>::Logits {
+      if (i == num_blocks_) {
+        student_[0] = W(logit_s = rest_s_.logit()), teacher_[0] = W(logit_t);
+        return {student_, teacher_};
+      }
+      read_student(row, i);
+      return {student_, read_teacher(teacher_row, i), picks_of(teacher_row, i + 1)};
+    };
+    const auto shift_of = [&](const Part& whole) {
       if (!distance_) return 0.0;
-      p_s = probability(rest_s, whole.base_s, whole.total_s);
-      distance = distance_->fill(rest_s_, p_s, rest_t_,
-                                 probability(rest_t, whole.base_t, whole.total_t));
+      p_s = probability(logit_s, whole.base_s, whole.total_s);
+      const double p_t = probability(logit_t, whole.base_t, whole.total_t);
+      distance = distance_->fill(rest_s_, p_s, rest_t_, p_t);
       return weight * distance_->mean();
-    });
-    if (of_.gradient.data == nullptr) return loss + distance;
-    if (distance_) {
-      distance_->differentiate(rest_s_, p_s == 0 ? 0 : double(student_[n_]) / p_s, weight);
-    } else if (bucket_) {
-      rest_s_.normalise(double(student_[n_]));
-    }
-    write_gradient(row);
-    return loss + distance;
+    };
+    const auto write = [&](const auto& gradient_of_block) {
+      double of_rest = 0;
+      if (bucket_) {
+        gradient_of_block(num_blocks_, student_);
+        of_rest = double(student_[0]);
+      }
+      if (distance_) distance_->differentiate(rest_s_, p_s == 0 ? 0 : of_rest / p_s, weight);
+      for (int64_t i = 0; i < num_blocks_; ++i) {
+        gradient_of_block(i, student_);
+        write_gradient(row, i, distance_ ? W(1) : rest_s_.factor(i, of_rest));
+      }
+    };
+    return work_.fill(row, weight, weights_.get(), read, shift_of, write) + distance;
   }
 
  private:
-  Rows row_of(const std::unique_ptr<W[]>& x) const {
-    constexpr Type type = std::is_same_v<W, float> ? Type::kFloat : Type::kDouble;
-    return {reinterpret_cast<char*>(x.get()), 0, n_ + bucket_, type};
+  // Where the blocks of outcomes start, for `Work`.
+  std::vector<int64_t> blocks_of_outcomes() const {
+    std::vector<int64_t> starts{0};
+    for (int64_t i = 0; i < num_blocks_; ++i) starts.push_back(starts.back() + padded(matched_in(i)));
+    if (bucket_) starts.push_back(starts.back() + 1);
+    return starts;
+  }
+
+  // Number of matched tokens of a block.
+  int64_t matched_in(int64_t block) const {
+    return match_.starts[block + 1] - match_.starts[block];
+  }
+
+  static const uint16_t* bits_of(const std::vector<uint16_t>& bits, int64_t block) {
+    return bits.data() + block * (kBlock / kColumns);
   }
 
   // p of a logit, from the sum of a row's raised exponentials.
@@ -218,74 +255,70 @@ class MatchedWork {
     return std::exp((logit - base) * of_.slope) / (total * double(FloatFormat<W>::kDown));
   }
 
-  // Calls body(z, bits, start, count) for the blocks of a row.
-  template <typename Body>
-  void each_block(const Rows& rows, int64_t row, const std::vector<uint16_t>& bits,
-                  const Body& body) {
-    for (int64_t start = 0; start < rows.n; start += kBlock) {
-      const int64_t count = std::min(kBlock, rows.n - start);
-      body(rows.read(row, start, count, copy_), bits.data() + start / kColumns, start, count);
+  void read_student(int64_t row, int64_t block) {
+    const int64_t start = block * kBlock, count = std::min(kBlock, of_.student.n - start);
+    const W* z = of_.student.read(row, start, count, copy_);
+    const uint16_t* bits = bits_of(match_.in_student, block);
+    pad(student_, FASTKD_CALL(select, z, bits, true, count, student_) - student_);
+    if (bucket_) rest_s_.read(z, bits, start, count);
+  }
+
+  // Returns the logit of all unmatched tokens. Reading them in order brings the row into the cache.
+  double read_rest_of_teacher(int64_t row) {
+    for (int64_t start = 0; start < of_.teacher.n; start += kBlock) {
+      const int64_t count = std::min(kBlock, of_.teacher.n - start);
+      const W* z = of_.teacher.read(row, start, count, copy_);
+      rest_t_.read(z, bits_of(match_.in_teacher, start / kBlock), start, count);
     }
+    return rest_t_.logit();
   }
 
-  void read_student(int64_t row) {
-    W* matched = student_.get();
-    each_block(of_.student, row, match_.in_student,
-               [&](const W* z, const uint16_t* bits, int64_t start, int64_t count) {
-                 matched = FASTKD_CALL(select, z, bits, true, count, matched);
-                 if (bucket_) rest_s_.read(z, bits, start, count);
-               });
+  // Returns the teacher's logits of a block, of which all but a row's first were picked before.
+  const W* read_teacher(int64_t row, int64_t block) {
+    const Picks picks = picks_of(row, block);
+    if (block == 0) FASTKD_CALL(pick, picks, 0);
+    W* z = teacher_;
+    if (is_of(of_.teacher.type, W())) {
+      z = reinterpret_cast<W*>(picks.out);
+    } else {
+      widen(picks.out, of_.teacher.type, picks.count, teacher_);
+    }
+    pad(z, picks.count);
+    return z;
   }
 
-  // The unmatched logits come first: reading them in order brings the row into the cache.
-  void read_teacher(int64_t row) {
+  // None behind the last block.
+  Picks picks_of(int64_t row, int64_t block) {
+    if (block == num_blocks_) return {};
     const Rows& rows = of_.teacher;
-    if (bucket_) {
-      each_block(rows, row, match_.in_teacher,
-                 [&](const W* z, const uint16_t* bits, int64_t start, int64_t count) {
-                   rest_t_.read(z, bits, start, count);
-                 });
+    const int64_t start = match_.starts[block], size = size_of(rows.type);
+    Next next;
+    if (n_ > 0 && !of_.teacher_rows) {
+      next = {rows.place(row + 1, rows.n * start / n_), rows.n * size / n_};
     }
-    const char* from = rows.place(row, 0);
-    for (int64_t start = 0; start < n_; start += kBlock) {
-      const int64_t count = std::min(kBlock, n_ - start);
-      const int32_t* ids = match_.teacher.data() + start;
-      W* out = teacher_.get() + start;
-      if (size_of(rows.type) == sizeof(W)) {
-        FASTKD_CALL(pick, reinterpret_cast<const W*>(from), ids, count, out);
-      } else if (size_of(rows.type) == sizeof(float)) {
-        float picked[kBlock];
-        FASTKD_CALL(pick, reinterpret_cast<const float*>(from), ids, count, picked);
-        std::copy_n(picked, count, out);
-      } else {
-        uint16_t picked[kBlock];
-        FASTKD_CALL(pick, reinterpret_cast<const uint16_t*>(from), ids, count, picked);
-        widen(picked, rows.type, count, out);
-      }
-    }
+    return {rows.place(row, 0), match_.teacher.data() + start, matched_in(block), size,
+            picked_[block % 2], next};
   }
 
-  void write_gradient(int64_t row) {
-    const W *matched = student_.get(), *rest = bucket_ ? rest_s_.weights() : nullptr;
+  // Stores a block's gradient, from that of the outcomes and the weights of the others.
+  void write_gradient(int64_t row, int64_t block, W factor) {
     const Rows& rows = of_.gradient;
-    for (int64_t start = 0; start < rows.n; start += kBlock) {
-      const int64_t count = std::min(kBlock, rows.n - start);
-      W* out = rows.write(row, start, copy_);
-      const uint16_t* bits = match_.in_student.data() + start / kColumns;
-      matched = FASTKD_CALL(merge, matched, rest, bits, count, out);
-      if (rest) rest = rest_s_.weights() + (start + count - (matched - student_.get()));
-      rows.written(row, start, count, out);
-    }
+    const int64_t start = block * kBlock, count = std::min(kBlock, rows.n - start);
+    W* out = rows.write(row, start, copy_);
+    FASTKD_CALL(merge, student_, bucket_ ? rest_s_.block(block) : nullptr, factor,
+                bits_of(match_.in_student, block), count, out);
+    rows.written(row, start, count, out);
   }
 
   const SoftTargets& of_;
   const Match& match_;
+  const int64_t n_, num_blocks_;  // matched tokens, and blocks of the student's row
   const bool bucket_;
-  const int64_t n_;  // number of matched tokens
-  const std::unique_ptr<W[]> student_, teacher_;  // logits of the outcomes; the student's gradient
-  Rest<W> rest_s_, rest_t_;
-  const SoftTargets outcomes_;
+  const std::vector<int64_t> outcomes_;
   Work<W> work_;
+  const std::unique_ptr<W[]> weights_;  // of the student's outcomes
+  Rest<W> rest_s_, rest_t_;
   std::unique_ptr<SortedDistance<W>> distance_;
-  W copy_[kBlock];
+  W student_[kBlock + kPadding], teacher_[kBlock + kPadding], copy_[kBlock];  // of a block
+  alignas(W) char picked_[2][(kBlock + kPadding) * sizeof(W)];  // the teacher's own numbers
 };

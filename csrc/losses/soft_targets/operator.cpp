@@ -83,10 +83,11 @@ Match match_of(const Tensor& teacher_of, int64_t student, int64_t teacher,
   match.in_student.resize((student + kColumns - 1) / kColumns);
   match.in_teacher.resize((teacher + kColumns - 1) / kColumns);
   const int64_t* ids = data<const int64_t>(teacher_of);
-  match.teacher.resize(student + 1);
+  match.teacher.resize(student + Match::kPadding);
   int32_t* next = match.teacher.data();
   uint32_t twice = 0, word = 0;
   for (int64_t i = 0; i < student; ++i) {
+    if (i % Match::kBlock == 0) match.starts.push_back(next - match.teacher.data());
     STD_TORCH_CHECK(ids[i] >= -1 && ids[i] < teacher, "teacher_of: ", ids[i],
                     " is not one of the ", teacher, " tokens");
     // Without a branch, which would often be mispredicted.
@@ -100,8 +101,9 @@ Match match_of(const Tensor& teacher_of, int64_t student, int64_t teacher,
     }
   }
   STD_TORCH_CHECK(twice == 0, "teacher_of: a token is there twice");
-  match.teacher.resize(next - match.teacher.data());
-  STD_TORCH_CHECK(sums || !match.teacher.empty(), "teacher_of: no token has a match");
+  match.starts.push_back(next - match.teacher.data());
+  match.teacher.resize(match.starts.back() + Match::kPadding);
+  STD_TORCH_CHECK(sums || match.starts.back() > 0, "teacher_of: no token has a match");
   return match;
 }
 

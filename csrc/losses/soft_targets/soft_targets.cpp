@@ -24,7 +24,8 @@
 namespace fastkd {
 namespace {
 
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = Match::kBlock;
+constexpr int kPadding = Match::kPadding;  // numbers behind a row's end that kernels may access
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 // Above this temperature the distributions differ so little, and τ²·KL magnifies rounding errors so
 // much, that float32 leaves few digits: the row is computed in float64.
@@ -110,11 +111,18 @@ struct Overlap {
   }
 };
 
+// Numbers of a row at ``ids``, each of ``size`` bytes, to copy to ``out``. Behind ``ids`` and ``out``
+// lies kPadding. The next row is prefetched.
+struct Picks {
+  const char* row = nullptr;
+  const int32_t* ids = nullptr;
+  int64_t count = 0, size = 0;
+  char* out = nullptr;
+  Next next{};
+};
+
 constexpr int kSums = 2;   // of a row's second visit
 constexpr int kEdges = 4;  // candidates for the edge of adaptive KL's head in one pass
-
-// Numbers behind a row's end that kernels may overwrite.
-constexpr int kPadding = 16;
 
 // Of each choice of 8 lanes, a byte for each lane: the chosen ones in order, and how many are chosen
 // before each lane.
@@ -154,40 +162,68 @@ namespace {
 template <typename W>
 class Work {
  public:
-  explicit Work(const SoftTargets& of)
-      : of_(of), by_(of.slope), holds_(of.gradient.data != nullptr && is_of(of.gradient.type, W())),
-        own_(new W[3 * of.student.n]), parts_((of.student.n + kBlock - 1) / kBlock),
-        places_(new int64_t[of.divergence == Divergence::kAdaptiveKl ? of.student.n + 1 : 0]) {}
+  explicit Work(const SoftTargets& of) : Work(of, blocks_of(of.student.n)) {}
+
+  // With ``starts`` of blocks of at most kBlock outcomes, and behind them the number of outcomes.
+  Work(const SoftTargets& of, const std::vector<int64_t>& starts)
+      : of_(of), by_(of.slope), n_(starts.back()), own_(new W[3 * n_]), starts_(starts),
+        parts_(starts.size() - 1),
+        places_(new int64_t[of.divergence == Divergence::kAdaptiveKl ? n_ + 1 : 0]) {}
 
   // Returns the divergence of a row and stores its gradient times ``weight``.
   double fill(int64_t row, double weight) {
-    return fill(row, weight, [](const Part&) { return 0.0; });
+    const Rows& gradient = of_.gradient;
+    // The gradient's row may store the student's exponentials.
+    const bool holds = gradient.data != nullptr && is_of(gradient.type, W());
+    return fill(
+        row, weight, holds ? gradient.write(row, 0, own_.get()) : own_.get(),
+        [&](int64_t, int64_t start, int64_t count) {
+          return Logits{of_.student.read(row, start, count, copies_[0]),
+                        of_.teacher.read(teacher_row(row), start, count, copies_[1])};
+        },
+        [](const Part&) { return 0.0; },
+        [&](const auto& gradient_of_block) {
+          each_block([&](int64_t i, int64_t start, int64_t count) {
+            W* out = gradient.write(row, start, copies_[0]);
+            gradient_of_block(i, out);
+            gradient.written(row, start, count, out);
+          });
+        });
   }
 
-  // The same; shift_of of the row's sums returns `Slope.shift`.
-  template <typename ShiftOf>
-  double fill(int64_t row, double weight, const ShiftOf& shift_of) {
-    const int64_t n = of_.student.n;
-    W* own = own_.get();
-    kept_ = {holds_ ? of_.gradient.write(row, 0, own) : own, own + n, own + 2 * n,
-             of_.terms != nullptr};
+  // Logits of a block's outcomes, and numbers that are copied while these are computed.
+  struct Logits {
+    const W *student, *teacher;
+    Picks ahead{};
+  };
+
+  // The same for other outcomes. read(block, start, count) returns a block's `Logits`, shift_of(sums
+  // of the row) returns `Slope.shift`, and write(gradient) calls gradient(block, out) for all blocks.
+  // ``weights_s`` stores the student's exponentials.
+  template <typename Read, typename ShiftOf, typename Write>
+  double fill(int64_t row, double weight, W* weights_s, const Read& read, const ShiftOf& shift_of,
+              const Write& write) {
+    kept_ = {weights_s, own_.get() + n_, own_.get() + 2 * n_, of_.terms != nullptr};
     Answer answer = answer_of(row);
     Tops tops;
     // One maximum for the row, so that exponentials of different blocks can be compared.
-    if (of_.divergence == Divergence::kAdaptiveKl && n > kBlock) {
-      each_block(row, [&](const W* z_s, const W* z_t, int64_t, int64_t count) {
+    if (of_.divergence == Divergence::kAdaptiveKl && parts_.size() > 1) {
+      each_block([&](int64_t i, int64_t start, int64_t count) {
+        const auto [z_s, z_t, ahead] = read(i, start, count);
         tops = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
+        FASTKD_CALL(pick, ahead, 0);
       });
     }
-    each_block(row, [&](const W* z_s, const W* z_t, int64_t start, int64_t count) {
+    each_block([&](int64_t i, int64_t start, int64_t count) {
+      auto [z_s, z_t, ahead] = read(i, start, count);
       const Tops here = FASTKD_CALL(tops_of, z_s, z_t, count, tops);
-      Part& part = parts_[start / kBlock] = {base_of(here.s), base_of(here.t)};
+      Part& part = parts_[i] = {base_of(here.s), base_of(here.t)};
       if (of_.terms) {
         answer.see(z_s, start, count, here.s);
         // The weights may overwrite the logits.
         if (z_s != copies_[0]) z_s = std::copy_n(z_s, count, copies_[0]) - count;
       }
-      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, part, kept_.at(start));
+      FASTKD_CALL(weigh, of_.divergence, z_s, z_t, count, by_, ahead, part, kept_.at(start));
       if (of_.terms) FASTKD_CALL(means_of, z_s, z_t, count, part, kept_.at(start));
     });
     const Part whole = join();
@@ -200,10 +236,9 @@ class Work {
     slope.shift = shift_of(whole);
     const double loss = loss_of(whole, slope);
     if (of_.gradient.data == nullptr) return loss;
-    each_part([&](int64_t start, int64_t count, const Part& part) {
-      W* out = of_.gradient.write(row, start, copies_[0]);
-      FASTKD_CALL(gradient_of, slope, count, part, kept_.at(start), out);
-      of_.gradient.written(row, start, count, out);
+    write([&](int64_t i, W* out) {
+      const int64_t start = starts_[i], count = starts_[i + 1] - start;
+      FASTKD_CALL(gradient_of, slope, count, parts_[i], kept_.at(start), out);
     });
     return loss;
   }
@@ -255,22 +290,23 @@ class Work {
     return of_.teacher_rows ? of_.teacher_rows[row] : row;
   }
 
-  // Calls body(student, teacher, start, count) with logits of type W.
+  static std::vector<int64_t> blocks_of(int64_t n) {
+    std::vector<int64_t> starts;
+    for (int64_t start = 0; start < n; start += kBlock) starts.push_back(start);
+    starts.push_back(n);
+    return starts;
+  }
+
+  // Calls body(i, start, count) for each block.
   template <typename Body>
-  void each_block(int64_t row, const Body& body) {
-    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
-      const int64_t count = std::min(kBlock, of_.student.n - start);
-      body(of_.student.read(row, start, count, copies_[0]),
-           of_.teacher.read(teacher_row(row), start, count, copies_[1]), start, count);
-    }
+  void each_block(const Body& body) const {
+    for (size_t i = 0; i < parts_.size(); ++i) body(i, starts_[i], starts_[i + 1] - starts_[i]);
   }
 
   // Calls body(start, count, part) for each block.
   template <typename Body>
   void each_part(const Body& body) const {
-    for (int64_t start = 0; start < of_.student.n; start += kBlock) {
-      body(start, std::min(kBlock, of_.student.n - start), parts_[start / kBlock]);
-    }
+    each_block([&](int64_t i, int64_t start, int64_t count) { body(start, count, parts_[i]); });
   }
 
   // Returns the row's sums, and sets each part's factors relative to the row.
@@ -360,12 +396,11 @@ class Work {
   // at most half of its mass.
   double head_share(const Part& whole) const {
     const W* weights = kept_.weights_t;
-    const int64_t n = of_.student.n;
     const double half = whole.total_t / 2;
     // Bounds of the head's edge: weights from ``high`` on are in the head, weights below ``low``
     // are not. The largest weight is 1. At most n entries hold the other half, so their largest is
     // at least half/n.
-    W low = W(0.999 * half / double(n)), high = W(1.5 / FloatFormat<W>::kDown);
+    W low = W(0.999 * half / double(n_)), high = W(1.5 / FloatFormat<W>::kDown);
     if (!(low > 0)) return 0.5;  // NaN
     double from_low = whole.total_t, from_high = 0;
     // Candidates for the edge: first near the mean logarithm, which halves the mass of normally
@@ -429,8 +464,9 @@ class Work {
 
   const SoftTargets& of_;
   const Exponents<W> by_;
-  const bool holds_;  // the gradient has type W, so its rows can store the student's exponentials
+  const int64_t n_;  // number of outcomes
   const std::unique_ptr<W[]> own_;
+  const std::vector<int64_t> starts_;  // of the blocks, and n_
   std::vector<Part> parts_;
   const std::unique_ptr<int64_t[]> places_;  // entries at the head's edge
   Kept<W> kept_{};

@@ -38,9 +38,13 @@ enum class Unmatched { kRenormalise, kBucket, kSorted };
 
 // Two vocabularies.
 struct Match {
+  static constexpr int64_t kBlock = 1024;  // tokens that are computed at a time
+  static constexpr int kPadding = 16;
+
   Unmatched unmatched;
-  std::vector<int32_t> teacher;                  // the matched tokens, in the student's order
+  std::vector<int32_t> teacher;  // the matched tokens, in the student's order, and kPadding others
   std::vector<uint16_t> in_student, in_teacher;  // a bit for each token: whether it is matched
+  std::vector<int64_t> starts;  // in ``teacher``, of each kBlock tokens of the student, and the end
 };
 
 constexpr int kColumns = 16;  // bits in each number of `Match`

@@ -37,9 +37,46 @@ inline double top_of(const W* z, int64_t n, double top) {
   return std::max(double(largest<W>(found[0])), top);
 }
 
-template <Divergence divergence, typename W>
-inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Part& part,
-                     Kept<W> kept) {
+// Copies kLanes<W> picks from ``start`` on, if there are more. Behind the last one, padding is read.
+template <typename W, typename T>
+FASTKD_KERNEL inline void pick_as(const Picks& of, int64_t start) {
+  const T* row = reinterpret_cast<const T*>(of.row);
+  const int32_t* ids = of.ids + start;
+  T* out = reinterpret_cast<T*>(of.out) + start;
+  int64_t i = 0;
+#if defined(FASTKD_KINDS)
+  if constexpr (kBytes >= 32 && std::is_same_v<W, float> && std::is_same_v<T, float>) {
+    for (; i < kLanes<W>; i += 8) {
+      const __m256i at = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(ids + i));
+      _mm256_storeu_ps(out + i, _mm256_i32gather_ps(row, at, sizeof(T)));
+    }
+  }
+#endif
+#pragma GCC unroll 16
+  for (; i < kLanes<W>; ++i) out[i] = row[ids[i]];
+}
+
+template <typename W>
+FASTKD_KERNEL inline void pick_some(const Picks& of, int64_t start) {
+  if (start >= of.count) return;
+  of.next.fetch(start), of.next.fetch(start + kLanes<W> / 2);
+  if (of.size == sizeof(float)) {
+    pick_as<W, float>(of, start);
+  } else if (of.size == sizeof(double)) {
+    pick_as<W, double>(of, start);
+  } else {
+    pick_as<W, uint16_t>(of, start);
+  }
+}
+
+// Copies the picks from ``start`` on.
+FASTKD_KERNEL void pick(const Picks& of, int64_t start) {
+  for (; start < of.count; start += kLanes<float>) pick_some<float>(of, start);
+}
+
+template <Divergence divergence, bool picks, typename W>
+inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, const Picks& ahead,
+                     Part& part, Kept<W> kept) {
   constexpr bool adaptive = divergence == Divergence::kAdaptiveKl;
   constexpr bool both = adaptive || divergence == Divergence::kMixed;
   constexpr bool reverse = divergence == Divergence::kReverseKl || both;
@@ -50,7 +87,11 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
   const W base_s = W(part.base_s), base_t = W(part.base_t);
   Vector<W> sum_s{}, sum_t{}, cross_s{}, cross_t{}, mean_t{};
   each<W>(n, [&](int64_t i, int64_t count) {
-    fetch(z_s + n + i), fetch(z_t + n + i);  // prefetch the next block
+    if constexpr (picks) {
+      pick_some<W>(ahead, i);
+    } else {
+      fetch(z_s + n + i), fetch(z_t + n + i);  // prefetch the next block
+    }
     const Vector<W> x_s = load(z_s + i, count, W(-kInfinity)) - base_s;
     const Vector<W> x_t = load(z_t + i, count, W(-kInfinity)) - base_t, gap = x_s - x_t;
     Bits<W> none_s, none_t;
@@ -65,6 +106,7 @@ inline void weigh_as(const W* z_s, const W* z_t, int64_t n, Exponents<W> by, Par
     if (forward || second || kept.has_t) store<W>(kept.weights_t + i, w_t, count);
     if constexpr (reverse || js) store<W>(kept.gaps + i, gap, count);
   });
+  if constexpr (picks) pick(ahead, n);
   part.total_s = sum<W>(sum_s), part.total_t = sum<W>(sum_t);
   part.cross_s = sum<W>(cross_s) * by.slope, part.cross_t = sum<W>(cross_t) * by.slope;
   if constexpr (adaptive) part.mean_t = sum<W>(mean_t) * by.slope;
@@ -341,8 +383,11 @@ FASTKD_KERNEL void multiply(W* x, int64_t n, W factor) {
 
 template <typename W>
 FASTKD_KERNEL void weigh(Divergence divergence, const W* z_s, const W* z_t, int64_t n,
-                         Exponents<W> by, Part& part, Kept<W> kept) {
-  with(divergence, [&](auto kind) { weigh_as<kind()>(z_s, z_t, n, by, part, kept); });
+                         Exponents<W> by, const Picks& ahead, Part& part, Kept<W> kept) {
+  with(divergence, [&](auto kind) {
+    ahead.count ? weigh_as<kind(), true>(z_s, z_t, n, by, ahead, part, kept)
+                : weigh_as<kind(), false>(z_s, z_t, n, by, ahead, part, kept);
+  });
 }
 
 template <typename W>
@@ -424,37 +469,30 @@ FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, bool chosen, int64_t n
   return out;
 }
 
-// The inverse: each of n numbers is the next of ``matched`` where its bit is 1, else of ``rest``, or
-// 0 if that is null. Returns the end of ``matched``. Behind it, and ``rest``, kPadding are read.
+// The inverse: each of n numbers is the next of ``matched`` where its bit is 1, else the next of
+// ``rest`` times ``factor``, or 0 if that is null. Behind both kPadding more are read.
 template <typename W>
-FASTKD_KERNEL const W* merge(const W* matched, const W* rest, const uint16_t* bits, int64_t n,
-                             W* out) {
+FASTKD_KERNEL void merge(const W* matched, const W* rest, W factor, const uint16_t* bits, int64_t n,
+                         W* out) {
 #if defined(FASTKD_KINDS)
   if constexpr (kMovesLanes && std::is_same_v<W, float>) {
     each<W>(n, [&](int64_t i, int64_t count) {
       const uint32_t lanes = bits_at(bits, i, count), others = (0xffffu >> (kColumns - count)) ^ lanes;
       Vector<W> x{};
-      if (rest) x = expanded(load(rest), others, x), rest += __builtin_popcount(others);
+      if (rest) x = expanded(load(rest) * factor, others, x), rest += __builtin_popcount(others);
       store<W>(out + i, expanded(load(matched), lanes, x), count);
       matched += __builtin_popcount(lanes);
     });
-    return matched;
+    return;
   }
 #endif
   for (int64_t i = 0; i < n; ++i) {
     // Both are read: a branch would often be mispredicted.
     const bool chosen = bits_at(bits, i, 1);
-    const W x = *matched, other = rest ? *rest : 0;
+    const W x = *matched, other = rest ? *rest * factor : 0;
     out[i] = chosen ? x : other;
     matched += chosen, rest += rest && !chosen;
   }
-  return matched;
-}
-
-// Numbers of a row at ``ids``.
-template <typename T>
-FASTKD_KERNEL void pick(const T* row, const int32_t* ids, int64_t n, T* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = row[ids[i]];
 }
 
 // Bins of a block's probabilities; see `bin_of`.
