@@ -279,27 +279,25 @@ class _TritonAttention(torch.autograd.Function):
         maps = [x.contiguous() for x in maps]
         n = len(maps) // 2
         ctx.in_forward = options.reduction != "none" and maps[0].dtype != torch.float16
-        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and ctx.in_forward
+        ctx.options, computed = options, any(ctx.needs_input_grad) and ctx.in_forward
         given = maps[:n], maps[n:], mask, compared, weights
         mean, layers, reduction = options.mean, options.layers, options.reduction
-        loss, *gradient = attention(*given, None, mean, layers, reduction, ctx.computed)
-        ctx.save_for_backward(mask, compared, weights, *maps, *gradient)
+        loss, *gradient = attention(*given, None, mean, layers, reduction, computed)
+        ctx.save_for_backward(*(gradient if ctx.in_forward else (mask, compared, weights, *maps)))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.attention import attention
-        from fastkd.kernels.upstream import scaled_once
+        from fastkd.kernels.upstream import scaled
 
-        mask, compared, weights, *maps = ctx.saved_tensors
-        n = len(maps) // 2  # also with a gradient
-        gradient = maps[2 * n :]
-        if not ctx.computed:
-            mean, layers, reduction = ctx.options.mean, ctx.options.layers, ctx.options.reduction
-            given = maps[:n], maps[n : 2 * n], mask, compared, weights
-            upstream = None if ctx.in_forward else grad
-            _, *gradient = attention(*given, upstream, mean, layers, reduction, True)
+        n = (len(ctx.needs_input_grad) - 4) // 2
         if ctx.in_forward:
-            gradient = scaled_once(ctx, gradient, grad)
+            gradient = scaled(ctx.saved_tensors, grad)
+        else:
+            mean, layers, reduction = ctx.options.mean, ctx.options.layers, ctx.options.reduction
+            mask, compared, weights, *maps = ctx.saved_tensors
+            given = maps[:n], maps[n:], mask, compared, weights
+            _, *gradient = attention(*given, grad, mean, layers, reduction, True)
         return (None,) * 4 + gradient[0].unbind() + (None,) * n

@@ -704,29 +704,27 @@ class _TritonPositions(torch.autograd.Function):
         labels, mask = (None if x is None else x.contiguous() for x in (labels, mask))
         weights = None if weights is None else weights.float().contiguous()
         ctx.in_forward = options.reduction != "none" and students[0].dtype != torch.float16
-        ctx.options, ctx.computed = options, any(ctx.needs_input_grad) and ctx.in_forward
+        ctx.options, computed = options, any(ctx.needs_input_grad) and ctx.in_forward
         loss, *gradient = cos_nce_positions(
-            students, teachers, labels, mask, weights, None, options.reduction, ctx.computed
+            students, teachers, labels, mask, weights, None, options.reduction, computed
         )
-        ctx.save_for_backward(labels, mask, weights, *students, *teachers, *gradient)
+        given = labels, mask, weights, *students, *teachers
+        ctx.save_for_backward(*(gradient if ctx.in_forward else given))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.contrastive import cos_nce_positions
-        from fastkd.kernels.upstream import scaled_once
+        from fastkd.kernels.upstream import scaled
 
-        labels, mask, weights, *features = ctx.saved_tensors
-        n, reduction = ctx.options.layers, ctx.options.reduction
-        students, teachers = features[:n], features[n : 2 * n]
-        gradient = features[2 * n :]
-        if not ctx.computed:
-            given = students, teachers, labels, mask, weights
-            upstream = None if ctx.in_forward else grad
-            _, *gradient = cos_nce_positions(*given, upstream, reduction, True)
+        n = ctx.options.layers
         if ctx.in_forward:
-            gradient = scaled_once(ctx, gradient, grad)
+            gradient = scaled(ctx.saved_tensors, grad)
+        else:
+            labels, mask, weights, *features = ctx.saved_tensors
+            given = features[:n], features[n:], labels, mask, weights
+            _, *gradient = cos_nce_positions(*given, grad, ctx.options.reduction, True)
         return (None,) * 6 + gradient[0].unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
 
 

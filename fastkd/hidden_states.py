@@ -324,24 +324,24 @@ class _TritonHiddenStates(torch.autograd.Function):
         student, teacher = dense_rows(student, teacher)
         mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
         ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
-        ctx.options, ctx.computed = options, ctx.needs_input_grad[3] and ctx.in_forward
+        ctx.options, computed = options, ctx.needs_input_grad[3] and ctx.in_forward
         given = student, teacher, mask, weights
         kind, beta, reduction = options.kind, options.beta, options.reduction
-        loss, *gradient = hidden_states(*given, None, kind, beta, reduction, ctx.computed)
-        ctx.save_for_backward(*given, *gradient)
+        loss, *gradient = hidden_states(*given, None, kind, beta, reduction, computed)
+        ctx.save_for_backward(*(gradient if ctx.in_forward else given))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.hidden_states import hidden_states
-        from fastkd.kernels.upstream import scaled_once
+        from fastkd.kernels.upstream import scaled
 
-        student, teacher, mask, weights, *gradient = ctx.saved_tensors
-        if not ctx.computed:
-            kind, beta, reduction = ctx.options.kind, ctx.options.beta, ctx.options.reduction
-            given = student, teacher, mask, weights, None if ctx.in_forward else grad
-            _, *gradient = hidden_states(*given, kind, beta, reduction, True)
         if ctx.in_forward:
-            gradient = scaled_once(ctx, gradient, grad)
+            gradient = scaled(ctx.saved_tensors, grad)
+        else:
+            kind, beta, reduction = ctx.options.kind, ctx.options.beta, ctx.options.reduction
+            student, teacher, mask, weights = ctx.saved_tensors
+            given = student, teacher, mask, weights, grad
+            _, *gradient = hidden_states(*given, kind, beta, reduction, True)
         return None, None, None, *gradient, None

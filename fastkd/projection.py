@@ -649,26 +649,26 @@ class _TritonLayerNormMSE(torch.autograd.Function):
         x, y = dense_rows(x, y)
         ctx.in_forward = x.dtype != torch.float16
         needed = ctx.needs_input_grad[2:] if ctx.in_forward else (False, False)
-        ctx.options, ctx.computed = options, any(needed)
+        ctx.options = options
         divisor = _divisor(x, options.reduction)
         loss, *gradients = layer_norm_mse(x, y, weights, None, options.eps, divisor, *needed)
-        ctx.save_for_backward(weights, x, y, *gradients)
+        ctx.save_for_backward(*(gradients if ctx.in_forward else (x, y, weights)))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         from fastkd.kernels.projection import layer_norm_mse
-        from fastkd.kernels.upstream import scaled_once
+        from fastkd.kernels.upstream import scaled
 
         needs_dx, needs_dy = ctx.needs_input_grad[2:]
-        weights, x, y, *gradients = ctx.saved_tensors
-        if not ctx.computed:
-            eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-            given = x, y, weights, None if ctx.in_forward else grad
-            _, *gradients = layer_norm_mse(*given, eps, divisor, needs_dx, needs_dy)
         if ctx.in_forward:
-            gradients = scaled_once(ctx, gradients, grad)
+            gradients = scaled(ctx.saved_tensors, grad)
+        else:
+            x, y, weights = ctx.saved_tensors
+            eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
+            given = x, y, weights, grad
+            _, *gradients = layer_norm_mse(*given, eps, divisor, needs_dx, needs_dy)
         return None, None, gradients[0] if needs_dx else None, gradients[-1] if needs_dy else None
 
 

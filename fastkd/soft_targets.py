@@ -599,28 +599,26 @@ class _TritonSoftTargets(torch.autograd.Function):
 
         student, teacher = dense_rows(student, teacher)
         ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
-        ctx.options, ctx.computed = options, ctx.needs_input_grad[1] and ctx.in_forward
+        ctx.options, computed = options, ctx.needs_input_grad[1] and ctx.in_forward
         soft: SoftTargetOptions = options.soft
         given = student, teacher, mask, weights, denominator
-        loss, *gradient = soft_targets(*given, options.reduction, *soft.per_row, ctx.computed)
-        save_for_backward(ctx, *given, *gradient)
+        loss, *gradient = soft_targets(*given, options.reduction, *soft.per_row, computed)
+        save_for_backward(ctx, *(gradient if ctx.in_forward else given))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        from fastkd.kernels.soft_targets import soft_target_gradient, soft_targets
-        from fastkd.kernels.upstream import scaled_once
+        from fastkd.kernels.soft_targets import soft_target_gradient
+        from fastkd.kernels.upstream import scaled
 
-        student, teacher, mask, weights, denominator, *gradient = ctx.saved_tensors
-        soft: SoftTargetOptions = ctx.options.soft
-        given = student, teacher, mask, weights, denominator
-        if not ctx.in_forward:
-            dstudent = soft_target_gradient(*given, grad, ctx.options.reduction, *soft.per_row)
+        if ctx.in_forward:
+            (dstudent,) = scaled(ctx.saved_tensors, grad)
         else:
-            if not ctx.computed:
-                _, *gradient = soft_targets(*given, ctx.options.reduction, *soft.per_row, True)
-            (dstudent,) = scaled_once(ctx, gradient, grad)
+            student, teacher, mask, weights, denominator = ctx.saved_tensors
+            given = student, teacher, mask, weights, denominator, grad
+            soft: SoftTargetOptions = ctx.options.soft
+            dstudent = soft_target_gradient(*given, ctx.options.reduction, *soft.per_row)
         return None, dstudent, None, None, None, None
 
 

@@ -9,7 +9,7 @@ the partial losses after.
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
 backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
 gradients: there the forward pass computes the losses alone, and the backward pass reads the maps
-again, as a second backward pass does.
+again.
 
 With E = B·H·N² elements of s bytes on each side: 2Es read and Es written, 3Es bytes in all, or 5Es
 where the backward pass reads the maps again; about 5E operations. Bound by bandwidth.

@@ -10,7 +10,7 @@ a multiprocessor fit its L1 cache: only the first read comes from memory.
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
 backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
 gradients: there the forward pass computes the losses alone, and the backward pass visits the rows
-again, as a second backward pass does.
+again.
 
 With E = R·D elements of s bytes on each side: 2Es read and Es written, 3Es bytes in all, or 5Es
 where the backward pass visits the rows again; about 8E operations, 14E for the cosine. Bound by

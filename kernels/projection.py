@@ -5,8 +5,7 @@ writes the losses and, where they are needed, dx and dy. `fastkd.kernels.reducti
 
 The gradients are those for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies them in
 the backward pass, without work if that is 1. float16 would underflow: there the forward pass
-computes the losses alone, and the backward pass reads the rows again, as a second backward pass
-does.
+computes the losses alone, and the backward pass reads the rows again.
 
 With E = R·D elements of s bytes: 2Es read and 2Es written, 4Es bytes in all (3Es if only one is
 needed), 6Es if both are needed for rows of more than 8192, and 2Es more where the backward pass

@@ -13,7 +13,7 @@ Logits that are computed from hidden states in chunks are overwritten by their g
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
 backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
 gradients: there the forward pass reads the logits for the loss alone, and the backward pass does
-the whole work again, as a second backward pass does.
+the whole work again.
 
 Exponentials are powers of 2, of (z − max)·log2(e)/τ. A fused multiply-add would save the
 subtraction, but the exponent of the maximum itself would be a rounding error instead of 0.

@@ -7,13 +7,13 @@ are at most as many programs as run at a time, since each that only returns cost
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.numerics import graph_is_kept
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 
@@ -54,16 +54,14 @@ def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
     )
 
 
-def scaled_once(ctx: Any, gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """Gradients for an upstream gradient of 1, times ``upstream``, in place.
+def scaled(gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
+    """Saved gradients for an upstream gradient of 1, times ``upstream``; in place if it may be.
 
-    ``ctx.in_forward``: ``forward`` computes such gradients. It doesn't for "none", which has many
-    upstream gradients, and in float16, which can't hold them before the loss scale is multiplied
-    in. ``ctx.computed``: they are saved, and unchanged. A second backward pass computes new ones.
+    ``forward`` computes and saves them. It doesn't for "none", which has many upstream gradients,
+    and in float16, which can't hold them before the loss scale is multiplied in.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or graph_is_kept():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]
-    ctx.computed = False
     for x in gradients:
         scale_in_place(x, upstream)
     return gradients
