@@ -14,7 +14,7 @@ def predict(settings: PredictSettings, console: Console) -> None:
     """Print or write a line for each row; rows without text get no prediction."""
     model = begin(settings)
     rows = model.read(settings.data, settings.columns, settings.task, labelled=False)
-    records, kind = list(rows.data), type(model.task)
+    records, kind = rows.data.to_list(), type(model.task)
     full = [i for i, row in enumerate(records) if empty_column(kind, row) is None]
     if not full:
         raise InputError(f"--data {settings.data}: no row holds text")

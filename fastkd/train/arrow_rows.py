@@ -107,18 +107,13 @@ class Rows:
                 ) from None
         return found
 
-    def labelled(
-        self, read: Callable[[str], float], kind: type, classes: Sequence[str] | None = None
-    ) -> "Rows":
-        """Rows whose labels are ``read(label)``, of type ``kind``; ids of ``classes`` if given."""
-        return self.with_labels(np.array(self.map_labels(read), kind)[self.raw_labels[1]], classes)
+    def labelled(self, read: Callable[[str], float]) -> "Rows":
+        """Rows whose labels are ``read(label)``."""
+        return self.with_labels(np.array(self.map_labels(read))[self.raw_labels[1]])
 
-    def with_labels(self, labels: np.ndarray, classes: Sequence[str] | None = None) -> "Rows":
-        """Rows with these labels, ids of ``classes`` if given."""
-        library = _library()
-        named = None if classes is None else library.ClassLabel(names=list(classes))
-        data = self.without("label").data
-        return replace(self, data=data.add_column("label", labels, feature=named))
+    def with_labels(self, labels: np.ndarray) -> "Rows":
+        """Rows with these labels."""
+        return replace(self, data=self.without_label().data.add_column("label", labels))
 
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""
@@ -130,9 +125,9 @@ class Rows:
         """The rows of these numbers, counted from 0."""
         return replace(self, data=self.data.select(keep, keep_in_memory=True))
 
-    def without(self, column: str) -> "Rows":
-        """Rows without the given column, if they have it."""
-        known = [column] if column in self.data.column_names else []
+    def without_label(self) -> "Rows":
+        """Rows without their labels, if they have any."""
+        known = [name for name in self.data.column_names if name == "label"]
         return replace(self, data=self.data.remove_columns(known))
 
     def followed_by(self, other: "Rows") -> "Rows":

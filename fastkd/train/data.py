@@ -213,7 +213,7 @@ def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
     """How many rows of ``sets`` have the texts of a training row; compares hashes."""
 
     def inputs(rows: Rows) -> Iterator[int]:
-        return map(hash, rows.without("label").contents())
+        return map(hash, rows.without_label().contents())
 
     counts = Counter(found for rows in sets for found in inputs(rows))
     return sum(counts.pop(found, 0) for found in inputs(train))
@@ -245,7 +245,7 @@ def file_columns(
                 f"--no-header needs {' and '.join(needed)} as numbers, the first being 0"
             )
     columns = asked.over(columns)
-    if files.is_text(path):
+    if files.kind_of(path) == ".txt":
         if columns.pair is not None:
             raise InputError(
                 f"{path}: a .txt file has one text a line, but two are compared; use another format"

@@ -9,7 +9,6 @@ A number is the line on which the row begins, or its own in Parquet and in an ar
 closing quote as a part of the field.
 """
 
-import contextlib
 import csv
 import gzip
 import itertools
@@ -76,38 +75,26 @@ def first_row(path: Path) -> list[str]:
         return []
 
 
-def is_text(path: Path) -> bool:
-    """Whether the file has one text a line and no columns."""
-    return kind_of(path) == ".txt"
-
-
 def kind_of(path: Path) -> str:
     """The file's suffix in lower case, without .gz."""
     return Path(path.name.removesuffix(".gz")).suffix.lower()
 
 
-@contextlib.contextmanager
-def _opened(path: Path, option: str) -> Iterator[Any]:
-    """Open a file for reading bytes, decompressed; read errors become an InputError."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{option} {path}: can't be read ({error})") from None
-
-
 def text_lines(path: Path, option: str) -> Lines:
     """The lines of a file with their numbers, from the first line that is not blank."""
     started = False
-    with _opened(path, option) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError:
-                raise InputError(f"{path}, row {number}: not UTF-8 text") from None
-            started = started or bool(text.strip())
-            if started:
-                yield number, text
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    raise InputError(f"{path}, row {number}: not UTF-8 text") from None
+                started = started or bool(text.strip())
+                if started:
+                    yield number, text
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{option} {path}: can't be read ({error})") from None
     if not started:
         raise InputError(f"{option} {path}: the file is empty")
 
@@ -128,16 +115,6 @@ def _txt(path: Path, option: str, header: bool, blank: bool) -> Records:
         before = number
 
 
-@contextlib.contextmanager
-def _long_fields() -> Iterator[None]:
-    """Context that raises the field limit of `csv`, a global of the process."""
-    before = csv.field_size_limit(LONGEST_FIELD)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
-
-
 def _csv(path: Path, option: str, header: bool, blank: bool) -> Records:
     lines = text_lines(path, option)
     top, first = next(lines)
@@ -146,11 +123,13 @@ def _csv(path: Path, option: str, header: bool, blank: bool) -> Records:
     def rows() -> Iterator[tuple[int, list[str]]]:
         while True:
             number = top + reader.line_num
+            limit = csv.field_size_limit(LONGEST_FIELD)  # of the whole process
             try:
-                with _long_fields():
-                    line = next(reader, None)
+                line = next(reader, None)
             except csv.Error as error:
                 raise InputError(f"{path}, row {number}: {error}") from None
+            finally:
+                csv.field_size_limit(limit)
             if line is None:
                 return
             if line or blank:

@@ -237,7 +237,7 @@ class Task:
     def without_labels(self, rows: Rows) -> Rows:
         """``rows`` without labels, or with labels that the losses ignore."""
         if self.no_label is None:
-            return rows.without("label")
+            return rows.without_label()
         return rows.with_labels(np.full(len(rows), self.no_label))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
@@ -456,7 +456,7 @@ def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:
     new = np.array([names.index(name) for name in task.names])
 
     def renumber(rows: Rows) -> Rows:
-        return rows if rows.labels is None else rows.with_labels(new[rows.labels], names)
+        return rows if rows.labels is None else rows.with_labels(new[rows.labels])
 
     return replace(
         corpus,

@@ -31,17 +31,11 @@ from fastkd.train.tasks.base import (
 
 def documents(path: Path, option: str, header: bool, blank: bool) -> files.Records:
     """Texts of several lines, separated by empty lines."""
-    lines: list[str] = []
-    began = 0
-    for number, line in files.text_lines(path, option):
-        if line.strip():
-            began = began if lines else number
-            lines.append(line.rstrip("\r\n"))
-        elif lines:
-            yield began, {"text": "\n".join(lines)}
-            lines = []
-    if lines:
-        yield began, {"text": "\n".join(lines)}
+    numbered = files.text_lines(path, option)
+    for empty, group in itertools.groupby(numbered, lambda line: not line[1].strip()):
+        lines = list(group)
+        if not empty:
+            yield lines[0][0], {"text": "\n".join(text.rstrip("\r\n") for _, text in lines)}
 
 
 @dataclass(frozen=True)

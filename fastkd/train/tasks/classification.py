@@ -104,7 +104,7 @@ class Classification(ClassTask):
             if rest is not None:
                 count = f"{len(rest)} of {total} rows have no label ({UNLABELLED})"
                 notes = [f"{rows.source}: {count}"]
-        return Prepared(self, rows.labelled(find, int, self.classes), tuple(notes), rest)
+        return Prepared(self, rows.labelled(find), tuple(notes), rest)
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         names, train = self.names, _counts(corpus.train)

@@ -47,6 +47,7 @@ ALIKE = ("sentence1", "sentence2", "score")
 ASKING, ANSWERING = ("query", "anchor"), ("positive", "passage")
 NEGATIVE = re.compile(r"negatives|negative(_\d+)?")
 NEGATIVES = "negatives"
+ROW = ("text", "pair", NEGATIVES)  # stored columns with texts
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Embedding(Task):
 
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], None]:
-        return [text for row in rows.data for text in _texts_of(row)], None
+        return [text for row in rows.columns(*ROW) for text in _texts_of(*row)], None
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
@@ -176,11 +177,8 @@ class Embedding(Task):
         return tuple(dict.fromkeys((*first, *(self.answered or AGREEMENT))))
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        names = ("number", "text", "pair", NEGATIVES)
-        rows = zip(*(batch[name] for name in names), strict=True)
-        each = [
-            (row[0], text) for row in rows for text in _texts_of(dict(zip(names, row, strict=True)))
-        ]
+        rows = zip(*(batch[name] for name in ("number", *ROW)), strict=True)
+        each = [(number, text) for number, *row in rows for text in _texts_of(*row)]
         numbers, texts = ([part[i] for part in each] for i in range(2))
         max_length = min(max_length, self.max_seq_length or max_length)
         return {**tokenizer(texts, truncation=True, max_length=max_length), "number": numbers}
@@ -215,14 +213,14 @@ class Embedding(Task):
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         found: dict[str, float] = {}
         if not set(metrics).isdisjoint(SCORED):
-            cosines = np.array([_cosine(*one[:2]) for one in self._embedded(answers, examples)])
-            found = number_scores(cosines, np.asarray(examples.rows.labels))
+            cosines = np.array([_cosine(*one[:2]) for _, one in self._embedded(answers, examples)])
+            found = number_scores(cosines, examples.rows.labels)
         if not set(metrics).isdisjoint(RANKED):
             found.update(self._ranked(answers, examples))
         if not set(metrics).isdisjoint(TRIPLES):
             nearer = [
                 _cosine(first, second) > _cosine(first, other)
-                for first, second, *others in self._embedded(answers, examples)
+                for _, (first, second, *others) in self._embedded(answers, examples)
                 for other in others
             ]
             found[TRIPLES[0]] = float(np.mean(nearer))
@@ -236,13 +234,11 @@ class Embedding(Task):
         util: Any = require("sentence_transformers.util", EXTRA)
         known = _Known({}, {})
         relevant: dict[str, set[str]] = {}
-        rows = zip(examples.rows.data, self._embedded(answers, examples), strict=True)
-        for row, (first, *others) in rows:
-            query, *documents = _texts_of(row)
+        for (query, *documents), (first, *others) in self._embedded(answers, examples):
             known.queries.setdefault(query, first)
             for document, vector in zip(documents, others, strict=True):
                 known.documents.setdefault(document, vector)
-            relevant.setdefault(query, set()).add(row["pair"])
+            relevant.setdefault(query, set()).add(documents[0])
         kinds = ("mrr", "ndcg", "accuracy", "precision_recall", "map")
         score_with_warnings = library.InformationRetrievalEvaluator(
             {text: text for text in known.queries},
@@ -268,14 +264,17 @@ class Embedding(Task):
             )
         return dict(zip(AGREEMENT, agreement(answers, examples.teacher_answers), strict=True))
 
-    def _embedded(self, answers: Any, examples: Encoded) -> Iterator[list[Any]]:
-        """The embeddings of the texts of each row."""
+    def _embedded(
+        self, answers: Any, examples: Encoded
+    ) -> Iterator[tuple[list[str], list[np.ndarray]]]:
+        """The texts of each row, and their embeddings."""
         each = iter(answers)
-        return ([next(each) for _ in _texts_of(row)] for row in examples.rows.data)
+        rows = (_texts_of(*row) for row in examples.rows.columns(*ROW))
+        return ((texts, [next(each) for _ in texts]) for texts in rows)
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         found = []
-        for first, *others in self._embedded(answers, examples):
+        for _, (first, *others) in self._embedded(answers, examples):
             row: dict[str, Any] = {"embedding": first.tolist()}
             if others:
                 row.update(pair_embedding=others[0].tolist(), cosine=_cosine(first, others[0]))
@@ -346,10 +345,9 @@ def _texts_in(record: dict[str, Any], name: str, where: str) -> list[str]:
     return [text_of(record, name, where)] if one else words_of(record, name, where)
 
 
-def _texts_of(row: Mapping[str, Any]) -> list[str]:
+def _texts_of(text: str, pair: str | None, negatives: list[str]) -> list[str]:
     """The texts of a row, in the order of their tokens."""
-    pair = row.get("pair")
-    return [row["text"], *([] if pair is None else [pair]), *(row.get(NEGATIVES) or [])]
+    return [text, *([] if pair is None else [pair]), *negatives]
 
 
 def _answered(rows: Rows) -> tuple[str, ...]:

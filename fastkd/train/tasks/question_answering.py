@@ -15,7 +15,7 @@ from torch import nn
 
 from fastkd.analysis.model_inputs import accepted
 from fastkd.train import files
-from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns, field, text_of, whole
 from fastkd.train.tasks.base import (
@@ -248,12 +248,8 @@ class QuestionAnswering(Task):
     def _readings(self, answers: Any, examples: Encoded) -> list[Reading]:
         """The reading of each row, from all of its windows."""
         windows: list[list[Reading]] = []
-        columns = (
-            row
-            for batch in examples.evaluation_columns.iter(BATCH)
-            for row in zip(*(batch[name] for name in self.evaluation_columns), strict=True)
-        )
-        for logits, (*places, begins) in zip(answers, columns, strict=True):
+        columns = (examples.evaluation_columns[name][:] for name in self.evaluation_columns)
+        for logits, *places, begins in zip(answers, *columns, strict=True):
             if begins:  # several rows may have the number of one line
                 windows.append([])
             windows[-1].append(_read(logits, *places))

@@ -32,10 +32,10 @@ class Regression(Task):
         return 1
 
     def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
-        return Prepared(self, rows.labelled(_real, float))
+        return Prepared(self, rows.labelled(_real))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
-        marked = np.count_nonzero(np.asarray(corpus.train.labels) == UNLABELLED)
+        marked = np.count_nonzero(corpus.train.labels == UNLABELLED)
         if marked:
             yield (
                 f"warning: {marked} training labels are {UNLABELLED}, a number here, which is "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastkd.train import files
-from fastkd.train.arrow_rows import BATCH, UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
@@ -33,11 +33,9 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
     column, so that the file is refused.
     """
     first: tuple[int, int] | None = None  # row and columns of the first word
-    sentence: list[tuple[int, str]] = []
-    for number, line in itertools.chain(files.text_lines(path, option), [(0, "")]):
-        if line.strip(BLANKS) and not line.startswith("-DOCSTART-"):
-            sentence.append((number, line))
-            continue
+    numbered = files.text_lines(path, option)
+    for between, group in itertools.groupby(numbered, lambda line: _separates(line[1])):
+        sentence = list(group)
         tabs = any("\t" in line for _, line in sentence)
         # A no-break space belongs to its word.
         lines = [
@@ -45,8 +43,7 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
             for n, line in sentence
             if not _comment(line, tabs)
         ]
-        sentence = []
-        if not lines:
+        if between or not lines:
             continue
         first = first or (lines[0][0], len(lines[0][1]))
         for n, parts in lines:
@@ -59,7 +56,15 @@ def conll(path: Path, option: str, header: bool, blank: bool) -> files.Records:
                 f"{path}, row {lines[0][0]}: CoNLL-U, which numbers its words; write a file with "
                 "the word first and the tag last"
             )
-        yield lines[0][0], _sentence([parts for _, parts in lines])
+        row = {TOKENS: [parts[0] for _, parts in lines]}
+        if first[1] > 1:
+            row[LABELS] = [parts[-1] for _, parts in lines]
+        yield lines[0][0], row
+
+
+def _separates(line: str) -> bool:
+    """Whether a line is between sentences."""
+    return not line.strip(BLANKS) or line.startswith("-DOCSTART-")
 
 
 def _comment(line: str, tabs: bool) -> bool:
@@ -68,11 +73,6 @@ def _comment(line: str, tabs: bool) -> bool:
     A word may be "#", too.
     """
     return bool(ASSIGNMENT.match(line)) or (tabs and "\t" not in line and line.startswith("# "))
-
-
-def _sentence(lines: list[list[str]]) -> dict[str, list[str]]:
-    words = {TOKENS: [parts[0] for parts in lines]}
-    return words if len(lines[0]) == 1 else {**words, LABELS: [parts[-1] for parts in lines]}
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,12 @@ class TokenClassification(ListedTask):
             raise InputError(f"{where}: word {empty + 1} is empty")
         if columns.label is None:
             return {"text": words}
-        tags = words_of(record, columns.label, where)
+        tags = [tag.strip() for tag in words_of(record, columns.label, where)]
         if len(tags) != len(words):
             raise InputError(f"{where}: {len(words)} words and {len(tags)} tags")
-        return {"text": words, "label": [_checked(tag.strip(), where) for tag in tags]}
+        if "" in tags:
+            raise InputError(f"{where}: a tag is empty")
+        return {"text": words, "label": tags}
 
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], None]:
@@ -138,15 +140,11 @@ class TokenClassification(ListedTask):
         )
         ids = {tag: i for i, tag in enumerate(self.classes)}
         words, labels = [], []
-        for i, all_pieces in enumerate(found["input_ids"]):
-            pieces = found.word_ids(i)
-            first = [w if w not in pieces[:at] else None for at, w in enumerate(pieces)]
-            words.append([-1 if w is None else w for w in first])
-            tags = batch["label"][i] if "label" in batch else None
-            none = [UNLABELLED] * len(all_pieces)
-            labels.append(
-                none if tags is None else [UNLABELLED if w is None else ids[tags[w]] for w in first]
-            )
+        for i, tags in enumerate(batch.get("label", [None] * len(batch["text"]))):
+            pieces = itertools.pairwise([None, *found.word_ids(i)])
+            first = [-1 if word in (None, before) else word for before, word in pieces]
+            words.append(first)
+            labels.append([UNLABELLED if w < 0 or tags is None else ids[tags[w]] for w in first])
         return {**found, "words": words, "labels": labels}
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
@@ -156,15 +154,9 @@ class TokenClassification(ListedTask):
         masks = batch["attention_mask"].bool().cpu()
         return [row[mask].tolist() for row, mask in zip(best, masks, strict=True)]
 
-    def finite(self, answers: Any) -> bool:
-        return all(min(row, default=0) >= 0 for row in answers)
-
     def _tags(self, answers: Any, examples: Encoded) -> Iterator[list[str | None]]:
         """The tag of every word, None for words that the model did not read."""
-        rows = examples.rows.column("text")
-        places = (
-            words for batch in examples.evaluation_columns.iter(BATCH) for words in batch["words"]
-        )
+        rows, places = examples.rows.column("text"), examples.evaluation_columns["words"][:]
         for words, answer, seen in zip(rows, answers, places, strict=True):
             tags: list[str | None] = [None] * len(words)
             for word, tag in zip(seen, answer, strict=True):
@@ -186,12 +178,6 @@ class TokenClassification(ListedTask):
 
     def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
         return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
-
-
-def _checked(tag: str, where: str) -> str:
-    if not tag:
-        raise InputError(f"{where}: a tag is empty")
-    return tag
 
 
 TASK = TokenClassification

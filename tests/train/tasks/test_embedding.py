@@ -154,17 +154,6 @@ def cosine(x):
     return unit @ unit.T
 
 
-def test_a_narrower_student_of_other_weights(folder, tmp_path):
-    sizes = "hidden_size=8,num_attention_heads=2,intermediate_size=16"
-    where = {"train": folder / "texts.txt", "eval": folder / "held-out.txt", "out": tmp_path / "o"}
-    few = {"epochs": 1, "batch_size": 8, "device": "cpu", "max_length": 16}
-    run("distill", task="embedding", teacher=folder / "embedder", student_config=sizes,
-        method="embeddings", **where, **few)  # fmt: skip
-    model = SentenceTransformer(str(tmp_path / "o/student"))
-    assert model.encode("a good film").shape == (8,)
-    assert 0 < read_json(tmp_path / "o/student/fastkd.json")["student"]["overlap"] <= 1
-
-
 def test_an_export_embeds_as_the_folder_does(tmp_path):
     """Pooling is in the graph: the commands' scores, and sentence-transformers' numbers."""
     runtime = pytest.importorskip("onnxruntime")

@@ -6,11 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from sklearn.metrics import average_precision_score, f1_score
-from transformers import BertConfig, BertForSequenceClassification
 
-from fastkd.distill import Distiller, SoftTargets
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
@@ -112,29 +109,6 @@ def test_scores_of_one_label_are_of_its_rows(tmp_path):
     scores = TASK(("good",)).scores(TASK.metrics, answers, SimpleNamespace(rows=rows))
     f1 = pytest.approx(2 / 3)  # precision 1/2, recall 1
     assert scores == {"micro_f1": f1, "macro_f1": f1, "mean_average_precision": 0.5}
-
-
-def test_rows_without_labels_teach_by_the_teacher_alone(tmp_path):
-    """The soft loss is a mean over labels, each a distribution over yes and no."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8, num_labels=3, problem_type="multi_label_classification",
-        initializer_range=0.5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    student, teacher = (BertForSequenceClassification(config).eval() for _ in range(2))
-    batch = {"input_ids": torch.randint(1, 20, (2, 4)), "attention_mask": torch.ones(2, 4).long()}
-    labels = torch.tensor([[1.0, 0.0, 1.0], [-100.0] * 3])
-    method = SoftTargets(temperature=1.0)
-    out = Distiller(teacher, student, method)(**batch, labels=labels)
-    with torch.no_grad():
-        said, teacher_answers = (model(**batch).logits for model in (student, teacher))
-    p, q = (torch.distributions.Bernoulli(logits=x.detach()) for x in (teacher_answers, said))
-    soft = torch.distributions.kl_divergence(p, q).mean()
-    torch.testing.assert_close(out.terms["soft"].detach(), soft)
-    assert soft > 0.1
-    hard = torch.nn.functional.binary_cross_entropy_with_logits(said[0], labels[0])
-    torch.testing.assert_close(out.terms["task"].detach(), hard)
 
 
 def test_a_mistake_is_one_sentence(tmp_path):
