@@ -20,8 +20,7 @@ def predict(settings: PredictSettings, console: Console) -> None:
         raise InputError(f"--data {settings.data}: no row holds text")
     asked = rows if len(full) == len(rows) else rows.select(full)
     model.task, asked, *_ = model.task.prepare(asked, labelled=False)
-    given = model.answers(asked, settings.max_length, stderr_display())
-    found = model.task.predictions(*given, model.tokenizer)
+    found = model.task.predictions(*model.answers(asked, settings.max_length, stderr_display()))
     answers = dict(zip(full, found, strict=True))
     nothing = dict.fromkeys(found[0])
     lines = [

@@ -147,24 +147,6 @@ def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
         Encoder(tokenizer, 16, Regression())
 
 
-OBJECTS = [
-    {"text": 'a "quoted" \\ text', "label": -1.5e-3},
-    {"label": True, "text": "\u00e4\U0001f4a9, ]}"},
-    {"text": "x" * 50, "label": {"deep": [[1, 2], {"a": None}]}, "": "NaN"},
-    {"label": 123456789, "text": ""},
-]
-
-
-@pytest.mark.parametrize("indent", [None, 1])
-def test_json_arrays(tmp_path, indent):
-    path = tmp_path / "a.json"
-    for ascii_only in (True, False):
-        path.write_text("\n" + json.dumps(OBJECTS, indent=indent, ensure_ascii=ascii_only) + "\n")
-        assert list(records(path, True, "--train")) == list(enumerate(OBJECTS, 1))
-    path.write_text(" [ ] ")
-    assert list(records(path, True, "--train")) == []
-
-
 def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     """Texts with whatever a format can carry, in lines that end as Unix and Windows end them."""
     rng = random.Random(0)

@@ -117,15 +117,14 @@ def test_labels_become_ids(tmp_path):
     with pytest.raises(InputError, match="'1_0' is not a number"):
         names("1_0", "0.5")
     assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
+    rows = "\n".join(json.dumps({"text": "x", "label": label}) for label in (True, False))
+    assert load(Source(**files(tmp_path, rows, suffix=".jsonl"))).names == ["False", "True"]
 
 
 def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
-    """As rows that a finished model is evaluated on."""
     train = "text\tlabel\nx\tgood\ny\tbad\nz\tpositive\n"
     given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tPOSITIVE\nz\tbad\n")
-    corpus = load(Source(**given))
-    assert corpus.names == ["bad", "good", "positive"]
-    assert corpus.evals[""].labels.tolist() == [1, 2, 0]
+    assert load(Source(**given)).evals[""].labels.tolist() == [1, 2, 0]
     given = files(tmp_path, train + "x\tGood\n", "text\tlabel\nx\tGOOD\n")
     with pytest.raises(InputError, match="row 2: label 'GOOD' does not occur in the training rows"):
         load(Source(**given))
@@ -225,17 +224,6 @@ def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
         assert any(f"classes {pair} look alike" in line for line in lines)
     lines = lines[:-4]
     assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
-
-
-def test_json_labels_of_every_type(tmp_path):
-    def load_labels(*labels):
-        text = "\n".join(json.dumps({"text": "x", "label": label}) for label in labels)
-        corpus = load(Source(**files(tmp_path, text, suffix=".jsonl")))
-        return corpus.train.labels.tolist(), corpus.names
-
-    assert load_labels(True, False) == ([1, 0], ["False", "True"])
-    assert load_labels(3, 1, 2) == ([2, 0, 1], ["1", "2", "3"])
-    assert load_labels(3, 1.5) == ([3.0, 1.5], None)
 
 
 def test_sampling_is_seeded_and_keeps_classes(tmp_path):

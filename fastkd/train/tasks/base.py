@@ -157,6 +157,8 @@ class Task:
 
     # The model card and the output of `fastkd predict`
 
+    #: The column of `predictions` with the `short_answers`; "" if there are none.
+    short_column: ClassVar[str] = ""
     pipeline: ClassVar[str] = "text-classification"
     #: The library that loads a saved student, by its name on the hub.
     library: ClassVar[str] = "transformers"
@@ -352,13 +354,14 @@ class Task:
         found = self.short_answers(answers, examples)
         return f"are all {found[0]!r:.60}" if len(set(found)) == 1 < len(found) else None
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         """The output columns of `fastkd predict` for each row."""
         raise NotImplementedError
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
         """One number or word for each answer; a study stores them to compare students."""
-        return []
+        name = self.short_column
+        return [row[name] for row in self.predictions(answers, examples)] if name else []
 
     def references(self, examples: Encoded) -> list[Any]:
         """The correct value of each of `short_answers`; empty if a study cannot compare them."""

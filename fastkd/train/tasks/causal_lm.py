@@ -168,7 +168,7 @@ class CausalLM(Decoder):
             "bits_per_byte": loss / math.log(2) / max(1, size),
         }
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         """Number of tokens and perplexity of each document up to --max-length."""
         return [
             {"tokens": count + 1, "perplexity": perplexity(loss / count) if count else None}

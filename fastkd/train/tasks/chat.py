@@ -50,6 +50,7 @@ class Chat(Decoder):
     stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT]}
     optional = ()
     evaluation_columns = ("answer",)
+    short_column = "answer"
     usage = (
         "from transformers import pipeline\n\n"
         'write = pipeline("$pipeline", "$directory")\n'
@@ -188,10 +189,7 @@ class Chat(Decoder):
             "rouge_l": rouge_l(texts, examples.evaluation_columns["answer"][:]),
         }
 
-    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
-        return [text for *_, text in answers]
-
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         return [{"answer": text} for *_, text in answers]
 
 

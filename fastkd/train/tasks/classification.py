@@ -163,7 +163,7 @@ class Classification(ClassTask):
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return useless_classes(answers.argmax(-1), examples.labels, self.names)
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         names, likely = self.names, torch.from_numpy(answers).double().softmax(-1)
         return [{"label": names[int(x.argmax())], **probabilities(names, x)} for x in likely]
 

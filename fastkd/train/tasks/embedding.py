@@ -272,7 +272,7 @@ class Embedding(Task):
         rows = (_texts_of(*row) for row in examples.rows.columns(*ROW))
         return ((texts, [next(each) for _ in texts]) for texts in rows)
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         found = []
         for _, (first, *others) in self._embedded(answers, examples):
             row: dict[str, Any] = {"embedding": first.tolist()}

@@ -66,7 +66,7 @@ class MaskedLM(CausalLM):
         loss, count = math.fsum(x for x, _ in answers), sum(n for _, n in answers)
         return {"masked_perplexity": perplexity(loss / count) if count else math.nan}
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         """Masked tokens and their perplexity of each document up to --max-length."""
         return [
             {"hidden": count, "masked_perplexity": perplexity(loss / count) if count else None}

@@ -95,7 +95,7 @@ class MultiLabel(ListedTask):
     def _given(self, outputs: Any) -> list[str]:
         return [name for name, x in zip(self.classes, outputs, strict=True) if x > 0]
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().sigmoid()
         return [
             {"labels": self._given(row), **probabilities(self.classes, each)}

@@ -40,6 +40,7 @@ class MultipleChoice(Task):
     metrics = ("accuracy",)
     unlabelled = True
     no_label = UNLABELLED
+    short_column = "label"
     head = "AutoModelForMultipleChoice"
     head_name = "multiple choice head"
     pipeline = "multiple-choice"
@@ -130,7 +131,7 @@ class MultipleChoice(Task):
         names = [f"choice {i}" for i in range(answers.shape[-1])]
         return useless_classes(answers.argmax(-1), examples.labels, names)
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         likely = torch.from_numpy(answers).double().softmax(-1)
         found = []
         for choices, x in zip(examples.rows.column("pair"), likely, strict=True):
@@ -138,9 +139,6 @@ class MultipleChoice(Task):
             row = {"label": best, "choice": choices[best]}
             found.append({**row, **probabilities(range(len(choices)), x)})
         return found
-
-    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
-        return answers.argmax(-1).tolist()
 
 
 def _endings(record: dict[str, Any], where: str) -> list[str]:

@@ -130,6 +130,7 @@ class QuestionAnswering(Task):
         "label": {"text": [TEXT], "answer_start": ["int64"]},
     }
     optional = ("label",)
+    short_column = "text"
     readers: ClassVar[files.Readers] = {
         kind: _with_unique_ids(read) for kind, read in {**files.READERS, ".json": _squad}.items()
     }
@@ -282,16 +283,13 @@ class QuestionAnswering(Task):
             found.update(squad_best(spans, gold, doubts))
         return found
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         readings = self._readings(answers, examples)
         texts = self._texts(readings, examples)
         return [
             {"text": text, "score": best[0].score if best else None, "no_answer": none}
             for text, (best, none) in zip(texts, readings, strict=True)
         ]
-
-    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
-        return list(self._texts(self._readings(answers, examples), examples))
 
     def references(self, examples: Encoded) -> list[Any]:
         return [next(iter(found["text"]), "") for found in examples.rows.column("label")]

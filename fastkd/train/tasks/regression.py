@@ -48,7 +48,7 @@ class Regression(Task):
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return useless_numbers(answers[:, 0], examples.labels)
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         return [{"value": float(value)} for value in answers[:, 0]]
 
     def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:

@@ -38,6 +38,7 @@ class Seq2Seq(Task):
     columns = Columns(SOURCE, None, TARGET)
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "label": TEXT}
     optional = ("label",)
+    short_column = TARGET
     collator_class = "DataCollatorForSeq2Seq"
     usage = (
         f"{LOADING}"
@@ -85,10 +86,7 @@ class Seq2Seq(Task):
             "loss": math.fsum(losses) / sum(counts),
         }
 
-    def short_answers(self, answers: Any, examples: Encoded) -> list[Any]:
-        return [text for text, _, _ in answers]
-
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         return [{TARGET: text} for text, _, _ in answers]
 
 

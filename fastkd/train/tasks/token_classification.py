@@ -176,7 +176,7 @@ class TokenClassification(ListedTask):
         found = {tag for tags in self._tags(answers, examples) for tag in tags if tag is not None}
         return f"are all {found.pop()!r}" if len(found) == 1 else None
 
-    def predictions(self, answers: Any, examples: Encoded, tokenizer: Any) -> list[dict[str, Any]]:
+    def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
 
 

@@ -23,7 +23,7 @@ from fastkd.train.encoding import Encoder
 from fastkd.train.evaluation import score
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _with_offsets
 from tests.support.tiny import make_teacher, run, sentences
-from tests.train.tasks.through import refused, through
+from tests.train.tasks.through import loss_of, refused, through
 
 
 def make_decoder(path):
@@ -149,18 +149,11 @@ def test_scores_are_those_of_the_whole_text(tmp_path):
     model = GPT2LMHeadModel.from_pretrained(path).eval()
     task = TASK(separate_documents=False)
     encoded = Encoder(tokenizer, 8, task)(read(write_text(tmp_path / "a.txt", 12)))
-    total = count = 0
-    with torch.no_grad():
-        for ids in encoded.tokens["input_ids"]:
-            row = torch.tensor([ids])
-            total += model(row, labels=row).loss.double().item() * (len(ids) - 1)
-            count += len(ids) - 1
-        answers = []
-        for batch in encoded.batches(task.collator(tokenizer), 3):
-            answers += task.answer(model, batch, tokenizer)
+    answers, loss = loss_of(task, model, tokenizer, encoded)
     found = task.scores(("perplexity", "bits_per_byte"), answers, encoded)
-    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     size = sum(encoded.evaluation_columns["bytes"][:])
+    total = loss * sum(len(ids) - 1 for ids in encoded.tokens["input_ids"])
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
     assert math.isnan(score(task, ("perplexity",), [(math.nan, 3)], encoded)["perplexity"])
 

@@ -25,7 +25,7 @@ from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import run, sentences, words_of
 from tests.train.tasks.test_causal_lm import make_decoder
-from tests.train.tasks.through import refused, through
+from tests.train.tasks.through import loss_of, refused, through
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} "
@@ -146,23 +146,15 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
     model = GPT2LMHeadModel.from_pretrained(teacher).eval()
     task = TASK()
     encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(5))))
-    total = count = 0
-    with torch.no_grad():
-        for row in encoded:
-            ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-            here = int((labels != -100).sum())
-            total += model(ids, labels=labels).loss.double().item() * here
-            count += here
-        answers, alone = [], []
-        for batch in encoded.batches(task.collator(tokenizer), 3):
-            answers += task.answer(model, batch, tokenizer)
-        for batch in encoded.batches(task.collator(tokenizer), 1):
-            (prompt,) = prompts_of(batch)
-            alone.append(write(model, [prompt], tokenizer)[0][1])
+    answers, loss = loss_of(task, model, tokenizer, encoded)
     found = task.scores(("loss", "perplexity"), answers, encoded)
-    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == math.exp(found["loss"])
     assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], encoded)["perplexity"])
+    alone = []
+    for batch in encoded.batches(task.collator(tokenizer), 1):
+        (prompt,) = prompts_of(batch)
+        alone.append(write(model, [prompt], tokenizer)[0][1])
     # Beside longer prompts the same is written as alone.
     texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
     assert [text for *_, text in answers] == texts

@@ -12,7 +12,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.tasks.masked_lm import TASK
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
-from tests.train.tasks.through import killed_and_resumed, through
+from tests.train.tasks.through import killed_and_resumed, loss_of, through
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,7 @@ def test_scores_are_those_of_the_hidden_tokens(tmp_path, tokenizer):
     model = BertForMaskedLM(BertConfig(vocab_size=17, intermediate_size=16, **shape)).eval()
     task = TASK()
     encoded = Encoder(tokenizer, 12, task)(read(write_text(tmp_path / "a.txt", 12)))
-    batch = task.collator(tokenizer)(encoded.__getitems__(range(len(encoded))))
-    with torch.no_grad():
-        answers = task.answer(model, batch, tokenizer)
-        expected = model(**batch).loss.item()
+    answers, expected = loss_of(task, model, tokenizer, encoded)
     found = task.scores(("masked_perplexity",), answers, encoded)["masked_perplexity"]
     assert found == pytest.approx(math.exp(expected), rel=1e-5)
 

@@ -72,16 +72,6 @@ def test_every_command_takes_it(tmp_path):
     assert by_config["micro_f1"] == pytest.approx(scores["micro_f1"])
 
 
-def test_both_formats_give_the_same_rows(tmp_path):
-    paths = write_csv(tmp_path / "a.csv", 24), write_jsonl(tmp_path / "a.jsonl", 24)
-    found = [
-        list(read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label"))
-        for path in paths
-    ]
-    assert found[0] == found[1] == list(labelled(24))
-    assert any(not names for _, names in found[0])
-
-
 def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "labels": [10, 9]}\n{"text": "b", "labels": []}\n')

@@ -137,11 +137,11 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     examples = encoded(path, tokenizer, 10, task)
     assert len(examples) > 2
     answers = list(answers_for(examples, 13, 22))
-    told = task.predictions(answers, examples, tokenizer)
+    told = task.predictions(answers, examples)
     assert told == [{"text": "poor nice", "score": 2.0, "no_answer": 0.0}] * 2
     assert task.scores(task.default_metrics, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
     none = list(answers_for(examples, 13, 22, 1.5))
-    assert [row["text"] for row in task.predictions(none, examples, tokenizer)] == ["", ""]
+    assert [row["text"] for row in task.predictions(none, examples)] == ["", ""]
     # Where training rows had answers, each question gets one.
     assert TASK(False).short_answers(none, examples) == ["poor nice"] * 2
     for logits, beside in zip(answers, examples.evaluation_columns, strict=True):

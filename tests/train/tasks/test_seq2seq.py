@@ -12,7 +12,7 @@ from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences
-from tests.train.tasks.through import refused, through
+from tests.train.tasks.through import loss_of, refused, through
 
 
 def make_writer(path, dropout=0.1):
@@ -63,10 +63,7 @@ def test_the_loss_is_the_mean_over_the_targets(tmp_path, files):
     model = T5ForConditionalGeneration.from_pretrained(files[0]).eval()
     tokenizer, task = AutoTokenizer.from_pretrained(files[0]), TASK()
     encoded = Encoder(tokenizer, 16, task)(read_file(files[2], TASK.columns, "--eval", task=TASK))
-    batch = task.collator(tokenizer)(encoded.__getitems__(range(len(encoded))))
-    with torch.no_grad():
-        answers = task.answer(model, batch, tokenizer)
-        expected = model(**batch).loss.item()
+    answers, expected = loss_of(task, model, tokenizer, encoded)
     assert task.scores(("loss",), answers, encoded)["loss"] == pytest.approx(expected, rel=1e-5)
 
 

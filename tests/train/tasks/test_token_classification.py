@@ -1,6 +1,5 @@
 """Tags of words: what is read, what is scored, and every command."""
 
-import json
 import random
 
 import datasets
@@ -51,18 +50,6 @@ def test_every_command_takes_it(tmp_path):
     assert report["student"] == {"f1": f1, "precision": precision, "recall": recall}
     assert told[0]["row"] == 3
     assert "token-classification" in (tmp_path / "run/student/README.md").read_text()
-
-
-def test_both_formats_give_the_same_rows(tmp_path):
-    conll = write_conll(tmp_path / "a.conll", 5)
-    lines = (json.dumps({"tokens": w, "labels": t}) for w, t in tagged(5))
-    jsonl = tmp_path / "a.jsonl"
-    jsonl.write_text("\n".join(lines))
-    found = [
-        list(read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label"))
-        for path in (conll, jsonl)
-    ]
-    assert found[0] == found[1]
 
 
 def test_the_first_piece_of_a_word_has_its_label(tmp_path):
@@ -146,7 +133,7 @@ def test_words_that_are_cut_off_are_outside(tmp_path):
     rows = read_file(path, TASK.columns, "--train", task=TASK)
     task = TASK(("B-FILM", "B-GOOD", "O"))
     encoded = Encoder(tokenizer, 3, task)(rows)
-    assert task.predictions([[0, 1, 0]], encoded, tokenizer) == [{"labels": ["B-GOOD", "", ""]}]
+    assert task.predictions([[0, 1, 0]], encoded) == [{"labels": ["B-GOOD", "", ""]}]
     scores = task.scores(("precision", "recall", "f1", "accuracy"), [[0, 1, 0]], encoded)
     assert scores["precision"] == 1 and scores["recall"] == 0.5
     assert scores["accuracy"] == pytest.approx(2 / 3)

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fastkd.distill.verify import _Step
+from fastkd.train.arrow_rows import Encoded
 from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
+from fastkd.train.tasks import Task
 from tests.cli.test_cli import crash, same_weights, stop_at
 from tests.support.tiny import run
 
@@ -67,6 +71,13 @@ def verified(**options: Any) -> None:
         # Compiling a model takes longer than all else: tests/distill/test_verify.py does.
         patch.setattr(_Step, "compiled", lambda step, backend: step.again())
         run("verify", **options, rows=4, ranks=0)
+
+
+def loss_of(task: Task, model: nn.Module, tokenizer: Any, rows: Encoded) -> tuple[Any, float]:
+    """Answers for all rows in one batch, and the loss that transformers computes of it."""
+    batch = task.collator(tokenizer)(rows.__getitems__(range(len(rows))))
+    with torch.no_grad():
+        return task.answer(model, batch, tokenizer), model(**batch).loss.item()
 
 
 def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl") -> None:
