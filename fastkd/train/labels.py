@@ -59,6 +59,12 @@ def whole_numbers(names: Iterable[str]) -> bool:
     return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Class names in numeric order if all are whole numbers, else in alphabetical order."""
+    found = sorted(names)  # 1 and 01 are two names of one number
+    return sorted(found, key=int) if whole_numbers(found) else found
+
+
 def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> str:
     """A line that prints how numbered ``labels`` are read as the classes ``names`` of a head.
 

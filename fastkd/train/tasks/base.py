@@ -22,6 +22,7 @@ from fastkd.train.input_columns import Columns, settle_columns, text_of, words_o
 from fastkd.train.labels import (
     by_names,
     class_names,
+    in_order,
     label_order,
     label_text,
     read_as_ids,
@@ -428,14 +429,13 @@ class ListedTask(ClassTask):
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
-        names = given.declared_classes or sorted({x for row in train.column("label") for x in row})
-        numbered = whole_numbers(names)
-        if numbered and given.declared_classes is None:
-            names.sort(key=int)
+        names = given.declared_classes
+        if names is None:
+            names = in_order({name for row in train.column("label") for name in row})
         if len(names) < 2:
             found = f"the only {cls.label_noun} is {names[0]!r}" if names else "no row has a label"
             raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
-        return cls(tuple(names), given.declared_classes is not None or numbered)
+        return cls(tuple(names), given.declared_classes is not None or whole_numbers(names))
 
     def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
         """``rows``, checked; `encode` reads the lists of names."""

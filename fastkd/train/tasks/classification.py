@@ -19,6 +19,7 @@ from fastkd.train.labels import (
     as_number,
     class_names,
     classes_by_name,
+    in_order,
     meaning,
     read_as_ids,
     whole_numbers,
@@ -58,7 +59,6 @@ class Classification(ClassTask):
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
-        """Classes in numeric order if all are whole numbers, else in alphabetical order."""
         regression = {"classes": False, "numbers": True}.get(given.labels)
         if regression is None and given.glue is not None:
             regression = given.glue.regression
@@ -66,19 +66,17 @@ class Classification(ClassTask):
             regression = given.declared_classes is None and is_regression(train)
         if regression:
             return Regression()
-        names, numbered = given.declared_classes, True
+        names = given.declared_classes
         if names is None:
             if given.labels != "classes":
                 train, _ = split_unlabelled(train)
                 train.map_labels(_check_present)
-            names = sorted(train.raw_labels[0])
-            numbered = whole_numbers(names)
-            if numbered:  # 1 and 01 are two names of one number
-                names.sort(key=int)
+            names = in_order(train.raw_labels[0])
         if len(names) < 2:
             raise InputError(
                 f"{train.source}: every label is {names[0]!r}; there is nothing to learn"
             )
+        numbered = given.declared_classes is not None or whole_numbers(names)
         return cls(tuple(names), numbered, names[1])
 
     def read_labels(
