@@ -129,4 +129,5 @@ def by_names(names: list[str], head: list[str]) -> list[str] | None:
     """``names`` in the order of a ``head`` with these classes or meanings; else None."""
     class_of = classes_by_name(names)
     ids = [class_of(name) for name in head]
-    return [names[i] for i in ids if i is not None] if {*ids} == {*range(len(names))} else None
+    alike = len(head) == len(names) and {*ids} == {*range(len(names))}
+    return [names[i] for i in ids if i is not None] if alike else None

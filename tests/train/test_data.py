@@ -17,6 +17,7 @@ from fastkd.train.evaluation import (
     useless_classes,
     useless_numbers,
 )
+from fastkd.train.labels import by_names
 from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification
@@ -128,6 +129,12 @@ def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
     given = files(tmp_path, train + "x\tGood\n", "text\tlabel\nx\tGOOD\n")
     with pytest.raises(InputError, match="row 2: label 'GOOD' does not occur in the training rows"):
         load(Source(**given))
+
+
+def test_classes_of_a_head_by_their_meanings():
+    assert by_names(["no", "yes"], ["Yes", "NO"]) == ["yes", "no"]
+    assert by_names(["no", "yes"], ["No", "Yes", "NO"]) is None  # a class twice
+    assert by_names(["no", "yes"], ["No", "perhaps"]) is None
 
 
 def test_labels_are_classes_of_a_finished_model(tmp_path):
