@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fastkd.distill import FCD, DistillationTrainer, Distiller, EMATeacher, SoftTargets
 from tests.distill.models import batch, classifier, model, set_dropout
 from tests.distill.processes import run_ranks
+from tests.distill.test_trainer import arguments
 
 
 def made(decay=0.9, dtype=torch.float32, method=None):
@@ -96,13 +97,11 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
     data = batch(rows=16)
     rows = [{name: x[i] for name, x in data.items()} for i in range(16)]
 
-    def trainer(directory, **options):
+    def trainer(directory):
         distiller, _ = made()
-        arguments = t.TrainingArguments(
-            str(directory), max_steps=4, save_steps=2, per_device_train_batch_size=4,
-            learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True, **options,
-        )  # fmt: skip
-        return DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+        given = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4}
+        options = arguments(directory, learning_rate=1e-2, **given)
+        return DistillationTrainer(model=distiller, args=options, train_dataset=rows)
 
     whole = trainer(tmp_path / "whole")
     start = copy.deepcopy(whole.distiller.teacher)
@@ -122,10 +121,9 @@ def test_a_trainer_updates_and_resumes_it(tmp_path):
 def _a_trainer_of_a_sharded_average(rank):
     distiller, teacher = made()
     fully_shard(teacher.model, mesh=init_device_mesh("cpu", (1,)))
-    arguments = t.TrainingArguments("unused", max_steps=1, report_to="none", use_cpu=True)
     rows = [{name: x[0] for name, x in batch(rows=1).items()}]
     with pytest.raises(ValueError, match="can't save an EMATeacher that is sharded by FSDP2"):
-        DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+        DistillationTrainer(model=distiller, args=arguments("unused"), train_dataset=rows)
 
 
 def test_a_trainer_saves_no_sharded_average(tmp_path):

@@ -8,12 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    BertTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fastkd import VocabularyMatch, log_probs
 from fastkd.distill import (
@@ -27,6 +22,7 @@ from fastkd.distill import (
 )
 from fastkd.distill.baselines import GOLD
 from fastkd.distill.verify import verify
+from tests.distill.test_two_vocabularies import decoder
 
 TEXTS = (
     "distillation trains a small model on the outputs of a large one",
@@ -89,19 +85,7 @@ def setting():
 def make_setting(both, texts):
     torch.manual_seed(0)
     match = VocabularyMatch.of(both["student"], both["teacher"])
-    decoders = [
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=size,
-                hidden_size=width,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                pad_token_id=0,
-            )
-        )
-        for size, width in ((match.teacher_size, 12), (match.student_size, 8))
-    ]
+    decoders = [decoder(match.teacher_size, 12), decoder(match.student_size, 8)]
     batch = TwoTokenizers(**both, add_special_tokens=False)(texts)
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return *decoders, match, batch

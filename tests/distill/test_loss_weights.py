@@ -6,6 +6,7 @@ import transformers as t
 
 from fastkd.distill import DistillationTrainer, Distiller, SoftTargets
 from tests.distill.models import batch, classifier, model, set_dropout
+from tests.distill.test_trainer import arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:mask")
 
@@ -104,11 +105,9 @@ def test_a_trainer_passes_loss_weights(tmp_path):
     distiller, given = made(), data()
     rows = [{name: x[i].nan_to_num() for name, x in given.items()} for i in range(3)]
     seen = []
-    arguments = t.TrainingArguments(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=3, report_to="none", use_cpu=True,
-        disable_tqdm=True, save_strategy="no", eval_strategy="no",
-    )  # fmt: skip
-    trainer = DistillationTrainer(model=distiller, args=arguments, train_dataset=rows)
+    given = {"max_steps": 1, "per_device_train_batch_size": 3, "save_strategy": "no"}
+    args = arguments(tmp_path, **given)
+    trainer = DistillationTrainer(model=distiller, args=args, train_dataset=rows)
     read = distiller.reader.read
     distiller.reader.read = lambda *a: seen.append(read(*a)) or seen[-1]
     trainer.train()

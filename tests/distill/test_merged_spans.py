@@ -4,37 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fastkd import Head, VocabularyMatch, log_probs
 from fastkd.distill import align_spans, merged_span_loss, span_likelihood_loss
+from tests.distill.test_gold import TEXTS, tokenizers
 
-TEXTS = (
-    "distillation trains a small model on the outputs of a large one",
-    "the student reads the same text in other tokens than its teacher",
-)
 SIZES = {"student": 6, "teacher": 8}
-
-
-def tokenizer(model, trainer):
-    """A tokenizer trained on the texts, which ends with a token of no text."""
-    made = Tokenizer(model)
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.train_from_iterator(TEXTS, trainer)
-    return made
-
-
-def two_tokenizers():
-    words = tokenizer(
-        models.WordPiece(unk_token="[UNK]"),
-        trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]", "[SEP]"]),
-    )
-    return {
-        "student": words,
-        "teacher": tokenizer(
-            models.BPE(), trainers.BpeTrainer(vocab_size=40, special_tokens=["</s>"])
-        ),
-    }
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +18,7 @@ def batch():
     torch.manual_seed(0)
     made = {}
     for side, D in SIZES.items():
-        one = two_tokenizers()[side]
+        one = tokenizers()[side].backend_tokenizer
         encoded = [one.encode(text) for text in TEXTS]
         longest = max(len(e.ids) for e in encoded) + 1
         ids = torch.zeros(2, longest, dtype=torch.int64)

@@ -223,16 +223,6 @@ def test_lrc_bert_warns_of_many_classes():
         Distiller(*pair("bert"), distill.LRCBERT())
 
 
-def test_lrc_bert_regression_uses_mse_for_both():
-    teacher, student = pair("bert", num_labels=1)
-    inputs = batch(num_labels=1)
-    (z_t, _), (z_s, _) = both(teacher, student, inputs)
-    out = total(teacher, student, method_by_name("lrc_bert", preset="paper"), inputs, 1.0)
-    torch.testing.assert_close(out.terms["soft"], (z_s - z_t).square().mean())
-    mse = (z_s[:, 0] - inputs["labels"]).square().mean()
-    torch.testing.assert_close(out.terms["task"], mse)
-
-
 @pytest.mark.parametrize("pool", ["tokens", "cls"])
 def test_mc3kd_is_equations_1_to_8(family, pool):
     teacher, student = pair(family)
