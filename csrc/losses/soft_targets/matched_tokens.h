@@ -53,13 +53,11 @@ class Rest {
     return W(total_ == 0 ? 0 : sum / total_ * parts_[i].to_ps);
   }
 
-  // Multiplies the weights, which then sum to ``sum``, and counts them by bins.
-  void normalise(double sum, int32_t* counts) {
+  // Multiplies the weights, which then sum to ``sum``.
+  void normalise(double sum) {
     for (size_t i = 0; i < parts_.size(); ++i) {
       W* x = block(i);
-      const int64_t count = weights() + ends_[i] - x;
-      FASTKD_CALL(multiply, x, count, factor(i, sum));
-      FASTKD_CALL(count_by_bins, x, count, counts);
+      FASTKD_CALL(multiply, x, weights() + ends_[i] - x, factor(i, sum));
     }
   }
 
@@ -76,28 +74,24 @@ class Rest {
 // Σ_k |s_k − t_k| of the sorted unmatched probabilities s and t, and the signs σ of the
 // differences. σ of an entry x is that of N_s(x) − N_t(x), N the number of entries of at least x. It
 // is the same for a whole bin of values if the counts above the bin differ by at least what the bin
-// holds, so only bins where the counts meet are sorted.
+// holds, so only bins where the counts meet are sorted. Of like distributions the counts are near
+// each other and meet in most bins, so bins become finer where many entries would be sorted.
 template <typename W>
 class SortedDistance {
  public:
-  SortedDistance() : counts_(4 * kBins), signs_(kBins) {}
-
   // Returns the distance of probabilities, which replace the weights, with sums p_s and p_t.
   double fill(Rest<W>& student, double p_s, Rest<W>& teacher, double p_t) {
     mean_ = 0, met_s_.clear(), met_t_.clear(), meetings_.clear();
     if (std::isnan(p_s + p_t)) return p_s + p_t;
-    int32_t *of_s = counts_.data(), *of_t = of_s + 2 * kBins;
-    student.normalise(p_s, of_s), teacher.normalise(p_t, of_t);
-    int64_t above_s = 0, above_t = 0;
-    for (int bin = kBins - 1; above_s < student.size() || above_t < teacher.size(); --bin) {
-      const int32_t s = taken(of_s + bin), t = taken(of_t + bin);
-      const bool meets = above_s < above_t + t && above_t < above_s + s;
-      signs_[bin] = meets ? W(0) : W(above_s >= above_t + t ? 1 : -1);
-      if (meets) meetings_.push_back({above_s, above_t, s, t});
-      above_s += s, above_t += t;
+    student.normalise(p_s), teacher.normalise(p_t);
+    bins_ = kWideBins;
+    if (kFew * find_signs(student, teacher) > student.size() + teacher.size()) {
+      bins_ = kFineBins;
+      find_signs(student, teacher);
     }
-    mean_ = signed_sum(student, met_s_);
-    double distance = mean_ - signed_sum(teacher, met_t_);
+    int32_t* const counts = counts_.data();
+    mean_ = signed_sum(student, counts, met_s_);
+    double distance = mean_ - signed_sum(teacher, counts + 2 * bins_.size, met_t_);
     if (!meetings_.empty()) distance += join_meetings();
     return distance;
   }
@@ -108,13 +102,16 @@ class SortedDistance {
   // Replaces the student's p_u by p_u·(gradient + weight·σ_u).
   void differentiate(Rest<W>& student, double gradient, double weight) {
     W* p = student.weights();
-    FASTKD_CALL(multiply_by_sign, p, student.size(), W(gradient), W(weight), signs_.data());
+    FASTKD_CALL(multiply_by_sign, p, student.size(), W(gradient), W(weight), bins_, signs_.data());
     for (const Met& met : met_s_) {
       p[met.place] = W(double(met.p) * (gradient + weight * met.sign));
     }
   }
 
  private:
+  static constexpr Bins kWideBins{64, 6}, kFineBins{24, 10};
+  static constexpr int64_t kFew = 16;  // 1/kFew of the entries is sorted without finer bins
+
   // An entry of a bin where the counts meet.
   struct Met {
     W p;
@@ -128,25 +125,60 @@ class SortedDistance {
     int32_t s, t;
   };
 
-  // A bin's two counts, which become 0.
-  static int32_t taken(int32_t* counts) {
-    return std::exchange(counts[0], 0) + std::exchange(counts[kBins], 0);
+  // Sets the signs of bins, and `meetings_`. Returns how many entries these hold. The bins' counts
+  // become their places in ``met_s_`` and ``met_t_``.
+  int64_t find_signs(Rest<W>& student, Rest<W>& teacher) {
+    const int size = bins_.size;
+    counts_.assign(4 * size, 0), signs_.resize(size), meetings_.clear();
+    int32_t *of_s = counts_.data(), *of_t = of_s + 2 * size;
+    count(student, of_s), count(teacher, of_t);
+    int64_t above_s = 0, above_t = 0;
+    int32_t met_s = 0, met_t = 0;
+    for (int bin = size - 1; above_s < student.size() || above_t < teacher.size(); --bin) {
+      const int32_t s = of_s[bin] + of_s[size + bin], t = of_t[bin] + of_t[size + bin];
+      if (s + t == 0) {
+        bin = FASTKD_CALL(skip_empty_bins, of_s, size, bin);
+        continue;
+      }
+      const bool meets = above_s < above_t + t && above_t < above_s + s;
+      signs_[bin] = meets ? W(0) : W(above_s >= above_t + t ? 1 : -1);
+      if (meets) {
+        meetings_.push_back({above_s, above_t, s, t});
+        of_s[bin] = std::exchange(met_s, met_s + s), of_t[bin] = std::exchange(met_t, met_t + t);
+      }
+      above_s += s, above_t += t;
+    }
+    met_s_.resize(met_s), met_t_.resize(met_t);
+    return met_s + met_t;
   }
 
-  // Σ σ p of the entries whose bin has a sign. Stores all others in ``met``, sorted.
-  double signed_sum(Rest<W>& rest, std::vector<Met>& met) {
+  void count(Rest<W>& rest, int32_t* counts) const {
+    for (int64_t start = 0; start < rest.size(); start += kBlock) {
+      const int64_t n = std::min(kBlock, rest.size() - start);
+      FASTKD_CALL(count_by_bins, rest.weights() + start, n, bins_, counts);
+    }
+  }
+
+  // Σ σ p of the entries whose bin has a sign. Stores all others in ``met``, at their bin's place.
+  double signed_sum(Rest<W>& rest, int32_t* places, std::vector<Met>& met) {
     double sum = 0;
     int32_t found[kBlock];
     for (int64_t start = 0; start < rest.size(); start += kBlock) {
       const W* p = rest.weights() + start;
-      const int64_t count = std::min(kBlock, rest.size() - start);
-      const int32_t* end = FASTKD_CALL(sum_by_sign, p, count, signs_.data(), &sum, found);
-      for (const int32_t* i = found; i < end; ++i) met.push_back({p[*i], int32_t(start + *i), 0});
+      const int64_t n = std::min(kBlock, rest.size() - start);
+      const int32_t* end = FASTKD_CALL(sum_by_sign, p, n, bins_, signs_.data(), &sum, found);
+      for (const int32_t* i = found; i < end; ++i) {
+        met[places[bins_.of(float(p[*i]))]++] = {p[*i], int32_t(start + *i), 0};
+      }
     }
-    std::sort(met.begin(), met.end(), [](const Met& a, const Met& b) {
+    return sum;
+  }
+
+  // Sorts entries of one bin.
+  static void sort(Met* met, int64_t count) {
+    std::sort(met, met + count, [](const Met& a, const Met& b) {
       return a.p != b.p ? a.p > b.p : a.place < b.place;
     });
-    return sum;
   }
 
   // Sets the signs where the counts meet. Returns Σ σ (s − t) of these entries.
@@ -154,6 +186,7 @@ class SortedDistance {
     double sum = 0;
     Met *s = met_s_.data(), *t = met_t_.data();
     for (const Meeting& at : meetings_) {
+      sort(s, at.s), sort(t, at.t);
       const int64_t ahead = at.above_t - at.above_s;  // rank of t[0], from that of s[0]
       for (int64_t i = 0; i < at.s; ++i) {
         const int64_t j = i - ahead;
@@ -169,6 +202,7 @@ class SortedDistance {
     return sum;
   }
 
+  Bins bins_ = kWideBins;
   std::vector<int32_t> counts_;  // of both sides, each in two tables that entries take by turns
   std::vector<W> signs_;         // of a bin's entries; 0 where the counts meet
   std::vector<Meeting> meetings_;

@@ -140,14 +140,21 @@ struct LanesOf {
 };
 [[maybe_unused]] constexpr LanesOf kLanesOf;
 
-// Bins of probabilities in ascending order: kPerOctave for each of kOctaves below 1, and the first
-// for all smaller ones.
-constexpr int kOctaves = 64, kPerOctave = 64, kBins = kOctaves * kPerOctave + 2;
-inline int bin_of(float p) {
-  int32_t bits;
-  std::memcpy(&bits, &p, sizeof(bits));
-  return std::max((bits >> 17) - (127 - kOctaves) * kPerOctave, 0);
-}
+// Bins of probabilities in ascending order: 2^log2_per_octave for each of the octaves below 1, and the
+// first for all smaller ones.
+struct Bins {
+  int shift, first, size;
+
+  constexpr Bins(int octaves, int log2_per_octave)
+      : shift(23 - log2_per_octave), first((127 - octaves) << log2_per_octave),
+        size((octaves << log2_per_octave) + 2) {}
+
+  int of(float p) const {
+    int32_t bits;
+    std::memcpy(&bits, &p, sizeof(bits));
+    return std::max((bits >> shift) - first, 0);
+  }
+};
 
 }  // namespace
 }  // namespace fastkd

@@ -495,38 +495,52 @@ FASTKD_KERNEL void merge(const W* matched, const W* rest, W factor, const uint16
   }
 }
 
-// Bins of a block's probabilities; see `bin_of`.
+// Bins of a block's probabilities.
 template <typename W>
-inline void bins_of(const W* p, int64_t n, int32_t* bins) {
-  for (int64_t i = 0; i < n; ++i) bins[i] = bin_of(float(p[i]));
+inline void bins_of(const W* p, int64_t n, Bins of, int32_t* bins) {
+  for (int64_t i = 0; i < n; ++i) bins[i] = of.of(float(p[i]));
 }
 
 // Signs of a block's bins.
 template <typename W>
-inline void signs_of(const W* p, int64_t n, const W* signs, W* out) {
+inline void signs_of(const W* p, int64_t n, Bins of, const W* signs, W* out) {
   int32_t bins[kBlock];
-  bins_of(p, n, bins);
+  bins_of(p, n, of, bins);
   for (int64_t i = 0; i < n; ++i) out[i] = signs[bins[i]];
 }
 
 // Adds the numbers of a block to their bins' counts, in two tables by turns: an increment of the same
 // bin would wait for the last one.
 template <typename W>
-FASTKD_KERNEL void count_by_bins(const W* p, int64_t n, int32_t* counts) {
+FASTKD_KERNEL void count_by_bins(const W* p, int64_t n, Bins of, int32_t* counts) {
   int32_t bins[kBlock];
-  bins_of(p, n, bins);
+  bins_of(p, n, of, bins);
   int64_t i = 0;
-  for (; i + 2 <= n; i += 2) ++counts[bins[i]], ++counts[kBins + bins[i + 1]];
+  for (; i + 2 <= n; i += 2) ++counts[bins[i]], ++counts[of.size + bins[i + 1]];
   if (i < n) ++counts[bins[i]];
+}
+
+// Returns an empty bin up to ``bin``, which is one, so that all between are empty in four tables.
+FASTKD_KERNEL int skip_empty_bins(const int32_t* counts, int size, int bin) {
+  constexpr int kLeap = 16;
+  for (; bin > kLeap; bin -= kLeap) {
+    int32_t any = 0;
+    for (int table = 0; table < 4; ++table) {
+      const int32_t* from = counts + table * size + bin - kLeap;
+      for (int i = 0; i < kLeap; ++i) any |= from[i];
+    }
+    if (any) break;
+  }
+  return bin;
 }
 
 // Adds Σ p·sign of a block to ``sum``, with the signs of the bins. Writes the indices of entries
 // whose sign is 0 to ``places``, and returns their end.
 template <typename W>
-FASTKD_KERNEL int32_t* sum_by_sign(const W* p, int64_t n, const W* signs, double* sum,
+FASTKD_KERNEL int32_t* sum_by_sign(const W* p, int64_t n, Bins of, const W* signs, double* sum,
                                    int32_t* places) {
   W sign[kBlock];
-  signs_of(p, n, signs, sign);
+  signs_of(p, n, of, signs, sign);
   Vector<double> sums[kWide<W>]{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> s = load(sign + i, count, W(1)), x = load(p + i, count) * s;
@@ -543,11 +557,12 @@ FASTKD_KERNEL int32_t* sum_by_sign(const W* p, int64_t n, const W* signs, double
 }
 
 template <typename W>
-FASTKD_KERNEL void multiply_by_sign(W* p, int64_t n, W gradient, W weight, const W* signs) {
+FASTKD_KERNEL void multiply_by_sign(W* p, int64_t n, W gradient, W weight, Bins of,
+                                    const W* signs) {
   W sign[kBlock];
   for (int64_t start = 0; start < n; start += kBlock) {
     const int64_t count = std::min(kBlock, n - start);
-    signs_of(p + start, count, signs, sign);
+    signs_of(p + start, count, of, signs, sign);
     for (int64_t i = 0; i < count; ++i) p[start + i] *= gradient + weight * sign[i];
   }
 }
