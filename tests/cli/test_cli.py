@@ -220,11 +220,11 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
         tokenizer = load_tokenizer(given)
         return load_teacher(given, given.teacher, load(given), tokenizer, fresh_head)[1].names
 
-    path = rows("negative", "Positive")
+    path = rows("Negative", "positive")
     options = {"teacher": head, "train": path, "eval": path, "test": path}
     distill(**options)
     report = report_of(tmp_path / "out")
-    assert report["labels"] == ["Positive", "negative"]
+    assert report["labels"] == ["positive", "Negative"]
     # The order holds for the test rows as well.
     assert report["test"] == {name: report[name] for name in ("teacher", "student")}
     # The data has another order of classes, and is the same.
