@@ -16,7 +16,7 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.computation import Computation, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import as_json, check, check_types, defaults_of, paths_of
+from fastkd.train.options import Checked, as_json, check_types, defaults_of, paths_of
 from fastkd.train.settings import DistillOptions, TrainingOptions
 
 
@@ -51,7 +51,7 @@ class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: 
     passed: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        check(self)
+        Checked.__post_init__(self)
         processes.join(self.device_name)
         self.use_cpu = choose_device(self.device_name, self.precision).type == "cpu"
         self.bf16, self.fp16 = self.precision == "bf16", self.precision == "fp16"

@@ -93,7 +93,10 @@ class Checked:
     """Base class of options that checks their bounds when they are created."""
 
     def __post_init__(self) -> None:
-        check(self)
+        for name, meta in options_of(self).items():
+            value = getattr(self, name)
+            if value is not None:
+                meta.check(value)
 
 
 def options_of(cls: Any) -> dict[str, Option]:
@@ -113,14 +116,6 @@ def paths_of(cls: Any) -> list[str]:
     return [
         name for name in options_of(cls) if Path in (kinds[name], *typing.get_args(kinds[name]))
     ]
-
-
-def check(settings: Any) -> None:
-    """Raise InputError for the first value out of its bounds."""
-    for name, meta in options_of(settings).items():
-        value = getattr(settings, name)
-        if value is not None:
-            meta.check(value)
 
 
 def given(settings: Any, *names: str) -> list[str]:

@@ -19,7 +19,6 @@ from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
-from fastkd.distill.method import Method
 from fastkd.distill.methods import Labels
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arrow_rows import Encoded, Rows
@@ -254,7 +253,6 @@ class Run:
         order = LabelledOrder(rows.labelled, config.batch_size, config.labelled_share)
         total, in_epoch = config.steps(order.rows)
         watcher = TrainingCallback(self, distiller.student, title, in_epoch, checkpoints, **options)
-        self._report_compared_rows(distiller.method, config)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: watcher.track.stop())
             if checkpoints is None:
@@ -275,6 +273,7 @@ class Run:
                 # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
                 data_collator=functools.partial(self.collate) if self.cached else self.collate,
                 order=order,
+                say=self.display.say,
                 accumulate=config.accumulate,
                 on_policy=own,
             )
@@ -296,18 +295,6 @@ class Run:
             if watcher.signum is not None:  # received in the last step
                 raise watcher.stopped(trainer.state.global_step)
         return history_of(trainer.state.log_history)
-
-    def _report_compared_rows(self, method: Method, config: TrainingConfig) -> None:
-        """Print a line if a loss that compares samples sees only a part of a step."""
-        batches, rows = config.gradient_accumulation_steps, config.batch_size
-        weights = {**method.weights(0.0), **method.weights(1.0)}
-        terms = [term for term in method.across_samples if weights.get(term)]
-        if batches > 1 and terms:
-            self.display.say(
-                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
-                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
-                f"--accumulate {batches} compares them all"
-            )
 
 
 class _Untaught(nn.Module):

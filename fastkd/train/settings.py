@@ -17,7 +17,6 @@ from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
-    check,
     data_option,
     given,
     model_option,
@@ -342,7 +341,7 @@ class DistillOptions(TrainingOptions, Pairing):
         if self.resume and self.overwrite:
             raise InputError("--resume and --overwrite exclude each other")
         if self.stages is not None:
-            check(self)
+            Checked.__post_init__(self)
             more = given(self, *(name for name in options_of(self) if name not in OF_ALL_STAGES))
             if more:
                 raise InputError(

@@ -75,9 +75,6 @@ class _BatchDataset(Dataset):
     def __init__(self, examples: Any, collate: Callable, may_be_empty: bool):
         self.examples, self.collate, self.may_be_empty = examples, collate, may_be_empty
 
-    def __len__(self) -> int:
-        return len(self.examples)
-
     def __getitems__(self, part: ProcessRows) -> dict[str, Any]:
         for_epoch = getattr(self.collate, "for_epoch", None)  # see `Task.collator`
         collate = self.collate if for_epoch is None else for_epoch(part.draw)
@@ -85,10 +82,6 @@ class _BatchDataset(Dataset):
         if self.may_be_empty:  # the loss gathers and weights the rows itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 class TwoTokenizerCollator:
@@ -141,6 +134,7 @@ class StepTrainer(DistillationTrainer):
         self,
         *args: Any,
         order: LabelledOrder,
+        say: Callable[[str], None],
         accumulate: int = 1,
         on_policy: OnPolicy | None = None,
         **kwargs: Any,
@@ -150,7 +144,7 @@ class StepTrainer(DistillationTrainer):
         self.steps = StepSampler(
             order, given.seed, given.process_index, given.world_size, self._epoch
         )
-        self.accumulate, self.on_policy = accumulate, on_policy
+        self.say, self.accumulate, self.on_policy = say, accumulate, on_policy
         self.gather = self.distiller.gather
         #: Weight of the mean loss of the rows in work.
         self.share: Any = 1.0
@@ -169,7 +163,7 @@ class StepTrainer(DistillationTrainer):
         return DataLoader(
             _BatchDataset(self.train_dataset, self.data_collator, self.gather),
             batch_sampler=steps,  # type: ignore[arg-type]
-            collate_fn=_identity,
+            collate_fn=dict,  # the batch itself
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -186,7 +180,17 @@ class StepTrainer(DistillationTrainer):
             yield {name: x for name, x in batch.items() if name != SHARE}
 
     def _warn_of_accumulation(self) -> None:
-        """No warning: the command prints a line that names its own options."""
+        """Print a line that names the command's options, instead of a warning."""
+        batches, rows = self.args.gradient_accumulation_steps, self.steps.order.batch
+        method = self.distiller.method
+        weights = [method.weights(progress) for progress in (0.0, 1.0)]
+        terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
+        if batches > 1 and terms:
+            self.say(
+                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
+                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
+                f"--accumulate {batches} compares them all"
+            )
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
