@@ -24,11 +24,9 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
-    count,
     load_teacher,
     load_tokenizers,
     make_method,
-    num_bytes,
 )
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
@@ -132,8 +130,8 @@ def _complete(
             "settings": {**as_json(settings), "max_length": run.max_length},
             "fingerprints": corpus_fingerprints(run.corpus),
             "teacher": scores,
-            "parameters": count(run.teacher),
-            "bytes": num_bytes(run.teacher),
+            "parameters": run.teacher.num_parameters(),
+            "bytes": run.teacher.get_memory_footprint(return_buffers=False),
             "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }

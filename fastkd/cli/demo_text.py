@@ -13,14 +13,20 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 import fastkd
 from fastkd.analysis.pictures import new_figure
@@ -33,7 +39,6 @@ from fastkd.train.config import TrainingConfig
 from fastkd.train.docstrings import SKIPPED
 from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.models import count
 from fastkd.train.run import Run, assemble, save_model
 from fastkd.train.saving import locked, read_manifest, saving, write_json
 from fastkd.train.settings import Pairing
@@ -168,7 +173,7 @@ def _begin(
         f"{len(corpus.train)} files of Python's library, {len(run.train_rows)} rows of "
         f"{size.length} tokens; {len(run.eval_rows[''])} held out; device {training_config.device}"
     )
-    display.say(f"teacher: {size.layers} layers, {count(teacher):,} parameters")
+    display.say(f"teacher: {size.layers} layers, {teacher.num_parameters():,} parameters")
     run.train_teacher(training_config, every=size.teacher_steps)
     return run, pairing
 
@@ -189,15 +194,15 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
             left_out[name] = str(error)
             run.display.say(f"{TITLES[name]}: left out ({error})")
             continue
-        scores = history[-1]["scores"]
+        scores, student = history[-1]["scores"], cast(PreTrainedModel, distiller.student)
         students[name] = {
             **scores,
-            "parameters": count(distiller.student),
+            "parameters": student.num_parameters(),
             "seconds": history[-1]["seconds"],
             "curve": [[entry["seconds"], entry["scores"]["perplexity"]] for entry in history],
         }
         if best is None or scores["perplexity"] < students[best[0]]["perplexity"]:
-            best = name, distiller.student
+            best = name, student
     if best is None:
         raise InputError("no method gave a student: " + "; ".join(left_out.values()))
     report = {
@@ -208,7 +213,7 @@ def _compare(run: Run, pairing: Pairing, size: Size, settings: DemoSettings) -> 
         "seed": settings.seed,
         "size": dataclasses.asdict(size),
         "rows": {"train": len(run.train_rows), "eval": len(run.eval_rows[""])},
-        "teacher": {**run.score(run.teacher), "parameters": count(run.teacher)},
+        "teacher": {**run.score(run.teacher), "parameters": run.teacher.num_parameters()},
         "students": students,
         "left_out": left_out,
         "best": best[0],

@@ -27,13 +27,11 @@ from fastkd.train.models import (
     STUDENT,
     attention_for,
     be_quiet,
-    count,
     layers_of,
     load_cached_teacher,
     load_teacher,
     load_tokenizers,
     make_method,
-    num_bytes,
 )
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run import Run, assemble, save_model, select
@@ -139,8 +137,10 @@ class Distillation:
         student = cast(PreTrainedModel, distiller.student)
         if config.student is not None:
             prints["student weights"] = model_fingerprint(student)
-        run, sizes = self.run, (num_bytes(self.run.teacher), num_bytes(student))
-        processes.on_first_process(lambda: out.check_room(*sizes, bool(config.finetune_teacher)))
+        run = self.run
+        size = student.get_memory_footprint(return_buffers=False)
+        fine_tuned = run.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
+        processes.on_first_process(lambda: out.check_room(fine_tuned, size))
         out.begin(prints)
         counts = ", ".join(f"{number} {name} rows" for name, number in self._counts().items())
         display.say(f"{counts}, device {run.device.type}")
@@ -337,19 +337,24 @@ class Distillation:
     def _score_best(self, student: PreTrainedModel) -> dict[str, Any]:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         run, best = self.run, self._best(self.out.student, student)
-        teacher = run.teacher_model
+        sizes = run.cached or {
+            "parameters": run.teacher.num_parameters(),
+            "bytes": run.teacher.get_memory_footprint(return_buffers=False),
+        }
         found: dict[str, Any] = {
-            size: {"teacher": measure(teacher) if teacher else run.cached[size],
-                   "student": measure(best)}
-            for size, measure in (("parameters", count), ("bytes", num_bytes))
-        }  # fmt: skip
+            "parameters": {"teacher": sizes["parameters"], "student": best.num_parameters()},
+            "bytes": {
+                "teacher": sizes["bytes"],
+                "student": best.get_memory_footprint(return_buffers=False),
+            },
+        }
         if self.config.shard:
             sharding.shard(best, run.device, learns=False)
         else:
             best.to(run.device)
         run.score(best, who="student")
         if run.test_rows:
-            both = {"teacher": teacher, "student": best}
+            both = {"teacher": run.teacher_model, "student": best}
             found["test"] = {
                 name: run.score(model, run.test_rows) for name, model in both.items() if model
             }

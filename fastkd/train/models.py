@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -494,13 +493,3 @@ def make_method(
         return from_preset(kind, preset, options)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method {name}: {error}") from error
-
-
-def num_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -262,12 +262,10 @@ class RunDirectory:
         """Number of processes the run was started with, each with --batch-size rows of a step."""
         return self.manifest.get("processes", 1) if self.manifest else world_size()
 
-    def check_room(self, teacher: int, student: int, finetune: bool) -> None:
-        """Raise if the disk lacks room for the run; the sizes of the models are in bytes."""
+    def check_room(self, teacher: int, student: int) -> None:
+        """Raise if the disk lacks room for models of this size in bytes; 0: not trained."""
         # A model, its successor, and three checkpoints of weights and two moments.
-        needed = 11 * student
-        if finetune:
-            needed = max(11 * teacher, teacher + needed)
+        needed = max(11 * teacher, teacher + 11 * student)
         needed -= sum(path.stat().st_size for path in self.work.rglob("*") if path.is_file())
         free = free_bytes(self.path)
         if needed > free:
