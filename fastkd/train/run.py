@@ -24,7 +24,7 @@ from fastkd.train import lora, processes, sharding
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.config import TrainingConfig
 from fastkd.train.encoding import Encoder
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, Interrupted
 from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
@@ -293,7 +293,7 @@ class Run:
                 trainer._load_from_checkpoint(str(last))
             watcher.sync_signals()
             if watcher.signum is not None:  # received in the last step
-                raise watcher.stopped(trainer.state.global_step)
+                raise Interrupted(trainer.state.global_step, watcher.signum)
         return history_of(trainer.state.log_history)
 
 

@@ -127,14 +127,13 @@ class RunDirectory:
         self._recover()
         #: The manifest of the run, part of each of its reports and checkpoints; empty before it.
         self.manifest = self._read_manifest()
+        #: The report of the complete run that --resume finds; empty if there is one to continue.
+        self.done: dict[str, Any] = {}
         if self.resume:
+            self.done = {} if self.manifest else _run_manifest(self.path / "student")
             self._check_settings()
         else:
             self._refuse_or_clear()
-        #: The report of the complete run that --resume finds; empty if there is one to continue.
-        self.done: dict[str, Any] = {}
-        if self.resume and not self.manifest:
-            self.done = _run_manifest(self.path / "student")
 
     def _recover(self) -> None:
         """Complete directory moves that a killed run left unfinished."""
@@ -168,7 +167,7 @@ class RunDirectory:
 
     def _check_settings(self) -> None:
         """Raise unless the existing run was started with the same options."""
-        before = self.manifest or _run_manifest(self.path / "student")
+        before = self.manifest or self.done
         if not before and (self.path / "student").exists():
             raise InputError(
                 f"--resume: {self.path / 'student'} has no readable {MANIFEST} of a run; "

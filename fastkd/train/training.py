@@ -65,13 +65,6 @@ class TrainingCallback(TrainerCallback):
         """Share a signal with all processes, so that they stop at the same step."""
         self.signum = processes.largest(self.received or 0) or None
 
-    def stopped(self, step: int) -> BaseException:
-        """The exception for a signal after ``step``; only with checkpoints is the step saved."""
-        assert self.signum is not None
-        if self.checkpoints is None:
-            return Stopped(self.signum)
-        return Interrupted(step, self.signum)
-
     def on_train_begin(self, args, state, control, **_):
         self.track = self.display.track(self.title, state.global_step, state.max_steps)
         past = history_of(state.log_history)
@@ -112,12 +105,12 @@ class TrainingCallback(TrainerCallback):
         self.stopping = self.signum is not None
 
     def on_save(self, args, state, control, **_):
-        if self.checkpoints is not None:
-            complete = functools.partial(self.checkpoints.complete, state.global_step)
-            processes.on_first_process(complete)
+        assert self.checkpoints is not None
+        complete = functools.partial(self.checkpoints.complete, state.global_step)
+        processes.on_first_process(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
         if self.stopping and self.signum is not None:
-            raise self.stopped(state.global_step)
+            raise Interrupted(state.global_step, self.signum)
 
     def _evaluate(self, state):
         if self.evaluated_at == state.global_step:
