@@ -1,6 +1,5 @@
-"""What a student is good for: card, pipeline(), evaluate, predict, ONNX, files of every kind."""
+"""What a student is good for: card, pipeline(), evaluate, predict, ONNX."""
 
-import gzip
 import json
 import re
 import shutil
@@ -281,39 +280,6 @@ def test_text_without_numbers_beside_rows_with_them(tmp_path):
     assert found.startswith("row\ttext\tvalue\n") and len(found.splitlines()) == 25
     said = run("evaluate", "--model", student, "--data", real)
     assert f"pearson {report['student']['pearson']:.4g}" in said
-
-
-def formats(path):
-    """The same rows in every format."""
-    rows = [{"text": text, "label": CLASSES[y]} for text, y in sentences(10, 5)]
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    def lines(separator):
-        return "".join(f"{row['text']}{separator}{row['label']}\n" for row in rows)
-
-    texts = {
-        "a.tsv": "text\tlabel\n" + lines("\t"),
-        "a.csv": "text,label\n" + lines(","),
-        "a.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
-        "a.json": json.dumps(rows, indent=1),
-        "b.json": "".join(json.dumps(row) + "\n" for row in rows),
-    }
-    for name, text in texts.items():
-        (path / name).write_text(text)
-        (path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
-        yield path / name
-        yield path / f"{name}.gz"
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet")
-    yield path / "a.parquet"
-
-
-def test_every_format_holds_the_same_rows(folder, tmp_path):
-    student = folder / "out" / "student"
-    outputs = {run("evaluate", "--model", student, "--data", path) for path in formats(tmp_path)}
-    assert len(outputs) == 1 and outputs.pop().startswith("10 rows:  accuracy")
-    output = run("predict", "--model", student, "--data", folder / "more.txt")
-    assert len(output.splitlines()) == 25
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])

@@ -1,6 +1,8 @@
 """Rows in Arrow files: read once, whoever asks; larger than memory; JSON arrays."""
 
 import ctypes
+import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import datasets
 import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
@@ -25,6 +28,7 @@ from tests.cli.launched import Launch
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
 COLUMNS = Columns("sentence")
+ENDS = {"unix": "\n", "windows": "\r\n"}
 
 
 @pytest.fixture
@@ -151,25 +155,26 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path):
     """Texts with whatever a format can carry, in lines that end as Unix and Windows end them."""
     rng = random.Random(0)
     odd = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c"]
-    made = [(f"{text} {rng.choice(odd)} end", y) for text, y in sentences(300, 0)]
-    found = {}
-    for kind in (".tsv", ".jsonl", ".json"):
-        for end in ("\n", "\r\n"):
-            path = tmp_path / f"a{kind}"
-            if kind == ".tsv":
-                lines = ["text\tlabel", *(f"{text}\t{y}" for text, y in made)]
-            else:
-                lines = [json.dumps({"text": text, "label": str(y)}) for text, y in made]
-                if kind == ".json":
-                    lines = [*(f"[{line}"[i > 0 :] + "," for i, line in enumerate(lines))]
-                    lines[-1] = lines[-1][:-1] + "]"
-            path.write_bytes((end.join(lines) + end).encode())
-            got = data.read_file(path, Columns("text"), "--train")
-            labels, which = got.raw_labels
-            found[kind, end] = (got.texts, [labels[i] for i in which])
-    assert {str(value) for value in found.values()} == {
-        str(([text for text, _ in made], [str(y) for _, y in made]))
-    }
+    rows = [
+        {"text": f"{text} {rng.choice(odd)} end", "label": str(y)} for text, y in sentences(300, 0)
+    ]
+    objects = [json.dumps(row) for row in rows]
+    array = [f"[{objects[0]}", *(f", {one}" for one in objects[1:]), "]"]
+    kinds = {".jsonl": objects, ".json": objects, "array.json": array}
+    for kind, between in ((".tsv", "\t"), (".csv", ",")):
+        kinds[kind] = [between.join(row.values()) for row in ({"": "text", " ": "label"}, *rows)]
+    paths = [tmp_path / "a.parquet"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[0])
+    for (kind, lines), (name, end) in itertools.product(kinds.items(), ENDS.items()):
+        content = (end.join(lines) + end).encode()
+        paths += [tmp_path / f"{name}{kind}", tmp_path / f"{name}{kind}.gz"]
+        paths[-2].write_bytes(content)
+        paths[-1].write_bytes(gzip.compress(content))
+    for path in paths:
+        got = data.read_file(path, Columns("text"), "--train")
+        labels, which = got.raw_labels
+        assert got.texts == [row["text"] for row in rows], path
+        assert [labels[i] for i in which] == [row["label"] for row in rows], path
 
 
 LIMIT = 4 * 2**20
