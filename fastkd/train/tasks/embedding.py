@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -232,23 +232,29 @@ class Embedding(Task):
         """Ranks of the answers among the documents of all rows, by cosine."""
         library: Any = require("sentence_transformers.sentence_transformer.evaluation", EXTRA)
         util: Any = require("sentence_transformers.util", EXTRA)
-        known = _Known({}, {})
+        vectors: dict[str, np.ndarray] = {}
+        documents: dict[str, str] = {}
         relevant: dict[str, set[str]] = {}
-        for (query, *documents), (first, *others) in self._embedded(answers, examples):
-            known.queries.setdefault(query, first)
-            for document, vector in zip(documents, others, strict=True):
-                known.documents.setdefault(document, vector)
-            relevant.setdefault(query, set()).add(documents[0])
+        for texts, found in self._embedded(answers, examples):
+            for text, vector in zip(texts, found, strict=True):
+                vectors.setdefault(text, vector)
+            documents.update({text: text for text in texts[1:]})
+            relevant.setdefault(texts[0], set()).add(texts[1])
+
+        def encode(texts: Sequence[str], **_: Any) -> torch.Tensor:
+            return torch.from_numpy(np.stack([vectors[text] for text in texts]))
+
         kinds = ("mrr", "ndcg", "accuracy", "precision_recall", "map")
-        score_with_warnings = library.InformationRetrievalEvaluator(
-            {text: text for text in known.queries},
-            {text: text for text in known.documents},
+        evaluator = library.InformationRetrievalEvaluator(
+            {text: text for text in relevant},
+            documents,
             relevant,
-            corpus_chunk_size=max(1, SIMILARITIES // len(known.queries)),
+            corpus_chunk_size=max(1, SIMILARITIES // len(relevant)),
             score_functions={"cosine": util.cos_sim},
             **{f"{kind}_at_k": [10] for kind in kinds},
         )
-        scores = score_with_warnings.compute_all_metrics(known)["cosine"]
+        model = SimpleNamespace(encode_query=encode, encode_document=encode)
+        scores = evaluator.compute_all_metrics(model)["cosine"]
         return {name: float(scores[name.replace("@10", "@k")][10]) for name in RANKED}
 
     def _agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
@@ -303,19 +309,6 @@ class Embedding(Task):
 
 TYPES = "sentence_transformers.models."
 TASK = Embedding
-
-
-class _Known(NamedTuple):
-    """Stand-in for a model whose embeddings are computed already."""
-
-    queries: dict[str, np.ndarray]
-    documents: dict[str, np.ndarray]
-
-    def encode_query(self, texts: Sequence[str], **_: Any) -> torch.Tensor:
-        return torch.from_numpy(np.stack([self.queries[text] for text in texts]))
-
-    def encode_document(self, texts: Sequence[str], **_: Any) -> torch.Tensor:
-        return torch.from_numpy(np.stack([self.documents[text] for text in texts]))
 
 
 def _columns_by_name(record: Mapping[str, Any], source: str) -> Columns:
