@@ -195,7 +195,10 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
     assert f"{given['train']}: 3 of 9 rows have no label (-100)" in lines
     more = write(tmp_path / "more.txt", "d\n")
     assert load(Source(**given, unlabelled=more)).unlabelled.texts == ["c", "c", "c", "d"]
-    assert load(Source(**given, labels="classes")).names == ["-100", "0", "1"]
+    task = load(Source(**given, labels="classes")).task
+    assert task.names == ["-100", "0", "1"]
+    rows = read_file(given["train"], Columns("text"), "--data")
+    assert len(task.prepare(rows).rows) == 9  # also when it is evaluated
     numbers = load(Source(**given, labels="numbers"))
     assert numbers.train.labels.min() == -100
     assert "warning: 3 training labels are -100, a number here" in "".join(describe(numbers))
