@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.numerics import graph_is_kept
 from fastkd._core.operator import operator
 from fastkd.kernels.launch import cdiv
 
@@ -60,7 +59,8 @@ def scaled(gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
     ``forward`` computes and saves them. It doesn't for "none", which has many upstream gradients,
     and in float16, which can't hold them before the loss scale is multiplied in.
     """
-    if torch.compiler.is_compiling() or graph_is_kept():
+    # Another pass may read a graph that is kept; see `fastkd._core.numerics.graph_is_kept`.
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]
     for x in gradients:
         scale_in_place(x, upstream)
