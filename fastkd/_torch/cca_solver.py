@@ -146,7 +146,7 @@ def make_plan(problem: Problem) -> SolverPlan:
 
 def solve(problem: Problem) -> Solution:
     """Correlation in float64 and gradient in the working dtype, of each item."""
-    student, teacher, mask, options, want_grad = problem
+    student, teacher, _, options, want_grad = problem
     dtype = working_dtype(student)
     if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
         student.shape[-2] == 0 and options.ranks is None
@@ -172,7 +172,7 @@ def solve(problem: Problem) -> Solution:
                 whole[:, rows] = ds
                 ds = whole
             gradients.append(ds)
-    corr = _bounded(_joined(correlations), student, teacher, mask, options)
+    corr = _bounded(_joined(correlations), problem)
     return corr, _joined(gradients) if want_grad else None
 
 
@@ -226,7 +226,8 @@ def _(student, teacher, mask, ridges, top_k, dims, want_grad):
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
     """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
-    a, b, share = _centred(x, y, mask, torch.float64)
+    problem = Problem(x, y, mask, Options(ridges), want_grad=False)
+    a, b, share = _centred(problem, torch.float64)
     by_extension = _has_cuda_eigh(x)
     decompose = _left_by_extension if by_extension else _left
     sides = a * share.sqrt(), b * share.sqrt()
@@ -248,8 +249,8 @@ def _by_threads(problem: Problem) -> Solution:
 
 def _by_observations(problem: Problem, method: Method) -> Solution:
     """Solve in observation space: decompositions of (m, m) matrices."""
-    student, teacher, mask, options, want_grad = problem
-    a, b, share = _centred(student, teacher, mask, torch.float64)
+    student, teacher, _, options, want_grad = problem
+    a, b, share = _centred(problem, torch.float64)
     decompose = _left
     if method == "extension":
         decompose = _left_by_extension if student.dtype == torch.float64 else _left_by_squares
@@ -312,10 +313,10 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
 
     Method "products" has Cholesky factors, then products alone.
     """
-    student, teacher, mask, options, want_grad = problem
+    student, teacher, _, options, want_grad = problem
     ranks, products = options.ranks, method == "products"
     rounding = torch.finfo(working_dtype(student)).eps
-    a, b, share = _centred(student, teacher, mask, dtype, ranks)
+    a, b, share = _centred(problem, dtype)
 
     def moment(product: Tensor) -> Tensor:
         return (product if ranks is None else ranks.sum(product)).mul_(share)
@@ -596,14 +597,10 @@ def _zero_deviation(features: Tensor, ridge: float) -> float:
     return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
 
 
-def _centred(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    dtype: torch.dtype,
-    ranks: "Ranks | None" = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _centred(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Features minus their mean, zero where masked, and 1/(m−1) of each item (*, 1, 1)."""
+    student, teacher, mask, options, _ = problem
+    ranks = options.ranks
     count = count_observed(student, mask, ranks).to(dtype)[..., None, None]
     centred = []
     for x in (student, teacher):
@@ -634,14 +631,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _bounded(
-    corr: Tensor,
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    options: Options,
-) -> Tensor:
+def _bounded(corr: Tensor, problem: Problem) -> Tensor:
     """``corr`` cut to its bound min(m − 1, Ds, Dt), which rounding may exceed."""
+    student, teacher, mask, options, _ = problem
     rank = min(student.shape[-1], teacher.shape[-1])
     if options.ranks is None:
         rank = min(rank, student.shape[-2] - 1)
