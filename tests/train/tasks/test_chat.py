@@ -13,6 +13,7 @@ from rouge_score.rouge_scorer import RougeScorer
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from fastkd.distill import Distiller, SoftTargets, student_from_teacher
 from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
@@ -396,3 +397,30 @@ def test_a_table_has_messages_as_json(teacher, tmp_path):
     with (tmp_path / "told.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert json.loads(row["messages"]) == says("a film") and row["answer"]
+
+
+def test_the_teacher_scores_what_was_written(teacher, tmp_path):
+    """Reverse KL over the student's own tokens, each as both models predict it, and no others."""
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    model = GPT2LMHeadModel.from_pretrained(teacher).double().eval()
+    student = student_from_teacher(model, [1, 3]).eval()
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    task = TASK()
+    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(4))))
+    collate = task.collator(tokenizer)
+    (batch,) = encoded.batches(collate, 4)
+    rows = task.generated(student, batch, tokenizer, 0)
+    method = SoftTargets(divergence="reverse_kl", temperature=1.0, alpha=0.25)
+    method.left_out = frozenset({"task"})
+    found = Distiller(model, student, method).eval()(**collate(rows))
+    assert set(found.terms) == {"soft", "total"}
+    expected = []
+    for row in rows:
+        ids, counted = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:]) != -100
+        with torch.no_grad():
+            log_s, log_t = (x(ids).logits[0, :-1].log_softmax(-1) for x in (student, model))
+        expected.append((log_s.exp() * (log_s - log_t)).sum(-1)[counted])
+    mean = torch.cat(expected).mean()
+    torch.testing.assert_close(found.loss, 0.25 * mean, rtol=1e-9, atol=0)
