@@ -24,7 +24,7 @@ class Rest {
   void read(const W* z, const uint16_t* bits, int64_t start, int64_t count) {
     const int64_t i = start / kBlock;
     W* x = block(i);
-    W* end = FASTKD_CALL(select, z, bits, false, count, x);
+    W* end = FASTKD_CALL(select, z, bits, false, count, x, Next());
     ends_[i] = end - weights();
     const int64_t n = pad(x, end - x);
     parts_[i].base_s = base_of(FASTKD_CALL(top_of_block, x, n));
@@ -293,7 +293,11 @@ class MatchedWork {
     const int64_t start = block * kBlock, count = std::min(kBlock, of_.student.n - start);
     const W* z = of_.student.read(row, start, count, copy_);
     const uint16_t* bits = bits_of(match_.in_student, block);
-    pad(student_, FASTKD_CALL(select, z, bits, true, count, student_) - student_);
+    // Stores of the gradient, which come at the end, would wait for memory.
+    Next gradient;
+    if (of_.gradient.data) gradient = {of_.gradient.place(row, start), size_of(of_.gradient.type)};
+    W* end = FASTKD_CALL(select, z, bits, true, count, student_, gradient);
+    pad(student_, end - student_);
     if (bucket_) rest_s_.read(z, bits, start, count);
   }
 

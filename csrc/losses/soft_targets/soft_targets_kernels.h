@@ -447,14 +447,15 @@ inline uint32_t bits_at(const uint16_t* bits, int64_t i, int64_t count) {
 }
 
 // Appends the numbers of a block whose bit is ``chosen`` to ``out``, behind which kPadding more may
-// be overwritten. Returns its end.
+// be overwritten. Returns its end. Prefetches n of ``next``.
 template <typename W>
-FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, bool chosen, int64_t n, W* out) {
+FASTKD_KERNEL W* select(const W* z, const uint16_t* bits, bool chosen, int64_t n, W* out,
+                        Next next) {
   const uint32_t flip = chosen ? 0 : ~0u;
 #if defined(FASTKD_KINDS)
   if constexpr (kMovesLanes && std::is_same_v<W, float>) {
     each<W>(n, [&](int64_t i, int64_t count) {
-      fetch(z + n + i);
+      fetch(z + n + i), next.fetch(i);
       const uint32_t lanes = (bits_at(bits, i, count) ^ flip) & (0xffffu >> (kColumns - count));
       store<W>(out, compressed(load(z + i, count), lanes));
       out += __builtin_popcount(lanes);
