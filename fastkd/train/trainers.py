@@ -154,8 +154,8 @@ class StepTrainer(DistillationTrainer):
 
     def _epoch(self) -> int:
         """The epoch of the next step."""
-        steps = -(-len(self.steps) // self.args.gradient_accumulation_steps)
-        return self.state.global_step // steps
+        _, in_epoch = self.args.steps(self.steps.order.rows)
+        return self.state.global_step // in_epoch
 
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""
