@@ -24,7 +24,7 @@ from torch import Tensor
 import fastkd
 from fastkd.kernels import cayley
 from tools import calls
-from tools.calls import Call, Made, learns
+from tools.calls import Call, Made, given, learns, numbers
 from tools.compile_report import Form, describe, recorded
 from tools.dry_cuda import Device, problem
 from tools.ptx import executing
@@ -49,13 +49,25 @@ def inverted_in_large_tiles(skew: Tensor, backend: str = "triton") -> Tensor:
         return inverted(skew, backend)
 
 
+def related(B: int, N: int, D: int, over: str) -> Call:
+    """A `fastkd.relation_loss` with a mask, in float32."""
+    sides = {"student": learns(B, N, D), "teacher": given(B, N, D), "mask": numbers(B, N)}
+    return Call(fastkd.relation_loss, sides, {"over": over, "backend": "triton"})
+
+
 # Calls that start the forms of calls too large to execute, or with inputs that aren't random.
 SMALLER = {
     "projection": [
         Call(inverted, {"skew": learns(2, 20, 20)}, {}),
         Call(inverted, {"skew": learns(32, 32)}, {}),
         Call(inverted_in_large_tiles, {"skew": learns(128, 128)}, {}),
-    ]
+    ],
+    "relation": [
+        related(2, 32, 16, over="tokens"),
+        related(64, 2, 16, over="samples"),
+        related(129, 2, 768, over="samples"),
+        related(1, 129, 2064, over="tokens"),
+    ],
 }
 
 
