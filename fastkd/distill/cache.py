@@ -207,8 +207,13 @@ class TeacherCache(nn.Module):
             raise ValueError(
                 f"{method} has soft targets, but {self.path} stores no logits; write another cache"
             )
-        top = self.about["top_k"]
-        if wanted["logits"] and top and top["temperature"] != _temperature(built):
+        top = self.about["top_k"] if wanted["logits"] else None
+        if top and built.merges_spans:
+            raise ValueError(
+                f"{method} compares all tokens of the teacher, but {self.path} stores the "
+                f"{top['k']} most probable ones; write another cache, without top_k"
+            )
+        if top and top["temperature"] != _temperature(built):
             raise ValueError(
                 f"{method} has temperature {_temperature(built)}, but {self.path} stores "
                 f"log-probabilities at {top['temperature']}; write another cache"
@@ -498,6 +503,11 @@ class _Writer:
         about_head, head_data = None, None
         about_top = None
         if top_k is not None:
+            if method.merges_spans:
+                raise ValueError(
+                    f"top_k: {type(method).__name__} compares all tokens of the teacher; leave it "
+                    "out"
+                )
             if head_inputs is None:
                 raise ValueError(
                     f"top_k: {type(method).__name__} reads no predictions of tokens from "

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import pickle
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from fastkd.analysis.model_inputs import IGNORED, rotate
 from fastkd.distill.batch import find_documents
 from fastkd.distill.batch_reader import MixedDocuments
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.ema import averaging_teachers
 
 __all__ = ["Check", "table", "verify"]
 
@@ -133,11 +133,12 @@ def begin(
     if len(tokens) < 2:
         raise ValueError("batch: it has fewer than two rows; pass at least two, to split them")
     step = _Step(distiller, batch)
-    backwards = torch.arange(len(tokens) - 1, -1, -1)
+    # No rows stay neighbours, as far as their number allows it.
+    shuffled = torch.cat([torch.arange(start, len(tokens), 2) for start in (1, 0)])
     uneven: list[dict[str, Any]] = [step.select(slice(0, 1)), step.select(slice(1, None))]
     ways: dict[str, Callable[[], Gradients | Comparison]] = {
         "the same again": step.again,
-        "other order of samples": lambda: step.gradients(step.select(backwards)),
+        "other order of samples": lambda: step.gradients(step.select(shuffled)),
         "wider padding": step.wider,
         "left padding": step.left_padded,
         "packed rows": step.packed,
@@ -362,7 +363,8 @@ class _Step:
         try:
             self.distiller.teachers.to_cache()
         except ValueError as error:
-            raise _CannotDo(re.split("[;:]", str(error))[0]) from error
+            reason = str(error).removeprefix("teacher: ").partition(";")[0]
+            raise _CannotDo(reason) from error
         if any(name.startswith("teacher_") for name in self.batch):
             raise _CannotDo("the batch has inputs of the teacher only")
         wanted = self.distiller.method.layer_request("teacher")
@@ -386,9 +388,11 @@ class _Step:
     def reloaded(self) -> Gradients:
         twin = copy.deepcopy(self.distiller)
         state = copy.deepcopy(self.distiller.state_dict())
+        averages = averaging_teachers(twin.teacher).values()
         with torch.no_grad():
-            for parameter in twin.student.parameters():
-                parameter.zero_()
+            for module in (twin.student, twin.method, *averages):
+                for parameter in module.parameters():
+                    parameter.zero_()
         twin.load_state_dict(state)
         return self.gradients(self.batch, twin)
 
@@ -412,6 +416,8 @@ class _Step:
         for _ in range(steps):
             self.gradients(self.batch, distiller)
             optimizer.step()
+            for average in averaging_teachers(distiller.teacher).values():
+                average.update()
 
     def compiled(self, backend: str) -> Gradients:
         if self.distiller.perturbs:

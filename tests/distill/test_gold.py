@@ -207,6 +207,17 @@ def test_cache_of_the_teacher(setting, tmp_path):
     torch.testing.assert_close(found, distiller(**batch).loss, rtol=0, atol=0)
 
 
+def test_top_k_of_the_teacher_is_refused(setting, tmp_path):
+    teacher, student, match, batch = setting
+    distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
+    with pytest.raises(ValueError, match="top_k: GOLD compares all tokens of the teacher; leave"):
+        distiller.cache_teacher([batch], tmp_path, top_k=2)
+    soft = Distiller(teacher, student, SoftTargets(temperature=1), tokenizers=match)
+    cache = soft.cache_teacher([batch], tmp_path, top_k=2)
+    with pytest.raises(ValueError, match=r"GOLD compares all tokens .* the 2 most probable ones"):
+        Distiller(cache, student, GOLD(), tokenizers=match)
+
+
 def test_unlabelled_spans_are_left_out(setting):
     teacher, student, match, batch = setting
     distiller = Distiller(teacher, student, GOLD(), tokenizers=match)

@@ -9,7 +9,15 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.distill import METHODS, Distiller, Several, method_by_name, student_from_teacher
+from fastkd.distill import (
+    METHODS,
+    Distiller,
+    EMATeacher,
+    Several,
+    SoftTargets,
+    method_by_name,
+    student_from_teacher,
+)
 from fastkd.distill.verify import Check, Comparison, _check, _Step, table, verify
 from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe, step
 from tests.distill.processes import start_by_fork
@@ -183,6 +191,29 @@ def test_a_wrong_gradient_is_detected():
     assert not checks[0].ok and checks[0].verdict == "differs"
     with pytest.raises(ValueError, match="fewer than two rows"):
         verify(distiller, batch(rows=1), ranks=0)
+
+
+def test_an_average_that_a_checkpoint_forgets_is_detected(monkeypatch):
+    torch.manual_seed(0)
+    student = student_from_teacher(classifier("bert"), [2, 4])
+    step = _Step(Distiller(EMATeacher(student, 0.5), student, SoftTargets()), batch(rows=4))
+    ways = step.reloaded, step.resumed
+    assert all(_check("way", way, step).verdict == "equal" for way in ways)
+    monkeypatch.setattr("fastkd.distill.distiller.averaging_teachers", lambda teacher: {})
+    assert all(_check("way", way, step).verdict == "differs" for way in ways)
+    assert _check("way", step.cached, step).why == "an EMATeacher changes in each step"
+
+
+def test_a_loss_of_neighbouring_rows_depends_on_their_order():
+    class Neighbours(SoftTargets):
+        across_samples = ("soft",)
+
+        def soft(self, step):
+            return step.whole(step.student.logits).diff(dim=0).square().sum()
+
+    distiller = Distiller(classifier("bert"), classifier("bert"), Neighbours())
+    checks = verify(distiller, batch(rows=4), ranks=0, compile_backend=None)
+    assert [x.verdict for x in checks if x.name == "other order of samples"] == ["differs"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
