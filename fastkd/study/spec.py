@@ -232,7 +232,7 @@ def read(settings: StudySettings) -> Study:
 
 def make(spec: Mapping[str, Any], folder: Path) -> Study:
     """The study of a file's content, in which paths are relative to ``folder``."""
-    known = {*FIELDS, "methods"} - {"variants"}
+    known = ["methods", *(field for field in FIELDS if field != "variants")]
     for name in spec:
         if name not in known:
             raise InputError(f"a study has no field {name!r}; {nearest(name, known)}")

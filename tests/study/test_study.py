@@ -346,6 +346,7 @@ def test_invalid_methods_and_tasks_raise_before_any_run(root, methods, message):
         ("student_layers = 9", "student_layers 9: the teacher has only 4 layers"),
         ('device = "gpu"', "device 'gpu' is not an option; known: auto, cpu, cuda"),
         ('cache = "no"', "cache must be bool"),
+        ("titel = 5", "no field 'titel'; known: methods, tasks, .*; did you mean 'title'"),
         ('paper = {title = "x"}', "paper must have a title"),
         ("methods = 5", "methods must be a table"),
         ("tasks = 5", "tasks must be a table"),

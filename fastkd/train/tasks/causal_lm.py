@@ -18,6 +18,7 @@ from fastkd.distill.families import reads_whole_rows
 from fastkd.distill.spans import align_spans
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns
 from fastkd.train.tasks.base import (
     TEXT,
@@ -158,6 +159,11 @@ class CausalLM(Decoder):
         }
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:
+        if "position_ids" in batch and not hasattr(model, "generate"):
+            raise InputError(
+                f"--onnx: --task {self.name()} separates documents by positions, which ONNX files "
+                "don't read; leave it out"
+            )
         return next_token_loss_sums(model, batch)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:

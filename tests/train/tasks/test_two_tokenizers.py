@@ -124,6 +124,9 @@ def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
     pytest.importorskip("onnxruntime")
     written = run("export", model=tmp_path / "run/student", out=tmp_path / "model.onnx")
     assert "outputs agree with ONNX Runtime's" in written
+    words = {"model": tmp_path / "run/student", "data": folder / "eval.txt", "device": "cpu"}
+    error = run("evaluate", onnx=tmp_path / "model.onnx", **words, expect=2)
+    assert "--onnx: --task causal-lm separates documents by positions" in error
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/student")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(folder / "student").get_vocab()
 
