@@ -47,6 +47,12 @@ def _most_probable(name: str, entry: Entry, k: int) -> Entry:
             raise ValueError(f"{name} must have log-probabilities of at most 0, got {value}")
     if len({token for token, _ in entry}) < len(entry):
         raise ValueError(f"{name} must not have a token twice")
+    total = math.fsum(math.exp(value - SLACK) for _, value in entry)
+    if total > 1:
+        raise ValueError(
+            f"{name} has probabilities that add up to {total:.4g}; have the server return "
+            "log-probabilities of the whole vocabulary, not logits"
+        )
     kept = sorted(entry, key=lambda pair: -pair[1])[:k]
     if kept[0][1] == -math.inf:
         raise ValueError(f"{name} must have a token with a finite log-probability, got none")

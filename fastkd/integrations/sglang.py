@@ -29,8 +29,8 @@ def top_k(input_top_logprobs: Sequence[Sequence[Sequence[Any]] | None], k: int) 
 
     Raises:
         ValueError, TypeError: k below 1, fewer than two positions, a first entry with tokens, a
-            later one with none, with fewer than k, or with only −inf; NaN or a log-probability
-            above 0; values of another form.
+            later one with none, with fewer than k, or with only −inf; NaN, a log-probability
+            above 0, or probabilities that add up to more than 1; values of another form.
 
     >>> top = top_k([None, [(-0.5, 3, None), (-1.5, 7, None)]], k=2)
     >>> top.ids

@@ -40,8 +40,8 @@ def top_k(prompt_logprobs: Sequence[Mapping[Any, Any] | None], k: int) -> TopK:
 
     Raises:
         ValueError, TypeError: k below 1, fewer than two positions, a first entry with tokens, a
-            later one with none, with fewer than k, or with only −inf; NaN or a log-probability
-            above 0; values of another form.
+            later one with none, with fewer than k, or with only −inf; NaN, a log-probability
+            above 0, or probabilities that add up to more than 1; values of another form.
 
     >>> top = top_k([None, {"7": {"logprob": -1.5}, "3": {"logprob": -0.5}}], k=2)
     >>> top.ids

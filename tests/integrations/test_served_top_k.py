@@ -96,6 +96,7 @@ def one(**values):
         (one(a=0.5, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got 0.5"),
         (one(a=math.nan, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got nan"),
         (one(a=math.inf, b=-1.0), r"prompt_logprobs\[1\] .* at most 0, got inf"),
+        (one(a=-0.5, b=-0.25), r"prompt_logprobs\[1\] .* add up to 1\.372; .* not logits"),
         (one(a=-math.inf, b=-math.inf), r"prompt_logprobs\[1\] .* finite log-probability"),
         (one(a=None, b=-1.0), r"prompt_logprobs\[1\] must map token ids to Logprob"),
         ([None, {1: -1.0, 2: -2.0}], r"prompt_logprobs\[1\] must map token ids to Logprob"),
