@@ -248,7 +248,10 @@ class Distillation:
         )
         options = self._saving_options(target, run.teacher, {})
         history = run.train_teacher(training, shard=config.shard, gather=config.gather, **options)
+        name = run.teacher.config.name_or_path
         run.teacher = self._best(target, run.teacher)
+        # The student's adapters name the teacher as it was given, not the folder of a running run.
+        run.teacher.config.name_or_path = name
         if not config.shard:  # which initialises the student from a whole teacher first
             run.teacher.to(run.device)
 

@@ -128,10 +128,10 @@ class TrainedModel:
             found = predict(model, encoded, task, self.tokenizer, self.training_config, display)
         outputs = task.num_labels
         if isinstance(found, np.ndarray) and outputs not in (None, found.shape[-1]):
-            raise InputError(
-                f"--onnx {self.onnx}: it has {found.shape[-1]} outputs, and --model {self.name} "
-                f"{outputs}"
-            )
+            one, other = f"--model {self.name}", f"--task {task.name()}"
+            if self.onnx is not None:
+                one, other = f"--onnx {self.onnx}", one
+            raise InputError(f"{one}: it has {found.shape[-1]} outputs, and {other} {outputs}")
         if not finite(found):
             raise RunFailed(f"--model {self.name}: its outputs are not finite")
         return found, encoded

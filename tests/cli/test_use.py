@@ -144,6 +144,14 @@ def test_onnx_gives_the_same_score(folder, report, tmp_path):
     assert "it has 2 outputs, and --model" in error
 
 
+def test_a_task_that_the_head_does_not_fit(tmp_path):
+    model = make_teacher(tmp_path / "other")
+    error = run(
+        "evaluate", model=model, data=write_tsv(tmp_path / "a.tsv"), task="regression", expect=2
+    )
+    assert f"--model {model}: it has 2 outputs, and --task regression 1" in error
+
+
 def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
     """--overwrite of `fastkd distill` refused what `fastkd export` had put beside the student."""
     pytest.importorskip("onnxscript")

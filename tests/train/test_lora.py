@@ -147,3 +147,13 @@ def test_what_no_adapter_could_make_of_a_random_model_is_refused(chat, tmp_path)
 def test_layers_that_are_not_there(chat, tmp_path):
     error = run("distill", **{**chat, "lora": "targets=nothing"}, out=tmp_path / "out", expect=2)
     assert "--lora: Target modules" in error
+
+
+def test_the_adapters_card_names_the_given_teacher(tmp_path):
+    teacher = make_teacher(tmp_path / "teacher", layers=2, head=False)
+    rows = write_tsv(tmp_path / "train.tsv", 8)
+    options = {**DEFAULTS, "epochs": 1, "finetune_teacher": 1, "lora": "r=2,alpha=4"}
+    run("distill", **options, teacher=teacher, train=rows, eval=rows, method="soft_targets",
+        out=tmp_path / "out")  # fmt: skip
+    card = (tmp_path / "out/student/adapter/README.md").read_text()
+    assert f"base_model: {teacher}\n" in card
