@@ -352,6 +352,11 @@ def assemble(
             f"--method {settings.method}: compares rows of one class, but rows of --task "
             f"{run.task.name()} have no class; take another --method"
         )
+    if method.merges_spans and run.match is None:
+        raise InputError(
+            f"--method {settings.method}: compares language models of two tokenizers; pass a "
+            "--student with its own, for --task causal-lm or chat"
+        )
     try:
         distiller = Distiller(
             run.teacher,

@@ -347,6 +347,7 @@ def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
     assert "--on-policy and --teacher-cache exclude each other" in error
     for options, words in (
         ({"method": "knn"}, "--method knn: compares rows of one class, but rows of --task chat"),
+        ({"method": "gold"}, "--method gold: compares language models of two tokenizers"),
         ({"method": "labels"}, "--on-policy: Labels trains on labels alone"),
         ({"on_policy": 2}, "--on-policy must be at most 1, got 2"),
     ):
