@@ -168,7 +168,10 @@ def forward_and_backward(cls: Any, *arguments: Any) -> Any:
         assert output.device.type == "cuda", f"{cls.__name__} returns a tensor on {output.device}"
     if any(context.needs_input_grad):
         upstream = (None if x is None else torch.empty_like(x) for x in outputs)
-        grads = cls.backward(context, *upstream)
+        # No other pass follows; outside of the engine torch says that one may.
+        kept = "_get_current_graph_task_keep_graph"
+        with mock.patch.object(torch._C._autograd, kept, lambda: False):
+            grads = cls.backward(context, *upstream)
         for argument, grad in zip(
             arguments, grads if isinstance(grads, tuple) else (grads,), strict=True
         ):
