@@ -164,7 +164,7 @@ class CommandGroup(typer.core.TyperGroup):  # type: ignore[misc]
     """Commands whose mistakes are one sentence on stderr."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command with its options; those that are listed have none, see `_register`."""
+        """The command with its options, which a listed command lacks; see `_register`."""
         name, listed, rest = super().resolve_command(ctx, args)
         return name, listed and listed.callback(), rest
 

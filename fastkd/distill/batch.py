@@ -143,8 +143,9 @@ class Batch:
     @property
     def document_ids(self) -> Tensor | None:
         """Document (B, N) of each token if rows are packed."""
-        packed = self.documents is not None and self.documents.packed
-        return self.documents.document_ids if packed else None  # type: ignore[union-attr]
+        if self.documents is None or not self.documents.packed:
+            return None
+        return self.documents.document_ids
 
     @property
     def device(self) -> torch.device:
