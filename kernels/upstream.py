@@ -59,7 +59,7 @@ def scaled(gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
     ``forward`` computes and saves them. It doesn't for "none", which has many upstream gradients,
     and in float16, which can't hold them before the loss scale is multiplied in.
     """
-    # Another pass may read a graph that is kept; see `fastkd._core.numerics.graph_is_kept`.
+    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]
     for x in gradients:

@@ -175,7 +175,9 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
         return gradient.to(dtype)
     if upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1:
         found = gradient.to(dtype)
-        return found.clone() if found is gradient and graph_is_kept() else found
+        # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
+        kept = found is gradient and torch._C._autograd._get_current_graph_task_keep_graph()
+        return found.clone() if kept else found
     upstream = upstream.to(working_dtype(gradient))
     if upstream.dim():
         upstream = upstream[(...,) + (None,) * (gradient.dim() - upstream.dim())]
@@ -188,17 +190,6 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     for rows, weight, part in zip(*parts, strict=True):
         torch.mul(upcast(rows), weight, out=part)
     return product
-
-
-def graph_is_kept() -> bool:
-    """Whether another backward pass may follow (``retain_graph``) and read what is saved.
-
-    The receiver of a gradient may change it in place, so a saved gradient is copied then.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
 
 
 def once_differentiable(backward):

@@ -139,9 +139,9 @@ def make_plan(problem: Problem) -> SolverPlan:
     if observations or min(options.ridges) == 0 or not values_readable(student):
         return SolverPlan(observations, "lapack")
     medium = min(d_s, d_t) >= SMALL_MATRIX and m * d_s < LARGE_ITEM
-    white = student.dtype != torch.float64 and m > FLOAT32_OBSERVATIONS * max(d_s, d_t)
+    many = m > FLOAT32_OBSERVATIONS * max(d_s, d_t) and mask is None
     method = "threads" if extension.MKL and medium else "lapack"
-    return SolverPlan(False, method, float32_first=white and mask is None)
+    return SolverPlan(False, method, float32_first=many and student.dtype != torch.float64)
 
 
 def solve(problem: Problem) -> Solution:

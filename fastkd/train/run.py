@@ -246,7 +246,8 @@ class Run:
         result. In a fraction ``on_policy`` of the steps the student trains on text that it
         generates. ``options`` are those of `TrainingCallback`.
         """
-        rows, config = rows or self.all_rows, training_config or self.training_config
+        rows = self.all_rows if rows is None else rows  # rows may be an empty set
+        config = training_config or self.training_config
         kind = ShardedTrainer if sharding.sharded(distiller) else StepTrainer
         if kind is StepTrainer:
             distiller.to(self.device)
