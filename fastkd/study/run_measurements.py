@@ -7,14 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import fastkd
 from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
+from fastkd.distill.backbone import Backbone
+from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.run import Run
 
 SIMILARITY_ROWS = 256
+
+
+def without_labels(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of ``model``; the decoder of an encoder-decoder reads the labels, shifted right."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    backbone = Backbone(model, "model")
+    if not backbone.writes:
+        return inputs
+    labels = batch["labels"]
+    mask = (labels != UNLABELLED).long()
+    return backbone.with_decoder_inputs({**inputs, "decoder_attention_mask": mask}, labels)
 
 
 def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
@@ -25,7 +39,8 @@ def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
     rows = run.eval_rows[""]
     first = range(min(SIMILARITY_ROWS, len(rows)))
     batches = list(rows.batches(run.collate, 32, first, device=run.device))
-    found = {"rccc": rccc(svcca_matrix(student, batches))}
+    inputs = [without_labels(student, batch) for batch in batches]
+    found = {"rccc": rccc(svcca_matrix(student, inputs))}
     if run.corpus.names is not None and batches[0]["labels"].dim() == 1:
         by_layer = layer_intra_class_similarity(student, batches)
         found["intra_class_similarity"] = float(by_layer[-1])

@@ -363,8 +363,9 @@ def _task(name: str, table: Mapping[str, Any], folder: Path) -> TaskSpec:
         source, own["pairs"] = None, bool(pairs)
     else:
         own.pop("rows", None)
-        # A study's teacher has a new head, so that no order of classes is fixed before.
-        sources = {field.name for field in dataclasses.fields(Source)} - {"label_order"}
+        # A study's teacher has a new head, so that no order of classes is fixed before. No
+        # evaluation selects a student, so the held-out rows are the test rows.
+        sources = {field.name for field in dataclasses.fields(Source)} - {"label_order", "test"}
         for field in rest:
             if field not in sources:
                 known = sorted(

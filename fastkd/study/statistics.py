@@ -24,8 +24,9 @@ BATCH_ROWS = 2**22  # resampled rows in memory at a time
 #: Least gap between teacher and baseline for which a recovered fraction is reported. For metrics
 #: to minimise, which have no fixed range, the gap counts relative to the baseline's score.
 SMALLEST_GAP = 0.03
-#: Metrics of predicted classes. They change in steps of one row, unlike metrics of numbers.
-COUNTED = ("accuracy", "mcc", "f1")
+#: Metrics of predicted classes or answers. They change in steps of one row, unlike metrics of
+#: numbers.
+COUNTED = ("accuracy", "mcc", "f1", "exact_match", "best_exact_match", "best_f1")
 ABOVE, BELOW, ALIKE, UNKNOWN = "above", "below", "not told apart", "one seed: can't tell"
 BETTER, WORSE = "better", "worse"
 
@@ -251,7 +252,9 @@ def _compare(summary: Summary, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """Fields of a row that compare a variant with the baseline; ``pairs`` has one run of each."""
     teacher, metric = summary.teacher, summary.metric
     labels = teacher["labels"]
-    step = 1 / len(labels) if metric in COUNTED and labels else 0.0
+    step = 0.0
+    if metric in COUNTED and labels:
+        step = (100.0 if summary.percent else 1.0) / len(labels)
     scores = [(run["scores"][metric], base["scores"][metric]) for run, base in pairs]
     interval = None
     if classes := classes_of(teacher):
@@ -323,8 +326,9 @@ def at_chance(teacher: Mapping[str, Any]) -> bool:
 
 
 def classes_of(teacher: Mapping[str, Any]) -> list[str]:
-    """Names of the classes if each row has one class; else none, as in token classification."""
-    return (teacher["classes"] or []) if teacher["labels"] else []
+    """Names of the classes if each row has one class; else none, as for tags and label lists."""
+    one_class = teacher["labels"] and isinstance(teacher["labels"][0], int)
+    return (teacher["classes"] or []) if one_class else []
 
 
 def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:

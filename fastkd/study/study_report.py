@@ -105,7 +105,8 @@ def write(runs: StudyRuns, out: Path) -> list[Summary]:
             content = draw(study, summaries, found)
             write_file(out / f"{name}.png", content)
             pictures.append((title, base64.b64encode(content).decode()))
-    blocks = list(_blocks(study, summaries, _overview(study, missing), pictures, machines(found)))
+    overview = _overview(study, missing, all(task.caches for task in runs.tasks.values()))
+    blocks = list(_blocks(study, summaries, overview, pictures, machines(found)))
     page = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text("utf-8"))
     html = page.render(
         title=study.title, blocks=blocks, colours=COLOURS, coloured_cells=COLOURED_CELLS,
@@ -118,17 +119,17 @@ def write(runs: StudyRuns, out: Path) -> list[Summary]:
     return summaries
 
 
-def _overview(study: Study, missing: int) -> str:
+def _overview(study: Study, missing: int, cached: bool) -> str:
     """Sentence on variants, budget, students and baseline."""
-    cached = (
+    seconds = (
         "seconds exclude the teacher's forward pass, whose outputs are read from a cache"
-        if study.cache
+        if cached
         else "seconds include the teacher's forward pass"
     )
     parts = [
         f"{len(study.variants)} variants, {len(study.seeds)} seeds, {study.budget} each with "
         f"{study.batch_size} rows a step, {_students(study)}; compared with {study.baseline}; "
-        f"{cached}."
+        f"{seconds}."
     ]
     if missing:
         parts.append(f"{missing} runs are not finished; their cells are empty or have fewer seeds.")

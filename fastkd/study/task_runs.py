@@ -23,7 +23,7 @@ from fastkd.distill.layers import resolve_layers, select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
-from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
+from fastkd.study.run_measurements import PeakMemory, machine_of, similarities, without_labels
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.arrow_rows import Rows, file_fingerprint, fingerprint
@@ -221,8 +221,8 @@ class TaskRuns:
         report = {
             "scores": scores,
             "rows_of_classes": None
-            if names is None or not truths
-            else np.bincount(_class_ids(self.corpus.train), minlength=len(names)).tolist(),
+            if names is None or self.corpus.train.labels is None
+            else np.bincount(self.corpus.train.labels, minlength=len(names)).tolist(),
             "predictions": kind.short_answers(run.answers[""], run.eval_rows[""]),
             "labels": truths,
             "classes": names,
@@ -271,7 +271,7 @@ class TaskRuns:
         run = self._run(1, TEACHER_SEED)
         order = range(len(run.all_rows))[:rows]
         for batch in run.all_rows.batches(run.collate, 32, order, device=self.device):
-            yield {k: v for k, v in batch.items() if k != "labels"}
+            yield without_labels(self.teacher, batch)
 
     def student_key(self, variant: Variant) -> str:
         """A variant's initial student: its layers, or the fingerprint of its directory."""
@@ -353,8 +353,14 @@ class TaskRuns:
         with self._errors_named(variant):
             return self._pair(variant, kept, teacher, selected)
 
+    @functools.cached_property
+    def caches(self) -> bool:
+        """Whether the teacher's outputs are stored: not if each epoch draws other inputs."""
+        collate = self.corpus.task.collator(self.tokenizer)
+        return self.study.cache and not hasattr(collate, "for_epoch")
+
     def _can_cache(self, variant: Variant) -> bool:
-        return self.study.cache and not variant.eager and variant.method != "labels"
+        return self.caches and not variant.eager and variant.method != "labels"
 
     @functools.cached_property
     def cache(self) -> TeacherCache:
@@ -442,7 +448,7 @@ class TaskRuns:
         return max(1, round(seconds / a_step))
 
     def _measured(self, seconds: list[float] | None, peak: int | None) -> dict[str, Any]:
-        found = {"machine": machine_of(str(self.device)), "cached": self.study.cache}
+        found = {"machine": machine_of(str(self.device)), "cached": self.caches}
         if seconds is not None:
             found.update(seconds=seconds[-1], at=seconds, peak_bytes=peak)
         return found

@@ -113,6 +113,21 @@ def test_variance_is_at_least_that_of_rounding_to_one_row():
     assert paired_difference([0.1, 0.2, 0.3], step=1e-3) == paired_difference([0.1, 0.2, 0.3])
 
 
+def test_percentages_of_rows_are_rounded_to_one_row():
+    """Each seed has one more of 20 answers right: by chance, as with the same accuracies."""
+    teacher = {**TEACHER, "labels": ["film"] * 20, "classes": None, "scores": {"exact_match": 90.0}}
+    teacher |= {"metrics": ["exact_match"], "percent": ["exact_match"]}
+    results = {
+        ("t", name, seed): {**run(0.7, 0), "scores": {"exact_match": score}}
+        for name, score in (("labels", 60.0), ("other", 65.0))
+        for seed in range(3)
+    }
+    (summary,) = summarize(study(("labels", "other"), 3), results, {"t": teacher})
+    row = summary.rows[1]
+    assert row.difference == paired_difference([5.0] * 3, step=5.0)
+    assert row.difference.rounded and row.verdict == ALIKE
+
+
 def test_metrics_of_numbers_have_no_rounding_variance():
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
     results = {

@@ -376,6 +376,7 @@ def test_invalid_field_of_a_study_is_named(root, line, message):
         ("rows = 5", "rows must be two whole numbers"),
         ("train = 5", "train must be a path"),
         ('label_order = "1,0"', "tasks.one has no field 'label_order'"),
+        ('test = "dev.tsv"', "tasks.one has no field 'test'"),
         ('max_train_rows = "x"', "max_train_rows must be int"),
         ('unlabelled = "train.tsv"', "labelled and unlabelled exclude each other"),
     ],

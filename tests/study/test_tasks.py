@@ -5,6 +5,7 @@ import dataclasses
 import json
 
 import pytest
+from transformers import BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
@@ -17,6 +18,8 @@ from tests.study.test_statistics import study
 from tests.study.test_study import study as run_study
 from tests.support.tiny import make_teacher
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
+from tests.train.tasks.test_multi_label import write_jsonl as write_labelled
+from tests.train.tasks.test_seq2seq import make_writer, write_pairs
 from tests.train.tasks.test_token_classification import write_conll
 
 SHARED = """
@@ -34,6 +37,12 @@ fcd = {}
 max_length = 12
 teacher_steps = 2
 """
+
+
+def make_masker(path):
+    """A random masked language model."""
+    make_teacher(path, head=False)
+    BertForMaskedLM(BertConfig.from_pretrained(path)).save_pretrained(path)
 
 
 def finished(root, task):
@@ -87,6 +96,40 @@ def test_study_of_token_classification(tmp_path):
     assert teacher["rows_of_classes"] is None and "fewer than the classes" not in page
     assert rows["fcd"]["metric"] == "f1" and "lower is better" not in page
     assert set(runs[0]["scores"]) == {"f1", "precision", "recall"}
+
+
+OTHERS = {
+    "masked-lm": (make_masker, write_text, "txt"),
+    "multi-label": (lambda path: make_teacher(path, head=False), write_labelled, "jsonl"),
+    "seq2seq": (make_writer, write_pairs, "jsonl"),
+}
+
+
+@pytest.mark.parametrize("task", OTHERS)
+def test_study_of_other_tasks_with_a_cache_and_without(task, tmp_path):
+    make, write, suffix = OTHERS[task]
+    make(tmp_path / "teacher")
+    for i, name in enumerate(("train", "dev")):
+        write(tmp_path / f"{name}.{suffix}", 20, i)
+    shared = SHARED.replace('"teacher"', f'"{tmp_path}/teacher"').replace("labels = {}", "")
+    shared += f'task = "{task}"\ntrain = "train.{suffix}"\neval = "dev.{suffix}"\n'
+    if task == "seq2seq":
+        shared = shared.replace("student_layers = 2", "student_layers = 1") + 'metric = "loss"\n'
+    found = []
+    for cache in ("true", "false"):
+        spec_path = tmp_path / f"{cache}.toml"
+        spec_path.write_text(f"cache = {cache}\n{shared}")
+        run_study(spec_path, tmp_path / cache, seeds=1)
+        (path,) = (tmp_path / cache / "runs").glob("*.json")
+        found.append(json.loads(path.read_text()))
+        page = (tmp_path / cache / "report.md").read_text()
+        assert "Classes without" not in page
+        cached = cache == "true" and task != "masked-lm"  # whose rows each epoch masks anew
+        assert found[-1]["measured"]["cached"] == cached
+        assert f"seconds {'exclude' if cached else 'include'} the teacher's" in page
+    one, other = found
+    assert one["scores"] == pytest.approx(other["scores"], rel=1e-5) and 0 < one["rccc"] <= 1
+    assert read_json(next(tmp_path.glob("true/teachers/*/fastkd.json")))["rows_of_classes"] is None
 
 
 PERPLEXITIES = {
