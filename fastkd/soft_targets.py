@@ -956,7 +956,7 @@ def linear_soft_target_loss(
             f"backend: {backend!r} has no kernels for a vocabulary-parallel head; take 'auto' or "
             "'torch'"
         )
-    if shard.group or (soft_weight == 0 and runs_on == "triton"):
+    if shard.group:
         runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
     soft_mask = check_mask(

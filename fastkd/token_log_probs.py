@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_floating, check_number, check_positive_int, check_token_ids
+from fastkd._core.dispatch import backend_of
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
 from fastkd._torch.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
 from fastkd._torch.linear_soft_targets import CHUNK_BYTES
@@ -99,4 +100,7 @@ def _options(
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
-    return TokenOptions(head.form, float(temperature), chunk_bytes)
+    # The kernels are those of the labels' losses; on the CPU PyTorch runs.
+    runs_on = backend_of("auto", "linear_soft_target_loss", hidden)
+    runs_on = runs_on if runs_on == "triton" else "torch"
+    return TokenOptions(head.form, float(temperature), chunk_bytes, runs_on)

@@ -235,7 +235,13 @@ LOSSES = (
         modules=("SoftTargetLoss",),
         cpp={name: _CPP for name in ("soft_target_loss", "linear_soft_target_loss")},
         triton={name: Kernels() for name in ("soft_target_loss", "linear_soft_target_loss")},
-        kernel_files=("soft_targets", "soft_targets_top_k", "reduction", "upstream"),
+        kernel_files=(
+            "soft_targets",
+            "soft_targets_top_k",
+            "cross_entropy",
+            "reduction",
+            "upstream",
+        ),
     ),
     Loss(
         name="token_log_probs",

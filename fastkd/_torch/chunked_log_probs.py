@@ -20,6 +20,7 @@ from fastkd._core.numerics import (
 from fastkd._core.operator import operator
 from fastkd._core.products import add_product, product_back, scaled_for_products
 from fastkd._torch.linear_soft_targets import HeadForm, _HeadOnStates
+from fastkd._torch.row_losses import log_totals
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class TokenOptions:
     form: HeadForm
     temperature: float
     chunk_bytes: int
+    runs_on: str  # backend of the passes over the logits: "torch" or "triton"
 
     @property
-    def flat(self) -> tuple[float, float, float, int]:
+    def flat(self) -> tuple[float, float, float, int, str]:
         """The options as arguments of an operator, whose types are limited."""
-        return self.form.scale, self.form.softcap, self.temperature, self.chunk_bytes
+        form = self.form
+        return form.scale, form.softcap, self.temperature, self.chunk_bytes, self.runs_on
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -59,7 +62,7 @@ class TokenLogProbs(torch.autograd.Function):
 
 
 class _Chunks:
-    """Logits over the temperature, a chunk of positions after the other."""
+    """Logits, a chunk of positions after the other."""
 
     def __init__(
         self,
@@ -68,11 +71,12 @@ class _Chunks:
         softcap: float,
         temperature: float,
         chunk_bytes: int,
+        runs_on: str,
     ) -> None:
         assert tensors[0] is not None and tensors[1] is not None
         self.rows, vocabulary = len(tensors[0]), len(tensors[1])
         self.head = _HeadOnStates(tensors, HeadForm(scale, softcap), vocabulary)
-        self.temperature = temperature
+        self.temperature, self.runs_on = temperature, runs_on
         self.step = max(chunk_bytes // (working_dtype(tensors[0]).itemsize * vocabulary), 1)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
@@ -84,8 +88,24 @@ class _Chunks:
         """``logits`` over the temperature, in the same memory."""
         return logits if self.temperature == 1 else logits.div_(self.temperature)
 
+    def log_total(self, logits: Tensor) -> Tensor:
+        """log Σ exp(logits/τ) (R,); the logits may be overwritten."""
+        if self.runs_on == "torch":
+            return self.scaled(logits).logsumexp(-1)
+        return log_totals(logits, self.temperature, self.runs_on)
 
-def _shapes(tensors, ids, k, scale, softcap, temperature, chunk_bytes):
+    def softmax(self, logits: Tensor, log_total: Tensor, factors: Tensor) -> Tensor:
+        """q times factors (R,), in the memory of the logits."""
+        if self.runs_on == "torch":
+            q = self.scaled(logits).sub_(log_total[:, None]).exp_()
+            return q.mul_(factors[:, None])
+        from fastkd.kernels.cross_entropy import softmax_in_place
+
+        softmax_in_place(logits, log_total, factors, self.temperature)
+        return logits
+
+
+def _shapes(tensors, ids, k, *options):
     new, dtype = tensors[0].new_empty, working_dtype(tensors[0])
     shape = (len(tensors[0]), k) if ids is None else ids.shape
     found = [new(shape, dtype=dtype), new(shape[0], dtype=dtype)]
@@ -102,6 +122,7 @@ def token_log_probs(
     softcap: float,
     temperature: float,
     chunk_bytes: int,
+    runs_on: str,
 ) -> list[Tensor]:
     """log q(id) (R, K) of ``ids`` and log Σ exp(logits/τ) (R,).
 
@@ -109,18 +130,17 @@ def token_log_probs(
     """
     hidden = tensors[0]
     assert hidden is not None
-    found = _shapes(tensors, ids, k, scale, softcap, temperature, chunk_bytes)
+    found = _shapes(tensors, ids, k)
     values, log_total = found[:2]
     with autocast_off(hidden):
-        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
+        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes, runs_on)
         for chunk, logits in chunks:
-            z = chunks.scaled(logits)
             if ids is None:
-                z_of_ids, found[2][chunk] = z.topk(k, -1)
+                z_of_ids, found[2][chunk] = logits.topk(k, -1)
             else:
-                z_of_ids = z.gather(-1, ids[chunk])
-            log_total[chunk] = z.logsumexp(-1)
-            values[chunk] = z_of_ids - log_total[chunk, None]
+                z_of_ids = logits.gather(-1, ids[chunk])
+            log_total[chunk] = chunks.log_total(logits)
+            values[chunk] = z_of_ids / temperature - log_total[chunk, None]
     return found
 
 
@@ -140,6 +160,7 @@ def token_log_probs_backward(
     softcap: float,
     temperature: float,
     chunk_bytes: int,
+    runs_on: str,
 ) -> list[Tensor]:
     """Gradients of the tensors that need one, in the working dtype, for ``grad`` (R, K)."""
     hidden = tensors[0]
@@ -150,14 +171,14 @@ def token_log_probs_backward(
         if need and x is not None
     }
     with autocast_off(hidden):
-        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes)
+        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes, runs_on)
         head = chunks.head
         for chunk, logits in chunks:
             slope = head.slope(logits)
             # ∂/∂z = (Σ_k g_k (1[v = id_k] − q_v)) / τ, then through the cap and the scale.
-            dz = chunks.scaled(logits).sub_(log_total[chunk, None]).exp_()
-            dz.mul_(-grad[chunk].sum(-1, keepdim=True)).scatter_add_(-1, ids[chunk], grad[chunk])
-            dz.mul_(scale / temperature)
+            g = grad[chunk] * (scale / temperature)
+            dz = chunks.softmax(logits, log_total[chunk], -g.sum(-1))
+            dz.scatter_add_(-1, ids[chunk], g)
             dz = dz if slope is None else dz.mul_(slope)
             bias = 2 * len(head.states)
             if bias in grads:

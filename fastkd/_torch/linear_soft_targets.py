@@ -35,6 +35,7 @@ from fastkd._torch.matched_tokens import matched_rows
 from fastkd._torch.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
+    cross_entropy_by_kernel,
     cross_entropy_rows,
     divergence_in_place,
     entropy_and_accuracy,
@@ -693,9 +694,9 @@ class _ChunkedPass:
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
             return
-        factor: float | Tensor = options.task_weight
-        if self.runs_on != "cpp" and task_weights is not None:
-            factor = task_weights[:, None] * factor
+        factor: float | Tensor = 1.0 if self.by_kernels else options.task_weight
+        if not self.by_kernels and given.task_weights is not None:
+            factor = given.task_weights[:, None] * factor
         if grad is None:
             if not has_soft:
                 student.zero_()
@@ -721,15 +722,16 @@ class _ChunkedPass:
     ) -> tuple[Tensor, Tensor | None]:
         """Cross-entropies (R,) and, if needed, their gradient, written to ``out`` if given.
 
-        Only the C++ operator multiplies the gradient by the weights (R,).
+        Kernels multiply the gradient by the weights (R,) and by the task's weight.
         """
-        task = self.options.task
-        if self.runs_on != "cpp":
+        task, weight = self.options.task, self.options.task_weight
+        if not self.by_kernels:
             return cross_entropy_rows(student, labels, needs_grad, task, out, self.options.shard)
         if needs_grad and out is None:
             out = torch.empty_like(student)
-        options = task.label_smoothing, task.z_loss
-        return torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options), out
+        if weights is not None and weight != 1:
+            weights = weights * weight
+        return cross_entropy_by_kernel(self.runs_on, student, labels, task, weights, out), out
 
     def fill_terms(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor
@@ -776,8 +778,9 @@ class _ChunkedPass:
 
     def log_probs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Log-probabilities (R,) of one token for each row of logits (R, V), at temperature 1."""
-        if self.runs_on == "cpp":
-            return -torch.ops.fastkd_cpp.cross_entropy(logits, ids, None, None, 0.0, 0.0)
+        if self.by_kernels:
+            plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
+            return -cross_entropy_by_kernel(self.runs_on, logits, ids, plain)
         shard = self.options.shard
         return shard.gather(logits, ids) - shard.logsumexp(logits)
 

@@ -297,6 +297,27 @@ def cross_entropy_rows(
     return value, grad.scatter_add_(-1, labels[:, None], label[:, None])
 
 
+def cross_entropy_by_kernel(
+    runs_on: str,
+    student: Tensor,
+    labels: Tensor,
+    task: CrossEntropyOptions,
+    weights: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy (R,) of logits (R, V) with labels (R,), in C++ or Triton.
+
+    With ``out``, which may be ``student``, its gradient times weights (R,) is written there.
+    """
+    options = task.label_smoothing, task.z_loss
+    if runs_on == "cpp":
+        loss: Tensor = torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options)
+        return loss
+    from fastkd.kernels.cross_entropy import cross_entropy
+
+    return cross_entropy(student, labels, weights, out, *options)
+
+
 def entropy_and_accuracy(
     student: Tensor, labels: Tensor | None, shard: VocabularyShard = WHOLE_VOCABULARY
 ) -> tuple[Tensor, Tensor]:
@@ -310,11 +331,20 @@ def entropy_and_accuracy(
 
 def log_mass_of(logits: Tensor, whole: Tensor, temperature: float, runs_on: str) -> Tensor:
     """Logarithm of the probability (R,) of the tokens of ``logits`` among those of ``whole``."""
+    of_part, of_whole = (log_totals(x, temperature, runs_on) for x in (logits, whole))
+    return of_part - of_whole
+
+
+def log_totals(logits: Tensor, temperature: float, runs_on: str) -> Tensor:
+    """log Σ exp(logits/τ) (R,) of logits (R, V)."""
     if runs_on == "cpp":
-        totals = torch.ops.fastkd_cpp.log_totals
-        mass: Tensor = totals(logits, temperature) - totals(whole, temperature)
-        return mass
-    return (logits / temperature).logsumexp(-1) - (whole / temperature).logsumexp(-1)
+        totals: Tensor = torch.ops.fastkd_cpp.log_totals(logits, temperature)
+        return totals
+    if runs_on == "torch":
+        return (logits / temperature).logsumexp(-1)
+    from fastkd.kernels import cross_entropy as kernels
+
+    return kernels.log_totals(logits, temperature)
 
 
 def total_variation(

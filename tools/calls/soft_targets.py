@@ -125,6 +125,25 @@ def calls_of_two_vocabularies() -> Calls:
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
 
 
+def of_labels(hidden: Tensor, head: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """A call of `linear_soft_target_loss` without soft targets."""
+    task = fastkd.CrossEntropy(labels, label_smoothing=0.1, z_loss=0.1)
+    given = hidden.detach(), head.detach()
+    return fastkd.linear_soft_target_loss(
+        hidden, head, *given, soft_weight=0.0, task=task, **options
+    )
+
+
+def calls_of_labels() -> Calls:
+    """Cross-entropy alone, and log-probabilities, which its kernel computes too."""
+    for dtype, V, reduction in itertools.product(ALL_TYPES, (50, 1040, 1041, 152_064), REDUCTIONS):
+        inputs = {"hidden": learns(6, 48, dtype=dtype), "head": learns(V, 48, dtype=dtype)}
+        options = {"reduction": reduction, "chunk_bytes": 1 << 24}
+        yield Call(of_labels, inputs | {"labels": numbers(6)}, options)
+        if reduction == REDUCTIONS[0]:
+            yield Call(fastkd.log_probs, inputs | {"ids": numbers(6, 4)}, {"temperature": 2.0})
+
+
 def calls() -> Calls:
     kinds = (torch.int8, torch.int64, *ALL_TYPES)
     denominators = [7, 2.5, *(numbers(dtype=kind) for kind in kinds)]
@@ -148,6 +167,7 @@ def calls() -> Calls:
         inputs = heads(3, V=50, student=given, dtype=torch.float32)
         yield Call(fastkd.linear_soft_target_loss, inputs, options)
     yield from calls_of_heads()
+    yield from calls_of_labels()
     yield from calls_of_top_k()
     yield from calls_of_drafts()
     yield from calls_of_two_vocabularies()
