@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastkd.token_log_probs import log_probs, log_probs_ref
 
-from .case import REFERENCE, Case, Provider, call
+from .case import REFERENCE, Case, Provider, WhyNot, call
 from .features import features
 
 LOSS = "token_log_probs"
@@ -27,7 +27,13 @@ def weighted_sum(function, hidden, head, ids, weight) -> Tensor:
     return (function(hidden, head, ids) * weight).sum()
 
 
+def only_on(kind: str) -> WhyNot:
+    """Reason on other devices: the backend is chosen by the device."""
+    return lambda device: None if device.type == kind else f"runs on {kind} alone"
+
+
 def cases() -> Iterator[Case]:
+    ours = call(functools.partial(weighted_sum, log_probs))
     for set, dtype, rows, D, V, sweep in (
         ("cpu", torch.float32, 1024, 256, 32000, ""),
         ("cpu", torch.float32, 256, 256, 32000, "rows"),
@@ -43,7 +49,8 @@ def cases() -> Iterator[Case]:
             make=make,
             providers=(
                 Provider(REFERENCE, call(functools.partial(weighted_sum, log_probs_ref))),
-                Provider("fastkd torch", call(functools.partial(weighted_sum, log_probs))),
+                Provider("fastkd torch", ours, only_on("cpu")),
+                Provider("fastkd triton", ours, only_on("cuda")),
             ),
             bytes_moved=3 * V * D * dtype.itemsize,
             operations=8 * rows * V * D,

@@ -1,4 +1,4 @@
-"""Every divergence by the compiled soft-target kernels against the float64 reference."""
+"""The compiled soft-target and cross-entropy kernels against float64 references."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 import fastkd
 from fastkd import Divergence
+from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows
+from fastkd.kernels import cross_entropy as labels_kernels
 from fastkd.soft_targets import soft_target_loss_ref
 from tests.support.compare import relative_error, value_and_grad
 from tests.support.interpreter import of_compiled_code
@@ -56,3 +58,21 @@ def test_tails_of_a_top_k():
         top_k = fastkd.TopK(ids, log_probs, tail)
         for capability in (80, 90):
             assert max(errors_of(student, top_k, capability, "forward_kl")) < 5e-6, tail
+
+
+def test_cross_entropy_and_log_totals():
+    """Short and long rows, aligned or not, in place."""
+    for i, V in enumerate((45, 48, 1040, 1041, 16_400, 16_401)):
+        logits, labels, weights = 4 * torch.randn(3, V), torch.tensor([0, V - 1, 7]), torch.rand(3)
+        task = CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1)
+        value, grad = cross_entropy_rows(logits.double(), labels, True, task)
+        right = logits.double() / 2.5
+        with executing((80, 90)[i % 2]):
+            total = labels_kernels.log_totals(logits, 2.5)
+            q = logits.clone()
+            labels_kernels.softmax_in_place(q, total, weights, 2.5)
+            found = labels_kernels.cross_entropy(logits, labels, weights, logits, 0.1, 0.1)
+        assert relative_error(found, value) < 1e-6, V
+        assert relative_error(logits, grad * weights[:, None]) < 5e-6, V
+        assert relative_error(total, right.logsumexp(-1)) < 1e-6, V
+        assert relative_error(q, right.softmax(-1) * weights[:, None]) < 5e-6, V

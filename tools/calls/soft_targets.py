@@ -3,12 +3,13 @@
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import fastkd
-from fastkd import Divergence
+from fastkd import Divergence, token_log_probs
 from fastkd._torch.divergences import NAMES
 from fastkd.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tools.calls import (
@@ -134,14 +135,27 @@ def of_labels(hidden: Tensor, head: Tensor, labels: Tensor, **options: Any) -> T
     )
 
 
+def of_tokens(
+    hidden: Tensor, head: Tensor, ids: Tensor, backend: str = "auto", **options: Any
+) -> Tensor:
+    """A call of `log_probs`, which has no such option, by a backend."""
+    backend_of = token_log_probs.backend_of
+    chosen = mock.patch.object(
+        token_log_probs, "backend_of", lambda _, *call: backend_of(backend, *call)
+    )
+    with chosen:
+        return fastkd.log_probs(hidden, head, ids, **options)
+
+
 def calls_of_labels() -> Calls:
     """Cross-entropy alone, and log-probabilities, which its kernel computes too."""
-    for dtype, V, reduction in itertools.product(ALL_TYPES, (50, 1040, 1041, 152_064), REDUCTIONS):
+    for dtype, V, reduction in itertools.product(
+        ALL_TYPES, (50, 64, 1040, 1041, 16_400, 16_401), REDUCTIONS
+    ):
         inputs = {"hidden": learns(6, 48, dtype=dtype), "head": learns(V, 48, dtype=dtype)}
         options = {"reduction": reduction, "chunk_bytes": 1 << 24}
         yield Call(of_labels, inputs | {"labels": numbers(6)}, options)
-        if reduction == REDUCTIONS[0]:
-            yield Call(fastkd.log_probs, inputs | {"ids": numbers(6, 4)}, {"temperature": 2.0})
+        yield Call(of_tokens, inputs | {"ids": numbers(6, 4)}, {"temperature": 2.0})
 
 
 def calls() -> Calls:

@@ -1,0 +1,200 @@
+"""The Triton kernel of cross-entropy and of log Z against PyTorch, and the losses that use it."""
+
+import functools
+
+import pytest
+import torch
+
+from fastkd import CrossEntropy, Head
+from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows, log_mass_of
+from fastkd.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
+from fastkd.token_log_probs import log_probs_ref
+from tests.support.compare import assert_accurate, values_and_grads
+
+pytest.importorskip("triton")
+
+from fastkd.kernels import cross_entropy as kernels
+from fastkd.kernels.soft_targets import LONG
+from tests.kernels.launches import count_launches
+from tools.calls.soft_targets import of_tokens
+
+INF, NAN = torch.inf, torch.nan
+
+
+def rows(V, scale=4.0, device="cpu"):
+    """Logits, labels at both ends and between, and weights, of which one is 0."""
+    labels = torch.tensor([0, V - 1, V // 2, V // 3, V - 1])
+    weights = torch.tensor([0.5, 2.0, 0.0, 1.0, -1.5])
+    return (scale * torch.randn(5, V)).to(device), labels.to(device), weights.to(device)
+
+
+@pytest.mark.parametrize("V", [1, 2, 33, 1024, 1025, 4112, LONG + 17])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.1), (1.0, 0.0)])
+def test_rows(device, V, smoothing, z_loss):
+    logits, labels, weights = rows(V, device=device)
+    task = CrossEntropyOptions(smoothing, z_loss)
+    exact, plain = (
+        cross_entropy_rows(x, labels, True, task) for x in (logits.double(), logits.clone())
+    )
+    beside, inside = torch.empty_like(logits), logits.clone()
+    values = [
+        kernels.cross_entropy(x, labels, weights, out, smoothing, z_loss)
+        for x, out in ((logits, None), (logits, beside), (inside, inside))
+    ]
+    assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+    assert torch.equal(beside, inside)
+    assert_accurate(values[0], exact[0], torch.float32, plain[0])
+    right, reference = (grad * weights[:, None] for _, grad in (exact, plain))
+    assert_accurate(beside, right, torch.float32, reference)
+    assert (beside[2] == 0).all()
+
+
+@pytest.mark.parametrize("V", [33, 4112])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_large_logits(device, V, smoothing):
+    """A probability of 1 has the gradient 0, to the last bit."""
+    logits, labels, weights = rows(V, 3e4, device)
+    logits[0], logits[0, 0] = -1e30, 1e30
+    task = CrossEntropyOptions(smoothing, 0.0)
+    value, grad = cross_entropy_rows(logits.double(), labels, True, task)
+    found = kernels.cross_entropy(logits, labels, weights, logits, smoothing, 0.0)
+    assert_accurate(found, value, torch.float32)
+    assert_accurate(logits, grad * weights[:, None], torch.float32)
+    assert smoothing or (logits[0] == 0).all()
+
+
+@pytest.mark.parametrize("V", [33, 4112])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_infinite_logits_and_nan(device, V, smoothing):
+    """As in PyTorch: −inf is a probability of 0, all others spoil their own row alone."""
+    row = torch.randn(V, device=device)
+    logits = row.repeat(7, 1)
+    logits[0, 5], logits[1, 9], logits[2], logits[3, 5], logits[4, 9], logits[5, 5] = (
+        -INF, -INF, -INF, INF, INF, NAN,
+    )  # fmt: skip
+    labels = torch.full((7,), 9, device=device)
+    task = CrossEntropyOptions(smoothing, 0.0)
+    wanted = cross_entropy_rows(logits.clone(), labels, True, task)
+    ones = torch.ones(7, device=device)
+    value = kernels.cross_entropy(logits, labels, ones, logits, smoothing, 0.0)
+    torch.testing.assert_close((value, logits), wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert value.isnan().tolist() == [False, False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("V", [1, 33, 1025, LONG + 16])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, 20.0])
+def test_log_totals_and_softmax(device, V, temperature):
+    logits, _, factors = rows(V, device=device)
+    logits[4, : V - 1] = -INF
+    total = kernels.log_totals(logits, temperature)
+    exact = logits.double() / temperature
+    torch.testing.assert_close(total.double(), exact.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    kernels.softmax_in_place(logits, total, factors, temperature)
+    wanted = exact.softmax(-1) * factors[:, None]
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-4, atol=1e-6)
+    nothing = torch.full((2, V), -INF, device=device)
+    assert (kernels.log_totals(nothing, temperature) == -INF).all()
+
+
+def heads(device, R=6, D=8, V=40):
+    h, w, b = torch.randn(R, D), torch.randn(V, D), torch.randn(V)
+    labels = torch.randint(V, (R,))
+    labels[1] = -100
+    return [x.to(device) for x in (h, w, b)], labels.to(device)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_labels_from_hidden_states(device, reduction, soft, softcap):
+    """Alone and beside a teacher, with weights, in chunks of two positions."""
+    learning, labels = heads(device)
+    weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0, 1.0], device=device)
+    teacher = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
+    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
+
+    def call(function, h, w, b, **options):
+        given = [x.to(h.dtype) for x in teacher]
+        task = CrossEntropy(labels, 0.7, label_smoothing=0.1, z_loss=0.1, weights=weights)
+        options |= {"soft_weight": 0.4 if soft else 0.0, "reduction": reduction}
+        head = Head(w, b, 0.5, softcap)
+        return function(h, head, *given, task=task, temperature=2.0, **options)
+
+    wide = [x.double() for x in learning]
+    exact = functools.partial(call, linear_soft_target_loss_ref)
+    right = values_and_grads(exact, wide, upstream=upstream)
+    found, again, plain = (
+        values_and_grads(
+            functools.partial(call, linear_soft_target_loss), learning, upstream=upstream,
+            backend=backend, chunk_bytes=2 * 40 * 8,
+        )
+        for backend in ("triton", "triton", "torch")
+    )  # fmt: skip
+    for x, y, reference, same in zip(found, right, plain, again, strict=True):
+        assert_accurate(x, y, torch.float32, reference)
+        assert torch.equal(x, same)
+
+
+def test_terms_and_ratios(device):
+    (h, w, b), labels = heads(device)
+    teacher = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
+    names = ("soft", "task", "log_prob", "teacher_log_prob")
+    found, wanted = (
+        linear_soft_target_loss(
+            h, Head(w, b), *teacher, task=CrossEntropy(labels), return_terms=names,
+            backend=backend,
+        )
+        for backend in ("triton", "torch")
+    )  # fmt: skip
+    torch.testing.assert_close(found, wanted)
+    part, whole = (torch.randn(3, n, device=device) for n in (9, 40))
+    masses = (log_mass_of(part, whole, 2.0, backend) for backend in ("triton", "torch"))
+    torch.testing.assert_close(*masses)
+
+
+def test_few_passes_over_a_chunk_of_logits(device):
+    """A product makes the logits, the kernel turns them into the gradient, two products more."""
+    (h, w, _), labels = heads(device)
+    task = CrossEntropy(labels.clamp_min(0), 0.5)
+    h.requires_grad_()
+    w.requires_grad_()
+    given = h.detach(), w.detach()
+    options = {"soft_weight": 0.0, "task": task, "chunk_bytes": 3 * 40 * 4, "backend": "triton"}
+    with count_launches() as launches:
+        linear_soft_target_loss(h, w, *given, **options).backward()
+    assert launches.of_triton() == ["cross_entropy_kernel"] * 2
+    products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]
+    assert len(products) == 2 * 3, launches
+    # Besides each chunk's losses and dh in their places and a few operations on rows.
+    others = [name for name in launches if name.startswith("aten.") and name not in products]
+    assert others.count("aten.copy_.default") == 2 * 2, launches
+    assert len(others) <= 21, launches
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_log_probs(device, softcap, temperature):
+    learning, _ = heads(device)
+    ids = torch.randint(40, (6, 4), device=device)
+    ids[:, 1] = ids[:, 0]  # a gradient twice
+
+    def call(function, h, w, b, **options):
+        return function(h, Head(w, b, 0.5, softcap), ids, temperature=temperature, **options)
+
+    exact = functools.partial(call, log_probs_ref)
+    right = values_and_grads(exact, [x.double() for x in learning])
+    chunked = functools.partial(call, of_tokens, chunk_bytes=4 * 40 * 4)
+    with count_launches() as launches:
+        found = values_and_grads(functools.partial(chunked, backend="triton"), learning)
+    assert launches.of_triton() == ["cross_entropy_kernel"] * 4
+    plain = values_and_grads(functools.partial(chunked, backend="torch"), learning)
+    for x, y, reference in zip(found, right, plain, strict=True):
+        assert_accurate(x, y, torch.float32, reference)
+
+
+def test_gradients_are_written_to_contiguous_rows(device):
+    logits, labels, weights = rows(8, device=device)
+    out = torch.empty(5, 16, device=device)[:, ::2]
+    with pytest.raises(AssertionError, match="finds the rows of the gradient by V alone"):
+        kernels.cross_entropy(logits, labels, weights, out, 0.0, 0.0)
+    assert len(kernels.log_totals(logits[:0], 1.0)) == 0
