@@ -260,6 +260,30 @@ class DistillationTrainer(Trainer):
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return self.distiller.count_items(batch)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``transformers.Trainer.evaluation_loop``; the weights stay as they were.
+
+        For ``bf16_full_eval`` and ``fp16_full_eval`` Trainer rounds its model in place. A later
+        ``train`` or ``save_model`` would continue with rounded weights, also of the teacher.
+        """
+        rounds = self.args.bf16_full_eval or self.args.fp16_full_eval
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.is_in_train or not rounds or sharded:
+            return super().evaluation_loop(*args, **kwargs)
+        kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
+            (tensors, name, x, x.data)
+            for module in self.distiller.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, x in tensors.items()
+            if x is not None
+        ]
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            for tensors, name, x, data in kept:
+                x.data = data
+                tensors[name] = x
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:

@@ -277,6 +277,28 @@ def test_evaluation_and_prediction_run_the_student(tmp_path):
     torch.testing.assert_close(predictions, expected.logits)
 
 
+def test_an_evaluation_in_half_precision_leaves_the_weights(tmp_path):
+    """Trainer rounds its model in place, and would train and save the rounded weights."""
+    found = []
+    for half in (False, True):
+        run = trainer(tmp_path, SoftTargets(), bf16_full_eval=half, save_strategy="no", max_steps=2)
+        seen, step = set(), run.prediction_step
+
+        def prediction_step(*args, run=run, seen=seen, step=step, **kwargs):
+            seen.add(run.distiller.student.dtype)
+            return step(*args, **kwargs)
+
+        run.prediction_step = prediction_step
+        before = copy.deepcopy(run.distiller)
+        run.evaluate()
+        assert seen == {torch.bfloat16 if half else torch.float32}
+        for ours, theirs in zip(run.distiller.parameters(), before.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        run.train()
+        found.append(list(run.distiller.parameters()))
+    assert all(map(torch.equal, *found))
+
+
 def test_mc3kd_is_prepared_from_training_data(tmp_path):
     run = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
     layers = run.distiller.method.teacher_layers
