@@ -352,6 +352,17 @@ def test_rows_of_all_scales_in_one_bank(backend):
             assert_accurate(g, e, torch.float32)
 
 
+def test_products_beyond_float32_choose_the_nearest():
+    # 2 s·t is beyond float32, ‖s − t‖² is not.
+    rows, labels = 6e18 * torch.randn(120, 4), torch.zeros(120, dtype=torch.long)
+    own = knn_feature_loss(rows, rows, labels, reduction="none", backend="torch")
+    assert not own.any()
+    options = {"k": 3, "reduction": "none"}
+    losses = knn_feature_loss(rows, rows, labels, **options, backend="torch")
+    expected = knn_feature_loss_ref(rows.double(), rows.double(), labels, **options)
+    assert_accurate(losses, expected, torch.float32)
+
+
 def test_squares_beyond_float64_choose_the_nearest():
     student = torch.tensor([[1e200], [-1e200]], dtype=torch.float64)
     teacher = torch.tensor([[-1.5e200], [1e200], [-1e200]], dtype=torch.float64)

@@ -341,6 +341,16 @@ def test_gradient_of_rows_too_short_to_normalise(backend, device, over, members)
     check(student, teacher, None, backend, over=over)
 
 
+@pytest.mark.parametrize("distance", ["pearson", "mse"])
+def test_many_equal_entries_keep_float32_accuracy(distance):
+    signs = torch.tensor([0.3, -0.7]), torch.tensor([1.1, 1.1, -0.9, 0.7])
+    student, teacher = (x.repeat(512)[None, :512, None].expand(1, 512, 600) for x in signs)
+    options = {"normalize": "none", "distance": distance}
+    loss = relation_loss(student, teacher, **options, backend="torch")
+    expected = relation_loss_ref(student.double(), teacher.double(), **options)
+    assert relative_error(loss, expected) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize(("over", "members", "side"), every_two_meet(OVER, SIZES, (0, 1)))
 def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
     """Their relations are small, not lost: eps is no larger than a hundred times σ_sσ_t."""

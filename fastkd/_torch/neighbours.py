@@ -223,12 +223,16 @@ class _Search:
         """‖q - t‖² - ‖q‖² (Q, M) for a block of the bank; -inf where t holds a NaN or inf."""
         t = self.rows(self.teacher, bank)
         t_squared = _squared_norm(t)
-        score = _scores(t_squared, q, t)
-        if self.readable and bool((t_squared.max() + q_squared.max()).isfinite()):
-            return score
-        # Finite rows whose squares overflow stay candidates, at the largest distance.
-        largest = torch.finfo(score.dtype).max
+        if self.readable and bool((2 * t_squared.max() + q_squared.max()).isfinite()):
+            return _scores(t_squared, q, t)
+        # In float64, since 2 q·t may overflow where the score doesn't. Finite rows whose score
+        # overflows stay candidates, at the largest distance.
+        t = t.double()
+        score = _scores(_squared_norm(t), q.double(), t)
+        largest = torch.finfo(self.product_dtype).max
         score.nan_to_num_(largest, largest, -largest)
+        if self.product_dtype != torch.float64:
+            score = score.clamp_(-largest, largest).to(self.product_dtype)
         return score.masked_fill_(~t.isfinite().all(1), -torch.inf)
 
     def settle(

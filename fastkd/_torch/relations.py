@@ -247,7 +247,13 @@ class Centred:
 
 
 def _norms(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=(1, 2))
+    return _norms_in_float64(x).to(x.dtype)
+
+
+def _norms_in_float64(x: Tensor) -> Tensor:
+    # By rows first: on the CPU a norm is one long sum, which loses digits.
+    rows = torch.linalg.vector_norm(x, dim=2)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def _reciprocal(x: Tensor) -> Tensor:
@@ -339,21 +345,22 @@ def pearson_by_features(
     TtS = torch.bmm(t.rows.mT, s.rows)  # (G, Dt, Ds)
     TtT = torch.bmm(t.rows.mT, t.rows)
 
+    # In float64, since the loss is a small difference of such sums.
     def inner(x: Tensor, y: Tensor, product: Tensor) -> Tensor:
         linear = 2 * n * (x * y).sum(1, keepdim=True)
-        return linear.squeeze(1) + _norms(product).square()
+        return linear.squeeze(1) + _norms_in_float64(product).square()
 
     sigma_s, sigma_t = inner(u, u, StS).sqrt(), inner(v, v, TtT).sqrt()  # (G,)
     covariance = inner(u, v, TtS)
     denominator = sigma_s * sigma_t + eps
-    losses = (denominator - covariance) / denominator
+    losses = ((denominator - covariance) / denominator).to(n.dtype)
     if dx is None:
         return losses
 
     # ∂/∂R̃_s = p·R̃_t + q·R̃_s =: A
     p = -1 / denominator
     q = covariance / denominator.square() * sigma_t * _reciprocal(sigma_s)
-    p, q = (2 * weight * p)[:, None], (2 * weight * q)[:, None]  # (G, 1)
+    p, q = ((2 * weight * x)[:, None].to(n.dtype) for x in (p, q))  # (G, 1)
     w = p * v + q * u  # (G, N)
     row_sums = n * w
     # A·S = p·T(TᵀS) + q·S(SᵀS) + 1(wᵀS) + w(1ᵀS), where 1ᵀS is rounding error.
