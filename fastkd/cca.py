@@ -307,7 +307,10 @@ def _stacked(layers: Sequence[Tensor]) -> Tensor:
     """
     size = max(x.shape[-1] for x in layers)
     missing = [size - x.shape[-1] for x in layers]
-    return torch.stack([F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)])
+    with autocast_off(layers[0]):  # which refuses to stack the other half-precision dtype
+        return torch.stack(
+            [F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)]
+        )
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:

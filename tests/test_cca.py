@@ -925,6 +925,16 @@ def count_calls(monkeypatch) -> list[torch.Size]:
     return calls
 
 
+def test_layers_under_autocast_of_the_other_half_precision():
+    student, teacher = (
+        torch.randn(2, 4, 8, 3).bfloat16().unbind(),
+        torch.randn(2, 4, 8, 3).bfloat16().unbind(),
+    )
+    loss = CCALoss(ridge=0.1)(student, teacher)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(CCALoss(ridge=0.1)(student, teacher), loss)
+
+
 def test_module_averages_layers_of_any_size(monkeypatch, device):
     students, teachers = layers_of_any_size(30, 4)
     module = CCALoss(ridge=1e-3, top_k=3)
