@@ -196,7 +196,10 @@ class BatchReader:
         """See `Distiller.count_items`."""
         batch = self._split(inputs)[0]
         labels: Any = batch.labels
-        valid = torch.ones_like(labels, dtype=torch.bool) if batch.mask is None else batch.mask
+        if labels is not None and batch.mask is None:
+            valid = torch.ones_like(labels, dtype=torch.bool)
+        else:
+            valid = batch.token_mask
         counted, _ = countable(labels, valid, batch.document_ids, self.student.causal)
         return counted.sum()
 

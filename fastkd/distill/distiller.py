@@ -340,10 +340,10 @@ class Distiller(InGroup):
         """Number of labelled positions in a batch; ``num_items`` is their mean over micro-batches.
 
         Counted are the positions that `forward` compares: for next-token prediction, those whose
-        next token is neither padding nor of another document.
+        next token is neither padding nor of another document. Without labels all of them count.
 
         Args:
-            batch: arguments as in `forward`, with ``labels`` (B, N).
+            batch: arguments as in `forward`, with ``labels`` (B, N) or ``input_ids``.
         """
         return self.reader.count_items(batch)
 

@@ -248,9 +248,11 @@ class DistillationTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """See ``transformers.Trainer``; the items are the labels that the loss compares."""
+        """See ``transformers.Trainer``; the items are the positions that the loss compares."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if items is not None:
+        # Trainer counts labels only, but soft targets need none.
+        counts = self.model_accepts_loss_kwargs and batches
+        if counts and not {"labels", "input_ids"}.isdisjoint(batches[0]):
             items = torch.stack([self._items(batch) for batch in batches]).sum()
             items = items.to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:

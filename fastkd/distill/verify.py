@@ -348,7 +348,7 @@ class _Step:
 
     def accumulated(self) -> Gradients:
         micro_batches: list[dict[str, Any]] = list(self._equal_micro_batches())
-        if self.distiller.counts_positions and "labels" in self.batch:
+        if self.distiller.counts_positions and not {"labels", "input_ids"}.isdisjoint(self.batch):
             items = int(self.distiller.count_items(self.batch))
             micro_batches = [
                 {**micro_batch, "num_items": items / len(micro_batches)}

@@ -462,6 +462,29 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
     assert log["loss"] == pytest.approx(losses[0].item(), rel=1e-5)
 
 
+def test_accumulated_batches_without_labels_make_up_the_whole_batchs_loss(tmp_path):
+    """Soft targets alone need no labels; the mean is over all real tokens."""
+    torch.manual_seed(0)
+    teacher = model(t.GPT2LMHeadModel, "gpt2")
+    mask = (torch.arange(12) < torch.tensor([[12], [3], [7], [2], [9], [12], [4], [5]])).long()
+    ids = torch.randint(5, 60, (8, 12))
+    data = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    found = []
+    for batch_size, steps in ((8, 1), (2, 4)):
+        run = trainer(
+            tmp_path, SoftTargets(alpha=1.0), data, teacher, save_strategy="no", max_steps=1,
+            per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
+        )  # fmt: skip
+        set_dropout(run.distiller.student)
+        with torch.no_grad():
+            whole = run.distiller(input_ids=ids, attention_mask=mask).loss.item()
+        run.train()
+        (log,) = [entry for entry in run.state.log_history if "loss" in entry]
+        assert log["loss"] == pytest.approx(whole, rel=1e-5)
+        found.append(log["grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
     """The terms as the loss: of a step of one batch as much as of one of three, and of this run."""
     run = trainer(

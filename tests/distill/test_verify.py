@@ -92,6 +92,17 @@ def test_language_models_have_one_gradient_under_all_splits(name):
         assert check.verdict in expected, check
 
 
+def test_soft_targets_without_labels_have_one_gradient_under_all_splits():
+    torch.manual_seed(0)
+    teacher = model(t.GPT2LMHeadModel, "gpt2")
+    student = student_from_teacher(teacher, [2, 4])
+    distiller = Distiller(teacher, student, SoftTargets(alpha=1.0))
+    data = {name: x for name, x in batch(rows=4).items() if name != "labels"}
+    assert data["attention_mask"].sum(1).unique().numel() > 1
+    for check in verify(distiller, data, ranks=0, compile_backend=None):
+        assert check.verdict == "equal", check
+
+
 def test_unequal_numbers_of_documents_are_expected_to_differ():
     """LRKD's projections are a mean over documents; a plain loop weighs its parts alike."""
     teacher = model_of("llama", "next word").double()
