@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastkd._core.allocation import empty
 from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
@@ -19,7 +20,7 @@ from fastkd._core.numerics import (
 )
 from fastkd._core.operator import operator
 from fastkd._core.products import add_product, product_back, scaled_for_products
-from fastkd._torch.linear_soft_targets import HeadForm, _HeadOnStates
+from fastkd._torch.linear_soft_targets import HeadForm, _HeadOnStates, equal_chunks
 from fastkd._torch.row_losses import log_totals
 
 
@@ -77,11 +78,10 @@ class _Chunks:
         self.rows, vocabulary = len(tensors[0]), len(tensors[1])
         self.head = _HeadOnStates(tensors, HeadForm(scale, softcap), vocabulary)
         self.temperature, self.runs_on = temperature, runs_on
-        self.step = max(chunk_bytes // (working_dtype(tensors[0]).itemsize * vocabulary), 1)
+        self.most = max(chunk_bytes // (working_dtype(tensors[0]).itemsize * vocabulary), 1)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, self.rows, self.step):
-            chunk = slice(start, start + self.step)
+        for chunk in equal_chunks(self.rows, self.most):
             yield chunk, upcast(self.head.finish(self.head.products(chunk)))
 
     def scaled(self, logits: Tensor) -> Tensor:
@@ -166,10 +166,13 @@ def token_log_probs_backward(
     hidden = tensors[0]
     assert hidden is not None
     grads = {
-        i: torch.zeros_like(x, dtype=working_dtype(x), memory_format=torch.contiguous_format)
+        i: empty(x.shape, working_dtype(x), x.device)
         for i, (x, need) in enumerate(zip(tensors, needs, strict=True))
         if need and x is not None
     }
+    bias = len(tensors) - 1
+    for i in grads if len(hidden) == 0 else grads.keys() & {bias}:
+        grads[i].zero_()  # each chunk adds to it; the first overwrites the others
     with autocast_off(hidden):
         chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes, runs_on)
         head = chunks.head
@@ -180,7 +183,6 @@ def token_log_probs_backward(
             dz = chunks.softmax(logits, log_total[chunk], -g.sum(-1))
             dz.scatter_add_(-1, ids[chunk], g)
             dz = dz if slope is None else dz.mul_(slope)
-            bias = 2 * len(head.states)
             if bias in grads:
                 grads[bias] += dz.sum(0)
             for i, (x, w) in enumerate(zip(head.states, head.weights, strict=True)):
@@ -189,5 +191,5 @@ def token_log_probs_backward(
                     part = product_back(scaled, w)
                     grads[2 * i][chunk] = part if factor is None else part.mul_(factor)
                 if 2 * i + 1 in grads:
-                    add_product(grads[2 * i + 1], scaled, x[chunk], factor, first=False)
+                    add_product(grads[2 * i + 1], scaled, x[chunk], factor, first=chunk.start == 0)
     return [grads[i] for i in sorted(grads)]

@@ -49,6 +49,8 @@ from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 # adding to its gradient don't bound the products.
 CHUNK_BYTES = (1 << 26, 1 << 31)
 
+TILE_ROWS = 128  # of a matrix product
+
 # Rows of bfloat16 logits in one block of csrc/losses/cross_entropy/operator.cpp.
 LOGIT_ROWS = 128
 
@@ -464,9 +466,20 @@ def _cross_entropy_of_states(
 def _chunk_rows(options: LossOptions, hidden: Tensor, bytes_each: int, V: int) -> int:
     """Positions of one chunk, if the logits of one token take ``bytes_each`` in all models."""
     bytes_each += 2 * (hidden.dtype in HALF)
-    step = max(options.chunk_bytes // (bytes_each * (options.shard.largest or V)), 1)
-    # A multiple of the products' tiles, so that every chunk begins at an aligned address.
-    return step - step % 128 if step > 128 else step
+    return max(options.chunk_bytes // (bytes_each * (options.shard.largest or V)), 1)
+
+
+def equal_chunks(rows: int, most: int) -> Iterator[slice]:
+    """Slices of at most ``most`` rows, as few as possible.
+
+    They have about one size: even a chunk of few rows reads the head and adds to its gradient. They
+    are whole tiles of the products, so that every chunk begins at an aligned address.
+    """
+    tile = TILE_ROWS if most > TILE_ROWS else 1
+    most -= most % tile
+    step = -(-rows // max(-(-rows // most), 1))
+    step = max(-(-step // tile) * tile, 1)
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _is_states(head: list[Tensor | None], i: int) -> bool:
@@ -581,8 +594,7 @@ class _ChunkedPass:
         if self.options.unmatched and not values_readable(hidden):
             columns += self.V  # the teacher's logits at the student's columns
         bytes_each = -(-columns * self.dtype.itemsize // max(self.V, 1))
-        step = _chunk_rows(self.options, hidden, bytes_each, self.V)
-        return (slice(start, start + step) for start in range(0, len(hidden), step))
+        return equal_chunks(len(hidden), _chunk_rows(self.options, hidden, bytes_each, self.V))
 
     def share_teacher_rows(self, rows: Tensor | None) -> None:
         """Let each chunk compute the teacher's rows of its positions once: ascending rows (R,)."""
