@@ -44,6 +44,7 @@ def blocks(V: int, element_size: int, aligned: bool) -> dict[str, int]:
     """Block sizes and warps for a vocabulary of V: of rows up to LONG tokens those of a KL.
 
     With 32 warps, or 16 logits of a thread, longer rows took 4 to 9% more time on an H100.
+    ``element_size`` is that of logits or gradient, whichever is smaller.
     """
     config = blocks_of_divergences(V, "forward_kl", element_size, aligned)
     if V > LONG:
@@ -57,7 +58,7 @@ def cross_entropy_kernel(
     labels_ptr,  # (R,)
     factors_ptr,  # (R,), of the rows' gradients
     result_ptr,  # (R,): the loss or log Z, which "softmax" reads
-    gradient_ptr,  # (R, V), written if ``gradient``; may be the logits
+    gradient_ptr,  # (R, V), written if ``gradient``; may be the logits, or narrower
     R,
     V,
     stride_logits,
@@ -140,7 +141,8 @@ def cross_entropy(
 ) -> Tensor:
     """Loss (R,) of logits (R, V) with token ids (R,).
 
-    With ``out`` (R, V), which may be the logits, the gradient times factors (R,) is written there.
+    With ``out`` (R, V), which may be the logits, or of bfloat16, the gradient times factors (R,) is
+    written there.
     """
     loss = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     _launch("loss", logits, labels, factors, loss, out, 1.0, label_smoothing, z_loss)
@@ -178,19 +180,20 @@ def _launch(
     z_loss: float = 0.0,
 ) -> None:
     R, V = logits.shape
-    if out is not None:
-        assert out.is_contiguous(), "the kernel finds the rows of the gradient by V alone"
+    gradient = out is not None
+    out = logits if out is None else out
+    assert not gradient or out.is_contiguous(), "the kernel finds the gradient's rows by V alone"
     if R == 0:
         return
     aligned = all(size % 16 == 0 for size in (V, logits.stride(0)))
-    config = blocks(V, logits.element_size(), aligned)
+    config = blocks(V, min(logits.element_size(), out.element_size()), aligned)
     cross_entropy_kernel[(cdiv(R, config["BLOCK_R"]),)](
         logits,
         labels,
         # One compiled form with and without a gradient: in its place another tensor is not read.
         result if factors is None else factors,
         result,
-        logits if out is None else out,
+        out,
         R,
         V,
         logits.stride(0),
@@ -200,7 +203,7 @@ def _launch(
         LOG2_E / temperature,
         label_smoothing,
         z_loss,
-        int(out is not None),
+        int(gradient),
         FORM=form,
         **config,
     )

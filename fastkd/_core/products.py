@@ -98,12 +98,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, factor: Tensor | None, f
 def scaled_for_products(grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """``grad`` for products with tensors of ``dtype``, and the factor to multiply those by.
 
-    For a GPU the gradient is rounded to ``dtype``; a CPU's bfloat16 products round it themselves.
-    In float16 small probabilities would underflow: the gradient is divided by a power of 2, the
-    factor, that brings its largest entry near float16's largest number.
+    For a GPU the gradient is rounded to ``dtype``, if it isn't yet; a CPU's bfloat16 products round
+    it themselves. In float16 small probabilities would underflow: the gradient is divided by a
+    power of 2, the factor, that brings its largest entry near float16's largest number.
     """
     if dtype not in HALF or not _on_gpu(grad):
-        return grad, None
+        return grad.to(torch.promote_types(dtype, torch.float32)), None
     if dtype == torch.bfloat16 or grad.numel() == 0:
         return grad.to(dtype), None
     factor = torch.exp2(grad.abs().amax().clamp_min(2.0**-80).log2().ceil() - 14)

@@ -186,7 +186,7 @@ def token_log_probs_backward(
             if bias in grads:
                 grads[bias] += dz.sum(0)
             for i, (x, w) in enumerate(zip(head.states, head.weights, strict=True)):
-                scaled, factor = scaled_for_products(dz.to(working_dtype(x)), x.dtype)
+                scaled, factor = scaled_for_products(dz, x.dtype)
                 if 2 * i in grads:
                     part = product_back(scaled, w)
                     grads[2 * i][chunk] = part if factor is None else part.mul_(factor)

@@ -576,6 +576,11 @@ class _ChunkedPass:
         self.narrow = options.narrow and len(self.chunks) == 1
         needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
         self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
+        # Whether the labels' kernel rounds its gradient: bfloat16 products alone read it.
+        states, bias = self.student.states, 2 * len(self.student.states)
+        alone = not teacher and bias not in self.grads and options.student == HeadForm()
+        in_half = all(x.dtype == torch.bfloat16 for x in states)
+        self.rounds = runs_on == "triton" and alone and in_half
 
     def sums(self, i: int, x: Tensor) -> Tensor:
         """Sum for the gradient of a tensor; the part that the first chunk overwrites is empty."""
@@ -634,9 +639,10 @@ class _ChunkedPass:
                     self.teacher.finish(targets[0])
             else:
                 targets, of_rows = self.shared_targets(teacher, of_rows)
-            self.fill(student[rows], targets, terms[:, rows], of_rows, part)
+            grad = self.fill(student[rows], targets, terms[:, rows], of_rows, part)
         if upstream is not None:
-            self.back(chunk, student, None if self.by_kernels else upstream[:, None])
+            grad = grad if self.rounds else student
+            self.back(chunk, grad, None if self.by_kernels else upstream[:, None])
 
     def shared_targets(
         self, teacher: list[Tensor], given: Positions
@@ -659,8 +665,10 @@ class _ChunkedPass:
         terms: Tensor,
         given: Positions,
         upstream: Tensor | None,
-    ) -> None:
+    ) -> Tensor:
         """Write the terms of products (R, V), and overwrite ``student`` with their gradient.
+
+        Returns the gradient, which is another tensor where the kernel rounds it.
 
         ``teacher`` is logits, of the rows ``given.teacher_rows`` if there are any, or a top k.
         Kernels multiply the gradient by the upstream gradient (R,); with PyTorch `back` does.
@@ -690,7 +698,11 @@ class _ChunkedPass:
         grad = None
         if labels is not None:
             out = student if has_task and not teacher else None
+            if has_task and self.rounds:
+                out = torch.empty_like(student, dtype=torch.bfloat16)
             terms[1], grad = self.cross_entropy(student, labels, has_task, task_weights, out)
+            if grad is not None and self.rounds:
+                return grad
         if teacher:
             ratio = self.ratio(student, given)
             soft_weights = _times(_times(of_kernels, given.soft_weights), ratio)
@@ -705,7 +717,7 @@ class _ChunkedPass:
             soft = soft if given.soft_mask is None else soft.masked_fill(~given.soft_mask, 0)
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
-            return
+            return student
         factor: float | Tensor = 1.0 if self.by_kernels else options.task_weight
         if not self.by_kernels and given.task_weights is not None:
             factor = given.task_weights[:, None] * factor
@@ -723,6 +735,7 @@ class _ChunkedPass:
             student *= slope
         if options.student.scale != 1:
             student *= options.student.scale
+        return student
 
     def cross_entropy(
         self,
@@ -869,7 +882,7 @@ class _ChunkedPass:
             self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
         if not self.grads.keys() - {bias}:
             return
-        scaled = {x.dtype: scaled_for_products(grad.to(working_dtype(x)), x.dtype) for x in states}
+        scaled = {x.dtype: scaled_for_products(grad, x.dtype) for x in states}
         for i, (x, w) in enumerate(zip(states, head, strict=True)):
             scaled_grad, factor = scaled[x.dtype]
             if 2 * i in self.grads:
