@@ -9,7 +9,11 @@ from fastkd import CrossEntropy, Head
 from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows, log_mass_of
 from fastkd.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from fastkd.token_log_probs import log_probs_ref
-from tests.support.compare import assert_accurate, values_and_grads
+from tests.support.compare import (
+    assert_accurate,
+    assert_matches_reference,
+    values_and_grads,
+)
 
 pytest.importorskip("triton")
 
@@ -43,6 +47,9 @@ def test_rows(device, V, smoothing, z_loss):
     ]
     assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
     assert torch.equal(beside, inside)
+    rounded = torch.empty_like(logits, dtype=torch.bfloat16)
+    kernels.cross_entropy(logits, labels, weights, rounded, smoothing, z_loss)
+    torch.testing.assert_close(rounded.float(), beside, rtol=2.0**-8, atol=1e-6)
     assert_accurate(values[0], exact[0], torch.float32, plain[0])
     right, reference = (grad * weights[:, None] for _, grad in (exact, plain))
     assert_accurate(beside, right, torch.float32, reference)
@@ -101,6 +108,25 @@ def heads(device, R=6, D=8, V=40):
     labels = torch.randint(V, (R,))
     labels[1] = -100
     return [x.to(device) for x in (h, w, b)], labels.to(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_labels_in_half_precision(device, dtype, reduction):
+    """The kernel rounds a bfloat16 gradient for the products; float16 would underflow."""
+    (h, w, _), labels = heads(device)
+    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
+
+    def call(h, w, backend, function=linear_soft_target_loss, **options):
+        task = CrossEntropy(labels, 0.7, label_smoothing=0.1)
+        options |= {"soft_weight": 0.0, "task": task, "reduction": reduction}
+        return function(h, w, h.detach(), w.detach(), **options)
+
+    def reference(h, w, **options):
+        return call(h, w, "torch", linear_soft_target_loss_ref, **options)
+
+    learning = [h.to(dtype), w.to(dtype)]
+    assert_matches_reference(call, reference, "triton", learning, upstream=upstream)
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
@@ -195,6 +221,6 @@ def test_log_probs(device, softcap, temperature):
 def test_gradients_are_written_to_contiguous_rows(device):
     logits, labels, weights = rows(8, device=device)
     out = torch.empty(5, 16, device=device)[:, ::2]
-    with pytest.raises(AssertionError, match="finds the rows of the gradient by V alone"):
+    with pytest.raises(AssertionError, match="finds the gradient's rows by V alone"):
         kernels.cross_entropy(logits, labels, weights, out, 0.0, 0.0)
     assert len(kernels.log_totals(logits[:0], 1.0)) == 0

@@ -71,7 +71,10 @@ def test_cross_entropy_and_log_totals():
             total = labels_kernels.log_totals(logits, 2.5)
             q = logits.clone()
             labels_kernels.softmax_in_place(q, total, weights, 2.5)
+            rounded = torch.empty_like(logits, dtype=torch.bfloat16)
+            labels_kernels.cross_entropy(logits, labels, weights, rounded, 0.1, 0.1)
             found = labels_kernels.cross_entropy(logits, labels, weights, logits, 0.1, 0.1)
+        assert relative_error(rounded, logits) < 2**-8, V
         assert relative_error(found, value) < 1e-6, V
         assert relative_error(logits, grad * weights[:, None]) < 5e-6, V
         assert relative_error(total, right.logsumexp(-1)) < 1e-6, V
