@@ -11,9 +11,10 @@ times a factor of each row, for label smoothing ε and z-loss λ. `fastkd.log_pr
 in the forward pass. Its backward pass computes the logits again, but log Z is known: one read, and
 softmax(logits/τ) times a factor of each row overwrites them.
 
-With E = R·V logits of s bytes at least 2Es bytes move, Es read and Es written, and up to Es more of
-the second read: what the L2 cache doesn't hold of the rows that are read at a time, as in
-`fastkd.kernels.soft_targets`. About 27E instructions, half in each pass: bound by bandwidth.
+With E = R·V logits of s bytes at least 2Es bytes move, Es read and Es written, or Es + 2E for a
+gradient in bfloat16, and up to Es more of the second read: what the L2 cache doesn't hold of the
+rows that are read at a time, as in `fastkd.kernels.soft_targets`. About 27E instructions, half in
+each pass: bound by bandwidth.
 """
 
 import torch

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fastkd import CrossEntropy, Head
+from fastkd._core import products
+from fastkd._torch import linear_soft_targets
 from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows, log_mass_of
 from fastkd.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from fastkd.token_log_probs import log_probs_ref
@@ -127,6 +129,41 @@ def test_labels_in_half_precision(device, dtype, reduction):
 
     learning = [h.to(dtype), w.to(dtype)]
     assert_matches_reference(call, reference, "triton", learning, upstream=upstream)
+
+
+def test_products_on_a_gpu_take_the_rounded_gradient(monkeypatch):
+    """With CUDA's form of mm, which gives float32, written for the CPU."""
+    given, multiply = [], torch.matmul
+
+    def mm(a, b, *, out_dtype, out=None):
+        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        return multiply(a.float(), b.float(), out=out)
+
+    def scaled(grad, dtype):
+        given.append(grad.dtype)
+        return products.scaled_for_products(grad, dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(products, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(products, "_adds_to_float32", lambda device: False)
+    monkeypatch.setattr(linear_soft_targets, "scaled_for_products", scaled)
+    (h, w, b), labels = heads(torch.device("cpu"))
+    h, w, b = (x.bfloat16().requires_grad_() for x in (h, w, b))
+    task = CrossEntropy(labels)
+    options = {"soft_weight": 0.0, "task": task, "backend": "triton", "chunk_bytes": 3 * 40 * 6}
+    for bias, dtype in ((None, torch.bfloat16), (b, torch.float32)):
+        learning = [h, w] if bias is None else [h, w, bias]
+        loss = linear_soft_target_loss(h, Head(w, bias), h.detach(), w.detach(), **options)
+        found = torch.autograd.grad(loss, learning)
+        wide = [x.detach().double().requires_grad_() for x in learning]
+        exact = linear_soft_target_loss_ref(
+            wide[0], Head(*wide[1:]), wide[0].detach(), wide[1].detach(),
+            soft_weight=0.0, task=task,
+        )  # fmt: skip
+        assert given == [dtype] * 2
+        given.clear()
+        for x, y in zip(found, torch.autograd.grad(exact, wide), strict=True):
+            assert_accurate(x, y, torch.bfloat16)
 
 
 @pytest.mark.parametrize("reduction", ["batchmean", "none"])
