@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd import CrossEntropy
+from fastkd import CrossEntropy, Divergence
 from fastkd._torch import row_losses
 from fastkd._torch.linear_soft_targets import _ChunkedPass
 from fastkd.soft_targets import (
@@ -30,6 +30,7 @@ from tests.support.compare import (
     every_two_meet,
     values_and_grads,
 )
+from tests.support.interpreter import MARKS
 
 TRITON_FUNCTION = "soft_target_loss"
 WITHOUT_CPP = ("linear",)
@@ -448,6 +449,20 @@ def test_strided_inputs(backend, device, divergence):
 
 
 # Masks, infinities, extremes
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("cpp", marks=MARKS["cpp"])])
+@pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl"])
+def test_mixtures_of_subnormal_probabilities(kernels, name):
+    # A share of a subnormal number may be 0; multiplied by the upstream gradient it is not.
+    tails, flat = torch.linspace(-112, -70, 200), torch.zeros(200)
+    student = torch.stack([tails, tails - 3, tails, tails - 30])
+    teacher = torch.stack([tails - 3, tails, flat, flat - 300])
+    student = torch.cat([torch.tensor([0.0, -0.5]).expand(4, 2), student], 1).requires_grad_()
+    teacher = torch.cat([torch.tensor([-0.5, 0.0]).expand(4, 2), teacher], 1)
+    divergence = Divergence(name, beta=0.3, skew=0.3)
+    options = {"divergence": divergence, "reduction": "none", "upstream": torch.full((4,), 1e4)}
+    check_against_oracle(student, teacher, kernels, **options)
 
 
 @divergences
