@@ -131,8 +131,8 @@ def test_labels_in_half_precision(device, dtype, reduction):
     assert_matches_reference(call, reference, "triton", learning, upstream=upstream)
 
 
-def test_products_on_a_gpu_take_the_rounded_gradient(monkeypatch):
-    """With CUDA's form of mm, which gives float32, written for the CPU."""
+def test_products_on_a_gpu_take_the_rounded_gradient(device, monkeypatch):
+    """With CUDA's form of mm, which gives float32, written for any device."""
     given, multiply = [], torch.matmul
 
     def mm(a, b, *, out_dtype, out=None):
@@ -147,7 +147,7 @@ def test_products_on_a_gpu_take_the_rounded_gradient(monkeypatch):
     monkeypatch.setattr(products, "_on_gpu", lambda x: True)
     monkeypatch.setattr(products, "_adds_to_float32", lambda device: False)
     monkeypatch.setattr(linear_soft_targets, "scaled_for_products", scaled)
-    (h, w, b), labels = heads(torch.device("cpu"))
+    (h, w, b), labels = heads(device)
     h, w, b = (x.bfloat16().requires_grad_() for x in (h, w, b))
     task = CrossEntropy(labels)
     options = {"soft_weight": 0.0, "task": task, "backend": "triton", "chunk_bytes": 3 * 40 * 6}
