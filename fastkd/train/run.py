@@ -340,6 +340,8 @@ def assemble(
         settings, run.teacher, run.tokenizer, run.task, selected, cache, own
     ).float()
     run.fit_student(student)
+    # Adapters and projections are drawn alike for a student from a cache and from its teacher.
+    set_seed(settings.seed)
     if settings.lora:
         student = lora.adapted(student, settings.lora, run.task.head, settings.student)
     task, teacher_answers = run.task, run.teacher_model

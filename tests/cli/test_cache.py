@@ -90,7 +90,7 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, monkeyp
     "made",
     [
         {"student_layers": 2, "teacher_layers": "select"},
-        {"student_config": "hidden_size=12"},
+        {"student_config": "hidden_size=12", "method": "lrc_bert"},  # with a projection
     ],
 )
 def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path, made):
@@ -102,6 +102,8 @@ def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path
     live, cached = report_of(tmp_path / "live"), report_of(tmp_path / "cached")
     for name in ("teacher", "student", "layers", "parameters"):
         assert live[name] == cached[name], name
+    one, other = (entry["losses"] for entry in live["history"] + cached["history"])
+    assert other == pytest.approx(one, rel=1e-5)
 
 
 def test_a_cache_is_enough(call, folder, tmp_path):
