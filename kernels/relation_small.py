@@ -45,13 +45,14 @@ def _tile(x_ptr, start, rows, d, D):
 
 @triton.jit
 def _unit_rows(x, scale):
-    return rounded(x * scale[:, None])
+    """The rows over their lengths, times OPERAND_SCALE, as means and centred rows are."""
+    return rounded(x * (scale * OPERAND_SCALE)[:, None])
 
 
 @triton.jit
-def _centred_tile(x, scale, valid, mean):
-    """The unit rows minus their mean, of one block of features."""
-    return tl.where(valid[:, None], _unit_rows(x, scale) - mean[None, :], 0.0)
+def _minus_of_valid(x, valid, y):
+    """x - y in the rows that are ``valid``, x in others: one instruction in place of a choice."""
+    return x - valid.to(tl.float32)[:, None] * y[None, :]
 
 
 @triton.jit
@@ -65,14 +66,13 @@ def _members(scale):
 @triton.jit
 def _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT: tl.constexpr):
     """A's product with the centred rows, before P_i, of one block of features."""
-    centred = _centred_tile(x, scale, valid, mean)
-    scaled = centred * OPERAND_SCALE
-    dx = tl.dot(high, high_part(scaled))
+    centred = _minus_of_valid(_unit_rows(x, scale), valid, mean)
+    dx = tl.dot(high, high_part(centred))
     if SPLIT:
-        dx = tl.dot(high, low_part(scaled), dx)
-        dx = tl.dot(low, high_part(scaled), dx)
+        dx = tl.dot(high, low_part(centred), dx)
+        dx = tl.dot(low, high_part(centred), dx)
     own = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
-    dx = dx * (left / OPERAND_SCALE)[:, None] - row_sums[:, None] * own
+    dx = dx * (left / OPERAND_SCALE)[:, None] - (row_sums / OPERAND_SCALE)[:, None] * own
     return tl.where(valid[:, None], dx, 0.0)
 
 
@@ -99,25 +99,26 @@ def _centred_relation(
         d = first + tl.arange(0, BLOCK_D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         rest = tl.load(rest_ptr + d, mask=d < D, other=0.0)
-        centred = _centred_tile(_tile(x_ptr, start, valid, d, D), scale, valid, mean)
-        # Selecting the remainder spills nothing; selecting the difference spills 8 bytes.
-        centred -= tl.where(valid[:, None], rest[None, :], 0.0)
+        unit = _unit_rows(_tile(x_ptr, start, valid, d, D), scale)
+        centred = _minus_of_valid(_minus_of_valid(unit, valid, mean), valid, rest)
         mean += rest
         along += tl.sum(centred * mean[None, :], axis=1)
         squares += tl.sum(centred * centred, axis=1)
         lengths += mean * mean
-        centred *= OPERAND_SCALE
         high = high_part(centred)
         R = tl.dot(high, tl.trans(high), R)
         if SPLIT:
             low = low_part(centred)
             R = tl.dot(high, tl.trans(low), R)
             R = tl.dot(low, tl.trans(high), R)
-    h = centring_offset(along, squares, tl.sum(lengths, axis=0), scale, valid)
+    SQUARE: tl.constexpr = 1 / (OPERAND_SCALE * OPERAND_SCALE)
+    squares *= SQUARE
+    length = tl.sum(lengths, axis=0) * SQUARE
+    h = centring_offset(along * SQUARE, squares, length, scale, valid)
     u = tl.where(valid, h - tl.sum(h, axis=0) * share, 0.0)
     diagonal = squares + 2 * u
     n = tl.arange(0, BLOCK_N)
-    R = R / (OPERAND_SCALE * OPERAND_SCALE) + u[:, None] + u[None, :]
+    R = R * SQUARE + u[:, None] + u[None, :]
     R = tl.where(n[:, None] == n[None, :], diagonal[:, None], R)
     return tl.where(valid[:, None] & valid[None, :], R, 0.0)
 
@@ -163,7 +164,7 @@ def relation_small_mean_kernel(
     unit = _unit_rows(_tile(x_ptr, start, valid, d, D), scale)  # (BLOCK_N, BLOCK_D)
     mean = rounded(tl.sum(unit, axis=0) * share)
     # Equal rows have no relation: their centred rows are only the mean's rounding error.
-    rest = tl.sum(tl.where(valid[:, None], unit - mean[None, :], 0.0), axis=0) * share
+    rest = tl.sum(_minus_of_valid(unit, valid, mean), axis=0) * share
     out = (layer * groups + group) * D + d
     tl.store(tl.where(teacher, mean_t_ptr, mean_s_ptr) + out, mean, mask=d < D)
     tl.store(tl.where(teacher, rest_t_ptr, rest_s_ptr) + out, rest, mask=d < D)
@@ -382,14 +383,36 @@ def small_rows(N: int) -> int:
     return 16 + sum(n * (1 + (N - n - 1) // SMALL_GROUP) for n in (16, 32, 64))  # each n below N
 
 
+# Fastest blocks on an H100 that spill nothing: features at a time, warps and steps in flight, by
+# rows, whether float32 is split, and whether the kernel is that of the gradient alone.
+HOPPER = {
+    (128, False, False): (64, 8, 1),
+    (64, False, False): (64, 4, 3),
+    (32, False, False): (128, 4, 3),
+    (128, True, False): (32, 8, 1),
+    (32, True, False): (32, 2, 3),
+    (64, False, True): (128, 8, 3),
+    (32, False, True): (128, 4, 3),
+    (16, False, True): (256, 8, 1),
+    (32, True, True): (64, 8, 3),
+}
+
+
 @functools.cache
-def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> dict[str, int]:
+def small_blocks(
+    N: int, dtype: torch.dtype, split: bool, capability: int, gradient: bool
+) -> dict[str, int]:
     """Both relations of a group live in registers: 64 floats a thread each at N = 128.
 
     Blackwell (10) reads accumulators from tensor memory all at once, which leaves no registers for
     loads in flight, and too few for split float32. An A100 (8) spills with three steps in flight.
     """
-    n, stages = small_rows(N), 1 if capability >= 10 else 3 if capability == 9 else 2
+    n = small_rows(N)
+    measured = HOPPER.get((n, split, gradient)) if split or dtype != torch.float32 else None
+    if capability == 9 and measured:
+        d, warps, stages = measured
+        return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages}
+    stages = 1 if capability >= 10 else 3 if capability == 9 else 2
     if n == 128:
         d, warps = 16 if dtype == torch.float32 else 32, 8
         stages = 1 if split else stages
@@ -402,10 +425,9 @@ def small_blocks(N: int, dtype: torch.dtype, split: bool, capability: int) -> di
 
 
 def small_mean_blocks(N: int) -> dict[str, int]:
-    """Blocks of the means: one warp has up to 32 rows, and sums them without shared memory."""
+    """Blocks of the means: one warp, since sums over rows of several pass through shared memory."""
     n = small_rows(N)
-    warps = 1 if n <= 32 else 8
-    return {"BLOCK_N": n, "BLOCK_D": (2048 if warps == 1 else 8192) // n, "num_warps": warps}
+    return {"BLOCK_N": n, "BLOCK_D": (4096 if n > 32 else 2048) // n, "num_warps": 1}
 
 
 def launch_small(
@@ -460,7 +482,7 @@ def launch_small(
         GRADIENT=layers.dx is not None and kept is None,
         KEEP=kept is not None,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, capability),
+        **small_blocks(term.N, layers.dtype, layers.split, capability, gradient=False),
     )
 
 
@@ -475,7 +497,8 @@ def launch_small_gradient(
     members, groups = sizes[over], sizes[1 - over]
     strides_s, strides = students[0].stride(), (sizes[1], 1)
     split = kept.a.shape[2] == 2
-    blocks = small_blocks(members, students[0].dtype, split, launch.capability(out.device))
+    capability = launch.capability(out.device)
+    blocks = small_blocks(members, students[0].dtype, split, capability, gradient=True)
     relation_small_gradient_kernel[(groups, layers)](
         padded(students),
         dx,
