@@ -170,7 +170,7 @@ def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tens
         q_s = torch.cat([q_s, of_student], -1)
     q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
     log_qs, log_qt = (
-        torch.where(q > 0, torch.where(q > 0, q, 1).log(), -torch.inf) for q in (q_s, q_t)
+        torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t)
     )
     return log_qs, log_qt
 
