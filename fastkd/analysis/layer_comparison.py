@@ -1,7 +1,6 @@
 """Similarity between the layers of one model or two, streamed over a data set."""
 
 import contextlib
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from fastkd._core.checks import check_choice
 from fastkd.analysis.model_inputs import (
     IGNORED,
     Batches,
+    arguments_of,
     frames_mask,
     in_eval_mode,
     pad_right,
@@ -400,7 +400,7 @@ def _hidden_states(
     out: they are for the first model.
     """
     device = next((p.device for p in model.parameters()), None)  # else inputs stay where they are
-    known = inspect.signature(model.forward).parameters
+    known = arguments_of(model)
     inputs = {
         name: value.to(device) if device and isinstance(value, Tensor) else value
         for name, value in batch.items()

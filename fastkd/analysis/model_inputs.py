@@ -110,14 +110,19 @@ def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
     return x.gather(dim, order.expand_as(x))
 
 
+def arguments_of(model: nn.Module) -> set[str]:
+    """Names of a model's arguments; PEFT's wrappers pass on those of the model inside."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return {*inspect.signature(inner.forward).parameters}
+
+
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """``inputs`` without those for which ``model`` has no argument, such as DistilBERT's.
 
     transformers separates documents by positions that start again, but only without a mask and a
     cache.
     """
-    arguments = inspect.signature(model.forward).parameters
-    left_out = {"token_type_ids", "segments"} - set(arguments)
+    left_out = {"token_type_ids", "segments"} - arguments_of(model)
     if "position_ids" in inputs:
         inputs = {**inputs, "use_cache": False}
         left_out.add("attention_mask")

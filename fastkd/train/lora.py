@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 OPTION = "--lora"
 # Directory of the adapters, beside the weights into which they are merged.
 ADAPTER = "adapter"
-# PEFT's task types of transformers' heads; PEFT also trains the head of a classifier.
+# PEFT's task types of transformers' heads; PEFT also trains the head of a classifier. Its wrapper
+# for question answering drops token types, so that such a model has no task type.
 HEADS = {
     "AutoModelForCausalLM": "CAUSAL_LM",
     "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
     "AutoModelForSequenceClassification": "SEQ_CLS",
     "AutoModelForTokenClassification": "TOKEN_CLS",
-    "AutoModelForQuestionAnswering": "QUESTION_ANS",
 }
 # Models whose modules outside the body are trained in full; PEFT finds only some of them by name.
 # The pooler of an encoder is trained too, since many encoders are published without one.

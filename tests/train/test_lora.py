@@ -13,6 +13,7 @@ from transformers import (
     XLNetConfig,
 )
 
+from fastkd.analysis.model_inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
@@ -113,6 +114,20 @@ def test_all_of_a_classifiers_head_learns(kind, config, targets):
     assert len(parts) == len(heads) and all("modules_to_save" in n for n in parts)
     assert all(f".{body}" in n for n in learns.difference(parts))
     assert learns != set(parts)
+
+
+@pytest.mark.parametrize("name", [*lora.TRAINED, "AutoModelForMaskedLM", "AutoModel"])
+def test_adapters_change_nothing_before_training(name):
+    """Token types reach the model in evaluation too, through PEFT's wrappers of every task."""
+    torch.manual_seed(0)
+    config = BertConfig(**SMALL, intermediate_size=32, initializer_range=0.5)
+    student = getattr(transformers, name).from_config(config).eval()
+    shape = (2, 3, 6) if name.endswith("MultipleChoice") else (2, 6)
+    batch = {"input_ids": torch.randint(5, 20, shape)}
+    batch["token_type_ids"] = (batch["input_ids"] % 2).long()
+    expected = student(**batch)[0]
+    adapted = lora.adapted(student, {"r": 2}, name, None).eval()
+    assert torch.equal(adapted(**accepted(adapted, batch))[0], expected)
 
 
 @pytest.mark.parametrize(
