@@ -164,6 +164,9 @@ class Backbone(Model):
         self._accepts = set(inspect.signature(inner.forward).parameters)
         #: Names of the inputs that the model or a module inside accepts.
         self.known_inputs = self._accepts | passed_on(inner, base)
+        #: Inputs that PEFT's wrapper takes and does not pass on.
+        answers_in_peft = type(self.uncompiled).__name__ == "PeftModelForQuestionAnswering"
+        self._dropped = {"token_type_ids", "position_ids"} if answers_in_peft else set[str]()
         self._read_layers()
 
     def _read_layers(self) -> None:
@@ -310,6 +313,12 @@ class Backbone(Model):
         inputs = self.readable(batch)
         if not self.known_inputs.issuperset(inputs):
             self.check_inputs(inputs)
+        if not self._dropped.isdisjoint(inputs):
+            raise ValueError(
+                f"{self._name}: PEFT's wrapper for question answering drops "
+                f"{min(self._dropped.intersection(inputs))}; make the adapters without task_type, "
+                'with modules_to_save=["qa_outputs"]'
+            )
         if self.groups_experts and self.dtype == torch.float64:
             raise ValueError(
                 f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "

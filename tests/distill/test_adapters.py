@@ -71,6 +71,22 @@ def test_terms_equal_those_of_a_copied_teacher(name):
     torch.testing.assert_close(steps[0], steps[1])
 
 
+def test_token_types_that_pefts_wrapper_drops_are_refused():
+    ids = torch.randint(5, 60, (4, 8))
+    places = {"start_positions": torch.tensor([1, 2, 3, 1]), "end_positions": torch.tensor([3] * 4)}
+    losses = []
+    for types in (0, 1):
+        base = model(t.BertForQuestionAnswering, "bert")
+        data = {"input_ids": ids, "token_type_ids": torch.full_like(ids, types), **places}
+        with pytest.raises(ValueError, match="answering drops token_type_ids; make"):
+            Distiller(base, adapted(base, "QUESTION_ANS"), SoftTargets())(**data)
+        base = model(t.BertForQuestionAnswering, "bert")
+        student = adapted(base, None, modules_to_save=["qa_outputs"])
+        torch.manual_seed(0)
+        losses.append(Distiller(base, student, SoftTargets()).eval()(**data).loss.item())
+    assert losses[0] != losses[1]
+
+
 def test_parameters_and_state_belong_to_the_student():
     base = classifier("bert")
     student = adapted(base)
