@@ -24,6 +24,7 @@ from fastkd._core.numerics import (
     autocast_off,
     dense_rows,
     direction_ref,
+    largest_entries,
     once_differentiable,
     project,
     reduced,
@@ -221,7 +222,7 @@ class _TorchHiddenStates(torch.autograd.Function):
                 losses, _, _, _ = _angles(student, teacher)
             else:
                 d = _difference(student, teacher)
-                peak = torch.linalg.vector_norm(d, torch.inf, dim=-1)
+                peak = largest_entries(d).squeeze(-1)
                 distances = _distance_of(d, options)
                 # Divide before adding: the sum may overflow where the mean doesn't.
                 losses = distances.div_(student.shape[-1]).sum(-1)

@@ -252,8 +252,20 @@ def test_inductor():
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_an_empty_batch_in_a_dynamic_graph():
+    names = "layer_norm_mse", "hidden_state_loss mse"
+    losses = [s for s in subjects("torch") if s.name in names]
+
+    def step(student, teacher):
+        return sum(loss(student, teacher) for loss in losses)
+
+    student, teacher = (x[:0] for x in features())
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
+    assert compiled(student, teacher).item() == 0
+
+
 def test_losses_twice_in_a_dynamic_graph():
-    names = "relation_loss over tokens", "cos_nce_loss"
+    names = "relation_loss over tokens", "cos_nce_loss", "soft_target_loss forward_kl"
     losses = [s for s in subjects("torch") if s.name in names]
 
     def step(student, teacher):

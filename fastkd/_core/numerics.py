@@ -77,6 +77,15 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def largest_entries(x: Tensor) -> Tensor:
+    """The largest absolute value (..., 1) of each row (..., D), NaN if an entry is.
+
+    Unlike `torch.linalg.vector_norm`, it compiles for an empty batch of dynamic shape.
+    """
+    least, largest = x.aminmax(dim=-1, keepdim=True)
+    return torch.maximum(largest, -least)
+
+
 def rescale_extreme_rows(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
     """``x`` (..., D) with a power of two multiplied into rows whose squares would overflow.
 
@@ -85,7 +94,7 @@ def rescale_extreme_rows(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tens
     """
     if x.shape[-1] == 0:
         return x, None
-    peak = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)
+    peak = largest_entries(x.detach())
     largest = torch.finfo(x.dtype).max
     extreme = (peak > largest**0.25) & (peak <= largest)
     if or_tiny:

@@ -13,10 +13,6 @@ from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 # threads don't wait for each other after every small operation.
 CHUNK_LOGITS = 1 << 21
 
-# Above this temperature logits are computed in float64: distributions differ so little, and τ²
-# multiplies the rounding error of KL so much, that float32 would leave few digits.
-LARGEST_FLOAT32_TEMPERATURE = 10.0
-
 
 @dataclass(frozen=True)
 class SoftTargetOptions:
@@ -151,7 +147,10 @@ def _triton_in_place(
 def log_softmax(
     logits: Tensor, temperature: float, shard: VocabularyShard = WHOLE_VOCABULARY
 ) -> Tensor:
-    z = logits.double() if temperature > LARGEST_FLOAT32_TEMPERATURE else upcast(logits)
+    # Above it distributions differ so little, and τ² multiplies the rounding error of KL so much,
+    # that float32 would leave few digits.
+    largest_in_float32 = 10.0
+    z = logits.double() if temperature > largest_in_float32 else upcast(logits)
     return shard.log_softmax(z if temperature == 1 else z / temperature)
 
 
