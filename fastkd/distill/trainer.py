@@ -225,12 +225,15 @@ class DistillationTrainer(Trainer):
     def _set_progress(self) -> None:
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
-    def _note(self, terms: dict[str, Tensor]) -> None:
-        """Add a batch's terms to the sums of the next log, weighted by its fraction of a step."""
+    def _note(self, terms: dict[str, Tensor], parts: int = 1) -> None:
+        """Add a batch's terms to the sums of the next log, weighted by its fraction of a step.
+
+        ``parts``: number of micro-batches of the batch, whose terms add up to the batch's.
+        """
         share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
-            self._logged[name] = total + value * share, count + share
+            self._logged[name] = total + value * share, count + share / parts
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset

@@ -18,6 +18,7 @@ from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.saving import saving
 from fastkd.train.tasks.base import Task
+from fastkd.train.training import COUNTS
 
 # Key in a batch: weight of its mean loss in the mean over the processes.
 SHARE = "share_of_step"
@@ -249,8 +250,7 @@ class StepTrainer(DistillationTrainer):
         if self.losses is not None:
             self._set_progress()
             output = next(self.losses)
-            # The log averages over the micro-batches.
-            self._note({name: self.parts * value for name, value in output.terms.items()})
+            self._note(output.terms, self.parts)
             return output.loss
         if num_items_in_batch is not None:
             # A loss divided by the number of items of all processes already has its share.
@@ -271,5 +271,12 @@ class StepTrainer(DistillationTrainer):
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)
 
-    def _note(self, terms: dict[str, Tensor]) -> None:
-        super()._note({name: value * self.share for name, value in terms.items()})
+    def _note(self, terms: dict[str, Tensor], parts: int = 1) -> None:
+        super()._note({name: value * self.share for name, value in terms.items()}, parts)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """See `DistillationTrainer.log`; the state's log also has each term's number of steps."""
+        counts = {name: count for name, (_, count) in self._logged.items()}
+        super().log(logs, *args, **kwargs)
+        if "loss" in logs and counts:
+            self.state.log_history[-1][COUNTS] = counts

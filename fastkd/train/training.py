@@ -19,8 +19,10 @@ from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.progress import Track, format_scores
 from fastkd.train.run_directory import Checkpoints
 
-# What Trainer logs beside the losses.
-NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total"}
+# Entry of the log with the number of steps of each loss term: some terms are not of every step.
+COUNTS = "counts"
+# What the log has beside the losses.
+NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 
 
 class TrainingCallback(TrainerCallback):
@@ -158,17 +160,19 @@ def history_of(log: list[dict]) -> list[dict]:
 
 def losses_of(log: list[dict]) -> dict[str, float]:
     """Mean losses over the steps since the last evaluation, from a trainer's log."""
-    totals: dict[str, tuple[float, int]] = {}
+    totals: dict[str, tuple[float, float]] = {}
     last = 0
     for entry in log:
         if "evaluation" in entry:
             totals = {}
         elif "loss" in entry:
             steps, last = entry["step"] - last, entry["step"]
+            counts = entry.get(COUNTS, {})
             for name, value in entry.items():
                 if name not in NOT_A_LOSS:
-                    total, count = totals.get(name, (0.0, 0))
-                    totals[name] = total + steps * value, count + steps
+                    total, count = totals.get(name, (0.0, 0.0))
+                    own = counts.get(name, steps)
+                    totals[name] = total + own * value, count + own
     return {name: total / count for name, (total, count) in totals.items()}
 
 
