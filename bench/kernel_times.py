@@ -27,6 +27,7 @@ from .report import RESULTS, ROOT, fill, milliseconds, sizes, table
 PAGE = ROOT / "docs" / "kernels.md"
 FOLDER = RESULTS / "kernels"
 START, END = "<!-- python -m bench.kernel_times -->", "<!-- end of times -->"
+LEAST_FLOOR = 2e-3  # milliseconds, about a launch: a multiple of less says nothing
 SETS = [name for name in suite.CUDA_SETS if name not in ("sweep", "step")]
 
 
@@ -98,7 +99,7 @@ def page(result: dict[str, Any]) -> str:
         own += [f"libraries {others:.3g}"] if others >= 0.005 else []
         rows.append((
             f"{row['loss']}: {row['title']}", sizes(row), ", ".join(own), f"{floor:.3g}",
-            milliseconds({"ms": total}), f"{total / floor:.1f}",
+            milliseconds({"ms": total}), f"{total / floor:.1f}" if floor >= LEAST_FLOOR else "",
         ))  # fmt: skip
     about = (
         f"{result['machine']['gpu']}, torch {result['versions']['torch']}, Triton "

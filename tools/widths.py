@@ -42,6 +42,8 @@ ALLOWED = {
     # forms.
     "knn_search_kernel": ("product += tl.sum(tl.load(product_ptr",),
     "knn_product_kernel": ("tl.store(product_ptr + offsets",),
+    # One number for each row of a warp's tile; the stride of rows is not specialised.
+    "relation_small_mean_kernel": ("scale = tl.load(scale_ptr",),
     # One number a row, added up by one program; the number of rows is not specialised.
     "cos_nce_reduce_kernel": ("total += tl.load(x_ptr + i",),
     "reduce_kernel": ("total += tl.load(loss_ptr",),

@@ -228,10 +228,11 @@ def test_few_passes_over_a_chunk_of_logits(device):
     assert launches.of_triton() == ["cross_entropy_kernel"] * 2
     products = [name for name in launches if name.startswith(("aten.mm", "aten.addmm"))]
     assert len(products) == 2 * 3, launches
-    # Besides each chunk's losses and dh in their places and a few operations on rows.
+    # Besides each chunk's losses and dh in their places and a few operations on rows: more of them
+    # on a GPU, where Python doesn't read which labels count.
     others = [name for name in launches if name.startswith("aten.") and name not in products]
     assert others.count("aten.copy_.default") == 2 * 2, launches
-    assert len(others) <= 21, launches
+    assert len(others) <= (29 if device.type == "cuda" else 21), launches
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
