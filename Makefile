@@ -39,13 +39,14 @@ core: $(VENV)/installed
 test: style
 	$(MAKE) --jobs 3 --keep-going types tests covering
 
-# A process a core, with one thread. What Python compiles it may keep: the tests start many.
+# A process a core and one more, for where a test waits for what it started; one thread each. What
+# Python compiles they may keep.
 # Of the benchmarks a tiny form of each, checked and not timed.
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
-	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal
+	  -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
 
-# Of the tests on compiled code one set of parameters each, by half as many processes as `tests`.
+# Of the tests on compiled code one set of parameters each, by half as many processes as cores.
 covering: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tools.covering $(COMPILED) \
 	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2))
