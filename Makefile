@@ -39,8 +39,8 @@ core: $(VENV)/installed
 test: style
 	$(MAKE) --jobs 3 --keep-going types tests covering
 
-# A process a core and one more, for where a test waits for what it started; one thread each. What
-# Python compiles they may keep.
+# One process more than cores, since tests wait for the commands that they start; each process has
+# one thread. Python may keep what it compiles.
 # Of the benchmarks a tiny form of each, checked and not timed.
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \

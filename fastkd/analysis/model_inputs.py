@@ -110,10 +110,15 @@ def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
     return x.gather(dim, order.expand_as(x))
 
 
+def without_adapters(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrapper, or ``model`` itself."""
+    inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return inner
+
+
 def arguments_of(model: nn.Module) -> set[str]:
     """Names of a model's arguments; PEFT's wrappers pass on those of the model inside."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return {*inspect.signature(inner.forward).parameters}
+    return {*inspect.signature(without_adapters(model).forward).parameters}
 
 
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.model_inputs import reads_last_token
+from fastkd.analysis.model_inputs import reads_last_token, without_adapters
 from fastkd.distill.families import (
     NoLayers,
     find_stack,
@@ -111,7 +111,7 @@ class Backbone(Model):
     last_batch_dim = 0
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
-        inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+        inner: Any = without_adapters(model)
         inner = getattr(inner, "_orig_mod", inner)
         config, base = getattr(inner, "config", None), getattr(inner, "base_model", None)
         if config is None or not isinstance(base, nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_fraction
+from fastkd.analysis.model_inputs import without_adapters
 from fastkd.distill.blocks import Blocks
 
 HALF = (torch.bfloat16, torch.float16)
@@ -59,9 +60,7 @@ class EMATeacher(nn.Module):
 
     def get_base_model(self) -> nn.Module:
         """See ``peft.PeftModel``: the model whose layers are read."""
-        model: Any = self.model
-        base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return base
+        return without_adapters(self.model)
 
     def forward(self, **inputs: Any) -> Any:
         """The averaged model's own result."""
