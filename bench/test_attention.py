@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkd.attention import attention_loss, attention_loss_ref
+from fastkd.losses.attention import attention_loss, attention_loss_ref
 
 from .case import Case, Work
 from .features import features

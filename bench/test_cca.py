@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd.cca import cca_loss, cca_loss_ref
+from fastkd.losses.cca import cca_loss, cca_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features

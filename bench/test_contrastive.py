@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkd.contrastive import cos_nce_loss, cos_nce_loss_ref
+from fastkd.losses.cos_nce import cos_nce_loss, cos_nce_loss_ref
 
 from .case import Case, Work
 from .features import features

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastkd import CrossEntropy
 from fastkd._core.dispatch import Backend
-from fastkd.soft_targets import (
+from fastkd.lm.soft_targets import (
     DivergenceWord,
     Unmatched,
     linear_soft_target_loss,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkd.hidden_states import hidden_state_loss, hidden_state_loss_ref
+from fastkd.losses.hidden_states import hidden_state_loss, hidden_state_loss_ref
 
 from .case import Case, Work
 from .features import features

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd.knn import knn_feature_loss, knn_feature_loss_ref
+from fastkd.losses.knn import knn_feature_loss, knn_feature_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features, labels

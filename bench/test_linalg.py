@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
+from fastkd.linalg.roots import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 
 from .case import REFERENCE, Case, Provider, call, compiled
 from .features import features, weighted

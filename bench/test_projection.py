@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from fastkd._core.dispatch import Backend
-from fastkd.projection import (
+from fastkd.losses.projection import (
     DualProjectionLoss,
     cayley,
     cayley_ref,

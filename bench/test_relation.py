@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.dispatch import Backend
-from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
+from fastkd.losses.relation import FCDLoss, relation_loss, relation_loss_ref
 
 from .case import Case, Work
 from .features import features

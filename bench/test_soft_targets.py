@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd import Divergence, TopK, VocabularyMatch
-from fastkd.soft_targets import Unmatched, soft_target_loss, soft_target_loss_ref
+from fastkd.lm.soft_targets import Unmatched, soft_target_loss, soft_target_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
 from .features import features

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fastkd.token_log_probs import log_probs, log_probs_ref
+from fastkd.lm.log_probs import log_probs, log_probs_ref
 
 from .case import REFERENCE, Case, Provider, WhyNot, call
 from .features import features

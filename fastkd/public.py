@@ -1,20 +1,20 @@
 """The public names of the package, which imports them at the first use of one."""
 
 from fastkd import functional
-from fastkd._torch.divergences import Divergence
-from fastkd.attention import AttentionLoss
-from fastkd.cca import CCALoss
-from fastkd.contrastive import CosNCELoss
 from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
-from fastkd.head import Head
-from fastkd.hidden_states import HiddenStateLoss
-from fastkd.knn import IntraClassKNNLoss
-from fastkd.projection import DualProjectionLoss, OrthogonalProjection
-from fastkd.queue import FeatureQueue
-from fastkd.relation import FCDLoss
-from fastkd.soft_targets import SoftTargetLoss
-from fastkd.targets import CrossEntropy, ImportanceRatio, TopK
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.divergences import Divergence
+from fastkd.lm.heads import Head
+from fastkd.lm.soft_targets import SoftTargetLoss
+from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.losses.attention import AttentionLoss
+from fastkd.losses.cca import CCALoss
+from fastkd.losses.cos_nce import CosNCELoss
+from fastkd.losses.hidden_states import HiddenStateLoss
+from fastkd.losses.knn import IntraClassKNNLoss
+from fastkd.losses.projection import DualProjectionLoss, OrthogonalProjection
+from fastkd.losses.queue import FeatureQueue
+from fastkd.losses.relation import FCDLoss
 
 __all__ = [
     "AttentionLoss",

@@ -1,6 +1,6 @@
 """COS-NCE: loss and gradient per position, in-batch, label-filtered and given negatives.
 
-A position's loss is 2 + ẑ·a with a = w·S − v·t̂ (see `fastkd.contrastive`): S is the sum of its
+A position's loss is 2 + ẑ·a with a = w·S − v·t̂ (see `fastkd.losses.cos_nce`): S is the sum of its
 negatives' directions, w is 1/2 over their number (0 if nothing is compared), and v is 3/2, or
 w + 3/2 if S includes the position's own teacher.
 

@@ -11,7 +11,7 @@ would occupy one program only, the features are split instead: `knn_product_kern
 partial products of at most 2^18 pairs.
 `knn_settle_kernel` merges the candidates of one row, compares them by direct difference in float64,
 which neither underflows nor overflows, and stores the loss, the neighbours and the factor of the
-gradient. The proof in `fastkd._torch.neighbours` shows when this choice is exact, which it almost
+gradient. The proof in `fastkd.losses.neighbours` shows when this choice is exact, which it almost
 always is. Otherwise the program compares all candidates within the error bound, or all rows of the
 label if these fill a list of candidates.
 `knn_gradient_kernel` reads the row and its neighbours again and writes the gradient, multiplied by
@@ -546,7 +546,7 @@ def knn_settle_kernel(
     distance = tl.where(mask & finite, distance, float("inf"))
     total, kth = _choose(distance, chosen, nearest_ptr, row, k)
 
-    # The proof of `fastkd._torch.neighbours`; it fails for scores that overflow.
+    # The proof of `fastkd.losses.neighbours`; it fails for scores that overflow.
     square = _squared_norm(s_ptr, D, KEEP * BLOCK_D)
     norm = tl.sqrt(square.to(tl.float32))
     reach = norm + tl.sqrt(kth.to(tl.float32))
@@ -807,7 +807,7 @@ def _widens(dtype: torch.dtype) -> bool:
 
 
 def score_rounding(features: int, splits: int, itemsize: int, chain: int) -> float:
-    """ρ of the proof in `fastkd._torch.neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
+    """ρ of the proof in `fastkd.losses.neighbours`, for scores ‖t‖² - 2 s·t of the kernels.
 
     The tensor cores sum at most ``chain`` features of 2-byte inputs from zero. Products are exact.
     The tensor cores (sm_80 and later) add 4 to 16 of them at a time to the sum so far: each term

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd.attention import AttentionLoss, attention_loss, attention_loss_ref
+from fastkd.losses.attention import AttentionLoss, attention_loss, attention_loss_ref
 from tests.support.compare import DTYPES, assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "attention_loss"

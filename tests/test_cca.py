@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastkd import cca
 from fastkd._core import extension
-from fastkd._torch import cca_solver
-from fastkd._torch.cca_solver import Options, Problem, SolverPlan, polar
-from fastkd.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
+from fastkd.linalg import cca_solver
+from fastkd.linalg.cca_solver import Options, Problem, SolverPlan, polar
+from fastkd.losses import cca
+from fastkd.losses.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
 from tests.support.compare import (
     DTYPES,
     assert_accurate,

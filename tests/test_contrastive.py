@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd.contrastive import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
+from fastkd.losses.cos_nce import CosNCELoss, cos_nce_loss, cos_nce_loss_ref
 from tests.losses.contrastive import cos_nce
 from tests.support.compare import (
     DTYPES,
@@ -516,7 +516,7 @@ def test_loss_is_invariant_under_order_scale_and_rotation(batch, positions, size
 
 
 def test_blocks_of_samples_do_not_change_the_result(monkeypatch):
-    monkeypatch.setattr("fastkd.contrastive.BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr("fastkd.losses.cos_nce.BLOCK_ELEMENTS", 50)
     student, teacher = features(7, 3, 8)
     check("torch", student, teacher)
     check("torch", student, teacher, labels=torch.randint(0, 3, (7,)), mask=torch.rand(7, 3) > 0.3)

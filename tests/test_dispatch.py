@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from fastkd import linalg
 from fastkd._core import dispatch, extension
+from fastkd.linalg import roots
 
 GPU = torch.device("cuda", 0)
 
@@ -38,7 +38,7 @@ def backend(x):
 def test_gpus_from_capability_8_run_kernels(gpu, capability):
     x = gpu(capability)
     assert backend(x) == "triton"
-    assert linalg._use_extension(x)
+    assert roots._use_extension(x)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_gpus_from_capability_8_run_kernels(gpu, capability):
 def test_other_gpus_run_pytorch(gpu, facts, reason):
     x = gpu(**facts)
     assert backend(x) == "torch"
-    assert not linalg._use_extension(x)
+    assert not roots._use_extension(x)
     with pytest.raises(dispatch.BackendUnavailable, match=reason):
         dispatch.backend_of("triton", "layer_norm_mse", x, columns=3)
 

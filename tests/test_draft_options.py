@@ -17,9 +17,9 @@ from fastkd import (
     log_probs,
     soft_target_loss,
 )
-from fastkd._torch.divergences import DIVERGENCES
-from fastkd._torch.linear_soft_targets import TERMS
 from fastkd.functional import hidden_state_loss_ref, linear_soft_target_loss_ref
+from fastkd.lm.divergences import DIVERGENCES
+from fastkd.lm.linear_soft_targets import TERMS
 from tests.support.compare import assert_matches_reference, value_and_grad, values_and_grads
 
 NAMES = tuple(DIVERGENCES)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import setup as recipe
-from fastkd import linalg
 from fastkd._core import extension
-from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm
+from fastkd.linalg import roots
+from fastkd.linalg.roots import inv_sqrtm, inv_sqrtm_ref, sqrtm
 from tests.support.compare import relative_error
 from tests.support.lanes import roots_by_threads
 from tools import cuda_source
@@ -141,8 +141,8 @@ def test_cuda_source_has_no_races_between_lanes(tmp_path):
 def test_roots_without_the_extension_are_accurate(n):
     check_all(
         n,
-        lambda a: linalg._roots_by_eigh(a, False, 0.0),
-        lambda a, ridge: linalg._roots_by_eigh(a, True, ridge),
+        lambda a: roots._roots_by_eigh(a, False, 0.0),
+        lambda a, ridge: roots._roots_by_eigh(a, True, ridge),
         KINDS if n < 64 else ["condition 1e+08", "rank-deficient", "repeated"],
     )
 
@@ -158,7 +158,7 @@ def test_nan_and_inf_stay_in_their_matrix(value, op_device):
             torch.ops.fastkd.inv_sqrtm(a.to(op_device), 0.0),
             torch.ops.fastkd.eigh(a.to(op_device)),
             *(roots_by_threads(a, False, 0.0, warps) for warps in (0, 2)),
-            linalg._roots_by_eigh(a, False, 0.0),
+            roots._roots_by_eigh(a, False, 0.0),
         ):
             for x in result:
                 assert x[2].isnan().all()

@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 import transformers
 
 from fastkd import CrossEntropy, Divergence, Head
-from fastkd._torch import row_losses
-from fastkd._torch.divergences import NAMES
 from fastkd.distill import Distiller, SoftTargets, TeacherCache
-from fastkd.head import output_layer
-from fastkd.soft_targets import linear_soft_target_loss, soft_target_loss
+from fastkd.lm import row_losses
+from fastkd.lm.divergences import NAMES
+from fastkd.lm.heads import output_layer
+from fastkd.lm.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.distill.processes import run_ranks
 from tests.support.compare import relative_error
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import fastkd
 from fastkd import CrossEntropy, Divergence, Head, TopK, VocabularyMatch
 from fastkd._core import extension, products
-from fastkd._torch import linear_soft_targets
-from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows
-from fastkd.head import LowRank
-from fastkd.soft_targets import (
+from fastkd.lm import linear_soft_targets
+from fastkd.lm.heads import LowRank
+from fastkd.lm.row_losses import CrossEntropyOptions, cross_entropy_rows
+from fastkd.lm.soft_targets import (
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
     soft_target_loss,

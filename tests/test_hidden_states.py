@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd.hidden_states import HiddenStateLoss, hidden_state_loss, hidden_state_loss_ref
+from fastkd.losses.hidden_states import HiddenStateLoss, hidden_state_loss, hidden_state_loss_ref
 from tests.support.compare import DTYPES, assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "hidden_state_loss"

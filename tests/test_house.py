@@ -17,8 +17,9 @@ from fastkd._core.extras import PACKAGES
 ROOT = Path(__file__).resolve().parents[1]
 # Layers from the lowest up; a module imports from its own layer and lower ones.
 FLOORS = (
-    "_core", "kernels", "_torch", "",
-    "analysis", "distill", "integrations", "train", "study", "cli", "bench", "tools", "tests",
+    "_core", "distributed", "kernels", "linalg", "lm", "losses", "",
+    "models", "analysis", "distill", "integrations", "train", "study", "cli",
+    "bench", "tools", "tests",
 )  # fmt: skip
 OUTSIDE = FLOORS[-3:]  # folders outside the package
 FOLDERS = {floor: ROOT / "fastkd" / floor for floor in FLOORS if floor not in OUTSIDE}

@@ -36,10 +36,10 @@ LABEL = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "c
 
 CHECK = """
 import torch, fastkd, fastkd.kernels
-from fastkd import linalg
+from fastkd.linalg import roots
 from fastkd._core import extension
 a = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-r = linalg.sqrtm(a)
+r = roots.sqrtm(a)
 assert torch.allclose(r @ r, a), r
 print("extension", extension.CPU, fastkd.__file__)
 """

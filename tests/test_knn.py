@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastkd.knn import (
+from fastkd.losses.knn import (
     IntraClassKNNLoss,
     intra_class_similarity,
     knn_feature_loss,
@@ -76,9 +76,9 @@ def searches(request, monkeypatch):
     """PyTorch's three searches: small problems, large problems, and without reading values."""
     if request.param == "small":
         return
-    monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", 0)
+    monkeypatch.setattr("fastkd.losses.neighbours.SMALL_PROBLEM", 0)
     if request.param == "without looking":
-        monkeypatch.setattr("fastkd._torch.neighbours.values_readable", lambda x: False)
+        monkeypatch.setattr("fastkd.losses.neighbours.values_readable", lambda x: False)
 
 
 def every_search(test):
@@ -117,7 +117,7 @@ def test_equals_a_loop(size):
 def test_matches_reference(backend, size, dtype, monkeypatch):
     *shape, k = size
     if backend == "torch":
-        monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", 0)
+        monkeypatch.setattr("fastkd.losses.neighbours.SMALL_PROBLEM", 0)
     student, teacher, *labels = batch(*shape, dtype=dtype, mean=0.5)
     upstream = torch.randn(len(student))
     check(backend, student, teacher, *labels, k=k)
@@ -288,7 +288,7 @@ def test_near_duplicates_in_halves(backend):
 
 @pytest.mark.parametrize("small_problem", [0, 2**20])
 def test_near_duplicates_in_float64(monkeypatch, small_problem):
-    monkeypatch.setattr("fastkd._torch.neighbours.SMALL_PROBLEM", small_problem)
+    monkeypatch.setattr("fastkd.losses.neighbours.SMALL_PROBLEM", small_problem)
     check_against_loop(knn_feature_loss, *near_duplicates(30, torch.float64, spread=1e-10), k=2)
 
 
@@ -485,9 +485,9 @@ def test_compiles_with_a_tensor_given_twice(backend):
 @pytest.mark.parametrize(("k", "own"), [(1, 256), (4, 70), (1, 20), (4, 1)])
 def test_many_blocks_match_the_reference(monkeypatch, k, own):
     # Blocks of 64 rows that begin and end within a label, or with it; banks in several parts.
-    monkeypatch.setattr("fastkd._torch.neighbours.MAX_BLOCK_ROWS", 64)
-    monkeypatch.setattr("fastkd._torch.neighbours.ROWS_OF_OWN", own)
-    monkeypatch.setattr("fastkd._torch.neighbours.PAIR_ELEMENTS", 100)
+    monkeypatch.setattr("fastkd.losses.neighbours.MAX_BLOCK_ROWS", 64)
+    monkeypatch.setattr("fastkd.losses.neighbours.ROWS_OF_OWN", own)
+    monkeypatch.setattr("fastkd.losses.neighbours.PAIR_ELEMENTS", 100)
     student, teacher, *labels = batch(300, 700, 6, 4)
     labels[1][labels[1] == 2] = 1  # a label that the bank does not have
     check("torch", student, teacher, *labels, k=k)

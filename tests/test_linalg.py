@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkd.linalg import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
+from fastkd.linalg.roots import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 from tests.support.compare import DTYPES, assert_accurate, count_graphs, relative_error
 
 # Around the sizes at which blocks of the extension and of LAPACK change.

@@ -20,8 +20,8 @@ from fastkd import (
     soft_target_loss_ref,
 )
 from fastkd._core import extension
-from fastkd._torch import row_losses
-from fastkd._torch.divergences import DIVERGENCES, NAMES
+from fastkd.lm import row_losses
+from fastkd.lm.divergences import DIVERGENCES, NAMES
 from tests.losses.soft_targets import of_match
 from tests.support.compare import (
     DTYPES,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.parametrizations import orthogonal
 
-from fastkd.projection import (
+from fastkd.losses.projection import (
     DualProjectionLoss,
     OrthogonalProjection,
     cayley,

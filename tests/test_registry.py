@@ -44,7 +44,7 @@ class TestRow:
             assert name in fastkd.__all__, f"fastkd lacks {name}"
         for name in (*loss.with_reference, *loss.modules, *loss.without_reference):
             home = inspect.getmodule(getattr(fastkd, name)).__name__
-            assert home == f"fastkd.{loss.name}", f"{name} is defined in {home}"
+            assert home == loss.module, f"{name} is defined in {home}"
 
     def test_loss_has_tests(self, loss):
         assert (ROOT / f"tests/test_{loss.name}.py").exists()

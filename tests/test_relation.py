@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd._core.dispatch import BackendUnavailable
-from fastkd.relation import FCDLoss, relation_loss, relation_loss_ref
+from fastkd.losses.relation import FCDLoss, relation_loss, relation_loss_ref
 from tests.support.compare import (
     DTYPES,
     TOLERANCE,
@@ -456,7 +456,7 @@ def test_gradient_of_identical_rows(backend, device, over, members):
 @pytest.mark.parametrize("readable", [True, False])
 def test_value_of_identical_rows_of_documents(normalize, readable, monkeypatch):
     """Each row's mean is a sum of its own, which some processors round differently."""
-    monkeypatch.setattr("fastkd.relation.values_readable", lambda x: readable)
+    monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: readable)
     student = features(1, 1, 24, dtype=torch.float32).expand(2, 32, 24)
     teacher, segments = features(2, 32, 17, dtype=torch.float32), torch.arange(64).view(2, 32) // 16
     value = relation_loss(student, teacher, normalize=normalize, segments=segments)
@@ -589,7 +589,7 @@ class TestSegments:
     def test_equal_unpacked_rows(self, device, option, over, readable, monkeypatch):
         normalize, distance = option
         if not readable:
-            monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
+            monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: False)
         options = {"over": over, "normalize": normalize, "distance": distance, "temperature": 0.7}
 
         def loss(*arguments, **kwargs):
@@ -681,7 +681,7 @@ class TestFCDLoss:
         """Terms equal the losses of single terms; loss and gradient equal those without terms."""
         given = {}
         if way == "segments":  # values can't be read, so PyTorch only
-            monkeypatch.setattr("fastkd.relation.values_readable", lambda x: False)
+            monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: False)
             given = {"segments": torch.zeros(3, 9, dtype=torch.long, device=device)}
             backend = "torch"
         widths = (8, 13) if way == "compiled" else (8, 8, 13)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd import CrossEntropy, Divergence
-from fastkd._torch import row_losses
-from fastkd._torch.linear_soft_targets import _ChunkedPass
-from fastkd.soft_targets import (
+from fastkd.lm import row_losses
+from fastkd.lm.linear_soft_targets import _ChunkedPass
+from fastkd.lm.soft_targets import (
     DIVERGENCES,
     SoftTargetLoss,
     linear_soft_target_loss,

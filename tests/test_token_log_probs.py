@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastkd
 from fastkd import Head, TopK
-from fastkd.token_log_probs import log_probs, log_probs_ref
+from fastkd.lm.log_probs import log_probs, log_probs_ref
 from tests.support.compare import DTYPES, assert_matches_reference, counted, values_and_grads
 
 

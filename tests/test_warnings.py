@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fastkd._core import checks
-from fastkd.cca import CCALoss
 from fastkd.distill import LRCBERT, Distiller
-from fastkd.relation import FCDLoss
+from fastkd.losses.cca import CCALoss
+from fastkd.losses.relation import FCDLoss
 from tests.distill.models import batch, pair
 
 

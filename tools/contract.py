@@ -56,7 +56,7 @@ def signature(name: str) -> str:
 def lines() -> Iterator[str]:
     """Those of each file of losses, below its name."""
     for loss in LOSSES:
-        yield f"# {loss.name}.py"
+        yield f"# {loss.module.removeprefix('fastkd.').replace('.', '/')}.py"
         yield from map(signature, (*loss.with_reference, *loss.without_reference, *loss.modules))
     yield "# What soft targets are told"
     yield from map(signature, PARTS)

@@ -61,7 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def members() -> str:
     """What the page of the API asks for of each loss."""
     return "".join(
-        f"::: fastkd.{loss.name}\n    options:\n"
+        f"::: {loss.module}\n    options:\n"
         f"      members: [{', '.join(loss.names)}]\n"
         "      show_root_heading: false\n      show_root_toc_entry: false\n"
         for loss in LOSSES

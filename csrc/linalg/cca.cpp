@@ -1,5 +1,5 @@
 // Canonical correlations and their gradient, one item per thread, by LAPACK in float64: the
-// equations of `fastkd._torch.cca_solver` with covariances. LAPACK computes eigenvectors on one
+// equations of `fastkd.linalg.cca_solver` with covariances. LAPACK computes eigenvectors on one
 // thread anyway, so items of a few hundred dimensions are best solved side by side.
 //
 // torch's stable functions stop at matrix products; `Mkl` has LAPACK's functions, from torch's own

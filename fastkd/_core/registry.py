@@ -1,6 +1,6 @@
 """Registry of the losses, read by dispatch, `fastkd doctor`, tests, benchmarks and the README.
 
-A row holds a loss's file name in fastkd/, bench/ and tests/, its public names, what its kernels
+A row holds a loss's module, its file name in bench/ and tests/, its public names, what its kernels
 support, and an input for each function. tests/test_registry.py reports what a new row still lacks
 and public names without a row.
 """
@@ -42,7 +42,8 @@ class Kernels:
 class Loss:
     """One row of the registry."""
 
-    name: str  # fastkd/<name>.py, bench/ and tests/test_<name>.py, tests/losses/<name>.py
+    name: str  # bench/test_<name>.py, tests/test_<name>.py, tests/losses/<name>.py
+    module: str  # of all its public names
     title: str
     paper: str = ""
     functions: Mapping[str, Inputs] = field(default_factory=dict)  # losses with a `*_ref`
@@ -147,6 +148,7 @@ def _definite(n: int) -> Inputs:
 LOSSES = (
     Loss(
         name="relation",
+        module="fastkd.losses.relation",
         title="Relations between tokens and samples, Pearson correlation",
         paper="FCD: Huang et al., *Towards Efficient Pre-Trained Language Model via Feature "
         "Correlation Distillation*, 2023",
@@ -158,6 +160,7 @@ LOSSES = (
     ),
     Loss(
         name="knn",
+        module="fastkd.losses.knn",
         title="K nearest teacher rows of the same class",
         paper="Saadi et al., *Intra-Class Similarity-Guided Feature Distillation*, 2023",
         functions={"knn_feature_loss": _features(20, 16, labelled=True)},
@@ -170,6 +173,7 @@ LOSSES = (
     ),
     Loss(
         name="contrastive",
+        module="fastkd.losses.cos_nce",
         title="COS-NCE, contrastive by angle",
         paper="Fu et al., *LRC-BERT: Latent-representation Contrastive Knowledge Distillation*, "
         "2021",
@@ -181,6 +185,7 @@ LOSSES = (
     ),
     Loss(
         name="cca",
+        module="fastkd.losses.cca",
         title="Canonical correlation",
         paper="MC3KD: Fan et al., *Maximizing the Effectiveness of Larger BERT Models for "
         "Compression*, 2025",
@@ -190,6 +195,7 @@ LOSSES = (
     ),
     Loss(
         name="projection",
+        module="fastkd.losses.projection",
         title="Dual orthogonal projection",
         paper="LRKD: Hu et al., *Learnable Relational Knowledge Distillation for Language Model "
         "Compression*, 2025",
@@ -206,6 +212,7 @@ LOSSES = (
     ),
     Loss(
         name="attention",
+        module="fastkd.losses.attention",
         title="Attention maps, mean squared difference",
         paper="Jiao et al., *TinyBERT: Distilling BERT for Natural Language Understanding*, 2020",
         functions={"attention_loss": _maps(3, 4, 6)},
@@ -216,6 +223,7 @@ LOSSES = (
     ),
     Loss(
         name="hidden_states",
+        module="fastkd.losses.hidden_states",
         title="Hidden states: squared difference, cosine, smooth ℓ1",
         paper="Sanh et al., *DistilBERT*, 2019; Li et al., *EAGLE*, 2024",
         functions={"hidden_state_loss": _hidden_states(3, 7, 16)},
@@ -226,6 +234,7 @@ LOSSES = (
     ),
     Loss(
         name="soft_targets",
+        module="fastkd.lm.soft_targets",
         title="Soft targets: forward, reverse and adaptive KL, Jensen-Shannon",
         paper="Hinton et al., 2015; Wu et al., 2024",
         functions={
@@ -245,11 +254,13 @@ LOSSES = (
     ),
     Loss(
         name="token_log_probs",
+        module="fastkd.lm.log_probs",
         title="Log-probabilities of tokens, for the losses above",
         building_blocks={"log_probs": _tokens(20, 8, 33)},
     ),
     Loss(
         name="linalg",
+        module="fastkd.linalg.roots",
         title="Roots of symmetric matrices, for the losses above",
         building_blocks={"sqrtm": _definite(12), "inv_sqrtm": _definite(12)},
     ),

@@ -9,15 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_choice
-from fastkd.analysis.model_inputs import (
-    IGNORED,
-    Batches,
-    arguments_of,
-    frames_mask,
-    in_eval_mode,
-    pad_right,
-    reads_last_token,
-)
 from fastkd.analysis.moments import Covariances, Moments
 from fastkd.analysis.similarity_measures import (
     Measure,
@@ -28,6 +19,15 @@ from fastkd.analysis.similarity_measures import (
     svcca,
 )
 from fastkd.distributed import Group, world_size
+from fastkd.models.inputs import (
+    IGNORED,
+    Batches,
+    arguments_of,
+    frames_mask,
+    in_eval_mode,
+    pad_right,
+    reads_last_token,
+)
 
 Pool = Literal["cls", "mean"]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from fastkd._core.checks import check_floating, check_shape
 from fastkd._core.extras import require
 from fastkd.analysis.moments import EPS
-from fastkd.relation import NORMALIZE, normalized
+from fastkd.losses.relation import NORMALIZE, normalized
 
 # Smallest range of a colour scale: smaller differences should not stand out.
 LEAST_SPAN = 0.05

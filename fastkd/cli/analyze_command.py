@@ -22,7 +22,6 @@ from fastkd.analysis.layer_comparison import (
     rccc,
     stream,
 )
-from fastkd.analysis.model_inputs import accepted
 from fastkd.analysis.pictures import (
     plot_layer_panels,
     plot_layer_similarity,
@@ -32,8 +31,9 @@ from fastkd.analysis.pictures import (
 from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.cli.display import RichDisplay, say
-from fastkd.distill.student import student_from_teacher
 from fastkd.distributed import world_size
+from fastkd.models.inputs import accepted
+from fastkd.models.student import student_from_teacher
 from fastkd.train import processes, tasks
 from fastkd.train.computation import choose_device
 from fastkd.train.data import read_file, read_hub

@@ -47,7 +47,7 @@ class Trial:
     inputs: Inputs
 
     def load(self, suffix: str = "") -> Callable[..., Tensor]:
-        return getattr(importlib.import_module(f"fastkd.{self.module}"), self.function + suffix)
+        return getattr(importlib.import_module(self.module), self.function + suffix)
 
     def error(self, backend: str, device: torch.device) -> float:
         """Largest relative error of value and gradients."""
@@ -85,7 +85,7 @@ def _relative(actual: Tensor, oracle: Tensor) -> float:
 
 
 TRIALS = tuple(
-    Trial(loss.name, function, inputs)
+    Trial(loss.module, function, inputs)
     for loss in LOSSES
     for function, inputs in loss.with_reference.items()
 )

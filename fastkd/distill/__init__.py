@@ -3,11 +3,10 @@
 from typing import Any
 
 from fastkd.distill import methods
-from fastkd.distill.blocks import Blocks
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.ema import EMATeacher
-from fastkd.distill.layers import layer_map, select_layers
+from fastkd.distill.layers import select_layers
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Method
 from fastkd.distill.methods import (
@@ -26,7 +25,9 @@ from fastkd.distill.methods import (
 from fastkd.distill.several import Several
 from fastkd.distill.spans import TwoTokenizers, align_spans
 from fastkd.distill.step import Step
-from fastkd.distill.student import student_from_teacher
+from fastkd.models.blocks import Blocks
+from fastkd.models.layer_map import layer_map
+from fastkd.models.student import student_from_teacher
 
 __all__ = [
     "FCD",

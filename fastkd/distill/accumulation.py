@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
-from fastkd.analysis.model_inputs import IGNORED
-from fastkd.distill.outputs import Outputs
 from fastkd.distill.perturbation import perturbed_embeddings, unit_gradient
 from fastkd.distill.step import ItemCounts, Step, global_count
 from fastkd.distributed import ranks_of
+from fastkd.models.inputs import IGNORED
+from fastkd.models.outputs import Outputs
 
 
 def accumulate(

@@ -10,18 +10,18 @@ from torch.nn import functional as F
 
 from fastkd._core.checks import check_choice, check_number
 from fastkd._core.numerics import project, upcast
-from fastkd.analysis.model_inputs import IGNORED
-from fastkd.cca import CCALoss, Ridge
-from fastkd.contrastive import cos_nce_loss
-from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
-from fastkd.head import Head
-from fastkd.relation import Distance, FCDLoss
-from fastkd.token_log_probs import log_probs
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.heads import Head
+from fastkd.lm.log_probs import log_probs
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.losses.cca import CCALoss, Ridge
+from fastkd.losses.cos_nce import cos_nce_loss
+from fastkd.losses.relation import Distance, FCDLoss
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.inputs import IGNORED
 
 
 class PKD(SoftTargets):

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.model_inputs import IGNORED, frames_mask, pad_right, rotate
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.outputs import Outputs
 from fastkd.distill.spans import Spans, single_tokens
+from fastkd.models.backbone import Backbone
+from fastkd.models.inputs import IGNORED, frames_mask, pad_right, rotate
+from fastkd.models.outputs import Outputs
 
 SPAN_LABELS = ("start_positions", "end_positions")
 # A decoder's own inputs.

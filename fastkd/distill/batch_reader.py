@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fastkd._core.checks import check_floating, check_no_grad, check_shape
 from fastkd._core.numerics import values_readable
-from fastkd.analysis.model_inputs import IGNORED, in_eval_mode, rotate
-from fastkd.distill.backbone import Backbone, placed_for
 from fastkd.distill.batch import (
     DECODER_TOKENS,
     SPAN_LABELS,
@@ -23,12 +21,14 @@ from fastkd.distill.batch import (
     split_inputs,
 )
 from fastkd.distill.method import Method
-from fastkd.distill.outputs import LayerRequest, model_outputs
 from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens, paired_positions
 from fastkd.distill.teachers import Teachers
-from fastkd.distill.vocabulary import other_vocabulary
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.models.backbone import Backbone, placed_for
+from fastkd.models.inputs import IGNORED, in_eval_mode, rotate
+from fastkd.models.outputs import LayerRequest, model_outputs
+from fastkd.models.vocabulary import other_vocabulary
 
 # Largest change of a document's hidden states, relative to their norm, if its neighbour's tokens
 # change but it doesn't read them. Rounding errors are below this, even in bfloat16.

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Batch
-from fastkd.distill.blocks import Blocks
-from fastkd.distill.lm_head import HeadInputs
 from fastkd.distill.method import Method
-from fastkd.distill.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
-from fastkd.head import Head, LowRank
-from fastkd.targets import TopK
+from fastkd.lm.heads import Head, LowRank
+from fastkd.lm.targets import TopK
+from fastkd.models.backbone import Backbone, Model, placed_for
+from fastkd.models.blocks import Blocks
+from fastkd.models.lm_head import HeadInputs
+from fastkd.models.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 
 FORMAT = 8
 ABOUT = "teacher.json"

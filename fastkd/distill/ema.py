@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_fraction
-from fastkd.analysis.model_inputs import without_adapters
-from fastkd.distill.blocks import Blocks
+from fastkd.models.blocks import Blocks
+from fastkd.models.inputs import without_adapters
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastkd.analysis.model_inputs import IGNORED
+from fastkd.models.inputs import IGNORED
 
 # Default minimum fraction of labelled rows in a batch.
 LABELLED_SHARE = 0.25

@@ -18,10 +18,10 @@ from fastkd._core.checks import (
     check_shape,
 )
 from fastkd._core.numerics import autocast_off, upcast
-from fastkd._torch.linear_soft_targets import CHUNK_BYTES
-from fastkd.head import Head, as_head
-from fastkd.token_log_probs import log_probs
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.heads import Head, as_head
+from fastkd.lm.linear_soft_targets import CHUNK_BYTES
+from fastkd.lm.log_probs import log_probs
+from fastkd.lm.vocabulary_match import VocabularyMatch
 
 __all__ = ["merged_span_loss", "span_likelihood_loss"]
 

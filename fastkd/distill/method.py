@@ -6,10 +6,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fastkd.analysis.model_inputs import Batches
-from fastkd.distill.backbone import Backbone, Model
-from fastkd.distill.layers import resolve_layers
-from fastkd.distill.outputs import LayerRequest
 from fastkd.distill.prediction_losses import (
     MULTI_LABEL,
     REGRESSION,
@@ -18,7 +14,11 @@ from fastkd.distill.prediction_losses import (
     task_loss,
 )
 from fastkd.distill.step import Step
-from fastkd.distill.vocabulary import shared_tokens
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.inputs import Batches
+from fastkd.models.layer_map import resolve_layers
+from fastkd.models.outputs import LayerRequest
+from fastkd.models.vocabulary import shared_tokens
 
 Layers = str | Sequence[int]
 #: Terms to compute: those that read logits or hidden states at an LM head, or all others.

@@ -26,22 +26,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd import cca, knn
 from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
 from fastkd._core.numerics import project, upcast, zero_padding
 from fastkd._core.warn import warn_caller
-from fastkd.analysis.model_inputs import Batches
-from fastkd.attention import AttentionLoss, Heads
-from fastkd.contrastive import CosNCELoss
-from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
 from fastkd.distill.step import Step
 from fastkd.distributed import world_size
-from fastkd.projection import DualProjectionLoss
-from fastkd.relation import Distance, FCDLoss, Normalize
-from fastkd.soft_targets import DIVERGENCES, DivergenceWord
+from fastkd.lm.soft_targets import DIVERGENCES, DivergenceWord
+from fastkd.losses import cca, knn
+from fastkd.losses.attention import AttentionLoss, Heads
+from fastkd.losses.cos_nce import CosNCELoss
+from fastkd.losses.projection import DualProjectionLoss
+from fastkd.losses.relation import Distance, FCDLoss, Normalize
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.inputs import Batches
 
 
 class _Soft(Method):

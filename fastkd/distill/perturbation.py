@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import upcast, zero_padding
-from fastkd.distill.backbone import Backbone
 from fastkd.distill.batch import Batch
-from fastkd.distill.hooks import replaced_embeddings
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import replaced_embeddings
 
 
 def perturbed_embeddings(

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._core.numerics import upcast, working_dtype
-from fastkd.analysis.model_inputs import IGNORED
-from fastkd.distill.backbone import Model
-from fastkd.distill.outputs import Logits
 from fastkd.distill.step import Step
-from fastkd.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
-from fastkd.targets import CrossEntropy, TopK
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
+from fastkd.lm.targets import CrossEntropy, TopK
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.models.backbone import Model
+from fastkd.models.inputs import IGNORED
+from fastkd.models.outputs import Logits
 
 REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
 NO_LABELS = "the task term needs labels in the batch; pass labels, or set its weight to 0"

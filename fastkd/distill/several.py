@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fastkd.analysis.model_inputs import Batches
-from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.method import Method, Only, check_method
-from fastkd.distill.outputs import LayerRequest
 from fastkd.distill.step import Step
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.inputs import Batches
+from fastkd.models.outputs import LayerRequest
 
 
 class EnsembleModel(Model):

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from fastkd._core.checks import check_shape
 from fastkd._core.numerics import autocast_off, upcast, values_readable, zero_padding
-from fastkd.distill.backbone import Model
-from fastkd.distill.outputs import Outputs
+from fastkd.models.backbone import Model
+from fastkd.models.outputs import Outputs
 
 __all__ = ["TwoTokenizers", "align_spans"]
 

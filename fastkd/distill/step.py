@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd.distill.backbone import Backbone, Model
-from fastkd.distill.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
 from fastkd.distill.spans import Spans
 from fastkd.distributed import Ranks
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
 
 
 @dataclass

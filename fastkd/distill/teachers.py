@@ -8,14 +8,17 @@ import torch
 from torch import nn
 
 from fastkd._core.checks import check_choice
-from fastkd.analysis.model_inputs import Batches, in_eval_mode
-from fastkd.distill.backbone import Backbone, Model, placed_for
 from fastkd.distill.batch import Batch
-from fastkd.distill.blocks import backbone_of
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.ema import EMATeacher
 from fastkd.distill.method import Method
-from fastkd.distill.outputs import (
+from fastkd.distill.several import EnsembleModel, Several
+from fastkd.lm.soft_targets import UNMATCHED, Unmatched
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.models.backbone import Backbone, Model, placed_for
+from fastkd.models.blocks import backbone_of
+from fastkd.models.inputs import Batches, in_eval_mode
+from fastkd.models.outputs import (
     EnsembleOutputs,
     HeadOutput,
     LayerRequest,
@@ -23,9 +26,6 @@ from fastkd.distill.outputs import (
     model_outputs,
     pooled_rows,
 )
-from fastkd.distill.several import EnsembleModel, Several
-from fastkd.soft_targets import UNMATCHED, Unmatched
-from fastkd.vocabulary_match import VocabularyMatch
 
 
 class AdaptersOff(nn.Module):

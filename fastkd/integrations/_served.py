@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastkd._core.checks import check_positive_int
-from fastkd.targets import SLACK, TopK
+from fastkd.lm.targets import SLACK, TopK
 
 Entry = Sequence[tuple[int, float]]  # ids and log-probabilities, in any order
 

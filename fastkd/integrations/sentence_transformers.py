@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd import relation
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
 from fastkd._core.numerics import project, working_dtype
-from fastkd.cca import CCALoss, Ridge
-from fastkd.contrastive import cos_nce_loss
-from fastkd.distill.backbone import Backbone
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distributed import world_size
+from fastkd.losses import relation
+from fastkd.losses.cca import CCALoss, Ridge
+from fastkd.losses.cos_nce import cos_nce_loss
+from fastkd.models.backbone import Backbone
 
 EXTRA = "sentence-transformers"
 _gradcache: Any = require("sentence_transformers.base.losses.gradcache", EXTRA)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastkd.integrations._served import from_entries, positions_of
-from fastkd.targets import TopK
+from fastkd.lm.targets import TopK
 
 __all__ = ["top_k"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastkd.integrations._recorded import RecordedBlock, Recordings
 from fastkd.integrations._served import from_entries, positions_of
-from fastkd.targets import TopK
+from fastkd.lm.targets import TopK
 
 __all__ = ["recorded_teacher", "top_k"]
 
@@ -81,7 +81,7 @@ def recorded_teacher(
         FileNotFoundError: no file.
         KeyError: a batch with tokens that are in no file.
     """
-    from fastkd.distill.backbone import Backbone
+    from fastkd.models.backbone import Backbone
 
     backbone = Backbone(model, "model")
     blocks: Any = backbone.blocks

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import fastkd
 from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
-from fastkd.distill.backbone import Backbone
+from fastkd.models.backbone import Backbone
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.run import Run
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.distill.baselines import NAMES
-from fastkd.distill.layers import SCHEMES
 from fastkd.distill.method import Method
+from fastkd.models.layer_map import SCHEMES
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS

@@ -16,13 +16,14 @@ import transformers
 from transformers import PreTrainedModel, set_seed
 
 from fastkd._core.extras import require
-from fastkd.distill.backbone import Backbone, Model
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.layers import resolve_layers, select_layers
+from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
-from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.layer_map import resolve_layers
+from fastkd.models.student import layers_to_keep, student_from_teacher, with_first
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities, without_labels
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data

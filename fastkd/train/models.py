@@ -14,15 +14,16 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
-from fastkd.analysis.model_inputs import Batches, reads_last_token
-from fastkd.distill.backbone import Backbone
 from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
-from fastkd.distill.families import reads_whole_rows
-from fastkd.distill.layers import SCHEMES, select_layers
+from fastkd.distill.layers import select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
-from fastkd.distill.student import layers_to_keep, student_from_teacher, with_first
-from fastkd.distill.vocabulary import other_vocabulary
+from fastkd.models.backbone import Backbone
+from fastkd.models.families import reads_whole_rows
+from fastkd.models.inputs import Batches, reads_last_token
+from fastkd.models.layer_map import SCHEMES
+from fastkd.models.student import layers_to_keep, student_from_teacher, with_first
+from fastkd.models.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import file_of, hub_answers, why_not

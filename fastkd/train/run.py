@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
-from fastkd.analysis.model_inputs import accepted
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.methods import Labels
+from fastkd.lm.vocabulary_match import Side, VocabularyMatch
+from fastkd.models.inputs import accepted
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.config import TrainingConfig
@@ -42,7 +43,6 @@ from fastkd.train.training import (
     history_of,
     logging_to,
 )
-from fastkd.vocabulary_match import Side, VocabularyMatch
 
 # Rows whose tokens are counted for the report on two vocabularies.
 MATCH_ROWS = 1024

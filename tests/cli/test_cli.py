@@ -34,7 +34,7 @@ from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.main import app
 from fastkd.distill import Method
-from fastkd.distill.backbone import Backbone
+from fastkd.models.backbone import Backbone
 from fastkd.train import saving, training
 from fastkd.train.config import DistillConfig
 from fastkd.train.data import describe, load

@@ -114,7 +114,7 @@ def test_a_wrong_backend_fails(monkeypatch, mistake):
         return loss if mistake == "gradient" else 1.01 * loss
 
     monkeypatch.setattr(doctor, "TRIALS", (trial,))
-    monkeypatch.setattr("fastkd.relation.relation_loss", wrong)
+    monkeypatch.setattr("fastkd.losses.relation.relation_loss", wrong)
     result = run()
     assert result.exit_code == 1
     assert "failed" in result.output and "something is wrong" in result.output

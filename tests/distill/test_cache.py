@@ -24,7 +24,7 @@ from fastkd.distill import (
 )
 from fastkd.distill import cache as cache_module
 from fastkd.distill.batch_reader import MixedDocuments
-from fastkd.head import output_layer
+from fastkd.lm.heads import output_layer
 from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks

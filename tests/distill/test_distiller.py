@@ -22,8 +22,8 @@ from fastkd.distill import (
     perturbation,
     student_from_teacher,
 )
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.hooks import replaced_embeddings
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import replaced_embeddings
 from tests.distill import support
 from tests.distill.models import (
     FAMILIES,

@@ -14,8 +14,8 @@ from fastkd.distill import (
     SoftTargets,
     student_from_teacher,
 )
-from fastkd.distill.backbone import Backbone
 from fastkd.distill.verify import taken
+from fastkd.models.backbone import Backbone
 from tests.distill.models import eager, pair, recipe, set_dropout, step
 from tests.distill.support import data_of, model_of
 

@@ -7,9 +7,9 @@ from torch import nn
 from transformers.models.whisper.modeling_whisper import WhisperDecoder, WhisperEncoder
 
 from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, student_from_teacher
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.families import NoLayers, find_stack
-from fastkd.distill.outputs import LayerRequest, model_outputs
+from fastkd.models.backbone import Backbone
+from fastkd.models.families import NoLayers, find_stack
+from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import BERT, SMALL, recipe
 from tests.distill.support import data_of, model_of
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.distill import layer_map, select_layers
-from fastkd.distill.layers import check_layers, resolve_layers
+from fastkd.models.layer_map import check_layers, resolve_layers
 from tests.distill.models import batch, classifier
 
 

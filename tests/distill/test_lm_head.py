@@ -7,9 +7,9 @@ import torch
 import transformers as t
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkd._torch import linear_soft_targets
 from fastkd.distill import Distiller, Several, SoftTargets, student_from_teacher
 from fastkd.distill.verify import taken
+from fastkd.lm import linear_soft_targets
 from tests.distill import support
 from tests.distill.models import recipe, step
 from tests.distill.test_distiller import documents, packed

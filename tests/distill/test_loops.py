@@ -14,8 +14,8 @@ from fastkd.distill import (
     IntraClassKNN,
     student_from_teacher,
 )
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.outputs import LayerRequest, model_outputs
+from fastkd.models.backbone import Backbone
+from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import batch, classifier, eager, pair, recipe
 from tests.distill.support import data_of, method_of, model_of
 from tests.support.compare import counted

@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers as t
 
-from fastkd.analysis.model_inputs import reads_last_token
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.hooks import capture, replaced_embeddings
-from fastkd.distill.outputs import LayerRequest, model_outputs
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import capture, replaced_embeddings
+from fastkd.models.inputs import reads_last_token
+from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill import support
 from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
 from tests.distill.models import model as model_of

@@ -5,9 +5,9 @@ import torch
 import transformers as t
 
 from fastkd.distill import FCD, Distiller, method_by_name, resolve
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.hooks import capture_qkv
-from fastkd.distill.outputs import LayerRequest, model_outputs
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import capture_qkv
+from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import CONFIGS, batch, eager, pair, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import model_of

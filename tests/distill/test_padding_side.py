@@ -5,10 +5,10 @@ import torch
 import transformers as t
 
 from fastkd.analysis import layer_similarity
-from fastkd.analysis.model_inputs import pad_right, rotate
 from fastkd.distill import FCD, MC3KD, Blocks, Distiller, TeacherCache, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
+from fastkd.models.inputs import pad_right, rotate
 from tests.distill.models import batch, classifier, pair, step
 from tests.distill.support import data_of, model_of
 

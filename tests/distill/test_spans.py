@@ -21,7 +21,7 @@ from fastkd.distill import (
     align_spans,
 )
 from fastkd.distill.verify import taken
-from fastkd.distill.vocabulary import other_vocabulary
+from fastkd.models.vocabulary import other_vocabulary
 from tests.distill.models import classifier, eager, model, set_dropout, step
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastkd.attention import AttentionLoss
+from fastkd.losses.attention import AttentionLoss
 from tests.kernels.launches import count_launches
 
 KERNELS = ["attention_kernel", "count_kernel", "reduce_kernel", "upstream_kernel"]

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastkd.projection import DualProjectionLoss, OrthogonalProjection, cayley, cayley_ref
+from fastkd.losses.projection import DualProjectionLoss, OrthogonalProjection, cayley, cayley_ref
 
 pytest.importorskip("triton")
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastkd.contrastive import CosNCELoss, cos_nce_loss
+from fastkd.losses.cos_nce import CosNCELoss, cos_nce_loss
 from tests.kernels.launches import count_launches
 from tests.support.compare import assert_accurate
 from tests.test_contrastive import check, features

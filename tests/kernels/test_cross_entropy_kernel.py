@@ -7,10 +7,10 @@ import torch
 
 from fastkd import CrossEntropy, Head
 from fastkd._core import products
-from fastkd._torch import linear_soft_targets
-from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows, log_mass_of
-from fastkd.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
-from fastkd.token_log_probs import log_probs_ref
+from fastkd.lm import linear_soft_targets
+from fastkd.lm.log_probs import log_probs_ref
+from fastkd.lm.row_losses import CrossEntropyOptions, cross_entropy_rows, log_mass_of
+from fastkd.lm.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from tests.support.compare import (
     assert_accurate,
     assert_matches_reference,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastkd.hidden_states import hidden_state_loss
+from fastkd.losses.hidden_states import hidden_state_loss
 from tests.kernels.launches import count_launches
 
 

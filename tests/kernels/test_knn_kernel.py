@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fastkd._core.dispatch import triton_interpreted
 from fastkd.kernels import knn as kernels
-from fastkd.knn import knn_feature_loss
+from fastkd.losses.knn import knn_feature_loss
 from tests.kernels.launches import count_launches
 from tests.test_knn import batch, check, check_against_loop, near_duplicates
 

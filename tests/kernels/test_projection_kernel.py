@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkd.projection import (
+from fastkd.losses.projection import (
     DualProjectionLoss,
     layer_norm_mse,
     layer_norm_mse_ref,

@@ -11,7 +11,7 @@ from fastkd._core import dispatch
 from fastkd.kernels import relation_long as long
 from fastkd.kernels import relation_small as small
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
-from fastkd.relation import FCDLoss, relation_loss
+from fastkd.losses.relation import FCDLoss, relation_loss
 from tests.kernels.launches import count_launches
 from tests.support.compare import relative_error
 
@@ -69,7 +69,7 @@ def test_rows_of_many_features(device, D, masked):
 
 def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
     """160 tokens of 4 features, 3 samples: tokens on the D×D side, samples by the kernels."""
-    monkeypatch.setattr("fastkd.relation.backend_of", lambda *arguments, **call: "triton")
+    monkeypatch.setattr("fastkd.losses.relation.backend_of", lambda *arguments, **call: "triton")
     student = torch.randn(3, 160, 4, device=device, requires_grad=True)
     teacher, mask = torch.randn(3, 160, 5, device=device), torch.rand(3, 160, device=device) < 0.8
     found = []

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._torch.divergences import NAMES
-from fastkd.soft_targets import (
+from fastkd.lm.divergences import NAMES
+from fastkd.lm.soft_targets import (
     DIVERGENCES,
     linear_soft_target_loss,
     soft_target_loss,

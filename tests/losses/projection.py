@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastkd
-from fastkd.projection import REDUCTIONS
+from fastkd.losses.projection import REDUCTIONS
 from tests.support import oracles
 from tests.support.draw import ROUNDINGS, Case, Draw, module_case
 from tests.support.subject import D_S, D_T, Subject, of_module

@@ -13,8 +13,8 @@ from torch import Tensor
 import fastkd
 from fastkd import Divergence
 from fastkd._core.products import multiplied_in_half
-from fastkd._torch.divergences import NAMES
-from fastkd.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
+from fastkd.lm.divergences import NAMES
+from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, Subject, of_module

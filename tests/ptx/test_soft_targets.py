@@ -7,9 +7,9 @@ pytest.importorskip("triton")
 
 import fastkd
 from fastkd import Divergence
-from fastkd._torch.row_losses import CrossEntropyOptions, cross_entropy_rows
 from fastkd.kernels import cross_entropy as labels_kernels
-from fastkd.soft_targets import soft_target_loss_ref
+from fastkd.lm.row_losses import CrossEntropyOptions, cross_entropy_rows
+from fastkd.lm.soft_targets import soft_target_loss_ref
 from tests.support.compare import relative_error, value_and_grad
 from tests.support.interpreter import of_compiled_code
 from tools.ptx import executing

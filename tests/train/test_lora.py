@@ -13,7 +13,7 @@ from transformers import (
     XLNetConfig,
 )
 
-from fastkd.analysis.model_inputs import accepted
+from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json

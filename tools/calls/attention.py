@@ -1,4 +1,4 @@
-"""The calls of fastkd/attention.py; see `tools.calls`."""
+"""The calls of fastkd/losses/attention.py; see `tools.calls`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The calls of fastkd/cca.py; see `tools.calls`."""
+"""The calls of fastkd/losses/cca.py; see `tools.calls`."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The calls of fastkd/contrastive.py; see `tools.calls`."""
+"""The calls of fastkd/losses/cos_nce.py; see `tools.calls`."""
 
 import itertools
 from typing import Any

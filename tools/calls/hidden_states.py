@@ -1,11 +1,11 @@
-"""The calls of fastkd/hidden_states.py; see `tools.calls`."""
+"""The calls of fastkd/losses/hidden_states.py; see `tools.calls`."""
 
 import itertools
 
 import torch
 
 import fastkd
-from fastkd.hidden_states import KINDS, REDUCTIONS
+from fastkd.losses.hidden_states import KINDS, REDUCTIONS
 from tools.calls import ALL_TYPES, BOTH, ON_A_GPU, Call, Calls, given, learns, mask_of, numbers
 
 

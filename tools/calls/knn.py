@@ -1,4 +1,4 @@
-"""The calls of fastkd/knn.py; see `tools.calls`."""
+"""The calls of fastkd/losses/knn.py; see `tools.calls`."""
 
 import itertools
 

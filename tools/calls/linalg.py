@@ -1,4 +1,4 @@
-"""The calls of fastkd/linalg.py; see `tools.calls`."""
+"""The calls of fastkd/linalg/roots.py; see `tools.calls`."""
 
 import itertools
 

@@ -1,9 +1,9 @@
-"""The calls of fastkd/projection.py; see `tools.calls`."""
+"""The calls of fastkd/losses/projection.py; see `tools.calls`."""
 
 import itertools
 
 import fastkd
-from fastkd.projection import REDUCTIONS
+from fastkd.losses.projection import REDUCTIONS
 from tools.calls import ALL_TYPES, BOTH, ON_A_GPU, Call, Calls, given, learns, mask_of, numbers
 
 

@@ -1,4 +1,4 @@
-"""The calls of fastkd/relation.py; see `tools.calls`."""
+"""The calls of fastkd/losses/relation.py; see `tools.calls`."""
 
 import itertools
 

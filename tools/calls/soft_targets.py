@@ -1,4 +1,4 @@
-"""The calls of fastkd/soft_targets.py; see `tools.calls`."""
+"""The calls of fastkd/lm/soft_targets.py; see `tools.calls`."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import fastkd
-from fastkd import Divergence, token_log_probs
-from fastkd._torch.divergences import NAMES
-from fastkd.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
+from fastkd import Divergence
+from fastkd.lm import log_probs as token_log_probs
+from fastkd.lm.divergences import NAMES
+from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tools.calls import (
     ALL_TYPES,
     BOTH,

@@ -1,4 +1,4 @@
-"""The calls of fastkd/token_log_probs.py; see `tools.calls`."""
+"""The calls of fastkd/lm/log_probs.py; see `tools.calls`."""
 
 import itertools
 

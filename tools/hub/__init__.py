@@ -77,7 +77,7 @@ def write_roots(project: Path) -> Path:
         functions, _ = text.split("STABLE_TORCH_LIBRARY", 1)
         guard = "#ifndef USE_CUDA\n#define USE_CUDA\n#endif\n" if name.endswith(".cu") else ""
         (sources / name).write_text(guard + functions.rstrip() + "\n")
-    linalg = (ROOT / "fastkd/linalg.py").read_text()
+    linalg = (ROOT / "fastkd/linalg/roots.py").read_text()
     names = (
         "_symmetric",
         "_root_values",

@@ -13,7 +13,7 @@ namespace fastkd {
 namespace {
 
 // Rows of float32 logits that exist at a time for bfloat16 states; fewer rows would read the head
-// more often. LOGIT_ROWS in fastkd/_torch/linear_soft_targets.py, which counts their bytes, is the
+// more often. LOGIT_ROWS in fastkd/lm/linear_soft_targets.py, which counts their bytes, is the
 // same.
 constexpr int64_t kLogitRows = 128;
 

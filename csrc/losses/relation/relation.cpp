@@ -3,7 +3,7 @@
 // reads of both (N, N), the last of which writes A; the product of A with the rows, and the
 // gradient.
 //
-// Relations are computed from centred rows, see fastkd/relation.py. The mean is computed from
+// Relations are computed from centred rows, see fastkd/losses/relation.py. The mean is computed from
 // differences to the first row, so that equal rows equal their mean exactly.
 #include "losses/relation/relation.h"
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.analysis.model_inputs import accepted
+from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest

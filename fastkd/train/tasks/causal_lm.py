@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.distill.families import reads_whole_rows
 from fastkd.distill.spans import align_spans
+from fastkd.models.families import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fastkd._core.extras import require
-from fastkd.analysis.model_inputs import in_eval_mode
 from fastkd.distill.spans import align_spans
+from fastkd.models.inputs import in_eval_mode
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, first_line
 from fastkd.train.evaluation import rouge_l

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastkd._core.extras import require
-from fastkd.analysis.model_inputs import accepted, reads_last_token
+from fastkd.models.inputs import accepted, reads_last_token
 from fastkd.train.arrow_rows import BATCH, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import number_scores

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkd.analysis.model_inputs import accepted
+from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError

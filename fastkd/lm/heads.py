@@ -17,8 +17,8 @@ from fastkd._core.checks import (
     check_vocabulary_part,
 )
 from fastkd._core.numerics import autocast_off, upcast, values_readable
-from fastkd._torch.linear_soft_targets import HeadForm
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
+from fastkd.lm.linear_soft_targets import HeadForm
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Attributes of transformers' configurations that change the head's products: a cap, a factor, a
 # divisor.
@@ -164,7 +164,7 @@ class Head:
         return self.map(_whole) if any(map(_is_sharded, self.tensors)) else self
 
     def on(self, hidden: Tensor, shard: VocabularyShard = WHOLE_VOCABULARY) -> list[Tensor | None]:
-        """Tensors of the head on states (R, D), for `fastkd._torch.linear_soft_targets`."""
+        """Tensors of the head on states (R, D), for `fastkd.lm.linear_soft_targets`."""
 
         def own(x: Tensor) -> Tensor:
             if shard_of(x).group:

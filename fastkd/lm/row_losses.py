@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
-from fastkd._torch.divergences import row_divergence
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
+from fastkd.lm.divergences import row_divergence
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Logits of one chunk on the CPU: few enough that its buffers stay near the cache, and enough that
 # threads don't wait for each other after every small operation.
@@ -22,7 +22,7 @@ class SoftTargetOptions:
     coefficient: float
     temperature: float
     scale: float  # τ² or 1
-    tail: str = ""  # `fastkd.targets.TopK.tail`; "" for a teacher of logits
+    tail: str = ""  # `fastkd.lm.targets.TopK.tail`; "" for a teacher of logits
 
     @property
     def per_row(self) -> tuple[str, float, float, float]:
@@ -253,7 +253,7 @@ def _unmasked(x: Tensor, mask: Tensor | None, chunk: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropyOptions:
-    """Options of the cross-entropy of a row; see `fastkd.targets.CrossEntropy`."""
+    """Options of the cross-entropy of a row; see `fastkd.lm.targets.CrossEntropy`."""
 
     label_smoothing: float
     z_loss: float

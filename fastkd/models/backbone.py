@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastkd.analysis.model_inputs import reads_last_token, without_adapters
-from fastkd.distill.families import (
+from fastkd.lm.soft_targets import Unmatched
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.models.families import (
     NoLayers,
     find_stack,
     is_a,
@@ -20,8 +21,7 @@ from fastkd.distill.families import (
     reads_whole_rows,
     rows_of,
 )
-from fastkd.soft_targets import Unmatched
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.models.inputs import reads_last_token, without_adapters
 
 # Class names of models with a head that are their own base: Whisper's audio classifier, T5 for
 # question answering.

@@ -21,8 +21,8 @@ from fastkd._core.checks import (
     check_shape,
 )
 from fastkd._core.numerics import as_rows, values_readable, working_dtype
-from fastkd.head import Head
-from fastkd.token_log_probs import top_k
+from fastkd.lm.heads import Head
+from fastkd.lm.log_probs import top_k
 
 Tail = Literal["bucket", "renormalise"]
 

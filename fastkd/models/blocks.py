@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_positive_int
-from fastkd.distill.backbone import Backbone
+from fastkd.models.backbone import Backbone
 
 
 class Blocks(nn.Module):

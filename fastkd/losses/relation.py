@@ -34,7 +34,8 @@ from fastkd._core.numerics import (
     working_dtype,
     zero_padding,
 )
-from fastkd._torch.relations import (
+from fastkd.distributed import Group, InGroup, Ranks, ranks_of
+from fastkd.losses.relation_products import (
     SIZES_OF_ONE_GRAPH,
     Options,
     by_features,
@@ -43,7 +44,6 @@ from fastkd._torch.relations import (
     paired_loss,
     relation_term,
 )
-from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
 Over = Literal["tokens", "samples"]
 OVER = get_args(Over)

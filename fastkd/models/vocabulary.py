@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from fastkd.distill.backbone import Model
+from fastkd.models.backbone import Model
 
 # Largest multiple to which vocabularies are padded.
 LARGEST_PADDING = 1024

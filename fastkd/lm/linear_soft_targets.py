@@ -31,8 +31,8 @@ from fastkd._core.products import (
     product_back,
     scaled_for_products,
 )
-from fastkd._torch.matched_tokens import matched_rows
-from fastkd._torch.row_losses import (
+from fastkd.lm.matched_tokens import matched_rows
+from fastkd.lm.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
     cross_entropy_by_kernel,
@@ -43,7 +43,7 @@ from fastkd._torch.row_losses import (
     row_chunks,
     total_variation,
 )
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Bytes of logits in memory, on the CPU and on a GPU: enough positions that reading the head and
 # adding to its gradient don't bound the products.
@@ -769,7 +769,7 @@ class _ChunkedPass:
                 terms[TERMS.index(name)] = self.term(name, student, teacher, labels)
 
     def entropy_and_accuracy(self, logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `fastkd._torch.row_losses.entropy_and_accuracy`."""
+        """As `fastkd.lm.row_losses.entropy_and_accuracy`."""
         if self.runs_on != "cpp":
             return entropy_and_accuracy(logits, labels, self.options.shard)
         found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))

@@ -1,6 +1,7 @@
 """Canonical correlation between teacher and student features (MC3KD, eqs. 4-7).
 
-The public functions and their checks; `_torch.cca_solver` computes correlations and gradients.
+The public functions and their checks. `fastkd.linalg.cca_solver` computes correlations and
+gradients.
 """
 
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ from fastkd._core.numerics import (
 )
 from fastkd._core.pooling import pool_tokens
 from fastkd._core.warn import warn_caller
-from fastkd._torch import cca_solver
-from fastkd._torch.cca_solver import Options, Problem
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
-from fastkd.linalg import inv_sqrtm_ref
+from fastkd.linalg import cca_solver
+from fastkd.linalg.cca_solver import Options, Problem
+from fastkd.linalg.roots import inv_sqrtm_ref
 
 Reduction = Literal["sum", "mean", "none"]
 REDUCTIONS = get_args(Reduction)
@@ -118,7 +119,7 @@ def cca_loss(
 
     Example:
         >>> import torch
-        >>> from fastkd.cca import cca_loss
+        >>> from fastkd.losses.cca import cca_loss
         >>> x = torch.eye(4)[:, :2]
         >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
         tensor(-2.)
@@ -166,7 +167,7 @@ def canonical_correlations(
 
     Example:
         >>> import torch
-        >>> from fastkd.cca import canonical_correlations
+        >>> from fastkd.losses.cca import canonical_correlations
         >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
         >>> y = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
         >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
@@ -200,7 +201,7 @@ class CCALoss(InGroup):
 
     Example:
         >>> import torch
-        >>> from fastkd.cca import CCALoss
+        >>> from fastkd.losses.cca import CCALoss
         >>> student, teacher = torch.randn(8, 16, 4, requires_grad=True), torch.randn(8, 16, 6)
         >>> CCALoss(ridge=1e-3)(student, teacher, mask=torch.ones(8, 16)).backward()
         >>> student.grad.shape

@@ -34,8 +34,9 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
-from fastkd._torch.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
-from fastkd._torch.linear_soft_targets import (
+from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
+from fastkd.lm.heads import Head, as_head
+from fastkd.lm.linear_soft_targets import (
     CHUNK_BYTES,
     MAIN_TERMS,
     TEACHER_TERMS,
@@ -46,12 +47,11 @@ from fastkd._torch.linear_soft_targets import (
     LossOptions,
     Positions,
 )
-from fastkd._torch.matched_tokens import matched_soft_targets
-from fastkd._torch.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
-from fastkd.head import Head, as_head
-from fastkd.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
-from fastkd.vocabulary_match import VocabularyMatch
+from fastkd.lm.matched_tokens import matched_soft_targets
+from fastkd.lm.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
+from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
+from fastkd.lm.vocabulary_match import VocabularyMatch
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 Reduction = Literal["batchmean", "sum", "none"]
 TeacherMass = Literal["renormalised", "whole"]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastkd.distill.backbone import Backbone
+from fastkd.models.backbone import Backbone
 
 
 class Hook(NamedTuple):

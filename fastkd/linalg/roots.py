@@ -51,7 +51,7 @@ def sqrtm(a: Tensor) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from fastkd.linalg import sqrtm
+        >>> from fastkd.linalg.roots import sqrtm
         >>> sqrtm(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))
         tensor([[2., 0.],
                 [0., 3.]])
@@ -82,7 +82,7 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from fastkd.linalg import inv_sqrtm
+        >>> from fastkd.linalg.roots import inv_sqrtm
         >>> inv_sqrtm(torch.tensor([[4.0, 0.0], [0.0, 15.0]]), ridge=1.0)[1, 1]
         tensor(0.2500)
     """

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.hooks import Hook, first_tokens, hooked
-from fastkd.head import Head
+from fastkd.lm.heads import Head
+from fastkd.models.backbone import Backbone
+from fastkd.models.hooks import Hook, first_tokens, hooked
 
 # Largest difference, relative to the largest logit, between a model's logits and those of its head:
 # in float32 or float64, and in half precision.

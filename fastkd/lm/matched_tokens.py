@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, working_dtype
 from fastkd._core.operator import operator
-from fastkd._torch.row_losses import SoftTargetOptions, divergence_in_place, log_softmax, row_chunks
+from fastkd.lm.row_losses import SoftTargetOptions, divergence_in_place, log_softmax, row_chunks
 
 
 def matched_rows(

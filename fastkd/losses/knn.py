@@ -34,8 +34,8 @@ from fastkd._core.numerics import (
     zero_padding,
 )
 from fastkd._core.pooling import pool_tokens
-from fastkd._torch.neighbours import neighbour_losses
 from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
+from fastkd.losses.neighbours import neighbour_losses
 
 Reduction = Literal["sum", "mean", "none"]
 REDUCTIONS = get_args(Reduction)

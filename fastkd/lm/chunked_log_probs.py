@@ -20,8 +20,8 @@ from fastkd._core.numerics import (
 )
 from fastkd._core.operator import operator
 from fastkd._core.products import add_product, product_back, scaled_for_products
-from fastkd._torch.linear_soft_targets import HeadForm, _HeadOnStates, equal_chunks
-from fastkd._torch.row_losses import log_totals
+from fastkd.lm.linear_soft_targets import HeadForm, _HeadOnStates, equal_chunks
+from fastkd.lm.row_losses import log_totals
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TokenOptions:
 
 
 class TokenLogProbs(torch.autograd.Function):
-    """log q(id) (R, K) of ids (R, K); ``tensors`` are those of `fastkd.head.Head.on`."""
+    """log q(id) (R, K) of ids (R, K); ``tensors`` are those of `fastkd.lm.heads.Head.on`."""
 
     @staticmethod
     def forward(ctx, options, ids, *tensors):

@@ -6,10 +6,10 @@ from torch import Tensor
 from fastkd._core.checks import check_floating, check_number, check_positive_int, check_token_ids
 from fastkd._core.dispatch import backend_of
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
-from fastkd._torch.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
-from fastkd._torch.linear_soft_targets import CHUNK_BYTES
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY
-from fastkd.head import Head, as_head
+from fastkd.lm.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
+from fastkd.lm.heads import Head, as_head
+from fastkd.lm.linear_soft_targets import CHUNK_BYTES
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY
 
 
 def log_probs_ref(

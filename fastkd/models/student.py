@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_positive_int
-from fastkd.distill.backbone import Backbone
-from fastkd.distill.layers import check_layers, layer_map
-from fastkd.distill.width import cut, narrowed, on_meta
+from fastkd.models.backbone import Backbone
+from fastkd.models.layer_map import check_layers, layer_map
+from fastkd.models.width import cut, narrowed, on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from fastkd._core.pooling import pool_tokens
-from fastkd.analysis.model_inputs import in_eval_mode
-from fastkd.distill.backbone import Backbone, Model
-from fastkd.distill.families import DESCRIBE
-from fastkd.distill.hooks import capture, capture_qkv, entering_blocks, head_skipped, is_state
-from fastkd.distill.lm_head import HeadInputs, gathered, is_head, stopped_at_head
-from fastkd.targets import TopK
+from fastkd.lm.targets import TopK
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.families import DESCRIBE
+from fastkd.models.hooks import capture, capture_qkv, entering_blocks, head_skipped, is_state
+from fastkd.models.inputs import in_eval_mode
+from fastkd.models.lm_head import HeadInputs, gathered, is_head, stopped_at_head
 
 Logits = Tensor | tuple[Tensor, Tensor]
 HeadOutput = Literal["logits", "inputs", "none"]

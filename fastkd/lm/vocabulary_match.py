@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_positive_int
-from fastkd.targets import check_ids_below, check_integers
+from fastkd.lm.targets import check_ids_below, check_integers
 
 # eos comes first: where one token has several roles, it is matched as the end of a text.
 ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction, check_number
-from fastkd._torch.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
+from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)

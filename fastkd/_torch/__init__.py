@@ -1,1 +1,0 @@
-"""Fast PyTorch forms of the losses, one file for each loss."""

@@ -1,0 +1,1 @@
+"""Symmetric matrix square roots, canonical correlation and Cayley transforms."""

@@ -1,0 +1,1 @@
+"""Losses on a language model's predictions: soft targets, labels, LM heads, vocabularies."""

@@ -1,0 +1,1 @@
+"""The papers' losses between features: one file for each loss, with its reference beside it."""

@@ -1,0 +1,1 @@
+"""Transformers models as fastkd reads them: blocks, outputs, heads, smaller students."""

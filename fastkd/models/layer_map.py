@@ -1,0 +1,76 @@
+"""Fixed maps from student layers to teacher layers."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from fastkd._core.checks import check_choice, check_positive_int
+
+SCHEMES = ("uniform", "top", "bottom")
+
+
+def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int]:
+    """Teacher layer, counted from 1, of each student layer (FCD, Table 3).
+
+    ``"uniform"`` chooses every (teacher_layers / student_layers)-th layer up to the last, ``"top"``
+    the last layers, ``"bottom"`` the first layers.
+
+    Args:
+        scheme: "uniform", "top" or "bottom".
+        teacher_layers: number of teacher layers.
+        student_layers: number of student layers, at most ``teacher_layers``.
+
+    Returns:
+        One teacher layer per student layer, increasing.
+
+    Raises:
+        ValueError: an unknown scheme, or more student layers than teacher layers.
+
+    Example:
+        >>> layer_map("uniform", 12, 6)
+        [2, 4, 6, 8, 10, 12]
+    """
+    check_choice("scheme", scheme, SCHEMES)
+    check_positive_int("teacher_layers", teacher_layers)
+    check_positive_int("student_layers", student_layers)
+    check_enough(teacher_layers, student_layers)
+    if scheme == "uniform":
+        return [i * teacher_layers // student_layers for i in range(1, student_layers + 1)]
+    start = teacher_layers - student_layers if scheme == "top" else 0
+    return list(range(start + 1, start + student_layers + 1))
+
+
+def resolve_layers(
+    layers: str | Sequence[int], teacher_layers: int, student_layers: int
+) -> list[int]:
+    """Teacher layer of each student layer, by the name of a scheme or from a checked list."""
+    if isinstance(layers, str):
+        return layer_map(layers, teacher_layers, student_layers)
+    chosen = check_layers(layers, teacher_layers)
+    if len(chosen) != student_layers:
+        raise ValueError(
+            f"layers: {chosen} has {len(chosen)} teacher layers for {student_layers} student "
+            "layers; pass one for each"
+        )
+    return chosen
+
+
+def check_layers(layers: Sequence[int], teacher_layers: int) -> list[int]:
+    """``layers`` as a list; raise unless its entries are increasing numbers of teacher layers."""
+    chosen = list(layers) if isinstance(layers, Iterable) else []
+    valid = all(isinstance(i, int) and not isinstance(i, bool) for i in chosen) and all(
+        1 <= i <= teacher_layers for i in chosen
+    )
+    if not valid or not chosen or any(a >= b for a, b in itertools.pairwise(chosen)):
+        raise ValueError(
+            f"layers must be increasing numbers from 1 to {teacher_layers} "
+            f"(the teacher's layers), got {chosen or layers!r}"
+        )
+    return chosen
+
+
+def check_enough(teacher_layers: int, student_layers: int) -> None:
+    if student_layers > teacher_layers:
+        raise ValueError(
+            f"student_layers: the student has {student_layers} layers but the teacher only "
+            f"{teacher_layers}; use a student with at most {teacher_layers} layers"
+        )
