@@ -100,7 +100,7 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
         classes = row_classes(rows) if issubclass(kind, Classification) else None
     else:
         assert glue is not None
-        rows, _ = read_hub(HUB, str(settings.task), glue.eval_splits[0], glue.hub, "--task")
+        rows = read_hub(HUB, str(settings.task), glue.eval_splits[0], glue.hub, "--task")
         classes = row_classes(rows, glue)
     return *kind.texts(rows), classes
 

@@ -24,6 +24,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
+    finished_classes,
     load_teacher,
     load_tokenizers,
     make_method,
@@ -103,7 +104,7 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
         seed=settings.seed,
     )
     make_method(settings.method, settings.options, settings.preset)
-    corpus = data.load(settings)
+    corpus = data.load(settings, finished_classes(settings))
     tokenizer, teachers = load_tokenizers(settings, corpus.task)
     read = teachers or tokenizer
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)

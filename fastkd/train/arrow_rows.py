@@ -40,10 +40,12 @@ class Rows:
     ``data`` is a `datasets.Dataset` with the column ``number``, the number of each row in its
     source, and the columns of its task: ``text`` and, where present, ``pair`` and ``label``. A
     label that is one word is a string until the task is fitted, then a class id or a number.
+    ``classes`` are the class names that the source declares, in its order.
     """
 
     source: str
     data: Any
+    classes: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.data)
@@ -111,8 +113,12 @@ class Rows:
         """Rows whose labels are ``read(label)``."""
         return self.with_labels(np.array(self.map_labels(read))[self.raw_labels[1]])
 
-    def with_labels(self, labels: np.ndarray) -> "Rows":
-        """Rows with these labels."""
+    def with_labels(self, labels: np.ndarray | list[list[str]]) -> "Rows":
+        """Rows with these labels: numbers, or a list of names for each row."""
+        if isinstance(labels, list):
+            kind = _features({"label": ["large_string"]})["label"]
+            data = self.without_label().data.add_column("label", labels, feature=kind)
+            return replace(self, data=data)
         return replace(self, data=self.without_label().data.add_column("label", labels))
 
     def sample(self, limit: int | None, seed: int) -> "Rows":

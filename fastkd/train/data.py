@@ -5,14 +5,14 @@ the file and the row.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
 from fastkd.train import files, tasks
-from fastkd.train.arrow_rows import Rows, file_fingerprint, stored
+from fastkd.train.arrow_rows import UNLABELLED, Rows, file_fingerprint, stored
 from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import InputError
 from fastkd.train.glue import HUB, Glue
@@ -38,12 +38,17 @@ def read_file(
     row is read.
     """
 
+    files.check_file(path, option, task.readers, task.folders)
+    declares = issubclass(task, ClassTask)
+    classes = files.class_names(path, columns.label, option) if declares else None
+
     def rows() -> Iterator[dict[str, Any]]:
         settled = None
         found = files.records(path, columns.header, option, every, task.readers)
         for number, record in found:
             settled = settled or task.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
+            name_classes(record, settled.label, classes, where)
             row = {"number": number, **task.row(record, settled, where)}
             empty = None if every else empty_column(task, row)
             if empty is not None:
@@ -52,9 +57,29 @@ def read_file(
         if settled is None:
             raise InputError(f"{option} {path}: the file has no rows")
 
-    files.check_file(path, option, task.readers, task.folders)
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
-    return stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
+    found = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
+    return replace(found, classes=None if classes is None else tuple(classes))
+
+
+def name_classes(
+    record: dict[str, Any], column: str | None, classes: list[str] | None, where: str
+) -> None:
+    """Replace the class ids in a ``column`` of ``record`` by their names in ``classes``."""
+
+    def name(label: Any) -> Any:
+        if isinstance(label, list):
+            return [name(i) for i in label]
+        if label is None or label == -1:
+            raise InputError(f"{where}: no label (a hidden test split?)")
+        if label == UNLABELLED:
+            return label
+        if not 0 <= label < len(classes or ()):
+            raise InputError(f"{where}: label {label} is none of the {len(classes or ())} classes")
+        return classes[label] if classes else label
+
+    if classes is not None and column is not None:
+        record[column] = name(record[column])
 
 
 def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
@@ -84,8 +109,8 @@ def read_hub(
     columns: Columns,
     option: str,
     task: type[Task] = Classification,
-) -> tuple[Rows, list[str] | None]:
-    """Read one split of a hub dataset; also its class names if the dataset declares them."""
+) -> Rows:
+    """Read one split of a hub dataset, with its class names if the dataset declares them."""
     hub_answers()
     datasets = require("datasets", "train")
     try:
@@ -96,33 +121,26 @@ def read_hub(
     if not len(data):
         raise InputError(f"{option} {source}: the split is empty")
     columns = task.resolve_columns(columns, dict.fromkeys(data.column_names), source)
-    feature = None
+    classes = None
     if columns.label is not None and issubclass(task, ClassTask):
-        feature = data.features[columns.label]
-        feature = getattr(feature, "feature", feature)  # of a list
-    classes: list[str] | None = getattr(feature, "names", None)
-
-    def class_name(label: Any, where: str) -> Any:
-        if isinstance(label, list):
-            return [class_name(i, where) for i in label]
-        if label is None or label < 0:
-            raise InputError(f"{where}: no label (a hidden test split?)")
-        assert classes is not None
-        return classes[label]
+        classes = files.declared(data.features.get(columns.label))
 
     def rows() -> Iterator[dict[str, Any]]:
         for number, record in enumerate(data, 1):
             where = f"{source}, row {number}"
-            if classes is not None:
-                record[columns.label] = class_name(record[columns.label], where)
+            name_classes(record, columns.label, classes, where)
             yield {"number": number, **task.row(record, columns, where)}
 
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
-    return stored(source, rows, parts, _stored(task, columns)), classes
+    found = stored(source, rows, parts, _stored(task, columns))
+    return replace(found, classes=None if classes is None else tuple(classes))
 
 
-def load(source: Source) -> Corpus:
-    """Read and check all rows that ``source`` names."""
+def load(source: Source, head: Sequence[str] | None = None) -> Corpus:
+    """Read and check all rows that ``source`` names.
+
+    ``head``: class names of a finished teacher, of which the rows may lack some.
+    """
     kind = tasks.of_file(source.kind, source.train)
     glue = source.glue
 
@@ -130,9 +148,8 @@ def load(source: Source) -> Corpus:
         columns = file_columns(source.columns, glue, path, kind, labelled)
         return read_file(path, columns, option, task=kind)
 
-    declared_classes = None
     if source.train is None and source.evals is None:
-        train, evals, declared_classes = _read_splits(source, kind, glue)
+        train, evals = _read_splits(source, kind, glue)
     elif source.evals is None:
         raise InputError("--eval is missing: name the file to evaluate on")
     elif source.train is None:
@@ -141,7 +158,11 @@ def load(source: Source) -> Corpus:
         train, evals = read(source.train, "--train"), {"": read(source.evals, "--eval")}
     if source.test is not None:
         evals[TEST] = read(source.test, "--test")
-    task = kind.fit(train, evals, LabelInfo(source.labels, glue, declared_classes))
+    order = None if source.label_order is None else source.label_order.split(",")
+    if head is not None and order is not None and len(order) == len(head):
+        head = [name.strip() for name in order]
+    declared = None if train.classes is None else list(train.classes)
+    task = kind.fit(train, evals, LabelInfo(source.labels, glue, declared, head))
     unknown = "does not occur in the training rows"
     given = [task.read_labels(rows, unknown) for rows in (train, *evals.values())]
     train, *found = (one.rows for one in given)
@@ -158,7 +179,7 @@ def load(source: Source) -> Corpus:
         task.select_metrics(source.metric, glue),
         test,
         None if more is None else task.without_labels(more),
-        notes=tuple(line for one in given for line in one.notes),
+        notes=tuple(dict.fromkeys(line for one in given for line in one.notes)),
     )
 
 
@@ -173,7 +194,7 @@ def check_unlabelled(task: Task) -> None:
 
 def _read_splits(
     source: Source, kind: type[Task], glue: Glue | None
-) -> tuple[Rows, dict[str, Rows], list[str] | None]:
+) -> tuple[Rows, dict[str, Rows]]:
     """Training and evaluation splits of a GLUE task, or of any data set on the hub."""
     dataset, config, columns, option = source.data, source.data_config, kind.columns, "--data"
     eval_splits: tuple[str, ...] = ("validation",)
@@ -184,12 +205,12 @@ def _read_splits(
         eval_splits = (source.eval_split,)
     columns = source.columns.over(columns)
     assert dataset is not None
-    train, declared_classes = read_hub(dataset, config, source.train_split, columns, option, kind)
+    train = read_hub(dataset, config, source.train_split, columns, option, kind)
     evals: dict[str, Rows] = {}
     for split in eval_splits:
         suffix = "mm" if split == "validation_mismatched" and evals else ""
-        evals[suffix], _ = read_hub(dataset, config, split, columns, option, kind)
-    return train, evals, declared_classes
+        evals[suffix] = read_hub(dataset, config, split, columns, option, kind)
+    return train, evals
 
 
 def describe(corpus: Corpus) -> Iterator[str]:

@@ -27,6 +27,7 @@ from fastkd.train.models import (
     STUDENT,
     attention_for,
     be_quiet,
+    finished_classes,
     layers_of,
     load_cached_teacher,
     load_teacher,
@@ -113,7 +114,7 @@ class Distillation:
         self.out = processes.on_first_process(lambda: RunDirectory(config))
         self._report_moved_files()
         with processes.errors_on_all():
-            corpus = data.load(config)
+            corpus = data.load(config, finished_classes(config))
         if config.method == "labels":  # unlabelled rows have no loss
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):

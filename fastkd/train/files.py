@@ -1,7 +1,7 @@
 """Rows of a file as (number, dictionary by column), whatever its format.
 
 .tsv (unquoted, as GLUE's), .csv, .jsonl, .json (an array of objects, or lines), .parquet, .txt (one
-text a line, in the column "text"); each also with .gz.
+text a line, in the column "text"), each also with .gz; and folders that `datasets` saved.
 
 A number is the line on which the row begins, or its own in Parquet and in an array. The readers of
 `datasets` name no row, and they change values without a word: its "json" reads a text such as
@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from fastkd._core.extras import require
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, first_line
 
 BATCH = 128  # rows of a Parquet file in memory
 # Characters of a field in .csv: Python's own limit of 131,072 is shorter than many a document.
 LONGEST_FIELD = 2**31 - 1
+# Files of a data set that `datasets` saved, and of a folder with several.
+SAVED, SPLITS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 Lines = Iterator[tuple[int, str]]
 Records = Iterator[tuple[int, dict[str, Any]]]
 #: Functions of a path, its option, whether it has a header, and whether blank lines are rows, by
@@ -40,6 +42,9 @@ def records(
     of empty columns in .tsv, .csv and .txt.
     """
     readers = readers or READERS
+    if is_saved(path):
+        yield from enumerate(saved(path, option), 1)
+        return
     for part in _files_in(path, readers) if path.is_dir() else [path]:
         yield from readers[kind_of(part)](part, option, header, blank)
 
@@ -49,6 +54,13 @@ def check_file(
 ) -> None:
     """Raise unless one of ``readers`` reads ``path``, which may be one of ``folders``."""
     readers = readers or READERS
+    if is_saved(path):
+        return
+    if (path / SPLITS).is_file():
+        splits = sorted(part.name for part in path.iterdir() if is_saved(part))
+        raise InputError(
+            f"{option} {path}: holds several splits; give one of them: {', '.join(splits)}"
+        )
     if folders and path.is_dir():
         if not _files_in(path, readers):
             raise InputError(f"{option} {path}: the folder has no file that can be read")
@@ -64,6 +76,43 @@ def check_file(
 def _files_in(folder: Path, readers: Readers) -> list[Path]:
     """All files below ``folder`` that can be read, sorted."""
     return sorted(path for path in folder.rglob("*") if kind_of(path) in readers and path.is_file())
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``path`` is a folder of `datasets.Dataset.save_to_disk`."""
+    return all((path / name).is_file() for name in SAVED)
+
+
+def saved(path: Path, option: str) -> Any:
+    """The data set in a folder of `datasets.Dataset.save_to_disk`."""
+    datasets: Any = require("datasets", "train")
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # damaged files raise many unrelated types
+        raise InputError(f"{option} {path}: can't be read ({first_line(error)})") from None
+
+
+def class_names(path: Path, column: str | None, option: str) -> list[str] | None:
+    """Class names of a ``column`` that a Parquet file or a saved data set declares, or None."""
+    if column is None:
+        return None
+    if is_saved(path):
+        features: Any = saved(path, option).features
+    elif kind_of(path) == ".parquet":
+        parquet: Any = require("pyarrow.parquet", "train")
+        datasets: Any = require("datasets", "train")
+        try:
+            features = datasets.Features.from_arrow_schema(parquet.read_schema(path))
+        except (OSError, ValueError, TypeError, KeyError):  # its reader says why
+            return None
+    else:
+        return None
+    return declared(features.get(column))
+
+
+def declared(feature: Any) -> list[str] | None:
+    """Class names of a column of `datasets`, or of the items of its lists; None without names."""
+    return getattr(getattr(feature, "feature", feature), "names", None)
 
 
 def first_row(path: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Names of the columns that a task reads, and checked access to their values."""
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,12 @@ class Columns:
             self.label or others.label,
             others.header and self.header,
         )
+
+    def labels_in(self, record: Container[str]) -> list[str]:
+        """Names of the label columns: several where commas separate them; none without a label."""
+        if self.label is None or self.label in record:
+            return [] if self.label is None else [self.label]
+        return [name.strip() for name in self.label.split(",")]
 
 
 def settle_columns(columns: Columns, record: dict, source: str) -> Columns:

@@ -54,6 +54,11 @@ def class_names(config: Any) -> list[str]:
     return [str(config.id2label.get(i, f"LABEL_{i}")) for i in range(config.num_labels)]
 
 
+def default_name(i: int, name: str) -> bool:
+    """Whether ``name`` is transformers' name for class ``i`` of a head without names."""
+    return name == f"LABEL_{i}"
+
+
 def whole_numbers(names: Iterable[str]) -> bool:
     """Whether all ``names`` are whole numbers."""
     return all(re.fullmatch(r"-?\d{1,18}", name) for name in names)
@@ -71,7 +76,7 @@ def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> 
     Raises:
         InputError: such classes usually have the opposite numbers.
     """
-    if not labels or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
+    if not labels or all(map(default_name, range(len(names)), names)):
         return ""
     place = {meaning(name): i for i, name in enumerate(names)}
     for low, high in USUAL_ORDER:
@@ -123,6 +128,29 @@ def classes_by_name(names: Sequence[str]) -> Callable[[str], int | None]:
     meanings = [meaning(name) for name in names]
     meant = {word: i for i, word in enumerate(meanings) if meanings.count(word) == 1}
     return lambda name: exact.get(name, meant.get(meaning(name)))
+
+
+def are_numbers_of(names: Sequence[str], head: Sequence[str]) -> bool:
+    """Whether ``names`` are numbers of classes of a ``head`` whose own names are others."""
+    numbers = {str(i) for i in range(len(head))}
+    return bool(names) and not whole_numbers(head) and numbers.issuperset(names)
+
+
+def with_classes_of(names: list[str], head: Sequence[str]) -> list[str]:
+    """All classes of a ``head`` in its order, by the ``names`` that the data has for some of them.
+
+    Data may name the classes or number them. Where it has another class, or all, it is ``names``.
+    """
+    class_of = classes_by_name(head)
+    ids = [class_of(name) for name in names]
+    found = list(head)
+    if are_numbers_of(names, head) and any(i is None for i in ids):
+        ids, found = [int(name) for name in names], [str(i) for i in range(len(head))]
+    if len(names) >= len(head) or None in ids or len({*ids}) < len(ids):
+        return names
+    for i, name in zip(ids, names, strict=True):
+        found[i or 0] = name
+    return found
 
 
 def by_names(names: list[str], head: list[str]) -> list[str] | None:

@@ -32,7 +32,7 @@ from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
 from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
-from fastkd.train.tasks.base import Corpus, Task
+from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
@@ -185,6 +185,24 @@ def be_quiet() -> None:
     """Silence transformers; fastkd has a display of its own."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def finished_classes(settings: Pairing) -> list[str] | None:
+    """Class names of the teacher's head if that is finished, else None."""
+    kind = tasks.of_file(settings.kind, settings.train)
+    if not issubclass(kind, ClassTask) or getattr(settings, "finetune_teacher", False):
+        return None
+    cache = getattr(settings, "teacher_cache", None)
+    if cache is None:
+        config = load("--teacher", settings.teacher, AutoConfig, settings.trust_remote_code)
+    elif (cache / STUDENT).is_dir():
+        config = _cached_config(settings, cache)
+    else:
+        return None  # `load_cached_teacher` says what is missing
+    ending = kind.head.removeprefix("AutoModel")
+    if not any(name.endswith(ending) for name in config.architectures or ()):
+        return None
+    return kind.of(config).names
 
 
 def load_teacher(

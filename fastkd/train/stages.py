@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from fastkd.train import data, distillation, processes
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import STUDENT, load
+from fastkd.train.models import STUDENT, finished_classes, load
 from fastkd.train.options import (
     check_name,
     check_tables,
@@ -151,7 +151,7 @@ def _check(settings: DistillConfig, words: int | None) -> int:
             f"{option} {name}: its vocabulary has {teacher.vocab_size} tokens, that of the stage "
             f"before {words}; both must read the same tokens"
         )
-    data.load(settings)
+    data.load(settings, finished_classes(settings))
     return int(teacher.vocab_size)
 
 

@@ -73,8 +73,9 @@ def columns_of(
     then = training or TrainingRecord(NO_COLUMNS, None, None)
     before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
     if (asked, task) == (NO_COLUMNS, None) and before.header:
-        names = {before.text, before.pair, before.label} - {None}
-        if names <= set(first_row(path)):
+        first = set(first_row(path))
+        names = {before.text, before.pair, *before.labels_in(first)} - {None}
+        if names <= first:
             return before
     columns = file_columns(asked, GLUE_TASKS.get(task or ""), path, kind, labelled)
     if before.pair is not None and columns.pair is None:

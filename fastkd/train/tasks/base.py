@@ -20,13 +20,16 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
 from fastkd.train.labels import (
+    are_numbers_of,
     by_names,
     class_names,
+    default_name,
     in_order,
     label_order,
     label_text,
     read_as_ids,
     whole_numbers,
+    with_classes_of,
 )
 
 Tokens = Mapping[str, list[Any]]  # columns by name
@@ -46,7 +49,8 @@ class LabelInfo(NamedTuple):
 
     labels: str = "auto"  # --labels
     glue: Glue | None = None
-    declared_classes: list[str] | None = None  # class names that a data set on the hub declares
+    declared_classes: list[str] | None = None  # class names that the data set declares
+    head: Sequence[str] | None = None  # class names of a finished teacher
 
 
 class Prepared(NamedTuple):
@@ -424,29 +428,44 @@ class ClassTask(Task):
 class ListedTask(ClassTask):
     """A task with a list of class names for each row."""
 
-    #: What a class is called in messages.
+    #: What a class is called in messages, and whether a row has it only once.
     label_noun: ClassVar[str] = "label"
+    once: ClassVar[bool] = False
+
+    #: Whether the files number the classes of a head with names.
+    numbers: bool = False
 
     @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
-        names = given.declared_classes
+        names, head = given.declared_classes, given.head or ()
         if names is None:
             names = in_order({name for row in train.column("label") for name in row})
+        numbers = are_numbers_of(names, head) and not all(map(default_name, range(len(head)), head))
+        names = list(head) if numbers else with_classes_of(names, head)
         if len(names) < 2:
             found = f"the only {cls.label_noun} is {names[0]!r}" if names else "no row has a label"
             raise InputError(f"{train.source}: {found}, and --task {cls.name()} needs two")
-        return cls(tuple(names), given.declared_classes is not None or whole_numbers(names))
+        numbered = given.declared_classes is not None or whole_numbers(names)
+        return cls(tuple(names), numbered, numbers=numbers)
 
     def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
         """``rows``, checked; `encode` reads the lists of names."""
+        known = dict(enumerate(self.classes))
+        names = {str(i): name for i, name in known.items()} if self.numbers else self.classes
         for number, row in rows.columns("number", "label"):
-            for name in row:
-                if name not in self.classes:
+            for i, name in enumerate(row):
+                where = f"{rows.source}, row {number}"
+                if name not in names:
                     raise InputError(
-                        f"{rows.source}, row {number}: {self.label_noun} {name!r:.60} {unknown}; "
-                        f"{nearest(name, self.classes)}"
+                        f"{where}: {self.label_noun} {name!r:.60} {unknown}; {nearest(name, names)}"
                     )
-        return Prepared(self, rows)
+                if self.once and name in row[:i]:
+                    raise InputError(f"{where}: {self.label_noun} {name!r:.60} occurs twice")
+        if not isinstance(names, dict):
+            return Prepared(self, rows)
+        labels = [[names[name] for name in row] for row in rows.column("label")]
+        reading = read_as_ids({i: str(i) for i in known}, self.classes, rows.source)
+        return Prepared(self, rows.with_labels(labels), (reading,))
 
 
 def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:

@@ -23,6 +23,7 @@ from fastkd.train.labels import (
     meaning,
     read_as_ids,
     whole_numbers,
+    with_classes_of,
 )
 from fastkd.train.tasks.base import (
     UNKNOWN,
@@ -72,12 +73,14 @@ class Classification(ClassTask):
                 train, _ = split_unlabelled(train)
                 train.map_labels(_check_present)
             names = in_order(train.raw_labels[0])
+        data, names = names, with_classes_of(names, given.head or ())
         if len(names) < 2:
             raise InputError(
                 f"{train.source}: every label is {names[0]!r}; there is nothing to learn"
             )
         numbered = given.declared_classes is not None or whole_numbers(names)
-        return cls(tuple(names), numbered, names[1])
+        of_f1 = names[1] if len(names) == len(data) else in_order(names)[1]
+        return cls(tuple(names), numbered, of_f1)
 
     def read_labels(
         self, rows: Rows, unknown: str = UNKNOWN, names: Sequence[str] | None = None

@@ -4,7 +4,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -13,23 +13,31 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns, field, whole
-from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name
+from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name, as_number, read_as_ids
 from fastkd.train.tasks.base import (
     TEXT,
+    UNKNOWN,
     Corpus,
+    LabelInfo,
     ListedTask,
+    Prepared,
+    Task,
     Tokens,
     probabilities,
 )
 
 BETWEEN = "|"
+ONE_HOT = {"0", "1"}
 
 
 @dataclass(frozen=True)
 class MultiLabel(ListedTask):
     """Texts and lists of labels, which may be empty; tables split them by "|".
 
-    Each output of the head is a separate decision: the label is predicted where it is above 0.
+    Lists of zeros and ones that are equally long in all rows are one-hot: one entry for each class.
+    Several columns, separated by commas in `Columns.label`, are a column of zeros and ones for each
+    class. Each output of the head is a separate decision: the label is predicted where it is above
+    0.
     """
 
     metrics = ("micro_f1", "macro_f1", "mean_average_precision")
@@ -37,6 +45,7 @@ class MultiLabel(ListedTask):
     columns = Columns("text", None, "labels")
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
     list_separator = BETWEEN
+    once = True
     summary = "Labels: {labels}."
     usage = (
         "from transformers import pipeline\n\n"
@@ -44,12 +53,58 @@ class MultiLabel(ListedTask):
         "print(label($inputs))  # those with a score above 0.5"
     )
 
+    #: Whether the rows that the task was fitted to are one-hot; None: not fitted.
+    one_hot: bool | None = None
+
+    @classmethod
+    def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
+        settled = super().resolve_columns(replace(columns, label=None), record, source)
+        for name in columns.labels_in(record):
+            super().resolve_columns(replace(columns, label=name), record, source)
+        return replace(settled, label=columns.label)
+
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         row = super().row(record, replace(columns, label=None), where)
-        if columns.label is not None:
+        names = columns.labels_in(record)
+        if len(names) > 1:
+            row["label"] = [name for name in names if _is_set(record, name, where)]
+        elif columns.label is not None:
             row["label"] = _labels_of(record, columns.label, where)
         return row
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
+        size = one_hot_size(train) if given.declared_classes is None else 0
+        if size:
+            head = given.head if len(given.head or ()) == size else None
+            given = given._replace(declared_classes=[str(i) for i in range(size)], head=head)
+        task = cast(MultiLabel, super().fit(train, evals, given))
+        return replace(task, one_hot=bool(size))
+
+    def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
+        """``rows`` with lists of names; one-hot lists are in the order of the classes."""
+        size = one_hot_size(rows) if self.one_hot is None else len(self.classes) * self.one_hot
+        if not size:
+            return super().read_labels(rows, unknown)
+        if size != len(self.classes):
+            raise InputError(
+                f"{rows.source}: lists of {size} zeros and ones, and the model has "
+                f"{len(self.classes)} classes"
+            )
+        labels = []
+        for number, row in rows.columns("number", "label"):
+            if len(row) != size or not ONE_HOT.issuperset(row):
+                raise InputError(
+                    f"{rows.source}, row {number}: its labels are not the {size} zeros and ones "
+                    "that other rows have"
+                )
+            labels.append([name for name, x in zip(self.classes, row, strict=True) if x == "1"])
+        notes = [f"{rows.source}: labels are one-hot, {size} zeros and ones for each row"]
+        if self.one_hot is None or self.numbers:
+            names = {i: str(i) for i in range(size)}
+            notes.append(read_as_ids(names, self.classes, rows.source))
+        return Prepared(self, rows.with_labels(labels), tuple(filter(None, notes)))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         if len(self.classes) > MOST_CLASSES_SHOWN:
@@ -114,6 +169,8 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     value = field(record, column, where)
     if isinstance(value, str):
         value = value.split(BETWEEN) if value.strip() else []
+    if isinstance(value, list) and {*map(type, value)} == {float}:  # one-hot, for a loss
+        value = [int(x) if x in (0, 1) else x for x in value]
     known = isinstance(value, list) and all(
         isinstance(name, str | int) and not isinstance(name, bool) for name in value
     )
@@ -122,10 +179,27 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     names = [as_name(whole(name, column, where)) for name in value]
     if "" in names:
         raise InputError(f"{where}: label {names.index('') + 1} is empty")
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise InputError(f"{where}: label {min(twice)!r:.60} occurs twice")
     return names
+
+
+def _is_set(record: dict[str, Any], column: str, where: str) -> bool:
+    """Whether the column of a class holds 1 and not 0."""
+    value = field(record, column, where)
+    number = float(value) if isinstance(value, bool) else as_number(value)
+    if number not in (0, 1):
+        raise InputError(f"{where}: column {column!r} holds neither 0 nor 1 but {value!r:.40}")
+    return number == 1
+
+
+def one_hot_size(rows: Rows) -> int:
+    """Length of the one-hot lists of ``rows``; 0 if they are lists of labels.
+
+    Read as class ids, lists of equally many zeros and ones would name a class twice, or would all
+    name both classes.
+    """
+    size = len(next(rows.column("label"), []))
+    alike = (len(row) == size and ONE_HOT.issuperset(row) for row in rows.column("label"))
+    return size if size > 1 and all(alike) else 0
 
 
 def _counts(sets: Iterable[Rows]) -> Counter[str]:

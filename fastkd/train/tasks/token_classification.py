@@ -15,7 +15,7 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.entities import OUTSIDE, is_marked, precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.glue import Glue
-from fastkd.train.input_columns import Columns, words_of
+from fastkd.train.input_columns import Columns, field, words_of
 from fastkd.train.tasks.base import TEXT, Corpus, ListedTask, Tokens, check_fast, logits
 
 TOKENS, LABELS = "tokens", "labels"
@@ -105,7 +105,7 @@ class TokenClassification(ListedTask):
             raise InputError(f"{where}: word {empty + 1} is empty")
         if columns.label is None:
             return {"text": words}
-        tags = [tag.strip() for tag in words_of(record, columns.label, where)]
+        tags = _tags_of(record, columns.label, where)
         if len(tags) != len(words):
             raise InputError(f"{where}: {len(words)} words and {len(tags)} tags")
         if "" in tags:
@@ -178,6 +178,14 @@ class TokenClassification(ListedTask):
 
     def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
         return [{LABELS: [tag or "" for tag in tags]} for tags in self._tags(answers, examples)]
+
+
+def _tags_of(record: dict[str, Any], column: str, where: str) -> list[str]:
+    """The tags in ``column``, words or numbers."""
+    value = field(record, column, where)
+    if isinstance(value, list) and value and all(type(tag) is int for tag in value):
+        return list(map(str, value))
+    return [tag.strip() for tag in words_of(record, column, where)]
 
 
 TASK = TokenClassification

@@ -1,0 +1,159 @@
+"""Forms of labelled rows: declared classes, saved data sets, one-hot lists, a column each."""
+
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+from fastkd.train.data import describe, load
+from fastkd.train.errors import InputError
+from fastkd.train.settings import Source
+from fastkd.train.tasks.multi_label import MultiLabel
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
+
+NAMES = ["good", "bad", "fair"]
+TAGS = ["O", "B-LOC", "I-LOC"]
+
+
+def data_set(columns, **features):
+    kinds = {"text": datasets.Value("string"), **features}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+
+
+@pytest.mark.parametrize("form", ["parquet", "folder"])
+def test_declared_classes_count(tmp_path, form):
+    """The names in a file's metadata were ignored: numbers took the order of the teacher's head."""
+    data = data_set(
+        {"text": ["a", "b", "c"], "label": [2, 0, 1]},
+        label=datasets.ClassLabel(names=NAMES),
+    )
+    path = tmp_path / "rows.parquet" if form == "parquet" else tmp_path / "rows"
+    data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
+    corpus = load(Source(train=path, evals=path))
+    assert corpus.names == NAMES and corpus.train.labels.tolist() == [2, 0, 1]
+    # Integer tags with names.
+    tags = data_set(
+        {"tokens": [["a", "b"]], "ner_tags": [[1, 0]], "text": [""]},
+        tokens=datasets.List(datasets.Value("string")),
+        ner_tags=datasets.List(datasets.ClassLabel(names=TAGS)),
+    )
+    path = tmp_path / "tags.parquet" if form == "parquet" else tmp_path / "tags"
+    tags.to_parquet(path) if form == "parquet" else tags.save_to_disk(path)
+    source = Source(task="token-classification", train=path, evals=path, label_column="ner_tags")
+    corpus = load(source)
+    assert corpus.names == TAGS and list(corpus.train.column("label")) == [["B-LOC", "O"]]
+    assert corpus.metrics[0] == "f1"
+
+
+def test_mistakes_in_declared_classes(tmp_path):
+    for label, words in ((-1, "row 1: no label"), (None, "row 1: no label")):
+        data = data_set({"text": ["a"], "label": [label]}, label=datasets.ClassLabel(names=NAMES))
+        data.to_parquet(tmp_path / "a.parquet")
+        with pytest.raises(InputError, match=words):
+            load(Source(train=tmp_path / "a.parquet", evals=tmp_path / "a.parquet"))
+    both = datasets.DatasetDict({"train": data, "test": data})
+    both.save_to_disk(tmp_path / "both")
+    with pytest.raises(InputError, match="several splits; give one of them: test, train"):
+        load(Source(train=tmp_path / "both", evals=tmp_path / "both"))
+    (tmp_path / "both/train/data-00000-of-00001.arrow").write_bytes(b"no")
+    with pytest.raises(InputError, match=r"--train .*both/train: can't be read"):
+        load(Source(train=tmp_path / "both/train", evals=tmp_path / "a.parquet"))
+
+
+def write_rows(path, *labels):
+    rows = [{"text": f"row {i}", "labels": x} for i, x in enumerate(labels)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("number", [int, float])
+def test_one_hot_rows(tmp_path, number):
+    """[1, 0] and [0, 1] were read as class ids: every row had both labels."""
+    rows = ([1, 0], [0, 1], [0, 0], [1, 1])
+    path = write_rows(tmp_path / "a.jsonl", *([number(x) for x in row] for row in rows))
+    corpus = load(Source(task="multi-label", train=path, evals=path))
+    assert corpus.names == ["0", "1"]
+    assert list(corpus.train.column("label")) == [["0"], ["1"], [], ["0", "1"]]
+    assert "labels are one-hot, 2 zeros and ones for each row" in " ".join(describe(corpus))
+    # Of a finished model the lists are in the order of its classes.
+    found = MultiLabel(("good", "bad")).read_labels(corpus_rows(path))
+    assert list(found.rows.column("label")) == [["good"], ["bad"], [], ["good", "bad"]]
+    assert "0 is 'good', 1 is 'bad'" in " ".join(found.notes)
+    with pytest.raises(InputError, match="lists of 2 zeros and ones, and the model has 3"):
+        MultiLabel(("a", "b", "c")).read_labels(corpus_rows(path))
+    odd = write_rows(tmp_path / "b.jsonl", [0, 1], [1])
+    with pytest.raises(InputError, match="row 2: its labels are not the 2 zeros and ones"):
+        load(Source(task="multi-label", train=path, evals=odd))
+    ids = write_rows(tmp_path / "c.jsonl", [0, 1], [2], [])
+    assert load(Source(task="multi-label", train=ids, evals=ids)).names == ["0", "1", "2"]
+
+
+def corpus_rows(path):
+    from fastkd.train.data import read_file
+
+    return read_file(path, MultiLabel.columns, "--data", task=MultiLabel)
+
+
+def test_a_column_for_each_label(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text,toxic,rude\na,1,0\nb,0,1\nc,0,0\nd,1.0,True\n".replace("True", "1"))
+    source = Source(task="multi-label", train=path, evals=path, label_column="toxic,rude")
+    corpus = load(source)
+    assert corpus.names == ["rude", "toxic"]
+    assert list(corpus.train.column("label")) == [["toxic"], ["rude"], [], ["toxic", "rude"]]
+    with pytest.raises(InputError, match=r"no column 'rud'.*did you mean 'rude'"):
+        load(Source(task="multi-label", train=path, evals=path, label_column="toxic,rud"))
+    path.write_text("text,toxic,rude\na,1,2\n")
+    with pytest.raises(InputError, match="row 2: column 'rude' holds neither 0 nor 1 but '2'"):
+        load(source)
+
+
+def test_a_finished_teachers_classes(tmp_path):
+    """A teacher was refused where the data lack one of its classes; evaluate read the same file."""
+    named = {"id2label": dict(enumerate(NAMES)), "label2id": {x: i for i, x in enumerate(NAMES)}}
+    teacher = make_teacher(tmp_path / "teacher", labels=3, **named)
+    train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
+    evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
+    options = dict(teacher=teacher, method="soft_targets", epochs=1, device="cpu", batch_size=8)
+    said = run("distill", **options, train=train, eval=evals, out=tmp_path / "run")
+    assert "class 'fair' has no training row" in said
+    config = json.loads((tmp_path / "run/student/config.json").read_text())
+    assert list(config["id2label"].values()) == ["Good", "bad", "fair"]
+    run("evaluate", model=tmp_path / "run/student", data=evals, device="cpu")
+    # Numbers of classes, of which one is missing.
+    numbered = write_tsv(tmp_path / "numbers.tsv", 12, label=lambda y: [0, 2][y])
+    found = load(Source(train=numbered, evals=numbered), NAMES)
+    assert found.names == ["0", "1", "2"] and {*found.train.labels.tolist()} == {0, 2}
+    run("cache", teacher=teacher, train=numbered, eval=numbered, device="cpu",
+        method="soft_targets", out=tmp_path / "cache")  # fmt: skip
+    options["teacher"] = None
+    run("distill", **options, teacher_cache=tmp_path / "cache", train=numbered, eval=numbered,
+        out=tmp_path / "again")  # fmt: skip
+    # Another class is refused as before.
+    other = write_tsv(tmp_path / "other.tsv", 12, label=lambda y: ["good", "x"][y])
+    options["teacher"] = teacher
+    error = run("distill", **options, train=other, eval=other, out=tmp_path / "b", expect=2)
+    assert "no head for 2 labels" in error
+
+
+def test_rare_tags_of_a_finished_tagger(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"tokens": text.split(), "labels": ["O"] * len(text.split())} for text, _ in sentences(4, 0)
+    ]
+    rows[0]["labels"][0] = "B-LOC"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    source = Source(task="token-classification", train=path, evals=path)
+    assert load(source, TAGS).names == TAGS
+    numbers = [{**row, "labels": [TAGS.index(x) for x in row["labels"]]} for row in rows]
+    path.write_text("\n".join(map(json.dumps, numbers)))
+    corpus = load(source, TAGS)
+    assert corpus.names == TAGS and corpus.metrics[0] == "f1"
+    assert next(corpus.train.column("label")) == rows[0]["labels"]
+    assert "1 is 'B-LOC'" in " ".join(describe(corpus))
+    assert load(source, np.array(["LABEL_0", "LABEL_1", "LABEL_2"]).tolist()).names == [
+        "0",
+        "1",
+        "2",
+    ]
