@@ -84,7 +84,7 @@ def started(words, monkeypatch):
         raise RunFailed("reached the work")
 
     for place in (
-        "train.distillation.run_distillation", "cli.demo.run_demo", "cli.demo_text.run_demo",
+        "train.distillation.run_distillation", "cli.demo.run_demo",
         "cli.evaluate_command.evaluate", "cli.predict_command.predict",
         "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write",
         "cli.verify_command.verify",

@@ -19,9 +19,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from fastkd._core.machine import describe
 from fastkd.distill import student_from_teacher
+from fastkd.study.docstrings import load_docstrings
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
-from fastkd.train.docstrings import load_docstrings
 from fastkd.train.packaged_teacher import teacher_path
 
 SEEDS = range(4)

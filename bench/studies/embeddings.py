@@ -28,8 +28,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor, nn
 from transformers import BertModel
 
+from bench.studies.decoder import make_tokenizer
 from fastkd._core.machine import describe
-from fastkd.cli.demo_text import make_tokenizer
 from fastkd.distill import FCD, student_from_teacher
 from fastkd.integrations.sentence_transformers import (
     CCADistillLoss,
@@ -37,7 +37,7 @@ from fastkd.integrations.sentence_transformers import (
     LayerDistillLoss,
     RelationDistillLoss,
 )
-from fastkd.train.docstrings import load_docstrings, load_pairs
+from fastkd.study.docstrings import load_docstrings, load_pairs
 from fastkd.train.packaged_teacher import teacher_path
 
 SEEDS = (1, 2, 3, 4)

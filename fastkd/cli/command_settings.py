@@ -37,11 +37,6 @@ class VerifySettings(Pairing):
 
 @dataclass(kw_only=True)
 class DemoSettings(Checked):
-    task: str = option(
-        "classification",
-        "classification of docstrings by a packaged encoder, or causal-lm: a decoder of Python.",
-        choices=("classification", "causal-lm"),
-    )
     out: Path = option(Path("runs/demo"), "Directory for the table and the pictures.")
     steps: int | None = option(None, "Training steps of every student.", least=1)
     seed: int = seed()

@@ -47,26 +47,14 @@ MOST_PROCESSES = 4
 
 
 def either(usual: int, fast: int) -> Any:
-    """How much of something, and how much of it with --fast."""
+    """A field with one default, and another with --fast."""
     return dataclasses.field(default=usual, metadata={"fast": fast})
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """How much a demo does; its default is made for two CPU cores and five minutes."""
+class Size:
+    """Sizes of the demo's data and runs; the defaults take five minutes on two CPU cores."""
 
-    student_steps: int
-
-    @classmethod
-    def of(cls, settings: DemoSettings) -> Any:
-        fields = dataclasses.fields(cls)
-        few = {field.name: field.metadata["fast"] for field in fields if settings.fast}
-        steps = {} if settings.steps is None else {"student_steps": settings.steps}
-        return cls(**{**few, **steps})
-
-
-@dataclasses.dataclass(frozen=True)
-class Size(Sizes):
     train_rows: int = either(300, 8)  # of each area
     eval_rows: int = either(60, 4)
     labelled: int = either(24, 8)
@@ -77,6 +65,13 @@ class Size(Sizes):
     max_length: int = either(20, 12)
     student_layers: int = either(3, 3)
     timing_rounds: int = either(9, 1)
+
+    @classmethod
+    def of(cls, settings: DemoSettings) -> "Size":
+        fields = dataclasses.fields(cls)
+        few = {field.name: field.metadata["fast"] for field in fields if settings.fast}
+        steps = {} if settings.steps is None else {"student_steps": settings.steps}
+        return cls(**{**few, **steps})
 
 
 def make_study(size: Size, seed: int, device: str) -> Study:

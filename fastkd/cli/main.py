@@ -120,7 +120,7 @@ COMMANDS = {
     "demo": Command(
         "Distil a real teacher with every method, offline, in a few minutes.",
         "cli.command_settings.DemoSettings",
-        "cli.demo_command.run",
+        "cli.demo.run_demo",
         (*TRAINING, "matplotlib"),
         after_stop=AGAIN,
     ),

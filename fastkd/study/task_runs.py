@@ -24,13 +24,13 @@ from fastkd.distill.methods import SoftTargets
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.layer_map import resolve_layers
 from fastkd.models.student import layers_to_keep, student_from_teacher, with_first
+from fastkd.study.docstrings import load_docstrings, load_pairs
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities, without_labels
 from fastkd.study.spec import PACKAGED, SELECT, STUDENTS, Study, TaskSpec, Variant, build
 from fastkd.train import data
 from fastkd.train.arrow_rows import Rows, file_fingerprint, fingerprint
 from fastkd.train.computation import choose_device
 from fastkd.train.config import TrainingConfig
-from fastkd.train.docstrings import load_docstrings, load_pairs
 from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import InputError, TrainingFailed
 from fastkd.train.models import (

@@ -24,8 +24,8 @@ from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
 from fastkd.distill import LRKD, METHODS, Method
-from fastkd.study import task_runs
-from fastkd.train import docstrings, processes
+from fastkd.study import docstrings, task_runs
+from fastkd.train import processes
 from tests.distill.processes import CONTEXT
 
 # Seconds between two looks of the launcher: where a process fails it looks so seldom that the

@@ -14,8 +14,8 @@ from fastkd.cli import demo
 from fastkd.cli.command_settings import DemoSettings
 from fastkd.distill import METHODS
 from fastkd.study import task_runs
+from fastkd.study.docstrings import AREAS, docstrings, load_docstrings, load_pairs
 from fastkd.train import packaged_teacher, saving
-from fastkd.train.docstrings import AREAS, docstrings, load_docstrings, load_pairs
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
@@ -28,7 +28,7 @@ def library():
 
 @pytest.fixture
 def parsed(library, monkeypatch):
-    monkeypatch.setattr("fastkd.train.docstrings.docstrings", lambda root: iter(library))
+    monkeypatch.setattr("fastkd.study.docstrings.docstrings", lambda root: iter(library))
 
 
 @pytest.fixture
