@@ -3,8 +3,7 @@
 import itertools
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,29 +11,32 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastkd._core.extras import require
 from fastkd.distill.spans import align_spans
 from fastkd.models.inputs import in_eval_mode
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
-from fastkd.train.errors import InputError, first_line
+from fastkd.train.chat_template import Conversation, answers_of, prompt_of, runs_of
+from fastkd.train.conversations import (
+    ASSISTANT,
+    CALLS,
+    MESSAGES,
+    TOOLS,
+    columns_by_form,
+    messages_of,
+    tools_of,
+)
+from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
-from fastkd.train.input_columns import Columns, field, holds_text, settle_columns, text_of, whole
+from fastkd.train.input_columns import Columns, settle_columns
 from fastkd.train.tasks.base import TEXT, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
-MESSAGES = "messages"
-INSTRUCTION, INPUT, OUTPUT = "instruction", "input", "output"
-ASSISTANT = "assistant"
-# Mark of the assistant's text in a template, for `apply_chat_template`.
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NEW_TOKENS = 128  # maximum length of a generated answer
 
 
 @dataclass(frozen=True)
 class Chat(Decoder):
-    """A column ``messages``: lists of objects with ``role`` and ``content``.
+    """Conversations in one of the forms of `fastkd.train.conversations`.
 
-    Rows with ``instruction``, perhaps ``input``, and ``output`` are conversations of one question.
     The tokenizer's chat template turns them into text; the losses count the assistant's tokens. In
     a conversation longer than --max-length the last answer loses its end and the text before it its
     beginning; each keeps at least half of --max-length. Messages after the last answer are not
@@ -47,7 +49,7 @@ class Chat(Decoder):
     lower_is_better = frozenset({"perplexity", "loss"})
     # The answers are among the messages, each a JSON object.
     columns = Columns(MESSAGES, None, MESSAGES)
-    stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT]}
+    stored: ClassVar[Mapping[str, Any]] = {"text": [TEXT], TOOLS: TEXT}
     optional = ()
     evaluation_columns = ("answer",)
     short_column = "answer"
@@ -62,25 +64,12 @@ class Chat(Decoder):
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
-        if columns.text == MESSAGES and MESSAGES not in record and INSTRUCTION in record:
-            answer = None if columns.label is None else OUTPUT
-            columns = replace(columns, text=INSTRUCTION, label=answer)
-            columns = replace(columns, pair=INPUT if INPUT in record else None)
+        columns = columns_by_form(columns, record)
         return settle_columns(columns, record, source)
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
-        name = columns.text
-        messages = (
-            _of_instruction(record, columns, where)
-            if name == INSTRUCTION
-            else field(record, name, where)
-        )
-        if not isinstance(messages, list):
-            raise InputError(
-                f"{where}: column {name!r} is not a list of messages but {messages!r:.40}"
-            )
-        checked = [_message(message, i, name, where) for i, message in enumerate(messages, 1)]
+        checked = messages_of(record, columns, where)
         answers = [i for i, one in enumerate(checked) if one["role"] == ASSISTANT]
         if checked and answers[:1] == [0]:
             raise InputError(f"{where}: the first message is the assistant's, and answers nothing")
@@ -88,9 +77,10 @@ class Chat(Decoder):
             if not answers:
                 raise InputError(f"{where}: no message is the assistant's; there is no answer")
             checked = checked[: answers[-1] + 1]
-            if not checked[-1]["content"].strip():
+            if not checked[-1]["content"].strip() and CALLS not in checked[-1]:
                 raise InputError(f"{where}: message {len(checked)}, the answer, is empty")
-        return {"text": [json.dumps(message, ensure_ascii=False) for message in checked]}
+        texts, tools = [_json(message) for message in checked], tools_of(record, where)
+        return {"text": texts, TOOLS: _json(tools) if tools else ""}
 
     @classmethod
     def texts(cls, rows: Rows) -> tuple[list[str], None]:
@@ -113,22 +103,26 @@ class Chat(Decoder):
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {n: [] for n in ("input_ids", "labels", "answer")}
-        for where, kept in zip(batch["where"], batch["text"], strict=True):
-            messages = [json.loads(message) for message in kept]
+        for talk in _conversations(batch):
+            messages = talk.messages
             last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
+            answer = last["content"]
             mask: Sequence[int]
             if self.predicting:
                 asked = messages[:-1] if last is messages[-1] else messages
-                told = _apply(asked, tokenizer, where, add_generation_prompt=True)
-                ids = told["input_ids"][-max_length:]
+                ids = prompt_of(replace(talk, messages=asked), tokenizer)[-max_length:]
                 mask = [0] * len(ids)
             else:
-                ids, mask = _shortened(*answers_of(messages, tokenizer, where), max_length)
+                ids, mask = answers_of(talk, tokenizer)
+                if CALLS in last:
+                    own = [ids[i] for i in runs_of(mask)[-1]]
+                    answer = tokenizer.decode(own, skip_special_tokens=True)
+                ids, mask = _shortened(ids, mask, max_length)
             found["input_ids"].append(ids)
             found["labels"].append(
                 [token if own else UNLABELLED for token, own in zip(ids, mask, strict=True)]
             )
-            found["answer"].append(last["content"])
+            found["answer"].append(answer)
         if not self.packed:
             return {**found, "attention_mask": [[1] * len(ids) for ids in found["input_ids"]]}
         talks = list(zip(found["input_ids"], found["labels"], strict=True))
@@ -147,10 +141,9 @@ class Chat(Decoder):
         own = self.encode(batch, tokenizer, max_length)
         theirs = self.encode(batch, teachers, max_length)
         found: dict[str, list[Any]] = {"student_spans": [], "teacher_spans": []}
-        for where, kept in zip(batch["where"], batch["text"], strict=True):
-            messages = [json.loads(message) for message in kept]
+        for talk in _conversations(batch):
             offsets = [
-                torch.tensor([_answer_offsets(messages, each, where, max_length)])
+                torch.tensor([_answer_offsets(talk, each, max_length)])
                 for each in (tokenizer, teachers)
             ]
             for name, spans in zip(found, align_spans(*offsets), strict=True):
@@ -193,99 +186,33 @@ class Chat(Decoder):
         return [{"answer": text} for *_, text in answers]
 
 
-def _of_instruction(record: dict[str, Any], columns: Columns, where: str) -> list[dict[str, str]]:
-    """The conversation of an instruction and its answer; an input follows an empty line."""
-    question = text_of(record, columns.text, where)
-    if not holds_text(question):
-        return []
-    if record.get(INPUT) is not None:
-        more = text_of(record, INPUT, where)
-        question = f"{question}\n\n{more}" if holds_text(more) else question
-    messages = [{"role": "user", "content": question}]
-    if columns.label is None:
-        return messages
-    return [*messages, {"role": ASSISTANT, "content": text_of(record, columns.label, where)}]
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
-def _message(message: Any, number: int, name: str | None, where: str) -> dict[str, Any]:
-    """A message whose role and content are text; other entries are for the template."""
-    if not isinstance(message, dict):
-        raise InputError(f"{where}: message {number} is not an object but {message!r:.40}")
-    kept = {key: value for key, value in message.items() if value is not None}
-    for key in ("role", "content"):
-        if not isinstance(kept.get(key), str):
-            raise InputError(
-                f"{where}: message {number} has no text {key!r} but {kept.get(key)!r:.40}"
-            )
-        whole(kept[key], name, where)
-    return kept
+def _conversations(batch: Mapping[str, list]) -> Iterator[Conversation]:
+    """The conversations of a batch of rows."""
+    for where, kept, tools in zip(batch["where"], batch["text"], batch[TOOLS], strict=True):
+        yield Conversation([*map(json.loads, kept)], json.loads(tools or "[]"), where)
 
 
-def _apply(messages: list[dict], tokenizer: Any, where: str, **options: Any) -> Mapping[str, Any]:
-    """Token columns of a conversation in the tokenizer's template."""
-    jinja2: Any = require("jinja2", "train")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-    except jinja2.TemplateError as error:  # templates raise it for roles they do not know
-        reason = first_line(error)
-        raise InputError(f"{where}: the tokenizer's chat template refuses it ({reason})") from error
-
-
-def answers_of(messages: list[dict], tokenizer: Any, where: str) -> tuple[list[int], Sequence[int]]:
-    """Token ids of a conversation, and a mask with 1 for the assistant's tokens.
-
-    Raises:
-        InputError: there is no template, or it does not allow to find the answers.
-    """
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError:
-        raise InputError(
-            f"--task chat needs a tokenizer with a chat template, and this "
-            f"{type(tokenizer).__name__} has none"
-        ) from None
-    if MARKED.search(template) and tokenizer.is_fast:
-        found = _apply(messages, tokenizer, where, return_assistant_tokens_mask=True)
-        ids, mask = found["input_ids"], found["assistant_masks"]
-        if not any(mask):
-            raise InputError(f"{where}: the tokenizer's chat template marks no token as an answer")
-        return ids, mask
-    ids = _apply(messages, tokenizer, where)["input_ids"]
-    mask = [0] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
-            continue
-        before = _apply(messages[:i], tokenizer, where, add_generation_prompt=True)["input_ids"]
-        through = _apply(messages[: i + 1], tokenizer, where)["input_ids"]
-        start, stop = len(before), len(through)
-        if ids[:stop] != through or ids[:start] != before or start >= stop:
-            raise InputError(
-                f"{where}: the tokens of message {i + 1} cannot be found: the tokenizer's chat "
-                "template changes earlier text when a conversation continues; add {% generation %} "
-                "marks to it"
-            )
-        mask[start:stop] = [1] * (stop - start)
-    return ids, mask
-
-
-def _answer_offsets(
-    messages: list[dict], tokenizer: Any, where: str, max_length: int
-) -> list[tuple[int, int]]:
+def _answer_offsets(talk: Conversation, tokenizer: Any, max_length: int) -> list[tuple[int, int]]:
     """Start and end of each token in the text of all answers; (0, 0) for all other tokens.
 
     The special token that ends an answer counts as a character.
     """
-    ids, mask = answers_of(messages, tokenizer, where)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    options = {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    given = _apply(messages, tokenizer, where, **options)["offset_mapping"]
+    ids, mask = answers_of(talk, tokenizer)
+    text = talk.render(tokenizer)
+    offsets = {"return_offsets_mapping": True}
+    given = talk.render(tokenizer, tokenize=True, tokenizer_kwargs=offsets)["offset_mapping"]
     special = set(tokenizer.all_special_ids)
-    found, before = [(0, 0)] * len(ids), 0
-    contents = [m["content"].strip() for m in messages if m["role"] == ASSISTANT]
-    for content, run in zip(contents, _runs(mask), strict=False):
+    found, length = [(0, 0)] * len(ids), 0
+    contents = [m["content"].strip() for m in talk.messages if m["role"] == ASSISTANT]
+    for content, run in zip(contents, runs_of(mask), strict=False):
+        before, length = length, length + len(content) + 1
         at = text.find(content, given[run[0]][0])
         end = at + len(content)
-        if at < 0 or end > given[run[-1]][1]:  # the template has changed the answer
+        if not content or at < 0 or end > given[run[-1]][1]:  # the template has changed the answer
             continue
         last = run[0] - 1
         for i in run:
@@ -294,14 +221,7 @@ def _answer_offsets(
                 found[i], last = (start, stop), i
         if last + 1 in run and ids[last + 1] in special:
             found[last + 1] = before + len(content), before + len(content) + 1
-        before += len(content) + 1
     return list(_shortened(found, mask, max_length)[0])
-
-
-def _runs(mask: Sequence[int]) -> list[range]:
-    """The positions of each run of ones."""
-    edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
-    return [range(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _shortened(
@@ -309,7 +229,7 @@ def _shortened(
 ) -> tuple[list[Any], Sequence[int]]:
     if len(ids) <= max_length:
         return ids, mask
-    start = _runs(mask)[-1].start
+    start = runs_of(mask)[-1].start
     stop = min(len(ids), start + max(max_length // 2, max_length - start))
     part = slice(max(0, stop - max_length), stop)
     return ids[part], mask[part]
@@ -362,7 +282,7 @@ def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """The tokens of each conversation before its last answer; all if it has no answer."""
     prompts = []
     for ids, labels in itertools.chain(*_talks(batch)):
-        answers = _runs([int(label != UNLABELLED) for label in labels])
+        answers = runs_of([int(label != UNLABELLED) for label in labels])
         prompts.append(ids[: answers[-1].start] if answers else ids)
     return prompts
 
@@ -370,11 +290,12 @@ def prompts_of(batch: Mapping[str, torch.Tensor]) -> list[list[int]]:
 def stops_of(tokenizer: Any) -> list[int]:
     """The tokens that end an answer: the end token, and special tokens of the template after it."""
     talk = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
-    ids, mask = answers_of(talk, tokenizer, "a conversation of two messages")
+    where = "a conversation of two messages"
+    ids, mask = answers_of(Conversation(talk, [], where), tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     special.discard(tokenizer.unk_token_id)  # the two words above may be unknown
-    return sorted(({*ids[_runs(mask)[-1].start :]} & special | {tokenizer.eos_token_id}) - {None})
+    return sorted(({*ids[runs_of(mask)[-1].start :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
 class Draw:

@@ -201,7 +201,7 @@ def test_a_mistake_is_one_sentence(tmp_path):
     ("template", "words"),
     [
         (None, "--task chat needs a tokenizer with a chat template"),
-        ("{{ messages | length }} {{ messages[-1].content }}", "row 1: the tokens of message 2"),
+        ("{{ messages[-1].content | upper }}", "row 1: the tokens of message 2 cannot be found"),
         (
             "{{ raise_exception('only systems') }}",
             "row 1: the .* template refuses it .only systems",

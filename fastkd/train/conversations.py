@@ -1,0 +1,182 @@
+"""Conversations in the forms that data sets have, as messages with ``role`` and ``content``.
+
+- ``messages``: OpenAI's, with parts of text as content, tool calls, and ``tools`` beside them.
+- ``conversations``: ShareGPT's, messages with ``from`` and ``value``.
+- ``prompt`` and ``completion``, each a text or a list of messages.
+- ``instruction``, perhaps ``input``, and ``output``: Alpaca's, perhaps with ``history``, a list of
+  earlier questions and answers.
+
+A column ``system`` is the first message where the conversation has none.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.input_columns import Columns, field, holds_text, text_of, whole
+
+MESSAGES, CONVERSATIONS = "messages", "conversations"
+INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
+PROMPT, COMPLETION = "prompt", "completion"
+SYSTEM, TOOLS, CALLS = "system", "tools", "tool_calls"
+USER, ASSISTANT = "user", "assistant"
+CALL = "function_call"
+# ShareGPT's names of roles.
+ROLES = {
+    "human": USER,
+    USER: USER,
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    ASSISTANT: ASSISTANT,
+    SYSTEM: SYSTEM,
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    CALL: ASSISTANT,
+}
+Message = dict[str, Any]
+
+
+def columns_by_form(columns: Columns, record: Mapping[str, Any]) -> Columns:
+    """``columns`` of the form that ``record`` has, where they are the defaults."""
+    if MESSAGES in record or columns.text != MESSAGES:
+        own = columns.text if columns.label == MESSAGES and MESSAGES not in record else None
+        return replace(columns, label=own or columns.label)
+    for text, answer in (
+        (CONVERSATIONS, CONVERSATIONS),
+        (INSTRUCTION, OUTPUT),
+        (PROMPT, COMPLETION),
+    ):
+        if text in record:
+            pair = INPUT if text == INSTRUCTION and INPUT in record else None
+            label = None if columns.label is None else answer
+            return replace(columns, text=text, pair=pair, label=label)
+    return columns
+
+
+def messages_of(record: dict[str, Any], columns: Columns, where: str) -> list[Message]:
+    """The messages of a row, checked; none if nothing is asked."""
+    name = columns.text
+    value = field(record, name, where)
+    if name in (MESSAGES, CONVERSATIONS) or (isinstance(value, list) and name != INSTRUCTION):
+        found = _listed(value, name, where)
+    else:
+        question = text_of(record, name, where)
+        if not holds_text(question):
+            return []
+        if name == INSTRUCTION and record.get(INPUT) is not None:
+            more = text_of(record, INPUT, where)
+            question = f"{question}\n\n{more}" if holds_text(more) else question
+        found = [*_history(record, where), {"role": USER, "content": question}]
+    if columns.label not in (None, name):
+        answer = field(record, columns.label, where)
+        if isinstance(answer, list):
+            found += _listed(answer, columns.label, where)
+        else:
+            answer = text_of(record, columns.label, where)
+            found.append({"role": ASSISTANT, "content": answer})
+    found = [_message(message, i, name, where) for i, message in enumerate(found, 1)]
+    system = record.get(SYSTEM)
+    if found and system is not None and found[0]["role"] != SYSTEM:
+        text = text_of(record, SYSTEM, where)
+        found = [{"role": SYSTEM, "content": text}] * holds_text(text) + found
+    return found
+
+
+def tools_of(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The tools in column ``tools``, a list of objects or its JSON; none without the column."""
+    value = record.get(TOOLS)
+    if isinstance(value, str):
+        value = _parsed(value, f"{where}: column {TOOLS!r}") if value.strip() else None
+    if not value:
+        return []
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise InputError(f"{where}: column {TOOLS!r} is not a list of objects but {value!r:.40}")
+    return [_present(tool) for tool in value]
+
+
+def _listed(value: Any, name: str | None, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{where}: column {name!r} is not a list of messages but {value!r:.40}")
+    return list(value)
+
+
+def _history(record: dict[str, Any], where: str) -> list[Message]:
+    """Earlier questions and answers."""
+    found: list[Message] = []
+    for turn in record.get(HISTORY) or ():
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise InputError(
+                f"{where}: column {HISTORY!r} is not a list of pairs, a question and its answer, "
+                f"but has {turn!r:.40}"
+            )
+        found += [{"role": r, "content": x} for r, x in zip((USER, ASSISTANT), turn, strict=True)]
+    return found
+
+
+def _message(message: Any, number: int, name: str | None, where: str) -> Message:
+    """A message whose role and content are text; other entries are for the template."""
+    if not isinstance(message, dict):
+        raise InputError(f"{where}: message {number} is not an object but {message!r:.40}")
+    whose = f"{where}: message {number}"
+    kept = _present(message)
+    if "from" in kept and "role" not in kept:
+        kept = _of_sharegpt(kept, whose)
+    if CALLS in kept:
+        kept[CALLS] = [_call(call, whose) for call in _listed(kept[CALLS], CALLS, whose)]
+        kept.setdefault("content", "")
+    if isinstance(kept.get("content"), list):
+        kept["content"] = "".join(_text_of_part(part, whose) for part in kept["content"])
+    for key in ("role", "content"):
+        if not isinstance(kept.get(key), str):
+            raise InputError(f"{whose} has no text {key!r} but {kept.get(key)!r:.40}")
+        whole(kept[key], name, where)
+    return kept
+
+
+def _of_sharegpt(message: Message, whose: str) -> Message:
+    role, value = message.pop("from"), message.pop("value", None)
+    if role not in ROLES:
+        raise InputError(f"{whose} is from {role!r:.40}; {nearest(str(role), ROLES)}")
+    if role == CALL and isinstance(value, str):
+        calls = _parsed(value, whose)
+        return {"role": ASSISTANT, CALLS: calls if isinstance(calls, list) else [calls], **message}
+    return {"role": ROLES[role], "content": value, **message}
+
+
+def _text_of_part(part: Any, whose: str) -> str:
+    """The text of a part of OpenAI's content."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise InputError(
+        f"{whose} has a part {kind!r:.40}, and --task chat reads text; vision-language students "
+        "are in docs/recipes.md"
+    )
+
+
+def _call(call: Any, whose: str) -> Any:
+    """A tool call whose arguments, JSON in OpenAI's form, are an object, as templates want."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InputError(f"{whose} has a tool call without a name: {call!r:.40}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, f"{whose}: arguments of a tool call") if arguments else {}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InputError(f"{what}: not JSON but {text!r:.40}") from None
+
+
+def _present(value: Any) -> Any:
+    """``value`` without entries None, with which Parquet fills objects."""
+    if isinstance(value, dict):
+        return {key: _present(entry) for key, entry in value.items() if entry is not None}
+    return [_present(entry) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,206 @@
+"""Forms of conversations, and what a chat template makes of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import AutoTokenizer
+
+from fastkd.train.data import read_file
+from fastkd.train.encoding import Encoder
+from fastkd.train.errors import InputError
+from fastkd.train.tasks.chat import TASK, prompts_of
+from tests.support.tiny import run
+from tests.train.tasks.test_chat import make_chat_teacher, read, says, write_jsonl
+from tests.train.tasks.through import refused
+
+# As Qwen3's: earlier thoughts are dropped, and the last answer gets an empty one.
+THINKS = """
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role != 'assistant' %}{{- '[CLS] ' + m.role + ' ' + m.content + ' [SEP]\n' }}
+{%- else %}
+{%- set content = m.content %}{%- set thought = m.reasoning_content or '' %}
+{%- if '</think>' in content %}
+{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}
+{{- '[CLS] assistant\n' }}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<think>\n' + thought + '\n</think>\n\n' }}{%- endif %}
+{{- content }}
+{%- for call in m.tool_calls or [] %}{{- ' <call> ' + call.function.name }}
+{%- for key in call.function.arguments %}
+{{- ' ' + key + ' ' + call.function.arguments[key] }}{%- endfor %}{%- endfor %}
+{{- ' [SEP]\n' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '[CLS] assistant\n' }}{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2", THINKS)
+
+
+@pytest.fixture(scope="module", params=["fast", "slow"])
+def tokenizer(folder, request):
+    made = AutoTokenizer.from_pretrained(folder)
+    made.add_tokens(["<think>", "</think>", "<call>", "assistant", "user", "tool"])
+    if request.param == "slow":
+        request.getfixturevalue("monkeypatch_module").setattr(type(made), "is_fast", False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+def learned(tokenizer, path):
+    """The text of the first row, and each learned part of it."""
+    (row,) = Encoder(tokenizer, 64, TASK())(read(path))
+    words = tokenizer.convert_ids_to_tokens(row["input_ids"])
+    counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]
+    return " ".join(words), [part.strip() for part in " ".join(counted).split("_") if part.strip()]
+
+
+def test_what_a_template_inserts_is_prompt(tokenizer, tmp_path):
+    """An empty <think></think> was trained as the answer; two turns were refused."""
+    path = write_jsonl(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film")])
+    text, parts = learned(tokenizer, path)
+    assert text == (
+        "[CLS] user a film [SEP] [CLS] assistant good [SEP] [CLS] user so [SEP] "
+        "[CLS] assistant <think> </think> bad film [SEP]"
+    )
+    assert parts == ["good [SEP]", "bad film [SEP]"]
+    # The prompt of a prediction is that of the training.
+    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
+    task, rows, *_ = TASK().prepare(rows, labelled=False)
+    asked = tokenizer.convert_ids_to_tokens(Encoder(tokenizer, 64, task)(rows)[0]["input_ids"])
+    assert " ".join(asked) == text.removesuffix(" bad film [SEP]")
+    encoded = Encoder(tokenizer, 64, TASK())(read(path))
+    (batch,) = encoded.batches(TASK().collator(tokenizer), 1)
+    assert tokenizer.convert_ids_to_tokens(prompts_of(batch)[0]) == asked
+
+
+@pytest.mark.parametrize("own", ["field", "content"])
+def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
+    talk = says("a film", "good", "so", "bad")
+    for message, thought in ((talk[1], "fine"), (talk[3], "nice")):
+        if own == "field":
+            message["reasoning_content"] = thought
+        else:
+            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+    text, parts = learned(tokenizer, write_jsonl(tmp_path / "a.jsonl", [talk]))
+    assert "fine" not in text  # the template drops it
+    assert parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
+
+
+def test_tool_calls_are_learned_and_their_answers_are_not(tokenizer, tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "film", "arguments": '{"a": "so"}'}}
+    talk = [
+        *says("is"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "very good", "tool_call_id": "1"},
+        {"role": "assistant", "content": "nice"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [talk])
+    assert learned(tokenizer, path)[1] == ["<call> film a so [SEP]", "nice [SEP]"]
+    path = write_jsonl(tmp_path / "b.jsonl", [talk[:2]])
+    assert learned(tokenizer, path)[1] == ["<call> film a so [SEP]"]
+    encoded = Encoder(tokenizer, 64, TASK())(read(path))
+    assert encoded.evaluation_columns["answer"][:] == ["<call> film a so"]
+
+
+def messages(tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return [[json.loads(x) for x in kept] for (kept,) in read(path).columns("text")]
+
+
+def test_forms(tmp_path):
+    talk = says("a film", "good", "so", "bad")
+    system = {"role": "system", "content": "be fine"}
+    share = {"user": "human", "assistant": "gpt"}
+    told = [{"from": share[m["role"]], "value": m["content"]} for m in talk]
+    assert messages(tmp_path, {"conversations": told}, {"conversations": talk}) == [talk, talk]
+    assert messages(tmp_path, {"conversations": told, "system": "be fine"}) == [[system, *talk]]
+    assert messages(tmp_path, {"messages": talk, "system": ""}) == [talk]
+    assert messages(tmp_path, {"messages": [system, *talk], "system": "no"}) == [[system, *talk]]
+    # Alpaca: system and history were dropped.
+    row = {"instruction": "so", "input": "", "output": "bad", "system": "be fine"}
+    assert messages(tmp_path, {**row, "history": [["a film", "good"]]}) == [[system, *talk]]
+    assert messages(tmp_path, {**row, "history": None, "system": None}) == [talk[2:]]
+    assert messages(tmp_path, {"prompt": "so", "completion": "bad"}) == [talk[2:]]
+    assert messages(tmp_path, {"prompt": talk[:3], "completion": talk[3:]}) == [talk]
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "film"}]
+    assert messages(tmp_path, {"messages": [{"role": "user", "content": parts}, talk[1]]}) == [
+        talk[:2]
+    ]
+    call = '{"name": "film", "arguments": {"a": "so"}}'
+    calls = [
+        {"from": "human", "value": "a"},
+        {"from": "function_call", "value": call},
+        {"from": "observation", "value": "b"},
+        {"from": "gpt", "value": "c"},
+    ]
+    (found,) = messages(tmp_path, {"conversations": calls, "tools": '[{"name": "film"}]'})
+    assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
+    assert found[1]["tool_calls"][0]["function"] == json.loads(call)
+    # Columns by name.
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"dialog": talk}) + "\n")
+    named = replace(TASK.columns, text="dialog")
+    assert len(read_file(path, named, "--train", task=TASK)) == 1
+    path.write_text(json.dumps({"q": "so", "a": "bad"}) + "\n")
+    named = replace(TASK.columns, text="q", label="a")
+    (kept,) = read_file(path, named, "--train", task=TASK).column("text")
+    assert [*map(json.loads, kept)] == talk[2:]
+
+
+def test_tools_reach_the_template(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% if tools %}{{ tools[0].name }} {% endif %}" + THINKS
+    row = {"messages": says("a", "so"), "tools": [{"name": "film"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert learned(tokenizer, tmp_path / "a.jsonl")[0].startswith("film [CLS]")
+
+
+def test_mistakes(tmp_path):
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for row, words in (
+        ({"messages": [{"role": "user", "content": image}, says("", "a")[1]]},
+         "message 1 has a part 'image_url', and --task chat reads text"),
+        ({"conversations": [{"from": "cat", "value": "a"}]}, "message 1 is from 'cat'; known: "),
+        ({"conversations": [{"from": "human"}]}, "message 1 has no text 'content'"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "column 'history' is not a list"),
+        ({"instruction": "a", "output": "b", "system": 3}, "column 'system' is not text but 3"),
+        ({"messages": says("a", "b"), "tools": "{"}, "column 'tools': not JSON"),
+        ({"messages": [*says("a"), {"role": "assistant", "tool_calls": [{"id": 3}]}]},
+         "message 2 has a tool call without a name"),
+        ({"prompt": "a", "chosen": "b"}, "no column 'completion'"),
+    ):  # fmt: skip
+        refused(tmp_path, "chat", json.dumps(row), words)
+
+
+def test_a_template_that_changes_an_answer_names_the_way_out(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }} {% endfor %}"
+    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a", "b", "c", "d")]))
+    assert Encoder(tokenizer, 64, TASK())(rows)  # each prefix is a prefix of the whole
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(InputError, match=r"put {% generation %} and {% endgeneration %} around"):
+        Encoder(tokenizer, 64, TASK())(rows)
+
+
+def test_a_run_learns_from_sharegpt(folder, tmp_path):
+    rows = [{"conversations": [{"from": "human", "value": "a film"}, {"from": "gpt", "value": w}]}
+            for w in ("good", "bad", "nice", "dull")]  # fmt: skip
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    run("distill", task="chat", teacher=folder, train=path, eval=path, method="soft_targets",
+        epochs=1, max_length=32, device="cpu", out=tmp_path / "run")  # fmt: skip
+    run("predict", model=tmp_path / "run/student", data=path, device="cpu",
+        out=tmp_path / "told.jsonl")  # fmt: skip
+    assert len((tmp_path / "told.jsonl").read_text().splitlines()) == 4
