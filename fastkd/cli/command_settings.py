@@ -20,60 +20,73 @@ from fastkd.train.settings import (
 
 @dataclass(kw_only=True)
 class CacheSettings(Pairing):
-    out: Path = run_option(Path("runs/teacher-cache"), "Directory of the cache.")
-    batch_size: int = run_option(32, "Rows at a time.", least=1)
+    out: Path = run_option(Path("runs/teacher-cache"), "Output directory of the cache.")
+    batch_size: int = run_option(32, "Rows of a forward pass.", least=1)
     top_k: int | None = run_option(
         None,
-        "Of a language model's soft targets keep so many most probable tokens, 8 bytes each.",
+        "Number of most probable tokens to store for each soft target of a language model, 8 bytes "
+        "each; default: store the inputs of the LM head instead.",
         least=1,
     )
 
 
 @dataclass(kw_only=True)
 class VerifySettings(Pairing):
-    rows: int = run_option(8, "Rows of the step.", least=2)
-    ranks: int = run_option(2, "Processes to share it (Linux only); 0: none.", least=0)
+    rows: int = run_option(8, "Rows of the verified step.", least=2)
+    ranks: int = run_option(
+        2, "Processes that share the step (Linux only); 0: do not test several processes.", least=0
+    )
 
 
 @dataclass(kw_only=True)
 class DemoSettings(Checked):
-    out: Path = option(Path("runs/demo"), "Directory for the table and the pictures.")
-    steps: int | None = option(None, "Training steps of every student.", least=1)
+    out: Path = option(Path("runs/demo"), "Output directory for the table and the pictures.")
+    steps: int | None = option(
+        None, "Training steps of each student; default: 40, or 2 with --fast.", least=1
+    )
     seed: int = seed()
     device: str = device()
-    fast: bool = option(False, "A few steps on a few rows, as a check.")
+    fast: bool = option(False, "Train for a few steps on a few rows, as a check.")
 
 
 @dataclass(kw_only=True)
 class AnalyzeSettings(ColumnOptions):
-    model: str = option(..., "Model, a teacher for instance: a directory or a hub name.")
-    student: str | None = option(None, "A student to compare with it.")
+    model: str = option(..., "Model to analyze: a directory or a hub name.")
+    student: str | None = option(
+        None, "Student to compare with --model: a directory or a hub name."
+    )
     before: str | None = option(
-        None, "The student before distillation, if `fastkd distill` didn't make it of --model."
+        None, "Student before distillation; made of the layers of --model if not given."
     )
-    text: Path | None = data_option(None, "Text file, one text a line.")
-    data: Path | None = data_option(None, "Labelled rows: .tsv, .csv, .jsonl, ...")
+    text: Path | None = data_option(None, "Text file with one text a line.")
+    data: Path | None = data_option(None, "File of labelled rows, as for `fastkd evaluate`.")
     task: str | None = data_option(
-        None, "GLUE task: its validation split, or the columns of --data; or a task."
+        None, "A GLUE task (its validation split, or the columns of --data), or the kind of task."
     )
-    rows: int | None = data_option(None, "Use only the first rows.", least=1)
+    rows: int | None = data_option(
+        None, "Number of rows to use, from the first; default: all.", least=1
+    )
     sentence: str | None = data_option(
-        None, "Sentence whose relation maps are drawn, instead of the first text."
+        None, "Sentence for the relation maps; the first text if not given."
     )
     measures: str = option(
-        "svcca,cka", f"Which of {', '.join(MEASURES)}; separated by commas.", metavar="NAME,NAME"
+        "svcca,cka", f"Measures: {', '.join(MEASURES)}; separated by commas.", metavar="NAME,NAME"
     )
-    variance: float = option(0.99, "Share of the variance SVCCA keeps.", above=0, most=1)
+    variance: float = option(
+        0.99, "Share of the variance that SVCCA keeps, 0 to 1.", above=0, most=1
+    )
     pool: str = option(
         "cls",
-        "What stands for a row in the intra-class similarity: the token that a head reads, or the "
-        "mean of all.",
+        "Vector of a row for the intra-class similarity: cls (the token that a head reads) or mean "
+        "(over all tokens).",
         choices=("cls", "mean"),
     )
-    out: Path = option(Path("runs/analyze"), "Directory for the numbers and pictures.")
-    batch_size: int = option(32, "Texts in a batch.", least=1)
+    out: Path = option(Path("runs/analyze"), "Output directory for the numbers and pictures.")
+    batch_size: int = option(32, "Texts of a forward pass.", least=1)
     max_length: int = option(
-        MAX_LENGTH, "Longest text, in tokens; less by default where a model reads less.", least=4
+        MAX_LENGTH,
+        "Maximum length of a text in tokens; the default is lowered to what the model can read.",
+        least=4,
     )
     device: str = device()
     trust_remote_code: bool = remote_code()
@@ -102,21 +115,25 @@ class AnalyzeSettings(ColumnOptions):
 class PredictSettings(ColumnOptions):
     """The options of `fastkd predict`, and most of `fastkd evaluate`."""
 
-    model: str = option(..., "Model: a student's directory, or a hub name.")
-    data: Path = option(..., "Rows: .tsv, .csv, .jsonl, .json, .parquet, also .gz; or .txt.")
-    onnx: Path | None = option(None, "Run this ONNX export of the model.")
+    model: str = option(..., "Model: a directory, such as a student's, or a hub name.")
+    data: Path = option(
+        ..., "File of rows: .tsv, .csv, .json, .jsonl or .parquet, also as .gz; or .txt."
+    )
+    onnx: Path | None = option(None, "ONNX export of the model to run instead of the model.")
     task: str | None = option(
         None,
-        "GLUE task: the columns of its files; or what the model answers, where it doesn't say: "
-        f"{', '.join(tasks.NAMES)}, or your own as package.module:Class.",
+        "A GLUE task (for the columns of its files), or the kind of task, for a model that fastkd "
+        f"did not train: {tasks.KINDS}.",
     )
-    batch_size: int = option(32, "Rows at a time.", least=1)
-    max_length: int | None = option(None, "Longest text, in tokens; as it was trained.", least=4)
+    batch_size: int = option(32, "Rows of a forward pass.", least=1)
+    max_length: int | None = option(
+        None, "Maximum length of a text in tokens; default: as in the model's training.", least=4
+    )
     precision: str = precision()
     device: str = device()
     trust_remote_code: bool = remote_code()
-    out: Path | None = option(None, "File for the result: .tsv, .csv, .json or .jsonl.")
-    overwrite: bool = option(False, "Replace the file in --out.")
+    out: Path | None = option(None, "Output file: .tsv, .csv, .json or .jsonl.")
+    overwrite: bool = option(False, "Replace an existing --out.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,10 +142,10 @@ class PredictSettings(ColumnOptions):
 
 @dataclass(kw_only=True)
 class EvaluateSettings(PredictSettings):
-    metric: str | None = option(None, "Score to compute as well.")
+    metric: str | None = option(None, "Metric to compute besides the task's own.")
     label_order: str | None = option(
         None,
-        "The data's labels in the order of the model's classes, where names don't tell.",
+        "Classes of the data in the order of the model's outputs; needed if the names differ.",
         metavar="NAME,NAME",
     )
 
@@ -139,10 +156,12 @@ class EvaluateSettings(PredictSettings):
 
 @dataclass(kw_only=True)
 class ExportSettings(Checked):
-    model: str = option(..., "Model: a student's directory, or a hub name.")
-    out: Path | None = option(None, "The ONNX file; model.onnx beside the model.")
-    task: str | None = option(None, "What the model answers, where it doesn't say.")
-    overwrite: bool = option(False, "Replace the file in --out.")
+    model: str = option(..., "Model: a directory, such as a student's, or a hub name.")
+    out: Path | None = option(
+        None, "Output file; model.onnx in the model's directory if not given."
+    )
+    task: str | None = option(None, "Kind of task, for a model that fastkd did not train.")
+    overwrite: bool = option(False, "Replace an existing --out.")
     trust_remote_code: bool = remote_code()
 
     def __post_init__(self) -> None:

@@ -19,31 +19,37 @@ class StudySettings(ColumnOptions):
     The column options apply to every data set of ``tasks``.
     """
 
-    spec: Path | None = option(None, "The study: a .toml or .yaml file.", flag="SPEC", saved=False)
-    out: Path = run_option(Path("runs/study"), "Directory of the runs and the report.")
+    spec: Path | None = option(None, "File of the study: .toml or .yaml.", flag="SPEC", saved=False)
+    out: Path = run_option(Path("runs/study"), "Output directory for the runs and the report.")
     runs: Path | None = run_option(
-        None, "Directory of runs and teachers that studies share (--out)."
+        None, "Directory of runs and teachers, which several studies may share; --out if not given."
     )
-    methods: str | None = comparison_option(None, "Methods, separated by commas.")
+    methods: str | None = comparison_option(None, "Methods to compare, separated by commas.")
     options: Mapping[str, Any] = comparison_option(
         {},
-        "Values of a method's option, one run each; repeatable.",
+        "Values of a method's hyper-parameter, one run for each; repeatable.",
         flag="--set",
         metavar="METHOD.NAME=VALUE,VALUE",
     )
     tasks: Mapping[str, Any] = comparison_option(
         {},
-        "A data set: NAME=TRAIN,EVAL (files; NAME may be their task), NAME=hub (GLUE), "
-        "NAME=docstrings, NAME=pairs (of docstrings); repeatable.",
+        "Data set: NAME=TRAIN,EVAL (files; NAME may be a task), NAME=hub (a GLUE task), "
+        "NAME=docstrings or NAME=pairs (of docstrings); repeatable.",
         metavar="NAME=FILES",
     )
-    seeds: int | None = comparison_option(None, "How many seeds.", least=1)
-    teacher: str | None = comparison_option(
-        None, "Teacher: a directory, a hub name, or packaged (the demo's)."
+    seeds: int | None = comparison_option(
+        None, "Number of seeds; default: those of the study's file, or 4.", least=1
     )
-    steps: int | None = training_option(None, "Training steps of every run.", least=1)
+    teacher: str | None = comparison_option(
+        None, "Teacher model: a directory, a hub name, or packaged (the demo's)."
+    )
+    steps: int | None = training_option(
+        None, "Training steps of each run; default: those of the study's file, or 80.", least=1
+    )
     seconds: float | None = training_option(
-        None, "Training time of every run, instead of steps.", above=0
+        None,
+        "Training time of each run in seconds, instead of --steps; default: none.",
+        above=0,
     )
     device: str = device()
-    jobs: int = run_option(1, "Processes that run at a time.", least=1)
+    jobs: int = run_option(1, "Number of runs at a time, each in its own process.", least=1)

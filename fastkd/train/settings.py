@@ -38,30 +38,40 @@ OF_ALL_STAGES = (
 
 def device() -> Any:
     return training_option(
-        "auto", "auto, cpu or cuda.", flag="--device", key="device", choices=("auto", "cpu", "cuda")
+        "auto",
+        "Device of the models: auto (cuda if there is one), cpu or cuda.",
+        flag="--device",
+        key="device",
+        choices=("auto", "cpu", "cuda"),
     )
 
 
 def seed() -> Any:
-    return training_option(0, "Seed of everything random.", least=0, most=2**32 - 1)
+    return training_option(0, "Seed of all random numbers.", least=0, most=2**32 - 1)
 
 
 def precision() -> Any:
-    return training_option("fp32", "fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16"))
+    return training_option(
+        "fp32", "Precision of the models: fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16")
+    )
 
 
 def remote_code() -> Any:
-    return option(False, "Run code that comes with a model on the hub.")
+    return option(False, "Allow code from a model's hub repository to run.")
 
 
 @dataclass(kw_only=True)
 class ColumnOptions(Checked):
     """Columns of text and label in a file or data set."""
 
-    text_column: str | None = data_option(None, "Column of the text.")
-    text_pair_column: str | None = data_option(None, "Column of the second text.")
-    label_column: str | None = data_option(None, "Column of the label (label).")
-    no_header: bool = data_option(False, "The files have no header; columns are 0, 1, 2, ...")
+    text_column: str | None = data_option(None, "Column of the text; the task's own if not given.")
+    text_pair_column: str | None = data_option(
+        None, "Column of the second text, for tasks on pairs; the task's own if not given."
+    )
+    label_column: str | None = data_option(None, 'Column of the label; "label" if not given.')
+    no_header: bool = data_option(
+        False, "Files have no header line; columns are 0, 1, 2 and so on."
+    )
 
     @property
     def columns(self) -> Columns:
@@ -76,44 +86,46 @@ class Source(ColumnOptions):
 
     task: str | None = data_option(
         None,
-        f"GLUE task: {', '.join(GLUE_TASKS)}; or what rows and head are: "
-        f"{', '.join(tasks.NAMES)}, or your own as package.module:Class.",
+        f"A GLUE task ({', '.join(GLUE_TASKS)}), or the kind of task: {tasks.KINDS}.",
     )
-    data: str | None = data_option(None, "Data set on the hub.")
-    data_config: str | None = data_option(None, "Configuration of --data.")
-    train_split: str = data_option("train", "Split to train on.")
-    eval_split: str | None = data_option(None, "Split to evaluate on (validation).")
+    data: str | None = data_option(None, "Data set on the Hugging Face hub, instead of files.")
+    data_config: str | None = data_option(None, "Configuration (subset) of the data set --data.")
+    train_split: str = data_option("train", "Split of the hub data set to train on.")
+    eval_split: str | None = data_option(
+        None, 'Split of the hub data set to evaluate on; "validation" if not given.'
+    )
     train: Path | None = data_option(
-        None, "Training rows: .tsv, .csv, .json, .jsonl, .parquet, also .gz."
+        None, "File of training rows: .tsv, .csv, .json, .jsonl or .parquet, also as .gz."
     )
     evals: Path | None = data_option(
-        None, "Rows to evaluate on; files as in --train.", flag="--eval"
+        None, "File of evaluation rows, which select the best student.", flag="--eval"
     )
     test: Path | None = data_option(
-        None, "Rows scored once, at the end, with the student that --eval chose."
+        None, "File of test rows: the selected student is scored on them once, at the end."
     )
     unlabelled: Path | None = data_option(
-        None, "Text without labels to distil on as well; .txt: one a line."
+        None, "File of further training rows without labels; a .txt file has one text a line."
     )
     labels: str = data_option(
         "auto",
-        "What labels are: auto, classes, or numbers (regression).",
+        "Meaning of the labels: classes, numbers (regression), or auto (by their values).",
         choices=("auto", "classes", "numbers"),
     )
     label_order: str | None = data_option(
         None,
-        "The data's classes in the order of the teacher's head, where names don't tell.",
+        "Classes of the data in the order of the teacher's outputs; needed if the names differ.",
         metavar="NAME,NAME",
     )
     metric: str | None = data_option(
         None,
-        "Score that picks the best: accuracy, mcc, f1, pearson, spearman, mse, or a task's own.",
+        "Metric that selects the best student: accuracy, mcc, f1, pearson, spearman, mse, or a "
+        "metric of the task; the task's first if not given.",
     )
     max_train_rows: int | None = data_option(
-        None, "Train on so many rows that have labels, drawn at random.", least=2
+        None, "Number of labelled rows to train on, drawn at random; default: all.", least=2
     )
     max_eval_rows: int | None = data_option(
-        None, "Evaluate on so many rows, drawn at random.", least=1
+        None, "Number of rows to evaluate on, drawn at random; default: all.", least=1
     )
     seed: int = seed()
 
@@ -159,66 +171,73 @@ class Source(ColumnOptions):
 class Pairing(Source):
     """Teacher, student and method."""
 
-    teacher: str = option(..., "Teacher: a directory or a hub name.")
+    teacher: str = option(..., "Teacher model: a directory or a hub name.")
     trust_remote_code: bool = remote_code()
-    tokenizer: str | None = model_option(None, "Tokenizer, if not the teacher's.")
+    tokenizer: str | None = model_option(
+        None,
+        "Tokenizer of both models, for a teacher folder without one; it must give the ids that the "
+        "teacher was trained on.",
+    )
     student: str | None = model_option(
-        None, "Student: a directory or a hub name, instead of teacher layers."
+        None, "Student model: a directory or a hub name; made of teacher layers if not given."
     )
     student_layers: int | None = model_option(
-        None, "How many teacher layers make the student; half of them if not given.", least=1
+        None, "Number of teacher layers that make the student; default: half of them.", least=1
     )
     teacher_layers: str = model_option(
         "uniform",
-        "Which teacher layers: uniform, top, bottom, numbers such as 2,4,6, or select: those that "
-        "differ most from the one before, which the method then compares as well.",
+        "Teacher layers that make the student: uniform, top, bottom, numbers such as 2,4,6, or "
+        "select, the layers that differ most from the layer before.",
     )
     student_config: Mapping[str, Any] = model_option(
         {},
-        "Sizes of the student, where they aren't the teacher's, such as hidden_size=256,"
-        "num_attention_heads=4.",
+        "Sizes of a narrower student, such as hidden_size=256,num_attention_heads=4; all other "
+        "sizes are the teacher's.",
         metavar="NAME=NUMBER,...",
         joined=True,
     )
     student_weights: str = model_option(
         "cut",
-        "Weights of the student: cut from the teacher's, or random.",
+        "Initial weights of the student: cut (from the teacher's) or random.",
         choices=("cut", "random"),
     )
     lora: Mapping[str, Any] = model_option(
         {},
-        "LoRA adapters on the student, which alone learn: r, alpha, dropout, and targets such as "
-        "q_proj+v_proj, all linear layers if not given.",
+        "Train LoRA adapters on the student instead of its weights: r, alpha, dropout, and targets "
+        "such as q_proj+v_proj (default: all linear layers).",
         metavar="r=16,alpha=32",
         joined=True,
     )
     unmatched: str = model_option(
         "renormalise",
-        "What becomes of the tokens that only one vocabulary has, if a student of --task causal-lm "
-        "or chat has its own tokenizer: soft targets are renormalised over the others; bucket: all "
-        "of them are one outcome; sorted: and their sorted probabilities are compared.",
+        "Student with another tokenizer: how soft targets treat tokens that only one model has; "
+        "renormalise leaves them out, bucket makes them one outcome, sorted also compares their "
+        "sorted probabilities.",
         choices=("renormalise", "bucket", "sorted"),
     )
     attention: str | None = model_option(
         None,
-        "Attention of both models: eager keeps the maps that a method of your own may compare, as "
-        "tinybert has it without asking.",
+        "Attention implementation of both models: eager (returns attention maps, for a method of "
+        "your own that compares them) or sdpa; transformers' choice if not given.",
         choices=("eager", "sdpa"),
     )
     method: str = option(
-        "mc3kd", f"One of {', '.join(NAMES)}, or your own as package.module:Class."
+        "mc3kd", f"Method: {', '.join(NAMES)}, or your own as package.module:Class."
     )
     preset: str = option(
         "default",
-        "Hyper-parameters to start from: default or paper.",
+        "Hyper-parameters of the method: fastkd's (default) or those of its paper (paper).",
         choices=("default", "paper"),
     )
     options: Mapping[str, Any] = option(
-        {}, "Hyper-parameter of the method; repeatable.", flag="--set", metavar="NAME=VALUE"
+        {},
+        "Value of one hyper-parameter of the method; repeatable.",
+        flag="--set",
+        metavar="NAME=VALUE",
     )
     max_length: int = training_option(
         MAX_LENGTH,
-        "Longest text, in tokens; less by default where a model reads less.",
+        "Maximum length of a text in tokens; the default is lowered to what both models can read.",
         least=4,
     )
     precision: str = precision()
@@ -251,24 +270,25 @@ class TrainingOptions(Checked):
     """
 
     num_train_epochs: float = training_option(
-        3.0, "Epochs of distillation.", flag="--epochs", key="epochs", above=0
+        3.0, "Number of passes over the training rows.", flag="--epochs", key="epochs", above=0
     )
-    batch_size: int = training_option(32, "Rows in a step of a process.", least=1)
+    batch_size: int = training_option(32, "Rows of a training step, for each process.", least=1)
     accumulate: int = training_option(
         1,
-        "Micro-batches in which a process reads its rows of a step, for less memory; the loss is "
-        "that of the whole step, also where it compares samples.",
+        "Split each batch into N parts to save memory; same gradient, slower.",
         least=1,
     )
-    learning_rate: float = training_option(5e-5, "Peak learning rate.", above=0)
+    learning_rate: float = training_option(5e-5, "Peak learning rate of AdamW.", above=0)
     weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
     warmup: float = training_option(
-        0.1, "Share of the steps that warms up, 0 to 1.", least=0, most=1
+        0.1,
+        "Share of the steps, 0 to 1, in which the learning rate rises to its peak.",
+        least=0,
+        most=1,
     )
     labelled_share: float = training_option(
         LABELLED_SHARE,
-        "Least share of labelled rows in a batch, 0 to 1: where fewer have labels, they are drawn "
-        "again.",
+        "With few labels: repeat labelled rows until they are this share of each batch; 0: never.",
         least=0,
         most=1,
     )
@@ -282,60 +302,66 @@ class DistillOptions(TrainingOptions, Pairing):
     """Options of `fastkd distill`: data, teacher and student, method, training, and the run."""
 
     teacher: str | None = option(  # type: ignore[assignment]
-        None, "Teacher: a directory or a hub name."
+        None, "Teacher model: a directory or a hub name."
     )
     teacher_cache: Path | None = model_option(
-        None, "What `fastkd cache` wrote, instead of a teacher.", metavar="DIR"
+        None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"
     )
-    out: Path = run_option(Path("runs/distill"), "Directory for the student and its report.")
+    out: Path = run_option(Path("runs/distill"), "Output directory for the student and its report.")
     finetune_teacher: float = model_option(
-        0.0, "Fine-tune the teacher on the task first.", metavar="EPOCHS", least=0
+        0.0,
+        "Number of epochs to fine-tune the teacher on the task first.",
+        metavar="EPOCHS",
+        least=0,
     )
     teacher_learning_rate: float = model_option(
-        5e-5, "Learning rate of --finetune-teacher.", above=0
+        5e-5, "Peak learning rate of --finetune-teacher.", above=0
     )
     pack: bool = training_option(
-        False, "Several conversations in a row of --max-length, none of which sees another."
+        False, "Pack several conversations into each row of --max-length tokens; chat only."
     )
     on_policy: float = training_option(
         0.0,
-        "Share of the steps, 0 to 1, in which the student writes the answers and the teacher says "
-        "what it thinks of them.",
+        "Share of steps on answers generated by the student (GKD); chat only.",
         metavar="SHARE",
         least=0,
         most=1,
     )
-    gather: bool = training_option(False, "Losses that compare samples see those of all processes.")
+    gather: bool = training_option(
+        False, "Gather the samples of all processes in losses that compare samples."
+    )
     #: Not accelerate's ``fsdp``; see `fastkd.train.sharding`.
     shard: bool = training_option(
         False,
-        "Spread teacher and student over the processes (FSDP2): none holds a whole model.",
+        "Shard teacher and student over the processes (FSDP2).",
         flag="--fsdp",
         saved=False,
     )
     trainer_args: Path | None = training_option(
         None,
-        "YAML file of further arguments of transformers.TrainingArguments.",
+        "YAML file with further fields of transformers.TrainingArguments.",
         metavar="FILE",
         saved=False,
     )
     checkpoint_every: int | None = run_option(
-        None, "Checkpoints within an epoch, too.", metavar="STEPS", least=1
+        None,
+        "Number of steps between checkpoints; default: only at the end of each epoch.",
+        metavar="STEPS",
+        least=1,
     )
     report_to: str | None = run_option(  # a list once they are checked
-        None, "Trackers that get the losses, such as tensorboard; separated by commas."
+        None, "Trackers to report losses to, such as tensorboard, separated by commas."
     )
-    log_json: Path | None = run_option(
-        None, "File that gets the progress as lines of JSON, for other programs."
-    )
+    log_json: Path | None = run_option(None, "File to write the progress to, as lines of JSON.")
     stages: Path | None = run_option(
         None,
-        "TOML file with a table of options for each of several runs, in which each student goes on "
-        "with what it learned in the one before.",
+        "TOML file with the options of several runs; each trains the student of the run before.",
         metavar="FILE",
     )
-    resume: bool = run_option(False, "Continue an interrupted run; give the same options.")
-    overwrite: bool = run_option(False, "Replace the student in --out once a new one is complete.")
+    resume: bool = run_option(False, "Continue an interrupted run, with the same options.")
+    overwrite: bool = run_option(
+        False, "Replace an existing student in --out when the new one is complete."
+    )
 
     def __post_init__(self) -> None:
         if self.resume and self.overwrite:

@@ -1,9 +1,22 @@
-"""docs/distill.md has every option of every command, as the code has it."""
+"""docs/distill.md has every option of every command, as the code has it, each in a sentence."""
+
+import re
+from typing import get_type_hints
 
 import pytest
 
 pytest.importorskip("typer")
+from fastkd.cli.main import COMMANDS, imported
+from fastkd.train.options import defaults_of, options_of
 from tools import command_options
+
+# Words that name neither what an option sets nor its unit.
+VAGUE = re.compile(r"so many|don't tell|doesn't say|what becomes|it thinks|\beverything\b|^Which\b")
+OPTIONS = [
+    pytest.param(imported(command.options), name, id=f"{title} {meta.flag}")
+    for title, command in COMMANDS.items()
+    for name, meta in options_of(imported(command.options)).items()
+]
 
 
 def test_the_tables_are_current():
@@ -13,6 +26,17 @@ def test_the_tables_are_current():
 
 def test_a_row_has_placeholder_default_and_help():
     rows = command_options.rows("distill")
-    assert rows["num_train_epochs"] == "| `--epochs NUMBER` | `3.0` | Epochs of distillation. |"
+    assert rows["weight_decay"] == "| `--weight-decay NUMBER` | `0.01` | Weight decay of AdamW. |"
     assert rows["resume"].startswith("| `--resume` |  | Continue")
     assert command_options.rows("cache")["teacher"].startswith("| `--teacher TEXT` | required |")
+
+
+@pytest.mark.parametrize(("settings", "name"), OPTIONS)
+def test_help_is_one_sentence_with_a_default(settings, name):
+    """Typer prints a default that is a value; the sentence names what a number left out means."""
+    text = options_of(settings)[name].help
+    assert re.fullmatch(r"[A-Z].*[^.]\.", text) and not re.search(r"[.?!] +[A-Z]", text), text
+    assert len(text) <= 330 and not VAGUE.search(text), text
+    default, kind = defaults_of(settings)[name], get_type_hints(settings)[name]
+    if default is None and kind in (int | None, float | None):
+        assert "default: " in text, text

@@ -28,6 +28,11 @@ NAMES = tuple(
 )
 # Task without --task, unless the file or the model belongs to one task only.
 DEFAULT_TASK = "classification"
+# For the help of --task.
+KINDS = (
+    f"{DEFAULT_TASK} (default), {', '.join(name for name in NAMES if name != DEFAULT_TASK)}, or "
+    "your own as package.module:Class"
+)
 
 
 def check(name: str | None) -> None:
