@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo check core test tests covering test-all test-compiled test-torch test-machines fuzz sanitize lint
+.PHONY: demo check core test tests compiled test-all test-compiled test-torch test-machines fuzz sanitize lint
 .PHONY: style types
 .PHONY: bench bench-compare docs hub release-check gpu-check clean
 
@@ -37,7 +37,7 @@ core: $(VENV)/installed
 
 # All at once: each leaves cores idle while it starts and ends, or waits for other processes.
 test: style
-	$(MAKE) --jobs 3 --keep-going types tests covering
+	$(MAKE) --jobs 3 --keep-going types tests compiled
 
 # One process more than cores, since tests wait for the commands that they start; each process has
 # one thread. Python may keep what it compiles.
@@ -45,11 +45,6 @@ test: style
 tests: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
-
-# Of the tests on compiled code one set of parameters each, by half as many processes as cores.
-covering: $(VENV)/installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m tools.covering $(COMPILED) \
-	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2))
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \
@@ -59,16 +54,22 @@ test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)
 
-# Beside the tests every form of the kernels, for three architectures, where that is not proven yet.
+# Of those tests a few of each kernel, with one set of parameters each, by half as many processes as
+# cores; and the tests of tools/ptx, which run here only.
+CHOSEN := matches_reference or masks or block_edges or cold or labels_in or weights_match or same_bits \
+  or top_k_of_hidden or six_layers or rows_of_many or ptx
+compiled: $(VENV)/installed
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
+	  -p tools.spread -k "($(CHOSEN)) and not (compil or graph or sizes)" --dist worksteal \
+	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
+
+# Beside the tests every form of the kernels, for three architectures.
 test-all: test
 	$(MAKE) test-compiled ARGS="--capability 80"
 	$(MAKE) test-compiled ARGS="--capability 90"
 	$(BIN)/python -W ignore -m tools.ptx.forms --capability 80
 	$(BIN)/python -W ignore -m tools.ptx.forms --capability 90
-	$(BIN)/python -m tools.compile_report --prove
-	$(BIN)/python -m tools.widths --prove
-	$(BIN)/python -m tools.cuda_source --prove
-	$(BIN)/python -m tools.amd --prove
+	$(BIN)/python -m tools.compile_report --every
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed
@@ -84,8 +85,7 @@ fuzz: $(VENV)/installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # The extension's CPU code under AddressSanitizer, UBSan and ThreadSanitizer, for longer than in test,
-# which skips the states that csrc/sanitized.json has from here, and its operators, called from
-# Python, under the first two.
+# and its operators, called from Python, under the first two.
 sanitize: $(VENV)/installed
 	SANITIZE_ROUNDS=50 $(BIN)/python -m pytest -q \
 	  tests/test_row_kernels.py tests/test_extension.py -k "sanitizers or races"

@@ -1,12 +1,11 @@
 """How products are rounded: before a sum uses them, and in matrix products of float32."""
 
-import torch
 import triton
 import triton.language as tl
 
 # ``input_precision`` of float32 matrix products: on NVIDIA's tensor cores three tf32 products, with
-# errors near 2^-22. AMD's GPUs multiply float32 matrices, and Triton has no tf32x3 for them.
-PRECISE = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
+# errors near 2^-22.
+PRECISE = tl.constexpr("tf32x3")
 NOTHING = tl.constexpr(0.0)
 
 

@@ -215,8 +215,7 @@ def test_values_and_gradients_equal_the_pytorch_path(root, monkeypatch):
 
 @pytest.mark.slow
 def test_cuda_source_compiles_without_spills():
-    """Compiling is slow, unless kernels/proven.json has this source and compiler."""
     nvcc = recipe.find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed, so csrc/linalg/roots.cu was not compiled")
-    assert cuda_source.is_proven(nvcc) or not cuda_source.problems(nvcc)
+    assert not cuda_source.problems(nvcc)

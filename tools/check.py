@@ -27,7 +27,7 @@ PROCESSES = "ddp or process or sharded or parallel or split_steps"
 def main() -> None:
     processes = str(len(os.sched_getaffinity(0)))
     command = [sys.executable, "-m", "pytest", "-n", processes, "--dist", "worksteal"]
-    command += ["-p", "tools.versions.spread", "-m", "not slow"]
+    command += ["-p", "tools.spread", "-m", "not slow"]
     command += ["-k", f"not ({SLOW} or {COMPILES} or {PROCESSES})"]
     command += [f"--ignore={path}" for path in (*LEFT_OUT, *TRAINS) if path not in WHOLE]
     command += [f"--whole={path}" for path in WHOLE]

@@ -1,24 +1,18 @@
-"""Compile every Triton kernel ahead of time, without a GPU, and say what it takes.
+"""Compile every Triton kernel ahead of time, without a GPU, and report the resources it uses.
 
 ``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
-``kernels/``, all by default. What is compiled are the forms that `tools.calls` start,
-recorded on a GPU that is not there (tools/dry_cuda.py): with ``--every`` each of them, else enough
-that any two choices (types, flags, blocks, alignment) that meet in one of a kernel's forms meet in
-a compiled one. The exit status is 1 where a form spills registers, wants more shared memory than
-the architecture has, or has matrix products and doesn't use the tensor cores; with ``--json`` the
-rows alone say so. What is known of a form is kept in ``build/compiled`` until its source changes.
-
-``--prove`` is ``--every`` for modules that kernels/proven.json does not know in this state, and
-notes there those that have no problem.
+``kernels/``, all by default. The forms are those that the calls of `tools.calls` start, recorded on
+a GPU that is not there (tools/dry_cuda.py): two of each kernel and architecture, or all with
+``--every``. The exit status is 1 where a form spills registers, needs more shared memory than the
+architecture has, or has matrix products and doesn't use the tensor cores; with ``--json`` only the
+rows report it. Rows are kept in ``build/compiled`` until the form's source changes.
 """
 
 import argparse
 import ast
 import functools
 import hashlib
-import heapq
 import importlib
-import itertools
 import json
 import os
 import re
@@ -26,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,9 +30,6 @@ from fastkd._core.atomic_files import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "build" / "compiled"
-PROVEN = ROOT / "kernels" / "proven.json"
-# There, beside the modules: what the tools of these names look at, and `tools.cuda_source`.
-WIDTHS, CUDA_SOURCE, AMD, COVERING = "widths", "roots.cu", "amd", "covering"
 # Compute capability → bytes of shared memory that one block can have.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_CORE_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
@@ -190,45 +181,6 @@ def _versions() -> str:
     return f"{sys.version} {torch.__version__} {triton.__version__}"
 
 
-def choices(form: Form) -> dict[str, str]:
-    """What distinguishes one form of a kernel from another."""
-    known = dict(form.known)
-    named = {
-        name: f"{kind} {known.get((place,), '')}" for place, (name, kind) in enumerate(form.types)
-    }
-    return named | {str(name): str(value) for name, value in (*form.values, *form.launch)}
-
-
-def covering(
-    forms: Iterable[Any], choices: Callable[[Any], Mapping[Any, Any]] = choices
-) -> list[Any]:
-    """Few forms of one kernel in which every pair of choices meets that meets in one of all."""
-    forms = list(forms)
-    pairs = [set(itertools.combinations(sorted(choices(form).items()), 2)) for form in forms]
-    missing = set().union(*pairs)
-    chosen = []
-    # How many missing pairs a form has, with the sign changed, or had when that was counted last.
-    heap = [(-len(found), i) for i, found in enumerate(pairs)]
-    heapq.heapify(heap)
-    while missing:
-        i = heap[0][1]
-        most = heapq.heapreplace(heap, (-len(pairs[i] & missing), i))
-        if most == heap[0]:  # counted now, and the first of those with most
-            chosen.append(forms[i])
-            missing -= pairs[i]
-    return chosen
-
-
-def state(module: str) -> str:
-    """Hash of a module's compiled code: its kernels' code, their forms, Triton's version."""
-    import triton
-
-    _ask_for_keys()
-    parts = {triton.__version__.rpartition(".")[0]}
-    parts |= {key(form) for form in variants(module)}
-    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
-
-
 def key(form: Form) -> str:
     """A form and its kernel's code, whatever the file is called."""
     return f"{form.kernel.cache_key} {form._replace(module='')}"
@@ -259,20 +211,6 @@ def strip(function: Any) -> None:
         del body[0]
     function.starting_line_number = 0
     function._unsafe_update_src(ast.unparse(tree))
-
-
-def unproven(names: Iterable[str]) -> dict[str, str]:
-    """Modules whose forms have not all been compiled in this state, and the state."""
-    proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-    return {name: now for name in names if proven.get(name) != (now := state(name))}
-
-
-def note_proven(states: dict[str, str]) -> None:
-    """Keep what is proven of the modules that there are."""
-    proven = json.loads(PROVEN.read_text()) if PROVEN.exists() else {}
-    known = (*modules(), WIDTHS, CUDA_SOURCE, AMD, COVERING)
-    kept = {name: now for name, now in (proven | states).items() if name in known}
-    write_file(PROVEN, json.dumps(kept, indent=1, sort_keys=True) + "\n")
 
 
 def compile_one(form: Form) -> dict[str, Any]:
@@ -358,7 +296,7 @@ def problems(row: dict[str, Any], capability: int, has_products: bool) -> list[s
 
 
 def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> list[Form]:
-    """The forms of these modules to compile for these architectures."""
+    """Forms of these modules for these architectures: two of each kernel, or every one."""
     found: list[Form] = []
     wanted = set(capabilities)
     for name in names:
@@ -367,7 +305,7 @@ def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> li
             if form.capability in wanted:
                 groups.setdefault((form.name, form.capability), []).append(form)
         for group in groups.values():
-            found += group if every else covering(group)
+            found += group if every else group[:: -(-len(group) // 2)]
     return found
 
 
@@ -395,8 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
-    parser.add_argument("--every", action="store_true", help="every form, not a covering set")
-    parser.add_argument("--prove", action="store_true", help="every form that is not proven")
+    parser.add_argument("--every", action="store_true", help="every form, not two of each kernel")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)
@@ -407,15 +344,6 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.modules or modules()
     if unknown := set(names) - set(modules()):
         parser.error(f"no kernels in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
-    if options.prove:
-        states = unproven(names)
-        rows = report(chosen(states, SHARED_MEMORY, every=True), options.workers)
-        wrong = [row for row in rows if row["problems"]]
-        failed = {row["module"].rpartition(".")[2] for row in wrong}
-        note_proven({name: now for name, now in states.items() if name not in failed})
-        print(table(wrong) if wrong else f"{len(rows)} forms compiled: all right")
-        return 1 if wrong else 0
-
     architectures = [int(text) for text in options.arch.split(",") if text]
     rows = report(chosen(names, architectures, options.every), options.workers)
     if options.json:

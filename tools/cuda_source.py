@@ -1,15 +1,12 @@
-"""``python -m tools.cuda_source --prove``: csrc/linalg/roots.cu compiles without register spills.
+"""``python -m tools.cuda_source``: csrc/linalg/roots.cu compiles without register spills.
 
 nvcc alone compiles it for every GPU, because torch's build helper hides CUDA where torch has none.
-Problems are printed. Without any, kernels/proven.json records the state of the source, and `make
-test` compiles only what is not recorded there.
+Problems are printed.
 """
 
 import hashlib
-import json
 import re
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 
 import setup as recipe
 from fastkd._core.atomic_files import write_file
-from tools.compile_report import CUDA_SOURCE, PROVEN, ROOT, note_proven
+from tools.compile_report import ROOT
 
 SOURCE = "csrc/linalg/roots.cu"
 # Of both types, of a warp and of a block.
@@ -68,19 +65,11 @@ def _sources(name: str) -> list[str]:
     return [text, *(part for other in included for part in _sources(other))]
 
 
-def is_proven(nvcc: str) -> bool:
-    known: dict[str, str] = json.loads(PROVEN.read_text())
-    return known.get(CUDA_SOURCE) == state(nvcc)
-
-
 def main() -> None:
     nvcc = recipe.find_nvcc()
     if nvcc is None:
         raise SystemExit("there is no nvcc, so csrc/linalg/roots.cu was not compiled")
-    wrong = problems(nvcc)
-    if not wrong and "--prove" in sys.argv:
-        note_proven({CUDA_SOURCE: state(nvcc)})
-    raise SystemExit(wrong)
+    raise SystemExit(problems(nvcc))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def main() -> None:
         # Threads beyond the cores wait for each other.
         processes = max((os.cpu_count() or 1) // int(SETTINGS[name]["OMP_NUM_THREADS"]), 1)
         command = [sys.executable, "-m", "pytest", "-n", str(processes), "--tb=short"]
-        command += ["-p", "tools.versions.spread", f"--most={options.most}"]
+        command += ["-p", "tools.spread", f"--most={options.most}"]
         command += ["-m", "not slow", "-k", f"not ({NOT})", *options.tests, *others]
         if subprocess.run(command, cwd=ROOT, env=os.environ | SETTINGS[name]).returncode:
             failed.append(name)

@@ -9,17 +9,8 @@ import re
 import torch
 
 from fastkd.kernels import cayley
-from tools import calls, widths
-from tools.compile_report import (
-    PROVEN,
-    WIDTHS,
-    chosen,
-    modules,
-    not_interpreted,
-    report,
-    unproven,
-    walked,
-)
+from tools import calls
+from tools.compile_report import chosen, modules, report, walked
 from tools.dry_cuda import Device
 
 
@@ -39,11 +30,8 @@ def ends_with_barriers() -> int:
 def main() -> None:
     for loss in calls.FILES:  # for tests/test_dry_cuda.py
         walked(loss)
-    known = json.loads(PROVEN.read_text()).get(WIDTHS) == widths.state()
     found = {
-        "forms": report(chosen(unproven(modules()), [90], every=False)),
-        # In a process of its own: computing keys strips the kernels here of lines it names.
-        "narrow": [] if known else json.loads(not_interpreted("tools.widths")),
+        "forms": report(chosen(modules(), [90], every=False)),
         "ends_with_barriers": ends_with_barriers(),
     }
     print(json.dumps(found))

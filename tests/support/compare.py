@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tools.compile_report import covering
 from tools.tolerance import TOLERANCE
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -45,11 +44,14 @@ def assert_accurate(
 
 def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few combinations of options that contain every pair of choices of two options."""
-    rows = covering(
-        itertools.product(*(range(len(choices)) for choices in options)),
-        lambda row: dict(enumerate(row)),
-    )
-    return [tuple(map(operator.getitem, options, row)) for row in rows]
+    rows = list(itertools.product(*(range(len(choices)) for choices in options)))
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        row = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[row]
+        chosen.append(tuple(map(operator.getitem, options, row)))
+    return chosen
 
 
 def value_and_grad(

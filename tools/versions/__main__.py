@@ -31,7 +31,7 @@ LEFT_OUT = {
     "tests/test_site.py": "reads the checkout, not the package",
     "tests/tools": "is about this",
     "tests/bench": "benchmarks are run in the development environment",
-    "tests/kernels/test_compile.py": "GPU code: compiled and proven with one Triton",
+    "tests/kernels/test_compile.py": "GPU code: compiled with one Triton",
     "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
     "tests/cli/test_kills.py": "about files, not versions",
     "tests/cli/test_abuse.py": "about options and files, not versions",
@@ -165,7 +165,7 @@ def main() -> None:
         shutil.rmtree(place / "fastkd")
         for version in options.version:
             python = environment(version, options.transformers, options.python, wheel)
-            others += ["-p", "tools.versions.spread", f"--most={options.most}"]
+            others += ["-p", "tools.spread", f"--most={options.most}"]
             line, status = run_core(python, place, [*options.tests, *others], options.jobs)
             outcome = versions(python) | {"parameters": options.most} | table.counts(line)
             print(outcome)
