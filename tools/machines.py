@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 # By name: variables of the environment, the number of threads among them.
-SETTINGS = {
+SETTINGS: dict[str, dict[str, str]] = {
     "aten-default": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
     "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"},
     "aten-avx512": {"ATEN_CPU_CAPABILITY": "avx512", "OMP_NUM_THREADS": "3"},
@@ -30,10 +30,17 @@ SETTINGS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "OMP_NUM_THREADS": "1",
     },
+    # Products as those of another BLAS library: AMD's processors, ARM's, an older MKL.
+    "other-products": {"OMP_NUM_THREADS": "1"},
 }
-LOSSES = "attention cca contrastive knn linalg numerics projection queue relation soft_targets"
-# Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.
-NOT = "triton or kernels or compile or graph or symbolic or inductor or twice or storage"
+PLUGINS = {"other-products": ["tools.other_products"]}
+LOSSES = (
+    "attention cca contrastive draft_options head_of heads hidden_states knn linalg matched_tokens "
+    "numerics projection promises queue relation soft_targets token_log_probs weights"
+)
+# Triton's interpreter is numpy, which none of this concerns; compiling takes minutes; products
+# in another order are copies.
+NOT = "triton or kernels or compile or graph or symbolic or inductor or twice or storage or memory"
 CORE = [f"tests/test_{name}.py" for name in LOSSES.split()]
 
 
@@ -68,7 +75,9 @@ def main() -> None:
         # Threads beyond the cores wait for each other.
         processes = max((os.cpu_count() or 1) // int(SETTINGS[name]["OMP_NUM_THREADS"]), 1)
         command = [sys.executable, "-m", "pytest", "-n", str(processes), "--tb=short"]
-        command += ["-p", "tools.spread", f"--most={options.most}"]
+        for plugin in ["tools.spread", *PLUGINS.get(name, [])]:
+            command += ["-p", plugin]
+        command += [f"--most={options.most}"]
         command += ["-m", "not slow", "-k", f"not ({NOT})", *options.tests, *others]
         if subprocess.run(command, cwd=ROOT, env=os.environ | SETTINGS[name]).returncode:
             failed.append(name)
