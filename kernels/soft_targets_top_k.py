@@ -41,6 +41,8 @@ from fastkd.kernels.soft_targets import (
 # Outcomes are stored in rows of a multiple of this size: one compiled form of the kernels on them.
 PADDING = 16
 
+EPSILON_32 = tl.constexpr(2.0**-23)
+
 
 def blocks(V: int, element_size: int, aligned: bool) -> dict[str, int]:
     """Block sizes and warps for a vocabulary of V, as in `soft_targets.blocks`.
@@ -72,6 +74,7 @@ def top_k_outcomes_kernel(
     stride_student,
     inverse,  # 1/τ
     slope,  # log2(e)/τ
+    EPSILON: tl.constexpr,  # of the stored log-probabilities
     BUCKET: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -98,6 +101,8 @@ def top_k_outcomes_kernel(
     top = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
     # float32's rounding error of the sum would be as large as a small tail.
     listed = tl.zeros([BLOCK_R, LANES], dtype=tl.float64)
+    entropy = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    used = tl.zeros([BLOCK_R, LANES], dtype=tl.int32)
     for start in range(0, K, LANES):
         inside = is_real[:, None] & (start + lane < K)
         at = listed_row + start + lane
@@ -107,7 +112,10 @@ def top_k_outcomes_kernel(
         z = tl.load(student_row[:, None] + id, mask=is_used, other=-float("inf"))
         top = tl.maximum(top, z.to(tl.float32))
         if BUCKET:
-            listed += tl.exp(log_p.to(tl.float64))
+            p = tl.exp(log_p.to(tl.float64))
+            listed += p
+            entropy -= tl.where(is_used, p.to(tl.float32) * log_p.to(tl.float32), 0.0)
+            used += is_used.to(tl.int32)
             bit = tl.full([BLOCK_R, LANES], 1, tl.int32) << (id & 31).to(tl.int32)
             tl.atomic_or(marks_row[:, None] + (id >> 5), bit, mask=is_used, sem="relaxed")
     top = tl.max(top, axis=1)
@@ -137,9 +145,13 @@ def top_k_outcomes_kernel(
         total_r = tl.sum(rounded(sum_r * shrink), axis=1)
     base = _base(tl.maximum(top, base_r))
     log_rest_s = (_base(base_r) - base) * inverse + tl.log(total_r)
-    rest_of_teacher = 1.0 - tl.sum(listed, axis=1)
-    rest_of_teacher = tl.where(K < V, rest_of_teacher, 0.0).to(tl.float32)
-    log_rest_t = tl.log(tl.maximum(rest_of_teacher, 0.0))
+    # As `fastkd.lm.row_losses.probability_of_rest`, whose docstring explains the least one.
+    least = 0.5 * (EPSILON_32 + EPSILON * tl.sum(entropy, axis=1))
+    rest_of_teacher = (1.0 - tl.sum(listed, axis=1)).to(tl.float32)
+    hidden = tl.where(total_r == 0.0, 0.0, least)
+    rest_of_teacher = tl.where(rest_of_teacher <= least, hidden, rest_of_teacher)
+    rest_of_teacher = tl.where(tl.sum(used, axis=1) < V, rest_of_teacher, 0.0)
+    log_rest_t = tl.log(rest_of_teacher)
     tl.store(rest_ptr + row * 2, _base(base_r), mask=exists)
     tl.store(rest_ptr + row * 2 + 1, total_r, mask=exists)
 
@@ -277,6 +289,7 @@ def top_k_forward(
             student.stride(0),
             1 / temperature,
             LOG2_E / temperature,
+            EPSILON=torch.finfo(log_probs.dtype).eps,
             BUCKET=tail == "bucket",
             HAS_MASK=mask is not None,
             **config,

@@ -162,7 +162,7 @@ def _from_top_k(
     Let g be the gradient with respect to the logits of these K + 1 outcomes, the student's log q.
     A token of probability p in outcome j gets g_j p/q_j, which is g_j for an outcome of one token.
     """
-    log_probs = log_probs.to(log_ps.dtype)
+    given, log_probs = log_probs, log_probs.to(log_ps.dtype)
     absent = log_probs == -torch.inf
     log_qs = log_ps.gather(-1, ids).masked_fill_(absent, -torch.inf)
     if soft.tail == "renormalise":
@@ -176,9 +176,9 @@ def _from_top_k(
     rest = log_ps.scatter_reduce(-1, ids, removed, "amin")
     log_tail = rest.logsumexp(-1, keepdim=True)
     log_qs = torch.cat([log_qs, log_tail], -1)
-    value, g = row_divergence(
-        soft.form, soft.coefficient, log_qs, _with_tail(log_probs, log_ps.shape[-1]), needs_grad
-    )
+    log_rest = probability_of_rest(given, log_ps.shape[-1], log_tail > -torch.inf).log()
+    log_qt = torch.cat([given.double(), log_rest], -1).log_softmax(-1).to(log_ps.dtype)
+    value, g = row_divergence(soft.form, soft.coefficient, log_qs, log_qt, needs_grad)
     if g is None:
         return value, None
     # A tail of probability 0 has no gradient to distribute.
@@ -187,17 +187,20 @@ def _from_top_k(
     return value, grad.scatter_add_(-1, ids, g[:, :-1].masked_fill(absent, 0))
 
 
-def _with_tail(log_probs: Tensor, V: int) -> Tensor:
-    """Teacher's log-probabilities (R, K + 1) of the k tokens and of all others together.
+def probability_of_rest(log_probs: Tensor, V: int, in_student: Tensor) -> Tensor:
+    """Probability (..., 1) of all but the k tokens of a vocabulary of V, in float64.
 
-    The tail is 1 minus the probability of the k tokens. In float32 the rounding error would be as
-    large as a small tail, and a tail of 0 makes reverse KL infinite.
+    1 minus the sum, which rounding makes 0 or negative for a confident teacher; reverse KL would be
+    infinite. So it is at least what rounding can hide: half an ε of float32's (float64's) sum, and
+    of each stored log-probability. ``in_student`` (..., 1): whether the student's rest isn't 0.
     """
-    exact = log_probs.double()
-    total = exact.logsumexp(-1, keepdim=True)
-    tail = (-torch.expm1(total)).log() if log_probs.shape[-1] < V else total.new_zeros(())
-    tail = torch.where((total < 0) & (log_probs.shape[-1] < V), tail, -torch.inf)
-    return torch.cat([exact, tail], -1).log_softmax(-1).to(log_probs.dtype)
+    log_p, used = log_probs.double(), log_probs != -torch.inf
+    eps = torch.finfo(log_probs.dtype).eps
+    entropy = torch.special.entr(log_p.exp()).sum(-1, keepdim=True)
+    least = (min(eps, torch.finfo(torch.float32).eps) + eps * entropy) / 2
+    rest = 1 - log_p.exp().sum(-1, keepdim=True)
+    rest = torch.where(rest > least, rest, least * in_student)
+    return rest.masked_fill(used.sum(-1, keepdim=True) == V, 0)
 
 
 def scaled_soft_rows(

@@ -48,7 +48,12 @@ from fastkd.lm.linear_soft_targets import (
     Positions,
 )
 from fastkd.lm.matched_tokens import matched_soft_targets
-from fastkd.lm.row_losses import CrossEntropyOptions, SoftTargetOptions, scaled_soft_rows
+from fastkd.lm.row_losses import (
+    CrossEntropyOptions,
+    SoftTargetOptions,
+    probability_of_rest,
+    scaled_soft_rows,
+)
 from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
@@ -159,15 +164,11 @@ def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tens
     q_s = log_ps.exp().gather(-1, ids).masked_fill(absent, 0)
     q_t = log_probs.exp()
     if top.tail == "bucket":
-        # In float64: float32's rounding error of the sum is as large as a small tail.
-        of_teacher = 1 - log_probs.double().exp().sum(-1, keepdim=True)
-        of_teacher = of_teacher.clamp(min=0).to(q_t.dtype)
-        if ids.shape[-1] == log_ps.shape[-1]:
-            of_teacher = torch.zeros_like(of_teacher)
-        q_t = torch.cat([q_t, of_teacher], -1)
         one_hot = torch.zeros_like(log_ps).scatter_add(-1, ids, (~absent).to(log_ps.dtype))
         of_student = log_ps.exp().masked_fill(one_hot > 0, 0).sum(-1, keepdim=True)
-        q_s = torch.cat([q_s, of_student], -1)
+        given = top.log_probs.where(real, -math.log(2 * top.ids.shape[-1]))
+        of_teacher = probability_of_rest(given, log_ps.shape[-1], of_student > 0)
+        q_s, q_t = torch.cat([q_s, of_student], -1), torch.cat([q_t, of_teacher.to(q_t.dtype)], -1)
     q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
     log_qs, log_qt = (
         torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t)

@@ -113,10 +113,11 @@ class TopK:
             pad shorter lists with it.
         tail: "bucket" makes all other tokens one outcome, for student and teacher: never negative,
             exact if K = V, and a lower bound of the whole divergence (of "adaptive_kl" and "mixed"
-            too if their weights are equal). Probabilities that sum to 1 or more leave that outcome
-            a probability of 0: then reverse KL is infinite. "renormalise" makes the k tokens a
-            distribution, for student and teacher: the student's probabilities of all other tokens
-            have no effect.
+            too if their weights are equal). Its probability is 1 minus the sum, but at least the
+            rounding error of the stored values: a confident teacher's tokens add up to 1. Where the
+            student excludes all other tokens, a rest that small is 0. "renormalise" makes the k
+            tokens a distribution, for student and teacher: the student's probabilities of all other
+            tokens have no effect.
 
     Raises:
         ValueError, TypeError: shapes that differ, ids that are not integers, log-probabilities

@@ -63,6 +63,12 @@ class TrainingCallback(TrainerCallback):
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
         self.display.say(f"stopping after this step{again}")
 
+    @property
+    def remedy(self) -> str:
+        """What may help where a loss or an output isn't finite."""
+        in_half = self.run.training_config.precision != "fp32"
+        return "try a lower learning rate" + (" or --precision fp32" if in_half else "")
+
     def sync_signals(self) -> None:
         """Share a signal with all processes, so that they stop at the same step."""
         self.signum = processes.largest(self.received or 0) or None
@@ -79,7 +85,7 @@ class TrainingCallback(TrainerCallback):
         if not math.isfinite(losses["loss"]):
             raise TrainingFailed(
                 f"the loss became {losses['loss']} by step {state.global_step} "
-                f"({format_scores(losses)}); try a lower learning rate or --precision fp32"
+                f"({format_scores(losses)}); {self.remedy}"
             )
         self.track.advance(state.global_step, losses)
 
@@ -132,8 +138,7 @@ class TrainingCallback(TrainerCallback):
         main = entry["scores"][metric]
         if math.isnan(main):
             raise TrainingFailed(
-                f"the model's outputs are not finite after step {state.global_step}; "
-                "try a lower learning rate or --precision fp32"
+                f"the model's outputs are not finite after step {state.global_step}; {self.remedy}"
             )
         entry["best"] = all(sign * main > sign * old["scores"][metric] for old in past)
         if self.save_best is not None and entry["best"]:

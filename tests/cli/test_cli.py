@@ -999,6 +999,7 @@ def test_what_writers_of_models_raise_on_a_full_disk(tmp_path, error):
 def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
     error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
     assert "loss became nan" in error and "learning rate" in error
+    assert "--precision" not in error  # it is fp32 already
 
 
 def test_replacing_a_directory_is_all_or_nothing(tmp_path):

@@ -71,11 +71,14 @@ def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) 
 
 def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, temperature, divergence):
     """The divergence over the k tokens, optionally with a bucket of all other tokens."""
-    p_s, p_t = (student / temperature).softmax(-1), log_probs.exp()
+    p_s, p_t = (student / temperature).softmax(-1), log_probs.double().exp()
     of_words = p_s[torch.arange(len(ids))[:, None], ids]
     if tail == "bucket":
         rest = p_s.scatter(-1, ids, 0).sum(-1, keepdim=True)
-        of_teacher = (1 - p_t.sum(-1, keepdim=True)).clamp_min(0)
+        # Half a unit in the last place of the sum, and of each stored logarithm.
+        eps = torch.finfo(log_probs.dtype).eps
+        hidden = (min(eps, 2**-23) - eps * (p_t * p_t.log()).sum(-1, keepdim=True)) / 2
+        of_teacher = torch.maximum(1 - p_t.sum(-1, keepdim=True), hidden)
         if ids.shape[-1] == student.shape[-1]:
             of_teacher = 0 * of_teacher
         of_words, p_t = torch.cat([of_words, rest], -1), torch.cat([p_t, of_teacher], -1)
@@ -337,14 +340,13 @@ def random_top_k(draw: Draw) -> Case:
     K = draw.pick([1, 2, V])
     tail, temperature = draw.pick(["bucket", "renormalise"]), draw.pick([1.0, 2.5])
     divergence, mask = _any_divergence(draw), draw.mask(R)
-    divergence = Divergence("js", beta=0.3) if divergence == "reverse_kl" else divergence
     log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(K)
     given = log_probs.to(draw.dtype)
     weights = draw.normal(R) if draw.chance(0.5) else None
     reduction = draw.pick(["batchmean", "none"])
 
     def oracle(student_logits: Tensor) -> Tensor:
-        real = student_logits[mask], ids[mask], given[mask].double()
+        real = student_logits[mask], ids[mask], given[mask]
         of_real = of_top_k(*real, tail, temperature, divergence)
         rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
         rows = rows if weights is None else rows * weights

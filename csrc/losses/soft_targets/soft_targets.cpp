@@ -538,11 +538,13 @@ class TopKWork {
   // their blocks: one after the other they would wait for memory.
   double fill_rest(int64_t row, const int64_t* ids, W* x) {
     const int64_t n = of_.student.n;
-    double base = -kInfinity, listed = 0;
+    double base = -kInfinity, listed = 0, entropy = 0;
+    int64_t used = 0;
     std::fill(first_.begin(), first_.end(), -1);
     for (int64_t j = k_ - 1; j >= 0; --j) {
       if (is_unused(j)) continue;
-      listed += std::exp(teacher_[j]);
+      const double p = std::exp(teacher_[j]);
+      listed += p, entropy -= times(p, teacher_[j]), ++used;
       next_[j] = std::exchange(first_[ids[j] / kBlock], j);
     }
     for (int64_t start = 0; start < n; start += kBlock) {
@@ -571,9 +573,23 @@ class TopKWork {
     const double log_total = base + std::log(total);
     for (int64_t j = 0; j < k_; ++j) student_[j] -= log_total;
     student_[k_] = std::log(rest / up) + base - log_total;
-    const bool whole = k_ == n || listed >= 1;
-    teacher_[k_] = whole ? -kInfinity : std::log1p(-listed);
+    const double least = least_rest(entropy);
+    if (used == n || (1 - listed <= least && rest == 0)) {
+      teacher_[k_] = -kInfinity;
+    } else {
+      teacher_[k_] = 1 - listed <= least ? std::log(least) : std::log1p(-listed);
+    }
     return rest;
+  }
+
+  // See probability_of_rest in fastkd/lm/row_losses.py.
+  double least_rest(double entropy) const {
+    const Type type = of_.teacher.type;
+    const double epsilon = type == Type::kDouble  ? std::numeric_limits<double>::epsilon()
+                           : type == Type::kFloat ? 0x1p-23
+                           : type == Type::kHalf  ? 0x1p-10
+                                                  : 0x1p-7;
+    return (std::min(epsilon, 0x1p-23) + epsilon * entropy) / 2;
   }
 
   const SoftTargets& of_;
