@@ -105,7 +105,7 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     )
     make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings, finished_classes(settings))
-    tokenizer, teachers = load_tokenizers(settings, corpus.task)
+    tokenizer, teachers = load_tokenizers(settings, corpus, display)
     read = teachers or tokenizer
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
     nn.Module.to(teacher, training_config.device)

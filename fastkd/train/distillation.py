@@ -170,7 +170,7 @@ class Distillation:
             parts = teacher.digest, json.dumps(student, sort_keys=True)
             prints = {"teacher cache": fingerprint(part.encode() for part in parts)}
         else:
-            tokenizer, teachers = load_tokenizers(config, corpus.task)
+            tokenizer, teachers = load_tokenizers(config, corpus, self.display)
             fresh = bool(config.finetune_teacher)
             finetuned = fresh and _is_complete(self.out.teacher)
             name = str(self.out.teacher if finetuned else config.teacher)

@@ -30,6 +30,8 @@ from fastkd.train.hub import file_of, hub_answers, why_not
 from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
+from fastkd.train.progress import Display
+from fastkd.train.same_tokens import difference, other_token, same_tokens, sample
 from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
@@ -84,18 +86,43 @@ def load_tokenizer(settings: Pairing) -> Any:
     return tokenizer_of(option, name, settings.trust_remote_code)
 
 
-def load_tokenizers(settings: Pairing, task: Task) -> tuple[Any, Any]:
-    """The student's tokenizer, and the teacher's if it differs, else None."""
-    teachers, name = load_tokenizer(settings), settings.student
-    if name is None or settings.tokenizer is not None or not task.two_tokenizers:
-        return teachers, None
-    if all(file_of(name, file) is None for file in TOKENIZER_FILES):
-        return teachers, None
-    own = tokenizer_of("--student", name, settings.trust_remote_code)
-    ours, theirs = own.get_vocab().items(), teachers.get_vocab().items()
-    # Ids that both have are the same tokens: a head's further ids are left out.
-    same = ours == theirs or (task.two_tokenizers == "spans" and (ours <= theirs or ours >= theirs))
-    return (teachers, None) if same else (own, teachers)
+def load_tokenizers(settings: Pairing, corpus: Corpus, display: Display) -> tuple[Any, Any]:
+    """The student's tokenizer, and the teacher's if it differs, else None.
+
+    Tokenizers are compared on training rows. Where --tokenizer, or the teacher's tokenizer for the
+    student, reads a row otherwise than the model's own, a line shows both readings.
+
+    Raises:
+        InputError: an id of --tokenizer is another token of a model's own tokenizer.
+    """
+    read, rows = load_tokenizer(settings), sample(corpus)
+    task, remote = corpus.task, settings.trust_remote_code
+    whose = "the teacher's" if settings.tokenizer is None else f"--tokenizer {settings.tokenizer}"
+    for option, name in (("--teacher", settings.teacher), ("--student", settings.student)):
+        if name is None or (option == "--teacher" and settings.tokenizer is None):
+            continue
+        if all(file_of(name, file) is None for file in TOKENIZER_FILES):
+            continue
+        own = tokenizer_of(option, name, remote)
+        special = task.two_tokenizers != "spans"
+        if settings.tokenizer is not None:
+            other = other_token(read, own, rows[1])
+            if other is not None:
+                raise InputError(
+                    f"{whose}: its token {other[0]} is {other[1]!r}, and {other[2]!r} in the "
+                    f"tokenizer of {option} {name}; leave --tokenizer out"
+                )
+        elif task.two_tokenizers and not same_tokens(own, read, rows, special):
+            return own, read
+        found = difference(read, own, rows, special)
+        if found is None and len(read) > load(option, name, AutoConfig, remote).vocab_size:
+            read = own  # without the teacher's further tokens
+        if found is not None:
+            display.say(
+                f"warning: {whose} tokenizer reads row {found.row} as ... {' '.join(found.first)}, "
+                f"that of {option} {name} as ... {' '.join(found.second)}"
+            )
+    return read, None
 
 
 def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
@@ -109,8 +136,7 @@ def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool)
         word = min(others, key=own.__getitem__)
         raise InputError(
             f"{option} {name}: {word!r} is token {own[word]} of its tokenizer and {theirs[word]} "
-            "of the teacher's; both must read the same tokens, "
-            "except for --task causal-lm, chat and embedding"
+            "of the teacher's; both must read the same tokens"
         )
 
 
@@ -442,9 +468,11 @@ def _student_from_path(
         raise InputError(
             f"--student {name}: its tokenizer has {len(tokenizer)} tokens, its vocabulary {known}"
         )
-    if not own_tokens and known != teacher.vocab_size:
+    # Heads of language models are padded to unlike sizes.
+    unlike = task.two_tokenizers != "spans" or len(tokenizer) > known
+    if not own_tokens and known != teacher.vocab_size and unlike:
         raise InputError(f"--student {name}: {other_vocabulary(known, teacher.vocab_size)}")
-    if not own_tokens and settings.tokenizer is None:
+    if not own_tokens:
         check_same_tokens("--student", name, tokenizer, settings.trust_remote_code)
     theirs = task.names or []
     fitting = theirs and task.num_labels == config.num_labels

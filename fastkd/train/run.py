@@ -348,7 +348,7 @@ def assemble(
     configs = (student if teacher_answers is None else teacher_answers).config, student.config
     method = make_method(
         settings.method, settings.options, settings.preset, selected, headless(task),
-        task.method_options(*configs),
+        {**task.method_options(*configs), **_text_options(own, run)},
     )  # fmt: skip
     if method.by_class and not run.task.by_class:
         raise InputError(
@@ -366,7 +366,7 @@ def assemble(
             student,
             method,
             gather=gather,
-            tokenizers=run.match,
+            tokenizers=run.match or _one_tokenizer(run, student),
             unmatched=cast(Any, settings.unmatched if run.match else "renormalise"),
         )
     except (TypeError, ValueError) as error:
@@ -378,7 +378,7 @@ def assemble(
     if own and (
         inside or (run.match is None and wanted.layers and method.teacher_pool == "tokens")
     ):
-        others = "embeddings and lrkd compare texts"
+        others = "soft_targets, knn, lrkd and embeddings compare texts"
         if run.match is not None:
             others = "take a method that compares hidden states or soft targets"
         raise InputError(
@@ -391,6 +391,19 @@ def assemble(
             "out"
         )
     return distiller
+
+
+def _text_options(own: bool, run: Run) -> dict[str, Any]:
+    """Default options of methods where texts are compared, whose tokens two tokenizers made."""
+    return {"pool": "cls"} if own and run.match is None and not headless(run.task) else {}
+
+
+def _one_tokenizer(run: Run, student: PreTrainedModel) -> Any:
+    """The tokenizer of language models whose heads are padded to unlike sizes, else None."""
+    if run.task.two_tokenizers != "spans" or run.teacher_model is None or run.teacher_tokenizer:
+        return None
+    same = student.config.vocab_size == run.teacher.config.vocab_size
+    return None if same else run.tokenizer
 
 
 def save_model(

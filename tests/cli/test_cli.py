@@ -39,7 +39,7 @@ from fastkd.train import saving, training
 from fastkd.train.config import DistillConfig
 from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
-from fastkd.train.models import load_teacher, load_tokenizer
+from fastkd.train.models import check_same_tokens, load_teacher, load_tokenizer
 from fastkd.train.options import assignments, options_of
 from fastkd.train.saving import (
     MANIFEST,
@@ -330,8 +330,12 @@ def test_student_from_a_path(distill, tmp_path):
     other = make_teacher(tmp_path / "other", vocab_size=99)
     assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
     read_otherwise(small)
+    tokenizer = AutoTokenizer.from_pretrained(other)
     words = "--student .*: 'so' is token 5 of its tokenizer and 16 of the teacher's"
-    assert re.search(words, distill(student=small, expect=2, out=tmp_path / "z"))
+    with pytest.raises(InputError, match=words):
+        check_same_tokens("--student", str(small), tokenizer, False)
+    error = distill(student=small, method="fcd", expect=2, out=tmp_path / "z")
+    assert "compares tokens, and the student has others than the teacher" in error
 
 
 def test_a_decoder_without_padding_token(distill, teacher, tmp_path):

@@ -307,7 +307,8 @@ class Task:
         `fastkd.distill.align_spans`.
         """
         theirs = self.encode(batch, teachers, max_length)
-        inputs = {f"{TEACHER_PREFIX}{n}": x for n, x in theirs.items() if n != "number"}
+        left_out = ("number", "labels")
+        inputs = {f"{TEACHER_PREFIX}{n}": x for n, x in theirs.items() if n not in left_out}
         return {**self.encode(batch, tokenizer, max_length), **inputs}
 
     def collator(self, tokenizer: Any) -> Collate:

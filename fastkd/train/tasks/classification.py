@@ -49,6 +49,7 @@ class Classification(ClassTask):
     problem = "single_label_classification"
     no_label = UNLABELLED
     by_class = True
+    two_tokenizers = "texts"
 
     #: The class whose F1 is a metric, where there are two; None: the second.
     f1_class: str | None = None

@@ -46,6 +46,7 @@ class MultiLabel(ListedTask):
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
     list_separator = BETWEEN
     once = True
+    two_tokenizers = "texts"
     summary = "Labels: {labels}."
     usage = (
         "from transformers import pipeline\n\n"

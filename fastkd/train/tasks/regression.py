@@ -25,6 +25,7 @@ class Regression(Task):
     unlabelled = True
     no_label = math.nan
     by_class = True
+    two_tokenizers = "texts"
     summary = "It predicts a number."
 
     @property

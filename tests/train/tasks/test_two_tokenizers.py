@@ -1,13 +1,26 @@
-"""Decoders whose student has a tokenizer of its own: aligned rows, and every command."""
+"""Students with a tokenizer of their own: aligned rows, one or two tokenizers, every command."""
+
+import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
+from fastkd.distill import Distiller, SoftTargets
+from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
-from fastkd.train.tasks import named
-from tests.support.tiny import run, sentences
+from fastkd.train.tasks import Columns, named
+from fastkd.train.trainers import TwoTokenizerCollator
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, says, talks, write_jsonl
 from tests.train.tasks.test_chat import read as read_chats
@@ -167,3 +180,158 @@ def test_chats(folder, tmp_path):
         out=tmp_path / "run",
     )  # fmt: skip
     assert (tmp_path / "run/student/model.safetensors").exists()
+
+
+def byte_pairs(path, size, special=(), template=None, causal=True, head=0, seed=3):
+    """A random GPT-2 or RoBERTa classifier beside a byte-level BPE of ``size`` tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    made.decoder = decoders.ByteLevel()
+    marks = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=marks,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([text for text, _ in sentences(50, seed)], trainer)
+    if not causal:
+        ends = [("<s>", 0), ("</s>", 2)]
+        made.post_processor = processors.RobertaProcessing(ends[1], ends[0])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        unk_token="<unk>", mask_token="<mask>", model_max_length=64,
+    )  # fmt: skip
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.save_pretrained(path)
+    rows = head or len(tokenizer)
+    torch.manual_seed(1)
+    if causal:
+        shape = {"vocab_size": rows, "n_positions": 64, "n_embd": 8, "n_layer": 2, "n_head": 2}
+        config = GPT2Config(**shape, bos_token_id=0, eos_token_id=2)
+        GPT2LMHeadModel(config).save_pretrained(path)
+    else:
+        config = RobertaConfig(
+            vocab_size=rows, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=66, type_vocab_size=1,
+            initializer_range=0.2,
+        )  # fmt: skip
+        RobertaForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("texts")
+    write_text(path / "train.txt", 20)
+    write_text(path / "eval.txt", 8, seed=1)
+    return dict(train=path / "train.txt", eval=path / "eval.txt", device="cpu", max_length=16,
+                task="causal-lm", method="soft_targets", epochs=1)  # fmt: skip
+
+
+def test_nested_vocabularies_that_cut_texts_differently_are_two(texts, tmp_path):
+    """They counted as one: the student's was replaced, or it was refused in both directions."""
+    few, many = (byte_pairs(tmp_path / str(n), n) for n in (270, 290))
+    one, other = (AutoTokenizer.from_pretrained(path).get_vocab().items() for path in (few, many))
+    assert one < other
+    for i, (teacher, student) in enumerate([(few, many), (many, few)]):
+        out = tmp_path / f"run{i}"
+        said = run("distill", **texts, teacher=teacher, student=student, out=out)
+        assert "VocabularyMatch(" in said
+        own = AutoTokenizer.from_pretrained(out / "student").get_vocab()
+        assert own == AutoTokenizer.from_pretrained(student).get_vocab()
+
+
+@pytest.mark.parametrize("larger", ["teacher", "student"])
+def test_added_special_tokens_and_padded_heads_stay_one_vocabulary(texts, tmp_path, larger):
+    small = byte_pairs(tmp_path / "small", 270, head=270)
+    large = byte_pairs(tmp_path / "large", 270, special=["<image>"], head=280)
+    teacher, student = (large, small) if larger == "teacher" else (small, large)
+    said = run("distill", **texts, teacher=teacher, student=student, out=tmp_path / "run")
+    assert "VocabularyMatch(" not in said
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run/student")) == 270
+
+
+def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
+    """Any tokenizer whose ids fit was taken, and --student was not checked either."""
+    teacher, other = (byte_pairs(tmp_path / str(seed), 290, seed=seed) for seed in (3, 4))
+    wrong = tmp_path / "wrong"
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
+    shifted = names[:5] + names[6:] + names[5:6]
+    state["model"]["vocab"] = {name: i for i, name in enumerate(shifted)}
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.save_pretrained(wrong)
+    options = {**texts, "teacher": teacher, "out": tmp_path / "a"}
+    error = run("distill", **options, tokenizer=wrong, expect=2)
+    assert "in the tokenizer of --teacher" in error and "leave --tokenizer out" in error
+    byte_pairs(tmp_path / "student", 290)
+    for path in wrong.iterdir():
+        (tmp_path / "student" / path.name).write_bytes(path.read_bytes())
+    error = run("distill", **options, tokenizer=teacher, student=tmp_path / "student", expect=2)
+    assert "in the tokenizer of --student" in error
+    # The same tokens, cut otherwise: a line with both readings.
+    fewer = tmp_path / "fewer"
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["merges"] = state["model"]["merges"][:3]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.save_pretrained(fewer)
+    said = run("distill", **options, tokenizer=fewer)
+    assert "tokenizer reads row 1 as ... " in said and f"that of --teacher {teacher} as" in said
+
+
+@pytest.fixture(scope="module")
+def classifiers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("classifiers")
+    byte_pairs(path / "roberta", 290, causal=False)
+    make_teacher(path / "bert", layers=2, head=False)
+    write_tsv(path / "train.tsv", 16)
+    write_tsv(path / "eval.tsv", 12, 1)
+    return path
+
+
+def test_roberta_teaches_bert(classifiers, tmp_path):
+    files = [classifiers / name for name in ("roberta", "train.tsv", "eval.tsv")]
+    bert = {"student": classifiers / "bert", "finetune": False}
+    report = through(tmp_path, *files, **bert, method="soft_targets", task="classification")
+    # Teacher and student are scored on their own tokens.
+    own = tmp_path / "own.json"
+    run("evaluate", model=files[0], data=files[2], out=own, device="cpu", max_length=16)
+    assert json.loads(own.read_text())["accuracy"] == report["teacher"]["accuracy"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/student")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(classifiers / "bert").get_vocab()
+
+
+@pytest.mark.parametrize("method", ["knn", "lrkd", "labels", "mc3kd"])
+def test_methods_that_compare_texts(classifiers, tmp_path, method):
+    run("distill", teacher=classifiers / "roberta", student=classifiers / "bert", method=method,
+        train=classifiers / "train.tsv", eval=classifiers / "eval.tsv", epochs=1, device="cpu",
+        max_length=16, out=tmp_path / "run")  # fmt: skip
+
+
+def test_teacher_logits_are_those_of_its_own_tokens(classifiers):
+    """The soft targets of a batch, recomputed with each model's tokenizer."""
+    rows = read_file(classifiers / "train.tsv", Columns("sentence"), "--train")
+    task = named("classification")(("0", "1"))
+    rows = task.read_labels(rows).rows
+    names = ("roberta", "bert")
+    teachers, students = (AutoTokenizer.from_pretrained(classifiers / name) for name in names)
+    found = Encoder(students, 16, task, teachers)(rows)
+    batch = TwoTokenizerCollator(task, students, teachers)(found.__getitems__(range(4)))
+    teacher, student = (
+        AutoModelForSequenceClassification.from_pretrained(classifiers / name).eval()
+        for name in names
+    )
+    method = SoftTargets(temperature=2.0, alpha=0.5)
+    out = Distiller(teacher, student, method).eval()(**batch)
+    inputs = [
+        dict(t(rows.texts[:4], padding=True, return_tensors="pt")) for t in (teachers, students)
+    ]
+    with torch.no_grad():
+        theirs, ours = (m(**x).logits for m, x in zip((teacher, student), inputs, strict=True))
+        soft = torch.nn.functional.kl_div(
+            (ours / 2).log_softmax(-1), (theirs / 2).softmax(-1), reduction="batchmean"
+        ) * 4  # fmt: skip
+    torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-7)
