@@ -148,13 +148,44 @@ class Teacher:
         return dataclasses.replace(outputs, pooled=True)
 
 
-class CachedTeacher(Teacher):
-    """A teacher whose stored outputs are read; no model runs."""
+class OutputSource(nn.Module):
+    """Base class of what stands in for a teacher that doesn't run here, such as a live server.
 
-    def __init__(self, cache: TeacherCache) -> None:
-        self.module = cache
-        self.model: Any = copy.copy(cache.model)  # each Distiller sets its own vocabulary
+    Attributes:
+        model: properties of the teacher. Without a size of its own the student's is assumed.
+    """
+
+    model: Model
+
+    def serve(self, method: Method, device: torch.device) -> None:
+        """Raise unless every output that a built method reads is there."""
+        raise NotImplementedError
+
+    def outputs(self, batch: Batch, request: dict[str, Any], device: torch.device) -> Outputs:
+        """The teacher's outputs on a batch; ``request`` is that of `teacher_request`."""
+        raise NotImplementedError
+
+
+class SourceTeacher(Teacher):
+    """A teacher whose outputs are read; no model runs."""
+
+    def __init__(self, source: Any) -> None:
+        self.module = source
+        self.model: Any = copy.copy(source.model)  # each Distiller sets its own vocabulary
         self.live = []
+
+    def serve(self, method: Method, device: torch.device) -> None:
+        self.module.serve(method, device)
+
+    def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+        own = batch.teacher or batch
+        return self.compared(
+            self.module.outputs(own, teacher_request(method), batch.device), batch, method
+        )
+
+
+class CachedTeacher(SourceTeacher):
+    """A teacher whose stored outputs are read."""
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.to(device).serve(method)
@@ -174,12 +205,6 @@ class CachedTeacher(Teacher):
                 f"log-probabilities of {top['vocabulary']}; write another cache with this student"
             )
 
-    def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
-        own = batch.teacher or batch
-        return self.compared(
-            self.module.outputs(own, teacher_request(method), batch.device), batch, method
-        )
-
 
 class Teachers:
     """One teacher, or several with a method each."""
@@ -190,10 +215,7 @@ class Teachers:
             raise TypeError(
                 "method: several teachers need one method each; pass Several(first, second)"
             )
-        self.each = [
-            CachedTeacher(x) if isinstance(x, TeacherCache) else Teacher(x)
-            for x in (module if self.several else [module])
-        ]
+        self.each = [_teacher_of(x) for x in (module if self.several else [module])]
         self.live = [model for teacher in self.each for model in teacher.live]
         models = [teacher.model for teacher in self.each]
         methods: Any = method.each if self.several else [method]  # type: ignore[attr-defined]
@@ -210,6 +232,10 @@ class Teachers:
                 f"unmatched={unmatched!r} needs a VocabularyMatch as tokenizers; pass one, or "
                 "leave it out"
             )
+        for teacher in self.each:
+            if isinstance(teacher.module, OutputSource) and teacher.model.output_size is None:
+                teacher.model.output_size = student.output_size
+                teacher.module.model.output_size = student.output_size
         models: list[Model] = [student, *(teacher.model for teacher in self.each)]
         if isinstance(tokenizers, VocabularyMatch):
             for model in models[1:]:
@@ -272,6 +298,12 @@ class Teachers:
                 "before adapters are added"
             )
         return self.live[0]
+
+
+def _teacher_of(module: Any) -> Teacher:
+    if isinstance(module, TeacherCache):
+        return CachedTeacher(module)
+    return SourceTeacher(module) if isinstance(module, OutputSource) else Teacher(module)
 
 
 def batch_outputs(

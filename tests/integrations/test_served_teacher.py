@@ -1,0 +1,231 @@
+"""A teacher in a live server, against the same teacher in this process."""
+
+import copy
+import json
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
+from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+
+pytest.importorskip("httpx")
+pytest.importorskip("aiohttp")
+
+ROOT = Path(__file__).resolve().parents[2]
+V = 40
+
+
+class Server:
+    """The protocol server in a process of its own."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        command = [sys.executable, "-m", "tests.support.protocol_server", str(folder), str(port)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def plant(self, *faults) -> list[int]:
+        """Faults of the next requests; returns the lengths of the rows that were requested."""
+        data = json.dumps(faults).encode()
+        with urllib.request.urlopen(f"{self.address}/faults", data) as response:
+            return json.load(response)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=V, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def server(teacher, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    teacher.save_pretrained(folder)
+    served = Server(folder)
+    yield served
+    served.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_faults_left(server):
+    yield
+    server.plant()
+
+
+def batch(seed=0, rows=3):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(V, (rows, 9), generator=generator)
+    mask = (torch.arange(9) < torch.tensor([[9], [5], [7]])[:rows]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def served_by(server, protocol, **options):
+    given = {"top_k": V, "retries": 3, "timeout": 20.0, **options}
+    return ServedTeacher(server.address + ("/v1" if protocol == "vllm" else ""), "tiny", **given)
+
+
+def step(teacher, student, inputs, method=None):
+    distiller = Distiller(teacher, student, method or SoftTargets(temperature=1.0))
+    out = distiller(**inputs)
+    out.loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+    return out.loss.detach(), gradient
+
+
+def assert_same_step(served, teacher, inputs, method=None):
+    student = student_from_teacher(teacher, [1])
+    loss, gradient = step(served, copy.deepcopy(student), inputs, copy.deepcopy(method))
+    expected, oracle = step(teacher, student, inputs, copy.deepcopy(method))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+def test_whole_vocabulary_equals_the_teacher_in_this_process(server, teacher, protocol):
+    assert_same_step(served_by(server, protocol), teacher, batch())
+
+
+def test_head_inputs_of_a_server_give_whole_distributions_at_any_temperature(server, teacher):
+    head = teacher.lm_head.weight.detach()
+    served = served_by(server, "sglang", top_k=None, hidden_states=True, head=head)
+    assert_same_step(served, teacher, batch(), SoftTargets(temperature=2.0))
+
+
+def test_top_k_equals_a_cache_of_the_top_k(server, teacher, tmp_path):
+    inputs, student = batch(), student_from_teacher(teacher, [1])
+    method = SoftTargets(temperature=1.0)
+    written = Distiller(teacher, student, copy.deepcopy(method))
+    cache = written.cache_teacher([inputs], tmp_path / "cache", top_k=5)
+    expected, oracle = step(cache, copy.deepcopy(student), inputs)
+    loss, gradient = step(served_by(server, "vllm", top_k=5), student, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
+
+
+def test_packed_and_left_padded_rows(server, teacher):
+    ids = torch.randint(V, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
+    labels = ids.masked_fill(positions == 0, -100)
+    served = served_by(server, "sglang")
+    assert_same_step(
+        served, teacher, {"input_ids": ids, "position_ids": positions, "labels": labels}
+    )
+    padded = {name: x.flip(1) for name, x in batch().items()}
+    assert_same_step(served_by(server, "vllm"), teacher, padded)
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "reorder"])
+def test_passing_faults_change_nothing(server, teacher, fault, monkeypatch):
+    monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.01)
+    server.plant(fault, fault)
+    assert_same_step(served_by(server, "vllm"), teacher, batch())
+
+
+def test_slow_answers_time_out_and_are_requested_again(server, teacher, monkeypatch):
+    monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.01)
+    server.plant("delay")
+    assert_same_step(served_by(server, "vllm", timeout=0.5), teacher, batch())
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (404, "refuses a row of"),
+        ("nan", "log-probabilities of at most 0, got nan"),
+        ("twice", "must not have a token twice"),
+        ("truncate", "without truncation"),
+        ("token", "without added tokens"),
+        ("logits", "log-probabilities"),
+    ],
+)
+@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, sentence, protocol):
+    if (fault, protocol) == ("twice", "vllm"):
+        sentence = "request at least k"  # a JSON object keeps one of two equal keys
+    server.plant(*[fault] * 3)
+    distiller = Distiller(
+        served_by(server, protocol),
+        student_from_teacher(teacher, [1]),
+        SoftTargets(temperature=1.0),
+    )
+    with pytest.raises(ServerError, match=sentence):
+        distiller(**batch())
+
+
+def test_fewer_tokens_than_k(server, teacher):
+    served = served_by(server, "vllm", top_k=V)
+    served.top_k = V + 1
+    student = student_from_teacher(teacher, [1])
+    with pytest.raises(ServerError):
+        Distiller(served, student, SoftTargets(temperature=1.0))(**batch())
+
+
+def test_temperature_that_the_server_ignores(server, teacher):
+    served = served_by(server, "vllm", top_k=5, temperature=2.0)
+    distiller = Distiller(served, student_from_teacher(teacher, [1]), SoftTargets(temperature=2.0))
+    with pytest.raises(ServerError, match="ignore the temperature 2"):
+        distiller(**batch())
+
+
+def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.5)
+    teacher.save_pretrained(tmp_path)
+    first = Server(tmp_path)
+    served = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=60)
+    student = student_from_teacher(teacher, [1])
+    distiller = Distiller(served, copy.deepcopy(student), SoftTargets(temperature=1.0))
+    inputs = batch()
+    before = distiller(**inputs).loss
+    first.stop()
+    served.request(distiller.read(inputs))
+    second = Server(tmp_path, first.port)
+    try:
+        assert torch.equal(distiller(**inputs).loss, before)
+    finally:
+        second.stop()
+    gone = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=1)
+    with pytest.raises(ServerError, match=r"gave no answer in 2 tries .*resume"):
+        Distiller(gone, student, SoftTargets(temperature=1.0))(**inputs)
+
+
+def test_next_batches_are_in_flight_and_each_row_is_requested_once(server, teacher):
+    served = served_by(server, "vllm", prefetch=2)
+    distiller = Distiller(served, student_from_teacher(teacher, [1]), SoftTargets(temperature=1.0))
+    batches = [batch(seed) for seed in range(4)]
+    server.plant()
+    seen = []
+    for inputs in served.ahead(batches, distiller):
+        seen.append(len(served._pending))
+        distiller(**inputs)
+    assert seen == [9, 9, 6, 3]
+    assert sorted(server.plant()) == sorted(4 * [9, 5, 7])
+    assert served.rows == 12 and "rows/s" in served.throughput()
+
+
+def test_refusals(server, teacher):
+    with pytest.raises(ValueError, match="pass one of the two"):
+        ServedTeacher(server.address, "tiny")
+    with pytest.raises(ValueError, match="need head"):
+        ServedTeacher(server.address, "tiny", hidden_states=True)
+    student = student_from_teacher(teacher, [1])
+    with pytest.raises(ValueError, match="the method compares layers"):
+        Distiller(served_by(server, "vllm"), student, FCD())
+    with pytest.raises(ValueError, match="one temperature"):
+        Distiller(served_by(server, "vllm"), student, SoftTargets(temperature=3.0))

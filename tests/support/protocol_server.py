@@ -1,0 +1,127 @@
+"""A server with a tiny decoder that speaks vLLM's and SGLang's protocols, with planted faults.
+
+`python -m tests.support.protocol_server FOLDER` serves the model of a folder, prints its port, and
+ends with its standard input. `POST /faults` with a list of faults makes each of the next requests
+fail in that way: a status, or one of "delay", "cut", "reorder", "twice", "nan", "truncate",
+"token", "logits".
+"""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM
+
+FAULTS: list[Any] = []
+SEEN: list[int] = []  # tokens of each request
+
+
+class Served:
+    """The model, its predictions as JSON."""
+
+    def __init__(self, folder: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def run(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (T, V) and the head's inputs (T, D)."""
+        ids = torch.tensor([tokens])
+        states = self.model.base_model(input_ids=ids).last_hidden_state
+        return self.model.lm_head(states)[0], states[0]
+
+    def entries(self, tokens: list[int], k: int, fault: Any) -> list[list[tuple[float, int]]]:
+        """(log-probability, id) of the k most probable tokens at positions 1 to T − 1."""
+        logits, _ = self.run(tokens)
+        values = logits if fault == "logits" else logits.log_softmax(-1)
+        top = values[:-1].topk(k, -1)
+        rows = [
+            list(zip(v, i, strict=True))
+            for v, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        ]
+        for row in rows:
+            if fault == "reorder":
+                row.reverse()
+            if fault == "twice":
+                row[-1] = row[0]
+            if fault == "nan":
+                row[0] = float("nan"), row[0][1]
+        return rows
+
+
+async def answer(request: web.Request, made: Any) -> web.StreamResponse:
+    """``made(body, fault)`` as JSON, unless a fault is planted."""
+    body = await request.json()
+    tokens = body.get("prompt") or body["input_ids"]
+    SEEN.append(len(tokens))
+    fault = FAULTS.pop(0) if FAULTS else None
+    if isinstance(fault, int):
+        return web.Response(status=fault, text=f"planted {fault}", headers={"Retry-After": "0"})
+    if fault == "delay":
+        await asyncio.sleep(1.0)
+    if fault == "token":
+        tokens[1] = (tokens[1] + 1) % 8
+    if fault == "truncate":
+        del tokens[-1]
+    text = json.dumps(made(body, tokens, fault))
+    if fault != "cut":
+        return web.Response(text=text, content_type="application/json")
+    response = web.StreamResponse(headers={"Content-Length": str(len(text))})
+    await response.prepare(request)
+    await response.write(text[: len(text) // 2].encode())
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+def application(served: Served) -> web.Application:
+    """Both protocols, the faults, and the requests that were seen."""
+
+    def completion(body: dict, tokens: list[int], fault: Any) -> dict:
+        rows = served.entries(tokens, body["prompt_logprobs"], fault)
+        mapped = [{str(i): {"logprob": v} for v, i in row} for row in rows]
+        choice = {"prompt_logprobs": [None, *mapped], "prompt_token_ids": tokens}
+        return {"choices": [choice]}
+
+    def generate(body: dict, tokens: list[int], fault: Any) -> dict:
+        about: dict[str, Any] = {"input_token_logprobs": [[None, i, None] for i in tokens]}
+        if body.get("top_logprobs_num"):
+            rows = served.entries(tokens, body["top_logprobs_num"], fault)
+            about["input_top_logprobs"] = [None, *[[[v, i, None] for v, i in row] for row in rows]]
+        if body.get("return_hidden_states"):
+            about["hidden_states"] = [served.run(tokens)[1].tolist()]
+        return {"meta_info": about}
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        return await answer(request, completion)
+
+    async def generates(request: web.Request) -> web.StreamResponse:
+        return await answer(request, generate)
+
+    async def faults(request: web.Request) -> web.Response:
+        FAULTS[:] = await request.json()
+        seen, SEEN[:] = list(SEEN), []
+        return web.json_response(seen)
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", completions)
+    app.router.add_post("/generate", generates)
+    app.router.add_post("/faults", faults)
+    return app
+
+
+async def main() -> None:
+    """Serve on a free port until standard input ends."""
+    torch.set_num_threads(1)
+    runner = web.AppRunner(application(Served(sys.argv[1])))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    await site.start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
