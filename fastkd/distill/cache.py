@@ -454,12 +454,14 @@ def write_cache(
     tokenizer: Any,
     shard_bytes: int,
     top_k: int | None,
+    source: Any = None,
 ) -> TeacherCache:
-    """Implementation of `Distiller.cache_teacher`."""
+    """Implementation of `Distiller.cache_teacher`; ``source`` is an `OutputSource`."""
     check_positive_int("shard_bytes", shard_bytes)
     if top_k is not None:
         check_positive_int("top_k", top_k)
-    teacher.model.eval()
+    if source is None:
+        teacher.model.eval()
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     writer: _Writer | None = None
@@ -467,7 +469,9 @@ def write_cache(
     for batch in batches:
         keys, mask = sample_keys(batch, teacher)
         if writer is None:
-            writer = _Writer(teacher, method, folder, tokenizer, shard_bytes, batch, top_k)
+            made = _Writer if source is None else _SourceWriter
+            settings = (tokenizer, shard_bytes, batch, top_k)
+            writer = made(teacher, method, folder, *settings, source)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
@@ -491,8 +495,9 @@ class _Writer:
         shard_bytes: int,
         first: Batch,
         top_k: int | None,
+        source: Any = None,
     ) -> None:
-        self.teacher, self.method = teacher, method
+        self.teacher, self.method, self.source = teacher, method, source
         self.folder, self.shard_bytes = folder, shard_bytes
         self.wanted = teacher_request(method)
         if first.spans is not None:  # features of spans are made of the tokens'
@@ -508,13 +513,15 @@ class _Writer:
                     f"top_k: {type(method).__name__} compares all tokens of the teacher; leave it "
                     "out"
                 )
-            if head_inputs is None:
+            if head_inputs is None and outputs.top_k is None:
                 raise ValueError(
                     f"top_k: {type(method).__name__} reads no predictions of tokens from "
                     f"{teacher.class_name}'s head; leave it out"
                 )
             shared = teacher.vocabulary  # or the match of two vocabularies
-            n = shared if isinstance(shared, int) else len(head_inputs.head.weight)
+            n = shared if isinstance(shared, int) else teacher.output_size
+            if head_inputs is not None and not isinstance(shared, int):
+                n = len(head_inputs.head.weight)
             if top_k > n:
                 raise ValueError(f"top_k must be at most {n}, the vocabulary, got {top_k}")
             about_top = {"k": top_k, "temperature": _temperature(method), "vocabulary": n}
@@ -534,13 +541,9 @@ class _Writer:
             "head": about_head,
             "top_k": about_top,
             "spans": isinstance(outputs.logits, tuple),
-            "precision": _precision(teacher.model),
-            "configuration": _configuration(teacher.model),
-            "fingerprint": {
-                "teacher": _weights_digest(teacher.model),
-                "tokenizer": _tokenizer_digest(tokenizer),
-            },
+            **self._identity(),
         }
+        about["fingerprint"]["tokenizer"] = _tokenizer_digest(tokenizer)
         about["digest"] = _about_digest(about)
         self.about: dict[str, Any] = about
         if not (folder / ABOUT).is_file():
@@ -553,9 +556,18 @@ class _Writer:
         self.columns: dict[str, list[Tensor]] = {}
         self.size = 0
 
+    def _identity(self) -> dict[str, Any]:
+        """What else the teacher's outputs depend on."""
+        model = self.teacher.model
+        return {
+            "precision": _precision(model),
+            "configuration": _configuration(model),
+            "fingerprint": {"teacher": _weights_digest(model)},
+        }
+
     def _column_of(self, states: Tensor, outputs: Outputs) -> str:
         """Column of the head's inputs: that of the last hidden states if both tensors are equal."""
-        last = None if self.teacher.no_layers else self.teacher.num_layers
+        last = None if self.source or self.teacher.no_layers else self.teacher.num_layers
         if self.wanted["pool"] == "tokens" and last in outputs.hidden:
             hidden = outputs.hidden[last]
             if hidden.dtype == states.dtype and torch.equal(hidden, states.to(hidden.device)):
@@ -586,7 +598,9 @@ class _Writer:
             unpack = (lambda x: x) if batch.documents is None else batch.documents.unpack
             for name, x in found.items():
                 found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask)
-        if head_inputs is not None and top:
+        if outputs.top_k is not None:
+            found |= zip(TOP_K, (outputs.top_k.ids.int(), outputs.top_k.log_probs), strict=True)
+        elif head_inputs is not None and top:
             found |= zip(TOP_K, self._top_k(head_inputs, batch.token_mask), strict=True)
         elif head_inputs is not None:
             found[head["states"]] = head_inputs.states.to(batch.token_mask.device)
@@ -636,6 +650,21 @@ class _Writer:
         path = self.folder / f"shard-{_digest(data)}.safetensors"
         write_file(path, data, shared=True)
         self.columns, self.size = {}, 0
+
+
+class _SourceWriter(_Writer):
+    """Writer of outputs that are read from an `OutputSource`."""
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "precision": "that of the weights",
+            "configuration": self.source.configuration(),
+            "fingerprint": {"teacher": f"served: {self.teacher.class_name}"},
+        }
+
+    def _run(self, batch: Batch, read_head: bool) -> tuple[Outputs, HeadInputs | None]:
+        outputs = self.source.outputs(batch, self.wanted, batch.token_mask.device)
+        return dataclasses.replace(outputs, head_inputs=None), outputs.head_inputs
 
 
 def _tensors_of(head: Head) -> dict[str, Tensor]:

@@ -219,10 +219,13 @@ class Distiller(InGroup):
             ValueError: the folder was written by another teacher, tokenizer or method; the
                 message names the difference.
         """
+        model, source = self.teachers.to_cache()
+        if source is not None:
+            if top_k not in (None, source.top_k):
+                raise ValueError(f"top_k: the source has top_k={source.top_k}, not {top_k}")
+            batches, top_k = source.ahead(batches, self), source.top_k
         read = map(self.read, batches)
-        return write_cache(
-            self.teachers.to_cache(), self.method, read, path, tokenizer, shard_bytes, top_k
-        )
+        return write_cache(model, self.method, read, path, tokenizer, shard_bytes, top_k, source)
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """Keys of a batch's samples in a `TeacherCache`, for ``key in cache``."""

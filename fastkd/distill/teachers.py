@@ -165,6 +165,10 @@ class OutputSource(nn.Module):
         """The teacher's outputs on a batch; ``request`` is that of `teacher_request`."""
         raise NotImplementedError
 
+    def configuration(self) -> dict[str, Any]:
+        """Settings that change the outputs, by name; a cache of them stores these."""
+        raise NotImplementedError
+
 
 class SourceTeacher(Teacher):
     """A teacher whose outputs are read; no model runs."""
@@ -279,13 +283,16 @@ class Teachers:
             if teacher.live:
                 each.prepare(teacher.module, batches)
 
-    def to_cache(self) -> Backbone:
-        """The model whose outputs a cache stores; raise if there is not exactly one."""
+    def to_cache(self) -> tuple[Any, Any]:
+        """The model whose outputs a cache stores, and the source of its outputs if it doesn't run
+        here; raise if there is not exactly one."""
         if self.several:
             raise ValueError(
                 "teacher: several teachers are cached one by one; call Distiller(teacher, student, "
                 "method).cache_teacher(...) for each, then pass Distiller([cache, ...], ...)"
             )
+        if isinstance(self.each[0].module, OutputSource):
+            return self.each[0].model, self.each[0].module
         if not self.live:
             raise ValueError("teacher: it is a cache already; pass a model to write another")
         if isinstance(self.each[0].module, EMATeacher):
@@ -297,7 +304,7 @@ class Teachers:
                 "teacher: the teacher is the student's base; write its cache with another student, "
                 "before adapters are added"
             )
-        return self.live[0]
+        return self.live[0], None
 
 
 def _teacher_of(module: Any) -> Teacher:

@@ -241,6 +241,10 @@ class ServedTeacher(OutputSource):
             ),
         )
 
+    def configuration(self) -> dict[str, Any]:
+        """The model's name, the number of tokens of a position, and their temperature."""
+        return {"served": self.name, "top_k": self.top_k, "temperature": self.temperature}
+
     def throughput(self) -> str:
         """Rows a second since the first batch, and the share of time that the student waited."""
         seconds = time.perf_counter() - self._began if self._began else 0.0

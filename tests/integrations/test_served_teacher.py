@@ -119,6 +119,23 @@ def test_top_k_equals_a_cache_of_the_top_k(server, teacher, tmp_path):
     torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_cache_of_a_served_teacher(server, teacher, tmp_path, whole):
+    head = teacher.lm_head.weight.detach()
+    options = {"top_k": None, "hidden_states": True, "head": head} if whole else {"top_k": 5}
+    served = served_by(server, "sglang", **options)
+    inputs, student = batch(), student_from_teacher(teacher, [1])
+    distiller = Distiller(served, copy.deepcopy(student), SoftTargets(temperature=1.0))
+    cache = distiller.cache_teacher([inputs, batch(1)], tmp_path / "cache")
+    expected, oracle = step(served, copy.deepcopy(student), inputs)
+    loss, gradient = step(cache, student, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, oracle, rtol=1e-5, atol=1e-7)
+    server.plant()
+    distiller.cache_teacher([inputs], tmp_path / "cache")  # nothing is missing
+    assert len(cache) == 6
+
+
 def test_packed_and_left_padded_rows(server, teacher):
     ids = torch.randint(V, (1, 12))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]])
