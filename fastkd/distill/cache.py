@@ -519,9 +519,8 @@ class _Writer:
                     f"{teacher.class_name}'s head; leave it out"
                 )
             shared = teacher.vocabulary  # or the match of two vocabularies
-            n = shared if isinstance(shared, int) else teacher.output_size
-            if head_inputs is not None and not isinstance(shared, int):
-                n = len(head_inputs.head.weight)
+            whole = teacher.output_size if head_inputs is None else len(head_inputs.head.weight)
+            n: Any = shared if isinstance(shared, int) else whole
             if top_k > n:
                 raise ValueError(f"top_k must be at most {n}, the vocabulary, got {top_k}")
             about_top = {"k": top_k, "temperature": _temperature(method), "vocabulary": n}
