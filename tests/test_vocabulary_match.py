@@ -130,6 +130,43 @@ def test_special_tokens_match_by_role():
     assert pairs(bytes_bpe(), bytes_bpe())["<|turn|>"] == "<|turn|>"
 
 
+def chat_tokenizer(tokens, end_of_turn, **roles):
+    """A tokenizer of these special tokens, whose template ends turns with one of them."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.add_special_tokens(roles)
+    if end_of_turn:
+        tokenizer.chat_template = (
+            "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+            f"{end_of_turn}\n{{% endfor %}}"
+        )
+    return tokenizer
+
+
+def test_equal_names_come_before_roles():
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    student = chat_tokenizer(tokens, "<|im_end|>", eos_token="<|endoftext|>")
+    teacher = chat_tokenizer(tokens, "<|im_end|>", eos_token="<|im_end|>")
+    found = VocabularyMatch.of(student, teacher)
+    assert torch.equal(found.student_ids, torch.arange(3)) and not found.by_role
+    assert torch.equal(found.teacher_ids, found.student_ids)
+
+
+def test_ends_of_turns_come_before_roles():
+    student = chat_tokenizer(["<a>", "<im_end>", "<text>"], "<im_end>", eos_token="<text>")
+    teacher = chat_tokenizer(["<b>", "<eot>", "<pad>"], "<eot>", eos_token="<eot>")
+    found = pairs(student, teacher)
+    assert found == {"<im_end>": "<eot>"}
+    described = repr(VocabularyMatch.of(student, teacher))
+    assert described.endswith(", end of turn '<im_end>' as '<eot>')")
+    # Without a template, or with one that raises, the roles are left.
+    for template in (None, "{{ raise_exception('no') }}"):
+        teacher.chat_template = template
+        match = VocabularyMatch.of(student, teacher)
+        assert match.by_role == (("eos", "<text>", "<eot>"),)
+        assert dataclasses.replace(match, student_size=9).by_role == match.by_role
+
+
 def test_coverage_and_repr():
     student, teacher = word_pieces(), bytes_bpe()
     match = VocabularyMatch.of(student, teacher)

@@ -16,6 +16,7 @@ from fastkd.lm.targets import check_ids_below, check_integers
 # eos comes first: where one token has several roles, it is matched as the end of a text.
 ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")
 Side = Literal["student", "teacher"]
+ANSWER = "fastkdanswer"  # in a chat template, before its end of turn
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,6 +27,7 @@ class VocabularyMatch:
         student_ids: (n,) int64, the student's ids, none twice.
         teacher_ids: (n,) int64, the teacher's id for each of them, none twice.
         student_size, teacher_size: number of tokens in each vocabulary.
+        by_role: for the repr, the pairs whose texts differ, each as role and two tokens.
 
     Raises:
         ValueError, TypeError: ids that are not int64, of unequal length, out of range or repeated,
@@ -42,6 +44,7 @@ class VocabularyMatch:
     teacher_ids: Tensor
     student_size: int
     teacher_size: int
+    by_role: tuple[tuple[str, str, str], ...] = ()
     _columns: dict[torch.device, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -66,8 +69,9 @@ class VocabularyMatch:
         splits it from its word. "<0x0A>" is a byte. A text that has two tokens in a vocabulary is
         matched by the one that isn't a byte token, then by the lower id; the other one matches the
         token of the same spelling and convention. Case and accents count.
-        Special tokens match by role (eos, bos, pad, unk, mask, cls, sep), others of them by name,
-        and never match text.
+        Special tokens never match text. They match by name, then as the token that ends a turn in
+        both chat templates, then by role (eos, bos, pad, unk, mask, cls, sep); the repr lists the
+        pairs of the last two kinds.
 
         The sizes are the tokenizers'. A model whose head has more rows (padding) takes them by
         ``dataclasses.replace(match, student_size=rows)``.
@@ -81,23 +85,23 @@ class VocabularyMatch:
                     f"{name}_tokenizer must be a tokenizer of transformers, got "
                     f"{type(tokenizer).__name__}"
                 )
-        students, teachers = _texts(student_tokenizer), _texts(teacher_tokenizer)
-        pairs: dict[int, int] = {}
-        for role in ROLES:
-            student = getattr(student_tokenizer, f"{role}_token_id", None)
-            teacher = getattr(teacher_tokenizer, f"{role}_token_id", None)
-            if student is not None and teacher is not None:
-                _add(pairs, student, teacher)
-        taken = set(pairs.values())
-        for text, student in students.items():
-            if text in teachers and student not in pairs and teachers[text] not in taken:
-                pairs[student] = teachers[text]
+        tokenizers = student_tokenizer, teacher_tokenizer
+        students, teachers = map(_texts, tokenizers)
+        pairs = {students[text]: teachers[text] for text in students.keys() & teachers.keys()}
+        taken, by_role = set(pairs.values()), []
+        for role, (student, teacher) in _roles(*tokenizers).items():
+            if student not in pairs and teacher not in taken:
+                pairs[student] = teacher
+                taken.add(teacher)
+                names = map(_token, tokenizers, (student, teacher))
+                by_role.append((role, *names))
         ordered = sorted(pairs.items())
         return cls(
             torch.tensor([student for student, _ in ordered], dtype=torch.int64),
             torch.tensor([teacher for _, teacher in ordered], dtype=torch.int64),
             _size(student_tokenizer),
             _size(teacher_tokenizer),
+            tuple(by_role),
         )
 
     def coverage(self, ids: Tensor | Sequence[int], side: Side = "student") -> float:
@@ -154,11 +158,12 @@ class VocabularyMatch:
 
     def __repr__(self) -> str:
         n = len(self.student_ids)
-        return (
-            f"VocabularyMatch({n} of {self.student_size} student tokens "
-            f"({n / self.student_size:.1%}), {n} of {self.teacher_size} teacher tokens "
-            f"({n / self.teacher_size:.1%}))"
-        ).replace("%", " %")
+        of_sides = (
+            f"{n} of {size} {side} tokens ({n / size:.1%})".replace("%", " %")
+            for side, size in (("student", self.student_size), ("teacher", self.teacher_size))
+        )
+        roles = (f"{role} {student!r} as {teacher!r}" for role, student, teacher in self.by_role)
+        return f"VocabularyMatch({', '.join((*of_sides, *roles))})"
 
 
 def _without(size: int, ids: Tensor) -> Tensor:
@@ -182,9 +187,42 @@ def _check_ids(name: str, ids: Tensor, size: int) -> None:
         raise ValueError(f"{name} must not repeat an id, got {int(values[counts > 1][0])} twice")
 
 
-def _add(pairs: dict[int, int], student: int, teacher: int) -> None:
-    if student not in pairs and teacher not in pairs.values():
-        pairs[student] = teacher
+def _roles(student_tokenizer: Any, teacher_tokenizer: Any) -> dict[str, tuple[int, int]]:
+    """Ids of the special tokens that have one role in both tokenizers, by role."""
+    found: dict[str, tuple[int, int]] = {}
+    ends = _end_of_turn(student_tokenizer), _end_of_turn(teacher_tokenizer)
+    if ends[0] is not None and ends[1] is not None:
+        found["end of turn"] = ends[0], ends[1]
+    for role in ROLES:
+        student = getattr(student_tokenizer, f"{role}_token_id", None)
+        teacher = getattr(teacher_tokenizer, f"{role}_token_id", None)
+        if student is not None and teacher is not None:
+            found[role] = student, teacher
+    return found
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """Id of the first special token that the chat template writes after an answer."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template raises what it likes
+        return None
+    after = text.rpartition(ANSWER)[2]
+    names = {_token(tokenizer, i): i for i in _special_ids(tokenizer)}
+    places = {name: (after.index(name), -len(name)) for name in names if name in after}
+    return names[min(places, key=places.__getitem__)] if places else None
+
+
+def _token(tokenizer: Any, i: int) -> str:
+    return str(tokenizer.convert_ids_to_tokens(i))
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
 
 
 def _size(tokenizer: Any) -> int:
@@ -194,9 +232,7 @@ def _size(tokenizer: Any) -> int:
 def _texts(tokenizer: Any) -> dict[tuple[str, bytes], int]:
     """Ids of a vocabulary by kind ("text", "special", or a spelling) and by their bytes."""
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
-    special = set(tokenizer.all_special_ids) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
+    special = _special_ids(tokenizer)
     marker = _word_marker(tokenizer, vocabulary)
     texts: dict[tuple[str, bytes], int] = {}
     # Byte tokens come last: a token of its own stands for the same byte in running text.
