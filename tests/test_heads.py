@@ -1161,8 +1161,12 @@ def wrong_calls():
             lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.arange(2, 15)),
         ),
         (
-            "draft_vocabulary must not have a token twice",
-            lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.zeros(13, dtype=torch.int64)),
+            r"draft_vocabulary must not have a token twice; of offsets .* d2t \+ torch.arange",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.arange(13) // 4),
+        ),
+        (
+            "draft_vocabulary must not have a token twice$",
+            lambda: loss(h, w, h_t, w_t, draft_vocabulary=torch.arange(13) * 5 % 12),
         ),
         ("draft_vocabulary: a TopK", lambda: loss(h, w, top, draft_vocabulary=labels)),
         (

@@ -183,7 +183,9 @@ def check_vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
         wrong = least if least < 0 else largest
         raise ValueError(f"{name} must be token ids 0 to {vocabulary - 1}, got {wrong}")
     if int(ids.bincount().max()) > 1:
-        raise ValueError(f"{name} must not have a token twice")
+        ascending = bool((ids[1:] >= ids[:-1]).all())
+        offsets = "; of offsets such as EAGLE's pass d2t + torch.arange(len(d2t))"
+        raise ValueError(f"{name} must not have a token twice{offsets if ascending else ''}")
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:

@@ -93,8 +93,8 @@ class VocabularyMatch:
             if student not in pairs and teacher not in taken:
                 pairs[student] = teacher
                 taken.add(teacher)
-                names = map(_token, tokenizers, (student, teacher))
-                by_role.append((role, *names))
+                ours, theirs = map(_token, tokenizers, (student, teacher))
+                by_role.append((role, ours, theirs))
         ordered = sorted(pairs.items())
         return cls(
             torch.tensor([student for student, _ in ordered], dtype=torch.int64),
