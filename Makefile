@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo check core test tests compiled test-all test-compiled test-torch test-machines fuzz sanitize lint
 .PHONY: style types
-.PHONY: bench bench-compare docs hub release-check gpu-check clean
+.PHONY: bench bench-compare docs release-check gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(shell find csrc -type f)
@@ -132,14 +132,10 @@ $(VENV)/docs: pyproject.toml
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The kernels as projects of the Hugging Face kernel hub, in hub/.
-hub: $(VENV)/installed
-	$(BIN)/python -m tools.hub hub
-
 # What a release still needs: changelog, versions, tag, what is in the wheel and asks for, clang.
 release-check: $(VENV)/installed
 	test -d .venv-release/ziglang || \
-	  $(BIN)/python -m pip install --quiet --target .venv-release auditwheel ziglang kernels
+	  $(BIN)/python -m pip install --quiet --target .venv-release auditwheel ziglang
 	PYTHONPATH=$(CURDIR)/.venv-release $(BIN)/python -m tools.release_check $(ARGS)
 
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.

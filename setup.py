@@ -47,8 +47,6 @@ COMPILE_ARGS = ["-std=c++17", "-O3", "-g0", "-fopenmp-simd"]
 COMPILE_ARGS += ["-fno-math-errno", "-fvisibility=hidden"]
 # Vectors wider than the oldest processor's registers stay inside one function, where no ABI counts.
 COMPILE_ARGS += ["-Wno-psabi"]
-if sys.platform == "linux":  # one binary for every Linux from glibc 2.28 on, too
-    COMPILE_ARGS += ["-include", "csrc/base/glibc_2_28.h"]
 GPU_ARCHITECTURES = ("80", "90", "100")
 
 

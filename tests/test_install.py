@@ -18,12 +18,11 @@ import pytest
 import setuptools
 import torch
 import yaml
-from packaging.version import Version
 
 import fastkd
 import setup as recipe
 from fastkd._core import extension
-from tools.versions.__main__ import copy_source
+from tools.check import copy_source
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
@@ -122,19 +121,6 @@ def test_extension_uses_only_the_stable_abi_of_torch(tmp_path):
     undefined = run("nm", "-D", "--undefined-only", fastkd._C.__file__, cwd=tmp_path)
     assert "aoti_torch" in undefined
     assert not re.findall(r"_ZN\w*(?:2at|3c10|5torch)\w*", undefined)
-
-
-@pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
-def test_extension_requires_glibc_2_28_at_most():
-    """The binary then works on every supported Linux, whatever built it."""
-    oldest = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}
-    names = "|".join(oldest).encode()
-    library = Path(fastkd._C.__file__).read_bytes()
-    asked = re.findall(rb"\0(%s)_([\d.]+)(?=\0)" % names, library)
-    assert asked
-    newer = [f"{name.decode()}_{version.decode()}" for name, version in asked
-             if Version(version.decode()) > Version(oldest[name.decode()])]  # fmt: skip
-    assert not newer, "csrc/base/glibc_2_28.h names what older systems have"
 
 
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")

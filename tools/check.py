@@ -5,13 +5,38 @@ long; of what reads the sources, all. `make test` has the rest, and every parame
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tools.versions.__main__ import LEFT_OUT, SLOW
-
 ROOT = Path(__file__).parents[1]
+# The core, which other versions run too, is every test but these, with few parameters each.
+LEFT_OUT = {
+    "tests/test_install.py": "builds wheels of its own",
+    "tests/test_house.py": "reads the sources, not the package",
+    "tests/test_docs.py": "reads the checkout, not the package",
+    "tests/test_site.py": "reads the checkout, not the package",
+    "tests/tools": "is about the tools",
+    "tests/bench": "benchmarks are run in the development environment",
+    "tests/kernels/test_compile.py": "GPU code: compiled with one Triton",
+    "tests/test_dry_cuda.py": "a mocked driver, made for one Triton",
+    "tests/cli/test_kills.py": "about files, not versions",
+    "tests/cli/test_abuse.py": "about options and files, not versions",
+    "tests/cli/test_cli.py": "minutes of training",
+    "tests/cli/test_demo.py": "minutes of training",
+    "tests/train/test_arrow_rows.py": "about memory, not versions",
+    "tests/cli/test_display.py": "about terminals, not versions",
+    "tests/distill/test_verify.py": "starts many processes",
+    "tests/distill/test_several.py": "starts many processes",
+    "tests/distill/test_loops.py": "compiles whole models",
+    "tests/distill/test_any_loop.py": "a page of the docs, whose parts are tested",
+    "tests/cli/test_processes.py": "minutes of training in many processes",
+    "tests/study": "minutes of training",
+    "tests/test_examples.py": "wants packages of its own",
+}
+# And those with such names, which take minutes.
+SLOW = "inductor or repeated_layer or number_of_threads or edges"
 # Their parameters are files, commands and names, in any of which a change may be.
 WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
 # Beside what versions of torch go without: what trains, and what compiles.
@@ -22,6 +47,15 @@ TRAINS = (
 )  # fmt: skip
 COMPILES = "compiles or compiled or dynamic_graph or tensor_twice or one_graph or graphs or sizes"
 PROCESSES = "ddp or process or sharded or parallel or split_steps"
+
+
+def copy_source(place: Path) -> None:
+    """What git knows of the working tree; symbolic links stay links."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.check_output(command, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).exists():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name, follow_symlinks=False)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 It builds the source distribution and, from that, the wheel, or takes one with `--wheel`; looks into
 both; asks auditwheel on which systems the wheel runs; compiles the extension by clang, for other
-systems too; loads the hub's projects; and installs the wheel into an empty environment, which sees
+systems too; and installs the wheel into an empty environment, which sees
 this one's torch and other packages but not its fastkd, for `fastkd doctor` and a short demo.
 Nothing is uploaded, and nothing is tagged.
 """
@@ -25,8 +25,7 @@ from pathlib import Path
 import tomllib
 
 import setup as recipe
-from tools import hub
-from tools.versions.__main__ import copy_source
+from tools.check import copy_source
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = "manylinux_2_28"  # as torch's own
@@ -194,20 +193,7 @@ def installed(wheel: Path, place: Path) -> Iterator[Finding]:
             yield name, False, str(error).strip()[-500:]
 
 
-def on_the_hub(place: Path) -> Iterator[Finding]:
-    """The hub's projects, loaded by its package `kernels` in an environment without fastkd."""
-    hub.write(place / "hub")
-    python = environment(place / "without_fastkd")
-    check = (ROOT / "tools" / "hub" / "check.py", place / "hub")
-    path = os.environ.get("PYTHONPATH", "")
-    try:
-        said = run(python, *check, cwd=place, PYTHONPATH=path, TRITON_INTERPRET="1")
-        yield "hub", True, said.strip().splitlines()[-1]
-    except RuntimeError as error:
-        yield "hub", False, str(error).strip()[-500:]
-
-
-PARTS = ("texts", "contents", "linux", "clang", "hub", "installed")
+PARTS = ("texts", "contents", "linux", "clang", "installed")
 
 
 def main() -> int:
@@ -227,7 +213,6 @@ def main() -> int:
             "contents": lambda: contents(source, wheel),
             "linux": lambda: linux(wheel),
             "clang": lambda: clang(place),
-            "hub": lambda: on_the_hub(place),
             "installed": lambda: installed(wheel, place),
         }
         for part in options.only.split(","):
