@@ -21,7 +21,7 @@ def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
     rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
     model.task, rows, lines, _ = model.task.prepare(rows, order=settings.label_order)
     metrics = model.task.select_metrics(settings.metric)
-    for line in lines:
+    for line in (*lines, *model.task.explain(metrics)):
         say(console, line)
     answers = model.answers(rows, settings.max_length, stderr_display())
     scores = score(model.task, metrics, *answers)

@@ -16,7 +16,7 @@ import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
 from fastkd.train.errors import InputError, Interrupted, RunFailed
-from fastkd.train.launcher import first, launched, leave_launcher
+from fastkd.train.launcher import check_launcher, first, launched, leave_launcher
 from fastkd.train.options import Option, assignments, options_of
 from fastkd.train.signals import stopping_at_once
 
@@ -296,6 +296,7 @@ def _register(name: str, meta: Command) -> None:
         options, kinds = options_of(cls), typing.get_type_hints(cls)
 
         def run(**values: Any) -> None:
+            check_launcher()
             for name, option in options.items():
                 if kinds[name] == Mapping[str, Any]:
                     values[name] = assignments(option.flag, values[name] or [], option.joined)

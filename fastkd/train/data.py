@@ -4,6 +4,7 @@ Every row is read and checked before training. An error is one InputError with t
 the file and the row.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from fastkd._core.extras import require
 from fastkd.train import files, tasks
 from fastkd.train.arrow_rows import UNLABELLED, Rows, file_fingerprint, stored
 from fastkd.train.encoding import code_fingerprints
-from fastkd.train.errors import InputError
+from fastkd.train.errors import EmptyLabel, InputError
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
@@ -49,7 +50,14 @@ def read_file(
             settled = settled or task.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
             name_classes(record, settled.label, classes, where)
-            row = {"number": number, **task.row(record, settled, where)}
+            try:
+                row = {"number": number, **task.row(record, settled, where)}
+            except EmptyLabel as error:
+                count = 1 + _empty_labels(found, settled.label)
+                raise InputError(
+                    f"{error}, as in {count} row{'s' * (count > 1)}; write {UNLABELLED} (for "
+                    "classes), or put such rows into --unlabelled FILE"
+                ) from None
             empty = None if every else empty_column(task, row)
             if empty is not None:
                 raise InputError(f"{where}: column {getattr(settled, empty, empty)!r} is empty")
@@ -60,6 +68,16 @@ def read_file(
     parts = (file_fingerprint(path), "".join(path.suffixes[-2:]), repr((columns, every)))
     found = stored(str(path), rows, (*parts, *code_fingerprints(task)), _stored(task, columns))
     return replace(found, classes=None if classes is None else tuple(classes))
+
+
+def _empty_labels(found: files.Records, column: str | None) -> int:
+    """Number of further rows whose label is blank."""
+    count = 0
+    with contextlib.suppress(InputError):
+        for _, record in found:
+            label = record.get(column or "")
+            count += label is None or (isinstance(label, str) and not label.strip())
+    return count
 
 
 def name_classes(

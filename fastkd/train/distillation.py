@@ -96,6 +96,11 @@ def check(config: DistillConfig) -> None:
             "--fsdp: shards models over processes, but there is one; start several by `torchrun "
             "--nproc-per-node N -m fastkd distill ...`"
         )
+    if config.resume and not config.out.exists():
+        raise InputError(
+            f"--resume: --out {config.out} does not exist; give that of the run, or leave --resume "
+            "out"
+        )
     make_method(config.method, config.options, config.preset)
     kind = tasks.of_file(config.kind, config.train)
     if config.finetune_teacher and not kind.supervised:
@@ -113,6 +118,10 @@ class Distillation:
         self.config, self.display = config, display
         self.out = processes.on_first_process(lambda: RunDirectory(config))
         self._report_moved_files()
+        if config.resume and not (self.out.manifest or self.out.done):
+            display.say(f"{config.out}: no run to resume; this one begins")
+        if config.student is not None and config.student == config.teacher:
+            display.say("warning: --student is the teacher; --student-layers makes a smaller one")
         with processes.errors_on_all():
             corpus = data.load(config, finished_classes(config))
         if config.method == "labels":  # unlabelled rows have no loss

@@ -8,6 +8,10 @@ class InputError(ValueError):
     """Invalid input of the user; the message names the option, or the file and row."""
 
 
+class EmptyLabel(InputError):
+    """A row without a label."""
+
+
 def first_line(error: BaseException) -> str:
     """First line of the error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

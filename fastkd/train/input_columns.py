@@ -1,7 +1,7 @@
 """Names of the columns that a task reads, and checked access to their values."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class Columns:
 def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
     """``columns`` with the text column found; raises if one of them is missing in ``record``."""
     text = columns.text
+    if text is None or text not in record:
+        check_separators(record, source)
     if text is None:
         found = [name for name in ("text", "sentence") if name in record]
         if len(found) != 1:
@@ -51,6 +53,17 @@ def settle_columns(columns: Columns, record: dict, source: str) -> Columns:
         if name is not None and name not in record:
             raise InputError(f"{source}: no column {name!r} ({option}); {nearest(name, record)}")
     return replace(columns, text=text)
+
+
+def check_separators(record: Mapping[str, Any], source: str) -> None:
+    """Raise if the only column of ``record`` holds the names of several."""
+    names = list(record)
+    found = [sep for sep in ";\t|," if len(names) == 1 and sep in names[0]]
+    if found:
+        raise InputError(
+            f"{source}: its columns are separated by {found[0]!r}; a .csv file has commas, a .tsv "
+            "file tabs"
+        )
 
 
 def field(record: dict, name: str | None, where: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fastkd.train.errors import InputError
+from fastkd.train.errors import EmptyLabel, InputError
 from fastkd.train.input_columns import field, whole
 
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -35,7 +35,7 @@ def label_text(record: dict[str, Any], name: str, where: str) -> str:
     """The label in column ``name`` as text, whatever its type in the file."""
     label = whole(field(record, name, where), name, where)
     if label is None or label == "":
-        raise InputError(f"{where}: the label is empty")
+        raise EmptyLabel(f"{where}: the label is empty")
     if not isinstance(label, str | int | float | Decimal):
         raise InputError(f"{where}: label {label!r:.40} is no word or number")
     if isinstance(label, float) and not math.isfinite(label):
@@ -45,7 +45,7 @@ def label_text(record: dict[str, Any], name: str, where: str) -> str:
     except ValueError:  # of too many digits
         raise InputError(f"{where}: the label has too many digits") from None
     if not text:
-        raise InputError(f"{where}: the label is empty")
+        raise EmptyLabel(f"{where}: the label is empty")
     return text
 
 
@@ -139,17 +139,19 @@ def are_numbers_of(names: Sequence[str], head: Sequence[str]) -> bool:
 def with_classes_of(names: list[str], head: Sequence[str]) -> list[str]:
     """All classes of a ``head`` in its order, by the ``names`` that the data has for some of them.
 
-    Data may name the classes or number them. Where it has another class, or all, it is ``names``.
+    Data may name the classes, in several spellings, or number them. Where it has another class, or
+    all of them once, the result is ``names``.
     """
     class_of = classes_by_name(head)
     ids = [class_of(name) for name in names]
     found = list(head)
     if are_numbers_of(names, head) and any(i is None for i in ids):
         ids, found = [int(name) for name in names], [str(i) for i in range(len(head))]
-    if len(names) >= len(head) or None in ids or len({*ids}) < len(ids):
+    if None in ids or (len(names) >= len(head) and len({*ids}) == len(ids)):
         return names
     for i, name in zip(ids, names, strict=True):
-        found[i or 0] = name
+        if ids.count(i) == 1:
+            found[i or 0] = name
     return found
 
 

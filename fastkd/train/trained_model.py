@@ -17,9 +17,9 @@ from fastkd.train.data import file_columns, read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, RunFailed, first_line
 from fastkd.train.evaluation import finite, predict
-from fastkd.train.files import check_file, first_row
+from fastkd.train.files import check_file, records
 from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.input_columns import Columns
+from fastkd.train.input_columns import Columns, check_separators
 from fastkd.train.models import load_trained, longest
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_manifest
@@ -73,10 +73,13 @@ def columns_of(
     then = training or TrainingRecord(NO_COLUMNS, None, None)
     before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
     if (asked, task) == (NO_COLUMNS, None) and before.header:
-        first = set(first_row(path))
-        names = {before.text, before.pair, *before.labels_in(first)} - {None}
-        if names <= first:
+        _, first = next(records(path, True, "--data", readers=kind.readers), (1, {}))
+        texts = {before.text, before.pair} - {None}
+        lacks = texts - first.keys()
+        # Where the texts are there, the label is missing, which the reader says.
+        if not lacks and (before.pair is not None or first.keys() >= {*before.labels_in(first)}):
             return before
+        check_separators(first, str(path))
     columns = file_columns(asked, GLUE_TASKS.get(task or ""), path, kind, labelled)
     if before.pair is not None and columns.pair is None:
         raise InputError(

@@ -6,9 +6,11 @@ import datasets
 import numpy as np
 import pytest
 
-from fastkd.train.data import describe, load
+from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
+from fastkd.train.tasks import Columns
+from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
@@ -90,8 +92,6 @@ def test_one_hot_rows(tmp_path, number):
 
 
 def corpus_rows(path):
-    from fastkd.train.data import read_file
-
     return read_file(path, MultiLabel.columns, "--data", task=MultiLabel)
 
 
@@ -135,6 +135,28 @@ def test_a_finished_teachers_classes(tmp_path):
     options["teacher"] = teacher
     error = run("distill", **options, train=other, eval=other, out=tmp_path / "b", expect=2)
     assert "no head for 2 labels" in error
+
+
+def test_spellings_of_a_finished_heads_classes(tmp_path):
+    """`evaluate` took labels in another case, and `distill` refused them."""
+    words = ["bad", "Bad", "GOOD", "fair"]
+    path = tmp_path / "a.csv"
+    path.write_text("text,label\n" + "".join(f"row,{word}\n" for word in words))
+    corpus = load(Source(train=path, evals=path), NAMES)
+    assert corpus.names == ["GOOD", "bad", "fair"] and corpus.train.labels.tolist() == [1, 1, 0, 2]
+    head = Classification(tuple(NAMES))
+    assert head.prepare(read_file(path, Columns("text"), "--data")).rows.labels.tolist() == [
+        1,
+        1,
+        0,
+        2,
+    ]
+    path.write_text("text,labels\nrow,bad|GOOD\nrow,Bad|fair\n")
+    corpus = load(Source(task="multi-label", train=path, evals=path), NAMES)
+    assert list(corpus.train.column("label")) == [["bad", "GOOD"], ["bad", "fair"]]
+    path.write_text("text,labels\nrow,bad|Bad\nrow,fair\n")
+    with pytest.raises(InputError, match="row 2: label 'bad' occurs twice"):
+        load(Source(task="multi-label", train=path, evals=path), NAMES)
 
 
 def test_rare_tags_of_a_finished_tagger(tmp_path):

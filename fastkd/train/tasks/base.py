@@ -23,6 +23,7 @@ from fastkd.train.labels import (
     are_numbers_of,
     by_names,
     class_names,
+    classes_by_name,
     default_name,
     in_order,
     label_order,
@@ -247,6 +248,10 @@ class Task:
             return rows.without_label()
         return rows.with_labels(np.full(len(rows), self.no_label))
 
+    def explain(self, metrics: Sequence[str]) -> Iterator[str]:
+        """Lines to print on ``metrics`` whose name leaves something open."""
+        return iter(())
+
     def describe(self, corpus: Corpus) -> Iterator[str]:
         """Lines to print: a summary of the labels, and warnings about likely mistakes."""
         return iter(())
@@ -450,23 +455,26 @@ class ListedTask(ClassTask):
         return cls(tuple(names), numbered, numbers=numbers)
 
     def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
-        """``rows``, checked; `encode` reads the lists of names."""
-        known = dict(enumerate(self.classes))
-        names = {str(i): name for i, name in known.items()} if self.numbers else self.classes
+        """``rows`` with lists of names of the classes; names may be spelled otherwise."""
+        names = [str(i) for i in range(len(self.classes))] if self.numbers else self.classes
+        class_of = classes_by_name(names)
+        same = not self.numbers
         for number, row in rows.columns("number", "label"):
-            for i, name in enumerate(row):
-                where = f"{rows.source}, row {number}"
-                if name not in names:
-                    raise InputError(
-                        f"{where}: {self.label_noun} {name!r:.60} {unknown}; {nearest(name, names)}"
-                    )
-                if self.once and name in row[:i]:
-                    raise InputError(f"{where}: {self.label_noun} {name!r:.60} occurs twice")
-        if not isinstance(names, dict):
+            where, found = f"{rows.source}, row {number}", list(map(class_of, row))
+            if None in found:
+                name = row[found.index(None)]
+                raise InputError(
+                    f"{where}: {self.label_noun} {name!r:.60} {unknown}; {nearest(name, names)}"
+                )
+            if self.once and len({*found}) < len(found):
+                twice = next(x for x, i in zip(row, found, strict=True) if found.count(i) > 1)
+                raise InputError(f"{where}: {self.label_noun} {twice!r:.60} occurs twice")
+            same = same and all(names[i or 0] == x for i, x in zip(found, row, strict=True))
+        if same:
             return Prepared(self, rows)
-        labels = [[names[name] for name in row] for row in rows.column("label")]
-        reading = read_as_ids({i: str(i) for i in known}, self.classes, rows.source)
-        return Prepared(self, rows.with_labels(labels), (reading,))
+        labels = [[self.classes[class_of(x) or 0] for x in row] for row in rows.column("label")]
+        notes = (read_as_ids(dict(enumerate(names)), self.classes, rows.source),)
+        return Prepared(self, rows.with_labels(labels), notes if self.numbers else ())
 
 
 def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:

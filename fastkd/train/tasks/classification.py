@@ -126,8 +126,12 @@ class Classification(ClassTask):
             yield f"warning: class {names[i]!r} has {_how_rare(corpus, names, i, train[i])}"
         if len(rare) > MOST_CLASSES_SHOWN:
             yield f"warning: {len(rare) - MOST_CLASSES_SHOWN} more classes are as rare"
-        if len(names) == 2 and "f1" in corpus.metrics:
-            yield f"f1 is that of class {names[self.positive]!r}"
+        yield from self.explain(corpus.metrics)
+
+    def explain(self, metrics: Sequence[str]) -> Iterator[str]:
+        if "f1" in metrics:
+            two = f"that of class {self.classes[self.positive]!r}"
+            yield f"f1 is {two if len(self.classes) == 2 else 'the mean of those of all classes'}"
 
     @classmethod
     def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> Task:
