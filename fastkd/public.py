@@ -1,6 +1,7 @@
 """The public names of the package, which imports them at the first use of one."""
 
 from fastkd import functional
+from fastkd._core.plans import clear_plans
 from fastkd.functional import *  # noqa: F403 - its __all__ is the list of functions
 from fastkd.lm.divergences import Divergence
 from fastkd.lm.heads import Head
@@ -33,6 +34,7 @@ __all__ = [
     "SoftTargetLoss",
     "TopK",
     "VocabularyMatch",
+    "clear_plans",
     "functional",
 ]
 __all__ += functional.__all__

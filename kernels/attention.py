@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.reduction import bytes_of, counted, summed
@@ -182,7 +182,9 @@ def attention(
     if upstream is not None:
         factors = upstream.expand(B) if weights is None else upstream * weights
     if B * programs:
-        attention_kernel[(B * programs, len(students))](
+        launch_kernel(
+            attention_kernel,
+            (B * programs, len(students)),
             padded(students),
             padded(teachers),
             bytes_of(mask),

@@ -41,12 +41,14 @@ bytes, since Q and the guess are read and S is written. Bound by the tensor core
 launches for small n. Q and two buffers of S and R need five times the memory of Q during a call.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import capability, cdiv
 
@@ -636,7 +638,7 @@ class _Tiles:
         outer: float = 0.0,
         largest: Tensor | None = None,
     ) -> None:
-        cayley_split_kernel[(self.number, self.B)](
+        launch_kernel(cayley_split_kernel, (self.number, self.B), 
             x, *x.stride(), partial if largest is None else largest, parts, partial, slot, scale,
             inner, outer, self.size, self.n, self.config["BLOCK"],
             HAS_LARGEST=largest is not None, num_warps=self.config["num_warps"],
@@ -663,14 +665,14 @@ def refine(skew: Tensor, guess: list[Tensor], launches: int) -> tuple[Tensor, Te
     else:
         state[0, :, 0] = COLD.value
     shared = (q, x, first, out, state, partial, tiles.size, n)
-    step = cayley_step_kernel[(2 * tiles.number, B)]
+    step = functools.partial(launch_kernel, cayley_step_kernel, (2 * tiles.number, B))
     for i in range(launches):
         step(*shared, i % 2, **tiles.config)
     last = launches % 2
     if tiles.size < MANY_ROWS:
         # The loop keeps the state in registers, which 4 warps spill on an A100.
         config = tiles.config | {"num_warps": 8}
-        cayley_finish_kernel[(B,)](*shared, tiles.number, last, **config)
+        launch_kernel(cayley_finish_kernel, (B,), *shared, tiles.number, last, **config)
         last = 2
     return out, state[last, :, PRODUCTS]
 
@@ -700,7 +702,7 @@ def cayley_gradient(w: Tensor, grad: Tensor) -> Tensor:
     tiles.split(w.mT, transposed, partial, 0, inner=1.0)
     tiles.split(grad, other, partial, 0, largest=largest)
     config = {name: x for name, x in tiles.config.items() if name != "WIDE"}
-    product = cayley_product_kernel[(tiles.number, tiles.B)]
+    product = functools.partial(launch_kernel, cayley_product_kernel, (tiles.number, tiles.B))
     sizes = (largest, tiles.size, tiles.n)
     product(transposed, other, first, out, *sizes, IS_LAST=False, **config)
     product(first, transposed, first, out, *sizes, IS_LAST=True, **config)

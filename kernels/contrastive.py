@@ -42,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._core.dispatch import triton_interpreted
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.rounding import PRECISE
@@ -737,8 +737,17 @@ def cos_nce(
     if reduction == "none":
         return [losses[0], inverse, total, weight, pull, scale]
     counted = programs if reduction == "mean" else 0
-    cos_nce_reduce_kernel[(1,)](
-        partial, partial[layers], loss, scale, programs * layers, counted, 1 / layers, BLOCK=1024
+    launch_kernel(
+        cos_nce_reduce_kernel,
+        (1,),
+        partial,
+        partial[layers],
+        loss,
+        scale,
+        programs * layers,
+        counted,
+        1 / layers,
+        BLOCK=1024,
     )
     return [loss, inverse, total, weight, pull, scale]
 
@@ -780,15 +789,26 @@ def cos_nce_positions(
     elif reduction == "mean":
         counted = cdiv(P, COUNT_BLOCK)
         counts = new(counted)
-        cos_nce_count_kernel[(counted,)](
-            labels, mask, counts, B, P, mask is not None, SMALL_BATCH, COUNT_BLOCK
+        launch_kernel(
+            cos_nce_count_kernel,
+            (counted,),
+            labels,
+            mask,
+            counts,
+            B,
+            P,
+            mask is not None,
+            SMALL_BATCH,
+            COUNT_BLOCK,
         )
     if upstream is not None:
         upstream = upstream.expand(B, P)
     strides = _strides(students[0], teachers[0])
     aligned = math.gcd(D, *strides) % 16 == 0
     dx = students[0].new_empty(layers, B, P, D) if gradient else None
-    cos_nce_position_kernel[(programs, layers)](
+    launch_kernel(
+        cos_nce_position_kernel,
+        (programs, layers),
         padded(students),
         padded(teachers),
         labels,
@@ -815,8 +835,17 @@ def cos_nce_positions(
     if reduction == "none":
         loss = losses[0]
     else:
-        cos_nce_reduce_kernel[(1,)](
-            partial, counts, loss, None, layers * programs, counted, scale, BLOCK=1024
+        launch_kernel(
+            cos_nce_reduce_kernel,
+            (1,),
+            partial,
+            counts,
+            loss,
+            None,
+            layers * programs,
+            counted,
+            scale,
+            BLOCK=1024,
         )
     return [loss] if dx is None else [loss, dx]
 
@@ -862,7 +891,9 @@ def _start(
     B, P, D = students[0].shape
     layers, each = len(students), total.dim() == 4
     config = blocks(each)
-    kernel[(P * cdiv(B, config["BLOCK_I"]), layers)](
+    launch_kernel(
+        kernel,
+        (P * cdiv(B, config["BLOCK_I"]), layers),
         padded(students),
         padded(teachers),
         mask,
@@ -893,7 +924,9 @@ def _inverse_norms(sides: Sequence[list[Tensor]], mask: Tensor | None) -> Tensor
     layers = len(first)
     inverse = first[0].new_empty(len(sides) * layers, R, P, dtype=torch.float32)
     if R * P:
-        cos_nce_norm_kernel[(cdiv(R * P, ROW_BLOCKS["BLOCK_R"]), layers, len(sides))](
+        launch_kernel(
+            cos_nce_norm_kernel,
+            (cdiv(R * P, ROW_BLOCKS["BLOCK_R"]), layers, len(sides)),
             padded(first),
             padded(second),
             mask,
@@ -938,14 +971,23 @@ def _direction_sums(
         if rows >= 256 and groups * cdiv(D, config["BLOCK_D"]) * layers * splits < WARPS:
             config = LONG_SUM_BLOCKS
         tiles = groups * cdiv(D, config["BLOCK_D"])
-        cos_nce_sum_kernel[(tiles, layers, splits)](*arguments, groups, **flags, **config)
+        launch_kernel(
+            cos_nce_sum_kernel, (tiles, layers, splits), *arguments, groups, **flags, **config
+        )
     else:
         given = [labels] if row_labels is None else [labels, row_labels]
         B, real = labels.shape[0], any(x.is_floating_point() for x in given)
         tiles = cdiv(B, LABELLED_BLOCKS["BLOCK_I"]) * cdiv(D, LABELLED_BLOCKS["BLOCK_D"])
         compared = [_comparable(x, real, place) for x, place in zip(given, (0, B), strict=False)]
-        cos_nce_labelled_sum_kernel[(P * tiles, layers, splits)](
-            *arguments, compared[0], compared[-1], B, **flags, **LABELLED_BLOCKS
+        launch_kernel(
+            cos_nce_labelled_sum_kernel,
+            (P * tiles, layers, splits),
+            *arguments,
+            compared[0],
+            compared[-1],
+            B,
+            **flags,
+            **LABELLED_BLOCKS,
         )
     return (total, count) if splits == 1 else (total.sum(0), count.sum(0))
 

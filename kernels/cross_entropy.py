@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.rounding import rounded
 from fastkd.kernels.soft_targets import (
@@ -188,7 +188,9 @@ def _launch(
         return
     aligned = all(size % 16 == 0 for size in (V, logits.stride(0)))
     config = blocks(V, min(logits.element_size(), out.element_size()), aligned)
-    cross_entropy_kernel[(cdiv(R, config["BLOCK_R"]),)](
+    launch_kernel(
+        cross_entropy_kernel,
+        (cdiv(R, config["BLOCK_R"]),),
         logits,
         labels,
         # One compiled form with and without a gradient: in its place another tensor is not read.

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.reduction import bytes_of, counted, summed
 from fastkd.kernels.rounding import rounded
@@ -195,7 +195,9 @@ def hidden_states(
         factors = upstream.expand(R) if weights is None else upstream * weights
     config = blocks(kind, D)
     if R:
-        hidden_states_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        launch_kernel(
+            hidden_states_kernel,
+            (cdiv(R, config["BLOCK_R"]),),
             student,
             teacher,
             bytes_of(mask),

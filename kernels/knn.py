@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._core.dispatch import triton_interpreted
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels import launch
 from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import cdiv
@@ -672,7 +672,9 @@ def knn_forward(
 
     loss, factor = score.new_empty(N), score.new_empty(N)
     nearest = candidate.new_empty(N, k)
-    knn_settle_kernel[(N,)](
+    launch_kernel(
+        knn_settle_kernel,
+        (N,),
         student,
         teacher,
         low,
@@ -715,8 +717,15 @@ def _norms(teacher: Tensor) -> Tensor:
     M, D = teacher.shape
     squares = teacher.new_empty(M, dtype=torch.float32)
     config = norm_blocks(teacher.element_size())
-    knn_norm_kernel[(cdiv(M, config["BLOCK_M"]),)](
-        teacher, squares, M, D, teacher.stride(0), **config
+    launch_kernel(
+        knn_norm_kernel,
+        (cdiv(M, config["BLOCK_M"]),),
+        teacher,
+        squares,
+        M,
+        D,
+        teacher.stride(0),
+        **config,
     )
     return squares
 
@@ -732,7 +741,9 @@ def _products(
     splits = cdiv(D, features)
     product = student.new_empty(splits, N, M, dtype=torch.float32)
     squares = student.new_empty(splits, M, dtype=torch.float32)
-    knn_product_kernel[(*tiles, splits)](
+    launch_kernel(
+        knn_product_kernel,
+        (*tiles, splits),
         student,
         teacher,
         product,
@@ -766,7 +777,9 @@ def _search(
     score = student.new_empty(N, splits, kept, dtype=torch.float32)
     candidate = student.new_empty(N, splits, kept, dtype=torch.int32)
     if s_order is not None:
-        knn_sorted_search_kernel[(tiles, splits)](
+        launch_kernel(
+            knn_sorted_search_kernel,
+            (tiles, splits),
             student,
             bank,
             *(low, high, labels, s_order, t_order, squares),
@@ -783,7 +796,9 @@ def _search(
             **blocks,
         )
     else:
-        knn_search_kernel[(tiles, splits)](
+        launch_kernel(
+            knn_search_kernel,
+            (tiles, splits),
             *((student, bank) if product is None else (None, None)),
             *(low, high, labels, product, squares),
             score,
@@ -854,7 +869,9 @@ def knn_backward(
     """Gradient (N, D) for the upstream gradient of the losses (N,)."""
     N, D = student.shape
     dx = student.new_empty(N, D)
-    knn_gradient_kernel[(N, cdiv(D, GRADIENT_BLOCKS["BLOCK_D"]))](
+    launch_kernel(
+        knn_gradient_kernel,
+        (N, cdiv(D, GRADIENT_BLOCKS["BLOCK_D"])),
         student,
         teacher,
         nearest,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.reduction import summed
 from fastkd.kernels.rounding import rounded
@@ -167,7 +167,9 @@ def layer_norm_mse(
     launches = [(x, y)] if needs_dx or not needs_dy else []
     launches += [(y, x)] if needs_dy and not both else []
     for (a, b), da in zip(launches if R else (), gradients or [x], strict=False):
-        layer_norm_mse_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        launch_kernel(
+            layer_norm_mse_kernel,
+            (cdiv(R, config["BLOCK_R"]),),
             a,
             b,
             losses if factors is None else factors,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.operator import launch_kernel
+
 
 @triton.jit(do_not_specialize=["R"])
 def count_kernel(
@@ -49,15 +51,23 @@ def counted(mask: Tensor | None, positions: int) -> tuple[Tensor | None, int]:
     if mask is None:
         return None, max(positions, 1)
     count = torch.empty((), dtype=torch.float32, device=mask.device)
-    count_kernel[(1,)](bytes_of(mask), count, len(mask), BLOCK_R=8192, num_warps=8)
+    launch_kernel(count_kernel, (1,), bytes_of(mask), count, len(mask), BLOCK_R=8192, num_warps=8)
     return count, 1
 
 
 def summed(losses: Tensor, divisor: Tensor | None, number: int) -> Tensor:
     """Sum of contiguous float32 losses over the divisor (), or ``number`` without one."""
     total = torch.empty((), dtype=torch.float32, device=losses.device)
-    reduce_kernel[(1,)](
-        losses, divisor, total, losses.numel(), float(number), BLOCK_R=4096, num_warps=8
+    launch_kernel(
+        reduce_kernel,
+        (1,),
+        losses,
+        divisor,
+        total,
+        losses.numel(),
+        float(number),
+        BLOCK_R=4096,
+        num_warps=8,
     )
     return total
 

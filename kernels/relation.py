@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.pointers import padded, pick, slots
 from fastkd.kernels.relation_long import launch_long
@@ -199,7 +199,9 @@ def relations(
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
         of_terms = mask.new_empty((2, 4), dtype=torch.float32)
-        relation_share_kernel[(2,)](mask, of_terms, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8)
+        launch_kernel(
+            relation_share_kernel, (2,), mask, of_terms, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8
+        )
         of_tokens = of_terms[0, :1]
         of_tokens = of_tokens.expand(B) if weights is None else of_tokens * weights
         shares = of_tokens, of_terms[1, :1].expand(N)
@@ -262,7 +264,9 @@ def _project(
     whole = size <= MOST_COLUMNS_AT_ONCE
     block_d = max(next_power_of_2(size), 128) if whole else 128
     block_r = max(2048 // block_d, 1)  # 32 elements a thread
-    relation_project_kernel[(cdiv(B * N, block_r), layers)](
+    launch_kernel(
+        relation_project_kernel,
+        (cdiv(B * N, block_r), layers),
         dx,
         padded(students),
         mask,

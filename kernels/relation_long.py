@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.operator import launch_kernel
 from fastkd.kernels import launch
 from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import cdiv
@@ -572,7 +573,7 @@ class _Workspace:
     def take_means(self) -> None:
         """Compute the mean of each group's unit rows, and its number of real rows."""
         for side in self.sides:
-            relation_mean_kernel[(self.term.groups, cdiv(side.D, 64))](
+            launch_kernel(relation_mean_kernel, (self.term.groups, cdiv(side.D, 64)), 
                 side.x, side.scale, side.mean, side.size, self.term.N, side.D,
                 *side.strides, *self.term.strides,
                 BLOCK_N=64, BLOCK_D=64, num_warps=4,
@@ -583,12 +584,12 @@ class _Workspace:
         N, split, strides = self.term.N, self.layers.split, self.term.strides
         offsets = self._empty(2, groups, 2, N)
         for i, side in enumerate(self.sides):
-            relation_centre_kernel[(cdiv(N, CENTRE_ROWS), groups)](
+            launch_kernel(relation_centre_kernel, (cdiv(N, CENTRE_ROWS), groups), 
                 side.x, side.scale, side.mean, side.size, side.centred, offsets,
                 first, i * groups, N, side.D, *side.strides, *strides,
                 SPLIT=split, BLOCK_N=CENTRE_ROWS, BLOCK_D=512, num_warps=4,
             )  # fmt: skip
-        relation_offsets_kernel[(groups, 2)](
+        launch_kernel(relation_offsets_kernel, (groups, 2), 
             offsets, self.scale, self.sizes, first, N,
             self.layers.stride_side, self.sizes.shape[-1], *strides,
             BLOCK_N=1024, num_warps=4,
@@ -601,14 +602,14 @@ class _Workspace:
         partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
         # Split operands need twice the memory in flight, and on an A100 (8) more registers.
         few = layers.split and launch.capability(self.student.device) == 8
-        relation_tiles_kernel[(self.tiles, groups)](
+        launch_kernel(relation_tiles_kernel, (self.tiles, groups), 
             *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
             self.relations, partial, first, N, layers.Ds, layers.Dt, *term.strides,
             SPLIT=layers.split, TILE=TILE, BLOCK_D=16 if few else 32 if layers.split else 64,
             num_warps=8, num_stages=4,
         )  # fmt: skip
         coefficients = self._empty(groups, 2, N)
-        relation_coefficients_kernel[(groups,)](
+        launch_kernel(relation_coefficients_kernel, (groups,), 
             partial, offsets, self.scale, self.sizes, term.shares, term.stride_share,
             self.mix, coefficients, self.losses,
             first, self.first_loss, term.groups, N, self.tiles, *term.strides,
@@ -623,13 +624,13 @@ class _Workspace:
         term, split, N, Ds = self.term, self.layers.split, self.term.N, self.layers.Ds
         parts = 2 if split else 1
         a = self._empty(parts, groups, self.side, self.side, dtype=torch.float16)
-        relation_difference_kernel[(self.tiles, TILE // 32, groups)](
+        launch_kernel(relation_difference_kernel, (self.tiles, TILE // 32, groups), 
             self.relations, self.mix, self.scale, a, first, N, *term.strides,
             SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
         )  # fmt: skip
         wide = gradient_dtype(self.layers.dtype) == torch.float32
         block_d = 64 if wide else 128  # the rows are read at the end
-        relation_gradient_kernel[(self.blocks, cdiv(Ds, block_d), groups)](
+        launch_kernel(relation_gradient_kernel, (self.blocks, cdiv(Ds, block_d), groups), 
             a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
             first, N, Ds, *term.strides, self.accumulate,
             HALF=self.layers.dtype == torch.float16, SPLIT=split,

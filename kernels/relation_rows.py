@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.operator import launch_kernel
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
@@ -189,7 +190,9 @@ class Layers:
         """1/‖x‖ of student and teacher rows (layers, 2, stride_side), for groups of any length."""
         layers, (block_r, block_d) = len(self.students), (16, 128)
         scale = self.students[0].new_empty(layers, 2, self.stride_side, dtype=torch.float32)
-        relation_row_scale_kernel[(cdiv(self.rows, block_r), layers, 2)](
+        launch_kernel(
+            relation_row_scale_kernel,
+            (cdiv(self.rows, block_r), layers, 2),
             *self.pointers,
             self.mask,
             scale,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.operator import launch_kernel
 from fastkd.kernels import launch
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
@@ -444,7 +445,9 @@ def launch_small(
     means = mean_s, new(*sizes, layers.Ds), *new(2, *sizes, layers.Dt)
     mean_blocks = small_mean_blocks(term.N)
     columns = cdiv(max(layers.Ds, layers.Dt), mean_blocks["BLOCK_D"])
-    relation_small_mean_kernel[(term.groups * columns, sizes[0], 2)](
+    launch_kernel(
+        relation_small_mean_kernel,
+        (term.groups * columns, sizes[0], 2),
         *layers.pointers,
         layers.scale,
         *means,
@@ -458,7 +461,9 @@ def launch_small(
         SLOTS=layers.slots,
         **mean_blocks,
     )
-    relation_small_groups_kernel[(term.groups, sizes[0])](
+    launch_kernel(
+        relation_small_groups_kernel,
+        (term.groups, sizes[0]),
         *layers.pointers,
         layers.scale,
         layers.stride_side,
@@ -499,7 +504,9 @@ def launch_small_gradient(
     split = kept.a.shape[2] == 2
     capability = launch.capability(out.device)
     blocks = small_blocks(members, students[0].dtype, split, capability, gradient=True)
-    relation_small_gradient_kernel[(groups, layers)](
+    launch_kernel(
+        relation_small_gradient_kernel,
+        (groups, layers),
         padded(students),
         dx,
         *kept,

@@ -65,7 +65,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.reduction import bytes_of, counted, summed
 from fastkd.kernels.rounding import rounded
@@ -855,7 +855,9 @@ def fill(
         return
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
     config = blocks(V, divergence, student.element_size(), aligned)
-    soft_target_kernel[(cdiv(R, config["BLOCK_R"]),)](
+    launch_kernel(
+        soft_target_kernel,
+        (cdiv(R, config["BLOCK_R"]),),
         student,
         teacher,
         bytes_of(mask),

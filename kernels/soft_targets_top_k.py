@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.reduction import bytes_of
 from fastkd.kernels.rounding import rounded
@@ -272,7 +272,9 @@ def top_k_forward(
     if R:
         words = cdiv(V, 32) if tail == "bucket" else 0
         config = blocks(V, student.element_size(), aligned)
-        top_k_outcomes_kernel[(cdiv(R, config["BLOCK_R"]),)](
+        launch_kernel(
+            top_k_outcomes_kernel,
+            (cdiv(R, config["BLOCK_R"]),),
             student,
             ids,
             log_probs,
@@ -348,7 +350,9 @@ def fill_top_k_gradient(
     config = {"BLOCK_R": 1, "BLOCK_V": 4096, "BLOCK_K": 256, "num_warps": 8}
     if V <= 1024:
         config = {"BLOCK_R": 8, "BLOCK_V": 128, "BLOCK_K": 32, "num_warps": 8}
-    top_k_gradient_kernel[(cdiv(R, config["BLOCK_R"]),)](
+    launch_kernel(
+        top_k_gradient_kernel,
+        (cdiv(R, config["BLOCK_R"]),),
         student,
         ids.contiguous(),
         bytes_of(mask),

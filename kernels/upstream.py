@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastkd._core.operator import operator
+from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 
 BLOCK = 4096
@@ -48,8 +48,15 @@ def _scaled_shapes(gradient, upstream):
 def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
     """Multiply a contiguous gradient by ``upstream`` (), without work if that is 1."""
     size = gradient.numel()
-    upstream_kernel[(min(cdiv(size, BLOCK), PROGRAMS),)](
-        gradient, upstream, size // BLOCK, size % BLOCK, BLOCK=BLOCK, num_warps=8
+    launch_kernel(
+        upstream_kernel,
+        (min(cdiv(size, BLOCK), PROGRAMS),),
+        gradient,
+        upstream,
+        size // BLOCK,
+        size % BLOCK,
+        BLOCK=BLOCK,
+        num_warps=8,
     )
 
 

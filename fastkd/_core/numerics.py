@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from fastkd._core.operator import RECORDING
+
 
 def working_dtype(x: Tensor) -> torch.dtype:
     """Dtype of a loss and its sums: float64 for float64, else float32."""
@@ -74,6 +76,10 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
         arguments = tuple(given)
     if not torch.is_grad_enabled():
         arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
+    if not torch.compiler.is_compiling():
+        recording = getattr(RECORDING, "of", None)
+        if recording is not None:
+            return recording.apply(function, arguments[0], arguments[1:])
     return function.apply(*arguments)
 
 

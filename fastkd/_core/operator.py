@@ -21,6 +21,7 @@ divides by them.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -28,6 +29,17 @@ import torch
 from torch import Tensor
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+
+# ``RECORDING.of``: what records this thread's launches, if anything; see `fastkd._core.plans`.
+RECORDING = threading.local()
+
+
+def launch_kernel(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel. Every launcher does so here, where a launch can be recorded."""
+    compiled = kernel[grid](*arguments, **options)
+    recording = getattr(RECORDING, "of", None)
+    if recording is not None:
+        recording.launch(kernel, compiled, grid, arguments, options)
 
 
 def operator(

@@ -34,6 +34,7 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
+from fastkd._core.plans import planned
 from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import (
@@ -244,6 +245,7 @@ def _reduced_ref(
     return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
 
 
+@planned
 def soft_target_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | TopK,

@@ -26,6 +26,7 @@ from fastkd._core.numerics import (
     upcast,
     working_dtype,
 )
+from fastkd._core.plans import planned
 
 Heads = Literal["match", "mean"]
 Reduction = Literal["mean", "sum", "none"]
@@ -53,6 +54,7 @@ def attention_loss_ref(
     return reduced(mse.sum(1) / h, real.any(1), reduction, weights)
 
 
+@planned
 def attention_loss(
     student: Tensor,
     teacher: Tensor,
@@ -138,6 +140,7 @@ class AttentionLoss(nn.Module):
         return f"heads={self.heads!r}, reduction={self.reduction!r}"
 
 
+@planned
 def _attention_layers(
     pairs: list[tuple[Tensor, Tensor]],
     mask: Tensor | None,

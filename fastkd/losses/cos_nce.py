@@ -37,6 +37,7 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
+from fastkd._core.plans import planned
 from fastkd._core.pooling import pool_tokens
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
@@ -103,6 +104,7 @@ def cos_nce_loss_ref(
     return reduced(losses, compared, reduction, weights)
 
 
+@planned
 def cos_nce_loss(
     student: Tensor,
     teacher: Tensor,
@@ -181,6 +183,7 @@ class _Negatives:
     labels: Tensor | None = None
 
 
+@planned
 def _cos_nce_layers(
     students: list[Tensor],
     teachers: list[Tensor],

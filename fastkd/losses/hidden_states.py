@@ -32,6 +32,7 @@ from fastkd._core.numerics import (
     saveable,
     upcast,
 )
+from fastkd._core.plans import planned
 
 Kind = Literal["mse", "cosine", "smooth_l1"]
 KINDS = get_args(Kind)
@@ -63,6 +64,7 @@ def hidden_state_loss_ref(
     return reduced(losses, real, reduction, weights)
 
 
+@planned
 def hidden_state_loss(
     student: Tensor,
     teacher: Tensor,

@@ -33,6 +33,7 @@ from fastkd._core.numerics import (
     upcast,
     zero_padding,
 )
+from fastkd._core.plans import planned
 from fastkd._core.pooling import pool_tokens
 from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
 from fastkd.losses.neighbours import neighbour_losses
@@ -85,6 +86,7 @@ def knn_feature_loss_ref(
     return l_hidd if reduction == "none" else l_hidd.sum()
 
 
+@planned
 def knn_feature_loss(
     student: Tensor,
     teacher: Tensor,

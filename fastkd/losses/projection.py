@@ -37,6 +37,7 @@ from fastkd._core.numerics import (
     working_dtype,
     zero_padding,
 )
+from fastkd._core.plans import planned
 
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = get_args(Reduction)
@@ -468,6 +469,7 @@ def layer_norm_mse_ref(
     return squares.sum() / 2 / _divisor(x, reduction)
 
 
+@planned
 def layer_norm_mse(
     x: Tensor,
     y: Tensor,
@@ -517,6 +519,7 @@ def layer_norm_mse(
     return _layer_norm_mse(x, y, weights, _Options(float(eps), reduction), backend)
 
 
+@planned
 def _layer_norm_mse(
     x: Tensor, y: Tensor, weights: Tensor | None, options: "_Options", backend: Backend
 ) -> Tensor:

@@ -34,6 +34,7 @@ from fastkd._core.numerics import (
     working_dtype,
     zero_padding,
 )
+from fastkd._core.plans import planned
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 from fastkd.losses.relation_products import (
     SIZES_OF_ONE_GRAPH,
@@ -102,6 +103,7 @@ def relation_loss_ref(
     return reduced(gamma, counts, "mean", weights)  # eqs. 8, 9
 
 
+@planned
 def relation_loss(
     student: Tensor,
     teacher: Tensor,
@@ -267,6 +269,7 @@ def _check_options(normalize: str, distance: str, temperature: float, eps: float
 Pairs = Sequence[tuple[Tensor, Tensor]]  # student and teacher features of each layer
 
 
+@planned
 def _relations(
     pairs: Pairs,
     mask: Tensor | None,

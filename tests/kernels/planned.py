@@ -1,0 +1,861 @@
+"""Proof of `fastkd._core.plans` without a GPU; ``python -m tests.kernels.planned`` prints JSON.
+
+In a process of its own, without Triton's interpreter. `Pretended` is a GPU for tensors of the CPU,
+on which a launch is noted instead of executed: the kernel, the grid, the stream, and each
+parameter as bytes. An address is noted as the number of an input or of an allocation of the call,
+plus an offset, with a checksum of the memory there. Then the launch writes to the memory that the
+call allocated: what the note before says, so that all that follows depends on it. A call from a
+plan must leave the same notes, the same loss and the same gradients as the call as written.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import json
+import os
+import random
+import struct
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import fastkd
+from fastkd._core import dispatch, numerics, plans
+from tools import calls
+from tools.ptx.compiled import ALLOCATING
+from tools.ptx.launches import extent, flat
+from tools.ptx.memory import bytes_of
+
+FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+LARGEST = 1 << 20  # entries of a call's inputs
+SEQUENCES = 1000
+
+
+class Pretended:
+    """Triton's driver of a GPU that notes its launches."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()  # notes and memory of a thread's present call
+        self.device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 7 + device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def start(self, inputs: list[Tensor]) -> None:
+        """A new call of this thread."""
+        self.local.notes, self.local.memory, self.local.numbers = [], [], {}
+        self.local.inputs = len(inputs)
+        for x in inputs:
+            self.note_memory(x)
+
+    def note_memory(self, x: Tensor) -> None:
+        known = self.local.memory
+        if known and known[-1][0]() is x:  # PyTorch calls what stands in its place once more
+            return
+        self.local.memory.append((weakref.ref(x), *extent(x)))
+
+    def allocating(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            x = function(*args, **kwargs)
+            if getattr(self.local, "memory", None) is not None:
+                if x.numel() and not x.is_inference():
+                    start, stop = extent(x)
+                    bytes_of((start, stop))[:] = 255
+                self.note_memory(x)
+            return x
+
+        return call
+
+    def number(self, memory: int | None) -> Any:
+        """Of an input; or of memory by its first use, as a plan leaves out what isn't used."""
+        if memory is None or memory < self.local.inputs:
+            return memory
+        return self.local.numbers.setdefault(memory, f"{len(self.local.numbers)}")
+
+    def place(self, address: int) -> tuple[int | None, int]:
+        """Which memory an address is in, the newest first, and where."""
+        for number in reversed(range(len(self.local.memory))):
+            reference, start, stop = self.local.memory[number]
+            x = reference()
+            if x is not None and start <= address < max(stop, start + 1):
+                return number, address - start
+        return None, 0
+
+    def launched(self, name: str, signature: dict[str, Any], before: Any, values: Any) -> None:
+        if getattr(self.local, "memory", None) is None:
+            return
+        parameters, written = [], []
+        for value, kind in zip(flat(values), flat(list(signature.values())), strict=True):
+            if kind == "constexpr":
+                continue
+            if not kind.startswith("*"):
+                parameters.append(struct.pack(FORMATS[kind], value).hex())
+                continue
+            address = value if isinstance(value, int) else value.data_ptr()
+            number, offset = self.place(address)
+            assert address == 0 or address % 16 == 0 or kind == "*fp32", (name, kind, address % 16)
+            sum_of_bytes = 0
+            if number is not None:
+                _, start, stop = self.local.memory[number]
+                if start < stop:
+                    sum_of_bytes = zlib.crc32(bytes_of((start, stop)))
+                    if number >= self.local.inputs and kind in ("*fp32", "*bf16", "*fp16"):
+                        written.append((start, stop))
+            parameters.append((self.number(number), offset, sum_of_bytes))
+        note = name, *before[:4], tuple(parameters)
+        self.local.notes.append(note)
+        value = 0x30 + zlib.crc32(repr(note).encode()) % 16  # of every byte: a small number
+        for part in written:
+            bytes_of(part)[:] = value
+
+    def compile(
+        self, kernel: JITFunction, key: Any, signature: Any, device: Any, *rest: Any
+    ) -> Any:
+        compiled = _Compiled(kernel, signature, self)
+        kernel.device_caches[device][0][key] = compiled
+        return compiled
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, fastkd takes CPU tensors for those of this GPU."""
+        with contextlib.ExitStack() as stack:
+            for target, name, replacement in (
+                (triton.runtime.driver, "_active", self),
+                (JITFunction, "_do_compile", lambda *args: self.compile(*args)),
+                (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
+                (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+                (plans, "DEVICES", ("cuda", "cpu")),
+                (calls, "DEVICE", torch.device("cpu")),
+                *((module, "values_readable", lambda x: False) for module in _readers()),
+                *((place, name, self.allocating(getattr(place, name)))
+                  for place, name in ALLOCATING),
+            ):  # fmt: skip
+                stack.enter_context(mock.patch.object(target, name, replacement))
+            yield
+
+
+class _Compiled:
+    """Stands for a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self, kernel: JITFunction, signature: Any, device: Pretended) -> None:
+        self.name, self.signature, self.device = kernel.__name__, signature, device
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, x: int, y: int, z: int, stream: Any, *rest: Any) -> None:
+        values = list(rest[5:])  # after function, metadata and hooks
+        self.device.launched(self.name, self.signature, (x, y, z, stream), values)
+
+
+def _readers() -> list[Any]:
+    modules = [x for name, x in sys.modules.items() if name.startswith("fastkd")]
+    return [x for x in modules if hasattr(x, "values_readable")]
+
+
+class Subject:
+    """A call that can be made again with other inputs: ``make`` returns inputs, ``of`` a loss."""
+
+    def __init__(self, make: Callable[[], Any], of: Callable[..., Any], no_grad: bool = False):
+        self.make, self.of, self.no_grad = make, of, no_grad
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, dict):
+        return tensors_in(list(x.values()))
+    if hasattr(x, "__dataclass_fields__"):
+        return tensors_in(vars(x))
+    return [y for item in x for y in tensors_in(item)] if isinstance(x, (list, tuple)) else []
+
+
+def outcome(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
+    """What a call leaves: notes, loss and gradients, each as bytes and by its memory."""
+    device.start(tensors_in(inputs))
+    with torch.set_grad_enabled(not subject.no_grad):
+        loss = subject.of(**inputs)
+    learn = [x for x in dict.fromkeys(tensors_in(inputs)) if x.requires_grad]
+    results = [loss]
+    if learn and loss.requires_grad:
+        upstream = torch.full_like(loss, 0.5)
+        results += torch.autograd.grad(loss, learn, upstream, allow_unused=True)
+    described = [None if x is None else _described(device, x) for x in results]
+    notes = device.local.notes
+    device.local.memory = None
+    return notes, described
+
+
+def _described(device: Pretended, x: Tensor) -> Any:
+    values = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    memory, offset = device.place(x.data_ptr())
+    return (
+        device.number(memory),
+        offset,
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.requires_grad,
+        zlib.crc32(values),
+    )
+
+
+def as_written(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
+    with mock.patch.object(plans, "ENABLED", False):
+        return outcome(device, subject, inputs)
+
+
+# --- Every call of tools/calls -------------------------------------------------------------------
+
+
+def small(call: calls.Call) -> bool:
+    listed = (x if isinstance(x, list) else [x] for x in call.inputs.values())
+    shapes = [x.shape for xs in listed for x in xs if isinstance(x, calls.Made)]
+    return sum(torch.Size(shape).numel() for shape in shapes) <= LARGEST
+
+
+def subjects(every: int) -> Iterator[tuple[str, Subject]]:
+    """The Triton path of the losses' calls, every so many."""
+    for file in calls.FILES:
+        if file in ("cca", "linalg", "token_log_probs"):
+            continue
+        for number, call in enumerate(calls.of(file)):
+            names = call.of.__init__ if isinstance(call.of, type) else call.of
+            code = getattr(names, "__wrapped__", names).__code__
+            if number % every or not small(call) or "backend" not in code.co_varnames:
+                continue
+            if call.of.__name__ in ("linear_soft_target_loss", "cayley", "OrthogonalProjection"):
+                continue  # not planned: their products take longer than the host
+            yield str(call), _subject(call._replace(options=call.options | {"backend": "triton"}))
+
+
+def _subject(call: calls.Call) -> Subject:
+    def make() -> dict[str, Any]:
+        inputs = {name: calls.made(x) for name, x in call.inputs.items()}
+        for x in tensors_in(inputs):
+            if not x.is_floating_point():
+                x.random_(0, 2)
+        return inputs
+
+    module: list[Any] = []
+
+    def run(**inputs: Any) -> Tensor:
+        with call.multiplying():
+            if not isinstance(call.of, type):
+                result = call.of(**inputs, **call.options)
+            else:
+                module[:] = module or [call.module()]
+                result = module[0](**inputs)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Subject(make, run)
+
+
+def compare_calls(device: Pretended, every: int) -> dict[str, Any]:
+    """Calls whose parameters, loss or gradients differ with a plan, at two sets of addresses."""
+    wrong, refused, count = [], [], 0
+    for name, subject in subjects(every):
+        plans.clear_plans()
+        inputs = subject.make()
+        try:
+            as_written(device, subject, inputs)
+        except (dispatch.BackendUnavailable, ValueError):
+            continue
+        count += 1
+        # New, recorded, repeated, repeated at other addresses.
+        others = subject.make()
+        for given in (inputs, inputs, inputs, others):
+            if as_written(device, subject, given) != outcome(device, subject, given):
+                wrong.append(name)
+                break
+        if not any(plan.program for plan in plans._plans.values()):
+            refused.append(name)
+    return {"calls": count, "wrong": wrong[:10], "refused": refused}
+
+
+# --- The key -------------------------------------------------------------------------------------
+
+
+def changed_calls() -> dict[str, Callable[[], Any]]:
+    """A call, and the same call with one element of its key changed at a time."""
+    x, y = torch.randn(4, 6, 16).requires_grad_(), torch.randn(4, 6, 16)
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    loss = functools.partial(fastkd.hidden_state_loss, backend="triton")
+    wide = torch.randn(4, 6, 32)[..., :16]
+    moved = torch.empty(4 * 6 * 16 + 1)[1:].view(4, 6, 16)
+    with torch.inference_mode():
+        inferred = torch.randn(4, 6, 16)
+
+    def within(context: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            with context():
+                return loss(x, y, mask)
+
+        return call
+
+    @contextlib.contextmanager
+    def autocast(dtype: torch.dtype) -> Iterator[None]:  # as a GPU's; torch.autocast requires one
+        before = torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        yield
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+
+    @contextlib.contextmanager
+    def restored(set_to: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+        set_to(value)
+        try:
+            yield
+        finally:
+            set_to(before)
+
+    def deterministic() -> Any:
+        return restored(torch.use_deterministic_algorithms, False, True)
+
+    precision, default = torch.set_float32_matmul_precision, torch.set_default_dtype
+    return {
+        "base": lambda: loss(x, y, mask),
+        "function": lambda: fastkd.cos_nce_loss(x, y, mask=mask, backend="triton"),
+        "option": lambda: loss(x, y, mask, kind="cosine"),
+        "option given": lambda: loss(x, y, mask, kind="mse"),
+        "number": lambda: loss(x, y, mask, beta=1.0),
+        "its type": lambda: loss(x, y, mask, beta=1),
+        "its sign": lambda: loss(x, y, mask, beta=-0.0),
+        "zero": lambda: loss(x, y, mask, beta=0.0),
+        "an argument": lambda: loss(x, y),
+        "shape": lambda: loss(x.view(6, 4, 16), y.view(6, 4, 16), mask.view(6, 4)),
+        "stride": lambda: loss(x, wide, mask),
+        "dtype": lambda: loss(x.bfloat16(), y.bfloat16(), mask),
+        "dtype of the mask": lambda: loss(x, y, mask.int()),
+        "requires_grad": lambda: loss(x.detach(), y, mask),
+        "an inference tensor": lambda: loss(x, inferred, mask),
+        "address": lambda: loss(x, moved, mask),
+        "one storage": lambda: loss(x, x.detach(), mask),
+        "one tensor": lambda: loss(y, y, mask),
+        "grad mode": within(torch.no_grad),
+        "precision": within(lambda: restored(precision, "high", "highest")),
+        "deterministic": within(deterministic),
+        "default dtype": within(lambda: restored(default, torch.float64, torch.float32)),
+        "autocast": within(lambda: autocast(torch.bfloat16)),
+        "its dtype": within(lambda: autocast(torch.float16)),
+    }
+
+
+def hits(device: Pretended) -> list[str]:
+    """Changed calls that hit the plan of another one; each hits its own."""
+    plans.clear_plans()
+    made, wrong = changed_calls(), []
+    for name, call in made.items():
+        before = len(plans._plans)
+        for _ in range(3):
+            call()
+        new = list(plans._plans.values())[before:]
+        if not new or not any(plan.program for plan in new):
+            wrong.append(name)
+    before = len(plans._plans)
+    device.device = 1
+    made["base"]()
+    device.device = 0
+    return wrong + ["current device"] * (len(plans._plans) == before)
+
+
+# --- Random sequences ----------------------------------------------------------------------------
+
+KINDS = "fcd", "cos_nce", "module", "hidden", "layer_norm", "knn", "soft", "relation"
+
+
+class Sequence:
+    """Calls that alternate at random, in memory that is freed and used again."""
+
+    def __init__(self, seed: int, among: tuple[str, ...]) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        self.names = self.random.sample(among, 2)
+        self.shape, self.layers = pick([(4, 6), (6, 4), (17, 3)]), pick([1, 1, 2])
+        self.half = pick([0.0, 0.0, 0.5, 1.0])  # share of bfloat16
+        self.reduction = pick(["mean", "sum"])
+        self.losses = {
+            "fcd": fastkd.FCDLoss(backend="triton"),
+            "cos_nce": fastkd.CosNCELoss(16, 16, backend="triton"),
+        }
+        self.kept: list[Any] = []  # inputs that stay alive, and are used again
+
+    def features(self, *shape: int, learns: bool = False) -> Tensor:
+        way = self.random.randrange(5)
+        if way == 0:  # strided
+            x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+        elif way == 1:  # not aligned
+            x = torch.randn(torch.Size(shape).numel() + 1)[1:].view(shape)
+        else:
+            x = torch.randn(shape)
+        if self.random.random() < self.half:
+            x = x.bfloat16()
+        return x.requires_grad_() if learns else x
+
+    def inputs(self) -> dict[str, Any]:
+        if self.kept and self.random.random() < 0.3:
+            return self.random.choice(self.kept)
+        B, N = self.shape if self.random.random() < 0.9 else self.shape[::-1]
+        layers = self.layers
+        student = [self.features(B, N, 16, learns=self.random.random() < 0.8)] * layers
+        if self.random.random() < 0.5:
+            student = [x.detach().clone().requires_grad_(x.requires_grad) for x in student]
+        dtype = student[0].dtype
+        shares = layers == 1 and self.random.random() < 0.15
+        teacher = [student[0].detach() if shares else self.features(B, N, 16).to(dtype)
+                   for _ in range(layers)]  # fmt: skip
+        mask: Any = None
+        if self.random.random() < 0.5:
+            mask = torch.rand(B, N) < 0.7
+            mask = mask if self.random.random() < 0.5 else mask.int()
+        inputs = {"student": student, "teacher": teacher, "mask": mask,
+                  "labels": torch.randint(3, (B,))}  # fmt: skip
+        self.kept = [*self.kept[-2:], inputs]
+        return inputs
+
+    def call(self) -> tuple[Subject, dict[str, Any], str]:
+        given = self.inputs()
+        name = self.random.choice(self.names)
+        student, teacher, mask = given["student"][0], given["teacher"][0], given["mask"]
+        on: dict[str, Any] = {"backend": "triton"}
+        reduction = self.reduction
+        pair = {"student": student, "teacher": teacher}
+        inputs: dict[str, Any] = pair | {"mask": mask}
+        of: Callable[..., Any]
+        if name == "fcd":
+            if self.random.random() < 0.2:
+                self.losses["fcd"] = copy.deepcopy(self.losses["fcd"])
+            module = self.losses["fcd"]
+            of, inputs = module, {name: given[name] for name in ("student", "teacher", "mask")}
+        elif name == "cos_nce":
+            labels = given["labels"] if self.random.random() < 0.5 else None
+            inputs["labels"] = labels
+            of = functools.partial(fastkd.cos_nce_loss, reduction=reduction, **on)
+        elif name == "module":
+            of, inputs = self.losses["cos_nce"], pair | {"mask": mask}
+            if student.dtype != torch.float32:
+                of = functools.partial(fastkd.relation_loss, over="samples", **on)
+        elif name == "hidden":
+            kind = self.random.choice(["mse", "cosine"])
+            of = functools.partial(fastkd.hidden_state_loss, kind=kind, reduction=reduction, **on)
+        elif name == "layer_norm":
+            of, inputs = (
+                functools.partial(fastkd.layer_norm_mse, **on),
+                {"x": student, "y": teacher},
+            )
+        elif name == "knn":
+            labels = given["labels"]
+            inputs = pair | {"student_labels": labels}
+            if self.random.random() < 0.5:
+                inputs["teacher_labels"] = labels if self.random.random() < 0.5 else labels.flip(0)
+            of = functools.partial(fastkd.knn_feature_loss, reduction=reduction, **on)
+        elif name == "soft":
+            temperature = self.random.choice([1.0, 2.0])
+            inputs = {"student_logits": student, "teacher_logits": teacher, "mask": mask}
+            of = functools.partial(fastkd.soft_target_loss, temperature=temperature, **on)
+        else:
+            of = functools.partial(fastkd.relation_loss, **on)
+        no_grad = self.random.random() < 0.15
+        precision = "high" if self.random.random() < 0.2 else "highest"
+
+        def run(**given: Any) -> Tensor:
+            torch.set_float32_matmul_precision(precision)
+            result: Tensor = of(**given)
+            return result
+
+        return Subject(dict, run, no_grad), inputs, name
+
+
+def differs(device: Pretended, seed: int, among: tuple[str, ...] = KINDS) -> str | None:
+    """What a sequence does otherwise with plans, if anything."""
+    sequence, length = Sequence(seed, among), 10
+    for number in range(length):
+        subject, inputs, name = sequence.call()
+        for _ in range(sequence.random.choice([1, 3])):
+            if as_written(device, subject, inputs) != outcome(device, subject, inputs):
+                return f"sequence {seed}, call {number}: {name}"
+        del subject, inputs
+    return None
+
+
+def sequences(device: Pretended, numbers: range) -> list[str]:
+    plans.clear_plans()
+    found = [differs(device, seed) for seed in numbers]
+    return [x for x in found if x]
+
+
+def threads(device: Pretended, numbers: range) -> list[str]:
+    """The same in four threads, which share plans. Plans stay on: their switch is global."""
+    plans.clear_plans()
+    expected = {}
+    for seed in numbers:
+        expected[seed] = _all_outcomes(device, seed)
+    plans.clear_plans()
+    wrong: list[str] = []
+
+    def work(own: range) -> None:
+        torch.use_deterministic_algorithms(True)
+        for seed in own:
+            if _all_outcomes(device, seed) != expected[seed]:
+                wrong.append(f"sequence {seed} in a thread")
+
+    started = [threading.Thread(target=work, args=(numbers,)) for _ in range(4)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    return wrong
+
+
+def _all_outcomes(device: Pretended, seed: int) -> Any:
+    subject, inputs, _ = _one_of(seed)
+    return [outcome(device, subject, inputs)[0] for _ in range(3)]
+
+
+def _one_of(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    B = 4 + seed % 3
+    student = torch.randn(B, 5, 16, generator=generator).requires_grad_()
+    teacher = torch.randn(B, 5, 16, generator=generator)
+    mask = torch.rand(B, 5, generator=generator) < 0.7 if seed % 2 else None
+    inputs = {"student": student, "teacher": teacher, "mask": mask}
+    of = (fastkd.relation_loss, fastkd.hidden_state_loss, fastkd.cos_nce_loss)[seed % 3]
+    return Subject(dict, functools.partial(of, backend="triton")), inputs, of.__name__
+
+
+def planted(device: Pretended, numbers: range) -> dict[str, int]:
+    """Number of sequences that find a fault of the key."""
+    describe, addresses = plans._describe, plans._addresses
+
+    def without_strides(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
+        own: list[Any] = []
+        describe(values, own, tensors)
+        strides = {x.stride() for x in tensors}
+        key += [x for x in own if type(x) is not tuple or x not in strides]
+
+    def without_aliasing(tensors: Any) -> Any:
+        return tuple(x.data_ptr() % 16 for x in tensors)
+
+    def without_alignment(tensors: Any) -> Any:
+        found = addresses(tensors)
+        return found[1:] if isinstance(found, tuple) else 0
+
+    faults: dict[str, Any] = {
+        "strides": ("_describe", without_strides, ("hidden", "layer_norm")),
+        "aliasing": ("_addresses", without_aliasing, ("knn", "knn")),
+        "alignment": ("_addresses", without_alignment, ("hidden", "cos_nce")),
+        "precision": ("_precision", lambda: None, ("fcd", "relation")),
+    }
+    found = {}
+    for name, (attribute, replacement, among) in faults.items():
+        plans.clear_plans()
+        with mock.patch.object(plans, attribute, replacement):
+            found[name] = sum(_fails(device, seed, among) for seed in numbers)
+    return found
+
+
+def _fails(device: Pretended, seed: int, among: tuple[str, ...]) -> bool:
+    try:
+        return differs(device, seed, among) is not None
+    except Exception:  # a wrong plan may raise, too
+        return True
+
+
+# --- Behaviour -----------------------------------------------------------------------------------
+
+
+def behaviours(device: Pretended) -> list[str]:
+    """What a planned call does otherwise than the call as written, besides computing."""
+    found = []
+    for name, check in CHECKS.items():
+        plans.clear_plans()
+        try:
+            assert check() is not False
+        except Exception as error:
+            found.append(f"{name}: {type(error).__name__}: {error}")
+    return found
+
+
+CHECKS: dict[str, Callable[[], Any]] = {}
+
+
+def check(function: Callable[[], Any]) -> Callable[[], Any]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def _pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6, 16).requires_grad_(), torch.randn(4, 6, 16)
+
+
+def _loss(x: Tensor, y: Tensor, n: int = 1) -> Tensor:
+    for _ in range(n):
+        loss = fastkd.relation_loss(x, y, backend="triton")
+    return loss
+
+
+def _hits() -> int:
+    return sum(plan.program is not None for plan in plans._plans.values())
+
+
+@check
+def two_backward_passes() -> None:
+    x, y = _pair()
+    loss = _loss(x, y, 4)
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0].clone()
+    again = torch.autograd.grad(loss, x)[0]
+    assert _hits() and torch.equal(first.isnan(), again.isnan())
+    try:
+        torch.autograd.grad(loss, x)
+    except RuntimeError as error:
+        assert "second time" in str(error)
+    else:
+        raise AssertionError("a third pass ran")
+
+
+@check
+def second_derivative() -> None:
+    x, y = _pair()
+    try:
+        torch.autograd.grad(_loss(x, y, 4), x, create_graph=True)
+    except RuntimeError as error:
+        assert "first derivatives only" in str(error)
+    else:
+        raise AssertionError("a second derivative was computed")
+
+
+@check
+def saved_tensor_hooks() -> None:
+    x, y = _pair()
+    counts, addresses = [], []
+
+    def packed(saved: Tensor) -> Tensor:
+        counts[-1] += 1
+        return saved
+
+    def unpacked(saved: Tensor) -> Tensor:
+        moved = saved.clone()
+        addresses.append(moved.data_ptr())
+        return moved
+
+    for _ in range(4):
+        counts.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(packed, unpacked):
+            loss = _loss(x, y)
+        torch.autograd.grad(loss, x)
+    assert _hits() and len(set(counts)) == 1 and counts[0] > 0, counts
+    assert len(addresses) == sum(counts)
+
+
+@check
+def checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x, y = _pair()
+    for _ in range(4):
+        loss = checkpoint(lambda x: _loss(x * 1.0, y), x, use_reentrant=False)
+        loss.backward()
+    assert _hits()
+
+
+@check
+def anomaly_mode_and_names() -> None:
+    x, y = _pair()
+    with torch.autograd.detect_anomaly(check_nan=False):
+        names = {type(_loss(x, y).grad_fn).__name__ for _ in range(4)}
+        torch.autograd.grad(_loss(x, y), x)
+    assert _hits() and names == {"_TritonRelationsBackward"}, names
+
+
+@check
+def profiler() -> None:
+    x, y = _pair()
+    _loss(x, y, 3)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        torch.profiler.profile(activities=activities) as profile,
+        torch.profiler.record_function("of the loss"),
+    ):
+        _loss(x, y)
+    names = [event.name for event in profile.events()]
+    assert _hits() and {"of the loss", "_TritonRelations"} <= set(names), names
+
+
+@check
+def gradients_of_a_part() -> None:
+    x, y = torch.randn(20, 16).requires_grad_(), torch.randn(20, 16).requires_grad_()
+    for wanted in ([x, y], [x], [y], [x, y]) * 3:
+        loss = fastkd.layer_norm_mse(x, y, backend="triton")
+        assert all(g.shape == x.shape for g in torch.autograd.grad(loss, wanted))
+    assert _hits()
+
+
+@check
+def bound() -> None:
+    y = torch.randn(4, 6, 16)
+    with mock.patch.object(plans, "MOST_PLANS", 8):
+        for n in range(2, 40):
+            fastkd.hidden_state_loss(y[:, :1].expand(4, n, 16), y[:, :1].expand(4, n, 16))
+        assert len(plans._plans) <= 8
+        plans.clear_plans()
+        assert not plans._plans
+
+
+@check
+def modes_hooks_and_the_switch() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from triton import knobs
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x, y = _pair()
+    _loss(x, y, 3)
+    (plan,) = (plan for plan in plans._plans.values() if plan.program)
+    used, count = plan.used, len(plans._plans)
+    with Mode():
+        _loss(x, y)
+    knobs.runtime.launch_enter_hook.add(used.bit_length)
+    try:
+        _loss(x, y)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(used.bit_length)
+    with torch.device("cpu"):
+        _loss(x, y)
+    with mock.patch.object(plans, "ENABLED", False):
+        _loss(x, y)
+
+    class Other(Tensor):
+        pass
+
+    _loss(x.detach().as_subclass(Other), y)
+    assert plan.used == used and len(plans._plans) == count
+    _loss(x, y)
+    assert plan.used > used
+
+
+@check
+def fork() -> None:
+    x, y = _pair()
+    _loss(x, y, 3)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            empty = not plans._plans
+            _loss(x.detach(), y, 4)
+            code = 0 if empty and _hits() else 2
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert status == 0 and _hits()
+
+
+# --- Compiled code -------------------------------------------------------------------------------
+
+
+def executed() -> list[str]:
+    """Calls that have other bits with a plan, of compiled code that tools/ptx executes."""
+    from tools.ptx import compiled, executing
+
+    run = compiled._Kernel.run
+
+    def with_tensors(kernel: Any, *given: Any) -> None:
+        """Executed code finds memory by tensors: the one that has a plan's address."""
+        values = list(given[len(given) - len(kernel.signature) :])
+        kinds = list(kernel.signature.values())
+        run(kernel, *given[: len(given) - len(values)], *map(_with_tensors, values, kinds))
+
+    calls_of: dict[str, Any] = {
+        "hidden": lambda x, y, m: fastkd.hidden_state_loss(x, y, m, backend="triton"),
+        "relation": lambda x, y, m: fastkd.relation_loss(x, y, m, backend="triton"),
+        "knn": lambda x, y, m: fastkd.knn_feature_loss(
+            x[:, 0], y[:, 0], m[:, 0].long(), backend="triton"
+        ),
+    }
+    wrong = []
+    with executing(80), contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(compiled._Kernel, "run", with_tensors))
+        stack.enter_context(mock.patch.object(plans, "DEVICES", ("cuda", "cpu")))
+        for module in _readers():
+            stack.enter_context(mock.patch.object(module, "values_readable", lambda x: False))
+        plans.clear_plans()
+        for name, call in calls_of.items():
+            results = []
+            for switch in (False, True, True, True):
+                generator = torch.Generator().manual_seed(0)
+                x = torch.randn(3, 4, 16, generator=generator).requires_grad_()
+                y = torch.randn(3, 4, 16, generator=generator)
+                mask = torch.rand(3, 4, generator=generator) < 0.7
+                with mock.patch.object(plans, "ENABLED", switch):
+                    loss = call(x, y, mask)
+                    results.append((loss.detach(), *torch.autograd.grad(loss, x)))
+            first, *others = results
+            if not all(map(torch.equal, first * 3, (x for other in others for x in other))):
+                wrong.append(name)
+        assert _hits() == len(calls_of), "no plan was executed"
+    return wrong
+
+
+def _with_tensors(value: Any, kind: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_with_tensors, value, kind))
+    if not isinstance(kind, str) or not kind.startswith("*") or not isinstance(value, int):
+        return value
+    live = (x for x in gc.get_objects() if type(x) is Tensor and x.layout is torch.strided)
+    ranges = [(x, *extent(x)) for x in live]
+    x, start, _ = max(
+        (found for found in ranges if found[1] <= value < found[2]), key=lambda found: found[2]
+    )
+    if start == value:
+        return x
+    flat_bytes = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    return flat_bytes[value - flat_bytes.data_ptr() :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="of so many calls, one")
+    parser.add_argument("--sequences", type=int, default=SEQUENCES)
+    given = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    numerics_modules = _readers()
+    assert numerics in numerics_modules
+    device = Pretended()
+    with device.running():
+        report = {
+            "hits": hits(device),
+            "calls": compare_calls(device, given.every),
+            "sequences": sequences(device, range(given.sequences)),
+            "threads": threads(device, range(12)),
+            "planted": planted(device, range(20)),
+            "behaviours": behaviours(device),
+        }
+    report["executed"] = executed()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Plans do what the calls as written do; see `tests.kernels.planned`, which runs by itself."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def report():
+    command = [sys.executable, "-m", "tests.kernels.planned", "--every", "40", "--sequences", "40"]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_each_element_of_the_key_decides(report):
+    assert report["hits"] == []
+
+
+def test_parameters_of_launches_and_results_are_those_without_a_plan(report):
+    assert report["calls"]["calls"] > 100
+    assert report["calls"]["wrong"] == []
+
+
+def test_what_is_not_planned(report):
+    """Calls with a plan are the rule; a vocabulary match keeps tensors of its own."""
+    assert all("VocabularyMatch" in name for name in report["calls"]["refused"])
+
+
+@pytest.mark.parametrize("kind", ["sequences", "threads"])
+def test_random_calls(report, kind):
+    assert report[kind] == []
+
+
+def test_planted_faults_of_the_key_are_found(report):
+    assert report["planted"].keys() == {"strides", "aliasing", "alignment", "precision"}
+    assert all(report["planted"].values()), report["planted"]
+
+
+def test_autograd_behaves_as_without_a_plan(report):
+    assert report["behaviours"] == []
+
+
+def test_compiled_code_gives_the_same_bits(report):
+    assert report["executed"] == []
+
+
+def test_every_launch_can_be_recorded():
+    """A kernel is started by `launch_kernel` only: a record would miss it otherwise."""
+    wrong = []
+    for path in sorted((ROOT / "kernels").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and "kernel" in ast.unparse(node.value):
+                wrong.append(f"{path.name}: {ast.unparse(node)}")
+    assert not wrong
