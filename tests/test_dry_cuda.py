@@ -20,7 +20,9 @@ from tools.dry_cuda import PLANTED
 PUBLIC = [
     name
     for name in fastkd.__all__
-    if callable(getattr(fastkd, name)) and not name.endswith("_ref") and name not in (*PARTS, "clear_plans")
+    if callable(getattr(fastkd, name))
+    and not name.endswith("_ref")
+    and name not in (*PARTS, "clear_plans")
 ]
 
 
