@@ -40,7 +40,7 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     for prefix, scores in sets.items():
         for name in _metrics(scores):
             table.add_column(prefix + name, justify="right")
-    for name in ("teacher", "student"):
+    for name in report["parameters"]:  # a server's teacher has none
         milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
         # A cache may have scored its teacher with other metrics than the student's.
         scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
@@ -58,10 +58,13 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     if "teacher" in batch:
         times = batch["teacher"] / batch["student"]
         faster = f"{compared(times, 'faster', 'slower', 'as fast')} and "
-    smaller = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
+    than = f"the teacher is in a server: {report.get('served_teacher')}"
+    if "teacher" in sizes:
+        smaller = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
+        than = f"the student is {faster}{smaller}"
     say(
         console,
-        f"the student is {faster}{smaller}\n"
+        f"{than}\n"
         f"best student: epoch {round(best['epoch'], 2):g}, {format_scores(best['losses'])}\n"
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",

@@ -175,17 +175,22 @@ class ServedTeacher(OutputSource):
             )
 
     def ahead(
-        self, batches: Iterable[dict[str, Any]], distiller: Distiller
+        self,
+        batches: Iterable[dict[str, Any]],
+        distiller: Distiller,
+        left_out: Sequence[str] = (),
     ) -> Iterator[dict[str, Any]]:
         """The batches, each yielded when those of the next ``prefetch`` are requested.
 
         Args:
             batches: arguments of ``distiller``, as a data loader returns them.
             distiller: the Distiller of this teacher.
+            left_out: names in a batch that are no arguments of ``distiller``.
         """
         waiting: collections.deque[dict[str, Any]] = collections.deque()
         for batch in batches:
-            self.request(distiller.read(batch))
+            given = {name: x for name, x in batch.items() if name not in left_out}
+            self.request(distiller.read(given))
             waiting.append(batch)
             if len(waiting) > self.prefetch:
                 yield waiting.popleft()

@@ -30,7 +30,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         library_name=task.library,
         pipeline_tag=task.pipeline,
         tags=["fastkd", "knowledge-distillation"],
-        base_model=None if Path(teacher).exists() else teacher,
+        base_model=None if Path(teacher).exists() else settings.get("teacher_model") or teacher,
         model_name=f"{settings['method']} student",
         eval_results=[
             hub.EvalResult(
@@ -52,6 +52,9 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     if "teacher" in seconds:
         times = compared(seconds["teacher"] / seconds["student"], "faster", "slower", "as fast")
         faster = f", {times} on the machine that trained it"
+    smaller = f"in a server, {report.get('served_teacher')}"
+    if "teacher" in size:
+        smaller = compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
     text = TEXT.read_text("utf-8").format(
         data=data.to_yaml(),
         title=f"{settings['method']} student of {Path(teacher).name}",
@@ -60,7 +63,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         version=report["fastkd"],
         made=_made(settings["method"]),
         teacher=teacher,
-        smaller=compared(size["teacher"] / size["student"], "smaller", "larger", "as large"),
+        smaller=smaller,
         faster=faster,
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import fastkd
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
+from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import data, lora, processes, sharding, tasks
 from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
@@ -28,11 +29,13 @@ from fastkd.train.models import (
     attention_for,
     be_quiet,
     finished_classes,
+    is_served,
     layers_of,
     load_cached_teacher,
     load_teacher,
     load_tokenizers,
     make_method,
+    served_teacher,
 )
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run import Run, assemble, save_model, select
@@ -178,6 +181,9 @@ class Distillation:
             student = read_json(teacher.path / STUDENT / MANIFEST)["files"]
             parts = teacher.digest, json.dumps(student, sort_keys=True)
             prints = {"teacher cache": fingerprint(part.encode() for part in parts)}
+        elif is_served(config.teacher):
+            (teacher, tokenizer), teachers = served_teacher(config), None
+            prints = {"served teacher": fingerprint([json.dumps(teacher.configuration()).encode()])}
         else:
             tokenizer, teachers = load_tokenizers(config, corpus, self.display)
             fresh = bool(config.finetune_teacher)
@@ -213,7 +219,7 @@ class Distillation:
     def _check(self, distiller: Distiller) -> None:
         """Raise unless a cache holds every training row, and an on-policy student has a loss."""
         run, method = self.run, distiller.method
-        if run.teacher_model is None:
+        if run.cached:
             self._check_cached(distiller)
         if not self.config.on_policy:
             return
@@ -303,6 +309,9 @@ class Distillation:
         options = self._saving_options(out.student, student, report)
         began = time.perf_counter()
         history = run.train(distiller, config.method, on_policy=config.on_policy, **options)
+        if isinstance(run.teacher, ServedTeacher):
+            report["served_teacher"] = run.teacher.throughput()
+            self.display.say(report["served_teacher"])
         training = history[-1]["seconds"]
         before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
         self.display.say("scoring and timing the best student ...")
@@ -350,17 +359,14 @@ class Distillation:
     def _score_best(self, student: PreTrainedModel) -> dict[str, Any]:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         run, best = self.run, self._best(self.out.student, student)
-        sizes = run.cached or {
-            "parameters": run.teacher.num_parameters(),
-            "bytes": run.teacher.get_memory_footprint(return_buffers=False),
-        }
-        found: dict[str, Any] = {
-            "parameters": {"teacher": sizes["parameters"], "student": best.num_parameters()},
-            "bytes": {
-                "teacher": sizes["bytes"],
-                "student": best.get_memory_footprint(return_buffers=False),
-            },
-        }
+        found: dict[str, Any] = {"parameters": {}, "bytes": {}}
+        if run.cached:
+            found = {name: {"teacher": run.cached[name]} for name in found}
+        models = {"teacher": run.teacher_model, "student": best}
+        for who, model in models.items():
+            if model is not None:
+                found["parameters"][who] = model.num_parameters()
+                found["bytes"][who] = model.get_memory_footprint(return_buffers=False)
         if self.config.shard:
             sharding.shard(best, run.device, learns=False)
         else:
@@ -390,6 +396,8 @@ class Distillation:
         run, config = self.run, self.config
         if run.teacher_model is not None:
             scores = run.score(run.teacher_model, who="teacher")
+        elif not run.cached:  # a server has no scores
+            scores = {}
         else:
             prints, settings = run.cached["fingerprints"], run.cached["settings"]
             same = prints.get(EVAL_ROWS) == self.out.manifest["fingerprints"][EVAL_ROWS]

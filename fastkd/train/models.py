@@ -18,6 +18,7 @@ from fastkd.distill.baselines import BASELINES, NAMES
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
+from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.families import reads_whole_rows
 from fastkd.models.inputs import Batches, reads_last_token
@@ -51,6 +52,8 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
     Code that comes with a model runs only with ``remote_code``.
     """
     local = Path(name).expanduser()
+    if is_served(name):
+        raise InputError(f"{option} {name}: a server is the teacher of `fastkd distill` only")
     if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise InputError(f"{option} {name}: no such directory")
     if local.is_file():
@@ -219,6 +222,8 @@ def finished_classes(settings: Pairing) -> list[str] | None:
     if not issubclass(kind, ClassTask) or getattr(settings, "finetune_teacher", False):
         return None
     cache = getattr(settings, "teacher_cache", None)
+    if is_served(settings.teacher):
+        return None
     if cache is None:
         config = load("--teacher", settings.teacher, AutoConfig, settings.trust_remote_code)
     elif (cache / STUDENT).is_dir():
@@ -265,6 +270,37 @@ def load_teacher(
     corpus = task.match(corpus, head, settings.label_order, who, fresh_head)
     fit_config(teacher.config, corpus.task, tokenizer)
     return teacher, corpus
+
+
+def is_served(teacher: str | None) -> bool:
+    """Whether --teacher is the URL of a server."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
+def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
+    """The teacher in the server of --teacher, and the student's tokenizer.
+
+    Raises:
+        InputError: no --student or --teacher-model, or an option that needs the teacher's weights.
+    """
+    url = settings.teacher
+    if settings.student is None or settings.teacher_model is None:
+        raise InputError(
+            f"--teacher {url}: a server's model can't be cut; pass --student, which reads its "
+            "tokens, and --teacher-model NAME"
+        )
+    for flag in given(settings, "finetune_teacher", "student_layers", "student_config"):
+        raise InputError(f"{flag}: needs the teacher's weights, and --teacher {url} is a server")
+    name = settings.tokenizer or settings.student
+    option = "--student" if settings.tokenizer is None else "--tokenizer"
+    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    method: Any = make_method(settings.method, settings.options, settings.preset)
+    if getattr(method, "temperature", 1.0) != 1:
+        raise InputError(
+            f"--method {settings.method}: has temperature {method.temperature}, a server's "
+            "log-probabilities have 1; pass --set temperature=1"
+        )
+    return ServedTeacher(url, settings.teacher_model, top_k=settings.top_k or 20), tokenizer
 
 
 def check_depth(option: str, wanted: int, depth: int) -> None:
@@ -411,7 +447,10 @@ def make_student(
             **attention_for(settings.method, settings.attention),
         )
     if settings.student is not None:
-        config = teacher.config
+        if is_served(settings.teacher):
+            config = load("--student", settings.student, AutoConfig, settings.trust_remote_code)
+        else:
+            config = teacher.config
         return _student_from_path(settings, settings.student, config, tokenizer, task, own_tokens)
     drawn = settings.student_weights == "random"  # which allows more layers than the teacher's
     chosen = (drawn and settings.student_layers) or layers or layers_of(settings, teacher)

@@ -19,13 +19,14 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.methods import Labels
+from fastkd.integrations.served_teacher import ServedTeacher, ServerError
 from fastkd.lm.vocabulary_match import Side, VocabularyMatch
 from fastkd.models.inputs import accepted
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.config import TrainingConfig
 from fastkd.train.encoding import Encoder
-from fastkd.train.errors import InputError, Interrupted
+from fastkd.train.errors import InputError, Interrupted, TrainingFailed
 from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
@@ -82,7 +83,7 @@ class Run:
         self.max_length = max_length
         #: Answers of the model that was scored last, by the suffix of their rows.
         self.answers: dict[str, Any] = {}
-        if not cached:
+        if self.teacher_model is not None:
             self._fit_length("teacher", teacher)
         self._encode()
         self.collate = self.task.collator(tokenizer)
@@ -150,8 +151,8 @@ class Run:
 
     @property
     def teacher_model(self) -> Any:
-        """The teacher; None if it is a cache."""
-        return None if self.cached else self.teacher
+        """The teacher; None if it is a cache or runs in a server."""
+        return None if self.cached or isinstance(self.teacher, ServedTeacher) else self.teacher
 
     @property
     def device(self) -> torch.device:
@@ -288,7 +289,10 @@ class Run:
             set_seed((config.seed + processes.rank()) % 2**32)
             ended = ended_state(last)
             if ended is None:
-                trainer.train(resume_from_checkpoint=str(last) if last else None)
+                try:
+                    trainer.train(resume_from_checkpoint=str(last) if last else None)
+                except ServerError as error:
+                    raise TrainingFailed(str(error)) from error
             else:
                 trainer.state = ended
                 trainer._load_from_checkpoint(str(last))

@@ -305,7 +305,15 @@ class DistillOptions(TrainingOptions, Pairing):
     """Options of `fastkd distill`: data, teacher and student, method, training, and the run."""
 
     teacher: str | None = option(  # type: ignore[assignment]
-        None, "Teacher model: a directory, a hub name, or packaged (the demo's)."
+        None, "Teacher model: a directory, a hub name, packaged (the demo's), or a server's URL."
+    )
+    teacher_model: str | None = model_option(
+        None, "Name of the model in the server of --teacher.", metavar="NAME"
+    )
+    top_k: int | None = model_option(
+        None,
+        "Tokens of each position that the server of --teacher returns; default: 20.",
+        least=1,
     )
     teacher_cache: Path | None = model_option(
         None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"

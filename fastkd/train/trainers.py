@@ -1,5 +1,6 @@
 """Trainer of a run, whose steps have the same rows for any number of processes."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fastkd.distill.batch import split_inputs
-from fastkd.distill.distiller import DistillerOutput
+from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.trainer import DistillationTrainer
+from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.saving import saving
@@ -83,6 +85,20 @@ class _BatchDataset(Dataset):
         if self.may_be_empty:  # the loss gathers and weights the rows itself
             return batch if part.share else {name: x[:0] for name, x in batch.items()}
         return {**batch, SHARE: part.share}
+
+
+class _Ahead(DataLoader):
+    """Batches, of which the next ones are requested from a teacher in a server."""
+
+    def __init__(self, distiller: Distiller, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.distiller = distiller
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches, teacher = super().__iter__(), self.distiller.teacher
+        if isinstance(teacher, ServedTeacher):
+            return teacher.ahead(batches, self.distiller, left_out=(SHARE,))
+        return batches
 
 
 class TwoTokenizerCollator:
@@ -161,7 +177,8 @@ class StepTrainer(DistillationTrainer):
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""
         args = self.args
-        return DataLoader(
+        loader = DataLoader if self.on_policy else functools.partial(_Ahead, self.distiller)
+        return loader(
             _BatchDataset(self.train_dataset, self.data_collator, self.gather),
             batch_sampler=steps,  # type: ignore[arg-type]
             collate_fn=dict,  # the batch itself

@@ -1,6 +1,8 @@
 """A teacher in a live server, against the same teacher in this process."""
 
 import copy
+import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -9,10 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from fastkd.cli.distill_command import show
 from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+from fastkd.train.config import DistillConfig
+from fastkd.train.distillation import run_distillation
+from fastkd.train.errors import InputError, TrainingFailed
 
 pytest.importorskip("httpx")
 pytest.importorskip("aiohttp")
@@ -246,3 +254,48 @@ def test_refusals(server, teacher):
         Distiller(served_by(server, "vllm"), student, FCD())
     with pytest.raises(ValueError, match="one temperature"):
         Distiller(served_by(server, "vllm"), student, SoftTargets(temperature=3.0))
+
+
+def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_path):
+    """`fastkd distill --teacher URL` reaches the student of `fastkd distill --teacher DIR`."""
+    words = [f"w{i}" for i in range(V - 2)]
+    vocabulary = {"<end>": 0, "<unk>": 1, **{word: i + 2 for i, word in enumerate(words)}}
+    split = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=split, eos_token="<end>", pad_token="<end>", unk_token="<unk>"
+    )
+    student = student_from_teacher(teacher, [1])
+    for name, model in (("teacher", teacher), ("student", student)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    lines = [" ".join(words[(i * 7 + j * 3) % len(words)] for j in range(9)) for i in range(12)]
+    (tmp_path / "train.txt").write_text("\n".join(lines))
+    (tmp_path / "eval.txt").write_text("\n".join(lines[:4]))
+    given = {
+        "task": "causal-lm", "train": tmp_path / "train.txt", "evals": tmp_path / "eval.txt",
+        "student": str(tmp_path / "student"), "method": "soft_targets",
+        "options": {"temperature": 1.0}, "num_train_epochs": 2, "batch_size": 4, "max_length": 16,
+        "device_name": "cpu",
+    }  # fmt: skip
+    reports = []
+    for out, more in (
+        ("here", {"teacher": str(tmp_path / "teacher")}),
+        ("served", {"teacher": f"{server.address}/v1", "teacher_model": "tiny", "top_k": V}),
+    ):
+        reports.append(run_distillation(DistillConfig(out=tmp_path / out, **given, **more)))
+    here, served = (report["student"]["perplexity"] for report in reports)
+    assert served == pytest.approx(here, rel=1e-5)
+    assert "waited" in reports[1]["served_teacher"]
+    show(reports[1], tmp_path, Console(file=io.StringIO()))
+    # A server that is gone ends the run in a sentence; the resumed run ends as the others.
+    server.plant(*[None] * 9, 404)
+    cut = DistillConfig(out=tmp_path / "cut", **given, **more)
+    with pytest.raises(TrainingFailed, match="refuses a row of"):
+        run_distillation(cut)
+    server.plant()
+    resumed = run_distillation(dataclasses.replace(cut, resume=True))
+    assert resumed["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
+    with pytest.raises(InputError, match="pass --student"):
+        config = {**given, "student": None, "teacher": server.address}
+        run_distillation(DistillConfig(out=tmp_path / "no", **config))
