@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
 SHARED_KERNEL_FILES = {"halves", "launch", "pointers", "rounding"}
 # Public, and no loss.
-HELPERS = {"FeatureQueue", *PARTS}
+HELPERS = {"FeatureQueue", "clear_plans", *PARTS}
 
 
 def announced(loss) -> list[str]:

@@ -601,7 +601,11 @@ ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 
 def clear_plans() -> None:
-    """Drop all plans: the next calls run as written."""
+    """Drop all plans: the next calls run as written.
+
+    >>> import fastkd
+    >>> fastkd.clear_plans()
+    """
     with _lock:
         _plans.clear()
 
