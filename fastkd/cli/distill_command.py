@@ -17,7 +17,7 @@ from fastkd.train.settings import DistillOptions
 
 def run(options: DistillOptions, console: Console) -> None:
     """Run `fastkd distill`; see `fastkd.train.distillation` and `fastkd.train.stages`."""
-    settings = DistillConfig(**vars(options))
+    settings = DistillConfig(**{name: getattr(options, name) for name in options.given_options})
     log_json = settings.log_json if processes.first() else None
     if settings.stages is None:
         report = distillation.run_distillation(settings, RichDisplay(console, log_json))

@@ -295,10 +295,12 @@ def _register(name: str, meta: Command) -> None:
         cls = imported(meta.options)
         options, kinds = options_of(cls), typing.get_type_hints(cls)
 
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
             for name, option in options.items():
-                if kinds[name] == Mapping[str, Any]:
+                if context.get_parameter_source(name).name == "DEFAULT":
+                    del values[name]  # so that the settings know which options are given
+                elif kinds[name] == Mapping[str, Any]:
                     values[name] = assignments(option.flag, values[name] or [], option.joined)
             settings = cls(**values)
             if meta.alone:
@@ -320,6 +322,8 @@ def _register(name: str, meta: Command) -> None:
         ]
         # The help lists required options first.
         parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.insert(0, inspect.Parameter("context", kind, annotation=typer.Context))
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         single = typer.Typer(add_completion=False)

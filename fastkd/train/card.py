@@ -7,7 +7,7 @@ from string import Template
 from typing import Any
 
 from fastkd._core.extras import require
-from fastkd.train import lora, tasks
+from fastkd.train import lora, recipes, tasks
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
 from fastkd.train.tasks.base import Task
@@ -70,6 +70,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
+        recipe=recipes.sentence(report.get("recipe", {})),
         labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
         adapters=_adapters(settings, report, task.head, Path(directory).name),
         usage=_usage(task, report, Path(directory).name),

@@ -99,8 +99,12 @@ class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
         given = {name: value for name in PASSED if (value := getattr(self, name)) is not False}
         changed = {name: x for name, x in given.items() if x is not None and x != default[name]}
         self.passed = {**changed, **read_trainer_args(self.trainer_args)}
+        if self.schedule is not None:
+            if self.passed.get("lr_scheduler_type", self.schedule) != self.schedule:
+                raise InputError("--schedule and lr_scheduler_type of --trainer-args differ")
+            self.passed["lr_scheduler_type"] = self.schedule
         vars(self).update(self.passed)
-        with _errors_of(self.trainer_args):
+        with _errors_of(self.trainer_args, self.schedule):
             TrainingConfig.__post_init__(self)
             if self.passed:
                 _try(self)
@@ -208,16 +212,19 @@ def read_trainer_args(path: Path | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _errors_of(trainer_args: Path | None) -> Iterator[None]:
-    """Context in which what TrainingArguments raises is one sentence about --trainer-args."""
+def _errors_of(trainer_args: Path | None, schedule: str | None) -> Iterator[None]:
+    """Context in which an error of TrainingArguments names --trainer-args or --schedule."""
     try:
         yield
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if trainer_args is None:
+        if trainer_args is schedule is None:
             raise
-        raise InputError(f"--trainer-args {trainer_args}: {error}") from error
+        option = (
+            f"--schedule {schedule}" if trainer_args is None else f"--trainer-args {trainer_args}"
+        )
+        raise InputError(f"{option}: {error}") from error
 
 
 def _try(config: DistillConfig) -> None:

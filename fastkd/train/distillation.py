@@ -19,7 +19,7 @@ import fastkd
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.integrations.served_teacher import ServedTeacher
-from fastkd.train import data, lora, processes, sharding, tasks
+from fastkd.train import data, lora, processes, recipes, sharding, tasks
 from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import DistillConfig
@@ -116,6 +116,8 @@ class Distillation:
     """A run of `fastkd distill`: options, output directory, rows and models."""
 
     run: Run
+    #: The paper's recipe and what deviates from it, with --preset paper.
+    recipe: dict[str, Any]
 
     def __init__(self, config: DistillConfig, display: Display):
         self.config, self.display = config, display
@@ -148,6 +150,9 @@ class Distillation:
             distiller = assemble(config, self.run, gather=config.gather)
             self._check(distiller)
         student = cast(PreTrainedModel, distiller.student)
+        self.recipe = recipes.compared(config, distiller.method.hyperparameters())
+        for line in recipes.lines(self.recipe):
+            display.say(line)
         if config.student is not None:
             prints["student weights"] = model_fingerprint(student)
         run = self.run
@@ -305,6 +310,7 @@ class Distillation:
             **run.task.report(),
             "paired": run.corpus.train.paired,
             "teacher": teacher_scores,
+            **({"recipe": self.recipe} if self.recipe else {}),
         }
         options = self._saving_options(out.student, student, report)
         began = time.perf_counter()

@@ -7,11 +7,11 @@ of `fastkd distill` into transformers.TrainingArguments.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fastkd.distill.baselines import NAMES
 from fastkd.distill.labelled_order import LABELLED_SHARE
-from fastkd.train import lora, tasks
+from fastkd.train import lora, recipes, tasks
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.input_columns import Columns
@@ -26,6 +26,7 @@ from fastkd.train.options import (
     training_option,
 )
 from fastkd.train.packaged_teacher import resolved
+from fastkd.train.recipes import RECIPES
 
 # Default of --max-length, lowered where a model reads less.
 MAX_LENGTH = 128
@@ -227,8 +228,14 @@ class Pairing(Source):
     )
     preset: str = option(
         "default",
-        "Hyper-parameters of the method: fastkd's (default) or those of its paper (paper).",
+        "Hyper-parameters and training to start from: fastkd's (default), or those of the "
+        "method's paper (paper).",
         choices=("default", "paper"),
+    )
+    recipe: str | None = option(
+        None,
+        f"Paper whose training --preset paper takes, if not the method's: {', '.join(RECIPES)}.",
+        choices=RECIPES,
     )
     options: Mapping[str, Any] = option(
         {},
@@ -244,10 +251,21 @@ class Pairing(Source):
     precision: str = precision()
     device_name: str = device()
 
+    #: Names of the given options; --preset paper sets others.
+    given_options: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, *args: Any, **values: Any) -> Any:
+        self = super().__new__(cls)
+        vars(self)["given_options"] = frozenset(values)
+        return self
+
     def __post_init__(self) -> None:
+        recipes.complete(self, self.given_options)
         super().__post_init__()
         if self.teacher is not None:
             self.teacher = resolved(self.teacher)
+        if self.recipe is not None and self.preset != "paper":
+            raise InputError("--recipe needs --preset paper")
         made = given(self, "student_layers", "teacher_layers", "student_config", "student_weights")
         if self.student is not None and made:
             raise InputError(f"--student and {made[0]} exclude each other")
@@ -288,6 +306,9 @@ class TrainingOptions(Checked):
         "Share of the steps, 0 to 1, in which the learning rate rises to its peak.",
         least=0,
         most=1,
+    )
+    schedule: str | None = training_option(
+        None, "Learning rate after the warm-up: linear (default), cosine, constant_with_warmup, ..."
     )
     labelled_share: float = training_option(
         LABELLED_SHARE,

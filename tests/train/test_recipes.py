@@ -1,0 +1,168 @@
+"""`--preset paper`: every value, typed here from the papers."""
+
+import json
+
+import pytest
+
+from fastkd.train.config import DistillConfig
+from fastkd.train.errors import InputError
+from fastkd.train.recipes import RECIPES, compared, lines
+from fastkd.train.settings import DistillOptions
+from tests.support.tiny import make_teacher, run, write_tsv
+
+TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
+TURC = "google/bert_uncased_L-6_H-768_A-12"
+LRC = {
+    "student_layers": 4,
+    "student_config": {
+        "hidden_size": 312, "intermediate_size": 1200, "num_attention_heads": 12,
+    },
+    "student_weights": "random",
+    "batch_size": 16,
+    "learning_rate": 1e-4,
+}  # fmt: skip
+FCD = {
+    "batch_size": 32,
+    "learning_rate": 1e-5,
+    "weight_decay": 0.5,
+    "schedule": "cosine",
+    "student_layers": 6,
+    "teacher_layers": "bottom",
+}
+KNN = {
+    "num_train_epochs": 5,
+    "batch_size": 32,
+    "learning_rate": 3e-5,
+    "max_length": 128,
+    "student": TINYBERT,
+}
+MC3KD = {"num_train_epochs": 4, "batch_size": 32, "learning_rate": 3e-5, "student_layers": 6}
+LRKD = {"batch_size": 16, "learning_rate": 3e-5, "max_length": 128, "student": TURC}
+TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
+EXPECTED = [
+    *(("fcd", task, {**FCD, "num_train_epochs": 5, "warmup": 1.0, "max_length": 128})
+      for task in ("mrpc", "stsb", "qqp", "mnli", "qnli", "rte")),
+    ("fcd", "sst2", {**FCD, "num_train_epochs": 5, "warmup": 1.0, "max_length": 64}),
+    ("fcd", "cola", {**FCD, "num_train_epochs": 25, "warmup": 0.2, "max_length": 64}),
+    *(("knn", task, KNN) for task in TASKS),
+    *(("lrc_bert", task, {**LRC, "num_train_epochs": 90}) for task in ("mrpc", "rte", "cola")),
+    *(("lrc_bert", task, {**LRC, "num_train_epochs": 18})
+      for task in ("sst2", "stsb", "qqp", "mnli", "qnli")),
+    *(("mc3kd", task, MC3KD) for task in TASKS),
+    *(("lrkd", task, LRKD) for task in TASKS),
+]  # fmt: skip
+GRIDS = {
+    "fcd": {"epochs": [3, 5, 10], "learning_rate": [2e-5, 1e-5, 5e-6],
+            "alpha": [0.1, 0.2, 0.4, 1.0], "beta": [0.1, 0.2, 0.4, 1.0]},
+    "knn": {"learning_rate": [1e-5, 3e-5, 5e-5], "k": [1, 2, 3, 5],
+            "alpha1": [0.1, 0.01, 0.001]},
+    "lrc_bert": {"learning_rate": [5e-5, 1e-4, 3e-4], "alpha": [1, 2, 3, 4], "beta": [1, 2, 3, 4],
+                 "gamma": [1, 2, 3, 4]},
+    "mc3kd": {"learning_rate": [2e-5, 3e-5, 5e-5], "alpha": [0.2, 0.5, 0.6, 0.7],
+              "beta": [0.1, 1.0, 10.0], "student_layers": [3, 6]},
+    "lrkd": {"learning_rate": [2e-5, 3e-5, 4e-5, 5e-5], "batch_size": [16, 32],
+             "alpha": [0.7, 0.8, 0.9, 1.0], "beta": [1.0, 10.0, 15.0],
+             "temperature": [1.0, 2.0, 3.0, 4.0]},
+}  # fmt: skip
+VALUES = {
+    "fcd": {"soft_weight": 0.0, "layers": "uniform", "normalize": "l2", "distance": "pearson"},
+    "knn": {"alpha2": 0.5, "alpha3": 0.5, "temperature": 5.0},
+    "lrc_bert": {"alpha": 1.0, "beta": 1.0, "gamma": 3.0, "temperature": 1.1, "first_stage": 0.8,
+                 "perturb": True},
+    "mc3kd": {"temperature": 20.0, "layers": None},
+    "lrkd": {"gamma": 0.3, "projection_layers": 2, "scale_by_t2": False},
+}  # fmt: skip
+
+
+def options(**values):
+    return DistillOptions(**{"teacher": "teacher", "preset": "paper", "task": "rte", **values})
+
+
+@pytest.mark.parametrize("method, task, values", EXPECTED)
+def test_the_papers_training(method, task, values):
+    found = options(method=method, task=task)
+    plain = DistillOptions(teacher="teacher", method=method, task=task)
+    kept = vars(plain).keys() - values.keys() - {"given_options", "preset"}
+    assert {name: getattr(found, name) for name in values} == values
+    assert {k: getattr(found, k) for k in kept} == {k: getattr(plain, k) for k in kept}
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_every_option_overrides(method):
+    for name, value in {"num_train_epochs": 3.0, "batch_size": 32, "learning_rate": 5e-5}.items():
+        assert getattr(options(method=method, **{name: value}), name) == value
+    own = options(method=method, student_layers=2)
+    assert (own.student, own.student_layers, own.teacher_layers) == (None, 2, "uniform")
+    assert own.student_weights == "cut" and not own.student_config
+    assert options(method=method, student="mine").student == "mine"
+
+
+def test_warm_up_of_five_epochs():
+    assert options(method="fcd", num_train_epochs=10).warmup == 0.5
+    assert options(method="fcd", num_train_epochs=3).warmup == 1.0
+    assert options(method="fcd", num_train_epochs=10, warmup=0.1).warmup == 0.1
+    assert options(method="fcd", task="cola", num_train_epochs=10).warmup == 0.5
+
+
+def test_fine_tuning_of_the_teacher():
+    assert options(method="knn").finetune_teacher == 0
+    tuned = options(method="knn", finetune_teacher=2)
+    assert (tuned.finetune_teacher, tuned.teacher_learning_rate) == (2, 3e-5)
+    assert options(method="lrkd", finetune_teacher=2).teacher_learning_rate == 3e-5
+
+
+def test_a_baseline_by_a_papers_recipe():
+    pkd = options(method="pkd", recipe="fcd")
+    assert {name: getattr(pkd, name) for name in FCD} == FCD
+    assert options(method="pkd").learning_rate == 5e-5
+    with pytest.raises(InputError, match="--recipe needs --preset paper"):
+        DistillOptions(teacher="teacher", task="rte", recipe="fcd")
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_grids_and_hyperparameters(method):
+    from fastkd.distill import method_by_name
+
+    own = method_by_name(method, preset="paper").hyperparameters()
+    report = compared(options(method=method), own)
+    assert not report["given"]
+    for name, grid in GRIDS[method].items():
+        assert report["set"][name]["grid"] == grid
+        assert report["set"][name]["value"] in grid
+    assert {name: report["set"][name]["value"] for name in VALUES[method]} == VALUES[method]
+    assert all(entry["place"] for entry in report["set"].values())
+
+
+def test_a_config_of_a_config_keeps_its_values():
+    import dataclasses
+
+    config = DistillConfig(
+        teacher="teacher", task="cola", method="fcd", preset="paper", device_name="cpu"
+    )
+    assert config.passed["lr_scheduler_type"] == "cosine" and config.warmup == 0.2
+    again = dataclasses.replace(config, learning_rate=1.0)
+    assert (again.learning_rate, again.num_train_epochs, again.weight_decay) == (1.0, 25, 0.5)
+    with pytest.raises(InputError, match="--schedule cosin:"):
+        DistillConfig(teacher="t", task="cola", schedule="cosin", device_name="cpu")
+
+
+def test_the_command_prints_and_records_the_recipe(tmp_path):
+    make_teacher(tmp_path / "teacher", layers=6, longest=64)
+    rows = {"train": write_tsv(tmp_path / "train.tsv"), "eval": write_tsv(tmp_path / "dev.tsv", 20)}
+    output = run(
+        "distill", teacher=tmp_path / "teacher", method="fcd", preset="paper", epochs=1,
+        set="alpha=0.4", student_layers=2, device="cpu", out=tmp_path / "out", **rows,
+    )  # fmt: skip
+    assert "recipe of Feature Correlation Distillation:" in output
+    table = {line.split()[0]: line for line in output.splitlines() if line.strip()}
+    assert "set by the paper: 4.2" in table["weight_decay"]
+    assert "given by you: 4.2, of 3, 5, 10" in table["epochs"]
+    assert "given by you: 4.2, of 0.1, 0.2, 0.4, 1" in table["alpha"]
+    assert "open in the paper" in table["precision"]
+    report = json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())
+    assert report["recipe"]["set"]["weight_decay"] == {"value": 0.5, "place": "4.2"}
+    assert report["recipe"]["given"]["alpha"]["value"] == 0.4
+    assert report["settings"]["weight_decay"] == 0.5 and report["settings"]["epochs"] == 1
+    card = (tmp_path / "out" / "student" / "README.md").read_text()
+    assert "recipe of Feature Correlation Distillation; deviations: epochs 1 (" in card
+    assert not lines({})
