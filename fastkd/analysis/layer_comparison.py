@@ -190,10 +190,11 @@ def cka_matrix(
     ]
 
 
-def rccc(matrix: Tensor) -> float:
+def rccc(matrix: Tensor, *, first: int = 0) -> float:
     """RCCC, the entry A_1m of an SVCCA matrix: first layer against last (MC3KD, section 3.2).
 
-    A smaller value means larger linear differences between a model's layers.
+    A smaller value means larger linear differences between a model's layers. ``first`` is the row
+    of the paper's layer 1: 0, the embeddings' output, or 1, the first block.
 
     Example:
         >>> rccc(torch.tensor([[1.0, 0.25], [0.25, 1.0]]))
@@ -201,7 +202,7 @@ def rccc(matrix: Tensor) -> float:
     """
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise ValueError(f"matrix must be square and not empty, got shape {tuple(matrix.shape)}")
-    return float(matrix[0, -1])
+    return float(matrix[first, -1])
 
 
 class IntraClassSums:

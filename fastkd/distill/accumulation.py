@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
-from fastkd.distill.perturbation import perturbed_embeddings, unit_gradient
+from fastkd.distill.perturbation import perturbed_embeddings, unit_gradients
 from fastkd.distill.step import ItemCounts, Step, global_count
 from fastkd.distributed import ranks_of
 from fastkd.models.inputs import IGNORED
@@ -27,13 +27,15 @@ def accumulate(
         raise ValueError("batches: none given; pass at least one micro-batch")
     if distiller.perturbs:
         first = WholeBatch(distiller, micro_batches)
-        for i, micro_batch in enumerate(micro_batches):
-            micro_batch.shift = unit_gradient(
-                distiller.student_model,
-                micro_batch.batch,
-                functools.partial(first.micro_batch_loss, i),
-            )
-        for micro_batch in micro_batches:
+        shifts = unit_gradients(
+            distiller.student_model,
+            [micro_batch.batch for micro_batch in micro_batches],
+            [functools.partial(first.micro_batch_loss, i) for i in range(len(micro_batches))],
+            distiller.method.perturb_norm,
+            ranks_of(distiller.gather, distiller.group),
+        )
+        for micro_batch, shift in zip(micro_batches, shifts, strict=True):
+            micro_batch.shift = shift
             micro_batch.rng_states = None  # the perturbed run draws new dropout masks
     whole = WholeBatch(distiller, micro_batches)
     for i in range(len(micro_batches)):

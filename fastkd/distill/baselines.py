@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fastkd._core.checks import check_choice, check_number
 from fastkd._core.numerics import project, upcast
+from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
@@ -340,6 +341,8 @@ BASELINES: dict[str, type[Method]] = {
     "tinybert": AttentionMSE,
     "pkd": PKD,
     "distilbert": DistilBERT,
+    "minilm": MiniLM,
+    "minilmv2": MiniLMv2,
     "embeddings": Embeddings,
     "gold": GOLD,
 }

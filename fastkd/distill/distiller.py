@@ -18,7 +18,7 @@ from fastkd.distill.batch_reader import BatchReader
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
-from fastkd.distill.perturbation import perturbed_embeddings, unit_gradient
+from fastkd.distill.perturbation import perturbed_embeddings, unit_gradients
 from fastkd.distill.step import ItemCounts, Step
 from fastkd.distill.teachers import Teachers, as_teacher, batch_outputs
 from fastkd.distributed import InGroup, ranks_of
@@ -323,10 +323,12 @@ class Distiller(InGroup):
         items = ItemCounts(ranks_of(self.gather, self.group))
         shift = None
         if self.perturbs:
-            shift = unit_gradient(
+            (shift,) = unit_gradients(
                 self.student_model,
-                batch,
-                lambda: self.losses(self.make_step(batch, teacher, items)),
+                [batch],
+                [lambda: self.losses(self.make_step(batch, teacher, items))],
+                self.method.perturb_norm,
+                items.ranks,
             )
         with perturbed_embeddings(self.student_model, shift):
             step = self.make_step(batch, teacher, items)

@@ -98,6 +98,8 @@ class Method(nn.Module):
     merges_spans: bool = False
     #: Whether to train on the loss after LRC-BERT's gradient perturbation.
     perturb: bool = False
+    #: Norm of the perturbation's gradient: of each "sample", or over the "batch".
+    perturb_norm: Literal["sample", "batch"] = "sample"
     #: Whether the weights depend on progress; the loop must then call ``Distiller.set_progress``.
     scheduled: bool = False
     #: Terms to skip in this step: the label loss on text that the student generated.
@@ -207,6 +209,19 @@ class Method(nn.Module):
     def weights(self, progress: float) -> dict[str, float]:
         """Weight of each term at ``progress``, the fraction of the training that is done."""
         raise NotImplementedError
+
+    def schedule_warning(self, steps: int) -> str:
+        """Sentence on terms that a training of so many steps is too short to train; else empty."""
+        last = (steps - 1) / steps
+        during, end = self.weights(last), self.weights(1.0)
+        missed = [name for name, weight in end.items() if weight and not during.get(name)]
+        if not self.scheduled or not missed:
+            return ""
+        return (
+            f"{type(self).__name__} trains {', '.join(missed)} only near the end of its schedule: "
+            f"the last of {steps} steps is at {last:.0%} of the training, so they are never "
+            "trained; train longer, or shorten the first stage (first_stage)"
+        )
 
     def compares_logits(self, *progress: float) -> bool:
         """Whether a term reads the teacher's logits at any of these values of progress."""

@@ -37,8 +37,8 @@ from fastkd.distributed import world_size
 from fastkd.lm.soft_targets import DIVERGENCES, DivergenceWord
 from fastkd.losses import cca, knn
 from fastkd.losses.attention import AttentionLoss, Heads
-from fastkd.losses.cos_nce import CosNCELoss
-from fastkd.losses.projection import DualProjectionLoss
+from fastkd.losses.cos_nce import CosNCELoss, cos_nce_loss
+from fastkd.losses.projection import REDUCTIONS, DualProjectionLoss, Reduction
 from fastkd.losses.relation import Distance, FCDLoss, Normalize
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import Batches
@@ -82,7 +82,11 @@ class FCD(_Soft):
             layer.
         normalize: normalisation of the features, Table 4: "l2", "layer_norm", "softmax", "none".
         distance: distance between relations, Table 2: "pearson", "mse", "kl".
+        layers_reduction: "mean" or "sum" over the layers; eqs. 8-10 name one layer.
         temperature, divergence, scale_by_t2: as in `SoftTargets`.
+
+    With exactly two samples at a position their relations have one free number, so ρ is 1 for any
+    student; such positions count in the mean of L_s all the same.
 
     Terms: task, soft, tokens, samples.
     """
@@ -101,11 +105,14 @@ class FCD(_Soft):
         layers: Layers = "uniform",
         normalize: Normalize = "l2",
         distance: Distance = "pearson",
+        layers_reduction: Literal["mean", "sum"] = "mean",
         temperature: float = 2.0,
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
+        check_choice("layers_reduction", layers_reduction, ("mean", "sum"))
+        self.layers_reduction = layers_reduction
         soft_weight = task_weight if soft_weight is None else soft_weight
         _check_weights(alpha=alpha, beta=beta, task_weight=task_weight, soft_weight=soft_weight)
         self.soft_weight = soft_weight
@@ -129,6 +136,9 @@ class FCD(_Soft):
             return loss, terms
         layers = step.layers(self.student_layers, self.teacher_layers)
         related, values = fcd(*layers, step.mask, return_terms=True)
+        if self.layers_reduction == "sum":  # FCDLoss averages over the layers
+            number = len(self.student_layers)
+            related, values = number * related, {k: number * x for k, x in values.items()}
         return loss + related, {**terms, **values}
 
 
@@ -189,7 +199,7 @@ class IntraClassKNN(_Soft):
         alpha2: weight of the soft targets.
         alpha3: weight of the task loss.
         k: number of neighbours; {1, 2, 3, 5} in the paper.
-        temperature: T.
+        temperature: T; "tempered KL as in" DistilBERT, with T² (``scale_by_t2``).
         tolerance: largest distance between regression targets of one class.
         pool: compared features, "cls" (the sentence token), "mean" or "tokens".
         reduction: "sum" over the samples of a step in all processes, as in the paper. "mean"
@@ -276,6 +286,9 @@ class LRCBERT(_Soft):
             ``gamma=0``.
         first_stage: fraction of the training, 0.8 in the paper; 0 disables the stages (Table 4).
         perturb: whether to apply gradient perturbation (Fig. 5); True in the paper.
+        pool: what eq. 3 compares: "tokens", each position with the same position of other samples;
+            "sequence", the whole l × d matrix of a sample as one vector; or "mean", its mean row.
+        perturb_norm: ‖g‖ of eq. 7, of each "sample" or over the whole "batch".
         layers: φ, as in `FCD`.
         divergence, scale_by_t2: as in `SoftTargets`.
 
@@ -297,6 +310,8 @@ class LRCBERT(_Soft):
         temperature: float = 1.1,
         first_stage: float = 0.0,
         perturb: bool = False,
+        pool: Literal["tokens", "sequence", "mean"] = "tokens",
+        perturb_norm: Literal["sample", "batch"] = "sample",
         layers: Layers = "uniform",
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = False,
@@ -305,7 +320,10 @@ class LRCBERT(_Soft):
         _check_weights(alpha=alpha, beta=beta, gamma=gamma)
         check_fraction("first_stage", first_stage)
         self.alpha, self.beta, self.gamma = alpha, beta, gamma
+        check_choice("pool", pool, ("tokens", "sequence", "mean"))
+        check_choice("perturb_norm", perturb_norm, ("sample", "batch"))
         self.first_stage, self.perturb, self.layers = first_stage, perturb, layers
+        self.pool, self.perturb_norm = pool, perturb_norm
         self.scheduled = first_stage > 0
         self._set_soft(temperature, divergence, scale_by_t2)
 
@@ -313,7 +331,8 @@ class LRCBERT(_Soft):
         self.pair_layers(self.layers, teacher, student)
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
-        self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool="tokens")
+        pool: Any = "mean" if self.pool == "mean" else "tokens"
+        self.loss = CosNCELoss(student.hidden_size, teacher.hidden_size, pool=pool)
         single_label = student.problem in (None, "single_label_classification")
         classes = (single_label and student.output_size) or 1
         label_weight = 1 / (1 + (classes - 1) * math.exp(-1 / self.temperature))
@@ -332,8 +351,23 @@ class LRCBERT(_Soft):
     def cos_nce(self, step: Step) -> Tensor:
         """Σ over layers of L_T (eq. 3)."""
         layers = step.layers(self.student_layers, self.teacher_layers)
+        if self.pool == "sequence":
+            return self._of_sequences(step, *layers)
         loss: Tensor = step.across(self.loss)(*layers, step.mask)
         return len(self.student_layers) * loss  # CosNCELoss averages
+
+    def _of_sequences(self, step: Step, students: list[Tensor], teachers: list[Tensor]) -> Tensor:
+        """Eq. 3 of whole l × d matrices: rows (B, N·Dt), zeros at padding."""
+        total = []
+        real = step.real.any(1)
+        for student, teacher in zip(students, teachers, strict=True):
+            projected = zero_padding(project(self.loss.W, student, step.mask), step.mask).flatten(1)
+            taught = zero_padding(teacher, step.mask).flatten(1).to(projected.dtype)
+            backend = self.loss.backend
+            total.append(
+                cos_nce_loss(projected, taught, mask=real, backend=backend, **step.gathering)
+            )
+        return torch.stack(total).sum()
 
     @property
     def prediction_options(self) -> PredictionOptions:
@@ -358,12 +392,15 @@ class MC3KD(_Soft):
         temperature: T; KL carries T² as in PKD, which the paper follows.
         layers: None selects layers from data; "uniform" is PKD-skip ("only MC3" in Table 5); or a
             list.
+        last_layer: whether the teacher's last layer may be selected, as in section 5.1; Algorithm 1
+            runs to N − 1.
         ridge: r_t = r_s of eq. 5.
         top_k: number of largest correlations to sum; None sums all.
         pool: observations: "tokens" (every real token of the batch), or "cls" or "mean" (one per
             sample; with fewer samples than dimensions all correlations are near 1 for any
             student).
-        divergence, scale_by_t2: as in `SoftTargets`.
+        divergence, scale_by_t2: as in `SoftTargets`. Eq. 1 prints KL(S, T), no T²:
+            divergence="reverse_kl" and scale_by_t2=False read it literally.
 
     Terms: task, soft, cca.
     """
@@ -380,6 +417,7 @@ class MC3KD(_Soft):
         beta: float = 0.01,
         temperature: float = 20.0,
         layers: Layers | None = None,
+        last_layer: bool = True,
         ridge: float = 1e-4,
         top_k: int | None = None,
         pool: cca.Pool = "tokens",
@@ -392,6 +430,7 @@ class MC3KD(_Soft):
         _check_weights(beta=beta)
         check_choice("pool", pool, ("tokens", "cls", "mean"))
         self.alpha, self.beta, self.layers = alpha, beta, layers
+        self.last_layer = last_layer
         self.ridge, self.top_k, self.pool = ridge, top_k, pool
         self.teacher_pool = pool
         self._set_soft(temperature, divergence, scale_by_t2)
@@ -407,7 +446,8 @@ class MC3KD(_Soft):
         """Algorithm 1, lines 5-8. All processes of a distributed run use the first one's layers."""
         if self.layers is not None:
             return
-        chosen = [select_layers(teacher, batches, len(self.student_layers))]
+        wanted = len(self.student_layers)
+        chosen = [select_layers(teacher, batches, wanted, last_layer=self.last_layer)]
         if dist.is_available() and dist.is_initialized():
             dist.broadcast_object_list(chosen)
         self.teacher_layers = chosen[0]
@@ -456,6 +496,9 @@ class LRKD(_Soft):
         temperature: τ; {1, 2, 3, 4} in the paper.
         projection_layers: m, number of matrices in each projection; 2 in the paper.
         orthogonal: whether the projections are orthogonal; False for plain linear ones (Fig. 3b).
+        reduction: ½‖·‖² of eqs. 7 and 9 as a "mean" over elements, "batchmean" over samples, or
+            "sum" over both: at 32 × 768 the sum is 24,576 times the mean.
+        start: first projections, "identity" or its slice, or "random".
         divergence: as in `SoftTargets`; Table 4 adds the method to reverse and adaptive KL.
         scale_by_t2: as in `SoftTargets`; False in the paper.
 
@@ -476,10 +519,15 @@ class LRKD(_Soft):
         temperature: float = 2.0,
         projection_layers: int = 2,
         orthogonal: bool = True,
+        reduction: Reduction = "mean",
+        start: Literal["identity", "random"] = "identity",
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
         super().__init__()
+        check_choice("reduction", reduction, REDUCTIONS)
+        check_choice("start", start, ("identity", "random"))
+        self.reduction, self.start = reduction, start
         if alpha is not None:
             check_fraction("alpha", alpha)
         check_fraction("gamma", gamma)
@@ -494,7 +542,11 @@ class LRKD(_Soft):
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         sizes = student.hidden_size, teacher.hidden_size
-        self.loss = DualProjectionLoss(*sizes, self.projection_layers, self.gamma, self.orthogonal)
+        options = self.projection_layers, self.gamma, self.orthogonal, self.reduction
+        self.loss = DualProjectionLoss(*sizes, *options)
+        if self.start == "random":
+            for matrix in self.loss.parameters():
+                nn.init.normal_(matrix, std=matrix.shape[-1] ** -0.5)
 
     def weights(self, progress: float) -> dict[str, float]:
         if self.alpha is None:
@@ -509,6 +561,8 @@ class LRKD(_Soft):
             loss = self.loss(student, teacher[:, 0], step.real, teacher_mask=not_empty)
         else:
             loss = self.loss(student, teacher, step.mask)
+        if self.reduction == "sum":  # a loop averages over processes
+            return loss * (world_size() if step.ranks is None else step.ranks.size)
         return step.mean(loss * not_empty.sum(), not_empty.sum())
 
 

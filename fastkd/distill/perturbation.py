@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastkd._core.numerics import upcast, zero_padding
 from fastkd.distill.batch import Batch
+from fastkd.distributed import Ranks
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import replaced_embeddings
 
@@ -22,14 +23,31 @@ def perturbed_embeddings(
     return replaced_embeddings(student, lambda emb: emb + shift)
 
 
-def unit_gradient(
+def unit_gradients(
+    student: Backbone,
+    batches: list[Batch],
+    losses: list[Callable[[], tuple[Any, ...]]],
+    norm: str = "sample",
+    ranks: Ranks | None = None,
+) -> list[Tensor]:
+    """g / ‖g‖ for each micro-batch, g the gradient of the loss at the embeddings (eqs. 7-8).
+
+    It is 0 for padding, since DeBERTa's convolution reads the token after the last real one. A
+    function in ``losses`` runs the student on its micro-batch; the loss is its first result.
+    ``norm``: of each "sample", or over the whole "batch", in all processes of ``ranks``.
+    """
+    found = [_gradient(student, *each) for each in zip(batches, losses, strict=True)]
+    if norm == "batch":
+        total = torch.stack([upcast(g).square().sum() for g in found]).sum()
+        whole = (total if ranks is None else ranks.sum(total)).sqrt()
+        return [_divided(g, whole) for g in found]
+    return [_by_sample(student, batch, g) for batch, g in zip(batches, found, strict=True)]
+
+
+def _gradient(
     student: Backbone, batch: Batch, compute_loss: Callable[[], tuple[Any, ...]]
 ) -> Tensor:
-    """g / ‖g‖ of each sample, g the gradient of the loss at the embeddings (LRC-BERT, eqs. 7-8).
-
-    It is 0 for padding, since DeBERTa's convolution reads the token after the last real one.
-    ``compute_loss`` runs the student; the loss is its first result.
-    """
+    """Gradient of the loss at the embeddings, up to a factor; 0 at padding."""
     if student.compiled:
         raise ValueError(
             "perturb=True: the embeddings are perturbed inside the student, which a compiled "
@@ -48,14 +66,21 @@ def unit_gradient(
         dtype = torch.get_autocast_dtype(device)
     scale = 2.0**12 if torch.float16 in (dtype, embeddings[0].dtype) else 1.0
     (g,) = torch.autograd.grad(loss * scale, embeddings[0])
+    mask = batch.mask.T if batch.mask is not None and student.batch_dim else batch.mask
+    return zero_padding(g, mask) if mask is not None and mask.shape == g.shape[:2] else g
+
+
+def _by_sample(student: Backbone, batch: Batch, g: Tensor) -> Tensor:
+    """``g`` over the norm of each sample, of each document in packed rows."""
     samples, documents = student.batch_dim, batch.documents
-    sample_dims = [d for d in range(g.dim()) if d != samples]
-    mask = batch.mask.T if batch.mask is not None and samples else batch.mask
-    if mask is not None and mask.shape == g.shape[:2]:
-        g = zero_padding(g, mask)
     if documents is not None and documents.packed:
         norm = documents.norms(upcast(g).transpose(0, samples)).transpose(0, samples)
     else:
+        sample_dims = [d for d in range(g.dim()) if d != samples]
         norm = torch.linalg.vector_norm(upcast(g), dim=sample_dims, keepdim=True)
+    return _divided(g, norm)
+
+
+def _divided(g: Tensor, norm: Tensor) -> Tensor:
     usable = norm.isfinite() & (norm > 0)
     return torch.where(usable, g / norm, 0).to(g.dtype)

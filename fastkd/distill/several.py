@@ -52,6 +52,10 @@ class Several(Method):
             check_method("methods", method)
         self.methods = nn.ModuleList(methods)
         self.perturb = any(method.perturb for method in methods)
+        norms = {method.perturb_norm for method in methods if method.perturb}
+        if len(norms) > 1:
+            raise ValueError("methods: their perturb_norm differ; use one norm")
+        self.perturb_norm = norms.pop() if norms else "sample"
         self.scheduled = any(method.scheduled for method in methods)
         self.by_class = any(method.by_class for method in methods)
         self.uses_teacher = any(method.uses_teacher for method in methods)

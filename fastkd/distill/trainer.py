@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
+from fastkd._core.warn import warn_caller
 from fastkd.distill.batch import put_back, split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.ema import averaging_teachers
@@ -44,6 +45,8 @@ class _Callback(TrainerCallback):
         trainer = self.trainer
         trainer._logged = {}
         trainer._warn_of_accumulation()
+        if why := trainer.distiller.method.schedule_warning(max(1, trainer.state.max_steps)):
+            trainer.warn(why)
         if not trainer.distiller.method.prepared:
             # The data loader must not advance the random state of training.
             with torch.random.fork_rng():
@@ -221,6 +224,10 @@ class DistillationTrainer(Trainer):
         self._note(output.terms)
         loss = loss_scale * output.loss
         return (loss, output) if return_outputs else loss
+
+    def warn(self, message: str) -> None:
+        """Report a likely mistake."""
+        warn_caller(message)
 
     def _set_progress(self) -> None:
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))

@@ -150,7 +150,7 @@ class Distillation:
             distiller = assemble(config, self.run, gather=config.gather)
             self._check(distiller)
         student = cast(PreTrainedModel, distiller.student)
-        self.recipe = recipes.compared(config, distiller.method.hyperparameters())
+        self.recipe = recipes.compared(config, distiller.method)
         for line in recipes.lines(self.recipe):
             display.say(line)
         if config.student is not None:

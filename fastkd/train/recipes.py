@@ -220,8 +220,8 @@ def complete(settings: Any, given: Iterable[str]) -> None:
             setattr(settings, name, entry.value)
 
 
-def compared(settings: Any, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe of a run, for its report; empty without one.
+def compared(settings: Any, method: Any) -> dict[str, Any]:
+    """The recipe of a run with this ``method``, for its report; empty without one.
 
     "paper": its title. "set": what the run has as the paper prints it, each with ``value``,
     ``place`` and, where one was searched, ``grid``. "given": where the run deviates. "open": values
@@ -241,10 +241,10 @@ def compared(settings: Any, hyperparameters: Mapping[str, Any]) -> dict[str, Any
         kind = "set" if value == entry.value else "given"
         found[kind][options[name].key] = _entry(value, entry)
     if settings.recipe in (None, settings.method):
+        hyperparameters = method.hyperparameters()
         for name, entry in recipe.loss.items():
-            if name in hyperparameters:
-                kind = "given" if name in settings.options else "set"
-                found[kind][name] = _entry(hyperparameters[name], entry)
+            kind = "given" if name in settings.options else "set"
+            found[kind][name] = _entry(hyperparameters[name], entry)
     for name in recipe.open:
         if name in options:
             found["open"][options[name].key] = getattr(settings, name)

@@ -11,6 +11,10 @@ A file has the options of all stages first, then one table per stage, in order:
     train = "few.tsv"
     eval = "dev.tsv"
     unlabelled = "much.txt"
+
+``teacher = "stages.NAME"`` takes the student of an earlier stage as the teacher: a teacher
+assistant (Mirzadeh et al. 2020). Such a stage may make a student of its own, for example by
+``student_layers``; otherwise it goes on with the student of the stage before.
 """
 
 import contextlib
@@ -22,10 +26,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from fastkd.train import data, distillation, processes
+from fastkd.train import data, distillation, processes, tasks
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import STUDENT, finished_classes, load
+from fastkd.train.models import STUDENT, check_depth, finished_classes, load
 from fastkd.train.options import (
     check_name,
     check_tables,
@@ -46,23 +50,28 @@ MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hu
 # Options that make a student; later stages have one already.
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 LAST = "student"
+STAGES = "stages."  # of a teacher that an earlier stage trains
 
 
 @dataclasses.dataclass(kw_only=True)
 class StageConfig(DistillConfig):
     """Options of a stage."""
 
-    follows: str | None = option(None, "Id of the run whose student this stage starts from.")
+    follows: str | None = option(None, "Ids of the runs whose students this stage starts from.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One of several consecutive runs; ``before`` is the student that it starts from."""
+    """One of several consecutive runs.
+
+    ``before``: the student that it starts from. ``assistant``: the stage whose student teaches it.
+    """
 
     name: str
     number: int
     settings: StageConfig
     before: Path | None
+    assistant: "Stage | None" = None
 
     @property
     def out(self) -> Path:
@@ -88,16 +97,36 @@ def read(settings: DistillConfig) -> list[Stage]:
         out = settings.out / f"{number}-{name}"
         where = f"stages.{name} of {settings.stages}"
         values = _values(where, {**found, **table}, settings.stages.parent)
+        assistant = _assistant(where, values.get("teacher"), stages)
+        made = next((key for key in MAKES if key in (table if assistant else values)), None)
+        if assistant is not None:
+            values["teacher"] = str(assistant.out / "student")
+            before = None if made else before
+            if before == assistant.out / "student":
+                raise InputError(
+                    f"{where}: teacher and student are both the student of the stage "
+                    f"{assistant.name}; give student_layers, or another option that makes a student"
+                )
+        elif before is not None and made:
+            raise InputError(f"{where}: {made} is for the first stage; others take its student")
         if before is not None:
-            made = next((key for key in MAKES if key in values), None)
-            if made is not None:
-                raise InputError(f"{where}: {made} is for the first stage; others take its student")
+            values = {key: x for key, x in values.items() if key not in MAKES}
             values["student"] = str(before)
         shared = {name: getattr(settings, name) for name in OF_ALL_STAGES}
         with errors_with_file_keys(where, DistillConfig):
             stage = StageConfig(**{**shared, **values, "out": out, "stages": None})
-        stages.append(Stage(name, number, stage, before))
+        stages.append(Stage(name, number, stage, before, assistant))
     return stages
+
+
+def _assistant(where: str, teacher: str | None, before: list[Stage]) -> Stage | None:
+    """The earlier stage that ``teacher = "stages.NAME"`` names; None for another teacher."""
+    if teacher is None or not teacher.startswith(STAGES):
+        return None
+    name, known = teacher.removeprefix(STAGES), {stage.name: stage for stage in before}
+    if name not in known:
+        raise InputError(f"{where}: teacher {teacher!r}: no earlier stage; {nearest(name, known)}")
+    return known[name]
 
 
 def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -129,30 +158,60 @@ def check(settings: DistillConfig, stages: list[Stage]) -> None:
     """
     with processes.errors_on_all():
         _check_out(settings, stages)
-        words = None
+        known: dict[str, tuple[int, int | None]] = {}
         for stage in stages:
             with errors_with_file_keys(f"stages.{stage.name} of {settings.stages}", DistillConfig):
-                words = _check(stage.settings, words)
+                known[stage.name] = _check(stage, known)
 
 
-def _check(settings: DistillConfig, words: int | None) -> int:
-    """Check a stage against the vocabulary size of the stages before; returns that size."""
+def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[int, int | None]:
+    """Check a stage; returns vocabulary size and number of layers of its student.
+
+    ``known`` has those of the stages before; the number is None where only the model tells.
+    """
+    settings = stage.settings
     distillation.check(dataclasses.replace(settings, resume=False))  # it may not have begun
     remote = settings.trust_remote_code
-    if settings.teacher_cache is not None:
-        option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
+    words = next(iter(known.values()))[0] if known else None
+    depth: int | None
+    if stage.assistant is not None:
+        words, depth = known[stage.assistant.name]
+        teacher_words, name = words, settings.teacher
+        _check_assistant(stage)
+        if depth is not None and settings.student_layers is not None:
+            check_depth("--student-layers", settings.student_layers, depth)
     else:
         option, name = "--teacher", str(settings.teacher)
-    teacher = load(option, name, AutoConfig, remote)
-    if words is None and settings.student is not None:
-        load("--student", settings.student, AutoConfig, remote)
-    elif words not in (None, teacher.vocab_size):
+        if settings.teacher_cache is not None:
+            option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
+        teacher = load(option, name, AutoConfig, remote)
+        teacher_words, depth = int(teacher.vocab_size), getattr(teacher, "num_hidden_layers", None)
+        if words not in (None, teacher_words):
+            raise InputError(
+                f"{option} {name}: its vocabulary has {teacher_words} tokens, that of the stage "
+                f"before {words}; both must read the same tokens"
+            )
+    if stage.before is not None:
+        depth = list(known.values())[-1][1]
+    elif settings.student is not None:
+        depth = load("--student", settings.student, AutoConfig, remote).num_hidden_layers
+    else:
+        depth = settings.student_layers or (depth and max(1, depth // 2))
+    # An assistant's classes are those of its stage's rows.
+    data.load(settings, None if stage.assistant else finished_classes(settings))
+    return teacher_words, depth
+
+
+def _check_assistant(stage: Stage) -> None:
+    """Raise unless the head of the stage's teacher is of the stage's task."""
+    assert stage.assistant is not None
+    kinds = [tasks.of_file(x.kind, x.train) for x in (stage.settings, stage.assistant.settings)]
+    if kinds[0].head != kinds[1].head and not stage.settings.finetune_teacher:
         raise InputError(
-            f"{option} {name}: its vocabulary has {teacher.vocab_size} tokens, that of the stage "
-            f"before {words}; both must read the same tokens"
+            f"--teacher: the student of the stage {stage.assistant.name} is of --task "
+            f"{kinds[1].name()}, and this stage of {kinds[0].name()}; pass --finetune-teacher "
+            "EPOCHS to train its head first"
         )
-    data.load(settings, finished_classes(settings))
-    return int(teacher.vocab_size)
 
 
 def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
@@ -182,8 +241,11 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
     settings = stage.settings
     if settings.resume and not processes.on_first_process(settings.out.exists):
         settings = dataclasses.replace(settings, resume=False)  # the first stages were run
-    if stage.before is not None:
-        follows = processes.on_first_process(lambda: _run_manifest(stage.before))
+    sources = [stage.before, stage.assistant and stage.assistant.out / "student"]
+    if any(sources):
+        follows = processes.on_first_process(
+            lambda: ",".join(str(_run_manifest(path)) for path in sources if path is not None)
+        )
         settings = dataclasses.replace(settings, follows=follows)
         if settings.resume and processes.on_first_process(
             lambda: _began_with_other_student(settings)
@@ -192,8 +254,8 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
     return distillation.run_distillation(settings, display)
 
 
-def _run_manifest(student: Path | None) -> str | None:
-    return None if student is None else (read_manifest(student) or {}).get("run")
+def _run_manifest(student: Path) -> str | None:
+    return (read_manifest(student) or {}).get("run")
 
 
 def _began_with_other_student(settings: StageConfig) -> bool:

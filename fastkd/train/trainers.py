@@ -169,6 +169,9 @@ class StepTrainer(DistillationTrainer):
         self.losses: Iterator[DistillerOutput] | None = None
         self.parts = 1
 
+    def warn(self, message: str) -> None:
+        self.say(f"warning: {message}")
+
     def _epoch(self) -> int:
         """The epoch of the next step."""
         _, in_epoch = self.args.steps(self.steps.order.rows)

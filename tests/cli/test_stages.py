@@ -195,3 +195,53 @@ def test_what_excludes_stages(finished, folder, tmp_path):
     shutil.copytree(finished[1] / "2-task", out)
     error = run("distill", stages=plan, out=out, expect=2)
     assert f"--out {out} holds a student of a run without --stages" in error
+
+
+ASSISTANT = """
+train = "train.tsv"
+eval = "dev.tsv"
+epochs = 1
+device = "cpu"
+max_length = 16
+method = "soft_targets"
+[stages.assistant]
+teacher = "teacher"
+student_layers = 2
+[stages.student]
+teacher = "stages.assistant"
+student_layers = 1
+"""
+
+
+def assistants(folder, tmp_path, text=ASSISTANT):
+    (folder / "assistant.toml").write_text(text)
+    return {"stages": folder / "assistant.toml", "out": tmp_path / "out"}
+
+
+def test_a_teacher_assistant(folder, tmp_path):
+    plan = assistants(folder, tmp_path)
+    run("distill", **plan)
+    first, second = report_of(plan["out"] / "1-assistant"), report_of(plan["out"] / "2-student")
+    assert (first["layers"], second["layers"]) == (2, 1)
+    assert second["settings"]["teacher"] == str(plan["out"] / "1-assistant" / "student")
+    assert second["settings"]["follows"] == first["run"]
+    assert second["teacher"] == first["student"]  # the same model's scores on the same rows
+    run("distill", "--overwrite", **plan)
+    again = report_of(plan["out"] / "2-student")
+    assert again["settings"]["follows"] != second["settings"]["follows"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
+        ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
+        ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
+        ("student_layers = 1", "", "both the student of the stage assistant"),
+        ('"teacher"', '"stages.student"', "no earlier stage"),
+    ],
+)
+def test_a_teacher_assistant_is_checked_before_the_first_stage(folder, tmp_path, old, new, error):
+    plan = assistants(folder, tmp_path, ASSISTANT.replace(old, new))
+    assert error in run("distill", expect=2, **plan)
+    assert not plan["out"].exists()

@@ -1,9 +1,11 @@
 """`--preset paper`: every value, typed here from the papers."""
 
+import dataclasses
 import json
 
 import pytest
 
+from fastkd.distill import method_by_name
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError
 from fastkd.train.recipes import RECIPES, compared, lines
@@ -121,10 +123,7 @@ def test_a_baseline_by_a_papers_recipe():
 
 @pytest.mark.parametrize("method", RECIPES)
 def test_grids_and_hyperparameters(method):
-    from fastkd.distill import method_by_name
-
-    own = method_by_name(method, preset="paper").hyperparameters()
-    report = compared(options(method=method), own)
+    report = compared(options(method=method), method_by_name(method, preset="paper"))
     assert not report["given"]
     for name, grid in GRIDS[method].items():
         assert report["set"][name]["grid"] == grid
@@ -134,8 +133,6 @@ def test_grids_and_hyperparameters(method):
 
 
 def test_a_config_of_a_config_keeps_its_values():
-    import dataclasses
-
     config = DistillConfig(
         teacher="teacher", task="cola", method="fcd", preset="paper", device_name="cpu"
     )

@@ -1,0 +1,226 @@
+"""MiniLM and MiniLMv2: relations between queries, keys and values, as baselines."""
+
+import math
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from fastkd._core.checks import check_number, check_positive_int
+from fastkd._core.numerics import upcast
+from fastkd.distill.method import Method
+from fastkd.distill.methods import SoftTargets
+from fastkd.distill.step import Step
+from fastkd.lm.soft_targets import DivergenceWord
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.families import reads_whole_rows
+
+MOST_HEADS = 48  # MiniLMv2's relation heads, at a width of 768
+
+
+def relation_divergence(
+    student: tuple[Tensor, Tensor],
+    teacher: tuple[Tensor, Tensor],
+    mask: Tensor,
+    causal: bool = False,
+) -> Tensor:
+    """Losses (B,): mean over heads and real tokens of KL(R_T ‖ R_S), R = softmax(X Yᵀ/√d).
+
+    Args:
+        student, teacher: X and Y, each (B, H, N, d); d may differ between the models.
+        mask: (B, N) bool, True = real token. Padded tokens are neither rows nor columns of R.
+        causal: whether a token is related to itself and earlier tokens only.
+
+    A sample without a real token has the loss 0.
+    """
+    pairs = (mask[:, None, :, None] & mask[:, None, None, :]).expand(-1, 1, -1, -1)
+    if causal:
+        pairs = pairs & torch.ones_like(pairs).tril()
+    ours, theirs = (
+        (upcast(x) @ upcast(y).transpose(-1, -2) / math.sqrt(x.shape[-1]))
+        .masked_fill(~pairs, torch.finfo(upcast(x).dtype).min)
+        .log_softmax(-1)
+        for x, y in (student, teacher)
+    )  # (B, H, N, N)
+    kl = torch.where(pairs, theirs.exp() * (theirs - ours), 0).sum((1, 2, 3))
+    return kl / (ours.shape[1] * mask.sum(1).clamp(min=1))
+
+
+class _Relations(SoftTargets):
+    """Relations of one layer of both models, beside task and soft targets."""
+
+    headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
+
+    def _set(
+        self,
+        layer: int | None,
+        task_weight: float,
+        soft_weight: float,
+        temperature: float,
+        divergence: DivergenceWord,
+        scale_by_t2: bool,
+    ) -> None:
+        Method.__init__(self)
+        for name, value in (("task_weight", task_weight), ("soft_weight", soft_weight)):
+            check_number(name, value, at_least=0)
+        if layer is not None:
+            check_positive_int("layer", layer)
+        self.layer, self.task_weight, self.soft_weight = layer, task_weight, soft_weight
+        self._set_soft(temperature, divergence, scale_by_t2)
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        layer = teacher.num_layers if self.layer is None else self.layer
+        if layer > teacher.num_layers:
+            raise ValueError(f"layer={layer}: the teacher has {teacher.num_layers} layers")
+        self.student_qkv, self.teacher_qkv = [student.num_layers], [layer]
+
+    def _mean(self, step: Step, losses: Tensor) -> Tensor:
+        return step.mean(losses.sum(), step.real.any(1).sum())
+
+
+class MiniLM(_Relations):
+    """Deep self-attention distillation (MiniLM, Wang et al. 2020).
+
+    L = task_weight·L_CE + soft_weight·L_soft + attention·L_AT + values·L_VR, of one layer:
+    L_AT compares attention distributions softmax(QKᵀ/√d) (eq. 7), L_VR value relations
+    softmax(VVᵀ/√d) (eqs. 8-9), each by KL, averaged over heads and tokens. Both models need the
+    same number of heads; hidden sizes may differ. The paper distils text without labels
+    (``task_weight=0``). Queries and keys are those before a rotation of positions.
+
+    Args:
+        attention, values: weights; 1 in the paper.
+        layer: teacher layer that the student's last layer learns from; None for the last.
+        task_weight, soft_weight: weights of the task loss and of the soft targets.
+        temperature, divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, attentions, value_relations.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: float = 1.0,
+        values: float = 1.0,
+        layer: int | None = None,
+        task_weight: float = 1.0,
+        soft_weight: float = 0.0,
+        temperature: float = 2.0,
+        divergence: DivergenceWord = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        self._set(layer, task_weight, soft_weight, temperature, divergence, scale_by_t2)
+        check_number("attention", attention, at_least=0)
+        check_number("values", values, at_least=0)
+        self.attention, self.values = attention, values
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        super().choose_layers(teacher, student)
+        self.causal = not reads_whole_rows(student.stack_config)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        logits = {"task": self.task_weight, "soft": self.soft_weight}
+        return {**logits, "attentions": self.attention, "value_relations": self.values}
+
+    def attentions(self, step: Step) -> Tensor:
+        """L_AT, eq. 7."""
+        pairs = [(x.queries, _by_query(x.keys, x.queries)) for x in step.qkv(*self._layers())]
+        _check_heads(*(queries for queries, _ in pairs))
+        return self._mean(step, relation_divergence(*pairs, step.real, self.causal))
+
+    def value_relations(self, step: Step) -> Tensor:
+        """L_VR, eq. 9."""
+        pairs = [(x.values, x.values) for x in step.qkv(*self._layers())]
+        _check_heads(*(values for values, _ in pairs))
+        return self._mean(step, relation_divergence(*pairs, step.real))
+
+    def _layers(self) -> tuple[int, int]:
+        return self.student_qkv[0], self.teacher_qkv[0]
+
+
+class MiniLMv2(_Relations):
+    """Multi-head self-attention relation distillation (MiniLMv2, Wang et al. 2021).
+
+    L = task_weight·L_CE + soft_weight·L_soft + queries·L_Q + keys·L_K + values·L_V. Each compares
+    the relations softmax(AAᵀ/√d_r) of queries, keys or values by KL, averaged over relation heads
+    and tokens (eqs. 5-6). The heads of a layer are concatenated and split into relation heads, so
+    numbers of heads and hidden sizes may differ. The paper distils text without labels
+    (``task_weight=0``).
+
+    Args:
+        queries, keys, values: weights; 1 in the paper.
+        relation_heads: number of relation heads; 48 in the paper for a width of 768, 64 for 1024.
+            None takes the largest number up to 48 that divides the widths of both models.
+        layer: teacher layer that the student's last layer learns from; None for the last, which the
+            paper takes of base-size teachers (21 of BERT-large's 24, 19 of RoBERTa-large's).
+        task_weight, soft_weight: weights of the task loss and of the soft targets.
+        temperature, divergence, scale_by_t2: as in `SoftTargets`.
+
+    Terms: task, soft, query_relations, key_relations, value_relations.
+    """
+
+    def __init__(
+        self,
+        *,
+        queries: float = 1.0,
+        keys: float = 1.0,
+        values: float = 1.0,
+        relation_heads: int | None = None,
+        layer: int | None = None,
+        task_weight: float = 1.0,
+        soft_weight: float = 0.0,
+        temperature: float = 2.0,
+        divergence: DivergenceWord = "forward_kl",
+        scale_by_t2: bool = True,
+    ) -> None:
+        self._set(layer, task_weight, soft_weight, temperature, divergence, scale_by_t2)
+        for name, value in (("queries", queries), ("keys", keys), ("values", values)):
+            check_number(name, value, at_least=0)
+        if relation_heads is not None:
+            check_positive_int("relation_heads", relation_heads)
+        self.queries, self.keys, self.values = queries, keys, values
+        self.relation_heads = relation_heads
+
+    def weights(self, progress: float) -> dict[str, float]:
+        logits = {"task": self.task_weight, "soft": self.soft_weight}
+        relations = {"query_relations": self.queries, "key_relations": self.keys}
+        return {**logits, **relations, "value_relations": self.values}
+
+    def query_relations(self, step: Step) -> Tensor:
+        """L_Q."""
+        return self._relations(step, "queries")
+
+    def key_relations(self, step: Step) -> Tensor:
+        """L_K."""
+        return self._relations(step, "keys")
+
+    def value_relations(self, step: Step) -> Tensor:
+        """L_V."""
+        return self._relations(step, "values")
+
+    def _relations(self, step: Step, name: str) -> Tensor:
+        found = step.qkv(self.student_qkv[0], self.teacher_qkv[0])
+        joined = [getattr(qkv, name).transpose(1, 2).flatten(2) for qkv in found]  # (B, N, H·d)
+        widths = [x.shape[-1] for x in joined]
+        heads = self.relation_heads or max(
+            h for h in range(1, MOST_HEADS + 1) if math.gcd(*widths) % h == 0
+        )
+        if any(width % heads for width in widths):
+            raise ValueError(
+                f"relation_heads={heads} doesn't divide the {name} of both models, {widths[0]} and "
+                f"{widths[1]} wide"
+            )
+        split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in joined]
+        return self._mean(step, relation_divergence(*((x, x) for x in split), step.real))
+
+
+def _by_query(keys: Tensor, queries: Tensor) -> Tensor:
+    """Keys (B, H, N, d), of which groups of queries may share one."""
+    return keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+
+
+def _check_heads(student: Tensor, teacher: Tensor) -> None:
+    if student.shape[1] != teacher.shape[1]:
+        raise ValueError(
+            f"MiniLM compares head by head, but the student has {student.shape[1]} heads and the "
+            f"teacher {teacher.shape[1]}; use MiniLMv2"
+        )
