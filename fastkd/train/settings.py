@@ -308,7 +308,9 @@ class TrainingOptions(Checked):
         most=1,
     )
     schedule: str | None = training_option(
-        None, "Learning rate after the warm-up: linear (default), cosine, constant_with_warmup, ..."
+        None,
+        "Schedule of the learning rate: cosine, constant_with_warmup or another one of "
+        "transformers; linear if not given.",
     )
     labelled_share: float = training_option(
         LABELLED_SHARE,
