@@ -1,6 +1,7 @@
 """MiniLM and MiniLMv2: relations between queries, keys and values, as baselines."""
 
 import math
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
@@ -19,30 +20,29 @@ MOST_HEADS = 48  # MiniLMv2's relation heads, at a width of 768
 
 
 def relation_divergence(
-    student: tuple[Tensor, Tensor],
-    teacher: tuple[Tensor, Tensor],
+    pairs: Sequence[tuple[Tensor, Tensor]],
     mask: Tensor,
     causal: bool = False,
 ) -> Tensor:
     """Losses (B,): mean over heads and real tokens of KL(R_T ‖ R_S), R = softmax(X Yᵀ/√d).
 
     Args:
-        student, teacher: X and Y, each (B, H, N, d); d may differ between the models.
+        pairs: X and Y of the student and of the teacher, each (B, H, N, d); d may differ.
         mask: (B, N) bool, True = real token. Padded tokens are neither rows nor columns of R.
         causal: whether a token is related to itself and earlier tokens only.
 
     A sample without a real token has the loss 0.
     """
-    pairs = (mask[:, None, :, None] & mask[:, None, None, :]).expand(-1, 1, -1, -1)
+    related = mask[:, None, :, None] & mask[:, None, None, :]  # (B, 1, N, N)
     if causal:
-        pairs = pairs & torch.ones_like(pairs).tril()
+        related = related & torch.ones_like(related).tril()
     ours, theirs = (
         (upcast(x) @ upcast(y).transpose(-1, -2) / math.sqrt(x.shape[-1]))
-        .masked_fill(~pairs, torch.finfo(upcast(x).dtype).min)
+        .masked_fill(~related, torch.finfo(upcast(x).dtype).min)
         .log_softmax(-1)
-        for x, y in (student, teacher)
+        for x, y in pairs
     )  # (B, H, N, N)
-    kl = torch.where(pairs, theirs.exp() * (theirs - ours), 0).sum((1, 2, 3))
+    kl = torch.where(related, theirs.exp() * (theirs - ours), 0).sum((1, 2, 3))
     return kl / (ours.shape[1] * mask.sum(1).clamp(min=1))
 
 
@@ -125,13 +125,13 @@ class MiniLM(_Relations):
         """L_AT, eq. 7."""
         pairs = [(x.queries, _by_query(x.keys, x.queries)) for x in step.qkv(*self._layers())]
         _check_heads(*(queries for queries, _ in pairs))
-        return self._mean(step, relation_divergence(*pairs, step.real, self.causal))
+        return self._mean(step, relation_divergence(pairs, step.real, self.causal))
 
     def value_relations(self, step: Step) -> Tensor:
         """L_VR, eq. 9."""
         pairs = [(x.values, x.values) for x in step.qkv(*self._layers())]
         _check_heads(*(values for values, _ in pairs))
-        return self._mean(step, relation_divergence(*pairs, step.real))
+        return self._mean(step, relation_divergence(pairs, step.real))
 
     def _layers(self) -> tuple[int, int]:
         return self.student_qkv[0], self.teacher_qkv[0]
@@ -210,7 +210,7 @@ class MiniLMv2(_Relations):
                 f"{widths[1]} wide"
             )
         split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in joined]
-        return self._mean(step, relation_divergence(*((x, x) for x in split), step.real))
+        return self._mean(step, relation_divergence([(x, x) for x in split], step.real))
 
 
 def _by_query(keys: Tensor, queries: Tensor) -> Tensor:

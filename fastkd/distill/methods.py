@@ -542,8 +542,9 @@ class LRKD(_Soft):
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         sizes = student.hidden_size, teacher.hidden_size
-        options = self.projection_layers, self.gamma, self.orthogonal, self.reduction
-        self.loss = DualProjectionLoss(*sizes, *options)
+        self.loss = DualProjectionLoss(
+            *sizes, self.projection_layers, self.gamma, self.orthogonal, self.reduction
+        )
         if self.start == "random":
             for matrix in self.loss.parameters():
                 nn.init.normal_(matrix, std=matrix.shape[-1] ** -0.5)

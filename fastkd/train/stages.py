@@ -241,10 +241,11 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
     settings = stage.settings
     if settings.resume and not processes.on_first_process(settings.out.exists):
         settings = dataclasses.replace(settings, resume=False)  # the first stages were run
-    sources = [stage.before, stage.assistant and stage.assistant.out / "student"]
-    if any(sources):
+    sources = [] if stage.before is None else [stage.before]
+    sources += [] if stage.assistant is None else [stage.assistant.out / "student"]
+    if sources:
         follows = processes.on_first_process(
-            lambda: ",".join(str(_run_manifest(path)) for path in sources if path is not None)
+            lambda: ",".join(str(_run_manifest(path)) for path in sources)
         )
         settings = dataclasses.replace(settings, follows=follows)
         if settings.resume and processes.on_first_process(
