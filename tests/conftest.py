@@ -113,10 +113,10 @@ def _left_out(item) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest tests first, so that no process runs alone at the end.
+    """Run the longest tests first, so that all processes end at the same time.
 
-    And in one process, which others take from at its other end: each sets up what a file shares.
-    Then those that start processes, also in one: it imports everything once more, to fork that.
+    Tests of a file share a process and its fixtures; other processes take from its end. Then those
+    that start processes, also in one: it imports all packages once more, to fork that process.
     """
     items[:] = [item for item in items if not _left_out(item)]
     items.sort(

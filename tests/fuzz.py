@@ -41,7 +41,7 @@ def compiled(draw: Draw) -> str | None:
     yardstick, fewest = counted(lambda x, y: torch.nn.functional.kl_div(x, y, reduction="sum"))
     repeated = subject.same_size and draw.chance(0.3)
     for _ in range(4):
-        # More samples and tokens than features: an algorithm may change where they cross.
+        # More samples and tokens than features: an algorithm may change at equal numbers.
         B, N = draw.random.randint(14, 40), draw.random.randint(14, 24)
         yardstick(torch.randn(B, N, D_S), torch.randn(B, N, D_S))
         x = draw.normal(B, N, D_S).float()

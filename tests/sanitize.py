@@ -5,7 +5,7 @@
 The extension is built once more with both. A process in which their library comes first loads it
 in the place of fastkd._C, for random calls of every loss with row kernels, and the tests of roots,
 of products and of CCA. PyTorch allocates its tensors through the sanitizer there, so a row read
-beyond its tensor's end is seen. What PyTorch and Python leak is theirs. Threads:
+beyond its tensor's end is detected. Leaks of PyTorch and Python are ignored. Threads:
 `tests/row_kernels.cpp`.
 """
 

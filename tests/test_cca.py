@@ -40,7 +40,7 @@ def _tensors_on_device(device):
 
 @pytest.fixture
 def tensors_on_cpu():
-    """For tests of what only a CPU does."""
+    """Create tensors on the CPU, for tests of behaviour on the CPU only."""
     with torch.device("cpu"):
         yield
 

@@ -64,7 +64,7 @@ def test_equals_the_explicit_sum(function):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_reference(backend, shape, dtype):
     student, teacher = features(*shape, dtype=dtype, mean=0.5)
-    # A number has only two directions: its gradient is two terms over ‖z‖ that cancel to nothing.
+    # With one feature there are two directions: the gradient's two terms over ‖z‖ cancel to 0.
     floor = (1 / student.double()).norm().item() if shape[-1] == 1 else 1e-8
     for options in (
         {},

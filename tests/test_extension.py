@@ -73,7 +73,7 @@ def test_roots(n, op_device):
     + [(n, 0) for n in (1, 2, 3, 4, 16, 31, 32)],
 )
 def test_roots_of_the_cuda_source_on_threads(n, warps):
-    """The CUDA kernels' own source; their lanes are threads, three a warp. 0: a warp alone."""
+    """The CUDA kernels' source with a thread for each lane, three in a warp; 0: one warp only."""
     check_all(
         n,
         lambda a: roots_by_threads(a, False, 0.0, warps),
@@ -119,7 +119,7 @@ def test_cuda_source_has_no_races_between_lanes(tmp_path):
         assert "sanitize" in built.stderr, built.stderr
         pytest.skip("the compiler has no ThreadSanitizer")
     for i in range(-1, len(functions)):
-        # Threads that share a core may happen to take turns where the barrier is missing.
+        # Threads that share a core may run in order by chance if the barrier is missing.
         for _ in range(1 if i < 0 else 30):
             run = subprocess.run(
                 ["./races"],

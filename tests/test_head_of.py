@@ -263,7 +263,7 @@ def a_sharded_language_model():
     ids = torch.randint(60, (2, 5))
     outs = [Distiller(*pair, SoftTargets())(input_ids=ids, labels=ids) for pair in (whole, parts)]
     assert outs[1].logits is None
-    # A cache knows the whole teacher again.
+    # A cache reads the whole teacher again.
     batch, path = {"input_ids": ids, "labels": ids}, tempfile.mkdtemp()
     Distiller(parts[0], whole[1], SoftTargets()).cache_teacher([batch], path)
     cached = Distiller(TeacherCache(path, teacher=whole[0]), whole[1], SoftTargets())(**batch)

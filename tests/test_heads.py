@@ -55,7 +55,7 @@ def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
     return TopK(words, log_probs, tail), full
 
 
-# Divergences by hand and against each other
+# Divergences against explicit formulas and each other
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_overlap_of_equal_and_of_disjoint_distributions(backend, device, name):
 
 
 def test_gradient_of_a_small_acceptance_does_not_vanish(backend, device):
-    """Each side is nearly sure of another token: α = 2·e⁻⁴⁰, and the gradient is ½."""
+    """Student and teacher are nearly sure of different tokens: α = 2·e⁻⁴⁰, gradient ½."""
     student = torch.tensor([[40.0, 0.0]], device=device)
     options = dict(divergence=Divergence("negative_log_acceptance"), backend=backend)
     value, grad = value_and_grad(soft_target_loss, student, student.flip(-1), **options)
@@ -493,7 +493,7 @@ def test_micro_batches_add_up():
 
 
 def test_gradients_of_each_trained_tensor():
-    """Gradients of states, weight or bias alone; a head shared by both models; no gradient."""
+    """Gradients of states, weight or bias only; a head shared by both models; no gradient."""
     student, (h_t, w_t, b_t) = heads(5)
     teacher = h_t, Head(w_t, b_t)
     options = dict(vocabulary=V)

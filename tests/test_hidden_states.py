@@ -48,7 +48,7 @@ def test_worked_example(function):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 9), (1, 1, 1), (2, 3, 64), (1, 5, 257), (2, 2, 1030)])
 def test_matches_reference(backend, shape, dtype, kind):
-    # Of one feature the cosine is ±1, and its gradient nothing but rounding error.
+    # With one feature the cosine is ±1, and its gradient is rounding error only.
     floor = 1.0 if kind == "cosine" and shape[-1] == 1 else 1e-8
     check(backend, *states(*shape, dtype=dtype), kind=kind, gradient_floor=floor)
 

@@ -142,7 +142,7 @@ def test_only_cli_imports_typer_and_rich():
 
 
 def test_imported_packages_are_declared_dependencies():
-    """No dependency is only transitive, except triton, which torch installs where it can use it."""
+    """Every imported package is a declared dependency, except triton, which torch installs."""
     project = read_configuration(ROOT / "pyproject.toml")["project"]
     asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     known = {Requirement(line).name for line in asked} | {"fastkd", "bench", "examples", "triton"}

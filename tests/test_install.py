@@ -1,6 +1,6 @@
-"""Every way of installing, each in a fresh environment that sees this one's torch.
+"""Every way of installing, each in a fresh environment with this environment's torch.
 
-From the checkout, editable, `make test` itself installs.
+`make test` itself covers the editable install of the checkout.
 """
 
 import os
@@ -45,7 +45,7 @@ print("extension", extension.CPU, fastkd.__file__)
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Output of the command; what it printed when it fails."""
+    """Output of the command; if it fails, the test fails with its output."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FASTKD_NO_EXT")}
     result = subprocess.run(
         [str(part) for part in command],
@@ -68,7 +68,7 @@ def source(tmp_path) -> Path:
 
 
 def environment(path: Path, with_torch: bool) -> Path:
-    """Interpreter of a new environment that sees this one's packages, or setuptools alone.
+    """Interpreter of a new environment with this environment's packages, or only setuptools.
 
     Through a .pth file, in which this environment's own .pth files, fastkd's editable install
     among them, do not count.

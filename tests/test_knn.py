@@ -255,7 +255,7 @@ def test_ties_go_to_the_lower_index(backend):
 
 
 def near_duplicates(rows, dtype=torch.float32, spread=1e-4):
-    """Six students and four far clusters whose rows differ by less than a product's rounding."""
+    """Six students and four distant clusters; rows of one differ by less than rounding error."""
     clusters = 30 * torch.randn(4, 64, dtype=torch.float64)
     near = spread * torch.randn(4, rows, 64, dtype=torch.float64)
     teacher = (clusters[:, None] + near).flatten(0, 1)

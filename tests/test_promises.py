@@ -173,7 +173,7 @@ def test_degenerate_batches(loss):
         student, teacher = (make(x.detach()) for x in features())
         mask = padding(len(student))[:, : student.shape[1]]
         masks = [mask]
-        if kind == "zeros" or mask.shape != (B, N):  # what is behind a mask matters by its size
+        if kind == "zeros" or mask.shape != (B, N):  # padded values scale the tolerance
             masks.append(torch.zeros_like(mask))
         for given in masks:
             value, gradient = value_and_gradient(loss, student, teacher, given)
@@ -238,7 +238,7 @@ def test_compile(loss):
 
 
 def test_inductor():
-    """What is traced can be compiled too: one graph of several losses, whose code takes long."""
+    """Losses in one graph under Inductor, whose compilation takes long."""
     divergence = fastkd.SoftTargetLoss(temperature=2.0)
 
     def step(student, teacher, mask):

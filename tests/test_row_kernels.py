@@ -1,6 +1,6 @@
-"""The C++ row kernels: threads, unsupported calls, and fastkd without them.
+"""The C++ kernels: threads, unsupported calls, and fastkd without the extension.
 
-Values and gradients are tested with those of the other backends, in each loss's own file.
+The files of the losses test values and gradients of all backends.
 """
 
 import os

@@ -72,7 +72,7 @@ def test_relation_picture_has_no_padding(tmp_path):
 
 
 def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
-    """The relations equal those of the loss, and the axes have the sentence's tokens."""
+    """The drawn relations equal the loss's relations; the axes have the sentence's tokens."""
     torch.manual_seed(0)
     tokens = ["[CLS]", "a", "word", "[SEP]"]
     features = {

@@ -1,6 +1,6 @@
-"""Functions run by processes of torchrun, and what the tests have them run.
+"""Functions for tests that start several processes by torchrun.
 
-All of them are forks of one process that has imported everything; the launcher is torch's own.
+The processes are forks of one process with all imports done; the launcher is torch's own.
 """
 
 import faulthandler
@@ -34,7 +34,7 @@ MONITOR_INTERVAL, SELDOM = "0.1", "3"
 
 
 class Launch:
-    """``function(*arguments)`` in so many processes of a launcher, which keeps files in ``folder``.
+    """``function(*arguments)`` in ``ranks`` processes of a launcher; their files are in ``folder``.
 
     Without ``ranks`` in one process, which has no launcher; it looks every ``interval`` seconds.
     """
@@ -67,7 +67,7 @@ class Launch:
         return int((self.folder / f"{rank}.pid").read_text())
 
     def wait_for_step(self, log: Path, step: int) -> None:
-        """Until the log of progress says that so many steps are done."""
+        """Wait until the progress log has this number of steps."""
         for _ in range(4800):
             lines = log.read_text().splitlines() if log.exists() else []
             if any(json.loads(line).get("step", 0) >= step for line in lines):
@@ -182,7 +182,7 @@ class StopsOnce(LRKD):
 
 
 class FailsInTheSecond(Method):
-    """A mistake that one process alone meets."""
+    """An error in one process only."""
 
     uses_teacher = False
 
@@ -196,7 +196,7 @@ class FailsInTheSecond(Method):
 
 
 class BreaksInTheSecond(FailsInTheSecond):
-    """A step that goes wrong in one process alone."""
+    """A step that fails in one process only."""
 
     def __init__(self) -> None:
         Method.__init__(self)

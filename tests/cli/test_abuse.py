@@ -32,7 +32,7 @@ COMMANDS = {
 BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
 BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF POO}")
 BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
-# Options whose every value means something, or is only told to be wrong by the hub.
+# Options that accept every value, or whose values only the hub can reject.
 FREE = {
     "data", "data_config", "train_split", "eval_split", "label_order", "text_column",
     "text_pair_column", "label_column", "options", "set", "only", "report_to", "tokenizer",
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def invoke(folder, tmp_path, monkeypatch):
-    """The one sentence of a command that must fail; nothing is trained or timed."""
+    """Error sentence of a command that must fail before it trains or times anything."""
 
     def trains(*args, **kwargs):
         raise TrainingFailed("reached the training")
@@ -188,7 +188,7 @@ def test_malformed_rows_are_named(invoke, tmp_path, kind):
 
 HEAD = b"text\tlabel\n"
 ZIPPED = gzip.compress(HEAD + b"good film\t1\n" * 5000)
-# What else a file may be than what its name says: its name, its bytes, a part of the message.
+# Files whose content does not match their suffix: name, bytes, part of the message.
 OTHER_FILES = [
     ("mac.tsv", b"text\tlabel\rgood\t1\r", "no rows"),
     ("utf16.tsv", "text\tlabel\ngood\t1\n".encode("utf-16"), "row 1: not UTF-8"),
@@ -239,7 +239,7 @@ OTHER_FILES = [
 
 @pytest.fixture(scope="module")
 def refusal(folder):
-    """What `fastkd evaluate` says of a file that it must refuse."""
+    """Error of `fastkd evaluate` for a file that it must refuse."""
     computation = PredictionConfig(batch_size=8, precision="fp32", device=torch.device("cpu"))
     model = TrainedModel(str(folder / "teacher"), computation, remote_code=False)
 
@@ -327,7 +327,7 @@ CONFIGURATIONS = [
 
 
 def test_configurations_that_fit_no_weights(invoke, folder, tmp_path):
-    """With fine-tuning, too: no model begins from random weights where the file has others."""
+    """Weights that do not fit are refused, with fine-tuning too, instead of drawn at random."""
     for i, changes in enumerate(CONFIGURATIONS):
         model = shutil.copytree(folder / "teacher", tmp_path / f"model{i}")
         path = model / "config.json"
@@ -352,7 +352,7 @@ def test_classes_that_a_head_does_not_name(invoke, folder, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), 1e38, None])
 def test_weights_that_give_no_outputs(invoke, folder, tmp_path, value):
-    """NaN, an overflow, or one missing: said of the model, not of the learning rate."""
+    """NaN, overflowing or missing weights: the error names the model, not the learning rate."""
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     name = next(name for name in weights if "query.weight" in name)
@@ -373,7 +373,7 @@ def test_weights_that_give_no_outputs(invoke, folder, tmp_path, value):
 
 
 def test_a_tokenizer_without_its_files(invoke, folder, tmp_path):
-    """transformers makes one that knows no word, without a word."""
+    """A folder without tokenizer files, for which transformers makes an empty tokenizer."""
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
     for path in [*model.glob("tokenizer*"), *model.glob("vocab*")]:
         path.unlink()

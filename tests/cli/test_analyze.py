@@ -149,7 +149,7 @@ def test_a_narrower_student_before(folder):
 
 
 def test_columns_are_those_of_the_training(folder, tmp_path, without_pictures):
-    """They had to be given again, though `evaluate` knew them."""
+    """`analyze` reads the columns of the training from the student, as `evaluate` does."""
     rows = ["a small model\twords\tno", "words\tof a model\tyes", "small\tsmall\t-100"] * 4
     data = tmp_path / "pairs.tsv"
     data.write_text("\n".join(["one\ttwo\tclass", *rows]))

@@ -46,7 +46,7 @@ def call(folder):
 
 
 def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_path):
-    """A folder with nothing else in it was held to be somebody else's."""
+    """A folder with only a half-written file counts as empty."""
     out = tmp_path / "cache"
     out.mkdir()
     (out / f".{'1' * 32}").write_bytes(b"half")

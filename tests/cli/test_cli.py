@@ -97,7 +97,7 @@ def interrupted(distill, monkeypatch):
 
 @pytest.fixture
 def begun(request, files, tmp_path):
-    """A copy of what every case of a test begins with, made for the first of them on the files."""
+    """A copy of the initial folder that all cases of a test share, made by the first case."""
 
     def call(name, make):
         kept = files[0].parent / request.node.originalname / name
@@ -260,7 +260,7 @@ def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
 
 
 def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
-    """bfloat16 loses steps as small as those of distillation, without a word."""
+    """A student's weights stay float32: bfloat16 would round small steps away."""
     head = make_teacher(tmp_path / "head")
     model = AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
     model.save_pretrained(head)
@@ -460,7 +460,7 @@ def test_a_random_student_and_one_that_goes_on(distill, interrupted, tmp_path):
     assert same_weights(tmp_path / "out", again)
 
 
-# What is said of them; malformed values of every option: test_abuse.py.
+# Messages of rejected options; malformed values of every option: test_abuse.py.
 BAD = [
     ({"train_split": "test"}, "--train and --train-split exclude each other"),
     ({"eval_split": "test"}, "--train and --eval-split exclude each other"),
@@ -618,7 +618,7 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
     (out / "unfinished").unlink()
     (out / "unfinished").write_text("")
     assert "fastkd did not write" in distill("--overwrite", expect=2)
-    # What a link leads to is not replaced, nor removed.
+    # The target of a link is neither replaced nor removed.
     (mine / "below").mkdir(parents=True)
     (mine / "below" / "thesis.txt").write_text("mine")
     digest = hashlib.sha256(b"mine").hexdigest()
@@ -828,7 +828,7 @@ def test_resuming_gives_the_uninterrupted_result(
     assert "--resume" in interrupted(step, how, expect=code, **options)
     steps = [int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*")]
     newest = max(steps, default=None)
-    # Ctrl-C saves where it is; a crash leaves the last checkpoint.
+    # Ctrl-C saves a checkpoint at once; a crash leaves the last one.
     assert newest == (6 if how is crash else step)
     distill("--resume", **options)
     assert same_weights(tmp_path / "out", tmp_path / "whole")
@@ -947,7 +947,7 @@ def test_resume_wants_the_same_data_models_and_settings(
     assert "its student is damaged (model.safetensors is missing)" in error
 
 
-# What each of them raises, where it does.
+# What each writer raises on a full disk.
 @pytest.mark.parametrize(
     ("place", "error"),
     [
@@ -1007,7 +1007,7 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
 
 
 def test_replacing_a_directory_is_all_or_nothing(tmp_path):
-    """Killed between the two renames, too: the old one comes back."""
+    """A kill between the two renames restores the old directory."""
     target = tmp_path / "model"
 
     def cut_off(directory):

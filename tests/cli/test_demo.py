@@ -186,7 +186,7 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
 
 
 def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
-    """What is kept was trained once more: it answers as the run's file says."""
+    """The saved student, which was trained again, predicts what its run's file holds."""
     study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
     work = task_runs.TaskRuns(study, study.tasks[0], tmp_path / "runs")
     first = work.train(study.variants[2], 5)

@@ -1,4 +1,4 @@
-"""Progress on a terminal, in a file, for a reader who goes away; the commands of the docs."""
+"""Progress on a terminal, in a file, and into a pipe that its reader closes."""
 
 import contextlib
 import errno
@@ -85,7 +85,7 @@ def test_a_reader_may_go_away(tmp_path):
 
 
 class Stream(io.TextIOWrapper):
-    """One whose every flush fails like this."""
+    """A stream whose flush always fails with this error."""
 
     def __init__(self, failing=0, encoding="utf-8"):
         super().__init__(io.BytesIO(), encoding)
@@ -140,7 +140,7 @@ def report_with(**changes):
 
 
 def test_scores_stand_under_their_names(tmp_path):
-    """A cache that scored its teacher by accuracy alone had it stand under mcc."""
+    """Metrics that a cache lacks for its teacher are empty cells, not shifted ones."""
     file = io.StringIO()
     test = {"student": {"mcc": 0.75, "accuracy": 0.125}}
     show(report_with(test=test), tmp_path, Console(file=file, width=120))

@@ -1,4 +1,4 @@
-"""`fastkd doctor`: a report, and an exit code that tells whether every backend is right."""
+"""`fastkd doctor`: its report, and its exit code, 1 if a backend is wrong."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def run():
 
 
 def run_without_extras(word, before=""):
-    """The command, after ``before``, where only the losses and what they import are installed."""
+    """The command, after ``before``, with only the packages of the losses installed."""
     extras = ("typer", "rich", "transformers", "datasets", "accelerate", "sklearn", "scipy",
               "matplotlib", "safetensors", "pyarrow", "yaml", "tokenizers")  # fmt: skip
     code = (

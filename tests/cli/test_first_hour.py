@@ -1,4 +1,4 @@
-"""What a new user meets in the first hour: true sentences, and the way out."""
+"""Errors of a new user's first hour: each is true and names the remedy."""
 
 import json
 import shutil

@@ -32,7 +32,7 @@ class Killer:
 
     def __init__(self):
         self.root, self.count, self.last = None, 0, None
-        self.renamed = {}  # by what got a new name, the operation that gave it last
+        self.renamed = {}  # by path: number of its last rename
         sys.addaudithook(self.hook)
 
     def hook(self, event, arguments):
@@ -128,7 +128,7 @@ def assert_same(out, expected):
 
 @pytest.fixture(scope="module")
 def whole(words, tmp_path_factory):
-    """How many operations an undisturbed run takes, and what it leaves."""
+    """Number of file operations of a run without kills, and the files that it leaves."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as patch:
         KILLER.watch_writers(patch)
@@ -142,7 +142,7 @@ SHARE = 1 if os.environ.get("FASTKD_KILLS") == "all" else 36
 
 
 def test_a_kill_before_the_last_seal_has_its_name(words, whole, killer, tmp_path):
-    """What it had begun to write was listed among the student's files."""
+    """A half-written manifest is not listed among the student's files."""
     out = tmp_path / "out"
     last = KILLER.renamed["unfinished/student/.fastkd.json.new"]
     assert run(words, out, killer=killer, last=last) is None
@@ -186,7 +186,7 @@ def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path)
     start_over()
     run(words, out, "--overwrite", killer=killer)
     total = killer.count
-    # The last operations are those that replace and clear away.
+    # The last operations replace the results and clear the rest.
     for last in range(total - 40, total + 1, 1 if SHARE == 1 else 19):
         start_over()
         run(words, out, "--overwrite", killer=killer, last=last)

@@ -76,7 +76,7 @@ LONG = {"checkpoint_every": 3, "epochs": 4}
 
 
 def write_tagged(path, rows, seed):
-    """Lists of words, of which the first of a sentence says what all of them are."""
+    """Lists of words with a tag for each; the first word of a sentence determines the tags."""
     lines = []
     for text, label in sentences(rows, seed):
         tokens = text.split()
@@ -148,7 +148,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launched(words, tmp_path_factory):
-    """All that ends by itself, in one start of two processes: folder, results and errors.
+    """Results of all commands that end by themselves, in one start of two processes.
 
     A result is (exit codes, outputs, errors), each by rank. Errors are those of the launcher.
     """
@@ -186,7 +186,7 @@ def launched(words, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(words, tmp_path_factory):
-    """What runs of `LONG` that are cut off must come to."""
+    """Result of `LONG` without interruption, which resumed runs must equal."""
     out = tmp_path_factory.mktemp("whole") / "out"
     run(*words(out, 1, **LONG))
     return out
@@ -254,7 +254,7 @@ def test_a_mistake_is_told_once(launched, part):
 
 
 def told_once(errors):
-    """Our own sentence, beside what the launcher says."""
+    """The command's own error sentence, without the launcher's output."""
     return sum(line.startswith("Error: ") for line in errors.splitlines()) == 1
 
 
@@ -274,7 +274,7 @@ def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
         _, errors = launch.end()
         assert errors.count("--resume continues from it") == 1, errors
     assert launch.process.exitcode
-    # The kill may have come in the middle of a save.
+    # The kill may have interrupted a save.
     sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if find_damage(p) is None]
     assert sound
     for checkpoint in sound:

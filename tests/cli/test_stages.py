@@ -1,4 +1,4 @@
-"""`fastkd distill --stages`: each stage goes on with the student of the one before."""
+"""`fastkd distill --stages`: each stage trains the student of the stage before."""
 
 import re
 import shutil
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """What the command prints, and the folder that it leaves."""
+    """Output of the command, and its output folder."""
     return run("distill", stages=folder / "plan.toml", out=folder / "out"), folder / "out"
 
 
@@ -170,7 +170,7 @@ eval = "dev.tsv"
 
 
 def test_stages_of_other_tasks(folder, tmp_path):
-    """A narrower decoder learns from text, then what a classifier answers."""
+    """A narrower decoder is distilled on text, then as a classifier."""
     make_decoder(folder / "gpt2")
     plan, out = folder / "others.toml", tmp_path / "out"
     plan.write_text(OTHERS)

@@ -1,4 +1,4 @@
-"""What a student is good for: card, pipeline(), evaluate, predict, ONNX."""
+"""Uses of a student: model card, pipeline(), evaluate, predict, ONNX."""
 
 import json
 import re
@@ -114,7 +114,7 @@ def test_the_student_scores_the_same_everywhere(folder, report):
 
 @pytest.mark.slow
 def test_answers_import_no_more_than_they_need(tmp_path):
-    """Most of the time that `evaluate` takes on a few rows goes into imports."""
+    """`evaluate` imports no package that its metric does not need."""
     model = make_teacher(tmp_path / "model")
     words = ["evaluate", "--model", str(model), "--data", str(write_tsv(tmp_path / "dev.tsv"))]
     code = (
@@ -153,7 +153,7 @@ def test_a_task_that_the_head_does_not_fit(tmp_path):
 
 
 def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
-    """--overwrite of `fastkd distill` refused what `fastkd export` had put beside the student."""
+    """--overwrite of `fastkd distill` accepts a file of `fastkd export` in the student."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
 
@@ -282,7 +282,7 @@ def test_text_without_numbers_beside_rows_with_them(tmp_path):
     assert report["rows"] == {"train": 40, "eval": 40, "unlabelled": 24}
     losses = report["history"][-1]["losses"]
     assert all(torch.tensor(list(losses.values())).isfinite())
-    assert losses["task"] > 100  # the targets are far from what a fresh head says, and still count
+    assert losses["task"] > 100  # the targets are far from a fresh head's outputs
     student = tmp_path / "out" / "student"
     found = run("predict", "--model", student, "--data", more, "--text-column", "sentence")
     assert found.startswith("row\ttext\tvalue\n") and len(found.splitlines()) == 25
@@ -329,7 +329,7 @@ def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
 
 
 def test_every_row_has_its_line(folder, tmp_path):
-    """Blank lines were skipped, and what was pasted beside the input was shifted."""
+    """Each line of the input has a line of output, also a blank one."""
     student = folder / "out" / "student"
 
     def predicted(name, text, **more):
@@ -365,7 +365,7 @@ def test_every_row_has_its_line(folder, tmp_path):
 
 
 def test_numbers_as_labels_of_named_classes(folder, tmp_path):
-    """0 and 1 were taken for the ids of pos and neg without a word: 0.4 where names gave 0.6."""
+    """Labels 0 and 1 for a head with named classes: the reading is printed or refused."""
     student = folder / "out" / "student"
     rows = rows_of(folder / "dev.tsv")
     numbers = write_tsv(tmp_path / "numbers.tsv", 20, 1)
@@ -386,7 +386,7 @@ def test_numbers_as_labels_of_named_classes(folder, tmp_path):
     assert run("evaluate", model=swapped, data=numbers, label_order="1,0") == scores
     error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
     assert "--label-order 1: must name the data's label for each class" in error
-    # The same in `distill`, which tells so before it trains.
+    # The same in `distill`, before training.
     words = {"train": numbers, "eval": numbers, "out": tmp_path / "x", "max_length": 16}
     error = run("distill", **words, teacher=swapped, expect=2)
     assert f"--teacher {swapped}: label 0 is the model's class 'pos'" in error
@@ -400,7 +400,7 @@ def test_numbers_as_labels_of_named_classes(folder, tmp_path):
 
 
 def test_columns_are_those_of_the_training(folder, tmp_path):
-    """A student of pairs was scored on their first texts alone, without a word."""
+    """A student of pairs refuses rows without a second text."""
     pairs = tmp_path / "pairs.tsv"
     lines = [f"{text}\tthe film\t{label}" for text, label in rows_of(folder / "dev.tsv")]
     pairs.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
@@ -487,7 +487,7 @@ def test_a_model_without_a_longest_text(folder, tmp_path):
 
 @pytest.mark.parametrize("how", ["another padding token", "padding on the left"])
 def test_a_text_is_read_as_it_is_alone(how, tmp_path):
-    """Whatever a configuration or a tokenizer's files say of padding."""
+    """For every padding token and side in the configuration or the tokenizer's files."""
     vocab = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *WORDS))}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()

@@ -72,7 +72,7 @@ def pair(
 
 
 def eager(models):
-    """The models, whose attention maps are then held."""
+    """The models with eager attention, which returns attention maps."""
     for model in models:
         model.set_attn_implementation("eager")
     return models
@@ -93,7 +93,7 @@ def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, T
 
 
 def recipe(name: str, **options) -> Method:
-    """A method, of a paper here with its values, whose layers need no choice from data."""
+    """A method with its paper's values and layers that need no choice from data."""
     if name in BASELINES:
         return BASELINES[name](**options)
     if name == "mc3kd":

@@ -40,7 +40,7 @@ def run_ranks(function, world, directory, *arguments):
 
 
 def start_by_fork(monkeypatch):
-    """The process that starts those of `verify`: a fork of one that has imported everything."""
+    """Process that starts the processes of `verify`: a fork with all imports done."""
     module = importlib.import_module("fastkd.distill.verify")
 
     def run_processes(folder, world):
@@ -68,5 +68,5 @@ def _rank(function, rank, world, directory, arguments):
     except Exception:
         result = False, f"rank {rank}\n{traceback.format_exc()}"
     torch.save(result, f"{directory}/{rank}.pt")
-    # Taking the group down has hung, with nothing left to do.
+    # Destroying the process group has hung after the work was done.
     os._exit(0)

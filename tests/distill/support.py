@@ -102,13 +102,13 @@ HEADS = {
 }
 WRITTEN = ("written words", "transcripts")
 IMAGES = {"vit", "deit", "dinov2"}
-# The models of a head that the class of another name has.
+# Heads whose class has another name.
 ENCODERS = {"t5": t.T5EncoderModel}
 
 MANY_LABELS = ("tokens", "answers", "choices", "masked words", "next word", *WRITTEN)
 NOT_MEANT = "there is no head", "KNN takes one label a sample"
 ALL = [*METHODS, "attention"]
-# Nothing on logits.
+# No terms on logits.
 WITHOUT_HEAD = {
     "fcd": {"task_weight": 0.0},
     "knn": {"alpha2": 0.0, "alpha3": 0.0},
@@ -191,7 +191,7 @@ def method_of(name, head):
 
 
 def verdict(teacher, student, data, name, head):
-    """None where a step works: finite, and with a gradient in every block of the student."""
+    """None if a step works: a finite loss, and a gradient in every block of the student."""
     if head == "none" and name not in WITHOUT_HEAD:
         return NOT_MEANT[0]
     if name == "knn" and head in MANY_LABELS:
@@ -216,7 +216,7 @@ def verdict(teacher, student, data, name, head):
 
 
 def reason(error):
-    """What the message says first, without the class's name."""
+    """Beginning of the message, without the class name."""
     return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
 
 
@@ -236,7 +236,7 @@ def rows_of(family):
 
 
 def lines_of(family):
-    """The family's lines of the table: heads of which the same is true stand together."""
+    """The family's lines of the table; heads with equal results share a line."""
     alike = {}
     for head, found in rows_of(family):
         alike.setdefault(tuple(found.values()), []).append(head)

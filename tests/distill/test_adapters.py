@@ -13,7 +13,7 @@ LORA = {"r": 4, "target_modules": ["query", "value"], "lora_dropout": 0.5}
 
 
 def adapted(base, task="SEQ_CLS", **options):
-    """The base in adapters that say something."""
+    """The base with adapters of non-zero weights."""
     student = peft.get_peft_model(base, peft.LoraConfig(task_type=task, **{**LORA, **options}))
     with torch.no_grad():
         for name, parameter in student.named_parameters():

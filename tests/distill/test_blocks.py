@@ -83,7 +83,7 @@ def test_layers_are_the_blocks_inputs_and_outputs(batch_first):
 
 
 def test_attention_mask_of_a_text_model():
-    """Padding counts nowhere, also where the model itself doesn't know of it."""
+    """Padding never counts, also if the model takes no mask."""
     torch.manual_seed(0)
 
     def model(layers):
@@ -135,7 +135,7 @@ def test_regression_logits_may_have_one_dimension():
 
 
 class HeadInputs(nn.Module):
-    """Knows nothing of padding, and predicts something for each token."""
+    """A model without a mask that predicts a class for each token."""
 
     def __init__(self, layers):
         super().__init__()

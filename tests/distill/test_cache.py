@@ -1,4 +1,4 @@
-"""A student of a cached teacher learns, bit for bit, what it learns from the teacher."""
+"""Training from a teacher's cache equals training from the teacher, bit for bit."""
 
 import copy
 import json
@@ -170,7 +170,7 @@ def test_keys_depend_on_every_input_of_the_teacher(tmp_path):
 
 @pytest.mark.parametrize("how", ["position_ids", "segments"])
 def test_keys_take_the_arguments_of_forward(how):
-    """Numbers of documents and of labels are no part of what the teacher reads."""
+    """Document ids and labels are no inputs of the teacher, so no part of a sample's key."""
     distiller = Distiller(*decoders(), method_of("fcd"))
     texts = documents()
     expected = distiller.sample_keys(padded(texts))
@@ -271,7 +271,7 @@ def test_a_cache_that_does_not_match_is_an_error(tmp_path):
 
 
 def test_precision_must_agree(tmp_path):
-    """Rows of both had stood in one cache."""
+    """A cache has rows of one precision."""
     data = batches(2)
     distiller = Distiller(*pair(), method_of("fcd"))
     with torch.autocast("cpu", torch.bfloat16):
@@ -317,7 +317,7 @@ def begun_by(teacher, student, data, path):
 
 
 def test_two_processes_create_one_description(tmp_path, monkeypatch):
-    """Both find an empty folder; the one that comes second is another teacher."""
+    """Two writers find an empty folder; the second has another teacher and is refused."""
     (teacher, student), data = pair(), batches(2)
     create = cache_module.create_file
 

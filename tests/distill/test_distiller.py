@@ -191,7 +191,7 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
 
 @pytest.fixture
 def shifts(monkeypatch):
-    """Filled with what the embeddings are moved by."""
+    """Collects the perturbations of the embeddings."""
     found = []
     original = perturbation.unit_gradient
     monkeypatch.setattr(
@@ -336,7 +336,7 @@ def test_causal_language_models_compare_positions_with_a_next_label(family, head
                 p, q = (z[b, n].div(2).softmax(-1) for z in (z_t, z_s))
                 kl.append((p * (p / q).log()).sum())
     torch.testing.assert_close(out.terms["soft"], 4 * torch.stack(kl).mean())
-    for nothing in (0, torch.tensor(0.0)):  # an accumulation step of prompts alone
+    for nothing in (0, torch.tensor(0.0)):  # an accumulation step with prompts only
         data["labels"][:] = -100
         out, gradients = step(distiller, {**data, "num_items": nothing})
         assert out.loss == 0 and not any(g.any() for g in gradients.values())
@@ -385,11 +385,11 @@ def test_multi_label_heads_compare_each_label_by_itself():
 
 
 def assert_left_out(distiller, data, left_out, labels):
-    """The task's loss and gradients are those of the other rows."""
+    """Unlabelled rows change neither the task's loss nor its gradients."""
     kept = [i for i in range(6) if i not in left_out]
     for name in labels:
         data[name][left_out] = -100
-    distiller.method.alpha = 0.0  # the task alone: soft targets count every row
+    distiller.method.alpha = 0.0  # the task only: soft targets count every row
     expected = step(distiller.eval(), {name: x[kept] for name, x in data.items()})
     assert_same_step(distiller, data, expected, tolerance=1e-6)
 
@@ -420,7 +420,7 @@ def out_of(model, data):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_student_has_its_teachers_problem_type(cached, tmp_path):
-    """Labels say whether several are right; rows without labels can't."""
+    """Rows without labels take the problem type of the teacher's configuration."""
     teacher, student = classifier("bert"), classifier("bert", layers=2)
     teacher.config.problem_type = "multi_label_classification"
     data = batch()
@@ -639,7 +639,7 @@ def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
         torch.testing.assert_close(compiled(**data).terms, distiller(**data).terms)
 
 
-# Every method, and every way to say where documents begin with one that compares tokens.
+# Every method; every way to mark documents, with one method that compares tokens.
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -673,7 +673,7 @@ def test_packed_rows_may_be_padded(name):
 
 
 def test_left_padding_of_packed_rows_changes_nothing():
-    """Also where its positions go on into those of the first document."""
+    """Also if positions continue from the first document."""
     distiller = ready(*decoders(), "soft_targets")
     texts = documents((5, 3))
     expected = step(distiller, padded(texts))

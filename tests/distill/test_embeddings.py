@@ -1,4 +1,4 @@
-"""Losses of one embedding a sample, against the functions called by hand."""
+"""Losses of one embedding for each sample equal direct calls of the functions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where blocks lie in models that aren't a plain stack, and what is said of those without."""
+"""Blocks of models that are no plain stack, and the errors for models without blocks."""
 
 import pytest
 import torch

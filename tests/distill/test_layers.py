@@ -41,7 +41,7 @@ def test_wrong_maps_are_errors():
 
 
 def test_select_layers_finds_the_layers_that_change_most():
-    """Blocks whose sublayers end in zeros pass their input on; only two blocks do something."""
+    """A model in which only two blocks change their input; all others end in zero weights."""
     teacher = classifier("gpt2", layers=5)
     for number, block in enumerate(teacher.transformer.h, start=1):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What frameworks and users do around a Distiller, and what went wrong there without a word."""
+"""A Distiller inside the loops of frameworks and users: silent errors of the past."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_teacher_in_train_mode_has_no_dropout(tmp_path):
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
 def test_a_replaced_model_is_an_error(name):
-    """The optimizer would train the new one, and the loss come from the old one."""
+    """A replaced model is refused: the optimizer would train it, the loss read the old one."""
     distiller = Distiller(*pair(), FCD())
     old = getattr(distiller, name)
     setattr(distiller, name, torch.nn.Sequential(old))  # around it, as wrappers do
@@ -154,7 +154,7 @@ def test_hidden_states_of_other_layers_are_an_error(family):
     message = rf"teacher \({type(teacher).__name__}\) is compiled.* states 1 are not the outputs"
     with pytest.raises(ValueError, match=message):
         Distiller(compiled, student, method)(**data)
-    # Nor by an uncompiled model whose blocks no hook sees.
+    # Nor an uncompiled model whose blocks call no hooks.
     distiller = Distiller(teacher, student, method)
     distiller.student_model._hooks_reach = False
     with pytest.raises(ValueError, match=r"student .* doesn't call its blocks as modules"):
@@ -186,7 +186,7 @@ def test_a_compiled_distiller_is_the_plain_one_in_one_graph(family, head, name):
 
 @pytest.mark.parametrize("name", [*METHODS, "attention"])
 def test_a_step_reads_no_value(name):
-    """On a GPU each would wait for the device; a fake tensor has none."""
+    """Fake tensors have no values: a step that reads one on the host raises."""
     teacher, data = model_of("bert", "sequence"), data_of("bert", "sequence")
     models = eager((teacher, student_from_teacher(teacher, [1, 3])))
     distiller = Distiller(*models, method_of(name, "sequence"))

@@ -37,7 +37,7 @@ def data(left=False):
 
 
 def terms(distiller, given, position):
-    """Terms where one position alone has a label."""
+    """Terms of a batch in which one position has a label."""
     labels = torch.full_like(given["labels"], -100)
     labels[position] = given["labels"][position]
     with torch.no_grad():

@@ -309,7 +309,7 @@ def test_lrkd_is_equations_1_to_13(family):
 
 
 def test_every_method_has_a_name_and_is_public():
-    """But for what needs attention maps, which a model as it is loaded never holds."""
+    """Except methods on attention maps, which need eager attention."""
     found = {
         kind
         for kind in vars(methods).values()

@@ -132,7 +132,7 @@ def expected():
 assert_one_curve = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=0)
 
 
-# The loop that is ours with every method. The others with what a loop can get wrong: progress of a
+# fastkd's loop with every method; other loops with what a loop can get wrong: progress of a
 # schedule, parameters of the method, samples compared across processes; `verify` takes every
 # method's step in parts and resumed (tests/distill/test_verify.py).
 LOOPS = [(name, in_trainer) for name in METHODS]

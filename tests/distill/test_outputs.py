@@ -1,4 +1,4 @@
-"""What is read from a model while it runs, against transformers' own hidden states."""
+"""Outputs captured by hooks equal transformers' own hidden states."""
 
 import pytest
 import torch
@@ -168,7 +168,7 @@ def test_custom_classes_keep_their_heads():
     assert tags.per_token and not tags.causal
     answers = Backbone(model_of(t.BertForQuestionAnswering, "bert", problem_type="regression"))
     choices = Backbone(model_of(t.BertForMultipleChoice, "bert", num_labels=1))
-    # transformers' losses of these heads don't ask what the configuration says.
+    # transformers' losses of these heads ignore the configuration.
     assert all(head.problem is None for head in (words, tags, answers, choices))
 
 

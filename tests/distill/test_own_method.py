@@ -1,4 +1,4 @@
-"""A method of one's own: what it may ask for, and how it is found."""
+"""A user's method: the outputs that it may request, and its import by name."""
 
 import pytest
 import torch

@@ -127,7 +127,7 @@ def test_passed_positions_are_read():
     equal_steps(distiller, right, padded_left(right))
     other = {**right, "position_ids": torch.arange(10)[None]}
     assert abs(distiller(**right).loss - distiller(**other).loss) > 1e-3
-    # One row of positions for all says where each column stands.
+    # One row of positions for all samples gives the position of each column.
     left = {**padded_left(right), "position_ids": torch.arange(10)[None]}
     same = {**left, "position_ids": torch.arange(10).expand(4, 10)}
     equal_steps(distiller, left, same)
@@ -236,7 +236,7 @@ def test_the_trainer_evaluates_as_it_trains(tmp_path):
 
 
 def test_a_head_that_reads_the_last_position_keeps_its_side():
-    """XLNet's tokenizer pads left; a decoder that can't tell padding needs positions."""
+    """XLNet's tokenizer pads left; a decoder without a mask needs positions."""
     torch.manual_seed(0)
     teacher, student = pair("xlnet")
     distiller, data = Distiller(teacher, student, FCD()).eval(), batch(left=True)

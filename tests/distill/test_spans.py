@@ -1,4 +1,4 @@
-"""A teacher that reads other tokens: spans by character offsets, and what is compared of them."""
+"""A teacher with another tokenizer: spans by character offsets, and their comparison."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def word_pieces():
 
 
 def characters(left=False):
-    """As a byte-level decoder: a token a character, spaces with what follows, nothing around."""
+    """Tokens as of a byte-level decoder: one for each character, without special tokens."""
     letters = sorted({c for text in TEXTS for c in text} | {"?"})
     vocab = {c: i + 1 for i, c in enumerate(letters)}
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **vocab}, unk_token="?"))
@@ -114,7 +114,7 @@ def test_pairs_of_texts():
 
 
 def test_pairs_with_a_truncated_first_text():
-    """What one side alone has read of the first text isn't part of the second."""
+    """Tokens of one model at the end of the first text do not join the second text."""
 
     def tokenizer(*words):
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
@@ -313,7 +313,7 @@ def test_another_vocabulary_warns_once(recwarn):
     assert len(warnings()) == 1
     with pytest.raises(ValueError, match=r"input_ids: the id 55 is not one of the 50 tokens"):
         distiller(**{**batch, "input_ids": torch.full((4, 6), 55)})
-    # Inputs of the teacher's own, or tokenizers that were compared, say that it is meant.
+    # No warning with inputs of the teacher's own, or with compared tokenizers.
     distiller = Distiller(teacher, student, LRKD())
     distiller(**batch, teacher_input_ids=batch["input_ids"])
     same = word_pieces()

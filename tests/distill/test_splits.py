@@ -33,7 +33,7 @@ def whole_batch(kind, name):
 assert_equal = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=1e-10)
 
 
-# Every method, and each kind of term on tokens: on logits alone, over samples, chosen layers.
+# Every method, and each kind of term on tokens: on logits only, over samples, chosen layers.
 CASES = [("classifier", name) for name in (*METHODS, "pkd", "distilbert")]
 CASES += [("language model", name) for name in ("soft_targets", "fcd", "mc3kd")]
 

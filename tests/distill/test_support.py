@@ -1,4 +1,4 @@
-"""docs/support.md says what is so."""
+"""docs/support.md equals the results of the code."""
 
 import pytest
 

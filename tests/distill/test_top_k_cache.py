@@ -106,7 +106,7 @@ def test_padding_of_the_head_is_left_out(tmp_path):
     teacher, student = pair(60, 64)
     data = data_of()
     with torch.no_grad():
-        teacher.lm_head.weight[60:] *= 50  # the most probable tokens, which nobody reads
+        teacher.lm_head.weight[60:] *= 50  # the most probable tokens, which no test reads
     live = distilled(teacher, student)
     cache = live.cache_teacher([data], tmp_path, top_k=60)
     cached = distilled(cache, student, tokenizers=tokenizer(60))

@@ -104,7 +104,7 @@ def test_labelled_share_may_be_off_and_is_checked(tmp_path):
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Rows with a label a token, whose column is too large to be read whole."""
+    """Rows with a label for each token; reading the whole column raises."""
 
     column_names = ("input_ids", "labels")
 
@@ -234,7 +234,7 @@ class Seq2Seq:
 
 
 def test_terms_are_logged_and_the_schedule_is_followed(tmp_path):
-    """The mean of a term is over the steps that had it."""
+    """A term's mean is over the steps that computed it."""
 
     def logs(steps):
         method = recipe("lrc_bert", first_stage=0.5)
@@ -463,7 +463,7 @@ def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
 
 
 def test_accumulated_batches_without_labels_make_up_the_whole_batchs_loss(tmp_path):
-    """Soft targets alone need no labels; the mean is over all real tokens."""
+    """Soft targets need no labels; their mean is over all real tokens."""
     torch.manual_seed(0)
     teacher = model(t.GPT2LMHeadModel, "gpt2")
     mask = (torch.arange(12) < torch.tensor([[12], [3], [7], [2], [9], [12], [4], [5]])).long()
@@ -604,7 +604,7 @@ def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
 
 
 def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
-    """Also what the method chooses from data, as in a run of its own."""
+    """Each trial also chooses layers from data, as a run of its own does."""
     teacher = classifier("bert")
 
     def model_init():

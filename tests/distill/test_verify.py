@@ -1,4 +1,4 @@
-"""The proof that people run on their own model: what it finds equal, and what it tells."""
+"""`verify`, which users run on their own model: the checks that it passes, and its output."""
 
 import copy
 import logging
@@ -61,7 +61,7 @@ def test_classifiers_have_one_gradient_under_all_splits(name):
 # Task and soft targets are terms of these too.
 @pytest.mark.parametrize("name", ["fcd", "lrc_bert", "lrkd"])
 def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
-    """And says nothing but the table: no graph breaks, no warnings of transformers.
+    """The output is the table only: no graph breaks, no warnings of transformers.
 
     What AOT Autograd makes of a loss is in the loss's own tests, but for one; it takes most of it.
     """

@@ -1,4 +1,4 @@
-"""Language models whose heads have words that the other side doesn't know."""
+"""Language models with tokens that the other model lacks."""
 
 import copy
 import warnings
@@ -15,13 +15,13 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def tokenizer(count, **other):
-    """Of so many words, of which some have other names."""
+    """A tokenizer of this size with some tokens renamed."""
     words = SPECIAL + [f"word{i}" for i in range(len(SPECIAL), count)]
     return t.BertTokenizer(vocab={other.get(word, word): i for i, word in enumerate(words)})
 
 
 def pair(student=60, teacher=64, family="llama", head="next word"):
-    """A teacher and a student, whose embeddings have these sizes."""
+    """A teacher and a student with embeddings of these sizes."""
     torch.manual_seed(0)
     taught = support.model_of(family, head).double().eval()
     learner = student_from_teacher(taught, [1, 3])
@@ -72,7 +72,7 @@ def test_columns_beyond_both_tokenizers_are_not_compared():
     with pytest.warns(UserWarning, match=f"first {n} are compared, which the tokenizers share"):
         distiller = Distiller(teacher, student, SoftTargets(), tokenizers=given).eval()
     before = distiller(**data_of()).terms
-    with torch.no_grad():  # of words that no one knows
+    with torch.no_grad():  # columns of no token
         teacher.lm_head.weight[n:] += 3
         student.lm_head.weight[n:] -= 2
     torch.testing.assert_close(distiller(**data_of()).terms, before, rtol=0, atol=0)
@@ -154,7 +154,7 @@ def test_a_cached_teacher(tmp_path):
         distiller = Distiller(teacher, student, SoftTargets()).eval()
     distiller.cache_teacher([data_of()], tmp_path)
     cache = TeacherCache(tmp_path)
-    with pytest.raises(ValueError, match="pass tokenizers="):  # it knows no special tokens
+    with pytest.raises(ValueError, match="pass tokenizers="):  # without special tokens
         Distiller(cache, student, SoftTargets())
     with pytest.warns(UserWarning, match="the first 60"):
         cached = Distiller(cache, student, SoftTargets(), tokenizers=tokenizer(60)).eval()
@@ -163,7 +163,7 @@ def test_a_cached_teacher(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the student's head has")
 def test_one_cache_serves_distillers_of_several_vocabularies(tmp_path):
-    """What tokenizers say in one is not known in the next, nor changed by it."""
+    """Two Distillers with other tokenizers do not change each other."""
     (teacher, student), data = pair(60, 60), data_of()
     Distiller(teacher, student, SoftTargets()).cache_teacher([data], tmp_path)
 

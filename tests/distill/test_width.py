@@ -69,7 +69,7 @@ def widened(small, family):
 
 @pytest.mark.parametrize("family", CUT)
 def test_unused_widths_are_cut_first(family, tmp_path):
-    """Dimensions, heads and neurons that nothing reads, and nothing else, are gone."""
+    """Exactly the dimensions, heads and neurons that no weight reads are cut."""
     small = model_of(family, "sequence").eval()
     teacher = widened(small, family)
     expected = logits(teacher)
@@ -188,7 +188,7 @@ def test_key_and_value_heads_stay_with_their_query_heads():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_hidden_dimensions_with_large_gains_are_kept(family):
-    """Large weights that write a dimension say little of it: the next norm undoes them."""
+    """Large weights into a dimension do not make it important: the next norm undoes them."""
     teacher = model_of(family, "sequence")
     words = teacher.get_input_embeddings().weight
     with torch.no_grad():

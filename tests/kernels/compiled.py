@@ -1,6 +1,6 @@
-"""``python -m tests.kernels.compiled``: what Triton's compiler makes of the kernels, as JSON.
+"""``python -m tests.kernels.compiled``: compiled forms of the kernels, as JSON.
 
-One process without Triton's interpreter, in which nothing is compiled, for all tests.
+One process for all tests, without Triton's interpreter, which compiles nothing.
 """
 
 import json

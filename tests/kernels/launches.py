@@ -1,6 +1,6 @@
 """Count the kernels that a loss would launch on a GPU, without one.
 
-Our launches are seen where Triton starts a kernel; between them every dispatched tensor
+fastkd's launches are counted where Triton starts a kernel; between them every dispatched tensor
 operation counts as one kernel, unless it only makes a view or allocates.
 """
 

@@ -1,4 +1,4 @@
-"""Properties of the Triton attention kernels alone."""
+"""Properties that only the Triton attention kernels have."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def test_compiles_without_spills(compiled):
 
 
 def test_rounds_end_with_a_barrier(compiled):
-    """Some threads load from global memory what others stored: a race without the barrier."""
+    """Threads load from global memory what other threads stored: a race without the barrier."""
     assert compiled["ends_with_barriers"] == 1
 
 

@@ -75,7 +75,7 @@ def test_large_logits(device, V, smoothing):
 @pytest.mark.parametrize("V", [33, 4112])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_infinite_logits_and_nan(device, V, smoothing):
-    """As in PyTorch: −inf is a probability of 0, all others spoil their own row alone."""
+    """As in PyTorch: −inf is a probability of 0; NaN and inf affect their own row only."""
     row = torch.randn(V, device=device)
     logits = row.repeat(7, 1)
     logits[0, 5], logits[1, 9], logits[2], logits[3, 5], logits[4, 9], logits[5, 5] = (
@@ -170,7 +170,7 @@ def test_products_on_a_gpu_take_the_rounded_gradient(device, monkeypatch):
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_labels_from_hidden_states(device, reduction, soft, softcap):
-    """Alone and beside a teacher, with weights, in chunks of two positions."""
+    """With and without a teacher, with weights, in chunks of two positions."""
     learning, labels = heads(device)
     weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0, 1.0], device=device)
     teacher = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)

@@ -1,4 +1,4 @@
-"""Properties of the Triton kernels of hidden states alone."""
+"""Properties that only the Triton kernels of hidden states have."""
 
 import pytest
 import torch

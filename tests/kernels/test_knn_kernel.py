@@ -86,7 +86,7 @@ def test_sorted_ignored_labels(monkeypatch):
 
 
 def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
-    # What a tile compares with is shared out, not the whole bank.
+    # The bank rows of one tile are divided among programs, not the whole bank.
     sort_always(monkeypatch)
     student, teacher, *_ = batch(5, 400, 4, 1, dtype=torch.float32)
     labels = torch.full((5,), 7), torch.arange(400) // 40
@@ -191,7 +191,7 @@ def test_a_neighbour_whose_products_are_cut(monkeypatch, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_nan_behind_rows_that_overflow(dtype):
-    # They all come first in the search, and there are more of them than candidates.
+    # All of these come first in the search, and outnumber the candidates.
     student, teacher = torch.ones(2, 6, dtype=dtype), torch.full((40, 6), 1e25, dtype=dtype)
     teacher[35, 2] = torch.nan
     labels = torch.tensor([0, 1]), (torch.arange(40) == 39).long()

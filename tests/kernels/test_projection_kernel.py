@@ -1,4 +1,4 @@
-"""Properties of the Triton LayerNorm-MSE kernels alone."""
+"""Properties that only the Triton LayerNorm-MSE kernels have."""
 
 import pytest
 import torch

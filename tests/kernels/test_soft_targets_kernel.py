@@ -1,4 +1,4 @@
-"""Properties of the Triton soft-target kernels alone."""
+"""Properties that only the Triton soft-target kernels have."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_long_rows(device, divergence):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_later_backward_passes(device, divergence, dtype):
-    """Only the last pass, after which nothing is kept, multiplies the saved gradient in place."""
+    """Only the last backward pass, without retain_graph, scales the saved gradient in place."""
     student, teacher = torch.randn(2, 4, 90, device=device, dtype=dtype)
     student, teacher = student[:, 3:].requires_grad_(), teacher[:, 3:]
     mask = torch.tensor([1, 0, 1, 1], device=device)

@@ -80,7 +80,7 @@ def random_knn(draw: Draw) -> Case:
         {"student": student},
         {"teacher": teacher},
         scale=0.0,
-        # Where the loss overflows a weight of 0 gives NaN.
+        # If the loss overflows, a weight of 0 gives NaN.
         unsure=(factors == 0) & (plain.abs() > torch.finfo(torch.float32).max / 8),
     )
 

@@ -14,7 +14,7 @@ from tests.support.draw import Case, Draw, by_norm
 from tests.support.subject import Subject, of_module
 
 # The kernels take a float32 unit row as two float16 numbers times 4096. The second is a multiple of
-# 2⁻²⁴: so many roundings of 1 is what rows too short to be of unit length are rounded by.
+# 2⁻²⁴. SPACING is the rounding error of rows too short for unit length, in roundings of 1.
 SPACING = 2**-24 / 4096 / torch.finfo(torch.float32).eps
 
 

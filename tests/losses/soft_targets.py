@@ -241,7 +241,7 @@ def _any_divergence(draw: Draw) -> str | Divergence:
 
 
 def product(draw: Draw, hidden: Tensor, weight: Tensor) -> Tensor:
-    """A head's product, whose gradient is rounded where the loss multiplies in half precision."""
+    """A head's product; its gradient is rounded if the loss multiplies in half precision."""
     logits = hidden @ weight.mT
     in_half = multiplied_in_half(torch.empty(0, dtype=draw.dtype))
     return rounded_gradient(logits, draw.dtype) if in_half else logits
@@ -460,7 +460,7 @@ def random_matched_heads(draw: Draw) -> Case:
 
 
 def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
-    """Student of the tokens ``ids`` alone against the teacher's probabilities over all tokens."""
+    """Student over the tokens ``ids`` against the teacher's probabilities over all tokens."""
     log_t = (teacher / temperature).log_softmax(-1)[:, ids]
     log_s = (student / temperature).log_softmax(-1)
     p_s, p_t = log_s.exp(), log_t.exp()

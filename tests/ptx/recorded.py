@@ -1,4 +1,4 @@
-"""Launches of real kernels: what they were started with, before they ran."""
+"""Launches of fastkd's kernels, recorded with their arguments before they ran."""
 
 import functools
 from typing import Any
@@ -55,7 +55,7 @@ def copied(args: list) -> list:
 
 
 def launch_of(name: str, *words: str, capability: int = 80) -> dict[str, Any]:
-    """The first launch of a kernel whose text has all words, its tensors copied."""
+    """The first launch of a kernel with all these words in its text, with copied tensors."""
     for found in launches():
         same = found["name"] == name and found["capability"] == capability
         if same and all(word in found["ptx"] for word in words):

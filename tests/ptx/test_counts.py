@@ -1,4 +1,4 @@
-"""What a launch costs, of kernels whose costs are known."""
+"""Counted costs of kernels with known costs."""
 
 import pytest
 import torch

@@ -182,7 +182,7 @@ def test_vectors_are_aligned():
 
 
 def test_a_lock_orders_ctas():
-    """What one wrote before it released a word is known to who acquires it."""
+    """Writes before a release are visible to the thread that acquires."""
     body = """
     mov.u32 %r79, %tid.x;
     setp.ne.s32 %p1, %r79, 0;

@@ -485,7 +485,7 @@ def test_a_cache_policy_changes_no_value():
 
 
 def test_matrices_of_a_warp():
-    """What ldmatrix loads lies as mma wants it; .trans exchanges rows and columns."""
+    """ldmatrix loads fragments in the layout of mma; .trans exchanges rows and columns."""
     body = """
     mov.u32 %r79, %tid.x;
     ld.param.u64 %d1, [p0];

@@ -1,4 +1,4 @@
-"""Programs of other hands against PyTorch: Liger's kernels, Automodel's soft cross-entropy."""
+"""Other packages' kernels against PyTorch: Liger's, Automodel's soft cross-entropy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Programs of other hands: after Triton's tutorials 02, 03, 05 and 06, against PyTorch."""
+"""Kernels after Triton's tutorials 02, 03, 05 and 06 against PyTorch."""
 
 import pytest
 import torch

@@ -42,7 +42,7 @@ class Case:
     products: torch.dtype | None = None
     # Rows where rounding decides whether the result is infinite.
     unsure: Tensor | None = None
-    # Argument whose dtype the result has; all others have the working dtype.
+    # Argument that sets the result's dtype; all others have the working dtype.
     like: str | None = None
 
 

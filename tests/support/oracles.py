@@ -1,6 +1,6 @@
 """Code shared by the oracles of `tests/losses`: float64, simple, from the papers.
 
-An oracle says what a loss means. Nothing in it is taken from the package, whose references have
+An oracle is a loss's definition. It imports nothing from the package, whose references have
 oracles of their own in these functions. They loop where the equation sums, are differentiable, and
 take float64 tensors; masks are bool, True = real. Section numbers and equations are those of
 `docs/math.md`.

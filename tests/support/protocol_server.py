@@ -77,7 +77,7 @@ async def answer(request: web.Request, made: Any) -> web.StreamResponse:
 
 
 def application(served: Served) -> web.Application:
-    """Both protocols, the faults, and the requests that were seen."""
+    """Both protocols, the faults, and the received requests."""
 
     def completion(body: dict, tokens: list[int], fault: Any) -> dict:
         rows = served.entries(tokens, body["prompt_logprobs"], fault)

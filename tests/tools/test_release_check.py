@@ -1,4 +1,4 @@
-"""The release's checklist sees what is missing."""
+"""The release's checklist finds what is missing."""
 
 import zipfile
 

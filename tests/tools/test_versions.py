@@ -85,7 +85,7 @@ def test_settings_of_other_processors():
 
 
 def test_core_names_existing_files():
-    """A path that no longer exists would skip nothing, silently."""
+    """Every left-out path exists; a missing one would leave out no test."""
     assert all(
         (check.ROOT / path).exists() for path in (*check.WHOLE, *check.TRAINS, *check.LEFT_OUT)
     )

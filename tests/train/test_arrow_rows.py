@@ -1,4 +1,4 @@
-"""Rows in Arrow files: read once, whoever asks; larger than memory; JSON arrays."""
+"""Rows in Arrow files: read once for all processes; larger than memory; JSON arrays."""
 
 import ctypes
 import gzip
@@ -187,7 +187,7 @@ def private():
 
 
 def distil_much(folder):
-    # Memory is asked for when it is needed, not in stocks.
+    # Memory is allocated when it is needed, not in advance.
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
     ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
     datasets.config.HF_DATASETS_CACHE = folder / "cache"

@@ -184,7 +184,7 @@ def test_numbers_that_usually_mean_another_class(tmp_path, names, label, taken):
 
 
 def test_rows_that_are_marked_as_without_label(tmp_path):
-    """-100 was a class of its own, which the student learned to predict."""
+    """Label -100 is no class."""
     text = "text\tlabel\n" + "a\t0\nb\t1\nc\t-100\n" * 3
     given = files(tmp_path, text)
     corpus = load(Source(**given))

@@ -71,7 +71,7 @@ def write_rows(path, *labels):
 
 @pytest.mark.parametrize("number", [int, float])
 def test_one_hot_rows(tmp_path, number):
-    """[1, 0] and [0, 1] were read as class ids: every row had both labels."""
+    """[1, 0] and [0, 1] are one-hot rows, not class ids."""
     rows = ([1, 0], [0, 1], [0, 0], [1, 1])
     path = write_rows(tmp_path / "a.jsonl", *([number(x) for x in row] for row in rows))
     corpus = load(Source(task="multi-label", train=path, evals=path))
@@ -110,7 +110,7 @@ def test_a_column_for_each_label(tmp_path):
 
 
 def test_a_finished_teachers_classes(tmp_path):
-    """A teacher was refused where the data lack one of its classes; evaluate read the same file."""
+    """Data may lack a class of the teacher."""
     named = {"id2label": dict(enumerate(NAMES)), "label2id": {x: i for i, x in enumerate(NAMES)}}
     teacher = make_teacher(tmp_path / "teacher", labels=3, **named)
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])

@@ -31,7 +31,7 @@ def test_scores_are_those_of_seqeval(true, found, precision, recall, f1):
 
 
 def test_scores_of_rows_add_up():
-    """Micro averages; no entity goes on in the next row."""
+    """Micro averages; no entity continues in the next row."""
     true, found = [["B-A", "I-A"], ["I-A"], ["O"]], [["B-A", "I-A"], ["O"], ["S-B"]]
     assert precision_recall_f1(found, true) == (0.5, 0.5, 0.5)
     assert precision_recall_f1([["O"]], [["O"]]) == (0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""--lora: what learns, what is saved, and mistakes; tests/train/tasks/test_chat.py resumes."""
+"""--lora: trained and saved weights, and errors; tests/train/tasks/test_chat.py resumes."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     both = PeftModel.from_pretrained(base, student / "adapter").eval()
     ids = torch.arange(12).view(2, 6)
     torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
-    # The student's card says how to make such a base.
+    # The student's card has the code of such a base.
     code = (student / "README.md").read_text().split("```python\n")[2].split("```")[0]
     monkeypatch.chdir(tmp_path / "out")
     made: dict = {}
@@ -95,7 +95,7 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "v
     ],
 )  # fmt: skip
 def test_all_of_a_classifiers_head_learns(kind, config, targets):
-    """Whatever its modules are called; in the body adapters alone do."""
+    """Head and pooler train under any module name; in the body only adapters train."""
     name = f"AutoModelFor{kind}"
     student = getattr(transformers, name).from_config(config)
     if targets != "all-linear":

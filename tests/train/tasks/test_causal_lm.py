@@ -27,7 +27,7 @@ from tests.train.tasks.through import loss_of, refused, through
 
 
 def make_decoder(path):
-    """A random GPT-2 beside a tokenizer of words."""
+    """A random GPT-2 with a tokenizer of words."""
     make_teacher(path, head=False)
     shape = {"vocab_size": 17, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
     config = GPT2Config(**shape, **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0))
@@ -77,7 +77,7 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
     assert encoded.evaluation_columns["bytes"][:] == [len("  film\nis"), len(" film")]
     assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
-    # The last token of six would be alone.
+    # The last of six tokens would be a row of its own.
     longer = Encoder(tokenizer, 6, TASK())(rows)
     assert [len(ids) for ids in longer.tokens["input_ids"]] == [5, 2]
     assert [row["position_ids"] for row in longer] == [[0, 1, 2, 3, 0], [0, 1]]
@@ -130,7 +130,7 @@ def test_documents_in_a_row_are_scored_and_learned_as_if_alone(tmp_path):
     [(GPT2Config(), True), (BloomConfig(), False), (JambaConfig(), False), (BertConfig(), False)],
 )
 def test_models_that_know_documents_by_positions(config, separate_documents):
-    """Bloom takes none, Jamba remembers what it has read."""
+    """Bloom takes no position_ids; Jamba's state carries over to the next document."""
     assert TASK.of(config).separate_documents is separate_documents
 
 

@@ -1,4 +1,4 @@
-"""Conversations: which tokens are answers, what is written, scores, and every command."""
+"""Conversations: tokens of answers, generated text, scores, and every command."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ MARKS = TEMPLATE.replace(
 
 
 def make_chat_teacher(path, template=TEMPLATE):
-    """A random GPT-2 whose tokenizer has a chat template."""
+    """A random GPT-2 and a tokenizer with a chat template."""
     make_decoder(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
@@ -55,7 +55,7 @@ def says(*contents):
 
 
 def talks(rows, seed=0):
-    """Questions whose answer is their first word."""
+    """Questions answered by their first word."""
     return [says(text, text.split()[0]) for text, _ in sentences(rows, seed)]
 
 
@@ -156,13 +156,13 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
     for batch in encoded.batches(task.collator(tokenizer), 1):
         (prompt,) = prompts_of(batch)
         alone.append(write(model, [prompt], tokenizer)[0][1])
-    # Beside longer prompts the same is written as alone.
+    # A batch with longer prompts gives the same text as each prompt alone.
     texts = tokenizer.batch_decode(alone, skip_special_tokens=True)
     assert [text for *_, text in answers] == texts
 
 
 def test_prompts_are_answered(teacher, tmp_path):
-    """With an answer or without one, and not where nothing is asked."""
+    """Rows with and without an answer give the same prompt."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
@@ -238,7 +238,7 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
         assert end not in written[:-1] and (written[-1] == end or len(written) == 16)
         lengths.add(len(written))
     assert len(lengths) > 1
-    # Whatever stands beside it: alone, in another order, or packed.
+    # For every batch: one row only, another order, or packed.
     other = [encoded[i] for i in reversed(range(6))]
     assert task.generated(model, collate(other), tokenizer, 0) == rows[::-1]
     assert task.generated(model, collate(other[:1]), tokenizer, 0) == rows[-1:]
@@ -271,7 +271,7 @@ def test_words_are_drawn_as_often_as_they_are_likely():
 
 
 def apart(row, name):
-    """What a packed row holds of each conversation."""
+    """The part of each conversation in a packed row."""
     starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
     ends = [*starts[1:], len(row["position_ids"])]
     return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Forms of conversations, and what a chat template makes of them."""
+"""Formats of conversations, and their text by a chat template."""
 
 import json
 from dataclasses import replace
@@ -58,7 +58,7 @@ def monkeypatch_module():
 
 
 def learned(tokenizer, path):
-    """The text of the first row, and each learned part of it."""
+    """The text of the first row, and each part of it that has labels."""
     (row,) = Encoder(tokenizer, 64, TASK())(read(path))
     words = tokenizer.convert_ids_to_tokens(row["input_ids"])
     counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]

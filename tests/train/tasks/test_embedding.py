@@ -175,7 +175,7 @@ def test_an_export_embeds_as_the_folder_does(tmp_path):
 
 @pytest.fixture(scope="module")
 def other_body(tmp_path_factory):
-    """Options for a student whose words are the teacher's, some of them in pieces."""
+    """Options for a student with the teacher's words, some of them split into pieces."""
     path = tmp_path_factory.mktemp("body")
     words = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
     sizes = {"hidden_size": 8, "intermediate_size": 16, "layers": 2, "longest": 24}
@@ -242,7 +242,7 @@ def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
 
 
 def test_a_student_reads_and_compares_as_its_teacher_does(tmp_path):
-    """A folder that says dot products gave one that says cosines; long texts were read whole."""
+    """The student's folder keeps the teacher's similarity function and maximum length."""
     teacher, body = make_embedder(tmp_path / "a", normalize=False), tmp_path / "a-body"
     using = teacher / "config_sentence_transformers.json"
     using.write_text(json.dumps({**read_json(using), "similarity_fn_name": "dot"}))

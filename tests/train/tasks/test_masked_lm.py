@@ -1,4 +1,4 @@
-"""Masked language models: what is hidden, scores, every command, and the student's next task."""
+"""Masked language models: masked tokens, scores, every command, and the student's next task."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Several labels a text: what is read, what is scored, and every command."""
+"""Several labels for a text: reading, scores, and every command."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_every_command_takes_it(tmp_path):
     assert scores["mean_average_precision"] == pytest.approx(
         average_precision_score(true, chances, average="macro"), abs=1e-9
     )
-    # A table is read again as it was written; a model says what it does without our marker.
+    # A written table is read back; without fastkd's manifest the configuration gives the task.
     student = tmp_path / "run/student"
     run("predict", model=student, data=evals, out=tmp_path / "told.csv", device="cpu")
     again = read_file(tmp_path / "told.csv", TASK.columns, "--train", task=TASK)

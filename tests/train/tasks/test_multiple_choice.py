@@ -1,4 +1,4 @@
-"""One of some choices: what is read, what is scored, and every command."""
+"""Multiple choice: reading, scores, and every command."""
 
 import csv
 import json

@@ -142,7 +142,7 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     assert task.scores(task.default_metrics, answers, examples) == {"f1": 50.0, "exact_match": 50.0}
     none = list(answers_for(examples, 13, 22, 1.5))
     assert [row["text"] for row in task.predictions(none, examples)] == ["", ""]
-    # Where training rows had answers, each question gets one.
+    # If all training rows have answers, each question gets an answer.
     assert TASK(False).short_answers(none, examples) == ["poor nice"] * 2
     for logits, beside in zip(answers, examples.evaluation_columns, strict=True):
         logits[:, 0] = beside["number"] / 4  # less sure of the second question
@@ -162,14 +162,14 @@ def test_scores_are_squads():
     ]
     expected = {name: float(x) for name, x in oracle(found, true).items()}
     assert squad(said, gold) == pytest.approx(expected, rel=1e-6)
-    # evaluate-v1.1.py, unlike torchmetrics, finds nothing that such answers share.
+    # evaluate-v1.1.py, unlike torchmetrics, gives such answers no common token.
     assert squad(["the"], [["an"]]) == {"exact_match": 100.0, "f1": 0.0}
-    # SQuAD 2.0: nothing is right where there is no answer, and answers without words count as none.
+    # SQuAD 2.0: only an empty prediction fits no answer; answers without words are empty.
     assert squad(["", "the", "cat"], [[], ["an"], []])["f1"] == pytest.approx(200 / 3)
 
 
 def test_the_best_threshold():
-    """Every threshold is tried by emptying what is above it."""
+    """Best scores by trying every threshold: predictions above it become empty."""
     rng = random.Random(0)
     gold = [[] if i % 3 == 0 else [rng.choice(WORDS[:6])] for i in range(12)]
     said = [rng.choice(["dull", "fine film", *answers * 3]) for answers in gold]

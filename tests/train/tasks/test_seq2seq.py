@@ -16,7 +16,7 @@ from tests.train.tasks.through import loss_of, refused, through
 
 
 def make_writer(path, dropout=0.1):
-    """A random T5 beside a tokenizer of words."""
+    """A random T5 with a tokenizer of words."""
     make_teacher(path, head=False)
     config = T5Config(
         vocab_size=17, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
@@ -28,7 +28,7 @@ def make_writer(path, dropout=0.1):
 
 
 def write_pairs(path, rows, seed=0, names=("source", "target")):
-    """The task: to say a sentence's first word."""
+    """The task: repeat a sentence's first word."""
     texts = [text for text, _ in sentences(rows, seed)]
     lines = [json.dumps(dict(zip(names, (text, text.split()[0]), strict=True))) for text in texts]
     path.write_text("\n".join(lines) + "\n")
@@ -42,7 +42,7 @@ def files(tmp_path):
 
 
 def test_every_command_takes_it(tmp_path, files):
-    # T5's first block holds what the others lack.
+    # T5's first block has parameters that other blocks lack.
     report = through(tmp_path, *files, task="seq2seq", teacher_layers="1")
     assert report["task"] == "seq2seq"
     assert list(report["student"]) == ["chrf", "rouge_l", "loss"]
@@ -50,7 +50,7 @@ def test_every_command_takes_it(tmp_path, files):
     pairs = [json.loads(line) for line in files[2].read_text().splitlines()]
     assert [row["source"] for row in report["told"]] == [pair["source"] for pair in pairs]
     true = [pair["target"] for pair in pairs]
-    # The libraries' own, of what `fastkd predict` wrote.
+    # The libraries' scores of the output of `fastkd predict`.
     scorer = RougeScorer(["rougeL"])
     each = [scorer.score(a, b)["rougeL"].fmeasure for a, b in zip(true, told, strict=True)]
     said = json.loads((tmp_path / "scores.json").read_text())

@@ -1,4 +1,4 @@
-"""Tags of words: what is read, what is scored, and every command."""
+"""Tags of words: reading, scores, and every command."""
 
 import random
 

@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 def make_student(path):
-    """A random GPT-2 beside a byte-level BPE of the tests' words."""
+    """A random GPT-2 with a byte-level BPE of the tests' words."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.decoder = decoders.ByteLevel()
@@ -183,7 +183,7 @@ def test_chats(folder, tmp_path):
 
 
 def byte_pairs(path, size, special=(), template=None, causal=True, head=0, seed=3):
-    """A random GPT-2 or RoBERTa classifier beside a byte-level BPE of ``size`` tokens."""
+    """A random GPT-2 or RoBERTa classifier with a byte-level BPE of ``size`` tokens."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.decoder = decoders.ByteLevel()
@@ -253,7 +253,7 @@ def test_added_special_tokens_and_padded_heads_stay_one_vocabulary(texts, tmp_pa
 
 
 def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
-    """Any tokenizer whose ids fit was taken, and --student was not checked either."""
+    """A tokenizer with fitting ids but other tokens is refused, also that of --student."""
     teacher, other = (byte_pairs(tmp_path / str(seed), 290, seed=seed) for seed in (3, 4))
     wrong = tmp_path / "wrong"
     tokenizer = AutoTokenizer.from_pretrained(other)

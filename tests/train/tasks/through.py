@@ -29,9 +29,9 @@ def through(
     finetune: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
-    """The report of a student whose teacher learned the task first, then used by each command.
+    """Report of a student of a fine-tuned teacher, after a run of every command on the student.
 
-    The same command finds it complete, its evaluation says the scores of the run, a cache of the
+    The same command finds it complete, `evaluate` prints the scores of the run, a cache of the
     teacher gives a student too, and a step passes `fastkd verify`.
     """
     rows = {"train": train, "eval": evals, "batch_size": 8, "device": "cpu", "max_length": 16}
@@ -90,7 +90,7 @@ def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl
 
 
 def killed_and_resumed(out: Path, teacher: Path, train: Path, evals: Path, **options: Any) -> None:
-    """Assert that a run cut off after its third step comes to the bits of one that isn't."""
+    """Assert that a run interrupted after step 3 and resumed equals one without interruption."""
     rows = {"teacher": teacher, "train": train, "eval": evals, "device": "cpu", "max_length": 16}
     rows |= {"batch_size": 4, "epochs": 2, "checkpoint_every": 2, **options}
     run("distill", **rows, out=out / "whole")
