@@ -3,8 +3,8 @@
 Data path. A program computes BLOCK_Q queries of one map, or of one sample if heads are averaged
 first. It counts the sample's real tokens, then loops over the keys, reads student and teacher once
 (padded queries are skipped), and writes one partial loss and, where it is needed, the gradient,
-divided by the number of samples that count. `fastkd.kernels.reduction` counts these before and adds
-the partial losses after.
+divided by the number of samples that count. `attention_count_kernel` counts these before, and
+`fastkd.kernels.reduction` adds the partial losses after.
 
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
 backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
@@ -23,7 +23,7 @@ from torch import Tensor
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
-from fastkd.kernels.reduction import bytes_of, counted, summed
+from fastkd.kernels.reduction import bytes_of, summed
 
 # Bytes of a sample's mask that a program reads at a time to count the real tokens.
 BLOCK_TOKENS = tl.constexpr(256)
@@ -55,6 +55,28 @@ def _tokens(mask_ptr, sample, N):
         token = first + tl.arange(0, BLOCK_TOKENS)
         counts += _real(mask_ptr, sample, token, N, True).to(tl.int32)
     return tl.maximum(tl.sum(counts, axis=0), 1)
+
+
+@triton.jit(do_not_specialize=["B", "N"])
+def attention_count_kernel(
+    mask_ptr,  # (B, N) bytes
+    count_ptr,  # (): number of samples with a real token, at least 1
+    B,
+    N,
+    BLOCK_B: tl.constexpr,
+):
+    count = tl.zeros((BLOCK_B,), tl.int32)
+    for start in range(0, B, BLOCK_B):
+        sample = start + tl.arange(0, BLOCK_B)
+        row = mask_ptr + sample[:, None].to(tl.int64) * N
+        real = tl.zeros((BLOCK_B,), tl.int32)
+        for first in range(0, N, BLOCK_TOKENS):
+            token = first + tl.arange(0, BLOCK_TOKENS)[None, :]
+            inside = (sample < B)[:, None] & (token < N)
+            mask = tl.load(row + token, mask=inside, other=0)
+            real = tl.maximum(real, tl.max((mask != 0).to(tl.int32), axis=1))
+        count += real
+    tl.store(count_ptr, tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32))
 
 
 @triton.jit
@@ -145,11 +167,11 @@ def attention_kernel(
     tl.store(partial_ptr + out, tl.sum(rows, axis=0) * by)
 
 
-def _shapes(students, teachers, mask, compared, weights, upstream, mean, layers, reduction, grad):
+def _shapes(students, teachers, mask, weights, upstream, mean, layers, reduction, gradient):
     x = students[0]
     rows = () if upstream is None and reduction != "none" else x.shape[:1]
     loss = x.new_empty(rows, dtype=torch.float32)
-    return [loss, x.new_empty(len(students), *x.shape)] if grad else [loss]
+    return [loss, x.new_empty(len(students), *x.shape)] if gradient else [loss]
 
 
 @operator(_shapes)
@@ -157,7 +179,6 @@ def attention(
     students: list[Tensor],
     teachers: list[Tensor],
     mask: Tensor | None,
-    compared: Tensor | None,
     weights: Tensor | None,
     upstream: Tensor | None,
     mean: bool,
@@ -167,16 +188,21 @@ def attention(
 ) -> list[Tensor]:
     """Reduced loss of these layers over ``layers``, and with ``gradient`` the stacked gradients.
 
-    The mask (B, N) is bool, as is ``compared`` (B,), whether a sample has a real token; weights
-    (B,) are float32. With ``upstream``, () or (B,) for "none", the gradients are multiplied by it,
-    and the first result has no meaning.
+    The mask (B, N) is bool, weights (B,) are float32. With ``upstream``, () or (B,) for "none", the
+    gradients are multiplied by it, and the first result has no meaning.
     """
     x = students[0]
     B, H, N, _ = x.shape
     config = blocks(N, mean)
     programs = (1 if mean else H) * cdiv(N, config["BLOCK_Q"])  # of a sample and layer
     partial = torch.empty(B, len(students) * programs, dtype=torch.float32, device=x.device)
-    divisor, number = counted(compared, B) if reduction == "mean" else (None, 1)
+    divisor, number = None, 1
+    if reduction == "mean" and mask is None:
+        number = max(B, 1)
+    elif reduction == "mean":
+        divisor = torch.empty((), dtype=torch.float32, device=x.device)
+        counted = bytes_of(mask), divisor, B, N
+        launch_kernel(attention_count_kernel, (1,), *counted, BLOCK_B=32, num_warps=8)
     dx = x.new_empty(len(students), *x.shape) if gradient else None
     factors = weights
     if upstream is not None:

@@ -33,6 +33,7 @@ from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels import launch
 from fastkd.kernels.halves import halves
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.reduction import summed
 from fastkd.kernels.rounding import PRECISE, rounded
 
 # Numbers of student and bank rows from which sorting by label and stored norms are faster.
@@ -621,10 +622,10 @@ def knn_gradient_kernel(
     tl.store(dx_ptr + row * D + d, total * scale, mask=d < D)
 
 
-def _forward_shapes(student, teacher, low, high, labels, count, k, ignore_index):
-    losses = student.new_empty(student.shape[0], dtype=torch.float32)
-    nearest = losses.new_empty(student.shape[0], k, dtype=torch.int32)
-    return losses, torch.empty_like(losses), nearest
+def _forward_shapes(student, teacher, low, high, labels, count, k, ignore_index, is_sum):
+    factor = student.new_empty(student.shape[0], dtype=torch.float32)
+    losses = factor.new_empty(() if is_sum else factor.shape)
+    return losses, factor, factor.new_empty(student.shape[0], k, dtype=torch.int32)
 
 
 @operator(_forward_shapes)
@@ -637,8 +638,9 @@ def knn_forward(
     count: Tensor | None,
     k: int,
     ignore_index: int,
+    is_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss of each row (N,), the gradient's factors (N,) and the neighbours (N, k).
+    """Loss of each row (N,), or their sum, the gradient's factors (N,) and the neighbours (N, k).
 
     Rows (N, D) and (M, D) have stride 1 along D. ``low``, ``high`` and ``labels`` come from
     `fastkd._core.label_matching.label_ranges`. Losses and factors are divided by ``count``, if
@@ -698,7 +700,7 @@ def knn_forward(
         SORTED=is_sorted,
         **settle_blocks(k, aligned, from_products),
     )
-    return loss, factor, nearest
+    return summed(loss, None, 1) if is_sum else loss, factor, nearest
 
 
 def _sort(low: Tensor, high: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
@@ -866,8 +868,9 @@ def _backward_shapes(student, teacher, nearest, factor, dloss):
 def knn_backward(
     student: Tensor, teacher: Tensor, nearest: Tensor, factor: Tensor, dloss: Tensor
 ) -> Tensor:
-    """Gradient (N, D) for the upstream gradient of the losses (N,)."""
+    """Gradient (N, D) for the upstream gradient of the losses (N,), or of their sum."""
     N, D = student.shape
+    dloss = dloss.expand(N)
     dx = student.new_empty(N, D)
     launch_kernel(
         knn_gradient_kernel,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
+from fastkd.kernels.pointers import pick
 
 BLOCK = 4096
 PROGRAMS = 1024  # 8 on each multiprocessor of a large GPU
@@ -22,15 +23,16 @@ PROGRAMS = 1024  # 8 on each multiprocessor of a large GPU
 
 @triton.jit(do_not_specialize=["blocks", "rest"])
 def upstream_kernel(
-    gradient_ptr,  # (blocks · BLOCK + rest,)
+    gradient_ptrs,  # one or two of (blocks · BLOCK + rest,)
     upstream_ptr,  # ()
     blocks,
     rest,
+    SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     upstream = tl.load(upstream_ptr).to(tl.float32)
     if upstream != 1.0:
-        at = gradient_ptr + tl.arange(0, BLOCK)
+        at = pick(gradient_ptrs, tl.program_id(1), SLOTS) + tl.arange(0, BLOCK)
         for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
             of_block = at + tl.cast(block, tl.int64) * BLOCK
             tl.store(of_block, tl.load(of_block).to(tl.float32) * upstream)
@@ -40,35 +42,37 @@ def upstream_kernel(
             tl.store(at, tl.load(at, mask=inside).to(tl.float32) * upstream, mask=inside)
 
 
-def _scaled_shapes(gradient, upstream):
+def _scaled_shapes(gradients, upstream):
     return None
 
 
 @operator(_scaled_shapes, mutates=[0])
-def scale_in_place(gradient: Tensor, upstream: Tensor) -> None:
-    """Multiply a contiguous gradient by ``upstream`` (), without work if that is 1."""
-    size = gradient.numel()
+def scale_in_place(gradients: list[Tensor], upstream: Tensor) -> None:
+    """Multiply one or two contiguous gradients of one size by ``upstream`` (), if that is not 1."""
+    size = gradients[0].numel()
     launch_kernel(
         upstream_kernel,
-        (min(cdiv(size, BLOCK), PROGRAMS),),
-        gradient,
+        (min(cdiv(size, BLOCK), PROGRAMS), len(gradients)),
+        tuple(gradients),
         upstream,
         size // BLOCK,
         size % BLOCK,
+        SLOTS=len(gradients),
         BLOCK=BLOCK,
         num_warps=8,
     )
 
 
 def scaled(gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """Saved gradients for an upstream gradient of 1, times ``upstream``; in place if it may be.
+    """Saved gradients, of one size, for an upstream gradient of 1, times ``upstream``.
 
-    ``forward`` computes and saves them. It doesn't for "none", which has many upstream gradients,
-    and in float16, which can't hold them before the loss scale is multiplied in.
+    In place if it may be. ``forward`` computes and saves them. It doesn't for "none", which has
+    many upstream gradients, and in float16, which can't hold them before the loss scale is
+    multiplied in.
     """
     # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]
-    for x in gradients:
-        scale_in_place(x, upstream)
+    if gradients:
+        scale_in_place(list(gradients), upstream)
     return gradients

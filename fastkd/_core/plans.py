@@ -90,13 +90,14 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
 def _addresses(tensors: Sequence[Tensor]) -> Any:
     """Addresses as far as a call depends on them: mod 16, and which arguments share them."""
     found = [x.data_ptr() for x in tensors]
-    offsets = 0
-    for address in found:
-        offsets = offsets * 16 + address % 16
+    if len(found) == 1:
+        return found[0] % 16
+    offsets = [address % 16 for address in found]
+    known = tuple(offsets) if any(offsets) else 0
     if len(set(found)) == len(found):
-        return offsets
+        return known
     same = [id(x) for x in tensors]
-    return offsets, tuple(map(found.index, found)), tuple(map(same.index, same))
+    return known, tuple(map(found.index, found)), tuple(map(same.index, same))
 
 
 def _layouts(tensors: Iterable[Tensor | None]) -> list[Any]:
@@ -119,7 +120,7 @@ def _surroundings() -> tuple[Any, ...]:
 def _precision() -> Any:
     """Precision of float32 matrix products, under both of PyTorch's interfaces."""
     try:
-        return torch.get_float32_matmul_precision()
+        return torch._C._get_float32_matmul_precision()
     except RuntimeError:  # once ``torch.backends.fp32_precision`` was set
         return torch.backends.cuda.matmul.fp32_precision
 
@@ -143,8 +144,7 @@ def _is_plain() -> bool:
     """Whether Triton is there, and nothing looks at or changes the operations of this thread."""
     triton = _triton()
     return triton is not None and not (
-        torch.is_inference_mode_enabled()
-        or torch._C._len_torch_function_stack()
+        torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
@@ -673,6 +673,8 @@ def planned(function: Public) -> Public:
         plan.used = next(_clock)
         if plan.program is not None:
             return plan.program.call(*tensors)
+        if torch.is_inference_mode_enabled():  # which shows no change of a tensor
+            return function(*args, **kwargs)
         with Recording(tensors) as recording:
             result = function(*args, **kwargs)
         plan.program = _program(recording, result)

@@ -155,12 +155,14 @@ def _attention_layers(
         _check_maps(student, teacher, pairs[0][0], heads)
     first = pairs[0][0]
     real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
-    compared = None if real is None else real.any(1)
-    weights = checked_weights(weights, first.shape[:1], first, compared)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
     backends = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
     runs_on = backends.pop() if len(backends) == 1 else "torch"
     options = _Options(heads == "mean", len(pairs), reduction)
+    compared = None
+    if real is not None and (weights is not None or runs_on == "torch"):
+        compared = real.any(1)
+    weights = checked_weights(weights, first.shape[:1], first, compared)
     if runs_on == "torch":
         terms = [apply(_TorchAttention, options, real, *pair) for pair in pairs]
     elif runs_on == "cpp":
@@ -171,7 +173,7 @@ def _attention_layers(
         terms = []
         for group in layer_groups(pairs):
             students, teachers = zip(*(pairs[i] for i in group), strict=True)
-            given = real, compared, weights, *students, *teachers
+            given = real, weights, *students, *teachers
             terms.append(apply(_TritonAttention, options, *given))
     loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
     return reduced(loss, compared, reduction, weights) if runs_on == "torch" else loss
@@ -277,16 +279,16 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx, options, *tensors):
         from fastkd.kernels.attention import attention
 
-        mask, compared, weights, *maps = tensors
+        mask, weights, *maps = tensors
         mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
         maps = [x.contiguous() for x in maps]
         n = len(maps) // 2
         ctx.in_forward = options.reduction != "none" and maps[0].dtype != torch.float16
         ctx.options, computed = options, any(ctx.needs_input_grad) and ctx.in_forward
-        given = maps[:n], maps[n:], mask, compared, weights
+        given = maps[:n], maps[n:], mask, weights
         mean, layers, reduction = options.mean, options.layers, options.reduction
         loss, *gradient = attention(*given, None, mean, layers, reduction, computed)
-        ctx.save_for_backward(*(gradient if ctx.in_forward else (mask, compared, weights, *maps)))
+        ctx.save_for_backward(*(gradient if ctx.in_forward else (mask, weights, *maps)))
         return loss
 
     @staticmethod
@@ -295,12 +297,12 @@ class _TritonAttention(torch.autograd.Function):
         from fastkd.kernels.attention import attention
         from fastkd.kernels.upstream import scaled
 
-        n = (len(ctx.needs_input_grad) - 4) // 2
+        n = (len(ctx.needs_input_grad) - 3) // 2
         if ctx.in_forward:
             gradient = scaled(ctx.saved_tensors, grad)
         else:
             mean, layers, reduction = ctx.options.mean, ctx.options.layers, ctx.options.reduction
-            mask, compared, weights, *maps = ctx.saved_tensors
-            given = maps[:n], maps[n:], mask, compared, weights
+            mask, weights, *maps = ctx.saved_tensors
+            given = maps[:n], maps[n:], mask, weights
             _, *gradient = attention(*given, grad, mean, layers, reduction, True)
-        return (None,) * 4 + gradient[0].unbind() + (None,) * n
+        return (None,) * 3 + gradient[0].unbind() + (None,) * n

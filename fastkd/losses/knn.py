@@ -183,9 +183,10 @@ def knn_feature_loss(
     else:
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
         in_cpp = runs_on == "cpp"  # the operator multiplies by the weights
+        summed = reduction if weights is None or in_cpp else "none"
         losses = apply(
             _FUNCTIONS[runs_on],
-            _Options(k, ignore_index, reduction),
+            _Options(k, ignore_index, summed),
             student,
             teacher,
             *ranges,
@@ -402,7 +403,7 @@ def _same_label(a: Tensor, b: Tensor, tolerance: float | None, ignore_index: int
 class _Options:
     k: int
     ignore_index: int
-    reduction: str  # applied by the C++ operator
+    reduction: str  # "mean" or "sum": C++ and Triton add the rows' losses
 
 
 class _TorchKNN(torch.autograd.Function):
@@ -450,16 +451,16 @@ class _CppKNN(GradientInForward):
 
 
 class _TritonKNN(torch.autograd.Function):
-    """`_TorchKNN` by `fastkd.kernels.knn`."""
+    """`_TorchKNN` by `fastkd.kernels.knn`, which also adds the losses."""
 
     @staticmethod
     def forward(ctx, options, student, teacher, low, high, labels, count):
         from fastkd.kernels.knn import knn_forward
 
         student, teacher = dense_rows(student, teacher)
-        losses, factor, nearest = knn_forward(
-            student, teacher, low, high, labels, count, options.k, options.ignore_index
-        )
+        given = low, high, labels, count, options.k, options.ignore_index
+        is_sum = options.reduction != "none"
+        losses, factor, nearest = knn_forward(student, teacher, *given, is_sum)
         ctx.save_for_backward(saveable(student), saveable(teacher), nearest, factor)
         return losses
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from fastkd.losses.attention import AttentionLoss
 from tests.kernels.launches import count_launches
 
-KERNELS = ["attention_kernel", "count_kernel", "reduce_kernel", "upstream_kernel"]
+KERNELS = ["attention_kernel", "attention_count_kernel", "reduce_kernel", "upstream_kernel"]
 
 
 @pytest.mark.parametrize(("layers", "launches_each"), [(1, 1), (8, 1), (9, 2)])

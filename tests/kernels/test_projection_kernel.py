@@ -26,7 +26,6 @@ def test_few_launches(device):
         "layer_norm_mse_kernel",
         "reduce_kernel",
         "upstream_kernel",
-        "upstream_kernel",
     ]
     assert len(launches) <= 8, launches
 
