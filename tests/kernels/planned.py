@@ -547,7 +547,7 @@ def _one_of(seed: int) -> Any:
 
 def planted(device: Pretended, numbers: range) -> dict[str, int]:
     """Number of sequences that find a fault of the key."""
-    describe, addresses = plans._describe, plans._addresses
+    describe = plans._describe
 
     def without_strides(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
         own: list[Any] = []
@@ -559,8 +559,8 @@ def planted(device: Pretended, numbers: range) -> dict[str, int]:
         return tuple(x.data_ptr() % 16 for x in tensors)
 
     def without_alignment(tensors: Any) -> Any:
-        found = addresses(tensors)
-        return found[1:] if isinstance(found, tuple) else 0
+        places, same = [x.data_ptr() for x in tensors], [id(x) for x in tensors]
+        return tuple(map(places.index, places)), tuple(map(same.index, same))
 
     faults: dict[str, Any] = {
         "strides": ("_describe", without_strides, ("hidden", "layer_norm")),
