@@ -28,7 +28,8 @@ def _without_train(arguments: list[str], missing: str) -> int:
         print("Usage: fastkd doctor\n\nSay what is installed, which backends run, and check them.")
         print(f"All other commands need the extra train; {how_to_get('train')}")
     else:
-        print(f"Error: {missing} is not installed; {how_to_get('train')}", file=sys.stderr)
+        what = f"fastkd {arguments[0]} needs the extra train ({missing} is not installed)"
+        print(f"Error: {what}; {how_to_get('train')}", file=sys.stderr)
         return 1
     return 0
 

@@ -90,6 +90,7 @@ def started(words, monkeypatch):
         "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
+    monkeypatch.setattr("fastkd.cli.main.check_inputs", lambda settings: None)  # files of examples
     return CliRunner().invoke(app, words).stderr
 
 

@@ -7,6 +7,7 @@ tokenizer, and `MANIFEST`, written last, with settings, scores and sizes of the 
 import contextlib
 import itertools
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ from fastkd.train.models import (
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
-from fastkd.train.run_directory import corpus_fingerprints
-from fastkd.train.saving import LOCK, MANIFEST, locked, saving, write_json
+from fastkd.train.run_directory import corpus_fingerprints, size_text
+from fastkd.train.saving import LOCK, MANIFEST, free_bytes, locked, saving, write_json
 from fastkd.train.settings import Pairing
+
+KEPT = "the same command goes on with what is there"
 
 
 def write(settings: CacheSettings, console: Console) -> None:
@@ -67,10 +70,11 @@ def write(settings: CacheSettings, console: Console) -> None:
         scores = run.score(run.teacher, who="teacher")
         number, own = rows.shared(run.collate, size, run.device)
         own = counted(own, display, "teacher", number)
-        with processes.errors_on_all(), saving(out), run.training_config.autocast():
+        read = run.teacher_tokenizer or run.tokenizer
+        processes.on_first_process(lambda: check_room(settings, run, distiller))
+        with processes.errors_on_all(), saving(out, KEPT), run.training_config.autocast():
             try:
                 if number:
-                    read = run.teacher_tokenizer or run.tokenizer
                     distiller.cache_teacher(own, out, tokenizer=read, top_k=settings.top_k)
             except ValueError as error:  # another teacher's cache, or a method that has none
                 path = str(error).startswith(str(out))
@@ -83,6 +87,32 @@ def write(settings: CacheSettings, console: Console) -> None:
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
+
+
+def check_room(settings: CacheSettings, run: Run, distiller: Distiller) -> None:
+    """Raise if the disk lacks room for the cache, by the outputs on rows of all lengths."""
+    rows, out = run.all_rows, settings.out
+    order = rows.by_length
+    some = order[:: max(1, len(order) // settings.batch_size)][: settings.batch_size]
+    batches = rows.batches(run.collate, len(some), some, device=run.device)
+    with tempfile.TemporaryDirectory() as folder, run.training_config.autocast():
+        try:
+            distiller.cache_teacher(batches, folder, top_k=settings.top_k)
+        except ValueError:  # which the cache itself raises
+            return
+        used = _bytes_in(Path(folder))
+    student: Any = distiller.student
+    needed = used * len(rows) // len(some) + student.get_memory_footprint(return_buffers=False)
+    needed, free = needed - _bytes_in(out), free_bytes(out)
+    if needed > free:
+        raise InputError(
+            f"--out {out}: the cache takes about {size_text(needed)}, and the disk has "
+            f"{size_text(free)} left"
+        )
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _is_partial(path: Path) -> bool:
@@ -126,7 +156,7 @@ def _complete(
     save_model(settings.out / STUDENT, student, run.tokenizer, {}, run.task)
     if run.teacher_tokenizer is not None:
         run.teacher_tokenizer.save_pretrained(settings.out / TEACHERS_TOKENIZER)
-    with saving(settings.out):
+    with saving(settings.out, KEPT):
         report = {
             "settings": {**as_json(settings), "max_length": run.max_length},
             "fingerprints": corpus_fingerprints(run.corpus),

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import Checked, data_option, given, option, run_option
@@ -16,6 +15,9 @@ from fastkd.train.settings import (
     remote_code,
     seed,
 )
+
+# Those of `fastkd.analysis`, which needs torch.
+MEASURES = ("svcca", "pwcca", "cca", "cka", "unbiased_cka")
 
 
 @dataclass(kw_only=True)

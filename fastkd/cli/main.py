@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
+from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import check_launcher, first, launched, leave_launcher
 from fastkd.train.options import Option, assignments, options_of
@@ -303,6 +304,7 @@ def _register(name: str, meta: Command) -> None:
                 elif kinds[name] == Mapping[str, Any]:
                     values[name] = assignments(option.flag, values[name] or [], option.joined)
             settings = cls(**values)
+            check_inputs(settings)
             if meta.alone:
                 if not first():
                     return

@@ -24,12 +24,12 @@ from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError
+from fastkd.train.hub import is_served
 from fastkd.train.models import (
     STUDENT,
     attention_for,
     be_quiet,
     finished_classes,
-    is_served,
     layers_of,
     load_cached_teacher,
     load_teacher,

@@ -15,6 +15,24 @@ from fastkd.train.errors import InputError, first_line
 SECONDS = 3.0
 
 
+def is_served(teacher: str | None) -> bool:
+    """Whether --teacher is the URL of a server."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
+def check_place(option: str, name: str) -> None:
+    """Raise if the model ``name``, given as ``option``, is a path that holds no model."""
+    local = Path(name).expanduser()
+    if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError(f"{option} {name}: no such directory")
+    if local.is_file():
+        raise InputError(
+            f"{option} {name}: this is a file; give the directory that holds the model"
+        )
+    if not (local / "config.json").exists() and (local / "student/config.json").exists():
+        raise InputError(f"{option} {name}: it holds no model; did you mean {local / 'student'}?")
+
+
 @functools.cache
 def hub_answers() -> bool:
     """Whether the hub can be reached; if not, later calls read the local cache only."""

@@ -27,7 +27,7 @@ from fastkd.models.student import layers_to_keep, student_from_teacher, with_fir
 from fastkd.models.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, first_line, nearest
-from fastkd.train.hub import file_of, hub_answers, why_not
+from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_not
 from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
@@ -51,17 +51,10 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
 
     Code that comes with a model runs only with ``remote_code``.
     """
-    local = Path(name).expanduser()
     if is_served(name):
         raise InputError(f"{option} {name}: a server is the teacher of `fastkd distill` only")
-    if not local.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise InputError(f"{option} {name}: no such directory")
-    if local.is_file():
-        raise InputError(
-            f"{option} {name}: this is a file; give the directory that holds the model"
-        )
-    if not (local / "config.json").exists() and (local / "student/config.json").exists():
-        raise InputError(f"{option} {name}: it holds no model; did you mean {local / 'student'}?")
+    check_place(option, name)
+    local = Path(name).expanduser()
     if not local.exists():
         hub_answers()
     try:
@@ -104,7 +97,7 @@ def load_tokenizers(settings: Pairing, corpus: Corpus, display: Display) -> tupl
     for option, name in (("--teacher", settings.teacher), ("--student", settings.student)):
         if name is None or (option == "--teacher" and settings.tokenizer is None):
             continue
-        if all(file_of(name, file) is None for file in TOKENIZER_FILES):
+        if not _has_tokenizer(option, name):
             continue
         own = tokenizer_of(option, name, remote)
         special = task.two_tokenizers != "spans"
@@ -130,7 +123,7 @@ def load_tokenizers(settings: Pairing, corpus: Corpus, display: Display) -> tupl
 
 def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool) -> None:
     """Raise if the tokenizer of the model ``name`` gives a token another id than ``tokenizer``."""
-    if all(file_of(name, file) is None for file in TOKENIZER_FILES):
+    if not _has_tokenizer(option, name):
         return
     own = load(option, name, AutoTokenizer, remote_code).get_vocab()
     theirs = tokenizer.get_vocab()
@@ -141,6 +134,14 @@ def check_same_tokens(option: str, name: str, tokenizer: Any, remote_code: bool)
             f"{option} {name}: {word!r} is token {own[word]} of its tokenizer and {theirs[word]} "
             "of the teacher's; both must read the same tokens"
         )
+
+
+def _has_tokenizer(option: str, name: str) -> bool:
+    check_place(option, name)
+    try:
+        return any(file_of(name, file) is not None for file in TOKENIZER_FILES)
+    except InputError as error:
+        raise InputError(f"{option} {error}") from error
 
 
 def tokenizer_of(option: str, name: str, remote_code: bool) -> Any:
@@ -270,11 +271,6 @@ def load_teacher(
     corpus = task.match(corpus, head, settings.label_order, who, fresh_head)
     fit_config(teacher.config, corpus.task, tokenizer)
     return teacher, corpus
-
-
-def is_served(teacher: str | None) -> bool:
-    """Whether --teacher is the URL of a server."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))
 
 
 def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:

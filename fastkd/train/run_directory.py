@@ -269,8 +269,8 @@ class RunDirectory:
         free = free_bytes(self.path)
         if needed > free:
             raise InputError(
-                f"--out {self.path}: this run writes up to {_size(needed)}, "
-                f"and the disk has {_size(free)} left"
+                f"--out {self.path}: this run writes up to {size_text(needed)}, "
+                f"and the disk has {size_text(free)} left"
             )
 
     def finish(self) -> None:
@@ -289,7 +289,7 @@ class RunDirectory:
         self.kept = discard(self.work) or self.kept
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """A number of bytes as text, in KiB or MiB."""
     return f"{count / 2**20:,.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**10:,.0f} KiB"
 

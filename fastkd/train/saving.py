@@ -198,8 +198,11 @@ def _digest(path: Path, sync: bool = True) -> str:
 
 
 @contextlib.contextmanager
-def saving(target: Path) -> Iterator[None]:
-    """Context that turns errors of torch, safetensors or the system into one SaveFailed."""
+def saving(target: Path, kept: str = "what was saved before is intact") -> Iterator[None]:
+    """Context that turns errors of torch, safetensors or the system into one SaveFailed.
+
+    ``kept`` is the end of its sentence.
+    """
     try:
         yield
     except Exception as error:
@@ -212,9 +215,7 @@ def saving(target: Path) -> Iterator[None]:
             reason = error.strerror
         elif free_bytes(target) < 2**26 or "os error 28" in reason:
             reason = os.strerror(errno.ENOSPC)
-        raise SaveFailed(
-            f"{target}: cannot be saved ({reason}); the earlier version is intact"
-        ) from error
+        raise SaveFailed(f"{target}: cannot be saved ({reason}); {kept}") from error
 
 
 def free_bytes(path: Path) -> int:

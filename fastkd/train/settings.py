@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastkd.distill.baselines import NAMES
-from fastkd.distill.labelled_order import LABELLED_SHARE
-from fastkd.train import lora, recipes, tasks
+from fastkd.train import recipes, tasks
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.input_columns import Columns
@@ -28,6 +26,12 @@ from fastkd.train.options import (
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.recipes import RECIPES
 
+# Methods by name and the default of --labelled-share, as in `fastkd.distill`, which needs torch.
+NAMES = (
+    "labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd", "tinybert", "pkd",
+    "distilbert", "minilm", "minilmv2", "embeddings", "gold",
+)  # fmt: skip
+LABELLED_SHARE = 0.25
 # Default of --max-length, lowered where a model reads less.
 MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
@@ -274,6 +278,8 @@ class Pairing(Source):
         if "num_hidden_layers" in self.student_config:
             raise InputError("--student-config num_hidden_layers: give --student-layers")
         if self.lora:
+            from fastkd.train import lora
+
             lora.read(self.lora)
             if self.student_weights == "random":
                 raise InputError(

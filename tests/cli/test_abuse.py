@@ -215,7 +215,7 @@ OTHER_FILES = [
     ("zip.csv", b"PK\x03\x04\xff\xfe", "row 1: not UTF-8"),
     ("names.csv", b",\na,1\n", "row 1: column '' occurs twice"),
     ("blank.csv", b" , label\na,1\n", "which column is the text"),
-    ("bars.csv", b"text|label\na|1\n", "which column is the text"),
+    ("bars.csv", b"text|label\na|1\n", "its columns are separated by '|'"),
     ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
     ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
     ("open.csv", b'text,label\n"a\nb,1\n', "row 2: unexpected end"),

@@ -268,7 +268,7 @@ def test_texts_from_a_pipe():
 def test_a_task_from_the_hub(folder, monkeypatch, without_pictures):
     def hub(name, config, split, columns, option):
         assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
-        return read_file(folder / "data.tsv", columns, option), None
+        return read_file(folder / "data.tsv", columns, option)
 
     monkeypatch.setattr(report, "read_hub", hub)
     output = run("analyze", model=folder, task="sst2", rows=9, measures="svcca")

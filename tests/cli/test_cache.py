@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from fastkd.cli import display
+from fastkd.cli import cache_command, display
 from fastkd.distill.verify import _Step
 from fastkd.train.saving import read_json
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
@@ -227,3 +227,30 @@ def test_verify_prints_a_table(call, tmp_path, monkeypatch):
     bare = make_teacher(tmp_path / "bare", head=False, **STILL)
     assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0, eval=None)
     assert "--rows" in call("verify", None, rows=1, expect=2)
+
+
+def test_a_full_disk_is_foreseen(call, tmp_path, monkeypatch):
+    """It ended in the middle, and spoke of an earlier version where there was none."""
+    out, free = tmp_path / "cache", [2**14]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0]))
+    error = call("cache", out, method="mc3kd", expect=2)
+    assert f"--out {out}: the cache takes about " in error and "the disk has 16 KiB left" in error
+    free[0] = 2**40
+    call("cache", out, method="mc3kd")
+    # The estimate is of rows of all lengths: within a third of what was written.
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    told = float(error.split("takes about ")[1].split(" KiB")[0].replace(",", "")) * 2**10
+    student = sum(x.numel() * 4 for x in load_file(out / "student/model.safetensors").values())
+    assert told - student == pytest.approx(size, rel=0.33)
+
+
+def test_what_is_intact_after_a_failed_write(call, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_command, "write_json", full)
+    error = call("cache", tmp_path / "cache", expect=1)
+    assert error.endswith(
+        "(No space left on device); the same command goes on with what is there\n"
+    )

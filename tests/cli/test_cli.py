@@ -32,10 +32,12 @@ from typer.testing import CliRunner
 import fastkd
 from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
+from fastkd.analysis.similarity_measures import MEASURES
+from fastkd.cli import command_settings
 from fastkd.cli.main import app
-from fastkd.distill import Method
+from fastkd.distill import Method, baselines, labelled_order
 from fastkd.models.backbone import Backbone
-from fastkd.train import saving, training
+from fastkd.train import saving, settings, training
 from fastkd.train.config import DistillConfig
 from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
@@ -1062,7 +1064,10 @@ def test_torch_without_the_extras_is_one_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         entry.main()
     errors = capsys.readouterr().err
-    assert errors.startswith("Error: typer is not installed; get it with: pip install ")
+    words = (
+        "Error: fastkd distill needs the extra train (typer is not installed); get it with: pip "
+    )
+    assert errors.startswith(words)
     assert len(errors.splitlines()) == 1
 
 
@@ -1074,8 +1079,26 @@ def test_help_names_the_commands(words):
         assert command in result.output
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--version"], ["nosuch"], ["--nosuch"]])
-def test_the_list_of_commands_imports_no_torch(words):
+FILES = ["--train", "setup.py.tsv", "--eval", "setup.py.tsv"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--version"],
+        ["nosuch"],
+        ["--nosuch"],
+        ["distill", "--help"],
+        ["distill", "--teacher", "bert", *FILES],
+        ["distill", "--teacher", "./nosuch", "--task", "sst2"],
+        ["distill", "--teacher", "bert", "--task", "sst2", "--epochs", "0"],
+        ["evaluate", "--model", "./nosuch", "--data", "pyproject.toml"],
+        ["cache", "--teacher", "bert", *FILES],
+        ["study", "--nosuch"],
+    ],
+)
+def test_lists_and_mistakes_import_no_torch(words):
     """Its import takes seconds, and that of transformers as many again."""
     code = (
         f"import atexit, sys; sys.argv[1:] = {words}; atexit.register(lambda: "
@@ -1084,6 +1107,12 @@ def test_the_list_of_commands_imports_no_torch(words):
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert output.splitlines()[-1] == "imported set()"
+
+
+def test_names_that_are_listed_without_torch():
+    assert settings.NAMES == baselines.NAMES
+    assert settings.LABELLED_SHARE == labelled_order.LABELLED_SHARE
+    assert command_settings.MEASURES == MEASURES
 
 
 def test_every_option_has_help_and_a_default_that_passes():

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from fastkd.cli import main
 from fastkd.train import packaged_teacher
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
@@ -98,3 +99,18 @@ def test_accelerate_that_starts_one_process(folder, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     error = distill(folder, out=tmp_path / "out", expect=2)
     assert "accelerate launch has started one process" in error and "torchrun" in error
+
+
+def test_columns_are_checked_before_anything_is_imported(folder, tmp_path):
+    (tmp_path / "a.csv").write_text("one;two\nx;y\n")
+    for options, words in (
+        ({"text_column": "review"}, "no column 'review' (--text-column); known: sentence, label"),
+        ({"label_column": "stars"}, "no column 'stars' (--label-column)"),
+        ({"train": tmp_path / "a.csv"}, "its columns are separated by ';'"),
+        ({"unlabelled": tmp_path / "none.txt"}, "--unlabelled "),
+        ({"task": "multi-label", "label_column": "label,x"}, "no column 'x' (--label-column)"),
+        ({"teacher": "./none"}, "--teacher ./none: no such directory"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(main, "require", lambda *names: pytest.fail("imported"))
+            assert words in distill(folder, **options, out=tmp_path / "out", expect=2)

@@ -9,13 +9,15 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastkd.train import files
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.input_columns import Columns
-from fastkd.train.tasks.base import Task
+
+if TYPE_CHECKING:
+    from fastkd.train.tasks.base import Task
 
 __all__ = ["NAMES", "Columns", "Task", "check", "check_metric", "named", "of_file", "of_model"]
 
@@ -35,6 +37,15 @@ KINDS = (
 )
 
 
+def __getattr__(name: str) -> Any:
+    # Tasks need torch, whose import takes seconds; options read the names of tasks.
+    if name == "Task":
+        from fastkd.train.tasks.base import Task
+
+        return Task
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def check(name: str | None) -> None:
     """Raise unless --task ``name`` is a GLUE task, one of `NAMES`, or package.module:Class."""
     known = (*NAMES, *GLUE_TASKS)
@@ -47,7 +58,7 @@ def kind_of(name: str | None) -> str | None:
     return None if name in GLUE_TASKS else name
 
 
-def named(name: str | None) -> type[Task]:
+def named(name: str | None) -> "type[Task]":
     """The class of the task ``name``, or of a user's package.module:Class."""
     if name is None or ":" not in name:
         module = (name or DEFAULT_TASK).replace("-", "_")
@@ -59,16 +70,18 @@ def named(name: str | None) -> type[Task]:
         found = getattr(importlib.import_module(place), wanted, None)
     except ImportError as error:
         raise InputError(f"--task {name}: {error}") from error
+    from fastkd.train.tasks.base import Task
+
     if not (inspect.isclass(found) and issubclass(found, Task)):
         raise InputError(f"--task {name}: {place} has no Task called {wanted!r}")
     return found
 
 
-def _every() -> Iterable[type[Task]]:
+def _every() -> "Iterable[type[Task]]":
     return map(named, NAMES)
 
 
-def of_file(name: str | None, path: Path | None) -> type[Task]:
+def of_file(name: str | None, path: Path | None) -> "type[Task]":
     """The task ``name``; without a name the only task that reads such a file, or the default."""
     if name is None and path is not None:
         kind = files.kind_of(path)
@@ -78,7 +91,7 @@ def of_file(name: str | None, path: Path | None) -> type[Task]:
     return named(name)
 
 
-def of_model(who: str, name: str | None, trained: str | None, config: Any) -> type[Task]:
+def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "type[Task]":
     """The task ``name``; without a name that of the model's training or head, or the default.
 
     ``trained`` was read from the folder of the model, called ``who``. It must be the name of a task
@@ -106,9 +119,11 @@ def of_model(who: str, name: str | None, trained: str | None, config: Any) -> ty
 
 def check_metric(task: str | None, metric: str | None) -> None:
     """Raise unless ``metric`` is one of the task, or of any task if it is None."""
+    if metric is None:
+        return
     kind = kind_of(task)
     known = dict.fromkeys(
         name for one in (_every() if kind is None else [named(kind)]) for name in one.metrics
     )
-    if metric is not None and metric not in known:
+    if metric not in known:
         raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, known)}")

@@ -1,0 +1,61 @@
+"""Checks of files, columns and models by name, before torch and transformers are imported.
+
+Their imports take seconds. Whatever is not checked here is checked when it is read.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from fastkd.train import files, tasks
+from fastkd.train.hub import check_place, is_served
+from fastkd.train.input_columns import Columns, check_columns, settle_columns
+from fastkd.train.options import options_of
+
+# Fields of options with a path of rows, and with the name of a model.
+ROWS = ("train", "evals", "test", "unlabelled", "data", "text")
+MODELS = ("teacher", "student", "tokenizer", "model", "before")
+# Files whose first row is read within milliseconds, and their bytes at most where they are read
+# whole.
+QUICK, WHOLE, MOST = (".tsv", ".csv", ".jsonl"), ".json", 2**24
+# Tasks whose rows are those of the file, in columns that are given or have default names.
+PLAIN = (None, "classification", "regression")
+
+
+def check_inputs(settings: Any) -> None:
+    """Raise for a file that is missing, unreadable or without its columns, or a wrong directory.
+
+    ``settings`` are the options of a command.
+    """
+    flags = {name: option.flag for name, option in options_of(settings).items()}
+    for name in ROWS:
+        path = getattr(settings, name, None)
+        if isinstance(path, Path):
+            _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
+    for name in MODELS:
+        value = getattr(settings, name, None)
+        if isinstance(value, str) and not is_served(value):
+            check_place(flags[name], value)
+
+
+def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
+    kind = tasks.kind_of(getattr(settings, "task", None))
+    known = files.kind_of(path) in files.READERS
+    if not path.exists() or (kind in PLAIN and path.is_file() and known):
+        files.check_file(path, option)
+    asked = getattr(settings, "columns", None)
+    small = files.kind_of(path) == WHOLE and path.stat().st_size <= MOST
+    quick = path.is_file() and option != "--text" and (files.kind_of(path) in QUICK or small)
+    if asked is None or not quick or kind == "question-answering":
+        return
+    _, record = next(files.records(path, asked.header, option), (0, None))
+    if record is None:
+        return
+    # `fastkd predict` reads no label.
+    labelled = labelled and hasattr(settings, "label_order")
+    asked = Columns(asked.text, asked.pair, asked.label if labelled else None, asked.header)
+    training = hasattr(settings, "train")
+    if training and asked.header and kind in PLAIN and settings.glue is None:
+        label = asked.label or ("label" if labelled else None)
+        settle_columns(Columns(asked.text, asked.pair, label), record, str(path))
+    else:
+        check_columns(asked, record, str(path))
