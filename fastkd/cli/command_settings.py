@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue_server import TASKS
 from fastkd.train.options import Checked, data_option, given, option, run_option
 from fastkd.train.settings import (
     MAX_LENGTH,
@@ -114,8 +115,8 @@ class AnalyzeSettings(ColumnOptions):
 
 
 @dataclass(kw_only=True)
-class PredictSettings(ColumnOptions):
-    """The options of `fastkd predict`, and most of `fastkd evaluate`."""
+class AnswerSettings(ColumnOptions):
+    """Options of `fastkd predict` and `fastkd evaluate`."""
 
     model: str = option(..., "Model: a directory, such as a student's, or a hub name.")
     data: Path = option(
@@ -139,11 +140,53 @@ class PredictSettings(ColumnOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        tasks.check(self.task)
+        if self.task != "ax" or not isinstance(self, PredictSettings):
+            tasks.check(self.task)
 
 
 @dataclass(kw_only=True)
-class EvaluateSettings(PredictSettings):
+class PredictSettings(AnswerSettings):
+    model: str | None = option(  # type: ignore[assignment]
+        None, "Model: a directory, such as a student's, or a hub name."
+    )
+    data: Path | None = option(  # type: ignore[assignment]
+        None,
+        "File of rows: .tsv, .csv, .json, .jsonl or .parquet, also as .gz; or .txt; with --glue "
+        "GLUE's own file or folder, or the hub's test split if not given.",
+    )
+    glue: Path | None = option(
+        None, "Folder for the file of the GLUE server, of a GLUE --task or of ax.", metavar="DIR"
+    )
+    glue_zip: str | None = option(
+        None,
+        "Folders of --glue to pack into --out, a .zip for the GLUE server.",
+        metavar="DIR,DIR",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.glue_zip is not None:
+            if more := given(self, "model", "data", "task", "glue"):
+                raise InputError(f"--glue-zip and {more[0]} exclude each other")
+            if self.out is None or self.out.suffix != ".zip":
+                raise InputError("--glue-zip needs --out FILE.zip")
+            return
+        if self.model is None:
+            raise InputError("--model is missing: a directory or a hub name")
+        if self.glue is None:
+            if self.data is None:
+                raise InputError("--data is missing: a file of rows")
+            tasks.check(self.task)
+        elif self.task not in TASKS:
+            raise InputError(f"--glue needs --task NAME, one of {', '.join(TASKS)}")
+        elif more := given(self, "out"):
+            raise InputError(
+                f"--glue and {more[0]} exclude each other: the server's file has a name"
+            )
+
+
+@dataclass(kw_only=True)
+class EvaluateSettings(AnswerSettings):
     metric: str | None = option(None, "Metric to compute besides the task's own.")
     label_order: str | None = option(
         None,

@@ -5,14 +5,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from fastkd.cli.command_settings import PredictSettings
+from fastkd.cli.command_settings import AnswerSettings
 from fastkd.train.computation import PredictionConfig, choose_device
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.saving import check_new_file, csv_text
 from fastkd.train.trained_model import TrainedModel
 
 
-def begin(settings: PredictSettings) -> TrainedModel:
+def begin(settings: AnswerSettings) -> TrainedModel:
     """The model, loaded after the options are checked."""
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:

@@ -272,7 +272,8 @@ def file_columns(
     columns = task.columns
     if glue is not None:
         columns = glue.file
-        hub = {name for name in (glue.hub.text, glue.hub.pair, glue.hub.label) if name is not None}
+        hub = {name for name in (glue.hub.text, glue.hub.pair) if name is not None}
+        hub |= {glue.hub.label} if labelled and glue.hub.label is not None else set()
         if asked.header and hub <= set(files.first_row(path)):
             columns = glue.hub
     elif not asked.header:

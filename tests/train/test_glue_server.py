@@ -1,0 +1,150 @@
+"""A submission to the GLUE server, checked by the format that the server publishes."""
+
+import csv
+import io
+import re
+import zipfile
+
+import pytest
+
+from tests.support.tiny import make_teacher, run
+
+# Names, numbers of rows and labels of the server, as its page and sample submission have them.
+ENTAILMENT = {"entailment", "neutral", "contradiction"}
+SERVER = {
+    "AX.tsv": (1104, ENTAILMENT),
+    "CoLA.tsv": (1063, {"0", "1"}),
+    "MNLI-m.tsv": (9796, ENTAILMENT),
+    "MNLI-mm.tsv": (9847, ENTAILMENT),
+    "MRPC.tsv": (1725, {"0", "1"}),
+    "QNLI.tsv": (5463, {"entailment", "not_entailment"}),
+    "QQP.tsv": (390965, {"0", "1"}),
+    "RTE.tsv": (3000, {"entailment", "not_entailment"}),
+    "SST-2.tsv": (1821, {"0", "1"}),
+    "STS-B.tsv": (1379, None),
+    "WNLI.tsv": (146, {"0", "1"}),
+}
+HEADERS = {  # of GLUE's own test files
+    "cola": "index\tsentence",
+    "sst2": "index\tsentence",
+    "mrpc": "index\t#1 ID\t#2 ID\t#1 String\t#2 String",
+    "qqp": "id\tquestion1\tquestion2",
+    "stsb": "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
+    "mnli": "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2",
+    "qnli": "index\tquestion\tsentence",
+    "rte": "index\tsentence1\tsentence2",
+    "ax": "index\tsentence1\tsentence2",
+}
+FOLDERS = {
+    "cola": ("test.tsv",), "sst2": ("test.tsv",), "mrpc": ("test.tsv",), "qqp": ("test.tsv",),
+    "stsb": ("test.tsv",), "qnli": ("test.tsv",), "rte": ("test.tsv",),
+    "mnli": ("test_matched.tsv", "test_mismatched.tsv"), "ax": ("diagnostic.tsv",),
+}  # fmt: skip
+NAMES = {
+    "cola": ["unacceptable", "acceptable"],
+    "sst2": ["0", "1"],
+    "mrpc": ["not_equivalent", "equivalent"],
+    "qqp": ["0", "1"],
+    "qnli": ["entailment", "not_entailment"],
+    "rte": ["entailment", "not_entailment"],
+    "mnli": ["contradiction", "entailment", "neutral"],
+}
+
+
+def check(content: bytes) -> None:
+    """Raise unless the server accepts the submission."""
+    with zipfile.ZipFile(io.BytesIO(content)) as packed:
+        assert set(packed.namelist()) == set(SERVER)
+        for name, (rows, labels) in SERVER.items():
+            text = packed.read(name).decode()
+            lines = list(csv.reader(text.splitlines(), delimiter="\t"))
+            assert lines[0] == ["index", "prediction"], name
+            assert [line[0] for line in lines[1:]] == [str(i) for i in range(rows)], name
+            answers = {line[1] for line in lines[1:]}
+            if labels is None:
+                assert all(re.fullmatch(r"-?\d+\.\d+", x) for x in answers), name
+            else:
+                assert answers <= labels, name
+
+
+def test_files(folder, task, rows):
+    """GLUE's own test files with this many rows each."""
+    folder.mkdir()
+    columns = HEADERS[task].split("\t")
+    for file, number in zip(FOLDERS[task], rows, strict=True):
+        lines = [HEADERS[task]]
+        for i in range(number):
+            lines.append("\t".join([str(i), *(["a film"] * (len(columns) - 1))]))
+        (folder / file).write_text("\n".join(lines) + "\n")
+
+
+test_files.__test__ = False
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for task in (*NAMES, "stsb"):
+        names = NAMES.get(task)
+        more = {} if names is None else {
+            "id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)},
+        }  # fmt: skip
+        labels = len(names or [1])
+        problem = {} if names else {"problem_type": "regression"}
+        make_teacher(root / task, labels, 1, **more, **problem)
+    return root
+
+
+def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
+    """Of few rows: the server's counts are those that `pack` and the checker compare."""
+    from fastkd.train import glue_server
+
+    few = {name: max(3, n % 7) for name, (n, _) in SERVER.items()}
+    for name, of in glue_server.FILES.items():
+        assert of.rows == SERVER[f"{name}.tsv"][0]
+        small = glue_server.TestSet(**{**vars(of), "rows": few[f"{name}.tsv"]})
+        monkeypatch.setitem(glue_server.FILES, name, small)
+        monkeypatch.setitem(SERVER, f"{name}.tsv", (few[f"{name}.tsv"], SERVER[f"{name}.tsv"][1]))
+    for task in FOLDERS:
+        sets = [f"{n}.tsv" for n, of in glue_server.FILES.items() if of.task == task]
+        test_files(tmp_path / task, task, [few[name] for name in sets])
+        model = models / ("mnli" if task == "ax" else task)
+        out = run("predict", model=model, task=task, data=tmp_path / task, glue=tmp_path / "out",
+                  device="cpu")  # fmt: skip
+        assert all(name in out for name in sets)
+    text = run("predict", glue_zip=tmp_path / "out", out=tmp_path / "glue.zip")
+    assert "constant answers for WNLI" in text
+    check((tmp_path / "glue.zip").read_bytes())
+    single = run("predict", model=models / "mnli", task="mnli", glue=tmp_path / "two",
+                 data=tmp_path / "mnli" / "test_mismatched.tsv", device="cpu")  # fmt: skip
+    assert "MNLI-mm.tsv" in single and not (tmp_path / "two" / "MNLI-m.tsv").exists()
+    (tmp_path / "two" / "RTE.tsv").write_text("index\tprediction\n0\tentailment\n")
+    error = run("predict", glue_zip=tmp_path / "two", out=tmp_path / "x.zip", expect=2)
+    assert "RTE.tsv has 1 rows" in error
+
+
+def test_mistakes(models, tmp_path):
+    (tmp_path / "rows.tsv").write_text("index\tsentence\n0\ta film\n")
+    glue = {"glue": tmp_path / "out", "data": tmp_path / "rows.tsv", "device": "cpu"}
+    error = run("predict", model=models / "rte", task="sst2", expect=2, **glue)
+    assert "class 'entailment' is no label of SST-2" in error
+    assert "needs --task NAME" in run("predict", model=models / "rte", expect=2, **glue)
+    assert "--model is missing" in run("predict", task="sst2", expect=2, **glue)
+    assert "--data is missing" in run("predict", model=models / "rte", expect=2)
+    error = run("predict", model=models / "rte", task="ax", data=tmp_path / "rows.tsv", expect=2)
+    assert "--task 'ax'" in error
+    error = run("predict", glue_zip=tmp_path, out=tmp_path / "a.zip", expect=2)
+    assert "no files of `--glue`" in error
+    assert "needs --out" in run("predict", glue_zip=tmp_path, expect=2)
+
+
+def test_predict_reads_the_test_file_of_cola(models, tmp_path):
+    """It has a header and other columns than train.tsv."""
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\ta film\n1\tthe film is bad\n")
+    (tmp_path / "train.tsv").write_text("gj04\t1\t\ta film\ngj04\t0\t*\tthe film is bad\n")
+    rows = {}
+    for name in ("test", "train"):
+        data = tmp_path / f"{name}.tsv"
+        text = run("predict", model=models / "cola", task="cola", data=data, device="cpu")
+        rows[name] = [line.split("\t")[1:] for line in text.splitlines()]
+    assert rows["test"] == rows["train"] and len(rows["test"]) == 3
