@@ -69,7 +69,7 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
         if path is None:
             columns = dataclasses.replace(GLUE_TASKS[task].hub, label=None)
             split, config = glue_server.FILES[name].split, settings.task
-            rows = read_hub(HUB, config, split, columns, "--task", type(model.task))[0]
+            rows = read_hub(HUB, config, split, columns, "--task", type(model.task))
         else:
             rows = model.read(path, settings.columns, task, labelled=False)
         model.task, asked, *_ = model.task.prepare(rows, labelled=False)
