@@ -186,9 +186,9 @@ def test_coverage_and_repr():
     with pytest.raises(TypeError, match="got a str; tokenize the text"):
         match.coverage(TEXTS[0])
     with pytest.raises(TypeError, match="teacher_ids must be a Tensor, got list"):
-        match.student_of([1])
+        match.to_student_ids([1])
     with pytest.raises(ValueError, match="teacher_ids must be token ids 0 to"):
-        match.student_of(torch.tensor([-1]))
+        match.to_student_ids(torch.tensor([-1]))
     with pytest.raises(TypeError, match="teacher_tokenizer must be a tokenizer of transformers"):
         VocabularyMatch.of(student, "gpt2")
 

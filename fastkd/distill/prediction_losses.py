@@ -107,11 +107,11 @@ def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Te
     _aligned(step, logits)  # refuses packed rows
     mask = torch.ones_like(logits, dtype=torch.bool) if step.token_mask is None else step.token_mask
     log_p = upcast(_without_padding(logits, mask)).log_softmax(-1)  # (B, N)
-    place = places.clamp(min=0)[:, None]
-    known = (places != IGNORED) & mask.gather(1, place).squeeze(1)
-    at_place = log_p.gather(1, place).squeeze(1)
-    others = torch.where(mask, log_p, 0).sum(-1) - at_place
-    losses = -(at_place + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
+    index = places.clamp(min=0)[:, None]
+    known = (places != IGNORED) & mask.gather(1, index).squeeze(1)
+    at_index = log_p.gather(1, index).squeeze(1)
+    others = torch.where(mask, log_p, 0).sum(-1) - at_index
+    losses = -(at_index + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
     return step.mean(torch.where(known, losses, 0).sum(), known.sum())
 
 
@@ -233,7 +233,7 @@ def _top_k(step: Step, top_k: TopK) -> TopK:
     match = step.teacher_model.vocabulary
     if not isinstance(match, VocabularyMatch):
         return top_k
-    ids = match.student_of(top_k.ids)
+    ids = match.to_student_ids(top_k.ids)
     log_probs = top_k.log_probs.masked_fill(ids < 0, -torch.inf)
     # Of as many tokens as the student has, nothing would be left to the tail.
     log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size - 1))

@@ -125,7 +125,7 @@ class VocabularyMatch:
         matched: Tensor = getattr(self, f"{side}_ids")
         return torch.isin(tokens, matched.to(tokens.device)).double().mean().item()
 
-    def student_of(self, teacher_ids: Tensor) -> Tensor:
+    def to_student_ids(self, teacher_ids: Tensor) -> Tensor:
         """The student's id of each of the teacher's tokens, of any shape; −1 where it has none.
 
         Raises:
@@ -136,8 +136,8 @@ class VocabularyMatch:
         check_integers("teacher_ids", teacher_ids)
         check_ids_below("teacher_ids", teacher_ids, self.teacher_size)
         ours, theirs = (x.to(teacher_ids.device) for x in (self.student_ids, self.teacher_ids))
-        student_of = torch.full((self.teacher_size,), -1, device=ours.device)
-        return student_of.index_copy_(0, theirs, ours)[teacher_ids.long()]
+        table = torch.full((self.teacher_size,), -1, device=ours.device)
+        return table.index_copy_(0, theirs, ours)[teacher_ids.long()]
 
     def columns(self, device: torch.device) -> tuple[Tensor, ...]:
         """The pairs as columns of logits.

@@ -47,7 +47,7 @@ def teacher_of(folder):
     return SentenceTransformer(modules=[encoder, pooling], device="cpu").eval()
 
 
-def student_of(folder):
+def to_student_ids(folder):
     """The teacher's layers 2 and 4, without dropout."""
     model = teacher_of(folder)
     model[0].model = student_from_teacher(model[0].model, [2, 4])
@@ -98,7 +98,7 @@ LOSSES = {
 def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
     """With one column, with two columns as one batch, and with a gradient cache."""
     cls, options, function = LOSSES[name]
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     texts = (TEXTS, OTHERS)[:columns]
     labels = teacher_answers(teacher, *texts)
     loss = cls(model, mini_batch_size=parts, **options)
@@ -111,7 +111,7 @@ def test_values_and_gradients_equal_the_functions(folder, name, columns, parts):
 
 
 def test_loss_is_averaged_over_columns(folder):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
     value = CosNCEDistillLoss(model)(features_of(model, TEXTS, OTHERS), labels)
     each = [cos_nce_loss(x, labels) for x in embedded(model, TEXTS, OTHERS)]
@@ -120,7 +120,7 @@ def test_loss_is_averaged_over_columns(folder):
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
 def test_prefixes_are_compared_with_the_whole_teacher(folder):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     (labels,) = teacher_answers(teacher, TEXTS)
     (student,) = embedded(model, TEXTS)
     for name, (cls, options, function) in LOSSES.items():
@@ -138,7 +138,7 @@ def test_prefixes_are_compared_with_the_whole_teacher(folder):
 
 @pytest.mark.filterwarnings("ignore:CCALoss")
 def test_truncated_embeddings_are_compared_after_truncation(folder):
-    model = student_of(folder)
+    model = to_student_ids(folder)
     model.truncate_dim = 8
     (student,), (labels,) = embedded(model, TEXTS), teacher_answers(teacher_of(folder), TEXTS)
     for cls, options, function in LOSSES.values():
@@ -148,7 +148,7 @@ def test_truncated_embeddings_are_compared_after_truncation(folder):
 
 
 def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
-    model = student_of(folder)
+    model = to_student_ids(folder)
     student, teacher = torch.randn(8, 16).bfloat16(), torch.randn(8, 16)
     found = RelationDistillLoss(model).loss_of_embeddings([student], teacher)
     assert torch.equal(found, relation_loss(student.float(), teacher, over="samples"))
@@ -156,7 +156,7 @@ def test_teacher_of_a_half_precision_student_is_not_rounded(folder):
 
 
 def test_projection_is_equal_under_autocast(folder):
-    loss = CosNCEDistillLoss(student_of(folder), teacher_dim=32)
+    loss = CosNCEDistillLoss(to_student_ids(folder), teacher_dim=32)
     student, teacher = torch.randn(8, 16), torch.randn(8, 32)
     torch.nn.init.normal_(loss.projections["16"].weight)
     expected = loss.loss_of_embeddings([student], teacher)
@@ -166,7 +166,7 @@ def test_projection_is_equal_under_autocast(folder):
 
 def test_large_embeddings_without_a_loss_have_no_effect(folder):
     """Their sum is beyond float16."""
-    model = student_of(folder).half()
+    model = to_student_ids(folder).half()
     with torch.no_grad():
         model[0].auto_model.encoder.layer[-1].output.LayerNorm.bias += 300.0
     layers = LayerDistillLoss(model, teacher_of(folder), FCD(task_weight=0.0))
@@ -180,7 +180,7 @@ METHODS = {"fcd": FCD(task_weight=0.0), "lrkd": LRKD(alpha=None)}
 
 @pytest.mark.parametrize("name", METHODS)
 def test_layer_terms_equal_a_distillers(folder, name):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     loss = LayerDistillLoss(model, teacher, copy.deepcopy(METHODS[name]))
     distiller = Distiller(
         teacher_of(folder)[0].auto_model, model[0].auto_model, copy.deepcopy(METHODS[name])
@@ -197,7 +197,7 @@ def test_layer_terms_equal_a_distillers(folder, name):
 
 @pytest.mark.parametrize("of", ["ours", "theirs", "prefixes"])
 def test_layers_and_embeddings_come_from_one_pass(folder, of):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     labels = torch.stack(teacher_answers(teacher, TEXTS, OTHERS), 1)
     make = {
         "ours": RelationDistillLoss,
@@ -231,7 +231,7 @@ MAKERS = {
 def train(rank, name, folder, out, batch, seed, **arguments):
     """Three steps with SentenceTransformerTrainer: the student's weights, and the loss's own."""
     warnings.simplefilter("ignore")
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     torch.manual_seed(
         seed + rank
     )  # random numbers of a loss are equal in all processes nevertheless
@@ -294,13 +294,13 @@ def test_accumulation(folder, tmp_path, name):
     same = all(torch.allclose(x, y, atol=1e-6, rtol=1e-4) for x, y in pairs)
     assert same == (name == "cached")
     assert not all(
-        torch.equal(x, y) for x, y in zip(whole, student_of(folder).parameters(), strict=True)
+        torch.equal(x, y) for x, y in zip(whole, to_student_ids(folder).parameters(), strict=True)
     )
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     before = copy.deepcopy(model)
     numbers = teacher.similarity_pairwise(*(teacher.encode(x) for x in (TEXTS, OTHERS[::-1])))
     evaluator = EmbeddingSimilarityEvaluator(TEXTS, OTHERS[::-1], numbers.tolist(), name="agree")
@@ -336,7 +336,7 @@ def test_saved_model_gives_the_same_embeddings_without_fastkd(folder, tmp_path):
 
 def test_only_the_student_is_a_child_named_model(folder):
     """The Trainer puts its wrapped model in the place of every child of this name."""
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     inner = CosNCEDistillLoss(model)
     for loss in (inner, LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=inner)):
         found = [x for n, x in loss.named_modules() if n.rpartition(".")[2] == "model"]
@@ -346,7 +346,7 @@ def test_only_the_student_is_a_child_named_model(folder):
 
 
 def test_invalid_calls_raise_one_sentence(folder, tmp_path):
-    model, teacher = student_of(folder), teacher_of(folder)
+    model, teacher = to_student_ids(folder), teacher_of(folder)
     features = features_of(model, TEXTS)
     loss = RelationDistillLoss(model)
     with pytest.raises(ValueError, match="labels are missing; add a column"):
