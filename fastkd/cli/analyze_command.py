@@ -94,8 +94,8 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
         names = [name for name in (settings.student, settings.model) if name is not None]
         trained = {name: read_training_record(Path(name).expanduser()) for name in names}
         name = next((name for name in names if trained[name]), settings.model)
-        asked = (settings.columns, settings.task)
-        columns = columns_of(*asked, settings.data, True, name, trained[name], kind)
+        options = (settings.columns, settings.task)
+        columns = columns_of(*options, settings.data, True, name, trained[name], kind)
         rows = read_file(settings.data, columns, "--data", task=kind)
         classes = row_classes(rows) if issubclass(kind, Classification) else None
     else:

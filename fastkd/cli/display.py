@@ -175,7 +175,7 @@ class RichTrack(Track):
     def __init__(self, display: RichDisplay, title: str, first: int, total: int):
         self.display, self.title, self.first, self.total = display, title, first, total
         self.task = display.progress.add_task(title, total=total, completed=first, terms="")
-        self.started = self.told = time.perf_counter()
+        self.started = self.printed_at = time.perf_counter()
 
     def advance(self, step: int, losses: Mapping[str, float] | None = None) -> None:
         self.display.progress.update(self.task, completed=step)
@@ -195,8 +195,8 @@ class RichTrack(Track):
         )
         terms = format_scores(losses)
         self.display.progress.update(self.task, terms=terms)
-        if not self.display.console.is_terminal and now - self.told >= LINE_EVERY:
-            self.told = now
+        if not self.display.console.is_terminal and now - self.printed_at >= LINE_EVERY:
+            self.printed_at = now
             parts = (self.title, f"step {step}/{self.total}", terms, f"{rate:.3g} steps/s")
             self.display.say("  ".join((*filter(None, parts), f"{clock(left)} left")))
 

@@ -35,9 +35,9 @@ def predict(settings: PredictSettings, console: Console) -> None:
     full = [i for i, row in enumerate(records) if empty_column(kind, row) is None]
     if not full:
         raise InputError(f"--data {settings.data}: no row holds text")
-    asked = rows if len(full) == len(rows) else rows.select(full)
-    model.task, asked, *_ = model.task.prepare(asked, labelled=False)
-    found = model.task.predictions(*model.answers(asked, settings.max_length, stderr_display()))
+    readable = rows if len(full) == len(rows) else rows.select(full)
+    model.task, readable, *_ = model.task.prepare(readable, labelled=False)
+    found = model.task.predictions(*model.answers(readable, settings.max_length, stderr_display()))
     answers = dict(zip(full, found, strict=True))
     nothing = dict.fromkeys(found[0])
     lines = [

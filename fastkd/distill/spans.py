@@ -227,10 +227,10 @@ def check_paired_tokens(
     theirs = ids[1].gather(1, paired.clamp(min=0))
     wrong = (paired >= 0) & (ids[0] != theirs)
     if bool(wrong.any()):
-        row, place = (int(x) for x in wrong.nonzero()[0])
+        row, column = (int(x) for x in wrong.nonzero()[0])
         raise ValueError(
-            f"teacher_spans: {what}, but token {place} of row {row} has the id "
-            f"{int(ids[0][row, place])}, its pair of the teacher {int(theirs[row, place])}; "
+            f"teacher_spans: {what}, but token {column} of row {row} has the id "
+            f"{int(ids[0][row, column])}, its pair of the teacher {int(theirs[row, column])}; "
             "pair equal tokens"
         )
 

@@ -46,12 +46,12 @@ class AdaptersOff(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         """The base model's output."""
         student = self.__dict__["student"]
-        learns = [(p, p.requires_grad) for p in student.parameters()]
+        flags = [(p, p.requires_grad) for p in student.parameters()]
         try:
             with in_eval_mode(student), student.disable_adapter():
                 return student.get_base_model()(**inputs)
         finally:
-            for parameter, flag in learns:  # PEFT sets requires_grad of every active adapter
+            for parameter, flag in flags:  # PEFT sets requires_grad of every active adapter
                 parameter.requires_grad_(flag)
 
 
@@ -65,14 +65,14 @@ def as_teacher(teacher: Any, student: Any) -> Any:
     if not own or student.get_base_model() is not teacher:
         return teacher
     # PEFT includes the adapter's name in the names of its parameters.
-    learns = [
+    trainable = [
         name
         for name, parameter in student.named_parameters()
         if parameter.requires_grad and student.peft_config.keys().isdisjoint(name.split("."))
     ]
-    if learns:
+    if trainable:
         raise ValueError(
-            f"the student trains parameters of its base, {learns[0]} for one, and its base is the "
+            f"the student trains parameters of its base ({trainable[0]}, ...), and its base is the "
             "teacher, which would change with it; freeze them, name them in modules_to_save, or "
             "let a copy of the base teach"
         )

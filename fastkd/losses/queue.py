@@ -166,13 +166,13 @@ class FeatureQueue(InGroup):
         order = kept.cumsum(0)  # 1 for the first row that is kept
         total = kept.sum()
         kept = kept & (order > total - self.size)  # of more rows than the bank has, the last
-        place = torch.where(kept, (self._next + order - 1) % self.size, self.size)
+        slots = torch.where(kept, (self._next + order - 1) % self.size, self.size)
         spread = kept.view(-1, *[1] * (features.dim() - 1))
         features = torch.where(spread, features, 0).to(self._features.dtype)
         labels = torch.where(kept, labels.to(self._labels.dtype), self.ignore_index)
-        self._features.index_copy_(0, place, features)
-        self._labels.index_copy_(0, place, labels.to(self._labels.dtype))
-        self._mask.index_copy_(0, place, kept)
+        self._features.index_copy_(0, slots, features)
+        self._labels.index_copy_(0, slots, labels.to(self._labels.dtype))
+        self._mask.index_copy_(0, slots, kept)
         self._next.copy_((self._next + total) % self.size)
 
     forward = enqueue

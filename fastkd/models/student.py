@@ -115,11 +115,11 @@ def _random(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
             _shorten_shared(config, chosen)
         else:
             _shorten(_section(backbone, config), backbone.depth_name, chosen)
-    narrow = narrowed(_section(backbone, config), changes, cut=False)
+    smaller = narrowed(_section(backbone, config), changes, cut=False)
     if backbone.section:
-        setattr(config, backbone.section, narrow)
+        setattr(config, backbone.section, smaller)
     else:
-        config = narrow
+        config = smaller
     try:
         return type(backbone.inner)(config)
     except ValueError as error:
@@ -151,9 +151,9 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
                 "the first layers"
             )
         _shorten(_section(backbone, config), backbone.depth_name, chosen)
-    narrow = narrowed(config, changes, cut=True) if changes else config
+    smaller = narrowed(config, changes, cut=True) if changes else config
     # Built in the teacher's dtype: float32 would round a float64 teacher's weights.
-    student: Any = type(backbone.inner)(narrow).to(backbone.dtype)
+    student: Any = type(backbone.inner)(smaller).to(backbone.dtype)
     made = Backbone(student, "student")
     if made.blocks_name != backbone.blocks_name:
         raise ValueError(
@@ -178,7 +178,7 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
         ) from error
     if changes:
         try:
-            student.load_state_dict(cut(whole, narrow))
+            student.load_state_dict(cut(whole, smaller))
         except RuntimeError as error:
             name = type(student).__name__
             raise ValueError(

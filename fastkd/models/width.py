@@ -167,14 +167,14 @@ class Cut(NamedTuple):
     heads: Tensor
 
 
-def cut(model: Any, narrow: Any) -> dict[str, Tensor]:
-    """State dict of a model, cut to the sizes of the configuration ``narrow``.
+def cut(model: Any, smaller: Any) -> dict[str, Tensor]:
+    """State dict of a model, cut to the sizes of the configuration ``smaller``.
 
     Raises:
         ValueError: a tensor can't be cut.
     """
     wide, weights = model.config, model.state_dict()
-    before, after = Widths.of(wide), Widths.of(narrow)
+    before, after = Widths.of(wide), Widths.of(smaller)
     attentions = _attentions(model)
     axes = _axes(model, attentions)
     kept: dict[tuple[str, str], Tensor] = {}  # by axis and group

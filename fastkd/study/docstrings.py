@@ -137,7 +137,7 @@ def load_pairs(train_rows: int = 350, eval_rows: int = 60, root: Path | None = N
     return Corpus(sets[0], {"": sets[1]}, Regression(), ("spearman", "pearson"))
 
 
-def _place(area: str, group: str) -> tuple[str, ...]:
+def _location(area: str, group: str) -> tuple[str, ...]:
     """Area, package, module and class of a docstring; no class for a function."""
     path, _, name = group.rpartition(":")
     package = PurePosixPath(path).parts[0]
@@ -156,19 +156,21 @@ def _pairs(
     """At most ``limit`` pairs of a grade, drawn by hash; each text is the first of one pair."""
     near: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
     for area, group, text in texts:
-        place = _place(area, group)
-        near.setdefault(place[:grade], []).append((place, text))
-    made: set[frozenset[str]] = set()
+        location = _location(area, group)
+        near.setdefault(location[:grade], []).append((location, text))
+    seen: set[frozenset[str]] = set()
     for area, group, text in sorted(texts, key=lambda found: _hash(f"{grade} {found[2]}")):
-        if len(made) == limit:
+        if len(seen) == limit:
             return
-        place = _place(area, group)
-        others = [x for at, x in near[place[:grade]] if x != text and _grade(place, at) == grade]
+        location = _location(area, group)
+        others = [
+            x for at, x in near[location[:grade]] if x != text and _grade(location, at) == grade
+        ]
         if not others:
             continue
         other = others[_hash(f"{text} {grade}") % len(others)]
-        if frozenset((text, other)) not in made:
-            made.add(frozenset((text, other)))
+        if frozenset((text, other)) not in seen:
+            seen.add(frozenset((text, other)))
             yield text, other, grade
 
 

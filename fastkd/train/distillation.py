@@ -374,7 +374,7 @@ class Distillation:
                 found["parameters"][who] = model.num_parameters()
                 found["bytes"][who] = model.get_memory_footprint(return_buffers=False)
         if self.config.shard:
-            sharding.shard(best, run.device, learns=False)
+            sharding.shard(best, run.device, trained=False)
         else:
             best.to(run.device)
         run.score(best, who="student")

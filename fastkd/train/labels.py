@@ -78,12 +78,12 @@ def read_as_ids(labels: Mapping[int, str], names: Sequence[str], where: str) -> 
     """
     if not labels or all(map(default_name, range(len(names)), names)):
         return ""
-    place = {meaning(name): i for i, name in enumerate(names)}
+    index = {meaning(name): i for i, name in enumerate(names)}
     for low, high in USUAL_ORDER:
-        if place.get(low, -1) > place.get(high, len(names)):
+        if index.get(low, -1) > index.get(high, len(names)):
             raise InputError(
-                f"{where}: label {place[high]} is the model's class {names[place[high]]!r} by its "
-                f"number, and {names[place[low]]!r} as such labels are usually numbered; pass "
+                f"{where}: label {index[high]} is the model's class {names[index[high]]!r} by its "
+                f"number, and {names[index[low]]!r} as such labels are usually numbered; pass "
                 f"--label-order with the data's labels in the model's order ({', '.join(names)})"
             )
     shown = [f"{label} is {names[i]!r}" for i, label in labels.items()][:MOST_CLASSES_SHOWN]

@@ -49,16 +49,16 @@ def on_first_process(work: Callable[[], Result]) -> Result:
     """Call ``work`` in the first process; its result or error reaches all processes."""
     if world_size() == 1:
         return work()
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if first():
         try:
-            told[0] = work()
+            outcome[0] = work()
         except SHARED_ERRORS as error:
-            told[1] = error
-    dist.broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 @contextlib.contextmanager

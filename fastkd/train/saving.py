@@ -207,8 +207,8 @@ def saving(target: Path, kept: str = "what was saved before is intact") -> Itera
         yield
     except Exception as error:
         # A tokenizer raises nothing more exact than Exception.
-        told = isinstance(error, OSError | RuntimeError | SafetensorError)
-        if not told and type(error) is not Exception:
+        expected = isinstance(error, OSError | RuntimeError | SafetensorError)
+        if not expected and type(error) is not Exception:
             raise
         reason = first_line(error)
         if isinstance(error, OSError) and error.strerror:

@@ -30,10 +30,10 @@ EMPTY = "_fastkd_empty"
 MANAGED = "_is_fsdp_managed_module"
 
 
-def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
+def shard(model: nn.Module, device: torch.device, trained: bool = True) -> None:
     """Shard a transformers ``model``, equal in all processes, in place.
 
-    Blocks are moved to ``device`` one by one. A model that is not trained (``learns=False``) frees
+    Blocks are moved to ``device`` one by one. A model that is not trained (``trained=False``) frees
     its gathered weights after every forward pass.
     """
     mesh, inner = _mesh(device.type), lora.plain(model)
@@ -43,7 +43,7 @@ def shard(model: nn.Module, device: torch.device, learns: bool = True) -> None:
     vars(model)[EMPTY] = copy.deepcopy(model, empty)  # tied weights stay tied
     for block in _blocks(inner):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if learns else True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if trained else True)
     vars(inner)[MANAGED] = True
     if hasattr(model, "generate"):  # which calls inner modules: PEFT's model, an encoder
         register_fsdp_forward_method(model, "generate")
@@ -53,7 +53,7 @@ def shard_distiller(distiller: Distiller, device: torch.device) -> None:
     """`shard` student, teacher and the method's parameters."""
     shard(distiller.student, device)
     if distiller.teachers.live:
-        shard(distiller.teacher, device, learns=False)
+        shard(distiller.teacher, device, trained=False)
     else:  # cached outputs
         distiller.teacher.to(device)
     distiller.method.to(device)

@@ -227,8 +227,8 @@ class StepTrainer(DistillationTrainer):
         own = self.on_policy is not None and self.on_policy.at(step)
         # Generated text is no label.
         method.left_out = frozenset({"task"} if own else ())
-        place = np.random.SeedSequence((self.args.seed, step))
-        (seed,) = place.generate_state(1, np.uint64).tolist()
+        sequence = np.random.SeedSequence((self.args.seed, step))
+        (seed,) = sequence.generate_state(1, np.uint64).tolist()
         for batch in batches:
             if not (own and len(batch["input_ids"])):
                 yield batch

@@ -65,15 +65,15 @@ def named(name: str | None) -> "type[Task]":
         return importlib.import_module(f"{__name__}.{module}").TASK
     if "" not in sys.path:
         sys.path.append("")  # the console script, unlike python -m, does not have it
-    place, _, wanted = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(place), wanted, None)
+        found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         raise InputError(f"--task {name}: {error}") from error
     from fastkd.train.tasks.base import Task
 
     if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise InputError(f"--task {name}: {place} has no Task called {wanted!r}")
+        raise InputError(f"--task {name}: {module} has no Task called {attribute!r}")
     return found
 
 

@@ -68,10 +68,10 @@ def _squad(path: Path, option: str, header: bool, blank: bool) -> files.Records:
     for a, article in enumerate(_objects(found, "data", str(path))):
         where = f"{path}, data[{a}]"
         for p, paragraph in enumerate(_objects(article, "paragraphs", where)):
-            place = f"{where}.paragraphs[{p}]"
-            for record in _objects(paragraph, "qas", place):
+            prefix = f"{where}.paragraphs[{p}]"
+            for record in _objects(paragraph, "qas", prefix):
                 number += 1
-                yield number, {**record, CONTEXT: field(paragraph, CONTEXT, place)}
+                yield number, {**record, CONTEXT: field(paragraph, CONTEXT, prefix)}
 
 
 def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
