@@ -200,6 +200,30 @@ class EvaluateSettings(AnswerSettings):
 
 
 @dataclass(kw_only=True)
+class AugmentSettings(ColumnOptions):
+    data: Path = option(..., "File of labelled rows: .tsv, .csv, .json, .jsonl or .parquet.")
+    task: str | None = option(
+        None, "A GLUE task (for the columns of its files), classification, or regression."
+    )
+    mlm: str = option(..., "Masked language model: a directory or a hub name.")
+    times: int = option(20, "Number of copies of each row.", least=1)
+    probability: float = option(0.4, "Probability of a word's replacement.", least=0, most=1)
+    candidates: int = option(15, "Number of words that a replacement is drawn from.", least=1)
+    out: Path = option(..., "Output file: .tsv.", saved=False)
+    overwrite: bool = option(False, "Replace an existing --out.", saved=False)
+    batch_size: int = option(32, "Masked texts of a forward pass.", least=1, saved=False)
+    seed: int = seed()
+    device: str = device()
+    trust_remote_code: bool = remote_code()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        tasks.check(self.task)
+        if self.out.suffix != ".tsv":
+            raise InputError(f"--out {self.out}: the result is a .tsv file; name it so")
+
+
+@dataclass(kw_only=True)
 class ExportSettings(Checked):
     model: str = option(..., "Model: a directory, such as a student's, or a hub name.")
     out: Path | None = option(

@@ -118,6 +118,19 @@ COMMANDS = {
         "cli.verify_command.verify",
         alone=True,
     ),
+    "augment": Command(
+        """Add copies of each row with some words replaced by a masked language model (TinyBERT's).
+
+    For example:
+
+        fastkd augment --data RTE/train.tsv --task rte --mlm bert-base-uncased --out aug.tsv
+    """,
+        "cli.command_settings.AugmentSettings",
+        "cli.augment_command.run",
+        ANSWERING,
+        alone=True,
+        after_stop=AGAIN,
+    ),
     "demo": Command(
         "Distil a real teacher with every method, offline, in a few minutes.",
         "cli.command_settings.DemoSettings",
