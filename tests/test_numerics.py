@@ -13,8 +13,8 @@ import fastkd
 from fastkd._core import allocation, extension
 from fastkd._core.numerics import times_upstream
 from fastkd._core.registry import LOSSES
-from fastkd.distill.spans import Spans
 from fastkd.models.outputs import Outputs
+from fastkd.models.spans import Spans
 from tests.support.compare import relative_error, values_and_grads
 
 FUNCTIONS = {

@@ -19,15 +19,11 @@ from fastkd.analysis.similarity_measures import (
     svcca,
 )
 from fastkd.distributed import Group, world_size
-from fastkd.models.inputs import (
-    IGNORED,
-    Batches,
-    arguments_of,
-    frames_mask,
-    in_eval_mode,
-    pad_right,
-    reads_last_token,
-)
+from fastkd.models.backbone import Backbone, Model
+from fastkd.models.batch import NOT_INPUTS, Batch, all_layers, batch_of
+from fastkd.models.blocks import backbone_of
+from fastkd.models.inputs import IGNORED, Batches, in_eval_mode
+from fastkd.models.outputs import Outputs, pooled_rows
 
 Pool = Literal["cls", "mean"]
 
@@ -54,9 +50,11 @@ def layer_similarity(
     four to five times as long.
 
     Args:
-        model: any transformers model with hidden states, with or without a head.
-        batches: dicts of model inputs; ``attention_mask`` (B, N), if present, marks real tokens.
-            Tensors are moved to the model's device; ``labels`` are left out.
+        model: a transformers model with one stack of blocks, with or without a head, or
+            `fastkd.distill.Blocks`.
+        batches: dicts of arguments as a `fastkd.distill.Distiller` reads them. ``attention_mask``
+            (B, N), if present, marks real tokens. Packed rows are read document by document.
+            ``labels`` only make the decoder's inputs of an encoder-decoder.
         measures: "svcca", "pwcca", "cca", "cka", "unbiased_cka".
         other: a second model that reads the same tokens, for example a student; of any sizes.
         variance: fraction of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
@@ -65,12 +63,14 @@ def layer_similarity(
 
     Returns:
         A matrix for each measure, float64 on the CPU: (L+1, L+1), or (L+1, L_other+1); row 0 is the
-        embeddings' output. PWCCA takes its weights from the row's layer, unless the column's rank
-        is lower.
+        input of the first block. PWCCA takes its weights from the row's layer, unless the column's
+        rank is lower.
 
     Raises:
-        ValueError: fewer than two real tokens (four for the unbiased CKA), no hidden states, values
-            that are not finite, or an unknown measure.
+        ValueError: fewer than two real tokens (four for the unbiased CKA), no list of blocks, rows
+            of several documents that the model reads as one, values that are not finite, or an
+            unknown measure.
+        TypeError: no transformers model, or an input that the model doesn't take.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -209,7 +209,7 @@ class IntraClassSums:
     """Sums of unit vectors for each class and layer, for M_ICS.
 
     M_ICS = (1/N) Σ_c ‖Σ_{i in c} s_i/‖s_i‖‖² / N_c (intra-class KNN, section 2). A sample has one
-    row in each layer: its first or last real token, or the mean of its real tokens.
+    row in each layer: the token that a classification head reads, or the mean of its real tokens.
     """
 
     def __init__(self, pool: Pool = "cls") -> None:
@@ -222,29 +222,27 @@ class IntraClassSums:
         self.counts: dict[int, int] = {}
         self.sums: dict[int, list[Tensor]] = {}
 
-    def update(
-        self, hidden: Sequence[Tensor], mask: Tensor, labels: Tensor, last: bool = False
-    ) -> None:
-        """Add a batch: hidden states (B, N, D_l), mask (B, N), labels (B,).
+    def update(self, outputs: Outputs, mask: Tensor, labels: Tensor, model: Model) -> None:
+        """Add a batch of ``model``: hidden states (B, N, D_l) in outputs, mask (B, N), labels (B,).
 
-        "cls" pools the first real token, or with ``last`` the last.
+        Every row starts at position 0.
         """
         if labels.dim() != 1 or labels.is_floating_point():
             raise ValueError(
                 "labels must be integers (B,), one for each sample, got "
                 f"{labels.dtype} of shape {tuple(labels.shape)}"
             )
-        mask, labels = mask.bool().cpu(), labels.cpu()
+        if len(labels) != len(mask):
+            raise ValueError(
+                f"labels must be one for each sample, got {len(labels)} for {len(mask)} samples "
+                "(packed documents and the choices of a question are samples too)"
+            )
+        mask, labels = mask.cpu(), labels.cpu()
         labelled = mask.any(1) & (labels != IGNORED)
         rows: list[Tensor] = []
-        positions = torch.arange(mask.shape[1], device=mask.device) if last else 1
-        token = (mask * positions).argmax(1)
-        for x in hidden:
-            x = x.cpu().double()
-            if self.pool == "cls":
-                pooled = x[torch.arange(len(x), device=x.device), token]
-            else:
-                pooled = x.masked_fill(~mask[..., None], 0).sum(1)  # has the mean's direction
+        for layer in sorted(outputs.hidden):
+            x = outputs.hidden[layer].cpu().double()
+            pooled = pooled_rows(self.pool, model, x, mask, outputs.sentence)
             rows.append(nn.functional.normalize(pooled, dim=1))
         for label in labels[labelled].unique().tolist():
             chosen = labelled & (labels == label)
@@ -292,7 +290,7 @@ def layer_intra_class_similarity(
         (L+1,) float64 on the CPU; entry 0 is the embeddings' output.
 
     Raises:
-        ValueError: no labelled samples, no hidden states, or values that are not finite.
+        ValueError: no labelled samples, no list of blocks, or values that are not finite.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -341,22 +339,26 @@ def stream(
 
     Returns the moments, with ``gather`` of all processes, and the number of layers of each model.
     """
+    backbones = [backbone_of(model, "model") for model in models]
     counts: list[int] = []
     waiting: list[list[Tensor]] = []  # rows are added in large blocks, which is faster
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for model in models:
             stack.enter_context(in_eval_mode(model))
-        for batch in batches:
-            labels = batch.get("labels")
+        for given in batches:
             tokens: list[Tensor] = []
             counts = []
-            for number, model in enumerate(models):
-                hidden, mask = _hidden_states(model, batch, others=number > 0)
-                if number < len(classes) and labels is not None:
-                    last = reads_last_token(getattr(model, "config", None))
-                    classes[number].update(hidden, mask, labels, last)
-                tokens += [x[mask] for x in hidden]
+            for number, backbone in enumerate(backbones):
+                batch = batch_of(backbone, _known(backbone, given) if number else given, "model")
+                outputs = all_layers(backbone, batch)
+                mask = _real_tokens(outputs, batch)
+                if number < len(classes) and given.get("labels") is not None:
+                    classes[number].update(outputs, mask, given["labels"], backbone)
+                # mps has no float64.
+                hidden = [outputs.hidden[layer] for layer in sorted(outputs.hidden)]
+                hidden = [x.cpu() if x.device.type == "mps" else x for x in hidden]
+                tokens += [x[mask.to(x.device)] for x in hidden]
                 counts.append(len(hidden))
                 if len(tokens[-1]) != len(tokens[0]):
                     raise ValueError(
@@ -392,40 +394,22 @@ def gathered(
     return moments, max(part[0] for part in parts)  # a process may have had no batch
 
 
-def _hidden_states(
-    model: nn.Module, batch: Mapping[str, Any], others: bool
-) -> tuple[list[Tensor], Tensor]:
-    """Hidden states (B, N, D_l), embeddings first, and the mask (B, N) of real tokens.
-
-    An encoder-decoder gives its decoder's. With ``others``, inputs unknown to this model are left
-    out: they are for the first model.
-    """
-    device = next((p.device for p in model.parameters()), None)  # else inputs stay where they are
-    known = arguments_of(model)
-    inputs = {
-        name: value.to(device) if device and isinstance(value, Tensor) else value
-        for name, value in batch.items()
-        if name != "labels" and (name in known or not others)
+def _known(backbone: Backbone, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` without the inputs that only the first model accepts."""
+    return {
+        name: x for name, x in given.items() if name in backbone.known_inputs or name in NOT_INPUTS
     }
-    inputs = pad_right(pad_right(inputs)[0], "decoder_")[0]
-    output = model(**inputs, output_hidden_states=True)
-    own = "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
-    hidden = getattr(output, "decoder_hidden_states", getattr(output, "hidden_states", None))
-    if hidden is None:
-        raise ValueError(
-            f"model: {type(model).__name__} returns no hidden_states; pass an encoder or a decoder"
-        )
-    # mps has no float64.
-    hidden = [x.cpu() if x.device.type == "mps" else x for x in hidden]
-    mask = inputs.get("decoder_attention_mask" if own else "attention_mask")
-    mask = frames_mask(model, inputs, mask)
+
+
+def _real_tokens(outputs: Outputs, batch: Batch) -> Tensor:
+    """Mask (B, N) of the real tokens of the hidden states."""
+    first = outputs.hidden[0]
+    shape, mask = first.shape[:2], batch.feature_mask
     if mask is None:
-        return hidden, torch.ones(hidden[0].shape[:2], dtype=torch.bool, device=hidden[0].device)
-    mask = mask.flatten(0, -2) if mask.dim() == 3 else mask  # the choices of a question are rows
-    for i, x in enumerate(hidden):
-        if mask.dim() != 2 or x.shape[:2] != mask.shape:
-            raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)} but layer {i} has "
-                f"{tuple(x.shape[:2])} tokens"
-            )
-    return hidden, mask.bool().to(hidden[0].device)
+        return torch.ones(shape, dtype=torch.bool, device=first.device)
+    if mask.shape != shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} but the layers have {tuple(shape)} "
+            "tokens; pass a mask of the model's own tokens"
+        )
+    return mask.to(first.device)

@@ -32,7 +32,8 @@ from fastkd.analysis.similarity_measures import Measure, matrix, moments_for
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.cli.display import RichDisplay, say
 from fastkd.distributed import world_size
-from fastkd.models.inputs import accepted
+from fastkd.models.backbone import Backbone
+from fastkd.models.batch import all_layers, batch_of
 from fastkd.models.student import student_from_teacher
 from fastkd.train import processes, tasks
 from fastkd.train.computation import choose_device
@@ -296,10 +297,10 @@ def draw_sentence(
     batch = tokenizer(sentence, truncation=True, max_length=max_length, return_tensors="pt")
     features = {}
     for name, model in models.items():
-        inputs = {key: x.to(next(model.parameters()).device) for key, x in batch.items()}
+        backbone = Backbone(model.eval())
         with torch.no_grad():
-            output = model.eval()(**accepted(model, inputs), output_hidden_states=True)
-        features[name] = output.hidden_states[-1][0]
+            outputs = all_layers(backbone, batch_of(backbone, backbone.readable(batch), name))
+        features[name] = outputs.hidden[backbone.num_layers][0]
     tokens = tokenizer.convert_ids_to_tokens(batch["input_ids"][0])
     report["sentence"] = {"text": sentence, "tokens": tokens}
     for name, x in features.items():

@@ -182,18 +182,10 @@ def concatenate(steps: list[Step], items: ItemCounts) -> Step:
     length = max(step.length for step in steps)
     steps = [step.padded(length) for step in steps]
     first = steps[0]
-    joined_outputs = []
-    for side in ("student", "teacher"):
-        features: list[list[Tensor]] = []
-        for step in steps:
-            features.append(getattr(step, side).all_features())
-        joined = iter([torch.cat(parts) for parts in zip(*features, strict=True)])
-        outputs = getattr(first, side)
-        joined_outputs.append(outputs.features(lambda x, tokens, joined=joined: next(joined)))
     return dataclasses.replace(
         first,
-        student=joined_outputs[0],
-        teacher=joined_outputs[1],
+        student=first.student.joined([step.student for step in steps[1:]]),
+        teacher=first.teacher.joined([step.teacher for step in steps[1:]]),
         mask=torch.cat([step.real for step in steps]) if length else None,
         labels=_joined_labels([step.labels for step in steps]),
         token_mask=None,

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from fastkd._core.atomic_files import create_file, write_file
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd.distill.batch import Batch
 from fastkd.distill.method import Method
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
 from fastkd.lm.heads import Head, LowRank
 from fastkd.lm.targets import TopK
 from fastkd.models.backbone import Backbone, Model, placed_for
+from fastkd.models.batch import Batch, with_sentence
 from fastkd.models.blocks import Blocks
 from fastkd.models.lm_head import HeadInputs
 from fastkd.models.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
@@ -59,6 +59,7 @@ class CachedModel(Model):
     def __init__(self, facts: dict[str, Any]) -> None:
         for name in FACTS:
             setattr(self, name, facts[name])
+        self.head_padding = facts.get("head_padding")
 
     def check_eager(self, method: str) -> None:
         raise ValueError(
@@ -595,8 +596,9 @@ class _Writer:
         found = {f"hidden.{layer}": outputs.hidden[layer] for layer in self.wanted["layers"]}
         if pool != "tokens":
             unpack = (lambda x: x) if batch.documents is None else batch.documents.unpack
+            at = with_sentence(outputs, self.teacher, batch.inputs, batch.documents).sentence
             for name, x in found.items():
-                found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask)
+                found[name] = pooled_rows(pool, self.teacher, unpack(x), batch.feature_mask, at)
         if outputs.top_k is not None:
             found |= zip(TOP_K, (outputs.top_k.ids.int(), outputs.top_k.log_probs), strict=True)
         elif head_inputs is not None and top:
@@ -687,6 +689,8 @@ def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
 def _facts(teacher: Backbone) -> dict[str, Any]:
     unknown = () if teacher.sizes else ("num_layers", "hidden_size")
     facts = {name: None if name in unknown else getattr(teacher, name) for name in FACTS}
+    if teacher.head_padding is not None:
+        facts["head_padding"] = teacher.head_padding
     kept = (REGRESSION, MULTI_LABEL)  # classification is set by transformers at the first labels
     return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 

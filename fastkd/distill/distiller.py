@@ -13,16 +13,16 @@ from fastkd._core.checks import check_fraction
 from fastkd._core.numerics import autocast_off
 from fastkd._core.warn import warn_caller
 from fastkd.distill.accumulation import WholeBatch, accumulate
-from fastkd.distill.batch import Batch, put_back
 from fastkd.distill.batch_reader import BatchReader
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.perturbation import perturbed_embeddings, unit_gradients
 from fastkd.distill.step import ItemCounts, Step
-from fastkd.distill.teachers import Teachers, as_teacher, batch_outputs
+from fastkd.distill.teachers import Teachers, as_teacher
 from fastkd.distributed import InGroup, ranks_of
 from fastkd.lm.soft_targets import Unmatched
+from fastkd.models.batch import Batch, batch_outputs, put_back
 from fastkd.models.blocks import Blocks, backbone_of
 from fastkd.models.inputs import Batches
 from fastkd.models.outputs import HeadOutput, Outputs

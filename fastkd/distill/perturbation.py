@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fastkd._core.numerics import upcast, zero_padding
-from fastkd.distill.batch import Batch
 from fastkd.distributed import Ranks
 from fastkd.models.backbone import Backbone
+from fastkd.models.batch import Batch
 from fastkd.models.hooks import replaced_embeddings
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd.distill.spans import Spans
 from fastkd.distributed import Ranks
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
+from fastkd.models.spans import Spans
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Step:
             # A cache, or a teacher with inputs of its own, returns pooled rows already.
             if outputs.pooled or (outputs.spans and pool == "cls"):
                 return hidden[:, 0]
-            return pooled_rows(pool, model, hidden, self.mask)
+            return pooled_rows(pool, model, hidden, self.mask, outputs.sentence)
 
         return [
             rows(self.student, self.student_model, student),

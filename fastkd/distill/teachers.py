@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastkd._core.checks import check_choice
-from fastkd.distill.batch import Batch
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.ema import EMATeacher
 from fastkd.distill.method import Method
@@ -16,14 +15,13 @@ from fastkd.distill.several import EnsembleModel, Several
 from fastkd.lm.soft_targets import UNMATCHED, Unmatched
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.models.backbone import Backbone, Model, placed_for
+from fastkd.models.batch import Batch, batch_outputs, with_sentence
 from fastkd.models.blocks import backbone_of
 from fastkd.models.inputs import Batches, in_eval_mode
 from fastkd.models.outputs import (
     EnsembleOutputs,
     HeadOutput,
-    LayerRequest,
     Outputs,
-    model_outputs,
     pooled_rows,
 )
 
@@ -144,7 +142,10 @@ class Teacher:
             return batch.spans.pool(outputs, 1, model, own.feature_mask)
         pool, mask = method.teacher_pool, own.feature_mask
         if not outputs.pooled:
-            outputs = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask)[:, None])
+            at = outputs.sentence
+            outputs = outputs.features(
+                lambda x, tokens: pooled_rows(pool, model, x, mask, at)[:, None]
+            )
         return dataclasses.replace(outputs, pooled=True)
 
 
@@ -183,9 +184,10 @@ class SourceTeacher(Teacher):
 
     def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
         own = batch.teacher or batch
-        return self.compared(
-            self.module.outputs(own, teacher_request(method), batch.device), batch, method
-        )
+        outputs = self.module.outputs(own, teacher_request(method), batch.device)
+        if not outputs.pooled:
+            outputs = with_sentence(outputs, self.model, own.inputs, own.documents)
+        return self.compared(outputs, batch, method)
 
 
 class CachedTeacher(SourceTeacher):
@@ -311,30 +313,3 @@ def _teacher_of(module: Any) -> Teacher:
     if isinstance(module, TeacherCache):
         return CachedTeacher(module)
     return SourceTeacher(module) if isinstance(module, OutputSource) else Teacher(module)
-
-
-def batch_outputs(
-    backbone: Backbone,
-    inputs: dict[str, Any],
-    request: LayerRequest,
-    batch: Batch,
-    head: HeadOutput = "logits",
-) -> Outputs:
-    """Outputs of a model on a batch, each document of packed rows in a row of its own."""
-    if batch.empty:
-        return model_outputs(backbone, _one_row(inputs), request, head).rows(0)
-    outputs = model_outputs(backbone, inputs, request, head)
-    return outputs if batch.documents is None else batch.documents.unpack_outputs(outputs)
-
-
-def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of one row of zeros, without padding, in place of an empty batch.
-
-    Models can't run on no rows, and data-parallel training needs every parameter in the loss.
-    """
-    row = dict(inputs)
-    for name, x in inputs.items():
-        if isinstance(x, torch.Tensor) and x.dim() and not len(x):
-            shape = [1, *(max(1, size) for size in x.shape[1:])]
-            row[name] = x.new_ones(shape) if "mask" in name else x.new_zeros(shape)
-    return row

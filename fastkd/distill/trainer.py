@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
 from fastkd._core.warn import warn_caller
-from fastkd.distill.batch import put_back, split_inputs
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.labelled_order import LABELLED_SHARE, LabelledOrder, has_label
 from fastkd.distill.method import Method
+from fastkd.models.batch import put_back, split_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,10 +23,9 @@ from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from fastkd.distill.batch import find_documents
-from fastkd.distill.batch_reader import MixedDocuments
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.ema import averaging_teachers
+from fastkd.models.documents import MixedDocuments, find_documents
 from fastkd.models.inputs import IGNORED, rotate
 
 __all__ = ["Check", "table", "verify"]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd.distill.batch import Batch
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distill.teachers import OutputSource
@@ -23,6 +22,7 @@ from fastkd.integrations import sglang, vllm
 from fastkd.lm.heads import Head
 from fastkd.lm.targets import TopK
 from fastkd.models.backbone import Model
+from fastkd.models.batch import Batch
 from fastkd.models.lm_head import HeadInputs
 from fastkd.models.outputs import Outputs
 

@@ -38,6 +38,9 @@ class Model:
     output_size: int | None
     per_token: bool
     sentence_last: bool
+    #: Id that a decoder's head for whole rows takes for padding: the head reads the last token of
+    #: another id, with −1 the last position. None if the head reads another token, or is unknown.
+    head_padding: int | None = None
     #: transformers' ``problem_type``; None if neither the model nor its configuration has one.
     problem: str | None = None
     #: Whether the model is an encoder-decoder that generates tokens.
@@ -60,19 +63,37 @@ class Model:
         """Number and width of the layers; empty if the layers can't be compared."""
         return (self.num_layers, self.hidden_size)
 
-    def sentence_token(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    def sentence_token(
+        self, hidden: Tensor, mask: Tensor | None, position: Tensor | None = None
+    ) -> Tensor:
         """The token (B, D) that the classification head reads, from hidden states (B, N, D).
 
-        The first token in encoders; the last real token in decoders and XLNet, with padding on
+        The first token in encoders. In decoders and XLNet the token at ``position`` (B,), where
+        the head's own rule is known (`head_tokens`), or else the last real token, with padding on
         either side.
         """
         if not self.sentence_last:
             return hidden[:, 0]
-        if mask is None:
-            return hidden[:, -1]
-        positions = torch.arange(hidden.shape[1], device=hidden.device)
-        last = (positions * mask).argmax(-1)  # (B,)
-        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
+        if position is None:
+            if mask is None:
+                return hidden[:, -1]
+            position = last_of(mask)
+        index = position.to(hidden.device)[:, None, None].expand(-1, 1, hidden.shape[2])
+        return hidden.gather(1, index).squeeze(1)
+
+    def head_tokens(self, batch: dict[str, Any]) -> Tensor | None:
+        """Mask (B, N) of the tokens of which a head for whole rows reads the last one.
+
+        None if the head reads the last real token, or the first.
+        """
+        tokens = batch.get("input_ids")
+        if self.head_padding is None:
+            return None
+        if isinstance(tokens, Tensor):
+            return tokens.flatten(0, -2) != self.head_padding
+        # Without ids no padding is recognised.
+        given = batch.get("inputs_embeds")
+        return torch.ones_like(given[..., 0], dtype=torch.bool) if given is not None else None
 
     def check_eager(self, method: str) -> None:
         """Raise unless the model computes attention maps."""
@@ -84,8 +105,11 @@ class Backbone(Model):
     In an encoder-decoder the blocks are the decoder's.
 
     Layer 0 is the input of the first block and layer l the output of block l. The last layer is
-    the input of the head (after a final norm, before a projection to the head's size). This is the
-    numbering of transformers' ``hidden_states``.
+    the input of the head (after a final norm, before a projection to the head's size).
+
+    transformers numbers its ``hidden_states`` alike, with exceptions: those of Mamba, Falcon-Mamba
+    and Mamba2 begin with the output of block 1, and the last ones of ViT, of Wav2Vec2 with
+    ``do_stable_layer_norm`` and of opt-350m are not the head's input.
     """
 
     #: Whether the model can return its hidden states.
@@ -147,6 +171,10 @@ class Backbone(Model):
                 self.problem = "regression"
         self.num_tokens = self._table_rows()
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
+        if self.has_head_of_rows and self.sentence_last and not self.encoder_decoder:
+            padding = config.get_text_config().pad_token_id
+            whole = padding is None or config.model_type == "xlnet"
+            self.head_padding = -1 if whole else padding
         self.causal = predicts_next_token(inner)
         # Hooks on blocks don't run in compiled code, or if a model calls block.forward.
         self.compiled = (
@@ -268,10 +296,9 @@ class Backbone(Model):
         """
         if getattr(self.config, "model_type", None) == "xlnet":
             return True
-        if not (self.has_head_of_rows and self.sentence_last) or self.encoder_decoder:
+        if self.head_padding is None:
             return False
-        padding = self.config.get_text_config().pad_token_id
-        return batch.get("input_ids") is None or padding is None
+        return batch.get("input_ids") is None or self.head_padding == -1
 
     def takes(self, argument: str) -> bool:
         """Whether the model, or its base model, has an argument of this name, not only **kwargs."""
@@ -358,6 +385,11 @@ class Backbone(Model):
                 f'{self._name} with attn_implementation="eager", or call '
                 f'{self._name}.set_attn_implementation("eager")'
             )
+
+
+def last_of(mask: Tensor) -> Tensor:
+    """Position (B,) of the last True of each row (B, N)."""
+    return (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(-1)
 
 
 def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +64,9 @@ class Outputs:
     head_inputs: HeadInputs | None = None
     top_k: TopK | None = None  # of a cached teacher (B, N, K), in place of head inputs
     router: Tensor | None = None  # load-balancing loss of a mixture of experts
+    # Position (B,) of the token that a decoder's head for whole rows reads; None if that is the
+    # last real token, or the first.
+    sentence: Tensor | None = None
 
     def to(self, device: torch.device) -> "Outputs":
         """The outputs on another device."""
@@ -72,7 +75,8 @@ class Outputs:
         head = moved.head_inputs
         if head is not None:
             head = HeadInputs(head.states, head.head.map(lambda x: x.to(device)))
-        return dataclasses.replace(moved, head_inputs=head)
+        sentence = None if self.sentence is None else self.sentence.to(device)
+        return dataclasses.replace(moved, head_inputs=head, sentence=sentence)
 
     def without_logits(self) -> "Outputs":
         """The outputs that terms on features read."""
@@ -80,7 +84,9 @@ class Outputs:
 
     def rows(self, count: int) -> "Outputs":
         """The outputs of the first ``count`` samples."""
-        return self.features(lambda x, tokens: x[:count]).predictions(lambda x: x[:count])
+        first = self.features(lambda x, tokens: x[:count]).predictions(lambda x: x[:count])
+        sentence = None if self.sentence is None else self.sentence[:count]
+        return dataclasses.replace(first, sentence=sentence)
 
     def predictions(self, change: Callable[[Tensor], Tensor]) -> "Outputs":
         """The outputs with ``change`` applied to the logits, the head's inputs and the top k."""
@@ -108,6 +114,18 @@ class Outputs:
         """Every feature, in the order of `features`."""
         qkv = [x for layer in self.qkv.values() for x in layer]
         return [*self.hidden.values(), *self.attentions.values(), *qkv]
+
+    def joined(self, others: "Sequence[Outputs]") -> "Outputs":
+        """The outputs with the features of ``others``, of the same layers, as further samples."""
+        rows = zip(*(each.all_features() for each in (self, *others)), strict=True)
+        features = iter([torch.cat(parts) for parts in rows])
+        sentence = self.sentence
+        if sentence is not None:
+            sentence = torch.cat(
+                [sentence, *(x.sentence for x in others if x.sentence is not None)]
+            )
+        joined = self.features(lambda x, tokens: next(features))
+        return dataclasses.replace(joined, sentence=sentence)
 
     def padded(self, more: int) -> "Outputs":
         """The outputs with ``more`` tokens of zeros appended."""
@@ -305,12 +323,22 @@ class EnsembleOutputs(Outputs):
     def features(self, change: Callable[[Tensor, int], Tensor]) -> "Outputs":
         return self._each(lambda part: part.features(change))
 
+    def joined(self, others: Sequence[Outputs]) -> "Outputs":
+        each = zip(self.parts, *(other.parts for other in others), strict=True)  # type: ignore[attr-defined]
+        parts = tuple(first.joined(rest) for first, *rest in each)
+        return dataclasses.replace(self, parts=parts)
+
     def padded(self, more: int) -> "Outputs":
         return self._each(lambda part: part.padded(more))
 
 
-def pooled_rows(pool: str, model: Model, hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """One row per sample (B, D) from hidden states (B, N, D): the "cls" token or the "mean"."""
+def pooled_rows(
+    pool: str, model: Model, hidden: Tensor, mask: Tensor | None, sentence: Tensor | None = None
+) -> Tensor:
+    """One row per sample (B, D) from hidden states (B, N, D): the "cls" token or the "mean".
+
+    ``sentence`` (B,) is the position of the "cls" token; see `Outputs`.
+    """
     if pool == "mean":
         return pool_tokens(hidden, mask, "mean")
-    return model.sentence_token(hidden, mask)
+    return model.sentence_token(hidden, mask, sentence)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from fastkd.distill.batch import split_inputs
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.integrations.served_teacher import ServedTeacher
+from fastkd.models.batch import split_inputs
 from fastkd.train import processes
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
 from fastkd.train.saving import saving

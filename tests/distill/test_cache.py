@@ -23,8 +23,8 @@ from fastkd.distill import (
     student_from_teacher,
 )
 from fastkd.distill import cache as cache_module
-from fastkd.distill.batch_reader import MixedDocuments
 from fastkd.lm.heads import output_layer
+from fastkd.models.documents import MixedDocuments
 from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.processes import run_ranks

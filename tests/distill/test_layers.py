@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2LMHeadModel
 
 from fastkd.analysis import adjacent_layer_cca
-from fastkd.distill import layer_map, select_layers
+from fastkd.distill import MC3KD, Distiller, layer_map, select_layers, student_from_teacher
 from fastkd.models.layer_map import check_layers, resolve_layers
-from tests.distill.models import batch, classifier
+from tests.distill.models import batch, classifier, model
 
 
 def test_layer_map_is_table_3():
@@ -58,6 +59,33 @@ def test_select_layers_minimises_the_correlation_with_the_previous_layer():
     order = adjacent_layer_cca(teacher, batches).argsort() + 1
     for m in (1, 2, 3):
         assert select_layers(teacher, batches, m) == sorted(order[:m].tolist())
+
+
+def test_packed_rows_give_the_layers_of_their_documents():
+    """Teachers whose choice from whole rows is another one."""
+    differ = 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        teacher = model(GPT2LMHeadModel, "gpt2", layers=4).double()
+        documents = torch.randint(1, 60, (12, 5))
+        ids = documents.view(4, 15)
+        rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        positions = torch.arange(5).repeat(3).expand(4, 15)
+        segments = torch.arange(3).repeat_interleave(5).expand(4, 15)
+        expected = select_layers(teacher, [{"input_ids": documents}], 2)
+        own = {**rows, "position_ids": positions}
+        student = student_from_teacher(teacher, [2, 4])
+        for batches in (
+            [own],
+            [{**own, "segments": segments}],
+            [{f"teacher_{name}": x for name, x in own.items()} | own],
+        ):
+            distiller = Distiller(teacher, student, MC3KD(alpha=None))
+            distiller.prepare([{**batches[0], "labels": ids}])
+            assert distiller.method.teacher_layers == expected
+        assert select_layers(teacher, [own], 2) == expected
+        differ += select_layers(teacher, [rows], 2) != expected
+    assert differ
 
 
 def test_select_layers_wrong_arguments():

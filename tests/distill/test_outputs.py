@@ -4,12 +4,22 @@ import pytest
 import torch
 import transformers as t
 
+from fastkd.distill import Distiller, IntraClassKNN
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import capture, replaced_embeddings
-from fastkd.models.inputs import reads_last_token
+from fastkd.models.inputs import reads_last_token, rotate
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill import support
-from tests.distill.models import CONFIGS, FAMILIES, PADS_LEFT, batch_for, classifier, gradients_of
+from tests.distill.models import (
+    CONFIGS,
+    FAMILIES,
+    PAD,
+    PADS_LEFT,
+    batch,
+    batch_for,
+    classifier,
+    gradients_of,
+)
 from tests.distill.models import model as model_of
 
 
@@ -106,6 +116,46 @@ def test_sentence_token_is_read_by_the_head(family, left):
     read = through_head.abs().sum(-1) > 0
     assert torch.equal(read, through_token.abs().sum(-1) > 0)
     assert kept[4].shape == grabbed["hidden"].shape
+
+
+@pytest.mark.parametrize("kind", ["rows", "left", "parts", "cache", "embeddings"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_pooled_token_is_the_one_that_the_head_takes(family, kind, tmp_path):
+    """Padding is the end of the text: the head takes the last token before the ends."""
+    teacher, student = classifier(family).double(), classifier(family, layers=2).double()
+    data = batch(rows=8)
+    data["input_ids"][:, 3:][data["attention_mask"][:, 3:] == 0] = PAD
+    data["input_ids"][::3, 6] = PAD  # the end of a row's text
+    data["labels"] = torch.arange(8) % 2
+    read = {name: x for name, x in data.items() if name != "labels"}
+    seen = []
+
+    class Spy(IntraClassKNN):
+        def knn(self, step):
+            seen.append(step.pooled(self.pool, *step.last())[0])
+            return super().knn(step)
+
+    distiller = Distiller(teacher, student, Spy(alpha2=0, alpha3=0, pool="cls")).eval()
+    if kind == "left":
+        first = data["attention_mask"].sum(1, keepdim=True)
+        data = {name: rotate(x, first, 1) if x.dim() == 2 else x for name, x in data.items()}
+    elif kind == "embeddings":  # without ids the heads take the last position
+        data["attention_mask"][:] = 1
+        wte = torch.nn.Embedding(60, 16).double().requires_grad_(False)
+        read = {"inputs_embeds": wte(read["input_ids"]), "attention_mask": data["attention_mask"]}
+        data = {**read, "labels": data["labels"]}
+    elif kind == "cache":
+        cache = distiller.cache_teacher([data], tmp_path)
+        distiller = Distiller(cache, student, Spy(alpha2=0, alpha3=0, pool="cls")).eval()
+    if kind == "parts":
+        parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(3), slice(3, 8))]
+        list(distiller.accumulate(parts))
+    else:
+        distiller(**data)
+    for model, token in zip((student, teacher), seen[-1], strict=True):
+        with torch.no_grad():
+            expected = model(**read).logits
+        torch.testing.assert_close(model.score(token), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_without_a_mask_the_last_token_is_the_last_position():

@@ -1,5 +1,6 @@
 """One batch: inputs of student and teacher, token mask, documents of packed rows, and spans."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,60 +10,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastkd._core.numerics import values_readable
-from fastkd.distill.spans import Spans, single_tokens
-from fastkd.models.backbone import Backbone
+from fastkd.models.backbone import Backbone, Model, last_of, placed_for
+from fastkd.models.documents import Documents, check_apart, find_documents
 from fastkd.models.inputs import IGNORED, frames_mask, pad_right, rotate
-from fastkd.models.outputs import Outputs
+from fastkd.models.outputs import HeadOutput, LayerRequest, Outputs, model_outputs
+from fastkd.models.spans import Spans, single_tokens
 
 SPAN_LABELS = ("start_positions", "end_positions")
+# Arguments of a batch that no model reads.
+NOT_INPUTS = ("labels", "segments", "num_items", "loss_weights")
 # A decoder's own inputs.
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds")
-
-
-@dataclass
-class Documents:
-    """Tokens of S documents, each starting at position 0.
-
-    ``index`` (S, L) are the tokens' positions in the flattened batch (B·N), ``mask`` (S, L) marks
-    real tokens, ``document_ids`` (B, N) is the document of each token (S for padding).
-    """
-
-    index: Tensor
-    mask: Tensor
-    document_ids: Tensor
-    packed: bool
-
-    def unpack(self, x: Tensor) -> Tensor:
-        """Features (B, N, ...) as (S, L, ...)."""
-        rows = x.flatten(0, 1).index_select(0, self.index.flatten())
-        return rows.unflatten(0, self.index.shape)
-
-    def unpack_maps(self, x: Tensor) -> Tensor:
-        """Attention maps (B, H, N, N) as (S, H, L, L)."""
-        N = x.shape[-1]
-        rows = self.index[:, :, None] // N
-        queries, keys = self.index[:, :, None] % N, self.index[:, None, :] % N
-        return x.permute(0, 2, 3, 1)[rows, queries, keys].permute(0, 3, 1, 2)
-
-    def norms(self, x: Tensor) -> Tensor:
-        """Euclidean norm (B, N, 1) over the document of each token of ``x`` (B, N, D)."""
-        squares = x.square().sum(-1).flatten()
-        totals = squares.new_zeros(len(self.mask) + 1)
-        totals = totals.index_put((self.document_ids.flatten(),), squares, accumulate=True)
-        return totals.sqrt()[self.document_ids][..., None]
-
-    def unpack_outputs(self, outputs: Outputs) -> Outputs:
-        """Outputs whose features have each document in a row of its own."""
-
-        def unpack(x: Tensor, tokens: int) -> Tensor:
-            if tokens == 2:
-                return self.unpack_maps(x)
-            # Hidden states (B, N, D); queries, keys or values (B, H, N, D).
-            return (
-                self.unpack(x) if x.dim() == 3 else self.unpack(x.transpose(1, 2)).transpose(1, 2)
-            )
-
-        return outputs.features(unpack)
 
 
 @dataclass
@@ -204,6 +162,42 @@ class Batch:
         return self.documents.unpack(spans).masked_fill(~self.documents.mask, -1)
 
 
+def from_front(
+    model: Backbone, inputs: dict[str, Any], labels: Any
+) -> tuple[dict[str, Any], Any, Tensor | None]:
+    """Rotate labels that a decoder's inputs derive from to each row's first real label.
+
+    Returns inputs, labels and the position (B, 1) of the first real label, None if unchanged.
+    """
+    given = any(inputs.get(name) is not None for name in DECODER_TOKENS)
+    if not model.writes or given or not isinstance(labels, Tensor) or not len(labels):
+        return inputs, labels, None
+    known = labels != IGNORED
+    if values_readable(known) and bool(known[:, 0].all()):
+        return inputs, labels, None
+    first = known.to(torch.uint8).argmax(1, keepdim=True)
+    mask = inputs.get("decoder_attention_mask")
+    if mask is not None:
+        inputs = {**inputs, "decoder_attention_mask": rotate(mask, first, 1)}
+    return inputs, rotate(labels, first, 1), first
+
+
+def batch_of(model: Backbone, inputs: Mapping[str, Any], name: str) -> Batch:
+    """Batch of a model that runs by itself, whose head isn't read; ``name`` is its name in errors.
+
+    ``segments`` are document ids. ``labels`` give an encoder-decoder its decoder's inputs.
+    """
+    given = dict(inputs)
+    labels, segments, *_ = (given.pop(x, None) for x in NOT_INPUTS)
+    given, labels, first = from_front(model, given, labels)
+    given = model.with_decoder_inputs(given, labels)
+    batch = Batch.of(
+        given, labels, None, segments, first, student=model, readers=(), unmasks=model.shows_states
+    )
+    check_tokens(batch, "", [(name, model)])
+    return batch
+
+
 def split_inputs(
     batch: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor] | None]:
@@ -302,85 +296,73 @@ def decoder_tokens(
     return mask, (rows, length)
 
 
-def find_documents(
-    shape: tuple[int, int] | None,
-    mask: Tensor | None,
-    batch: dict[str, Any],
-    segments: Tensor | None,
-    *,
-    at_front: bool = False,
-) -> Documents | None:
-    """Documents of a (B, N) batch; None if each row is one document that starts at position 0.
+def check_tokens(batch: Batch, prefix: str, readers: Sequence[tuple[str, Backbone]]) -> None:
+    """Raise for ids outside a reader's vocabulary, and for packed rows that it can't read.
 
-    ``segments`` (B, N) are document ids. Without them the documents come from a padding-free
-    collator's ``seq_idx``, ``cu_seq_lens_q``, or ``position_ids`` that restart. With ``at_front``
-    no row has left padding.
+    ``readers``: models with their names in errors. Ids are not checked if reading them waits for
+    the device.
     """
-    if shape is None:
-        return None
-    if segments is None:
-        ends = batch.get("cu_seq_lens_q")
-        if isinstance(batch.get("seq_idx"), Tensor):
-            segments = batch["seq_idx"].expand(shape)
-        elif isinstance(ends, Tensor):
-            tokens = torch.arange(shape[0] * shape[1], device=ends.device, dtype=ends.dtype)
-            segments = torch.bucketize(tokens, ends, right=True).view(shape)
-    elif tuple(segments.shape) != shape:
-        raise ValueError(
-            f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
-        )
-    positions = batch.get("position_ids")
-    # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
-    if (
-        segments is None
-        and isinstance(positions, Tensor)
-        and (positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1])
-    ):
-        positions = positions.reshape(-1, shape[1]).expand(shape)
-    else:
-        positions = None  # none, or several per token (M-RoPE)
-    if segments is None and positions is None:
-        if mask is None or at_front:
-            return None
-        if not values_readable(mask):
-            return _moved_to_front(mask)
-        if bool(mask[:, 0].all()):
-            return None
-    sample = next(x for x in (segments, positions, mask) if x is not None)
-    real = torch.ones(shape, dtype=torch.bool, device=sample.device) if mask is None else mask
-    rows, columns = real.nonzero(as_tuple=True)
-    starts = torch.ones_like(rows, dtype=torch.bool)
-    starts[1:] = rows[1:] != rows[:-1]
-    first_of_row = starts.clone()
-    if segments is not None:
-        values = segments[rows, columns]
-        starts[1:] |= values[1:] != values[:-1]
-    elif positions is not None:
-        values = positions[rows, columns]
-        starts[1:] |= values[1:] <= values[:-1]
-    packed = bool((starts != first_of_row).any())
-    if not packed and not bool((columns[starts] > 0).any()):
-        return None
-    # With one document per row, document ids are row numbers, also for empty rows.
-    numbers = starts.cumsum(0) - 1 if packed else rows
-    offsets = columns - columns[starts][starts.cumsum(0) - 1]
-    size = (int(starts.sum()) if packed else shape[0], int(offsets.max()) + 1)
-    index = torch.zeros(size, dtype=torch.int64, device=sample.device)
-    index[numbers, offsets] = rows * shape[1] + columns
-    real_tokens = torch.zeros(size, dtype=torch.bool, device=sample.device)
-    real_tokens[numbers, offsets] = True
-    document_ids = torch.full(shape, size[0], dtype=torch.int64, device=sample.device)
-    document_ids[rows, columns] = numbers
-    return Documents(index, real_tokens, document_ids, packed)
+    ids, documents, largest = batch.inputs.get("input_ids"), batch.documents, -1
+    # Multimodal models may have image tokens beyond their vocabulary.
+    others = any(isinstance(x, Tensor) and x.is_floating_point() for x in batch.inputs.values())
+    if isinstance(ids, Tensor) and ids.numel() and not others and values_readable(ids):
+        largest = int(ids.max())
+    for name, model in readers:
+        if model.num_tokens is not None and largest >= model.num_tokens:
+            raise ValueError(
+                f"{prefix}input_ids: the id {largest} is not one of the {model.num_tokens} tokens "
+                f"of the {name} ({model.class_name}); pass ids of its own tokenizer"
+            )
+        if documents is not None and documents.packed:
+            inputs = placed_for(model.uncompiled, batch.model_inputs)
+            check_apart(model, name, inputs, documents)
 
 
-def _moved_to_front(mask: Tensor) -> Documents:
-    """Documents that start at each row's first real token, without reading the mask's values.
+def batch_outputs(
+    backbone: Backbone,
+    inputs: dict[str, Any],
+    request: LayerRequest,
+    batch: Batch,
+    head: HeadOutput = "logits",
+) -> Outputs:
+    """Outputs of a model on a batch, each document of packed rows in a row of its own."""
+    if batch.empty:
+        inputs = _one_row(inputs)
+        outputs = model_outputs(backbone, inputs, request, head)
+        return with_sentence(outputs, backbone, inputs, None).rows(0)
+    outputs = model_outputs(backbone, inputs, request, head)
+    if batch.documents is not None:
+        outputs = batch.documents.unpack_outputs(outputs)
+    return with_sentence(outputs, backbone, inputs, batch.documents)
 
-    Rows are rotated: each token has one place, so that no gradients are added up.
+
+def with_sentence(
+    outputs: Outputs, model: Model, inputs: dict[str, Any], documents: Documents | None
+) -> Outputs:
+    """Outputs with the positions of the tokens that a decoder's head for whole rows reads."""
+    tokens = model.head_tokens(inputs)
+    if tokens is None or (documents is not None and documents.packed):
+        return outputs
+    if documents is not None:
+        tokens = documents.unpack(tokens) & documents.mask
+    return dataclasses.replace(outputs, sentence=last_of(tokens))
+
+
+def all_layers(model: Backbone, batch: Batch) -> Outputs:
+    """Hidden states of every layer of a model, embeddings first; see `batch_outputs`."""
+    request = LayerRequest(tuple(range(model.num_layers + 1)))
+    inputs = placed_for(model.uncompiled, batch.model_inputs)
+    return batch_outputs(model, inputs, request, batch, "none")
+
+
+def _one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs of one row of zeros, without padding, in place of an empty batch.
+
+    Models can't run on no rows, and data-parallel training needs every parameter in the loss.
     """
-    B, N = mask.shape
-    rows = torch.arange(B, device=mask.device)[:, None]
-    first = mask.to(torch.uint8).argmax(1, keepdim=True)  # (B, 1), 0 where none is real
-    index = rows * N + (torch.arange(N, device=mask.device) + first) % N  # (B, N)
-    return Documents(index, mask.flatten()[index], torch.where(mask, rows, B), packed=False)
+    row = dict(inputs)
+    for name, x in inputs.items():
+        if isinstance(x, torch.Tensor) and x.dim() and not len(x):
+            shape = [1, *(max(1, size) for size in x.shape[1:])]
+            row[name] = x.new_ones(shape) if "mask" in name else x.new_zeros(shape)
+    return row
