@@ -33,7 +33,7 @@ OPTIONS = [
     for normalize in ("l2", "layer_norm", "softmax", "none")
     for distance in ("pearson", "mse", "kl")
 ]
-# The torch backend's (N, N) and (D, D) sides; Triton's groups in registers and in tiles.
+# Triton's groups in registers and in tiles.
 SIZES = (9, 140)
 MASKS = ("none", "full", "empty", "one", "alternating", "ragged", "random")
 
@@ -442,21 +442,22 @@ def test_float16_gradient_overflow_is_visible_to_grad_scaler(backend, device, me
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", [9, 32, 140])
 def test_gradient_of_identical_rows(backend, device, over, members):
-    """The gradient is 0: 1/eps must multiply differences of rows, not rows."""
+    """The gradient is 0: 1/eps must multiply differences of rows, not rows.
+
+    The reference, which PyTorch's backend computes in float64, multiplies the rounding of float64.
+    """
     B, N = shape_of(over, 2, members)
     student = features(1, 1, 24, dtype=torch.float32, device=device).expand(B, N, 24)
-    for D in (17, 300):  # products of features, and of rows
+    for D in (17, 300):
         teacher = features(B, N, D, dtype=torch.float32, device=device)
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert value.item() == pytest.approx(1)
-        assert grad.abs().max() < (1e-3 if backend == "triton" else 1e-8)
+        assert grad.abs().max() < {"triton": 1e-3, "torch": 1e-6, "cpp": 1e-8}[backend]
 
 
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm", "none"])
-@pytest.mark.parametrize("readable", [True, False])
-def test_value_of_identical_rows_of_documents(normalize, readable, monkeypatch):
+def test_value_of_identical_rows_of_documents(normalize):
     """Each row's mean is a sum of its own, which some processors round differently."""
-    monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: readable)
     student = features(1, 1, 24, dtype=torch.float32).expand(2, 32, 24)
     teacher, segments = features(2, 32, 17, dtype=torch.float32), torch.arange(64).view(2, 32) // 16
     value = relation_loss(student, teacher, normalize=normalize, segments=segments)
@@ -567,14 +568,12 @@ class TestSegments:
             segments[b, : len(numbers)] = torch.tensor(numbers)
         return torch.stack(rows), torch.stack(masks), segments
 
-    def both(self, loss, dtype, device, readable):
+    def both(self, loss, dtype, device):
         """Value and gradient of the documents, in separate rows and packed."""
         (student, teacher), mask = self.documents(8, 5, dtype=dtype, device=device)
         expected, dx = value_and_grad(loss, student, teacher, mask)
         packed_student, packed_mask, segments = self.packed(student, mask)
         packed_teacher, _, _ = self.packed(teacher, mask)
-        if not readable:
-            segments = segments.to(device)
         actual, packed_dx = value_and_grad(
             lambda *arguments: loss(*arguments, segments=segments),
             packed_student,
@@ -583,43 +582,35 @@ class TestSegments:
         )
         return (actual, packed_dx), (expected, self.packed(dx, mask)[0].nan_to_num())
 
-    @pytest.mark.parametrize(
-        ("option", "over", "readable"), every_two_meet(OPTIONS, OVER, [True, False]), ids=str
-    )
-    def test_equal_unpacked_rows(self, device, option, over, readable, monkeypatch):
+    @pytest.mark.parametrize(("option", "over"), every_two_meet(OPTIONS, OVER), ids=str)
+    def test_equal_unpacked_rows(self, device, option, over):
         normalize, distance = option
-        if not readable:
-            monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: False)
         options = {"over": over, "normalize": normalize, "distance": distance, "temperature": 0.7}
 
         def loss(*arguments, **kwargs):
             return relation_loss(*arguments, **kwargs, **options, backend="torch")
 
-        actual, expected = self.both(loss, torch.float64, device, readable)
+        actual, expected = self.both(loss, torch.float64, device)
         torch.testing.assert_close(actual[0], expected[0], rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(actual[1], expected[1], rtol=1e-10, atol=1e-12)
 
     def test_fcd_loss(self, backend, device):
-        actual, expected = self.both(
-            FCDLoss(0.3, 2.0, backend=backend), torch.float32, device, True
-        )
+        actual, expected = self.both(FCDLoss(0.3, 2.0, backend=backend), torch.float32, device)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
     def test_reference(self):
         for over in OVER:
             loss = functools.partial(relation_loss_ref, over=over)
-            actual, expected = self.both(loss, torch.float64, "cpu", True)
+            actual, expected = self.both(loss, torch.float64, "cpu")
             torch.testing.assert_close(actual, expected)
 
-    def test_in_a_graph(self, device):
-        loss = FCDLoss()
-        (student, teacher), mask = self.documents(8, 5, dtype=torch.float32, device=device)
+    def test_ids_that_can_not_be_read(self):
+        (student, teacher), mask = self.documents(8, 5, dtype=torch.float32)
         student, packed_mask, segments = self.packed(student, mask)
-        teacher, segments = self.packed(teacher, mask)[0], segments.to(device)
-        expected = value_and_grad(loss, student, teacher, packed_mask, segments=segments)
-        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-        actual = value_and_grad(compiled, student, teacher, packed_mask, segments=segments)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        teacher, _, _ = self.packed(teacher, mask)
+        compiled = torch.compile(FCDLoss(), fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="give each document a row of its own"):
+            compiled(student, teacher, packed_mask, segments=segments)
 
     def test_bad_segments(self):
         student = torch.randn(2, 5, 8)
@@ -677,13 +668,11 @@ class TestFCDLoss:
         where=lambda given: given["backend"] == "triton" and given["way"] == "compiled"
     )
     @pytest.mark.parametrize("way", ["plain", "segments", "compiled"])
-    def test_terms(self, backend, device, way, monkeypatch):
+    def test_terms(self, backend, device, way):
         """Terms equal the losses of single terms; loss and gradient equal those without terms."""
         given = {}
-        if way == "segments":  # values can't be read, so PyTorch only
-            monkeypatch.setattr("fastkd.losses.relation.values_readable", lambda x: False)
-            given = {"segments": torch.zeros(3, 9, dtype=torch.long, device=device)}
-            backend = "torch"
+        if way == "segments":
+            given = {"segments": torch.arange(27).view(3, 9) // 4}
         widths = (8, 13) if way == "compiled" else (8, 8, 13)
         students = [torch.randn(3, 9, d, device=device, requires_grad=True) for d in widths]
         teachers = [torch.randn(3, 9, 5, device=device) for _ in students]

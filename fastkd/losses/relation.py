@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -21,30 +22,19 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
-    autocast_off,
-    first_order_only,
     once_differentiable,
     reduced,
     saveable,
     upcast,
     values_readable,
     working_dtype,
-    zero_padding,
 )
 from fastkd._core.plans import planned
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
-from fastkd.losses.relation_products import (
-    SIZES_OF_ONE_GRAPH,
-    Options,
-    by_features,
-    feature_side_is_cheaper,
-    normalized,
-    paired_loss,
-    relation_term,
-)
 
 Over = Literal["tokens", "samples"]
 OVER = get_args(Over)
@@ -71,15 +61,27 @@ def relation_loss_ref(
     if segments is not None:
         pairs = [(student, teacher)]
         [(student, teacher)], mask, weights = _unpacked(pairs, mask, weights, segments)
-    F_s, F_t = upcast(student), upcast(teacher)  # (B, N, D)
     if mask is None:
-        mask = torch.ones(F_s.shape[:2], dtype=torch.bool, device=F_s.device)
-    mask = mask != 0
+        mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
+    if over == "samples":
+        student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.T
+    rows = upcast(student), upcast(teacher), mask != 0
+    gamma = _distances(normalize, distance, temperature, eps, *rows)
+    return reduced(gamma, mask.bool().sum(1) >= 2, "mean", weights)  # eqs. 8, 9
+
+
+def _distances(
+    normalize: str,
+    distance: str,
+    tau: float,
+    eps: float,
+    F_s: Tensor,
+    F_t: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """γ (G,) between the relations of the rows (G, N, D) of each group; 0 of fewer than two."""
     F_s, F_t = F_s.masked_fill(~mask[..., None], 0), F_t.masked_fill(~mask[..., None], 0)
     F_s, F_t = normalized(F_s, normalize), normalized(F_t, normalize)
-    if over == "samples":
-        F_s, F_t, mask = F_s.transpose(0, 1), F_t.transpose(0, 1), mask.transpose(0, 1)
-
     R_s = (F_s @ F_s.mT).flatten(1)  # eqs. 3, 4: (B, N·N), over samples (N, B·B)
     R_t = (F_t @ F_t.mT).flatten(1)
     pair = (mask[:, :, None] & mask[:, None, :]).flatten(1)
@@ -92,18 +94,24 @@ def relation_loss_ref(
     elif distance == "mse":  # eq. 13
         gamma = ((R_s - R_t) * pair).square().sum(1) / (2 * M)
     else:  # eq. 11
-        tau = temperature
         lowest = torch.finfo(R_s.dtype).min
         log_p_s = (R_s / tau).masked_fill(~pair, lowest).log_softmax(1)
         log_p_t = (R_t / tau).masked_fill(~pair, lowest).log_softmax(1)
         gamma = tau**2 * (log_p_t.exp() * (log_p_t - log_p_s) * pair).sum(1)
-
-    counts = mask.sum(1) >= 2  # one token alone has no relation
-    gamma = gamma.masked_fill(~counts, 0)
-    return reduced(gamma, counts, "mean", weights)  # eqs. 8, 9
+    return gamma.masked_fill(mask.sum(1) < 2, 0)  # one token alone has no relation
 
 
-@planned
+def normalized(x: Tensor, normalize: str) -> Tensor:
+    """Features (..., D), normalised for their relations (Table 4)."""
+    if normalize == "l2":
+        return F.normalize(x, dim=-1)
+    if normalize == "l2 of float16":  # which can't hold 1/1e-12, the gradient's factor at 0
+        return torch.where(x.detach().norm(dim=-1, keepdim=True) == 0, x, F.normalize(x, dim=-1))
+    if normalize == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:])
+    return x.softmax(-1) if normalize == "softmax" else x
+
+
 def relation_loss(
     student: Tensor,
     teacher: Tensor,
@@ -141,9 +149,8 @@ def relation_loss(
         temperature: τ of ``"kl"``.
         eps: added to the product of the two norms in Pearson's denominator, as in Figure 4.
         segments: (B, N) integers, document ids of the tokens where a row packs several documents:
-            the loss is that of one padded row per document. On the CPU or on the features' device.
-            On a GPU or in a graph the ids can't be read: they are compared in all pairs, which
-            takes N² numbers for each row, and (B·N)² over samples.
+            the loss is that of one padded row per document. On the CPU and outside of a graph:
+            elsewhere their values can't be read.
         weights: (B,) floating, factors of the samples' losses over tokens, of any sign and without
             gradient. A weight of 0 is no mask: the sample still counts in the average. With
             ``segments`` all documents of a row have its weight. Not over samples.
@@ -266,6 +273,19 @@ def _check_options(normalize: str, distance: str, temperature: float, eps: float
     check_number("eps", eps, above=0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options shared by all layer pairs of one call."""
+
+    tokens: float  # weight of relations between tokens, for each layer
+    samples: float  # weight of relations between samples
+    normalize: str = "l2"
+    distance: str = "pearson"
+    temperature: float = 10.0
+    eps: float = 1e-8
+    return_terms: bool = False  # the kernels compute the two terms only on request
+
+
 Pairs = Sequence[tuple[Tensor, Tensor]]  # student and teacher features of each layer
 
 
@@ -306,30 +326,19 @@ def _relations(
         _check_segments(segments, first)
     if options.tokens == options.samples == 0:  # a zero in the graph of the students
         segments = ranks = None
-    # Processes have different row lengths, so their ids can't be compared in all pairs.
-    if segments is not None and (ranks is not None or values_readable(segments)):
+    if segments is not None:
         pairs, mask, weights = _unpacked(pairs, mask, weights, segments)
-        segments = None
     if ranks is not None:
         return _across_ranks(pairs, mask, weights, options, backend, ranks)
 
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
-    unsupported = None
-    if segments is not None:
-        unsupported = "its kernels need segments on the CPU, outside of a graph"
     call = {"normalize": options.normalize, "distance": options.distance}
-    runs_on = backend_of(backend, "relation_loss", widest, unsupported, **call)
+    runs_on = backend_of(backend, "relation_loss", widest, **call)
     if runs_on == "triton":
-        return _in_triton(pairs, mask, weights, options, backend)
-    with autocast_off(first):
-        if segments is not None:
-            return _by_pairs(pairs, mask, weights, segments, options)
-        if options.normalize == "softmax":
-            pairs = [(_softmax(first_order_only(s), mask), _softmax(t, mask)) for s, t in pairs]
-        function: type[torch.autograd.Function] = _TorchRelations
-        if runs_on == "cpp":
-            function = _CppRelations
-        return apply(function, options, mask, weights, *itertools.chain(*pairs))
+        return _in_triton(pairs, mask, weights, options)
+    if runs_on == "cpp":
+        return apply(_CppRelations, options, mask, weights, *itertools.chain(*pairs))
+    return _by_reference(pairs, mask, weights, options)
 
 
 def _with_one_token(
@@ -351,50 +360,46 @@ def _with_one_token(
 
 
 def _in_triton(
-    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, options: Options, backend: str
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """`_relations` in Triton; layers of one shape share their launches.
-
-    With ``backend="auto"`` relations run in PyTorch if (D, D) products are cheaper on the GPU.
-    """
+    """`_relations` in Triton; layers of one shape share their launches."""
     from fastkd.kernels.pointers import layer_groups
 
-    tokens, samples = options.tokens, options.samples
-    by_tokens = tokens if backend == "auto" and _features_win("tokens", pairs) else 0.0
-    by_samples = samples if backend == "auto" and _features_win("samples", pairs) else 0.0
-    products = dataclasses.replace(options, tokens=by_tokens, samples=by_samples)
-    kernels = dataclasses.replace(options, tokens=tokens - by_tokens, samples=samples - by_samples)
     results = []
-    if kernels.tokens or kernels.samples or not (by_tokens or by_samples):
-        for group in layer_groups(pairs):
-            features = itertools.chain(*(pairs[i] for i in group))
-            results.append(apply(_TritonRelations, kernels, mask, weights, *features))
-    if products.tokens or products.samples:
-        features = itertools.chain(*pairs)
-        results.append(apply(_TorchRelations, products, mask, weights, *features))
+    for group in layer_groups(pairs):
+        features = itertools.chain(*(pairs[i] for i in group))
+        results.append(apply(_TritonRelations, options, mask, weights, *features))
     loss = functools.reduce(torch.add, (loss for loss, _ in results))
     if not options.return_terms:
         return loss, None
     return loss, functools.reduce(torch.add, (terms for _, terms in results))
 
 
-def _features_win(over: str, pairs: Pairs) -> bool:
-    """Whether (D, D) products are cheaper on a GPU than the kernels' (N, N) relations.
-
-    (D, D) products run in PyTorch in float32. The kernels' (N, N) products run on tensor cores,
-    about eight times as fast for half precision and three times for float32.
-    """
-    B, N, _ = pairs[0][0].shape
-    members = N if over == "tokens" else B
-    return members > SIZES_OF_ONE_GRAPH and all(
-        feature_side_is_cheaper(
-            members // (3 if student.dtype == torch.float32 else 8),
-            student.shape[-1],
-            teacher.shape[-1],
-            student.requires_grad,
-        )
-        for student, teacher in pairs
-    )
+def _by_reference(
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """`_relations` by `_distances`, a chunk of relations at a time."""
+    first = pairs[0][0]
+    if mask is None:
+        mask = first.new_ones(first.shape[:2], dtype=torch.bool)
+    normalize = options.normalize
+    if normalize == "l2" and first.dtype == torch.float16:
+        normalize = "l2 of float16"
+    choices = normalize, options.distance, options.temperature, options.eps
+    terms = []
+    for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
+        # Zero, in the graph of the students.
+        term = functools.reduce(torch.add, (upcast(student[:0]).sum() for student, _ in pairs))
+        for student, teacher in pairs if weight else ():
+            rows = student, teacher, mask
+            if over == "samples":
+                rows = student.transpose(0, 1), teacher.transpose(0, 1), mask.T
+            N, D = rows[0].shape[1], student.shape[2] + teacher.shape[2]
+            gamma = by_reference(functools.partial(_distances, *choices), N * (N + D), *rows)
+            of_groups = weights if over == "tokens" else None
+            term = term + weight * reduced(gamma, rows[2].sum(1) >= 2, "mean", of_groups)
+        terms.append(term)
+    return terms[0] + terms[1], torch.stack(terms).detach()
 
 
 def _across_ranks(
@@ -425,44 +430,17 @@ def _across_ranks(
     return tokens + samples, torch.stack((tokens, samples)).detach()
 
 
-def _by_pairs(
-    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor, options: Options
-) -> tuple[Tensor, Tensor]:
-    """`_relations` where the values of ``segments`` can't be read: all pairs of tokens, masked."""
-    first = pairs[0][0]
-    tokens = samples = first.new_zeros((), dtype=working_dtype(first))
-    same = segments[:, :, None] == segments[:, None, :]  # (B, N, N)
-    position = same.tril(-1).sum(-1).view(1, -1)  # (1, B·N), of the token in its document
-    valid = torch.ones_like(same[..., 0]) if mask is None else mask  # (B, N)
-    if options.tokens:
-        alike = same & valid[:, :, None] & valid[:, None, :]
-        for student, teacher in pairs:
-            y_s, y_t = (
-                normalized(zero_padding(upcast(x), valid), options.normalize)
-                for x in (first_order_only(student), teacher)
-            )
-            tokens = tokens + options.tokens * paired_loss(y_s, y_t, alike, options, weights)
-    if options.samples:  # any two tokens of the batch may be at one position
-        valid = valid.view(1, -1)
-        alike = position[:, :, None] == position[:, None, :]
-        alike = alike & valid[:, :, None] & valid[:, None, :]
-        for student, teacher in pairs:
-            y_s, y_t = (
-                normalized(zero_padding(upcast(x.flatten(0, 1)[None]), valid), options.normalize)
-                for x in (first_order_only(student), teacher)
-            )
-            samples = samples + options.samples * paired_loss(y_s, y_t, alike, options)
-    return tokens + samples, torch.stack((tokens, samples)).detach()
-
-
 def _check_segments(segments: Tensor, student: Tensor) -> None:
     if not isinstance(segments, Tensor):
         raise TypeError(f"segments must be a Tensor, got {type(segments).__name__}")
     if segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool:
         raise TypeError(f"segments must be integers, got {segments.dtype}")
     check_shape("segments", segments, student.shape[:2], "the leading dimensions of student")
-    if segments.device not in (student.device, torch.device("cpu")):
-        raise ValueError(f"segments is on {segments.device} but student is on {student.device}")
+    if not values_readable(segments):
+        raise ValueError(
+            "segments: the ids can't be read on a GPU or in a graph; pass them on the CPU and "
+            "outside of the graph, or give each document a row of its own"
+        )
 
 
 def _unpacked(
@@ -486,79 +464,23 @@ def _unpacked(
     return [(s.flatten(0, 1)[index], t.flatten(0, 1)[index]) for s, t in pairs], real, weights
 
 
-def _softmax(x: Tensor, mask: Tensor | None) -> Tensor:
-    return zero_padding(upcast(x), mask).softmax(-1)
-
-
-class _TorchRelations(GradientInForward):
-    """Weighted relation losses of all layers, (loss, terms), one chunk of relations at a time.
-
-    No (N, N) buffer outlives its chunk.
-    """
-
-    # *tensors: mask, weights, then student and teacher of each layer. The compiler omits ctx where
-    # a call has as many arguments as forward has parameters.
-    @staticmethod
-    def forward(ctx, options, *tensors):
-        mask, weights, *features = tensors
-        zero = features[0].new_zeros((), dtype=working_dtype(features[0]))
-        terms, gradients = torch.stack((zero, zero)), []
-        small = not torch.compiler.is_compiling()  # one graph serves all small sizes
-        with autocast_off(features[0]):
-            pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
-            for student, teacher, needs_grad in pairs:
-                dx = torch.zeros_like(student, dtype=working_dtype(student)) if needs_grad else None
-                losses = []
-                for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
-                    loss = zero
-                    if weight:
-                        products = by_features(over, student, teacher, options, needs_grad, small)
-                        loss = relation_term(
-                            student, teacher, mask, weights, dx, over, options, products
-                        )
-                    losses.append(loss)
-                terms = terms + torch.stack(losses)
-                gradients += [dx] if needs_grad else []
-        needs = zip(features, ctx.needs_input_grad[3:], strict=True)
-        ctx.dtypes = [x.dtype for x, needs_grad in needs if needs_grad]
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(terms)
-        return terms.sum(), terms
-
-
 class _CppRelations(GradientInForward):
-    """Both kinds of relation of a layer in one operator, unless (D, D) products are cheaper."""
+    """Both kinds of relation of a layer in one operator."""
 
     @staticmethod
     def forward(ctx, options, *tensors):
         mask, weights, *features = tensors
         total: Any = None
         gradients = []
+        factors = float(options.tokens), float(options.samples)
         pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
         for student, teacher, needs_grad in pairs:
             student, teacher = (
                 x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher)
             )
-            factors = {"tokens": float(options.tokens), "samples": float(options.samples)}
-            products = [
-                over
-                for over, weight in factors.items()
-                if weight and by_features(over, student, teacher, options, needs_grad, False)
-            ]
-            remaining = (0.0 if over in products else weight for over, weight in factors.items())
             terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
-                student, teacher, mask, weights, *remaining, options.eps, needs_grad
+                student, teacher, mask, weights, *factors, options.eps, needs_grad
             )
-            dx = gradient[0] if gradient else None
-            if products:
-                losses = dict(zip(OVER, terms.unbind(), strict=True))
-                with autocast_off(student):
-                    for over in products:
-                        loss = relation_term(
-                            student, teacher, mask, weights, dx, over, options, True
-                        )
-                        losses[over] = losses[over] + loss
-                terms = torch.stack(list(losses.values()))
             total = terms if total is None else total + terms
             gradients += gradient
         needs = zip(features, ctx.needs_input_grad[3:], strict=True)

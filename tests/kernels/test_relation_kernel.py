@@ -67,20 +67,6 @@ def test_rows_of_many_features(device, D, masked):
     assert_alike(*found, allowed=max(1e-5, D / 16 * 2.0**-22))
 
 
-def test_auto_leaves_long_narrow_relations_to_products_of_features(device, monkeypatch):
-    """160 tokens of 4 features, 3 samples: tokens on the D×D side, samples by the kernels."""
-    monkeypatch.setattr("fastkd.losses.relation.backend_of", lambda *arguments, **call: "triton")
-    student = torch.randn(3, 160, 4, device=device, requires_grad=True)
-    teacher, mask = torch.randn(3, 160, 5, device=device), torch.rand(3, 160, device=device) < 0.8
-    found = []
-    for backend in ("triton", "auto"):
-        with count_launches() as launches:
-            found.append(results(FCDLoss(backend=backend), student, teacher, mask))
-        assert launches.of_triton().count("relation_small_groups_kernel") == 1  # the samples
-        assert launches.of_triton().count("relation_gradient_kernel") == (backend == "triton")
-    assert_alike(*found)
-
-
 def test_layers_with_different_layouts(device):
     """Strides differ between layers of one launch, and one layer's features are not contiguous."""
     students = [

@@ -69,8 +69,6 @@ def calls() -> Calls:
             )
         inputs = pair(4, 16, 48, torch.float32, 2, True, True)
         yield Call(fastkd.FCDLoss, inputs, options)
-        packed = inputs | {"segments": numbers(4, 16)}
-        yield Call(fastkd.FCDLoss, packed, options)
     for backend in ("torch", "triton"):
         inputs = pair(4, 16, 48, torch.float32, 2, True, True)
         yield Call(fastkd.FCDLoss, inputs, {"backend": backend})
@@ -78,11 +76,6 @@ def calls() -> Calls:
         inputs = {"student": learns(4, N, 48), "teacher": given(4, N, 48), "weights": given(4)}
         inputs |= mask_of(4, N, masked=masked)
         yield Call(fastkd.relation_loss, inputs, {"backend": backend})
-    yield Call(
-        fastkd.relation_loss,
-        {"student": learns(4, 16, 48), "teacher": given(4, 16, 48), "segments": numbers(4, 16)},
-        {},
-    )
     # Sizes that Triton sees as 1, more than 2^31 elements, more blocks than a grid's second
     # dimension takes.
     for over, shape in itertools.product(

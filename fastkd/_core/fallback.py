@@ -1,0 +1,106 @@
+"""Losses where no kernel runs: the reference in float64, a chunk of groups at a time."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fastkd._core.numerics import GradientInForward, apply, autocast_off, saveable, working_dtype
+from fastkd._core.operator import RECORDING
+
+# Types of devices without float64. In float32 rows that hardly differ lose digits: at a mean cosine
+# of 0.99 relations have gradients with errors of 1e-4, and equal rows may give a wrong gradient.
+NO_FLOAT64 = ("mps",)
+
+
+class _Call(NamedTuple):
+    losses: Callable[..., Tensor]
+    entries: int
+
+
+def by_reference(losses: Callable[..., Tensor], entries: int, *tensors: Tensor | None) -> Tensor:
+    """Losses (G,) of groups that don't depend on each other, with first derivatives.
+
+    Args:
+        losses: losses (g,) of some groups from their parts (g, ...) of ``tensors``, differentiable.
+            Floating-point tensors come in float64, or float32 on a device without float64.
+        entries: numbers that ``losses`` computes for one group.
+        tensors: (G, ...) or None.
+    """
+    recording = getattr(RECORDING, "of", None)
+    if recording is not None:
+        recording.problem = "a call without kernels"
+    given = (x if x is None else saveable(x) for x in tensors)
+    return apply(_ByReference, _Call(losses, entries), *given)
+
+
+class _ByReference(GradientInForward):
+    """Memory beyond the gradients is that of one chunk."""
+
+    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
+    # parameters.
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        groups = tensors[0].shape[0]
+        learns = ctx.needs_input_grad[1:]
+        learning = [x for x, needed in zip(tensors, learns, strict=True) if needed]
+        gradients = [torch.empty_like(x, dtype=working_dtype(x)) for x in learning]
+        chunks = _chunks(tensors[0], groups * call.entries)
+        step = (groups + chunks - 1) // chunks
+        found = []
+        with autocast_off(tensors[0]):
+            for i in range(chunks):
+                part = slice(i * step, (i + 1) * step)
+                given = []
+                for x in tensors:  # a comprehension would fix the sizes in a compiled graph
+                    given.append(None if x is None else _wide(x[part]))
+                losses, pulled = _with_gradients(call.losses, given, learns)
+                found.append(losses)
+                for gradient, x in zip(gradients, pulled, strict=True):
+                    gradient[part] = x
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [x.dtype for x in learning]
+        return torch.cat(found).to(working_dtype(tensors[0]))
+
+
+def _with_gradients(losses, given, learns):
+    """Losses, and the gradients of their sum for the tensors that learn."""
+    learning = [x for x, needed in zip(given, learns, strict=True) if needed]
+
+    def of(*learning):
+        rest = iter(learning)
+        return losses(*(next(rest) if n else x for x, n in zip(given, learns, strict=True)))
+
+    if not learning:
+        return of(), []
+    if torch.compiler.is_compiling():
+        found, pull_back = torch.func.vjp(of, *learning)
+        return found, pull_back(torch.ones_like(found))
+    # Hooks on saved tensors, as checkpointing sets them, are for the graph around this function;
+    # the innermost ones alone are called.
+    learning = [x.detach().requires_grad_() for x in learning]
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        found = of(*learning)
+        gradients = torch.autograd.grad(found.sum(), learning)
+    return found.detach(), gradients
+
+
+def _wide(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    return x.to(torch.float32 if x.device.type in NO_FLOAT64 else torch.float64)
+
+
+def _chunks(x: Tensor, entries: int) -> int:
+    """Number of chunks: on the CPU they should stay in the cache, elsewhere they bound the memory.
+
+    A power of two, which gives few graphs as sizes change.
+    """
+    eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    most = 2**18 if eager_cpu else 2**25
+    chunks = 1
+    while chunks < x.shape[0] and entries > chunks * most:
+        chunks *= 2
+    return chunks
