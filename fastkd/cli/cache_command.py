@@ -25,7 +25,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
-    finished_classes,
+    finished_task,
     load_teacher,
     load_tokenizers,
     make_method,
@@ -134,7 +134,7 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
         seed=settings.seed,
     )
     make_method(settings.method, settings.options, settings.preset)
-    corpus = data.load(settings, finished_classes(settings))
+    corpus = data.load(settings, finished_task(settings))
     tokenizer, teachers = load_tokenizers(settings, corpus, display)
     read = teachers or tokenizer
     teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)

@@ -152,8 +152,8 @@ def _text_of_part(part: Any, whose: str) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part
     raise InputError(
-        f"{whose} has a part {kind!r:.40}, and --task chat reads text; vision-language students "
-        "are in docs/recipes.md"
+        f"{whose} has a part {kind!r:.40}, and --task chat reads text; docs/recipes.md has a "
+        "vision-language student"
     )
 
 

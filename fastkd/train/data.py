@@ -6,7 +6,7 @@ the file and the row.
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns
 from fastkd.train.settings import Source
-from fastkd.train.tasks.base import ClassTask, Corpus, LabelInfo, Task
+from fastkd.train.tasks.base import AGREEMENT, ClassTask, Corpus, LabelInfo, Task
 from fastkd.train.tasks.classification import Classification
 
 TEST = "test"
@@ -154,10 +154,10 @@ def read_hub(
     return replace(found, classes=None if classes is None else tuple(classes))
 
 
-def load(source: Source, head: Sequence[str] | None = None) -> Corpus:
+def load(source: Source, finished: Task | None = None) -> Corpus:
     """Read and check all rows that ``source`` names.
 
-    ``head``: class names of a finished teacher, of which the rows may lack some.
+    ``finished``: the task of a finished teacher, of whose classes the rows may lack some.
     """
     kind = tasks.of_file(source.kind, source.train)
     glue = source.glue
@@ -166,6 +166,8 @@ def load(source: Source, head: Sequence[str] | None = None) -> Corpus:
         columns = file_columns(source.columns, glue, path, kind, labelled)
         return read_file(path, columns, option, task=kind)
 
+    if source.train is None and source.unlabelled is not None and source.evals is not None:
+        return _of_text_alone(source, finished, read)
     if source.train is None and source.evals is None:
         train, evals = _read_splits(source, kind, glue)
     elif source.evals is None:
@@ -176,6 +178,7 @@ def load(source: Source, head: Sequence[str] | None = None) -> Corpus:
         train, evals = read(source.train, "--train"), {"": read(source.evals, "--eval")}
     if source.test is not None:
         evals[TEST] = read(source.test, "--test")
+    head = None if finished is None else finished.names
     order = None if source.label_order is None else source.label_order.split(",")
     if head is not None and order is not None and len(order) == len(head):
         head = [name.strip() for name in order]
@@ -198,6 +201,49 @@ def load(source: Source, head: Sequence[str] | None = None) -> Corpus:
         test,
         None if more is None else task.without_labels(more),
         notes=tuple(dict.fromkeys(line for one in given for line in one.notes)),
+    )
+
+
+def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows]) -> Corpus:
+    """Rows of --unlabelled alone, for the soft targets of a finished teacher.
+
+    Evaluation rows without the label column are scored by the agreement with the teacher.
+    """
+    evals, label = source.evals, source.label_column
+    assert source.unlabelled is not None and evals is not None
+    if task is None:
+        raise InputError(
+            "--train is missing: text alone needs a teacher with a finished head, for "
+            "classification, regression, multi-label or token-classification"
+        )
+    check_unlabelled(task)
+    if source.label_order is not None:
+        raise InputError("--label-order: without --train no label is read; leave it out")
+    train = task.without_labels(read(source.unlabelled, "--unlabelled", labelled=False))
+    names = {label, task.columns.label} - {None}
+    labelled = label is not None or bool(names & {*files.first_row(evals)})
+    rows = read(evals, "--eval", labelled=labelled)
+    notes: tuple[str, ...] = (f"{len(train)} rows without labels: soft targets alone",)
+    metrics: tuple[str, ...] = (AGREEMENT,)
+    if labelled:
+        found = task.prepare(rows)
+        task, rows, notes = found.task, found.rows, notes + found.notes
+        metrics = task.select_metrics(source.metric, source.glue)
+    elif AGREEMENT in task.metrics and source.metric in (None, AGREEMENT):
+        rows = task.without_labels(rows)
+    else:
+        raise InputError(
+            f"--eval {evals}: no column {task.columns.label!r}, which --metric "
+            f"{source.metric or task.metrics[0]} compares; name it by --label-column"
+        )
+    return Corpus(
+        train.sample(source.max_train_rows, source.seed),
+        {"": rows.sample(source.max_eval_rows, source.seed)},
+        task,
+        metrics,
+        None if source.test is None else task.prepare(read(source.test, "--test")).rows,
+        notes=notes,
+        labelled=False,
     )
 
 
@@ -234,7 +280,8 @@ def _read_splits(
 def describe(corpus: Corpus) -> Iterator[str]:
     """Lines to print: a summary of the rows, and warnings about likely mistakes."""
     yield from corpus.notes
-    yield from corpus.task.describe(corpus)
+    if corpus.labelled:
+        yield from corpus.task.describe(corpus)
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
     scored = [("evaluation", [*corpus.evals.values()])]

@@ -29,7 +29,7 @@ from fastkd.train.models import (
     STUDENT,
     attention_for,
     be_quiet,
-    finished_classes,
+    finished_task,
     layers_of,
     load_cached_teacher,
     load_teacher,
@@ -128,7 +128,7 @@ class Distillation:
         if config.student is not None and config.student == config.teacher:
             display.say("warning: --student is the teacher; --student-layers makes a smaller one")
         with processes.errors_on_all():
-            corpus = data.load(config, finished_classes(config))
+            corpus = data.load(config, finished_task(config))
         if config.method == "labels":  # unlabelled rows have no loss
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):

@@ -55,7 +55,8 @@ def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
     asked = Columns(asked.text, asked.pair, asked.label if labelled else None, asked.header)
     training = hasattr(settings, "train")
     if training and asked.header and kind in PLAIN and settings.glue is None:
-        label = asked.label or ("label" if labelled else None)
+        # Text alone may be evaluated without labels.
+        label = asked.label or ("label" if labelled and settings.train is not None else None)
         settle_columns(Columns(asked.text, asked.pair, label), record, str(path))
     else:
         check_columns(asked, record, str(path))

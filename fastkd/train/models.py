@@ -37,6 +37,7 @@ from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
+from fastkd.train.tasks.regression import Regression
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
 STUDENT = "student"
@@ -217,10 +218,10 @@ def be_quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def finished_classes(settings: Pairing) -> list[str] | None:
-    """Class names of the teacher's head if that is finished, else None."""
+def finished_task(settings: Pairing) -> Task | None:
+    """The task of the teacher's head if that is finished, else None."""
     kind = tasks.of_file(settings.kind, settings.train)
-    if not issubclass(kind, ClassTask) or getattr(settings, "finetune_teacher", False):
+    if not issubclass(kind, ClassTask | Regression) or getattr(settings, "finetune_teacher", False):
         return None
     cache = getattr(settings, "teacher_cache", None)
     if is_served(settings.teacher):
@@ -234,7 +235,7 @@ def finished_classes(settings: Pairing) -> list[str] | None:
     ending = kind.head.removeprefix("AutoModel")
     if not any(name.endswith(ending) for name in config.architectures or ()):
         return None
-    return kind.of(config).names
+    return kind.of(config)
 
 
 def load_teacher(

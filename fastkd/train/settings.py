@@ -144,6 +144,8 @@ class Source(ColumnOptions):
         if self.train is None and self.evals is None:
             if self.no_header:
                 raise InputError("--no-header is about files; give --train and --eval")
+            if self.glue_name is None and self.data is None and self.unlabelled is not None:
+                raise InputError("--eval is missing: name rows, or text alone, to evaluate on")
             if self.glue_name is None and self.data is None:
                 raise InputError(
                     "no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE"

@@ -29,7 +29,7 @@ from transformers import AutoConfig
 from fastkd.train import data, distillation, processes, tasks
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import STUDENT, check_depth, finished_classes, load
+from fastkd.train.models import STUDENT, check_depth, finished_task, load
 from fastkd.train.options import (
     check_name,
     check_tables,
@@ -198,7 +198,7 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
     else:
         depth = settings.student_layers or (depth and max(1, depth // 2))
     # An assistant's classes are those of its stage's rows.
-    data.load(settings, None if stage.assistant else finished_classes(settings))
+    data.load(settings, None if stage.assistant else finished_task(settings))
     return teacher_words, depth
 
 

@@ -3,7 +3,6 @@
 import json
 
 import datasets
-import numpy as np
 import pytest
 
 from fastkd.train.data import describe, load, read_file
@@ -12,6 +11,7 @@ from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
+from fastkd.train.tasks.token_classification import TokenClassification
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 
 NAMES = ["good", "bad", "fair"]
@@ -123,7 +123,7 @@ def test_a_finished_teachers_classes(tmp_path):
     run("evaluate", model=tmp_path / "run/student", data=evals, device="cpu")
     # Numbers of classes, of which one is missing.
     numbered = write_tsv(tmp_path / "numbers.tsv", 12, label=lambda y: [0, 2][y])
-    found = load(Source(train=numbered, evals=numbered), NAMES)
+    found = load(Source(train=numbered, evals=numbered), Classification(tuple(NAMES)))
     assert found.names == ["0", "1", "2"] and {*found.train.labels.tolist()} == {0, 2}
     run("cache", teacher=teacher, train=numbered, eval=numbered, device="cpu",
         method="soft_targets", out=tmp_path / "cache")  # fmt: skip
@@ -142,9 +142,9 @@ def test_spellings_of_a_finished_heads_classes(tmp_path):
     words = ["bad", "Bad", "GOOD", "fair"]
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"row,{word}\n" for word in words))
-    corpus = load(Source(train=path, evals=path), NAMES)
-    assert corpus.names == ["GOOD", "bad", "fair"] and corpus.train.labels.tolist() == [1, 1, 0, 2]
     head = Classification(tuple(NAMES))
+    corpus = load(Source(train=path, evals=path), head)
+    assert corpus.names == ["GOOD", "bad", "fair"] and corpus.train.labels.tolist() == [1, 1, 0, 2]
     assert head.prepare(read_file(path, Columns("text"), "--data")).rows.labels.tolist() == [
         1,
         1,
@@ -152,11 +152,11 @@ def test_spellings_of_a_finished_heads_classes(tmp_path):
         2,
     ]
     path.write_text("text,labels\nrow,bad|GOOD\nrow,Bad|fair\n")
-    corpus = load(Source(task="multi-label", train=path, evals=path), NAMES)
+    corpus = load(Source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
     assert list(corpus.train.column("label")) == [["bad", "GOOD"], ["bad", "fair"]]
     path.write_text("text,labels\nrow,bad|Bad\nrow,fair\n")
     with pytest.raises(InputError, match="row 2: label 'bad' occurs twice"):
-        load(Source(task="multi-label", train=path, evals=path), NAMES)
+        load(Source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
 
 
 def test_rare_tags_of_a_finished_tagger(tmp_path):
@@ -167,15 +167,12 @@ def test_rare_tags_of_a_finished_tagger(tmp_path):
     rows[0]["labels"][0] = "B-LOC"
     path.write_text("\n".join(map(json.dumps, rows)))
     source = Source(task="token-classification", train=path, evals=path)
-    assert load(source, TAGS).names == TAGS
+    assert load(source, TokenClassification(tuple(TAGS))).names == TAGS
     numbers = [{**row, "labels": [TAGS.index(x) for x in row["labels"]]} for row in rows]
     path.write_text("\n".join(map(json.dumps, numbers)))
-    corpus = load(source, TAGS)
+    corpus = load(source, TokenClassification(tuple(TAGS)))
     assert corpus.names == TAGS and corpus.metrics[0] == "f1"
     assert next(corpus.train.column("label")) == rows[0]["labels"]
     assert "1 is 'B-LOC'" in " ".join(describe(corpus))
-    assert load(source, np.array(["LABEL_0", "LABEL_1", "LABEL_2"]).tolist()).names == [
-        "0",
-        "1",
-        "2",
-    ]
+    bare = TokenClassification(("LABEL_0", "LABEL_1", "LABEL_2"))
+    assert load(source, bare).names == ["0", "1", "2"]

@@ -37,6 +37,8 @@ Tokens = Mapping[str, list[Any]]  # columns by name
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]  # a batch of rows
 TEXT = "large_string"
 UNKNOWN = "is no class of the model"
+# Metric of the answers' agreement with the teacher's, for rows without labels.
+AGREEMENT = "agreement"
 # Example code for the model card that loads model and tokenizer without a pipeline.
 LOADING = """from transformers import $head, AutoTokenizer
 
@@ -82,6 +84,8 @@ class Corpus:
     notes: tuple[str, ...] = ()
     #: ... and how numbers were read as the classes of a head.
     reading: str = ""
+    #: Whether the training rows have labels.
+    labelled: bool = True
 
     @property
     def names(self) -> list[str] | None:
@@ -359,6 +363,21 @@ class Task:
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         """The given metrics, and perhaps others, by name, of finite answers."""
         raise NotImplementedError
+
+    def agreement(
+        self, metrics: Sequence[str], answers: Any, examples: Encoded
+    ) -> dict[str, float]:
+        """The metric `AGREEMENT`, if it is one of ``metrics``: of decisions with the teacher's."""
+        if AGREEMENT not in metrics:
+            return {}
+        theirs = examples.teacher_answers
+        if theirs is None:
+            raise InputError(f"{AGREEMENT} compares with the teacher, and there is none")
+        return {AGREEMENT: float((self.decisions(answers) == self.decisions(theirs)).mean())}
+
+    def decisions(self, answers: Any) -> Any:
+        """What `agreement` compares, an array."""
+        return answers.argmax(-1)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         """Why finite answers look useless, as the end of a sentence; None if they do not."""

@@ -26,6 +26,7 @@ from fastkd.train.labels import (
     with_classes_of,
 )
 from fastkd.train.tasks.base import (
+    AGREEMENT,
     UNKNOWN,
     ClassTask,
     Corpus,
@@ -44,7 +45,8 @@ NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
 class Classification(ClassTask):
     """One of two or more classes; labels that are real numbers make it a `Regression`."""
 
-    metrics = ("accuracy", "mcc", "f1")
+    metrics = ("accuracy", "mcc", "f1", AGREEMENT)
+    teacher_metrics = frozenset({AGREEMENT})
     default_metrics = ("accuracy",)
     problem = "single_label_classification"
     no_label = UNLABELLED
@@ -164,7 +166,9 @@ class Classification(ClassTask):
         return found._replace(notes=(*found.notes, reading) if reading else found.notes)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return class_scores(metrics, answers, examples.labels, self.positive)
+        found = self.agreement(metrics, answers, examples)
+        rest = [name for name in metrics if name not in found]
+        return found | (class_scores(rest, answers, examples.labels, self.positive) if rest else {})
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return useless_classes(answers.argmax(-1), examples.labels, self.names)

@@ -15,6 +15,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.input_columns import Columns, field, whole
 from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name, as_number, read_as_ids
 from fastkd.train.tasks.base import (
+    AGREEMENT,
     TEXT,
     UNKNOWN,
     Corpus,
@@ -40,7 +41,9 @@ class MultiLabel(ListedTask):
     0.
     """
 
-    metrics = ("micro_f1", "macro_f1", "mean_average_precision")
+    metrics = ("micro_f1", "macro_f1", "mean_average_precision", AGREEMENT)
+    default_metrics = metrics[:3]
+    teacher_metrics = frozenset({AGREEMENT})
     problem = "multi_label_classification"
     columns = Columns("text", None, "labels")
     stored: ClassVar[Mapping[str, Any]] = {"text": TEXT, "pair": TEXT, "label": [TEXT]}
@@ -124,6 +127,13 @@ class MultiLabel(ListedTask):
         return {**tokens, "labels": labels}
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+        found = self.agreement(metrics, answers, examples)
+        return found | ({} if {*metrics} <= {*found} else self._label_scores(answers, examples))
+
+    def decisions(self, answers: Any) -> Any:
+        return answers > 0
+
+    def _label_scores(self, answers: Any, examples: Encoded) -> dict[str, float]:
         scorers: Any = require("sklearn.metrics", "train")
         rows = examples.rows.column("label")
         true = np.array([[name in row for name in self.classes] for row in rows], dtype=int)

@@ -11,14 +11,15 @@ from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import number_scores, useless_numbers
 from fastkd.train.labels import LARGEST, as_number
-from fastkd.train.tasks.base import UNKNOWN, Corpus, Prepared, Task
+from fastkd.train.tasks.base import AGREEMENT, UNKNOWN, Corpus, Prepared, Task
 
 
 @dataclass(frozen=True)
 class Regression(Task):
     """Real numbers, in a head with one output."""
 
-    metrics = ("pearson", "spearman", "mse")
+    metrics = ("pearson", "spearman", "mse", AGREEMENT)
+    teacher_metrics = frozenset({AGREEMENT})
     default_metrics = ("pearson", "spearman")
     lower_is_better = frozenset({"mse"})
     problem = "regression"
@@ -44,9 +45,24 @@ class Regression(Task):
             )
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        return number_scores(answers[:, 0], examples.labels)
+        found = self.agreement(metrics, answers, examples)
+        if {*metrics} == {*found}:
+            return found
+        return found | number_scores(answers[:, 0], examples.labels)
+
+    def agreement(
+        self, metrics: Sequence[str], answers: Any, examples: Encoded
+    ) -> dict[str, float]:
+        """The correlation with the teacher's numbers."""
+        found = super().agreement(metrics, answers, examples)
+        if found:
+            numbers = number_scores(answers[:, 0], examples.teacher_answers[:, 0])
+            found[AGREEMENT] = numbers["pearson"]
+        return found
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
+        if np.isnan(examples.labels).any():  # rows without labels
+            return None
         return useless_numbers(answers[:, 0], examples.labels)
 
     def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
     encoded = type("Encoded", (), {"rows": rows})()
     task = TASK(("9", "10", "11"))
     answers = np.array([[3.0, 1.0, -1.0], [-1.0, 2.0, -1.0]], dtype=np.float32)
-    found = task.scores(task.metrics, answers, encoded)
+    found = task.scores(task.default_metrics, answers, encoded)
     assert found["micro_f1"] == pytest.approx(4 / 5)
     assert found["macro_f1"] == pytest.approx((1 + 2 / 3) / 3)
     assert found["mean_average_precision"] == pytest.approx((1 + 1 / 2) / 3)
@@ -96,7 +96,7 @@ def test_scores_of_one_label_are_of_its_rows(tmp_path):
     path.write_text("text,labels\na,good\nb,\nc,bad\nd,\n")
     rows = load(Source(task="multi-label", train=path, evals=path)).train
     answers = np.array([[1.0], [2.0], [-1.0], [-1.0]])
-    scores = TASK(("good",)).scores(TASK.metrics, answers, SimpleNamespace(rows=rows))
+    scores = TASK(("good",)).scores(TASK.default_metrics, answers, SimpleNamespace(rows=rows))
     f1 = pytest.approx(2 / 3)  # precision 1/2, recall 1
     assert scores == {"micro_f1": f1, "macro_f1": f1, "mean_average_precision": 0.5}
 

@@ -1,0 +1,97 @@
+"""Distillation of a classifier from text alone: a finished teacher's soft targets, no label."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("alone")
+    named = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    make_teacher(path / "teacher", **named)
+    make_teacher(path / "scorer", labels=1)
+    make_teacher(path / "tagger-of-labels", problem_type="multi_label_classification")
+    (path / "texts.txt").write_text("\n".join(text for text, _ in sentences(24, 0)) + "\n")
+    (path / "held-out.txt").write_text("\n".join(text for text, _ in sentences(12, 1)) + "\n")
+    write_tsv(path / "dev.tsv", 12, 1, label=lambda y: ["bad", "good"][y])
+    return path
+
+
+def distill(folder, expect=0, **options):
+    usual = {"teacher": folder / "teacher", "unlabelled": folder / "texts.txt", "device": "cpu"}
+    usual |= {"epochs": 1, "batch_size": 8, "method": "soft_targets"}
+    return run("distill", **{**usual, **options}, expect=expect)
+
+
+def predicted(model, data, out):
+    run("predict", model=model, data=data, out=out, device="cpu", max_length=16)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", ["soft_targets", "mc3kd", "knn", "fcd"])
+def test_evaluation_by_the_agreement_with_the_teacher(folder, tmp_path, method):
+    said = distill(folder, eval=folder / "held-out.txt", method=method, out=tmp_path / "out",
+                   learning_rate=1e-3)  # fmt: skip
+    assert "24 rows without labels: soft targets alone" in said
+    student = tmp_path / "out/student"
+    report = json.loads((student / "fastkd.json").read_text())
+    assert report["teacher"] == {"agreement": 1.0}
+    assert report["labels"] == ["bad", "good"]
+    models = {"a": folder / "teacher", "b": student}
+    both = [predicted(model, folder / "held-out.txt", tmp_path / f"{name}.jsonl")
+            for name, model in models.items()]  # fmt: skip
+    same = [one["label"] == other["label"] for one, other in zip(*both, strict=True)]
+    assert report["student"]["agreement"] == pytest.approx(np.mean(same))
+    assert all(x["task"] == 0 for x in [report["history"][-1]["losses"]] if "task" in x)
+
+
+def test_evaluation_by_labels(folder, tmp_path):
+    distill(folder, eval=folder / "dev.tsv", out=tmp_path / "out")
+    report = json.loads((tmp_path / "out/student/fastkd.json").read_text())
+    assert set(report["student"]) == {"accuracy"}
+    again = distill(folder, eval=folder / "dev.tsv", out=tmp_path / "out", resume=True)
+    assert "already complete" in again
+
+
+def test_the_same_student_as_from_rows_whose_labels_count_nothing(folder, tmp_path):
+    """alpha=1 leaves the task term out: labels or none, the losses are the same."""
+    lines = (folder / "texts.txt").read_text().splitlines()
+    rows = [f"{text}\t{'bad' if i % 2 else 'good'}" for i, text in enumerate(lines)]
+    (tmp_path / "rows.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    options = {"eval": folder / "dev.tsv", "set": "alpha=1"}
+    distill(folder, **options, out=tmp_path / "alone")
+    distill(folder, **options, unlabelled=None, train=tmp_path / "rows.tsv", out=tmp_path / "rows")
+    one, other = (
+        json.loads((tmp_path / name / "student/fastkd.json").read_text())["history"][-1]["losses"]
+        for name in ("alone", "rows")
+    )
+    assert one["soft"] == pytest.approx(other["soft"], rel=1e-6)
+
+
+@pytest.mark.parametrize("teacher", ["scorer", "tagger-of-labels"])
+def test_numbers_and_several_labels(folder, tmp_path, teacher):
+    task = {} if teacher == "scorer" else {"task": "multi-label"}
+    distill(folder, teacher=folder / teacher, eval=folder / "held-out.txt", **task,
+            out=tmp_path / "out")  # fmt: skip
+    report = json.loads((tmp_path / "out/student/fastkd.json").read_text())
+    assert report["teacher"]["agreement"] == pytest.approx(1.0)
+    assert -1 <= report["student"]["agreement"] <= 1
+
+
+def test_mistakes(folder, tmp_path):
+    out = tmp_path / "out"
+    held_out = folder / "held-out.txt"
+    assert "--eval is missing" in distill(folder, out=out, expect=2)
+    error = distill(folder, eval=held_out, finetune_teacher=1, out=out, expect=2)
+    assert "text alone needs a teacher with a finished head" in error
+    error = distill(folder, eval=held_out, metric="f1", out=out, expect=2)
+    assert "no column 'label', which --metric f1 compares" in error
+    error = distill(folder, eval=held_out, method="labels", out=out, expect=2)
+    assert "--unlabelled and --method labels exclude each other" in error
+    error = run("evaluate", model=folder / "teacher", data=folder / "dev.tsv", metric="agreement",
+                expect=2)  # fmt: skip
+    assert "agreement compares with the teacher, and there is none" in error
