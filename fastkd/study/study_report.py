@@ -292,6 +292,8 @@ def _blocks(
     for summary in summaries:
         yield from (("h2", summary.task), ("p", findings(summary)))
         yield "table", ([*HEADINGS], [cells(row) for row in summary.rows])
+    yield "h2", "Columns of the tables"
+    yield "list", [f"{name}: {explanation}" for name, explanation in HEADINGS.items() if name]
     yield from (("picture", picture) for picture in pictures)
     if paper := beside_paper(study, summaries):
         yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))

@@ -436,13 +436,14 @@ def make_student(
         if settings.student is not None:
             config = _cached_config(settings, cache)
             return _student_from_path(settings, settings.student, config, tokenizer, task)
-        return load(
-            "--teacher-cache",
-            str(cache / STUDENT),
-            getattr(transformers, task.head),
-            settings.trust_remote_code,
-            **attention_for(settings.method, settings.attention),
-        )
+        auto = getattr(transformers, task.head)
+        options = attention_for(settings.method, settings.attention)
+        made = (read_manifest(cache) or {})["settings"]
+        if made["student_weights"] == "random" and made["seed"] != settings.seed:
+            config, remote = _cached_config(settings, cache), settings.trust_remote_code
+            return auto.from_config(config, trust_remote_code=remote, **options)
+        path, remote = str(cache / STUDENT), settings.trust_remote_code
+        return load("--teacher-cache", path, auto, remote, **options)
     if settings.student is not None:
         if is_served(settings.teacher):
             config = load("--student", settings.student, AutoConfig, settings.trust_remote_code)

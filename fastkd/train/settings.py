@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from fastkd.train import recipes, tasks
 from fastkd.train.errors import InputError
 from fastkd.train.glue import GLUE_TASKS, Glue
+from fastkd.train.hub import is_served
 from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
@@ -432,6 +433,8 @@ class DistillOptions(TrainingOptions, Pairing):
              "each other: a process without rows cannot take part in generating text"),
             (not self.finetune_teacher and given(self, "teacher_learning_rate"),
              "--teacher-learning-rate needs --finetune-teacher EPOCHS"),
+            (not is_served(self.teacher) and given(self, "teacher_model", "top_k"),
+             "--teacher-model and --top-k need --teacher URL, a server"),
         ):  # fmt: skip
             if wrong:
                 raise InputError(message)

@@ -254,3 +254,18 @@ def test_what_is_intact_after_a_failed_write(call, tmp_path, monkeypatch):
     assert error.endswith(
         "(No space left on device); the same command goes on with what is there\n"
     )
+
+
+def test_random_students_of_several_seeds(call, folder, tmp_path):
+    """All seeds began with the student that the cache was written with."""
+    made = {"student_layers": 2, "student_weights": "random"}
+    call("cache", tmp_path / "cache", **made)
+    losses = []
+    for seed in (0, 1):
+        call("distill", tmp_path / f"live{seed}", seed=seed, **made)
+        out = tmp_path / f"cached{seed}"
+        call("distill", out, teacher_cache=tmp_path / "cache", seed=seed)
+        live, cached = report_of(tmp_path / f"live{seed}"), report_of(out)
+        losses.append(live["history"][0]["losses"])
+        assert cached["history"][0]["losses"] == pytest.approx(losses[-1], rel=1e-5)
+    assert losses[0] != losses[1]

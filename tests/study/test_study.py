@@ -120,6 +120,7 @@ def test_study_writes_runs_and_report_and_trains_only_new_seeds(root, finished):
     page = (out / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
     assert "MC3KD, top" in page and "commit" in page
+    assert "<li>difference: to the baseline, paired by seed</li>" in page
     assert next(csv.DictReader((out / "runs.csv").open()))["task"] == "one"
     rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
     assert list(rows) == ["labels", "fcd, alpha=0.1", "fcd, alpha=1.0", "MC3KD, top"]
