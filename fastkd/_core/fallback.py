@@ -39,10 +39,10 @@ def by_reference(losses: Callable[..., Tensor], entries: int, *tensors: Tensor |
 class _ByReference(GradientInForward):
     """Memory beyond the gradients is that of one chunk."""
 
-    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
-    # parameters.
+    # The compiler omits ctx where a call has as many arguments as forward has parameters, here two.
     @staticmethod
-    def forward(ctx, call, *tensors):
+    def forward(ctx, *arguments):
+        call, *tensors = arguments
         groups = tensors[0].shape[0]
         learns = ctx.needs_input_grad[1:]
         learning = [x for x, needed in zip(tensors, learns, strict=True) if needed]

@@ -1,5 +1,6 @@
 """Mean squared difference of attention maps (TinyBERT, eq. 7)."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,15 +17,14 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
-    autocast_off,
     once_differentiable,
     reduced,
     saveable,
     upcast,
-    working_dtype,
 )
 from fastkd._core.plans import planned
 
@@ -43,7 +43,12 @@ def attention_loss_ref(
     reduction: Reduction = "mean",
 ) -> Tensor:
     """Eq. 7 of TinyBERT in plain PyTorch; see `attention_loss`."""
-    A_s, A_t = upcast(student), upcast(teacher)  # (B, H, N, N)
+    losses = _sample_losses(heads, upcast(student), upcast(teacher), mask)
+    return reduced(losses, None if mask is None else mask.bool().any(1), reduction, weights)
+
+
+def _sample_losses(heads: str, A_s: Tensor, A_t: Tensor, mask: Tensor | None) -> Tensor:
+    """Losses (B,) of maps (B, H, N, N)."""
     if heads == "mean":
         A_s, A_t = A_s.mean(1, keepdim=True), A_t.mean(1, keepdim=True)
     B, h, N, _ = A_s.shape
@@ -51,7 +56,7 @@ def attention_loss_ref(
     pair = real[:, None, :, None] & real[:, None, None, :]
     squares = torch.where(pair, A_s - A_t, 0).square()
     mse = squares.sum((2, 3)) / pair.sum((2, 3)).clamp(min=1)  # (B, h), of each head
-    return reduced(mse.sum(1) / h, real.any(1), reduction, weights)
+    return mse.sum(1) / h
 
 
 @planned
@@ -164,7 +169,9 @@ def _attention_layers(
         compared = real.any(1)
     weights = checked_weights(weights, first.shape[:1], first, compared)
     if runs_on == "torch":
-        terms = [apply(_TorchAttention, options, real, *pair) for pair in pairs]
+        losses = functools.partial(_sample_losses, heads)
+        entries = first.shape[1] * first.shape[2] ** 2
+        terms = [by_reference(losses, entries, *pair, real) / len(pairs) for pair in pairs]
     elif runs_on == "cpp":
         terms = [apply(_CppAttention, options, real, weights, *pair) for pair in pairs]
     else:
@@ -203,53 +210,6 @@ class _Options:
     mean: bool  # compare means over the heads
     layers: int  # number of all layers: each loss is divided by it
     reduction: str  # applied by the kernels, which compute the gradient with the loss
-
-
-class _TorchAttention(torch.autograd.Function):
-    """Losses (B,) of one layer; the difference is computed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, options, mask, student, teacher):
-        with autocast_off(student):
-            d = _difference(student, teacher, mask, options)
-            # Divide row sums before adding them: the sum over a whole map may overflow.
-            rows = d.square_().sum(-1) / _divisor(d, mask, options)[:, None, None]
-            losses = rows.sum((1, 2))
-        ctx.save_for_backward(mask, student, teacher)
-        ctx.options = options
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        mask, student, teacher = ctx.saved_tensors
-        with autocast_off(student):
-            d = _difference(student, teacher, mask, ctx.options)
-            factor = 2 * grad / _divisor(d, mask, ctx.options)
-            if ctx.options.mean:
-                factor = factor / student.shape[1]
-            dx = d.mul_(factor[:, None, None, None]).to(student.dtype).expand_as(student)
-        return None, None, dx, None
-
-
-def _difference(student: Tensor, teacher: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """A^S − A^T (B, H, N, N), or (B, 1, N, N) of the means over the heads; 0 at padding."""
-    dtype = working_dtype(student)
-    if options.mean:
-        d = student.mean(1, True, dtype=dtype) - teacher.mean(1, True, dtype=dtype)
-    else:
-        d = upcast(student) - upcast(teacher)
-    if mask is None:
-        return d
-    padded = ~(mask[:, None, :, None] & mask[:, None, None, :])
-    return d.masked_fill_(padded, 0)
-
-
-def _divisor(d: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """Number of squared differences (B,) that a sample's loss is the mean of."""
-    B, h, N, _ = d.shape
-    tokens = d.new_full((B,), N) if mask is None else mask.sum(1).to(d.dtype)
-    return tokens.clamp(min=1).square() * (h * options.layers)
 
 
 class _CppAttention(GradientInForward):
