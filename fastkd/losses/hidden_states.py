@@ -1,5 +1,6 @@
 """Distance of a student's hidden states from its teacher's, position by position."""
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,20 +18,19 @@ from fastkd._core.checks import (
     checked_weights,
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
     as_rows,
-    autocast_off,
     dense_rows,
     direction_ref,
-    largest_entries,
     once_differentiable,
     project,
     reduced,
-    rescale_extreme_rows,
     saveable,
     upcast,
+    zero_padding,
 )
 from fastkd._core.plans import planned
 
@@ -51,17 +51,25 @@ def hidden_state_loss_ref(
     reduction: Reduction = "mean",
 ) -> Tensor:
     """`hidden_state_loss` in plain PyTorch."""
-    h_s, h_t = upcast(student), upcast(teacher)  # (..., D)
-    real = h_s.new_ones(h_s.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
-    h_s, h_t = (torch.where(real[..., None], h, 0) for h in (h_s, h_t))
-    if kind == "cosine":
-        losses = 1 - (direction_ref(h_s) * direction_ref(h_t)).sum(-1)
+    real = None if mask is None else mask.bool()
+    losses = _losses(kind, beta, upcast(student), upcast(teacher), real)
+    return reduced(losses, real, reduction, weights)
+
+
+def _losses(kind: str, beta: float, h_s: Tensor, h_t: Tensor, real: Tensor | None) -> Tensor:
+    """Losses (...) of states (..., D), 0 outside ``real``."""
+    h_s, h_t = zero_padding(h_s, real), zero_padding(h_t, real)
+    if kind == "cosine":  # 1 - cos without its cancellation, and 1 with a zero row
+        a, b = direction_ref(h_s), direction_ref(h_t)
+        zero = (h_s == 0).all(-1) | (h_t == 0).all(-1)
+        losses = ((a - b).square().sum(-1) / 2).masked_fill(zero, 1)
     elif kind == "mse":
         losses = (F.mse_loss(h_s, h_t, reduction="none") / h_s.shape[-1]).sum(-1)
     else:
         losses = F.smooth_l1_loss(h_s, h_t, reduction="none", beta=beta).mean(-1)
-    losses = losses.masked_fill(~real, 0)
-    return reduced(losses, real, reduction, weights)
+    d = (h_s - h_t).detach()
+    losses = losses + (d - d).sum(-1)  # NaN where the difference is infinite
+    return losses if real is None else losses.masked_fill(~real, 0)
 
 
 @planned
@@ -121,7 +129,8 @@ def hidden_state_loss(
     rows = as_rows(saveable(student)), as_rows(saveable(teacher))
     options = _Options(kind, float(beta), reduction)
     if runs_on == "torch":
-        losses = apply(_TorchHiddenStates, options, real, *rows)
+        choices = functools.partial(_losses, kind, options.beta)
+        losses = by_reference(choices, 2 * student.shape[-1], *rows, real)
         losses = reduced(losses, real, reduction, weights)
     else:
         function = _CppHiddenStates if runs_on == "cpp" else _TritonHiddenStates
@@ -212,90 +221,6 @@ class _Options:
     kind: str
     beta: float
     reduction: str  # applied by the kernels, which compute the gradient with the loss
-
-
-class _TorchHiddenStates(torch.autograd.Function):
-    """Losses (R,) of rows (R, D); the difference is computed again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, options, mask, student, teacher):
-        with autocast_off(student):
-            if options.kind == "cosine":
-                losses, _, _, _ = _angles(student, teacher)
-            else:
-                d = _difference(student, teacher)
-                peak = largest_entries(d).squeeze(-1)
-                distances = _distance_of(d, options)
-                # Divide before adding: the sum may overflow where the mean doesn't.
-                losses = distances.div_(student.shape[-1]).sum(-1)
-                # NaN where the difference is infinite. Not in place: see `cast`.
-                losses = losses + (peak - peak)
-            if mask is not None:
-                losses = losses.masked_fill(~mask, 0)
-        ctx.save_for_backward(mask, student, teacher)
-        ctx.options = options
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        mask, student, teacher = ctx.saved_tensors
-        with autocast_off(student):
-            if ctx.options.kind == "cosine":
-                losses, a, difference, scale = _angles(student, teacher)
-                dx = difference.addcmul_(a, -losses[:, None])
-                factor = grad * scale
-            else:
-                d = _difference(student, teacher)
-                dx = _slope_of(d, ctx.options)
-                factor = grad / d.shape[-1]
-            dx = dx.mul_(factor[:, None])
-            if mask is not None:
-                dx = dx.masked_fill_(~mask[:, None], 0)
-        return None, None, dx.to(student.dtype), None
-
-
-def _difference(student: Tensor, teacher: Tensor) -> Tensor:
-    return upcast(student) - upcast(teacher)
-
-
-def _distance_of(d: Tensor, options: _Options) -> Tensor:
-    """The distance of each feature, in memory that may be that of ``d``."""
-    if options.kind == "mse":
-        return d.square_()
-    beta, size = options.beta, d.abs()
-    return torch.where(size < beta, d * (d / beta) / 2, size - beta / 2) if beta else size
-
-
-def _slope_of(d: Tensor, options: _Options) -> Tensor:
-    """Derivative of `_distance_of`, in new memory; NaN where d is."""
-    if options.kind == "mse":
-        return 2 * d
-    if options.beta:
-        return (d / options.beta).clamp_(-1, 1).add_(d - d)
-    return torch.where(d == 0, 0, torch.copysign(torch.ones_like(d), d)).add_(d - d)
-
-
-def _angles(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses ½‖â − b̂‖² (R,), directions â and differences â − b̂ (R, D), and 1/‖a‖ (R,).
-
-    The squared difference does not cancel where rows are nearly parallel, as 1 − â·b̂ would. With a
-    zero row the loss is 1, and 1/‖a‖ is returned as 0: there is no gradient.
-    """
-    a, of_a = _direction(student)
-    b, of_b = _direction(teacher)
-    difference = a - b
-    zero = (of_a == 0) | (of_b == 0)
-    losses = (torch.linalg.vector_norm(difference, dim=-1).square() / 2).masked_fill(zero, 1)
-    return losses, a, difference, of_a.masked_fill(zero, 0)
-
-
-def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / ‖x‖ (R, D) and 1 / ‖x‖ (R,); both 0 for a zero row, NaN for an infinite one."""
-    x, factor = rescale_extreme_rows(upcast(x), or_tiny=True)
-    norm = torch.linalg.vector_norm(x, dim=-1)
-    scale = torch.where(norm == 0, 0, 1 / norm + (norm - norm))
-    return x * scale[:, None], scale if factor is None else scale * factor.squeeze(-1)
 
 
 class _CppHiddenStates(GradientInForward):
