@@ -22,6 +22,7 @@ from fastkd._core.checks import (
     checked_weights,
 )
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
@@ -30,10 +31,8 @@ from fastkd._core.numerics import (
     cast,
     dense_rows,
     once_differentiable,
-    rescale_extreme_rows,
     saveable,
     upcast,
-    values_readable,
     working_dtype,
     zero_padding,
 )
@@ -42,8 +41,6 @@ from fastkd._core.plans import planned
 Reduction = Literal["mean", "batchmean", "sum"]
 REDUCTIONS = get_args(Reduction)
 
-# Rows whose mean is this many standard deviations are centred twice, for the mean's rounding error.
-LARGE_MEAN = 1e3
 # Attributes of a torch Module that hold its hooks.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -461,12 +458,22 @@ def layer_norm_mse_ref(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖²; see `layer_norm_mse`."""
-    norm_x = F.layer_norm(upcast(x), x.shape[-1:], eps=eps)
-    norm_y = F.layer_norm(upcast(y), y.shape[-1:], eps=eps)
-    squares = (norm_x - norm_y).square()
-    if weights is not None:
-        squares = squares * weights[..., None]
-    return squares.sum() / 2 / _divisor(x, reduction)
+    losses = _row_losses(eps, upcast(x), upcast(y))
+    losses = losses if weights is None else losses * weights
+    return losses.sum() / _divisor(x, reduction)
+
+
+def _row_losses(eps: float, x: Tensor, y: Tensor) -> Tensor:
+    """½‖norm(x) − norm(y)‖² of each row."""
+    return (_normalised(x, eps) - _normalised(y, eps)).square().sum(-1) / 2
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    """`F.layer_norm`, which gives exactly 0 for a row of equal numbers, also without ``eps``."""
+    centred = x - x.mean(-1, keepdim=True)
+    centred = centred - centred.detach() * (x == x[..., :1]).all(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True) + eps
+    return centred * torch.where(variance == 0, 0, variance.where(variance != 0, 1).rsqrt())
 
 
 @planned
@@ -525,9 +532,12 @@ def _layer_norm_mse(
 ) -> Tensor:
     x, y = as_rows(saveable(x)), as_rows(saveable(y))
     runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
-    function: type[torch.autograd.Function] = _TorchLayerNormMSE
-    if runs_on != "torch":
-        function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
+    if runs_on == "torch":
+        losses = functools.partial(_row_losses, options.eps)
+        found = by_reference(losses, 2 * x.shape[-1], x, y)
+        found = found if weights is None else found * weights
+        return found.sum() / _divisor(x, options.reduction)
+    function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
     return apply(function, options, weights, x, y)
 
 
@@ -541,91 +551,6 @@ def _divisor(x: Tensor, reduction: str) -> int:
 class _Options:
     eps: float
     reduction: str
-
-
-class _TorchLayerNormMSE(torch.autograd.Function):
-    """Loss whose gradient with respect to the normalised rows is their difference, up to sign."""
-
-    @staticmethod
-    def forward(ctx, options, weights, x, y):
-        with autocast_off(x):
-            norm_x, rstd_x = _normalise(x, options.eps)
-            norm_y, rstd_y = _normalise(y, options.eps)
-            squares = torch.linalg.vector_norm(norm_x - norm_y, dim=-1).square()
-            total = (squares if weights is None else squares * weights).sum()
-        ctx.save_for_backward(weights, norm_x, norm_y, rstd_x, rstd_y)
-        ctx.options, ctx.divisor = options, _divisor(x, options.reduction)
-        ctx.dtypes = x.dtype, y.dtype
-        return total / (2 * ctx.divisor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        weights, norm_x, norm_y, rstd_x, rstd_y = ctx.saved_tensors
-        with autocast_off(norm_x):
-            scale = grad / ctx.divisor
-            scale = scale if weights is None else scale * weights[:, None]
-            along = (norm_x * norm_y).sum(-1, keepdim=True)
-            dx = dy = None
-            if ctx.needs_input_grad[2]:
-                dx = _row_gradient(norm_x, norm_y, along, rstd_x, ctx.options.eps, scale)
-                dx = dx.to(ctx.dtypes[0])
-            if ctx.needs_input_grad[3]:
-                dy = _row_gradient(norm_y, norm_x, along, rstd_y, ctx.options.eps, scale)
-                dy = dy.to(ctx.dtypes[1])
-        return None, None, dx, dy
-
-
-def _normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """norm(x) and 1/√(var + eps) of every row.
-
-    torch's layer_norm is not used: its variance has the rounding error of a mean far above it.
-    """
-    x = upcast(x)
-    if eps > 0 and values_readable(x):
-        mean = x.mean(-1, keepdim=True)
-        centred = x - mean
-        rstd = _reciprocal_deviation(centred, eps)
-        if bool(((mean * rstd).abs() <= LARGE_MEAN).all()):
-            return centred.mul_(rstd), rstd
-    x, factor = rescale_extreme_rows(x, or_tiny=eps == 0)
-    centred = x - x.mean(-1, keepdim=True)
-    centred -= centred.mean(-1, keepdim=True)  # the rounding error of the mean
-    if x.shape[-1] > 0:  # equal numbers must give exactly 0
-        low, high = x.aminmax(dim=-1, keepdim=True)
-        centred.masked_fill_(low == high, 0)
-    rstd = _reciprocal_deviation(centred, eps if factor is None else eps * factor * factor)
-    return centred.mul_(rstd), rstd if factor is None else rstd * factor
-
-
-def _reciprocal_deviation(centred: Tensor, eps: float | Tensor) -> Tensor:
-    """1/√(var + eps) of rows of mean 0; 0 for a constant row without eps."""
-    squares = torch.linalg.vector_norm(centred, dim=-1, keepdim=True).square_()
-    variance = squares.div_(centred.shape[-1]).add_(eps)
-    rstd = variance.rsqrt()
-    rstd = rstd.masked_fill_(rstd == 0, torch.nan)  # with 1/inf the row would count as constant
-    return rstd.masked_fill_(variance == 0, 0)
-
-
-def _row_gradient(
-    norm: Tensor, other: Tensor, along: Tensor, rstd: Tensor, eps: float, scale: Tensor
-) -> Tensor:
-    """Gradient of scale/2 ‖norm − other‖² with respect to the row before its normalisation.
-
-    It is the difference minus its component along ``norm``, plus a term of that component in eps.
-    The component is norm·other over norm·norm, not over D, which exceeds norm·norm by a term in
-    eps: rows of two columns have no other component, and dividing by D would leave rounding error
-    as large as the term in eps.
-
-    Args:
-        along: norm·other (R, 1).
-    """
-    # Computed like ``along``, with the same rounding: equal rows must give exactly 0.
-    squares = norm.square().sum(-1, keepdim=True)
-    part = along / squares.where(squares != 0, 1)
-    rest = other.addcmul(norm, -part).addcmul_(norm, (part - 1) * (eps * rstd) * rstd)
-    # Its mean is 0, except for the rounding error of the rows' means.
-    return rest.sub_(rest.mean(-1, keepdim=True)).mul_(-rstd * scale)
 
 
 class _CppLayerNormMSE(GradientInForward):
