@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._core.operator import launch_kernel
-from fastkd.kernels.launch import cdiv
+from fastkd.kernels.launch import cdiv, multiplies_in_float32
 from fastkd.kernels.pointers import padded, pick, slots
 
 ALIGNMENT = 16  # of a row's features and of addresses in bytes, for wide loads
@@ -153,8 +153,8 @@ def derivative_scale(scale, HALF: tl.constexpr):
 
 
 def splits(dtype: torch.dtype) -> bool:
-    """Whether float32 is split into two float16 parts, at float32_matmul_precision "highest"."""
-    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    """Whether float32 is split into two float16 parts: products of float32 aren't to be rounded."""
+    return dtype == torch.float32 and multiplies_in_float32()
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:

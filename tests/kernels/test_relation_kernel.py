@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from fastkd._core import dispatch
 from fastkd.kernels import relation_long as long
 from fastkd.kernels import relation_small as small
+from fastkd.kernels.launch import multiplies_in_float32
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.losses.relation import FCDLoss, relation_loss
 from tests.kernels.launches import count_launches
@@ -111,16 +112,39 @@ def test_bfloat16_gradients_are_rounded_to_nearest(device):
     assert (error * exact).sum().abs() <= 2**-12 * exact.norm()
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_less_precise_products_on_demand(device, precision):
+def newer_interface(precision):
+    """Write float32's precision as transformers' ``TrainingArguments(tf32=True)`` does."""
+    torch.backends.fp32_precision = "ieee" if precision == "highest" else precision
+    if precision == "highest":
+        torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    ("write", "precision"),
+    [
+        (torch.set_float32_matmul_precision, "high"),
+        (torch.set_float32_matmul_precision, "medium"),
+        pytest.param(
+            newer_interface,
+            "tf32",
+            marks=pytest.mark.skipif(
+                not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 and later"
+            ),
+        ),
+    ],
+)
+def test_less_precise_products_on_demand(device, write, precision):
     student, teacher = torch.randn(2, 2, 20, 64, device=device)
-    torch.set_float32_matmul_precision(precision)
+    exact = relation_loss(student, teacher, backend="triton")
+    write(precision)
     try:
+        assert not multiplies_in_float32()
         loss = relation_loss(student, teacher, backend="triton")
     finally:
-        torch.set_float32_matmul_precision("highest")
+        write("highest")
+    assert multiplies_in_float32()
     expected = relation_loss(student.double(), teacher.double())
-    assert relative_error(loss, expected) < 1e-3
+    assert relative_error(exact, expected) < relative_error(loss, expected) < 1e-3
 
 
 def test_compiles_in_one_graph(device):
