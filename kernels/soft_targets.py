@@ -74,6 +74,7 @@ HEAD_MASS = tl.constexpr(0.5)
 LOG_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 LEAST = tl.constexpr(-200.0)  # power of 2 that is 0 in float32
+LEAST_NORMAL = tl.constexpr(-126.0)
 LONG = 16384  # longest row of which several share a multiprocessor
 HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
 # Divergences computed in one read of the logits, and divergences with another form above HOT.
@@ -233,11 +234,18 @@ def _below(p_s, p_t):
 
 
 @triton.jit
-def _mixture(p_s, p_t, coefficient, DIVERGENCE: tl.constexpr):
-    """Mixture m of the student's and the teacher's distribution."""
+def _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE: tl.constexpr):
+    """log2 of the mixture m of the student's and the teacher's distribution.
+
+    From the logarithms: coefficient · p would underflow where p alone doesn't.
+    """
+    first, second = log_pt, log_ps
     if DIVERGENCE == "skew_reverse_kl":
-        return coefficient * p_s + (1.0 - coefficient) * p_t
-    return coefficient * p_t + (1.0 - coefficient) * p_s
+        first, second = log_ps, log_pt
+    gap, other = second - first, 1.0 - coefficient
+    ratio = tl.exp2(tl.maximum(-tl.abs(gap), LEAST_NORMAL))
+    sum = tl.where(gap > 0.0, other + coefficient * ratio, coefficient + other * ratio)
+    return tl.maximum(first, second) + tl.log2(sum)
 
 
 @triton.jit
@@ -443,14 +451,16 @@ def _write_gradient(
             or DIVERGENCE == "skew_reverse_kl"
             or DIVERGENCE == "generalized_js"
         ):
-            p_s, p_t = tl.exp2(x_s) / sum_s, tl.exp2(x_t) / sum_t
-            m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
+            log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+            ratio = log_ps - _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)  # log2(p_s/m)
             if DIVERGENCE == "skew_kl":
-                grad = p_s * expectation - _times(p_t, (1.0 - coefficient) * p_s / m)
+                grad = tl.exp2(log_ps) * expectation
+                grad -= tl.exp2(log_pt) * ((1.0 - coefficient) * tl.exp2(ratio))
             elif DIVERGENCE == "skew_reverse_kl":
-                grad = _times(p_s, tl.log(p_s / m) - coefficient * p_s / m - expectation)
+                ratio = ratio * LOG_2 - coefficient * tl.exp2(ratio)
+                grad = tl.exp2(log_ps) * (ratio - expectation)
             else:
-                grad = (1.0 - coefficient) * _times(p_s, tl.log(p_s / m) - expectation)
+                grad = tl.exp2(log_ps) * ((1.0 - coefficient) * (ratio * LOG_2 - expectation))
             grad = grad * by
         elif DIVERGENCE == "js" and not IS_HOT:
             log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
@@ -626,19 +636,25 @@ def soft_target_kernel(
                 overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
                 if DIVERGENCE == "lk":
                     to_teacher += _lane_sum(_excess(p_t, p_s, r))
-            elif DIVERGENCE == "skew_kl":
-                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
-                to_teacher += _lane_sum(_excess(p_t, m, -tl.log(p_t / m)))
-                weighed += _lane_sum(_times(p_t, (1.0 - coefficient) * p_s / m))
-            elif DIVERGENCE == "skew_reverse_kl":
-                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
-                to_student += _lane_sum(_excess(p_s, m, -tl.log(p_s / m)))
-                weighed += _lane_sum(_times(p_s, tl.log(p_s / m) - coefficient * p_s / m))
-            elif DIVERGENCE == "generalized_js":
-                m = _mixture(p_s, p_t, coefficient, DIVERGENCE)
-                to_student += _lane_sum(_excess(p_s, m, -tl.log(p_s / m)))
-                to_teacher += _lane_sum(_excess(p_t, m, -tl.log(p_t / m)))
-                weighed += _lane_sum(_times(p_s, tl.log(p_s / m)))
+            elif (
+                DIVERGENCE == "skew_kl"
+                or DIVERGENCE == "skew_reverse_kl"
+                or DIVERGENCE == "generalized_js"
+            ):
+                log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+                log_m = _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)
+                p_s, p_t, m = tl.exp2(log_ps), tl.exp2(log_pt), tl.exp2(log_m)
+                ratio = log_ps - log_m  # log2(p_s/m)
+                if DIVERGENCE != "skew_kl":
+                    to_student += _lane_sum(_excess(p_s, m, ratio * -LOG_2))
+                if DIVERGENCE != "skew_reverse_kl":
+                    to_teacher += _lane_sum(_excess(p_t, m, (log_m - log_pt) * LOG_2))
+                if DIVERGENCE == "skew_kl":
+                    weighed += _lane_sum(p_t * ((1.0 - coefficient) * tl.exp2(ratio)))
+                elif DIVERGENCE == "skew_reverse_kl":
+                    weighed += _lane_sum(p_s * (ratio * LOG_2 - coefficient * tl.exp2(ratio)))
+                else:
+                    weighed += _lane_sum(p_s * (ratio * LOG_2))
             else:
                 log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
                 p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
@@ -679,6 +695,14 @@ def soft_target_kernel(
         ):
             # The gradient subtracts this mean from values with the same rounding.
             expectation = tl.sum(weighed, axis=1)
+        if (
+            DIVERGENCE == "skew_kl"
+            or DIVERGENCE == "skew_reverse_kl"
+            or DIVERGENCE == "generalized_js"
+        ):
+            # The maxima hide a NaN.
+            hidden = 0.0 * (tl.log(total_s) + tl.log(total_t))
+            loss, expectation = loss + hidden, expectation + hidden
 
     exists = row < R
     tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)

@@ -465,6 +465,39 @@ def test_mixtures_of_subnormal_probabilities(kernels, name):
     check_against_oracle(student, teacher, kernels, **options)
 
 
+MIXTURES = {
+    "skew_kl": [1e-30, 1e-4, 0.999],
+    "skew_reverse_kl": [1e-30, 1e-4, 1.0],
+    "js": [1e-30, 1e-3, 0.999],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient"), [(name, x) for name, each in MIXTURES.items() for x in each]
+)
+@pytest.mark.parametrize("linear", [False, True])
+def test_mixtures_with_a_coefficient_near_its_ends(backend, device, name, coefficient, linear):
+    """Its product with a probability underflows."""
+    student, teacher = (20 * torch.randn(2, 6, 50, device=device)).unbind()
+    student[1, 5:9] = teacher[1, 5:9] = -torch.inf
+    teacher[0, :3], student[4, 0], teacher[4, 0] = -torch.inf, 300, -200
+    divergence = Divergence(name, beta=coefficient, skew=coefficient)
+    options = dict(divergence=divergence, reduction="none", upstream=torch.ones(6))
+
+    def loss(student, teacher, **options):
+        if not linear:
+            return soft_target_loss(student, teacher, **options)
+        ids, head = torch.eye(6, device=device), student.T.contiguous()
+        return linear_soft_target_loss(ids, head, ids, teacher.T.contiguous(), **options)
+
+    if linear:  # −inf · 0 is NaN
+        student, teacher = student.clamp_min(-1e4), teacher.clamp_min(-1e4)
+    found = value_and_grad(loss, student, teacher, backend=backend, **options)
+    wanted = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)  # an ulp of logits
+
+
 @divergences
 def test_padding_has_no_effect(backend, device, divergence):
     student, teacher = make_logits(4, 7, dtype=torch.float32, device=device)

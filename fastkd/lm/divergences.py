@@ -188,7 +188,7 @@ def _skew_kl(
     value = _weighted_sum(p_t, log_pt - log_m, shard)
     if not needs_grad:
         return value, None
-    moved = (log_ps - log_m).exp_().mul_(1 - skew).mul_(p_t).masked_fill_(p_t == 0, 0)
+    moved = (log_ps + log_pt - log_m).exp_().mul_(1 - skew).masked_fill_(p_t == 0, 0)
     return value, log_ps.exp().mul_(shard.sum(moved)[:, None]).sub_(moved)
 
 

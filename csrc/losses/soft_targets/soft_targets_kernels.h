@@ -135,31 +135,37 @@ inline void js_of(int64_t n, W slope, const Part& part, Kept<W> kept, double* su
 }
 
 // The same for a mixture m with another weight. Stores what the gradient needs of each entry. A
-// probability below ``least`` adds nothing: m may have underflowed to 0 there, and the gradient's
-// p_s, with the upstream gradient in it, may be a number where p_s underflowed to 0.
+// probability below ``least`` adds nothing: the gradient's p_s, with the upstream gradient in it, may
+// be a number where p_s underflowed to 0. If m underflows to 0, p/m is its largest value, 1 over the
+// weight of p.
 template <Divergence divergence, typename W>
 inline void mixture_of(int64_t n, W weight, const Part& part, Kept<W> kept, double* sums) {
   const W to_ps = W(part.to_ps), to_pt = W(part.to_pt), other = 1 - weight;
   const W least = std::numeric_limits<W>::min() * W(1 << 26);
+  const auto over = [](Vector<W> p, Vector<W> m, W most) {
+    const Vector<W> ratio = p / m;
+    return ratio > most ? splat(most) : ratio;
+  };
   Vector<W> first{}, second{};
   each<W>(n, [&](int64_t i, int64_t count) {
     const Vector<W> p_s = load(kept.weights_s + i, count) * to_ps;
     const Vector<W> p_t = load(kept.weights_t + i, count) * to_pt;
     Vector<W> stored;
     if constexpr (divergence == Divergence::kSkewKl) {
-      const Vector<W> m = p_t * weight + p_s * other, log = log_of<W>(p_t / m);
+      const Vector<W> m = p_t * weight + p_s * other, log = log_of<W>(over(p_t, m, 1 / weight));
       second = p_t < least ? second : second + p_t * log;
-      stored = p_t < least ? Vector<W>{} : p_t * (p_s * other / m);
+      stored = m == 0 || p_t < least ? Vector<W>{} : p_t * (p_s * other / m);
       first += stored;
     } else if constexpr (divergence == Divergence::kSkewReverseKl) {
-      const Vector<W> ratio = p_s / (p_s * weight + p_t * other), log = log_of<W>(ratio);
+      const Vector<W> ratio = over(p_s, p_s * weight + p_t * other, 1 / weight);
+      const Vector<W> log = log_of<W>(ratio);
       second = p_s < least ? second : second + p_s * log;
       stored = p_s < least ? Vector<W>{} : log - ratio * weight;
       first += p_s * stored;
     } else {
-      const Vector<W> m = p_t * weight + p_s * other, log = log_of<W>(p_t / m);
+      const Vector<W> m = p_t * weight + p_s * other, log = log_of<W>(over(p_t, m, 1 / weight));
       second = p_t < least ? second : second + p_t * log;
-      stored = p_s < least ? Vector<W>{} : log_of<W>(p_s / m);
+      stored = p_s < least ? Vector<W>{} : log_of<W>(over(p_s, m, 1 / other));
       first += p_s * stored;
     }
     store<W>(kept.weights_t + i, stored, count);
