@@ -13,7 +13,7 @@ from fastkd.train.options import options_of
 
 # Fields of options with a path of rows, and with the name of a model.
 ROWS = ("train", "evals", "test", "unlabelled", "data", "text")
-MODELS = ("teacher", "student", "tokenizer", "model", "before")
+MODELS = ("teacher", "student", "tokenizer", "model", "before", "mlm")
 # Files whose first row is read within milliseconds, and their bytes at most where they are read
 # whole.
 QUICK, WHOLE, MOST = (".tsv", ".csv", ".jsonl"), ".json", 2**24

@@ -76,6 +76,7 @@ def invoke(folder, tmp_path, monkeypatch):
         "evaluate": {"model": teacher, "data": dev},
         "predict": {"model": teacher, "data": dev},
         "export": {"model": teacher, "out": out / "model.onnx"},
+        "augment": {"data": dev, "mlm": teacher, "out": tmp_path / "copies.tsv", "device": "cpu"},
         "demo": {"out": out, "fast": True},
         "analyze": {"model": teacher, "text": folder / "text.txt", "out": out, "max_length": 16},
     }
