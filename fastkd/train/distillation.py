@@ -37,6 +37,7 @@ from fastkd.train.models import (
     make_method,
     served_teacher,
 )
+from fastkd.train.options import given as set_flags
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import (
@@ -104,6 +105,9 @@ def check(config: DistillConfig) -> None:
             f"--resume: --out {config.out} does not exist; give that of the run, or leave --resume "
             "out"
         )
+    for flag in set_flags(config, "teacher_model", "top_k"):
+        if not is_served(config.teacher):
+            raise InputError(f"{flag}: belongs to a --teacher that is a server's URL; leave it out")
     make_method(config.method, config.options, config.preset)
     kind = tasks.of_file(config.kind, config.train)
     if config.finetune_teacher and not kind.supervised:
