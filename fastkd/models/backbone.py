@@ -143,6 +143,7 @@ class Backbone(Model):
                 f"{name} must be a transformers model, got {type(model).__name__}; describe any "
                 "other with fastkd.distill.Blocks"
             )
+        _check_no_virtual_tokens(model, name)
         self.model, self.inner, self.base, self.config = model, inner, base, config
         self.uncompiled: nn.Module = getattr(model, "_orig_mod", model)
         self.class_name, self._name = type(inner).__name__, name
@@ -384,6 +385,20 @@ class Backbone(Model):
                 f"{method} compares attention maps, which {used} attention omits; load the "
                 f'{self._name} with attn_implementation="eager", or call '
                 f'{self._name}.set_attn_implementation("eager")'
+            )
+
+
+def _check_no_virtual_tokens(model: nn.Module, name: str) -> None:
+    """Raise if PEFT puts virtual tokens into the rows; a prefix is in the blocks' cache."""
+    for module in model.modules():
+        config: Any = getattr(module, "active_peft_config", None)
+        if not getattr(config, "is_prompt_learning", False):
+            continue
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind not in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise ValueError(
+                f"{name}: PEFT's {kind} puts {config.num_virtual_tokens} virtual tokens before "
+                "each row, which have no counterpart in the batch; use LoRA, or prefix tuning"
             )
 
 

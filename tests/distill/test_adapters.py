@@ -87,6 +87,65 @@ def test_token_types_that_pefts_wrapper_drops_are_refused():
     assert losses[0] != losses[1]
 
 
+# Kinds of PEFT that add tokens: as tokens of the rows, or as keys and values of the blocks.
+ADD_TOKENS = {
+    "PROMPT_TUNING": ({"num_virtual_tokens": 3}, "in rows"),
+    "P_TUNING": ({"num_virtual_tokens": 3, "encoder_hidden_size": 8}, "in rows"),
+    "MULTITASK_PROMPT_TUNING": ({"num_virtual_tokens": 3, "num_tasks": 2}, "in rows"),
+    "CPT": (
+        {"cpt_token_ids": [1, 2, 3], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]},
+        "in rows",
+    ),
+    "PREFIX_TUNING": ({"num_virtual_tokens": 3}, "in blocks"),
+    "CARTRIDGE": ({"num_virtual_tokens": 3}, "in blocks"),
+    "ADAPTION_PROMPT": ({"adapter_len": 3, "adapter_layers": 2}, "in blocks"),
+}
+
+
+def test_every_kind_that_adds_tokens_is_in_the_table():
+    kinds = {
+        kind.value
+        for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()
+        if issubclass(config, peft.PromptLearningConfig)
+    }
+    assert kinds | {"ADAPTION_PROMPT"} == {*ADD_TOKENS}
+
+
+@pytest.mark.parametrize("kind", ADD_TOKENS)
+def test_virtual_tokens_are_right_or_refused(kind):
+    options, where = ADD_TOKENS[kind]
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    teacher, base = (model(t.LlamaForCausalLM, "llama", layers=2) for _ in range(2))
+    student = peft.get_peft_model(base, config(task_type="CAUSAL_LM", **options))
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    if where == "in rows":
+        for sides in ((teacher, student), (student, base)):
+            with pytest.raises(ValueError, match=f"PEFT's {kind} puts 3 virtual tokens"):
+                Distiller(*sides, SoftTargets())
+        return
+    distiller = Distiller(teacher, student, FCD(soft_weight=1.0), keep_logits=True).eval()
+    out = distiller(**data)
+    out.loss.backward()
+    real = data["attention_mask"].bool()
+    with torch.no_grad():
+        expected = student(**inputs(data)).logits
+    torch.testing.assert_close(out.logits[real], expected[real])
+    learned = gradients_of(student)
+    assert any(bool(x.abs().sum() > 0) for x in learned.values())
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_virtual_tokens_of_a_classifier_are_refused(kind, family):
+    config = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    student = peft.get_peft_model(
+        classifier(family), config(task_type="SEQ_CLS", **ADD_TOKENS[kind][0])
+    )
+    with pytest.raises(ValueError, match=f"student: PEFT's {kind} puts 3 virtual tokens"):
+        Distiller(classifier(family), student, SoftTargets())
+
+
 def test_parameters_and_state_belong_to_the_student():
     base = classifier("bert")
     student = adapted(base)
