@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.labelled_order import LABELLED_SHARE, LabelledOrder, has_label
 from fastkd.distill.method import Method
 from fastkd.models.batch import put_back, split_inputs
+from fastkd.models.inputs import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +29,8 @@ transformers = require("transformers", "train")
 Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 
+# Entry of a batch with the scale of its label loss.
+LABEL_SHARE = "label_share_of_step"
 METHOD_FILE = "method.pt"
 # State of the averaging teachers, by their names in the Distiller's teacher.
 AVERAGE_FILE = "ema_teacher.pt"
@@ -213,6 +216,9 @@ class DistillationTrainer(Trainer):
         if model is self.distiller.student:
             return super().compute_loss(model, inputs, return_outputs)
         self._set_progress()
+        inputs = dict(inputs)
+        if LABEL_SHARE in inputs:
+            self.distiller.method.label_share = inputs.pop(LABEL_SHARE)
         loss_scale = 1.0
         if num_items_in_batch is not None:
             # With num_items_in_batch Trainer does not divide by the number of accumulated batches.
@@ -267,7 +273,39 @@ class DistillationTrainer(Trainer):
             items = items.to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 items = self.accelerator.gather(items).sum()
+        if not self.model_accepts_loss_kwargs:
+            shares = self._label_shares(batches, device)
+            batches = [{**x, LABEL_SHARE: share} for x, share in zip(batches, shares, strict=True)]
         return batches, items
+
+    def _label_shares(self, batches: list[dict[str, Any]], device: torch.device) -> Sequence[Any]:
+        """Scale of each batch's label loss: its share of the step's labels, times their number.
+
+        The label losses then add up to the mean over the labels of all batches and processes. None
+        where every row has a label: the Trainer's mean over the batches applies.
+        """
+        ranks, gather = self.args.world_size, self.distiller.gather
+        if not batches or (len(batches) == 1 and (ranks == 1 or gather)):
+            return [None] * len(batches)
+        counts = torch.tensor([self._count_labels(x) for x in batches], device=device)
+        everywhere = self.accelerator.gather(counts[None]) if ranks > 1 else counts[None]
+        labels, rows = everywhere.sum((0, 1))  # of (ranks, batches, 2)
+        if bool(labels == rows):
+            return [None] * len(batches)
+        own = everywhere.sum(0)[:, 0] if gather else counts[:, 0] * ranks
+        return (own * len(batches) / labels.clamp(min=1)).unbind()
+
+    def _count_labels(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """Number of labels of a batch, and of the rows' places for one."""
+        labels = batch.get("labels", batch.get("start_positions"))
+        if not isinstance(labels, Tensor):
+            return 0, 0
+        known = torch.ones_like(labels, dtype=torch.bool)
+        if labels.is_floating_point():
+            known = ~labels.isnan()
+        if not labels.is_floating_point() or labels.dim() > 1:
+            known &= labels != IGNORED
+        return int(known.sum()), labels.numel()
 
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return self.distiller.count_items(batch)

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.labelled_order import LabelledOrder
-from fastkd.distill.trainer import DistillationTrainer
+from fastkd.distill.trainer import LABEL_SHARE, DistillationTrainer
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.batch import split_inputs
 from fastkd.train import processes
-from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED
+from fastkd.train.arrow_rows import TEACHER_PREFIX
 from fastkd.train.saving import saving
 from fastkd.train.tasks.base import Task
 from fastkd.train.training import COUNTS
@@ -243,7 +243,10 @@ class StepTrainer(DistillationTrainer):
         """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
         inputs = self._prepare_inputs(dict(inputs))
         self.share = inputs.pop(SHARE, 1.0)
-        self._set_label_share(inputs)
+        label_share = inputs.pop(LABEL_SHARE, None)
+        if label_share is not None:
+            label_share = label_share / (self.share or 1)
+        self.distiller.method.label_share = label_share
         if self.accumulate == 1:
             return super().training_step(model, inputs, *args)
         rows = len(next(iter(inputs.values())))
@@ -277,16 +280,9 @@ class StepTrainer(DistillationTrainer):
             num_items_in_batch = num_items_in_batch * self.share
         return self.share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _set_label_share(self, inputs: dict[str, Any]) -> None:
-        """Set the scale of this process's label loss, where some rows have no label."""
-        ranks, counted = self.args.world_size, self.gather or self.model_accepts_loss_kwargs
-        if ranks == 1 or counted or self.steps.order.labelled.all():
-            return
-        labels = inputs["labels"] if "labels" in inputs else inputs["start_positions"]
-        real = labels.is_floating_point() and labels.dim() == 1
-        own = (~labels.isnan() if real else labels != UNLABELLED).sum() * (self.share > 0)
-        part = own * ranks / self.accelerator.gather(own).sum().clamp(min=1)
-        self.distiller.method.label_share = part / (self.share or 1)
+    def _count_labels(self, batch: dict[str, Any]) -> tuple[int, int]:
+        # A process without rows left repeats some, with a share of 0.
+        return super()._count_labels(batch) if batch.get(SHARE, 1.0) > 0 else (0, 0)
 
     def _items(self, batch: dict[str, Any]) -> Tensor:
         return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)

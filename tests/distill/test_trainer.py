@@ -103,6 +103,45 @@ def test_labelled_share_may_be_off_and_is_checked(tmp_path):
         DistillationTrainer(model=run.distiller, labelled_share=2)
 
 
+@pytest.mark.parametrize("labels", ["classes", "numbers", "several"])
+def test_labels_of_a_step_count_alike_in_every_accumulated_batch(tmp_path, labels):
+    """Batches of 3, 0 and 1 labelled rows of 4, and a step of 2 and 4 at the end."""
+    data, known = batch(rows=20), torch.zeros(20, dtype=torch.bool)
+    known[[0, 1, 3, 8, 12, 13, *range(16, 20)]] = True
+    options = {}
+    if labels == "classes":
+        data["labels"] = torch.where(known, data["labels"], -100)
+    elif labels == "numbers":
+        data["labels"] = torch.where(known, torch.rand(20), torch.nan)
+        options = {"num_labels": 1}
+    else:
+        data["labels"] = torch.where(known[:, None], torch.rand(20, 3).round(), torch.nan)
+        data["labels"][0, 1] = torch.nan
+        options = {"problem_type": "multi_label_classification"}
+    rows = [{name: x[i] for name, x in data.items()} for i in range(20)]
+    run = trainer(
+        tmp_path, SoftTargets(), rows, classifier("bert", **options), max_steps=2,
+        gradient_accumulation_steps=3, per_device_train_batch_size=4, optim="sgd",
+        max_grad_norm=0.0, lr_scheduler_type="constant", learning_rate=0.1, labelled_share=0,
+    )  # fmt: skip
+    run._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+    set_dropout(run.distiller)
+    expected = copy.deepcopy(run.distiller)
+    run.train()
+    for part in (slice(12), slice(12, 20)):
+        expected.zero_grad()
+        out = expected(**{name: x[part] for name, x in data.items()})
+        out.loss.backward()
+        with torch.no_grad():
+            for p in expected.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+    for p, found in zip(expected.parameters(), run.distiller.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), p.detach(), atol=1e-6, rtol=1e-4)
+    assert run.distiller.method.label_share is not None
+    assert run.state.log_history[1]["task"] == pytest.approx(float(out.terms["task"]), rel=1e-4)
+
+
 class Tokens(torch.utils.data.Dataset):
     """Rows with a label for each token; reading the whole column raises."""
 
@@ -127,7 +166,9 @@ def arguments(directory, **options):
     return t.TrainingArguments(str(directory), **always, **options)
 
 
-def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **options):
+def trainer(
+    directory, method, data=None, teacher=None, prepare_batches=64, labelled_share=0.25, **options
+):
     torch.manual_seed(0)
     teacher = classifier("bert") if teacher is None else teacher
     data = rows() if data is None else data
@@ -143,6 +184,7 @@ def trainer(directory, method, data=None, teacher=None, prepare_batches=64, **op
         train_dataset=data,
         eval_dataset=data,
         prepare_batches=prepare_batches,
+        labelled_share=labelled_share,
     )
 
 
