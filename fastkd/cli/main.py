@@ -315,7 +315,8 @@ def _register(name: str, meta: Command) -> None:
                 if context.get_parameter_source(name).name == "DEFAULT":
                     del values[name]  # so that the settings know which options are given
                 elif kinds[name] == Mapping[str, Any]:
-                    values[name] = assignments(option.flag, values[name] or [], option.joined)
+                    given = option.flag, values[name] or [], option.joined, option.names
+                    values[name] = assignments(*given)
             settings = cls(**values)
             check_inputs(settings)
             if meta.alone:

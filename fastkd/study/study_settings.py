@@ -19,7 +19,12 @@ class StudySettings(ColumnOptions):
     The column options apply to every data set of ``tasks``.
     """
 
-    spec: Path | None = option(None, "File of the study: .toml or .yaml.", flag="SPEC", saved=False)
+    spec: Path | None = option(
+        None,
+        "File of the study, .toml or .yaml; paper:NAME is a paper's table, and paper: lists them.",
+        flag="SPEC",
+        saved=False,
+    )
     out: Path = run_option(Path("runs/study"), "Output directory for the runs and the report.")
     runs: Path | None = run_option(
         None, "Directory of runs and teachers, which several studies may share; --out if not given."
@@ -34,8 +39,16 @@ class StudySettings(ColumnOptions):
     tasks: Mapping[str, Any] = comparison_option(
         {},
         "Data set: NAME=TRAIN,EVAL (files; NAME may be a task), NAME=hub (a GLUE task), "
-        "NAME=docstrings or NAME=pairs (of docstrings); repeatable.",
+        "NAME=docstrings or NAME=pairs (of docstrings); or names of the study's, separated by "
+        "commas; repeatable.",
         metavar="NAME=FILES",
+        names=True,
+    )
+    glue: Path | None = option(
+        None,
+        "Folder of GLUE's own download, instead of the hub; for a grid.",
+        metavar="DIR",
+        panel="What is compared",
     )
     seeds: int | None = comparison_option(
         None, "Number of seeds; default: those of the study's file, or 4.", least=1
@@ -43,8 +56,14 @@ class StudySettings(ColumnOptions):
     teacher: str | None = comparison_option(
         None, "Teacher model: a directory, a hub name, or packaged (the demo's)."
     )
+    student: str | None = comparison_option(
+        None, "Student model of every run of a grid: a directory or a hub name."
+    )
     steps: int | None = training_option(
-        None, "Training steps of each run; default: those of the study's file, or 80.", least=1
+        None,
+        "Training steps of each run; of a grid a small try: one value of each searched list, one "
+        "step of the teacher; default: those of the study's file, or 80.",
+        least=1,
     )
     seconds: float | None = training_option(
         None,

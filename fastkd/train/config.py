@@ -52,6 +52,8 @@ class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: 
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
+        if self.training_steps is not None:
+            self.max_steps = self.training_steps
         processes.join(self.device_name)
         self.use_cpu = choose_device(self.device_name, self.precision).type == "cpu"
         self.bf16, self.fp16 = self.precision == "bf16", self.precision == "fp16"
@@ -141,7 +143,7 @@ class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
 OURS = {
     "output_dir": "--out",
     "num_train_epochs": "--epochs",
-    "max_steps": "--epochs",
+    "max_steps": "--steps",
     "per_device_train_batch_size": "--batch-size",
     "learning_rate": "--learning-rate",
     "weight_decay": "--weight-decay",

@@ -269,6 +269,8 @@ class Distillation:
         training = dataclasses.replace(
             run.training_config,
             num_train_epochs=config.finetune_teacher,
+            training_steps=None,
+            max_steps=-1,
             learning_rate=config.teacher_learning_rate,
         )
         options = self._saving_options(target, run.teacher, {})

@@ -29,6 +29,7 @@ class Option:
     ``flag`` defaults to the field's name; a word in capitals is an argument without a flag.
     ``key``, the name in a run's saved settings, defaults to the field's name too; an option that
     does not change the result is not ``saved``. ``joined``: assignments separated by commas.
+    ``names``: a word without "=" is a list of names, each with the value True.
     """
 
     help: str
@@ -42,6 +43,7 @@ class Option:
     choices: Callable[[], Iterable[str]] | Iterable[str] = ()
     saved: bool = True
     joined: bool = False
+    names: bool = False
 
     @property
     def file_key(self) -> str:
@@ -151,7 +153,9 @@ def _jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def assignments(flag: str, words: list[str], joined: bool = False) -> dict[str, Any]:
+def assignments(
+    flag: str, words: list[str], joined: bool = False, names: bool = False
+) -> dict[str, Any]:
     """``["alpha=0.5", "pool=cls"]`` as a dictionary; values are Python literals or plain words.
 
     With ``joined`` a word may hold several: ``"heads=4,layers=2"``.
@@ -160,6 +164,9 @@ def assignments(flag: str, words: list[str], joined: bool = False) -> dict[str, 
     for word in ",".join(words).split(",") if joined and words else words:
         name, equals, value = word.partition("=")
         name = name.strip()
+        if names and not equals and name:
+            found.update(dict.fromkeys((part.strip() for part in name.split(",")), True))
+            continue
         if not equals or not name:
             raise InputError(f"{flag} {word!r} is not of the form name=value")
         if name in found:

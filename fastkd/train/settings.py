@@ -302,6 +302,13 @@ class TrainingOptions(Checked):
     num_train_epochs: float = training_option(
         3.0, "Number of passes over the training rows.", flag="--epochs", key="epochs", above=0
     )
+    training_steps: int | None = training_option(
+        None,
+        "Number of training steps, instead of --epochs; default: as --epochs says.",
+        flag="--steps",
+        key="steps",
+        least=1,
+    )
     batch_size: int = training_option(32, "Rows of a training step, for each process.", least=1)
     accumulate: int = training_option(
         1,

@@ -1,0 +1,290 @@
+"""A grid of `fastkd distill` runs, and the papers' tables."""
+
+import csv
+import json
+import shutil
+
+import pytest
+
+from fastkd.study import grid, grid_report
+from fastkd.study.grid_runs import GridRuns
+from fastkd.study.study_settings import StudySettings
+from fastkd.train.config import DistillConfig
+from fastkd.train.distillation import run_distillation
+from fastkd.train.errors import InputError
+from fastkd.train.options import read_options_file
+from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.train.tasks.test_causal_lm import make_decoder, write_text
+
+FILE = """
+title = "Tiny"
+seeds = 2
+epochs = 1
+device = "cpu"
+student_layers = [1, 2]
+teacher = "teacher"
+max_length = 16
+select = "{select}"
+[grid]
+learning_rate = [1e-4, 1e-3]
+[methods]
+labels = {{}}
+fcd = {{alpha = [0.1, 1.0]}}
+[tasks.own]
+train = "train.tsv"
+eval = "dev.tsv"
+"""
+COLUMNS = {
+    "rte": ("index", "sentence1", "sentence2", "label"),
+    "mrpc": ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
+    "sst2": ("sentence", "label"),
+    "qnli": ("index", "question", "sentence", "label"),
+    "qqp": ("id", "qid1", "qid2", "question1", "question2", "is_duplicate"),
+    "stsb": ("index", "sentence1", "sentence2", "score"),
+    "mnli": ("index", "sentence1", "sentence2", "gold_label"),
+}
+LABELS = {
+    "rte": ("not_entailment", "entailment"),
+    "qnli": ("not_entailment", "entailment"),
+    "stsb": ("1.5", "4.0"),
+    "mnli": ("contradiction", "entailment", "neutral"),
+}
+
+
+def write_glue(root, rows=12):
+    """Files in the shape of GLUE's own download."""
+    for task, (folder, evals, test) in grid.FOLDERS.items():
+        (root / folder).mkdir(parents=True)
+        for seed, name in enumerate(("train.tsv", evals, *filter(None, [test]))):
+            lines = [] if task == "cola" else ["\t".join(COLUMNS[task])]
+            labels = LABELS.get(task, ("0", "1"))
+            for i, (text, label) in enumerate(sentences(rows, seed)):
+                label = labels[i % len(labels)] if len(labels) > 2 else labels[label]
+                named = {"label": label, "Quality": label, "is_duplicate": label, "score": label,
+                         "gold_label": label}  # fmt: skip
+                other = {"index": str(i), "id": str(i), "qid1": "0", "qid2": "1"}
+                columns = COLUMNS.get(task, ())
+                cells = [named.get(c) or other.get(c) or text for c in columns]
+                lines.append("\t".join(cells or ["gj04", label, "", text]))
+            (root / folder / name).write_text("\n".join(lines) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("grid")
+    make_teacher(path / "teacher")
+    write_tsv(path / "train.tsv", 16)
+    write_tsv(path / "dev.tsv", 12, seed=1)
+    (path / "grid.toml").write_text(FILE.format(select="dev"))
+    return path
+
+
+def test_cells_of_a_file(root):
+    found = grid.read(StudySettings(), root / "grid.toml")
+    assert found.variants == [
+        f"{name}, student_layers={n}" for name in ("labels", "fcd") for n in (1, 2)
+    ]
+    assert len(found.cells) == 2 * 2 * (2 + 2 * 2)
+    cell = found.cells[-1]
+    assert cell.values == {"learning_rate": 1e-3, "--set alpha": 1.0} and cell.seed == 1
+    assert cell.options == {
+        "num_train_epochs": 1, "device_name": "cpu", "student_layers": 2, "max_length": 16,
+        "teacher": "teacher", "learning_rate": 1e-3, "method": "fcd", "seed": 1,
+        "options": {"alpha": 1.0}, "train": root / "train.tsv", "evals": root / "dev.tsv",
+    }  # fmt: skip
+    (root / "all.toml").write_text(FILE.format(select="none"))
+    every = grid.read(StudySettings(), root / "all.toml")
+    assert "fcd, student_layers=2, learning_rate=0.001, alpha=1.0" in every.variants
+    small = grid.read(StudySettings(steps=3, seeds=1), root / "grid.toml")
+    assert [c.options["training_steps"] for c in small.cells] == [3] * 4
+
+
+def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    run("study", root / "grid.toml", out=tmp_path / "out", seeds=1)
+    found = grid.read(StudySettings(seeds=1), root / "grid.toml")
+    runs = GridRuns(found, tmp_path / "out")
+    for i, cell in enumerate(found.cells):
+        report = run_distillation(DistillConfig(**cell.options, out=tmp_path / f"hand{i}"))
+        assert runs.result(cell)["scores"] == report["student"]
+        assert runs.result(cell)["best"] == report["best"]["epoch"]
+    best = grid_report.best_cells(runs)
+    for (variant, _, _), result in best.items():
+        own = [runs.result(c)["scores"] for c in found.cells if c.variant == variant]
+        assert result["scores"]["accuracy"] == max(scores["accuracy"] for scores in own)
+    rows = list(csv.DictReader((tmp_path / "out" / "runs.csv").open()))
+    assert len(rows) == len(found.cells) and rows[-1]["values"] == "learning_rate=0.001 alpha=1.0"
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "| mean over tasks |" in page and "differences to labels, student_layers=1" in page
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "runs").glob("*.json")}
+    run("study", root / "grid.toml", out=tmp_path / "out", seeds=1)
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 12
+
+
+def test_a_shared_teacher_is_that_of_the_command(root, tmp_path, monkeypatch):
+    """Fine-tuned once for all seeds and methods."""
+    monkeypatch.chdir(root)
+    text = FILE.format(select="dev").replace("[1, 2]", "1").replace("[1e-4, 1e-3]", "1e-3")
+    (root / "tuned.toml").write_text("finetune_teacher = 1\nteacher_learning_rate = 1e-3\n" + text)
+    run("study", root / "tuned.toml", out=tmp_path / "out")
+    assert len(list((tmp_path / "out" / "teachers").glob("*/teacher"))) == 1
+    found = grid.read(StudySettings(), root / "tuned.toml")
+    hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
+    result = GridRuns(found, tmp_path / "out").result(found.cells[0])
+    assert result["teacher"] == hand["teacher"] and result["scores"] == hand["student"]
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "## own: differences to labels" in page and "| fcd | accuracy | 2 |" in page
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("learning_rate", "learning_rat", "'learning_rat' is no option"),
+        ("alpha", "alfa", "methods.fcd has no option 'alfa'"),
+        ("epochs = 1", "epoch = 1", "the study has no option 'epoch'"),
+        ('"dev"', '"best"', "select must be"),
+        ("epochs = 1", 'epochs = 1\nbaseline = "label"', "baseline 'label'"),
+    ],
+)
+def test_mistakes_in_a_file(root, old, new, error):
+    (root / "wrong.toml").write_text(FILE.format(select="dev").replace(old, new, 1))
+    with pytest.raises(InputError, match=error):
+        grid.read(StudySettings(), root / "wrong.toml")
+
+
+# The plan of each table: variants, tasks, seeds, and options, typed from the papers.
+GLUE8 = {"sst2", "mnli", "qnli", "qqp", "rte", "stsb", "mrpc", "cola"}
+FCD_LR, KNN_LR = {1e-5, 2e-5, 5e-6}, {1e-5, 3e-5, 5e-5}
+LRC_LR, MC_LR, LRKD_LR = {5e-5, 1e-4, 3e-4}, {2e-5, 3e-5, 5e-5}, {2e-5, 3e-5, 4e-5, 5e-5}
+PLANS = {
+    "fcd-1": ("fcd", 7, GLUE8, {"learning_rate": FCD_LR, "num_train_epochs": {3, 5, 10},
+              "alpha": {0.1, 0.2, 0.4, 1.0}, "beta": {0.1, 0.2, 0.4, 1.0}}),
+    "fcd-2": ("fcd", 3, {"mnli", "qqp", "rte"}, {"learning_rate": FCD_LR,
+              "distance": {"pearson", "mse", "kl"}}),
+    "fcd-3": ("fcd", 3, {"mnli", "cola"}, {"layers": {"top", "uniform", "bottom"}}),
+    "fcd-4": ("fcd", 5, {"mnli", "qqp", "cola"}, {"distance": {"kl", "mse"},
+              "normalize": {"layer_norm", "none", "softmax"}}),
+    "fcd-5": ("fcd", 2, {"squad1", "squad2"}, {"learning_rate": FCD_LR}),
+    "knn-1": ("knn", 4, GLUE8 - {"cola"}, {"learning_rate": KNN_LR, "k": {1, 2, 3, 5},
+              "alpha1": {0.1, 0.01, 0.001}, "finetune_teacher": {5}}),
+    "lrc-bert-1": ("lrc_bert", 4, GLUE8, {"learning_rate": LRC_LR}),
+    "lrc-bert-2": ("lrc_bert", 1, {"mrpc"}, {}),
+    "lrc-bert-3": ("lrc_bert", 4, {"mnli", "mrpc", "cola"}, {"learning_rate": LRC_LR}),
+    "lrc-bert-4": ("lrc_bert", 2, {"mnli"}, {"first_stage": {0.0}}),
+    "mc3kd-2": ("mc3kd", 4, GLUE8, {"learning_rate": MC_LR, "student_layers": {3, 6},
+                "teacher": {"bert-base-uncased", "bert-large-uncased"},
+                "alpha": {0.2, 0.5, 0.6, 0.7}, "beta": {0.1, 1.0, 10.0}}),
+    "mc3kd-3": ("mc3kd", 6, {"cola", "rte", "mrpc", "stsb"}, {"student_layers": {3}}),
+    "mc3kd-4": ("mc3kd", 2, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
+    "mc3kd-5": ("mc3kd", 3, GLUE8, {"layers": {"uniform"}, "teacher_layers": {"select"}}),
+    "mc3kd-6": ("mc3kd", 8, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
+    "mc3kd-8": ("mc3kd", 1, GLUE8, {"student_layers": {6}, "teacher": {"bert-large-uncased"}}),
+    "mc3kd-9": ("mc3kd", 4, {"wikitext"}, {"teacher": {"gpt2-medium", "gpt2-large"},
+                "student": {"gpt2"}}),
+    "lrkd-1": ("lrkd", 5, GLUE8, {"learning_rate": LRKD_LR, "batch_size": {16, 32},
+               "beta": {1.0, 10.0, 15.0}, "temperature": {1.0, 2.0, 3.0, 4.0}}),
+    "lrkd-3a": ("lrkd", 3, {"qnli", "sst2"}, {"student": {"bert-base-uncased"}}),
+    "lrkd-3b": ("lrkd", 3, {"qnli", "sst2"}, {"teacher": {"bert-large-uncased"}}),
+    "lrkd-figure-3": ("lrkd", 11, {"qnli"}, {"projection_layers": {1, 3}, "orthogonal": {False}}),
+}  # fmt: skip
+NUMBERS = {  # of a row of each paper's table
+    "fcd-1": ("FCD", [92.8, 83.8, 91.3, 72.0, 71.7, 84.8, 89.1, 52.0, 79.6]),
+    "fcd-2": ("KL", [83.3, 71.2, 70.7, 75.1]),
+    "fcd-3": ("Uniform", [83.8, 52.0]),
+    "fcd-4": ("PreNorm + PLC", [83.3, 71.2, 51.7, 68.7]),
+    "fcd-5": ("FCD", [88.2, 78.4]),
+    "knn-1": ("Ours", [92.5, 92.5, 89.64, 89.7, 89.5, 87.7, 90.9, 84.5, 84.5, 90.8, 75.8]),
+    "lrc-bert-1": ("LRC-BERT", [83.1, 82.7, 72.2, 92.9, 88.7, 87.0, 63.1, 46.5, 81.2, 77.5]),
+    "lrc-bert-2": ("LRC-BERT", [4, 312, "14.5M", 12.7]),
+    "lrc-bert-3": ("LRC-BERT C", [78.0, 78.2, 81.5, 37.0]),
+    "lrc-bert-4": ("LRC-BERT2", [79.4]),
+    "mc3kd-3": ("MC3KD, teacher=bert-large-uncased", [20.05, 61.73, 92.28, 88.97, 83.71, 83.50]),
+    "mc3kd-4": ("TAKD", [14.61, 59.21, 88.23, 82.60, 82.22, 81.84, 86.81]),
+    "mc3kd-9": ("MC3KD, teacher=gpt2-large", [23.57]),
+    "lrkd-1": ("LRKD", [59.4, 83.5, 84.3, 92.3, 91.2, 91.4, 91.3, 70.9, 89.2, 83.7]),
+    "lrkd-3a": ("LRKD", [92.5, 94.2]),
+    "lrkd-3b": ("LRKD", [91.0, 92.5]),
+}
+
+
+def test_the_tables_are_listed():
+    assert set(grid.names_of_papers()) == {*PLANS, "lrkd-4"}
+    text = run("study", "paper:")
+    assert all(f"paper:{name}" in text for name in PLANS) and "can't be run: a run has" in text
+    assert "no such table" in run("study", "paper:fcd-9", expect=2)
+    assert "one --test file" in run("study", "paper:lrkd-4", expect=2)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_of_a_table(name):
+    recipe, variants, tasks, values = PLANS[name]
+    found = grid.read(StudySettings(), grid.path_of(f"paper:{name}"))
+    assert len(found.variants) == variants and set(found.tasks) == tasks
+    assert len(found.seeds) == (1 if name == "lrc-bert-2" else 4)
+    seen: dict[str, set] = {}
+    for cell in found.cells:
+        assert cell.options["preset"] == "paper"
+        assert (cell.options.get("recipe") or cell.options["method"]) == recipe
+        for key, value in {**cell.options, **cell.options["options"]}.items():
+            if isinstance(value, (str, int, float)):
+                seen.setdefault(key, set()).add(value)
+    assert {key: seen[key] for key in values} == values
+    text = grid_report.plan(found)
+    assert len(text) == 1 + variants * len(tasks)
+    if name in NUMBERS:
+        row, numbers = NUMBERS[name]
+        assert found.paper["rows"][row] == numbers
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tables")
+    write_glue(path / "glue")
+    make_teacher(path / "teacher", layers=6, longest=128, head=False)
+    make_teacher(path / "student", layers=2, longest=128, head=False)
+    return path
+
+
+GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9")]
+
+
+def test_every_table_of_glue_runs(models, tmp_path_factory):
+    """Four steps of each variant on one or two tasks; the tables share their teachers."""
+    out = tmp_path_factory.mktemp("shared")
+    for name in GLUE_TABLES:
+        tasks = sorted(PLANS[name][2])[:1]
+        options = {
+            "glue": models / "glue", "teacher": str(models / "teacher"), "steps": 4, "seeds": 1,
+            "device": "cpu", "tasks": dict.fromkeys(tasks, True),
+            "student": str(models / "student"), "spec": grid.path_of(f"paper:{name}"),
+        }  # fmt: skip
+        study = grid.read(StudySettings(**options), options["spec"])
+        runs = GridRuns(study, out)
+        runs.train(1)
+        page = grid_report.write(runs, out)
+        for cell in study.cells:
+            result = runs.result(cell)
+            assert "failed" not in result, (name, result)
+            assert result["options"]["steps"] == 4
+        assert read_options_file(options["spec"])["paper"]["title"] in page
+    teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]
+    assert 1 <= len(teachers) <= 4
+    shutil.rmtree(out)
+
+
+def test_mismatched_rows_of_mnli(models, tmp_path):
+    run("study", "paper:lrc-bert-4", out=tmp_path / "out", glue=models / "glue", steps=1, seeds=1,
+        teacher=models / "teacher", student=models / "student", device="cpu")  # fmt: skip
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "mnli accuracy | mnli accuracy_mm |" in page and "| LRC-BERT2 |" in page
+
+
+def test_a_language_model_of_a_table(tmp_path):
+    make_decoder(tmp_path / "teacher")
+    for seed, name in enumerate(("train", "dev")):
+        write_text(tmp_path / f"{name}.txt", 16, seed=seed)
+    rows = f"wikitext={tmp_path}/train.txt,{tmp_path}/dev.txt"
+    run("study", "paper:mc3kd-9", out=tmp_path / "out", tasks=rows, steps=1, seeds=1,
+        teacher=tmp_path / "teacher", student=tmp_path / "teacher", device="cpu")  # fmt: skip
+    assert "perplexity" in (tmp_path / "out" / "report.md").read_text()
