@@ -86,7 +86,7 @@ def started(words, monkeypatch):
         "train.distillation.run_distillation", "cli.demo.run_demo",
         "cli.evaluate_command.evaluate", "cli.predict_command.predict",
         "cli.export_command.export", "cli.analyze_command.run", "cli.cache_command.write",
-        "cli.verify_command.verify",
+        "cli.verify_command.verify", "cli.augment_command.run",
         "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)

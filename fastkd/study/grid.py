@@ -145,6 +145,8 @@ def make(
     unknown = set(common)
     if settings.teacher is not None:
         shared["teacher"] = settings.teacher
+    if settings.student is not None:
+        shared = {k: v for k, v in shared.items() if k not in MAKES}
     cells = []
     for entry, table in check_tables("methods", found.get("methods", {})).items():
         method, own, options = _entry(entry, table, folder)
@@ -170,10 +172,14 @@ def make(
         raise InputError(f"grid: {min(unknown)!r} is no option, nor of a method of the study")
     if not cells:
         raise InputError("a study needs [methods] and [tasks]")
+    variants = list(dict.fromkeys(cell.variant for cell in cells))
+    baseline = found.get("baseline", variants[0])
+    if settings.teacher is not None or settings.student is not None:  # fewer axes than in the file
+        parts = set(baseline.split(", "))
+        baseline = next((v for v in variants if set(v.split(", ")) <= parts), baseline)
     grid = Grid(
-        found.get("title", "Study"), found.get("baseline", cells[0].variant), seeds, select,
-        tuple(cells), found.get("paper"),
-    )  # fmt: skip
+        found.get("title", "Study"), baseline, seeds, select, tuple(cells), found.get("paper")
+    )
     if grid.baseline not in grid.variants:
         raise InputError(f"baseline {grid.baseline!r}: {nearest(grid.baseline, grid.variants)}")
     return grid
@@ -242,6 +248,7 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
             if value is not True:
                 train, _, evals = str(value).partition(",")
                 own = {"task": name} if name in GLUE_TASKS else {}
+                own |= {k: v for k, v in tasks.get(name, {}).items() if k in ("task", "max_length")}
                 named[name] = {**own, "train": Path(train), "evals": Path(evals)}
             elif name in tasks:
                 named[name] = tasks[name]
