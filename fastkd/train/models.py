@@ -92,7 +92,10 @@ def load_tokenizers(settings: Pairing, corpus: Corpus, display: Display) -> tupl
     Raises:
         InputError: an id of --tokenizer is another token of a model's own tokenizer.
     """
-    read, rows = load_tokenizer(settings), sample(corpus)
+    read = load_tokenizer(settings)
+    if settings.tokenizer is None and settings.student is None:
+        return read, None
+    rows = sample(corpus)
     task, remote = corpus.task, settings.trust_remote_code
     whose = "the teacher's" if settings.tokenizer is None else f"--tokenizer {settings.tokenizer}"
     for option, name in (("--teacher", settings.teacher), ("--student", settings.student)):

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from fastkd.train.tasks.base import Corpus
 
-# Rows that are read with both tokenizers, and characters of each.
-ROWS, CHARACTERS = 1024, 4096
+# Rows that are read with both tokenizers, characters of each, and rows in memory at a time.
+ROWS, CHARACTERS, BATCH = 1024, 4096, 32
 # Tokens of a row that a message shows.
 SHOWN = 8
 
@@ -21,12 +21,19 @@ class Difference(NamedTuple):
 
 
 def sample(corpus: Corpus) -> tuple[list[int], list[str]]:
-    """Numbers and texts of the first training rows."""
-    rows = corpus.train.select(list(range(min(len(corpus.train), ROWS))))
-    texts, pairs = type(corpus.task).texts(rows)
-    numbers = [rows.number(min(i, len(rows) - 1)) for i in range(len(texts))]
-    both = [*texts, *(pairs or ())]
-    return numbers + numbers * bool(pairs), [text[:CHARACTERS] for text in both]
+    """Numbers and beginnings of texts of the first training rows."""
+    train = corpus.train
+    numbers: list[int] = []
+    found: list[str] = []
+    for start in range(0, min(len(train), ROWS), BATCH):
+        rows = train.select(list(range(start, min(start + BATCH, len(train), ROWS))))
+        texts, pairs = type(corpus.task).texts(rows)
+        both = [*texts, *(pairs or ())]
+        # A row may have several texts.
+        numbers += [rows.number(i * len(rows) // len(texts)) for i in range(len(texts))]
+        numbers += numbers[-len(texts) :] * bool(pairs)
+        found += [text[:CHARACTERS] for text in both]
+    return numbers, found
 
 
 def difference(
@@ -69,6 +76,6 @@ def other_token(first: Any, second: Any, texts: Sequence[str]) -> tuple[int, str
 
 
 def _ids(tokenizer: Any, texts: Sequence[str], special: bool) -> Iterator[list[int]]:
-    for start in range(0, len(texts), 128):
-        part = list(texts[start : start + 128])
+    for start in range(0, len(texts), BATCH):
+        part = list(texts[start : start + BATCH])
         yield from tokenizer(part, add_special_tokens=special, verbose=False)["input_ids"]

@@ -16,8 +16,10 @@ from transformers import (
 )
 
 from fastkd.distill import Distiller, SoftTargets
-from fastkd.train.data import read_file
+from fastkd.train.data import load, read_file
 from fastkd.train.encoding import Encoder
+from fastkd.train.same_tokens import sample
+from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns, named
 from fastkd.train.trainers import TwoTokenizerCollator
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
@@ -335,3 +337,15 @@ def test_teacher_logits_are_those_of_its_own_tokens(classifiers):
             (ours / 2).log_softmax(-1), (theirs / 2).softmax(-1), reduction="batchmean"
         ) * 4  # fmt: skip
     torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_of_the_comparison_have_their_numbers(classifiers, tmp_path):
+    path = tmp_path / "pairs.csv"
+    lines = [f"a {i},b {i},{i % 2}" for i in range(40)]
+    path.write_text("\n".join(["text,pair,label", *lines]) + "\n")
+    corpus = load(Source(train=path, evals=path, text_pair_column="pair"))
+    numbers, texts = sample(corpus)
+    assert len(numbers) == len(texts) == 80
+    assert all(
+        text.split()[1] == str(number - 2) for number, text in zip(numbers, texts, strict=True)
+    )
