@@ -55,7 +55,9 @@ class _ByReference(GradientInForward):
                 part = slice(i * step, (i + 1) * step)
                 given = []
                 for x in tensors:  # a comprehension would fix the sizes in a compiled graph
-                    given.append(None if x is None else _wide(x[part]))
+                    if x is not None:
+                        x = x[part].to(wide_dtype(x)) if x.is_floating_point() else x[part]
+                    given.append(x)
                 losses, pulled = _with_gradients(call.losses, given, learns)
                 found.append(losses)
                 for gradient, x in zip(gradients, pulled, strict=True):
@@ -87,10 +89,9 @@ def _with_gradients(losses, given, learns):
     return found.detach(), gradients
 
 
-def _wide(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        return x
-    return x.to(torch.float32 if x.device.type in NO_FLOAT64 else torch.float64)
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Floating-point type in which references compute on the device of ``x``."""
+    return torch.float32 if x.device.type in NO_FLOAT64 else torch.float64
 
 
 def _chunks(x: Tensor, entries: int) -> int:

@@ -83,35 +83,6 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-def largest_entries(x: Tensor) -> Tensor:
-    """The largest absolute value (..., 1) of each row (..., D), NaN if an entry is.
-
-    Unlike `torch.linalg.vector_norm`, it compiles for an empty batch of dynamic shape.
-    """
-    least, largest = x.aminmax(dim=-1, keepdim=True)
-    return torch.maximum(largest, -least)
-
-
-def rescale_extreme_rows(x: Tensor, or_tiny: bool = False) -> tuple[Tensor, Tensor | None]:
-    """``x`` (..., D) with a power of two multiplied into rows whose squares would overflow.
-
-    With ``or_tiny`` also into rows whose squares would underflow. Returns the factors (..., 1) too,
-    which are 1 for other rows; None instead if values can be read and all factors are 1.
-    """
-    if x.shape[-1] == 0:
-        return x, None
-    peak = largest_entries(x.detach())
-    largest = torch.finfo(x.dtype).max
-    extreme = (peak > largest**0.25) & (peak <= largest)
-    if or_tiny:
-        extreme |= (peak < largest**-0.25) & (peak >= torch.finfo(x.dtype).tiny)
-    if values_readable(x) and not bool(extreme.any()):
-        return x, None
-    mantissa, _ = torch.frexp(peak)
-    factor = torch.where(extreme, mantissa / peak, 1)
-    return x * factor, factor
-
-
 def as_rows(x: Tensor) -> Tensor:
     """(..., D) as (R, D). (R, D) is returned itself: a view costs host time, in backward too."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -23,6 +23,7 @@ from fastkd._core.checks import (
     layer_pairs,
 )
 from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
     GradientInForward,
@@ -35,7 +36,7 @@ from fastkd._core.numerics import (
     saveable,
     upcast,
     values_readable,
-    working_dtype,
+    zero_padding,
 )
 from fastkd._core.plans import planned
 from fastkd._core.pooling import pool_tokens
@@ -48,8 +49,8 @@ REDUCTIONS = get_args(Reduction)
 Pool = Literal["tokens", "cls", "mean"]
 POOLS = get_args(Pool)
 
-# Elements of one block of samples: 2 MB in fp32, so that a block and its products fit the cache.
-BLOCK_ELEMENTS = 2**19
+# Elements of one block of negatives: 2 MB, so that a block and its products fit the cache.
+BLOCK_ELEMENTS = 2**18
 
 
 def cos_nce_loss_ref(
@@ -235,7 +236,7 @@ def _cos_nce_layers(
             if runs_on == "cpp":
                 losses.append(apply(_CppCosNCE, reduction, *layer, *labels_and_masks, weights))
             else:
-                terms, compared = apply(_TorchCosNCE, *layer, *labels_and_masks)
+                terms, compared = _by_reference(*layer, *labels_and_masks)
                 losses.append(reduced(terms, compared, reduction, weights))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return loss.reshape(first.shape[:-1]) if reduction == "none" else loss
@@ -463,50 +464,45 @@ def _check_negatives(negatives: Tensor, student: Tensor) -> None:
         )
 
 
-class _TorchCosNCE(torch.autograd.Function):
-    """Loss of each position (B, P), and which positions had a negative.
+def _by_reference(
+    student: Tensor,
+    teacher: Tensor,
+    negatives: Tensor | None,
+    labels: Tensor | None,
+    mask: Tensor | None,
+    negatives_labels: Tensor | None,
+    negatives_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each position (B, P), and which positions had a negative."""
+    own_too = negatives is None and labels is None
+    with torch.no_grad(), autocast_off(student):
+        if negatives is None:
+            total, own, count = _sums_of_negatives(labels, teacher, None, mask)
+        else:
+            total, own, count = _sums_of_negatives(
+                labels, negatives, negatives_labels, negatives_mask
+            )
+        s = total.expand(student.shape) if own is None else total[own]
+        count = (count - int(own_too)).expand(student.shape[:2])
+        compared = count > 0 if mask is None else (count > 0) & mask
+    losses = functools.partial(_position_losses, own_too)
+    entries = 4 * student.shape[1:].numel()
+    return by_reference(losses, entries, student, teacher, s, count, compared), compared
 
-    The loss is 2 + ẑ·a with a = w·S - v·t̂. S is the sum of the negatives' directions. Within a
-    batch S includes the sample's own teacher, and v subtracts it. The gradient is
-    (a - ẑ (ẑ·a)) / ‖z‖.
+
+def _position_losses(
+    own_too: bool, z_s: Tensor, z_t: Tensor, s: Tensor, k: Tensor, compared: Tensor
+) -> Tensor:
+    """Eq. 1 from the sum ``s`` of the directions of ``k`` negatives; 0 where not ``compared``.
+
+    ``own_too``: the sum includes each sample's own teacher, as in a batch without labels.
     """
-
-    @staticmethod
-    def forward(ctx, student, teacher, negatives, labels, mask, negatives_labels, negatives_mask):
-        with autocast_off(student):
-            blocks = _Blocks(student, mask)
-            rows = (negatives, negatives_labels, negatives_mask)
-            rows = (teacher, None, mask) if negatives is None else rows
-            total, own, count = _sums_of_negatives(blocks, labels, *rows)
-            own_too = negatives is None and labels is None
-            compared, w, v = _weights(count.expand(student.shape[:2]), mask, own_too)
-            pull = torch.zeros_like(w)  # (B, P), ẑ·a
-            for part in blocks.parts:
-                z, _ = blocks.directions(student, part)
-                t, _ = blocks.directions(teacher, part)
-                s = total[own[part]] if own is not None else total
-                pull[part] = w[part] * (z * s).sum(-1) - v[part] * (z * t).sum(-1)
-            losses = torch.where(compared, 2 + pull, 0)
-        ctx.save_for_backward(student, teacher, mask, total, own, w, v, compared, pull)
-        ctx.mark_non_differentiable(compared)
-        return losses, compared
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad, _):
-        student, teacher, mask, total, own, w, v, compared, pull = ctx.saved_tensors
-        with autocast_off(student):
-            blocks = _Blocks(student, mask)
-            dx = torch.empty_like(student, memory_format=torch.contiguous_format)
-            for part in blocks.parts:
-                z, scale = blocks.directions(student, part)
-                t, _ = blocks.directions(teacher, part)
-                s = total[own[part]] if own is not None else total
-                d = s * w[part][..., None] - t.mul_(v[part][..., None])
-                d.sub_(z.mul_(pull[part][..., None]))
-                d.mul_((scale * grad[part])[..., None])
-                dx[part] = d.masked_fill_(~compared[part][..., None], 0)
-        return dx, None, None, None, None, None, None
+    z_s, z_t = (direction_ref(zero_padding(z, compared)) for z in (z_s, z_t))
+    s = s - z_t if own_too else s
+    g_n = k - (s * z_s).sum(-1)  # Σ_k g(n_k, z_S)
+    g_p = 1 - (z_t * z_s).sum(-1)
+    losses = (2 * k - (g_n - k * g_p)) / (2 * k.clamp_min(1)) + g_p
+    return torch.where(compared, losses, 0)
 
 
 class _CppCosNCE(GradientInForward):
@@ -546,85 +542,33 @@ class _CppCosNCE(GradientInForward):
         return loss
 
 
-def _weights(count: Tensor, mask: Tensor | None, own_too: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Which positions (B, P) have a negative, and w and v, from the numbers of negatives.
-
-    ``own_too``: S includes each sample's own teacher, as in a batch without labels.
-    """
-    count = count - int(own_too)
-    compared = count > 0 if mask is None else (count > 0) & mask
-    w = torch.where(count > 0, 0.5 / count.clamp_min(1), 0)
-    return compared, w, w + 1.5 if own_too else torch.full_like(w, 1.5)
-
-
-class _Blocks:
-    """Directions of blocks of samples in the working dtype, with zeros at padding."""
-
-    def __init__(self, like: Tensor, mask: Tensor | None):
-        self.mask = mask
-        self.dtype = working_dtype(like)
-        self.readable = values_readable(like)
-        self.parts = self.split(like.shape[0], like.shape[1:].numel())
-
-    def split(self, count: int, size: int) -> list[slice]:
-        """Slices of 0..count, each of BLOCK_ELEMENTS for items of ``size``; one slice on a GPU."""
-        if not self.readable:
-            return [slice(None)]
-        step = max(1, BLOCK_ELEMENTS // max(size, 1))
-        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-    def directions(self, x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """x / ‖x‖ of a block (b, P, D), new memory, and 1 / ‖x‖ (b, P); zero vectors give 0."""
-        return self.directions_of(x[part], None if self.mask is None else self.mask[part])
-
-    def directions_of(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x / ‖x‖ (..., D) in new memory and 1 / ‖x‖ (...); both 0 for zero vectors and padding."""
-        x = x.to(self.dtype)
-        if real is not None:
-            x = torch.where(real[..., None], x, 0)
-        norm = torch.linalg.vector_norm(x, dim=-1)
-        # Other norms are computed again from scaled vectors: their squares may leave fp32's range.
-        safe = (norm > 1e-15) & (norm < 1e15)
-        if real is not None:
-            safe |= ~real
-        if self.readable and bool(safe.all()):
-            scale = torch.where(norm == 0, 0, norm.reciprocal())
-            return x * scale[..., None], scale
-        peak = x.abs().amax(-1)
-        peak = torch.where(peak == 0, 1, peak)
-        x = x / peak[..., None]
-        norm = torch.linalg.vector_norm(x, dim=-1)
-        scale = torch.where(norm == 0, 0, norm.reciprocal())
-        return x.mul_(scale[..., None]), scale / peak
-
-
 def _sums_of_negatives(
-    blocks: _Blocks,
-    labels: Tensor | None,
-    rows: Tensor,
-    rows_labels: Tensor | None,
-    rows_mask: Tensor | None,
+    labels: Tensor | None, rows: Tensor, rows_labels: Tensor | None, rows_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """S of every position and its number of negatives, from rows (K, P, D) or (B, K, P, D).
+    """Sums of the directions of every position's negatives, rows (K, P, D) or (B, K, P, D).
 
     With ``labels`` but no labels of the rows, the rows are the samples themselves.
 
     Returns the sums (..., P, D), the index of each sample's sum (B,), or None if all samples share
-    one, and the numbers (B, P) or (P,).
+    one, and the numbers of negatives (B, P) or (P,).
     """
     *groups, K, positions, features = rows.shape
+    readable = values_readable(rows)
     own = row_classes = None
     if labels is not None:
-        own, row_classes, classes = _classes(labels, rows_labels, blocks.readable)
+        own, row_classes, classes = _classes(labels, rows_labels, readable)
         groups = [classes]
     elif groups:
         own = torch.arange(groups[0], device=rows.device)
-    zeros = functools.partial(torch.zeros, dtype=blocks.dtype, device=rows.device)
+    zeros = functools.partial(torch.zeros, dtype=wide_dtype(rows), device=rows.device)
     count = zeros(*groups, positions)
     total = zeros(*groups, positions, features)
-    for part in blocks.split(K, total.numel() if row_classes is None else positions * features):
+    size = total.numel() if row_classes is None else positions * features
+    step = max(1, BLOCK_ELEMENTS // max(size, 1)) if readable else K
+    for start in range(0, K, step) if readable else (0,):
+        part = slice(start, start + step)
         real = None if rows_mask is None else rows_mask[..., part, :]
-        directions, _ = blocks.directions_of(rows[..., part, :, :], real)
+        directions = direction_ref(zero_padding(rows[..., part, :, :].to(total.dtype), real))
         if row_classes is None:
             total += directions.sum(-3)
         else:
@@ -632,7 +576,7 @@ def _sums_of_negatives(
     if row_classes is None:
         count += K if rows_mask is None else rows_mask.sum(-2)
         return total, own, count
-    real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(blocks.dtype)
+    real = zeros(rows.shape[:-1]) + 1 if rows_mask is None else rows_mask.to(total.dtype)
     count = _sum_of_others(add_by_class(count, row_classes, real))
     return _sum_of_others(total), own, count[own]
 
