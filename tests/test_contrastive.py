@@ -608,3 +608,14 @@ def test_bad_input(change, error, message):
     arguments = {"student": torch.randn(4, 3, 8), "teacher": torch.randn(4, 3, 8)} | change
     with pytest.raises(error, match=message):
         cos_nce_loss(arguments.pop("student"), arguments.pop("teacher"), **arguments)
+
+
+def test_a_nan_weight_of_a_position_without_negatives(backend, device):
+    student, teacher = torch.randn(2, 2, 3, 4, device=device)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], device=device)
+    options = dict(mask=mask, backend=backend)
+    weights = torch.ones(2, 3, device=device)
+    wanted = value_and_grad(cos_nce_loss, student, teacher, weights=weights, **options)
+    weights[0, 2] = torch.nan
+    found = value_and_grad(cos_nce_loss, student, teacher, weights=weights, **options)
+    torch.testing.assert_close(found, wanted)

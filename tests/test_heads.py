@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastkd
-from fastkd import CrossEntropy, Divergence, Head, TopK, VocabularyMatch
+from fastkd import CrossEntropy, Divergence, Head, ImportanceRatio, TopK, VocabularyMatch
 from fastkd._core import extension, products
 from fastkd.lm import linear_soft_targets
 from fastkd.lm.heads import LowRank
@@ -999,6 +999,31 @@ def test_positions_without_soft_target(backend, device, unmatched, chunk_bytes):
     actual = found(linear_soft_target_loss, torch.float32, teacher, **how)
     for x, exact, reference in zip(actual, right, plain, strict=True):
         assert_accurate(x, exact, torch.float32, reference)
+
+
+def test_nothing_counts_where_there_is_no_soft_target(backend, device):
+    """NaN of weights and of old log-probabilities, ids out of range, and the teacher's terms."""
+    student, teacher = (torch.randn(4, D, device=device) for D in (4, 5))
+    heads = torch.randn(9, 4, device=device), torch.randn(9, 5, device=device)
+    kept = torch.tensor([1, 0, 1, 0], device=device)
+    names = ["teacher_entropy", "total_variation", "teacher_log_prob"]
+
+    def found(loss, junk, **more):
+        weights = torch.tensor([1.0, junk, 2.0, junk], device=device)
+        old = torch.tensor([-1.0, junk, -2.0, junk], device=device)
+        ids = torch.tensor([1, 3, 2, 3], device=device)
+        ids[1] = 99 if math.isnan(junk) and loss is linear_soft_target_loss else 3
+        value, terms = loss(
+            student.requires_grad_(), heads[0], teacher, heads[1], weights=weights,
+            ratio=ImportanceRatio(ids, old, at_most=2.0), soft_mask=kept, return_terms=names,
+            task=CrossEntropy(torch.arange(4, device=device)), **more,
+        )  # fmt: skip
+        return value.detach(), torch.autograd.grad(value, student)[0], terms
+
+    wanted = found(linear_soft_target_loss_ref, 1.0)
+    torch.testing.assert_close(found(linear_soft_target_loss_ref, math.nan)[0], wanted[0])
+    for junk in (1.0, math.nan):
+        torch.testing.assert_close(found(linear_soft_target_loss, junk, backend=backend), wanted)
 
 
 @pytest.mark.parametrize("divergence", ["total_variation", "negative_log_acceptance"])

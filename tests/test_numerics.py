@@ -11,7 +11,7 @@ from torch.autograd import functional
 
 import fastkd
 from fastkd._core import allocation, extension
-from fastkd._core.numerics import times_upstream
+from fastkd._core.numerics import sum_by_doubling, times_upstream
 from fastkd._core.registry import LOSSES
 from fastkd.models.outputs import Outputs
 from fastkd.models.spans import Spans
@@ -145,3 +145,13 @@ def test_half_precision_sums_are_rounded_last(name):
             relative_error(y.bfloat16(), y) if y.dim() else torch.finfo(torch.bfloat16).eps / 2
         )
         assert relative_error(x, y) <= 2 * rounding
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (1, 2), (2, 3), (13, 2), (64, 1)])
+def test_deterministic_cumulative_sums(shape):
+    """Of a GPU's float tensor torch's own raise where deterministic algorithms are required."""
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(sum_by_doubling(x, 0), x.cumsum(0))
+    torch.testing.assert_close(sum_by_doubling(x.T, -1), x.T.cumsum(-1))
+    ones = torch.ones(1000)
+    assert torch.equal(sum_by_doubling(ones, 0), torch.arange(1.0, 1001))

@@ -130,7 +130,7 @@ def reduced(
     divisor of the mean stays the number counted.
     """
     if weights is not None:
-        losses = losses * weights
+        losses = losses * (weights if counted is None else weights.masked_fill(counted == 0, 0))
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -227,3 +227,20 @@ class _FirstOrderOnly(torch.autograd.Function):
 def first_order_only(x: Tensor) -> Tensor:
     """``x``, through which a second derivative raises an error instead of being silently wrong."""
     return _FirstOrderOnly.apply(x) if x.requires_grad else x
+
+
+def cumulative_sum(x: Tensor, dim: int) -> Tensor:
+    """``x.cumsum(dim)``, also on a GPU with deterministic algorithms, where torch's own raises."""
+    if x.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sum_by_doubling(x, dim)
+    return x.cumsum(dim)
+
+
+def sum_by_doubling(x: Tensor, dim: int) -> Tensor:
+    """Cumulative sums, in log2 of the length shifted additions."""
+    length, step = x.shape[dim], 1
+    while step < length:
+        rest = length - step
+        later = x.narrow(dim, step, rest) + x.narrow(dim, 0, rest)
+        x, step = torch.cat([x.narrow(dim, 0, step), later], dim), 2 * step
+    return x

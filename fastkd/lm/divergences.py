@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction, check_number
+from fastkd._core.numerics import cumulative_sum
 from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
@@ -305,4 +306,4 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> Tensor:
 
 def mass_by_first(ranked: Tensor) -> Tensor:
     """Cumulative sums of descending probabilities over the first: exact if all are equal."""
-    return (ranked / ranked[..., :1]).cumsum(-1)
+    return cumulative_sum(ranked / ranked[..., :1], -1)

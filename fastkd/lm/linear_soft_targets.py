@@ -376,6 +376,9 @@ def _in_chunks(
                 rows = None if upstream is None else upstream[chunk]
                 work.add(chunk, given.at(chunk), rows)
             terms, grads = work.terms, work.grads
+    if given.soft_mask is not None:
+        of_teacher = slice(TERMS.index(TEACHER_TERMS[0]), TERMS.index(TEACHER_TERMS[-1]) + 1)
+        terms[of_teacher] = terms[of_teacher].masked_fill(~given.soft_mask, 0)
     for i, factor in enumerate((given.soft_weights, given.task_weights)):
         if factor is not None:
             terms[i] *= factor

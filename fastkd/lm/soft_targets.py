@@ -704,14 +704,14 @@ def linear_soft_target_loss_ref(
         soft_rows = _whole_mass_ref(logits, upcast(teacher), draft_vocabulary, mask, **options)
     else:
         soft_rows = soft_target_loss_ref(student, teacher, mask=mask, reduction="none", **options)
-    if soft_mask is not None:
-        soft_rows = soft_rows.where(soft_mask.bool(), 0)
+    taught = mask if soft_mask is None else mask & soft_mask.bool()
     if ratio is not None:
         ids = ratio.ids.long().where(mask, 0)
         log_q = logits.detach().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
         soft_rows = soft_rows * (log_q - ratio.old_log_probs.where(mask, 0)).exp().clamp(
             max=ratio.at_most
         )
+    soft_rows = soft_rows.where(taught, 0)
     task_rows, *rest = _task_ref(logits, mask, task)
     task_rows = _at_positions_ref(task_rows, task.weights if task else None, mask)
     found = dict(zip(MAIN_TERMS, (soft_rows, task_rows, *rest), strict=True))
@@ -719,6 +719,7 @@ def linear_soft_target_loss_ref(
         of_teacher = None if isinstance(teacher, TopK) else upcast(teacher)
         whole_of = draft_vocabulary if teacher_mass == "whole" else None
         found |= _terms_ref(logits, of_teacher, whole_of, labels, mask, match, V)
+        found |= {x: found[x].where(taught, 0) for x in TEACHER_TERMS if x in found}
     found = {
         name: _reduced_ref(x.where(mask, 0), mask, reduction, denominator)
         for name, x in found.items()
@@ -862,7 +863,8 @@ def linear_soft_target_loss(
             tokens, and the student has probability 0 for all others.
         ratio: a `fastkd.ImportanceRatio`, whose ratios multiply the positions' soft targets.
         soft_mask: (...), bool or 0/1, 1 = the position has a soft target. Others have the task
-            alone, whatever the teacher's states there, and stay in the divisor.
+            alone, whatever the teacher's states, weights and ratios there, and stay in the divisor.
+            The terms that need the teacher are 0 there.
 
     Returns:
         As `soft_target_loss`, with gradients to ``student_hidden`` and the tensors of the student's
@@ -966,11 +968,12 @@ def linear_soft_target_loss(
     soft_mask = check_mask(
         soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
     )
+    taught = mask if soft_mask is None else soft_mask if mask is None else mask & soft_mask
     soft_weights, task_weights = (
-        checked_weights(x, leading, student_hidden, mask, of="student_hidden")
-        for x in (weights, task.weights if task else None)
+        checked_weights(x, leading, student_hidden, counts, of="student_hidden")
+        for x, counts in ((weights, taught), (task.weights if task else None, mask))
     )
-    ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, mask)
+    ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, taught)
     if rows is not None and mask is not None:
         rows = rows.masked_fill(~mask, 0)
     if rows is not None and isinstance(teacher_hidden, Tensor):

@@ -29,6 +29,7 @@ from fastkd._core.numerics import (
     GradientInForward,
     apply,
     autocast_off,
+    cumulative_sum,
     direction_ref,
     once_differentiable,
     project,
@@ -598,7 +599,7 @@ def _classes(labels: Tensor, others: Tensor | None, readable: bool) -> tuple[Ten
 
 def _sum_of_others(x: Tensor) -> Tensor:
     """For each class (C, ...) the sum over the other classes, without subtraction and its error."""
-    before, after = x.cumsum(0), x.flip(0).cumsum(0).flip(0)
+    before, after = cumulative_sum(x, 0), cumulative_sum(x.flip(0), 0).flip(0)
     others = torch.zeros_like(x)
     others[1:] += before[:-1]
     others[:-1] += after[1:]
