@@ -402,7 +402,7 @@ class MC3KD(_Soft):
         divergence, scale_by_t2: as in `SoftTargets`. Eq. 1 prints KL(S, T), no T²:
             divergence="reverse_kl" and scale_by_t2=False read it literally.
 
-    Terms: task, soft, cca.
+    Terms: task, soft, cca. The best cca is −(layer pairs)·min(D_S, D_T), or −(layer pairs)·top_k.
     """
 
     across_samples = ("cca",)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd._core.numerics import upcast, working_dtype
+from fastkd._core.numerics import upcast, values_readable, working_dtype
 from fastkd.distill.step import Step
 from fastkd.lm.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.lm.targets import CrossEntropy, TopK
@@ -82,6 +82,7 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     (logits,), mask, aligned, weights = _aligned(step, logits)
     assert aligned is not None
     known = aligned != IGNORED
+    _check_labels(aligned, known, logits.shape[-1], step)
     total = F.cross_entropy(
         upcast(logits).flatten(0, -2),
         aligned.flatten(),
@@ -92,6 +93,20 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     if weights is not None:
         total = (total * weights.to(total.dtype).where(known, 0).flatten()).sum()
     return step.mean(total, known.sum(), over_tokens=mask is not None)
+
+
+def _check_labels(labels: Tensor, known: Tensor, classes: int, step: Step) -> None:
+    """Raise for a label that is none of the head's; unless reading it waits for the device."""
+    if not values_readable(labels):
+        return
+    wrong = known & ((labels < 0) | (labels >= classes))
+    if bool(wrong.any()):
+        what = "tokens of the vocabulary" if step.student_model.predicts_words else "classes"
+        raise ValueError(
+            f"labels: {int(labels[wrong][0])} is none of the {classes} {what} of the student's "
+            f"head ({step.student_model.class_name}); pass 0 to {classes - 1}, or {IGNORED} for "
+            "none"
+        )
 
 
 def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Tensor:

@@ -80,6 +80,7 @@ class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
         mini_batch_size: int | None,
     ) -> None:
         super().__init__()
+        _check_one_vector("model", model, type(self).__name__)
         self.model = model
         width = model.get_embedding_dimension()
         if dims is None and model.truncate_dim is not None:  # encode truncates, forward doesn't
@@ -393,6 +394,8 @@ class LayerDistillLoss(_SynchronisedLoss):
         gather: bool = True,
     ) -> None:
         super().__init__()
+        for name, each in (("model", model), ("teacher", teacher)):
+            _check_one_vector(name, each, type(self).__name__)
         student, taught = _encoder("model", model), _encoder("teacher", teacher)
         if model.tokenizer.get_vocab() != teacher.tokenizer.get_vocab():
             raise ValueError(
@@ -521,6 +524,15 @@ class _EncoderInPipeline(Backbone):
             else:
                 del encoder.forward
         return seen[-1]
+
+
+def _check_one_vector(name: str, model: Any, loss: str) -> None:
+    """Raise for a model with a vector for each token (late interaction)."""
+    if any(kind.__name__ == "MultiVectorEncoder" for kind in type(model).__mro__):
+        raise TypeError(
+            f"{name}: {loss} compares one vector a text, and {type(model).__name__} has one for "
+            "each token; pass its transformers models to a Distiller, or take a SentenceTransformer"
+        )
 
 
 def _encoder(name: str, model: Any) -> Any:

@@ -408,15 +408,19 @@ def last_of(mask: Tensor) -> Tensor:
 
 
 def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs on the model's device, floating-point inputs in the model's dtype."""
+    """Inputs on the model's device, floating-point inputs in the model's dtype.
+
+    accelerate's hooks move the inputs of a model whose weights it has offloaded.
+    """
     first = next(model.parameters(), None)
     if first is None:
         return inputs
 
-    device, dtype = first.device, first.dtype if first.is_floating_point() else None
+    device = None if first.is_meta else first.device
+    dtype = first.dtype if first.is_floating_point() else None
 
     def place(x: Tensor) -> Tensor:
-        return x.to(device, dtype if x.is_floating_point() else None)
+        return x.to(device or x.device, dtype if x.is_floating_point() else None)
 
     return {
         name: place(x) if isinstance(x, Tensor) else tree_map_only(Tensor, place, x)

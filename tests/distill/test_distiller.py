@@ -868,6 +868,14 @@ def test_wrong_arguments_are_errors():
         Distiller(big, small, SoftTargets())
 
 
+@pytest.mark.parametrize("label", [3, 7, -1])
+def test_a_label_outside_the_head_is_named(label):
+    data = batch()
+    data["labels"][2] = label
+    with pytest.raises(ValueError, match=rf"labels: {label} is none of the 3 classes of the stud"):
+        Distiller(*pair(), SoftTargets())(**data)
+
+
 def test_wrong_batches_are_errors():
     distiller = make("fcd")
     data = batch()

@@ -7,11 +7,12 @@ import torch
 import transformers as t
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkd.distill import Distiller, Several, SoftTargets, student_from_teacher
+from fastkd.distill import FCD, Distiller, Several, SoftTargets, student_from_teacher
 from fastkd.distill.verify import taken
 from fastkd.lm import linear_soft_targets
 from tests.distill import support
-from tests.distill.models import recipe, step
+from tests.distill.models import batch, recipe, step
+from tests.distill.models import model as model_of
 from tests.distill.test_distiller import documents, packed
 
 MODELS = [("llama", "next word"), ("gemma2", "next word"), ("bert", "masked words")]
@@ -185,3 +186,26 @@ def test_autocast_multiplies_in_its_dtype():
         out = distiller(**support.data_of("llama", "next word"))
     out.loss.backward()
     assert out.loss.isfinite() and distiller.student.lm_head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", [SoftTargets, lambda: FCD(soft_weight=1.0)])
+@pytest.mark.parametrize("where", ["cpu", "disk", "head"])
+def test_a_teacher_that_accelerate_has_offloaded(method, where, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    teacher = model_of(t.LlamaForCausalLM, "llama", 2)
+    data = batch(rows=4)
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    student = student_from_teacher(teacher, [2])
+    expected = Distiller(copy.deepcopy(teacher), student, method()).eval()(**data)
+    if where == "cpu":
+        accelerate.cpu_offload(teacher, torch.device("cpu"))
+    elif where == "disk":
+        accelerate.disk_offload(teacher, tmp_path, torch.device("cpu"))
+    else:
+        accelerate.dispatch_model(
+            teacher, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path
+        )
+    assert teacher.lm_head.weight.is_meta
+    out = Distiller(teacher, student, method()).eval()(**data)
+    torch.testing.assert_close(out.terms, expected.terms)

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("sentence_transformers")
 from datasets import Dataset
 from sentence_transformers import (
+    MultiVectorEncoder,
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
@@ -380,3 +381,15 @@ def test_invalid_calls_raise_one_sentence(folder, tmp_path):
     other.tokenizer.add_tokens(["new"])
     with pytest.raises(ValueError, match="different vocabularies"):
         LayerDistillLoss(model, other, FCD(task_weight=0.0))
+
+
+def test_late_interaction_is_refused_by_name(folder):
+    encoder, teacher = MultiVectorEncoder(str(folder)), teacher_of(folder)
+    wrong = "compares one vector a text, and MultiVectorEncoder has one for each token"
+    for make in (RelationDistillLoss, CCADistillLoss, CosNCEDistillLoss):
+        with pytest.raises(TypeError, match=f"model: {make.__name__} {wrong}"):
+            make(encoder)
+    with pytest.raises(TypeError, match=f"model: LayerDistillLoss {wrong}"):
+        LayerDistillLoss(encoder, teacher, FCD(task_weight=0.0))
+    with pytest.raises(TypeError, match=f"teacher: LayerDistillLoss {wrong}"):
+        LayerDistillLoss(teacher, encoder, FCD(task_weight=0.0))
