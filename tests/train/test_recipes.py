@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+from fastkd.cli.command_settings import CacheSettings
 from fastkd.distill import method_by_name
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError
@@ -163,3 +165,28 @@ def test_the_command_prints_and_records_the_recipe(tmp_path):
     card = (tmp_path / "out" / "student" / "README.md").read_text()
     assert "recipe of Feature Correlation Distillation; deviations: epochs 1 (" in card
     assert not lines({})
+
+
+def test_a_cache_makes_the_papers_student():
+    cache = CacheSettings(teacher="teacher", preset="paper", task="rte", method="fcd")
+    assert (cache.student_layers, cache.teacher_layers, cache.max_length) == (6, "bottom", 128)
+    cached = options(method="fcd", teacher=None, teacher_cache=Path("cache"))
+    assert (cached.student_layers, cached.teacher_layers) == (None, "uniform")
+    assert cached.learning_rate == 1e-5
+
+
+def test_a_short_run_of_a_schedule_is_reported(tmp_path):
+    """And --steps is the number of steps, of the student alone."""
+    make_teacher(tmp_path / "teacher", head=False)
+    rows = {"train": write_tsv(tmp_path / "train.tsv"), "eval": write_tsv(tmp_path / "dev.tsv", 20)}
+    output = run(
+        "distill", teacher=tmp_path / "teacher", method="lrc_bert", set="first_stage=0.8", steps=4,
+        finetune_teacher=2, batch_size=10, device="cpu", out=tmp_path / "out", **rows,
+    )  # fmt: skip
+    assert "warning: LRCBERT trains soft, task only near the end of its schedule" in output
+    assert "the last of 4 steps is at 75% of the training" in output
+    steps = {}
+    for name in ("student", "teacher"):
+        report = json.loads((tmp_path / "out" / name / "fastkd.json").read_text())
+        steps[name] = report["history"][-1]["step"]
+    assert steps == {"student": 4, "teacher": 8}
