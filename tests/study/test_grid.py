@@ -2,17 +2,22 @@
 
 import csv
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from fastkd.study import grid, grid_report
+from fastkd.study import grid, grid_report, grid_runs
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
+from fastkd.train import stages
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.options import read_options_file
+from tests.cli.test_cli import stop_at, terminate
+from tests.distill.processes import CONTEXT
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_question_answering import write_squad
@@ -300,3 +305,46 @@ def test_answers_of_a_table(tmp_path):
     run("study", "paper:fcd-5", *rows, out=tmp_path / "out", steps=1, seeds=1, device="cpu",
         teacher=tmp_path / "teacher", student=tmp_path / "teacher")  # fmt: skip
     assert "| FCD |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):
+    """Forked workers import less than spawned ones and get the same arguments."""
+    monkeypatch.chdir(root)
+    text = FILE.format(select="dev").replace("[1, 2]", "1").replace("[1e-4, 1e-3]", "1e-3")
+    (root / "jobs.toml").write_text(text)
+    monkeypatch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
+    found = grid.read(StudySettings(), root / "jobs.toml")
+    runs = {jobs: GridRuns(found, tmp_path / str(jobs)) for jobs in (1, 2)}
+    assert all(each.train(jobs) for jobs, each in runs.items())
+    for cell in found.cells:
+        one, two = (each.result(cell) for each in runs.values())
+        assert one["scores"] == two["scores"]
+
+
+def test_a_stopped_run_goes_on(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    (root / "one.toml").write_text(
+        FILE.format(select="dev").replace("epochs = 1", "epochs = 2\nbatch_size = 8")
+    )
+    options = {"out": tmp_path / "out", "seeds": 1}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, terminate)
+        run("study", root / "one.toml", expect=143, **options)
+    assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
+    run("study", root / "one.toml", **options)
+    found = grid.read(StudySettings(seeds=1), root / "one.toml")
+    runs = GridRuns(found, tmp_path / "out")
+    hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
+    assert runs.result(found.cells[0])["scores"] == hand["student"]
+    assert not list((tmp_path / "out" / "runs").glob("*/"))
+
+
+def test_files_of_the_pages_are_valid(tmp_path):
+    for page in (Path(__file__).parents[2] / "docs" / "papers").glob("*.md"):
+        for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+            path = tmp_path / "file.toml"
+            path.write_text(text)
+            if "[stages." in text:
+                assert len(stages.read(DistillConfig(stages=path))) == 2
+            else:
+                assert grid.read(StudySettings(), path).cells
