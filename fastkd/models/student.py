@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_positive_int
@@ -13,6 +14,13 @@ from fastkd.models.width import cut, narrowed, on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# Lists of a configuration with an entry for each layer, without "layer" in their names: those of
+# Longformer and Gemma 3n.
+BY_LAYER = ("attention_window", "intermediate_size", "activation_sparsity_pattern")
+# Weights with a part for each layer along a dimension (Gemma 3n, Gemma 4).
+PER_LAYER = {"embed_tokens_per_layer": 1, "per_layer_model_projection": 0}
 
 
 def student_from_teacher(
@@ -161,7 +169,9 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
             f"{len(chosen)} layers {made.blocks_name} can't be told from its blocks; keep another "
             "number of layers"
         )
-    weights = _select(backbone.inner.state_dict(), backbone.blocks_name, blocks)
+    weights = _select(
+        backbone.inner.state_dict(), backbone.blocks_name, blocks, len(backbone.blocks)
+    )
     whole = on_meta(type(student), config) if changes else student
     try:
         whole.load_state_dict(weights, assign=bool(changes))
@@ -227,12 +237,22 @@ def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
     lists = {
         name: value
         for name, value in vars(config).items()
-        if ("layer" in name or name == "attention_window")  # Longformer's
+        if ("layer" in name or name in BY_LAYER)
         and isinstance(value, (list, tuple))
         and len(value) == layers
     }
     for name, value in lists.items():
         setattr(config, name, type(value)(value[i - 1] for i in chosen))
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if shared:  # the last layers, which read keys and values of earlier ones
+        config.num_kv_shared_layers = sum(i > layers - shared for i in chosen)
+        types = lists.get("layer_types", ["layer"] * layers)
+        own = {types[i - 1] for i in chosen if i <= layers - shared}
+        if missing := {types[i - 1] for i in chosen} - own:
+            raise ValueError(
+                f"layers: the last {shared} of {layers} layers read keys and values of earlier "
+                f"ones, and {chosen} has no such {min(missing)} layer; add one"
+            )
     setattr(config, depth_name, len(chosen))
 
 
@@ -248,11 +268,21 @@ def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:
     return distinct
 
 
-def _select(weights: dict[str, Tensor], name: str, blocks: list[int]) -> dict[str, Tensor]:
+def _select(
+    weights: dict[str, Tensor], name: str, blocks: list[int], depth: int
+) -> dict[str, Tensor]:
     """The student's state dict: block ``blocks[i]`` becomes block i, other keys stay."""
     selected: dict[str, Tensor] = {}
+    stack = name.rpartition(".")[0]
     for key, value in weights.items():
         if not key.startswith(f"{name}."):
+            parent, _, own = key.rpartition(".weight")[0].rpartition(".")
+            if parent == stack and own in PER_LAYER:
+                rows = value.unflatten(PER_LAYER[own], (depth, -1))
+                index = torch.tensor(blocks, device=value.device)
+                value = rows.index_select(PER_LAYER[own], index).flatten(
+                    PER_LAYER[own], PER_LAYER[own] + 1
+                )
             selected[key] = value
             continue
         number, _, rest = key[len(name) + 1 :].partition(".")

@@ -189,3 +189,34 @@ def test_weights_of_a_float64_teacher_stay_float64(config):
     rounded = [p for p in student.parameters() if torch.equal(p, p.float().double())]
     # Ones and zeros of fresh norms and biases are cut without a rounding too.
     assert not [p for p in rounded if p.dim() > 1]
+
+
+def test_embeddings_for_each_layer_are_cut_with_the_layers():
+    """Gemma 3n: block i of the student reads the per-layer inputs of its own teacher layer."""
+    torch.manual_seed(0)
+    teacher = t.Gemma3nForCausalLM(
+        t.Gemma3nTextConfig(
+            vocab_size=60, hidden_size=16, num_hidden_layers=6, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8, intermediate_size=32, hidden_size_per_layer_input=4,
+            vocab_size_per_layer_input=60, num_kv_shared_layers=2, laurel_rank=4,
+            altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6, pad_token_id=0,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+        )
+    ).eval()  # fmt: skip
+    ids = torch.randint(1, 60, (2, 7))
+    layers = [1, 2, 5, 6]
+    student = student_from_teacher(teacher, layers).eval()
+    assert student.config.num_kv_shared_layers == 2
+    with torch.no_grad():
+        ours, theirs = (
+            x.model.project_per_layer_inputs(
+                x.model.embed_tokens(ids), x.model.get_per_layer_inputs(ids)
+            )
+            for x in (student, teacher)
+        )
+        whole = student_from_teacher(teacher, [1, 2, 3, 4, 5, 6]).eval()
+        torch.testing.assert_close(whole(ids).logits, teacher(ids).logits)
+    torch.testing.assert_close(ours, theirs[:, :, [i - 1 for i in layers]])
+    assert student(ids).logits.isfinite().all()
+    with pytest.raises(ValueError, match="has no such full_attention layer; add one"):
+        student_from_teacher(teacher, [1, 3, 6])
