@@ -14,6 +14,8 @@ from fastkd._core import dispatch
 
 REFERENCE = "reference"
 COMPILED = "torch.compile"
+COMPILED_GRAPH = "torch.compile, CUDA graph"
+NEEDS_CUDA = "Triton kernels need a CUDA device"
 
 
 class Bound:
@@ -142,6 +144,13 @@ def compiled(function: Callable[..., Tensor]) -> Provider:
     return Provider(COMPILED, bind)
 
 
+def compiled_graph(function: Callable[..., Tensor]) -> Provider:
+    """The reference under torch.compile, forward and backward captured in one CUDA graph."""
+    return Provider(
+        COMPILED_GRAPH, lambda inputs: GraphBound(compiled(function).bind(inputs)), no_graphs
+    )
+
+
 def why_not_by(name: str, backend: str) -> WhyNot:
     """Reason why a public function's ``backend`` can't run on a device."""
 
@@ -149,7 +158,7 @@ def why_not_by(name: str, backend: str) -> WhyNot:
         x = torch.empty(0, device=device)
         triton = backend == "triton" and name in dispatch.TRITON_FUNCTIONS
         if triton and device.type != "cuda":
-            return "Triton kernels need a CUDA device"
+            return NEEDS_CUDA
         return dispatch.why_not(backend, name, x)
 
     return (lambda device: None) if backend == "torch" else why_not
@@ -223,7 +232,7 @@ class Work:
             make=self.make,
             providers=(
                 Provider(REFERENCE, call(reference)),
-                *([compiled(reference)] if compile else []),
+                *([compiled(reference), compiled_graph(reference)] if compile else []),
                 *(own if as_called else fastkd_providers(function, self.name)),
                 *self.peers,
             ),

@@ -8,19 +8,16 @@ each in turn, and the tests hand their rounds to the ``benchmark`` fixture throu
 import dataclasses
 import functools
 import math
-import os
 import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from fastkd._core import machine
-
 from . import suite
 from .case import COMPILED, REFERENCE, Case, Provider, ours
-from .group import DEVICE, Group
-from .measure import limits, quartiles
+from .group import DEVICE, Group, described, where
+from .measure import limits
 
 
 class Clock:
@@ -60,7 +57,7 @@ def measure(benchmark, request):
             pytest.skip(reason)
         rounds = group.samples[provider.name]
         benchmark.name, benchmark.params = provider.name, None
-        benchmark.extra_info.update(_described(case, provider, group))
+        benchmark.extra_info.update(described(case, provider, group))
         left = iter(rounds)
         benchmark.pedantic(lambda: CLOCK.advance(next(left)), rounds=len(rounds))
 
@@ -75,36 +72,6 @@ def _group(case: Case, session: pytest.Session) -> Group:
         if hasattr(item, "callspec") and item.callspec.params.get("case") is case
     ]
     return Group(case, chosen)
-
-
-def _described(case: Case, provider: Provider, group: Group) -> dict:
-    """The result's ``extra_info``."""
-    where = _machine()
-    found = {
-        "loss": case.loss,
-        "title": case.title,
-        "sizes": case.sizes,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "sweep": case.sweep,
-        "headline": case.headline,
-        "bytes": case.bytes_moved,
-        "operations": case.operations,
-        "backend": provider.name,
-        **group.info[provider.name],
-        "commit": where["commit"],
-        "processor": where["machine"].get("gpu", where["machine"]["cpu"]),
-        "threads": where["machine"]["threads"],
-        "versions": where["versions"],
-    }
-    if REFERENCE in group.samples:
-        pairs = zip(group.samples[provider.name], group.samples[REFERENCE], strict=True)
-        found["ratio"] = quartiles([mine / reference for mine, reference in pairs])
-    return found
-
-
-@functools.cache
-def _machine() -> dict:
-    return machine.describe(DEVICE, os.environ.get("FASTKD_COMMIT"))
 
 
 def pytest_configure(config):
@@ -153,7 +120,7 @@ def _parameters(cases: list[Case]) -> Iterator:
 
 def pytest_benchmark_generate_machine_info(config):
     """Processor, instructions and versions, which are equal for comparable results."""
-    return {**_machine()["machine"], "versions": _machine()["versions"]}
+    return {**where()["machine"], "versions": where()["versions"]}
 
 
 def pytest_benchmark_update_json(config, benchmarks, output_json):

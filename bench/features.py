@@ -20,6 +20,12 @@ def features(
     return x.add_(shared).to(dtype).requires_grad_(requires_grad)
 
 
+def padding(B: int, N: int, device: torch.device) -> Tensor:
+    """A mask (B, N) of samples between N/2 and N tokens long."""
+    lengths = torch.linspace(N / 2, N, B, device=device).round()
+    return torch.arange(N, device=device) < lengths[:, None]
+
+
 def labels(count: int, classes: int, *, device: torch.device, seed: int) -> Tensor:
     """Random labels of equally likely classes."""
     generator = torch.Generator(device=device).manual_seed(seed)

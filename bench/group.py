@@ -1,11 +1,22 @@
 """A case with its selected providers: checked first, then timed in interleaved rounds."""
 
 import functools
+import os
 
 import torch
 
-from .case import COMPILED, Bound, Case, GraphBound, Provider
-from .measure import Oracle, interleaved, one_line, peak_bytes, release, seconds_of
+from fastkd._core import machine
+
+from .case import COMPILED, REFERENCE, Bound, Case, GraphBound, Provider
+from .measure import (
+    Oracle,
+    interleaved,
+    one_line,
+    peak_bytes,
+    quartiles,
+    release,
+    seconds_of,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOWEST = 60.0  # seconds of a step beyond which a provider is not timed
@@ -65,3 +76,33 @@ class Group:
         if provider.name == COMPILED:
             info["graph_breaks"] = sum(torch._dynamo.utils.counters["graph_break"].values())
         return bound
+
+
+def described(case: Case, provider: Provider, group: Group) -> dict:
+    """The ``extra_info`` of a result, which `bench.report` reads."""
+    found = {
+        "loss": case.loss,
+        "title": case.title,
+        "sizes": case.sizes,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "sweep": case.sweep,
+        "headline": case.headline,
+        "bytes": case.bytes_moved,
+        "operations": case.operations,
+        "backend": provider.name,
+        **group.info[provider.name],
+        "commit": where()["commit"],
+        "processor": where()["machine"].get("gpu", where()["machine"]["cpu"]),
+        "threads": where()["machine"]["threads"],
+        "versions": where()["versions"],
+    }
+    if REFERENCE in group.samples:
+        pairs = zip(group.samples[provider.name], group.samples[REFERENCE], strict=True)
+        found["ratio"] = quartiles([mine / reference for mine, reference in pairs])
+    return found
+
+
+@functools.cache
+def where() -> dict:
+    """Machine, versions and commit."""
+    return machine.describe(DEVICE, os.environ.get("FASTKD_COMMIT"))

@@ -17,7 +17,7 @@ from typing import Any
 from fastkd.analysis.pictures import new_figure
 
 from . import suite
-from .case import COMPILED, REFERENCE, Case
+from .case import COMPILED, COMPILED_GRAPH, REFERENCE, Case
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -28,6 +28,7 @@ START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 COLOURS = {
     REFERENCE: "#999999",
     COMPILED: "#E69F00",
+    COMPILED_GRAPH: "#F0E442",
     "fastkd torch": "#0072B2",
     "fastkd cpp": "#D55E00",
     "fastkd triton": "#009E73",

@@ -135,6 +135,23 @@ def torch_linear(chunked: bool) -> Provider:
     return Provider("torch, chunked" if chunked else "torch, linear", bind, why_not)
 
 
+def cut() -> Provider:
+    """Apple's cut cross-entropy, which is Triton without an interpreter path."""
+
+    def bind(inputs: dict[str, Any]) -> Bound:
+        from cut_cross_entropy import linear_cross_entropy
+
+        hidden, head, labels = inputs.values()
+        return Bound(lambda: linear_cross_entropy(hidden, head, labels), leaves_of(inputs))
+
+    def why_not(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "its kernels need a CUDA device"
+        return unless_installed("cut-cross-entropy", "cut_cross_entropy")(device)
+
+    return Provider("cut-cross-entropy", bind, why_not)
+
+
 def labelled_cost(*, rows, D, V) -> tuple[int, int]:
     """Case of cross-entropy: products for logits and for two gradients."""
     return (rows + V) * 2 * D, 6 * rows * V * D
@@ -142,7 +159,7 @@ def labelled_cost(*, rows, D, V) -> tuple[int, int]:
 
 def labelled_case(*more: Any, **rest: Any) -> Case:
     functions = cross_entropy_ref, cross_entropy, "linear_soft_target_loss"
-    peers = torch_linear(False), torch_linear(True)
+    peers = torch_linear(False), torch_linear(True), cut()
     work = Work(LOSS, "cross-entropy", make_labelled, *functions, labelled_cost, peers)
     return work.case(*more, **rest)
 

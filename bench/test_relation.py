@@ -11,30 +11,38 @@ from fastkd._core.dispatch import Backend
 from fastkd.losses.relation import FCDLoss, relation_loss, relation_loss_ref
 
 from .case import Case, Work
-from .features import features
+from .features import features, padding
 
 LOSS = "relation"
 
 
-def layers_ref(student: list[Tensor], teacher: list[Tensor]) -> Tensor:
+def layers_ref(student: list[Tensor], teacher: list[Tensor], mask: Tensor | None = None) -> Tensor:
     """Eq. 10 with weights 1, averaged over the layers."""
     losses = [
-        relation_loss_ref(s, t, over=over)
+        relation_loss_ref(s, t, mask, over=over)
         for s, t in zip(student, teacher, strict=True)
         for over in ("tokens", "samples")
     ]
     return torch.stack(losses).sum() / len(student)
 
 
-def layers(student: list[Tensor], teacher: list[Tensor], backend: Backend) -> Tensor:
+def layers(
+    student: list[Tensor], teacher: list[Tensor], mask: Tensor | None = None, *, backend: Backend
+) -> Tensor:
     """`FCDLoss` with the same weights."""
-    return FCDLoss(backend=backend)(student, teacher)
+    return FCDLoss(backend=backend)(student, teacher, mask)
 
 
 def make_layers(*, layers: int, **options) -> dict[str, list[Tensor]]:
     """Lists of ``layers`` pairs."""
     made = [make_pair(seed=layer, **options) for layer in range(layers)]
     return {side: [pair[side] for pair in made] for side in ("student", "teacher")}
+
+
+def make_masked(**options) -> dict[str, Any]:
+    """`make_layers` with a quarter of the positions padded."""
+    mask = padding(options["B"], options["N"], options["device"])
+    return make_layers(**options) | {"mask": mask}
 
 
 def make_pair(*, B, N, Ds, Dt, device, dtype, seed=0) -> dict[str, Tensor]:
@@ -59,12 +67,14 @@ def cost(over: str, *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
     return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over.split(" + "))
 
 
-def case(set: str, over: str, *more: Any, **rest: Any) -> Case:
+def case(set: str, over: str, *more: Any, masked: bool = False, **rest: Any) -> Case:
     name, least = "relation_loss", functools.partial(cost, over)
     work = Work(LOSS, over, make_layers, layers_ref, layers, name, least)
     if over in ("tokens", "samples"):
         functions = relation_loss_ref, relation_loss, name
         work = Work(LOSS, over, make_pair, *functions, least, options={"over": over})
+    if masked:
+        work = Work(LOSS, f"{over}, mask", make_masked, layers_ref, layers, name, least)
     return work.case(set, *more, **rest)
 
 
@@ -81,6 +91,7 @@ def cases() -> Iterator[Case]:
         yield case("cpu", "tokens", sweep="D", **sizes)
     for count in (6, 12):
         yield case("bert", "tokens + samples", half, headline=count == 6, **bert, layers=count)
+    yield case("bert", "tokens + samples", half, masked=True, **bert, layers=6)
     yield case("bert", "tokens + samples", torch.float32, **bert, layers=6)
     for b, n, ds, dt in (
         (16, 1024, 1024, 1024),

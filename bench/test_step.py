@@ -113,9 +113,11 @@ def bodies(inputs: dict[str, Any]) -> Bound:
     class Bodies(Bound):
         def step(self) -> tuple[Tensor, tuple[Tensor, ...]]:
             teacher, student, ids = inputs["teacher"], inputs["student"], inputs["batch"]
-            with torch.no_grad():
-                teacher.model(ids["input_ids"])
-            loss = student.model(ids["input_ids"]).last_hidden_state.sum()
+            dtype, device = inputs["dtype"], ids["input_ids"].device.type
+            with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+                with torch.no_grad():
+                    teacher.model(ids["input_ids"])
+                loss = student.model(ids["input_ids"]).last_hidden_state.sum()
             loss.backward()
             student.lm_head.weight.grad = torch.ones_like(student.lm_head.weight)
             student.zero_grad(set_to_none=True)
@@ -185,7 +187,7 @@ def training_step(set: str, dtype: torch.dtype, **sizes: int) -> Case:
     return case("training step", set, dtype, make, operations, providers, sizes)
 
 
-def decoders(set: str, **sizes: int) -> Case:
+def decoders(set: str, dtype: torch.dtype = torch.float32, **sizes: int) -> Case:
     """Case of decoder steps, sizes B, N, Dt, Ds, V; a block has 12 D² products, a head V·D."""
     Dt, Ds, V = (sizes[name] for name in ("Dt", "Ds", "V"))
     a_token = 4 * 10 * Dt**2 + 3 * 2 * 10 * Ds**2 + V * (Dt + 3 * Ds)
@@ -195,7 +197,7 @@ def decoders(set: str, **sizes: int) -> Case:
         "Distiller(keep_logits=True)": decoder_step(keep_logits=True),
     }
     operations = 2 * sizes["B"] * sizes["N"] * a_token
-    return case("decoders", set, torch.float32, make_decoders, operations, providers, sizes)
+    return case("decoders", set, dtype, make_decoders, operations, providers, sizes)
 
 
 def cases() -> Iterator[Case]:
@@ -204,6 +206,7 @@ def cases() -> Iterator[Case]:
     yield training_step(
         "step", torch.bfloat16, B=32, N=128, D=768, teacher_layers=12, student_layers=6
     )
+    yield decoders("step", torch.bfloat16, B=4, N=2048, Dt=2048, Ds=1024, V=128256)
 
 
 def test_step(measure, case, provider):

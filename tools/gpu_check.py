@@ -5,7 +5,8 @@ them. All of one call together end after ``--minutes``: each gets a share of wha
 it does not need goes to the next. Every result is written to ``--out`` as soon as it is there, and
 ``--resume`` goes on where a call ended. A stage that fails doesn't stop the others; the exit status
 says whether all passed. ``make gpu-check`` twice, with ``--only build,tests,graphs`` and with
-``--only bench``, is the whole of it.
+``--only bench``, is the whole of it. ``--only measure`` is what is worth
+most, in a quarter of an hour.
 """
 
 import argparse
@@ -140,6 +141,13 @@ def bench(job: Job) -> bool:
     return finished
 
 
+def measure(job: Job) -> bool:
+    """The quarter of an hour of `tools.measure`; what its folder has is not measured again."""
+    commit = ["--commit", job.options.commit] if job.options.commit else []
+    seconds = f"--seconds={job.seconds - STOPPING:.0f}"
+    return command(job, sys.executable, "-m", "tools.measure", f"--out={job.out}", seconds, *commit)
+
+
 def kernels(job: Job) -> bool:
     """How long each kernel runs at the benchmarks' sizes, most of which are compiled by now."""
     commit = ["--commit", job.options.commit] if job.options.commit else []
@@ -178,7 +186,10 @@ STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "bits": (bits, 2),
     "machine": (machine, 2),
     "sanitizer": (sanitizer, 2),
+    "measure": (measure, 8),
 }
+# The others measure and check the same at more sizes.
+ALONE = ("measure",)
 
 
 def run_stages(
@@ -452,7 +463,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.capture:
         capture(torch.device("cuda"))
         return 0
-    only = chosen(options.only) or tuple(STAGES)
+    only = chosen(options.only) or [name for name in STAGES if name not in ALONE]
     if unknown := [name for name in only if name not in STAGES]:
         parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
     Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -180,6 +180,16 @@ class Subject:
     def __init__(self, make: Callable[[], Any], of: Callable[..., Any], no_grad: bool = False):
         self.make, self.of, self.no_grad = make, of, no_grad
 
+    def results(self, inputs: dict[str, Any]) -> list[Tensor | None]:
+        """The loss and its gradients."""
+        with torch.set_grad_enabled(not self.no_grad):
+            loss = self.of(**inputs)
+        learn = [x for x in dict.fromkeys(tensors_in(inputs)) if x.requires_grad]
+        if not (learn and loss.requires_grad):
+            return [loss]
+        upstream = torch.full_like(loss, 0.5)
+        return [loss, *torch.autograd.grad(loss, learn, upstream, allow_unused=True)]
+
 
 def tensors_in(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
@@ -194,13 +204,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 def outcome(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
     """What a call leaves: notes, loss and gradients, each as bytes and by its memory."""
     device.start(tensors_in(inputs))
-    with torch.set_grad_enabled(not subject.no_grad):
-        loss = subject.of(**inputs)
-    learn = [x for x in dict.fromkeys(tensors_in(inputs)) if x.requires_grad]
-    results = [loss]
-    if learn and loss.requires_grad:
-        upstream = torch.full_like(loss, 0.5)
-        results += torch.autograd.grad(loss, learn, upstream, allow_unused=True)
+    results = subject.results(inputs)
     described = [None if x is None else _described(device, x) for x in results]
     notes = device.local.notes
     device.local.memory = None
@@ -389,8 +393,8 @@ KINDS = "fcd", "cos_nce", "module", "hidden", "layer_norm", "knn", "soft", "rela
 class Sequence:
     """Calls that alternate at random, in memory that is freed and used again."""
 
-    def __init__(self, seed: int, among: tuple[str, ...]) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, seed: int, among: tuple[str, ...], device: Any = "cpu") -> None:
+        self.random, self.device = random.Random(seed), device
         pick = self.random.choice
         self.names = self.random.sample(among, 2)
         self.shape, self.layers = pick([(4, 6), (6, 4), (17, 3)]), pick([1, 1, 2])
@@ -398,18 +402,19 @@ class Sequence:
         self.reduction = pick(["mean", "sum"])
         self.losses = {
             "fcd": fastkd.FCDLoss(backend="triton"),
-            "cos_nce": fastkd.CosNCELoss(16, 16, backend="triton"),
+            "cos_nce": fastkd.CosNCELoss(16, 16, backend="triton").to(device),
         }
         self.kept: list[Any] = []  # inputs that stay alive, and are used again
 
     def features(self, *shape: int, learns: bool = False) -> Tensor:
         way = self.random.randrange(5)
         if way == 0:  # strided
-            x = torch.randn(*shape[:-1], 2 * shape[-1])[..., : shape[-1]]
+            x = torch.randn(*shape[:-1], 2 * shape[-1], device=self.device)[..., : shape[-1]]
         elif way == 1:  # not aligned
-            x = torch.randn(torch.Size(shape).numel() + 1)[1:].view(shape)
+            size = torch.Size(shape).numel() + 1
+            x = torch.randn(size, device=self.device)[1:].view(shape)
         else:
-            x = torch.randn(shape)
+            x = torch.randn(shape, device=self.device)
         if self.random.random() < self.half:
             x = x.bfloat16()
         return x.requires_grad_() if learns else x
@@ -428,10 +433,10 @@ class Sequence:
                    for _ in range(layers)]  # fmt: skip
         mask: Any = None
         if self.random.random() < 0.5:
-            mask = torch.rand(B, N) < 0.7
+            mask = torch.rand(B, N, device=self.device) < 0.7
             mask = mask if self.random.random() < 0.5 else mask.int()
         inputs = {"student": student, "teacher": teacher, "mask": mask,
-                  "labels": torch.randint(3, (B,))}  # fmt: skip
+                  "labels": torch.randint(3, (B,), device=self.device)}  # fmt: skip
         self.kept = [*self.kept[-2:], inputs]
         return inputs
 
