@@ -48,7 +48,7 @@ from bench.case import (
 from bench.group import DEVICE, Group, described, where
 from bench.measure import limits, one_line, quartiles, release
 from bench.report import GRAPH, RESULTS
-from fastkd._core import dispatch, extension, plans
+from fastkd._core import dispatch, extension
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = RESULTS / "measure"  # a file for each machine: seconds by item
@@ -304,40 +304,22 @@ def reduce_overhead(run: Run) -> dict[str, Any]:
 
 def random_calls(run: Run) -> dict[str, Any]:
     """`tests.fuzz` against float64, from another seed than the tests'."""
-    seconds = 1 if run.tiny else 15
-    command = [sys.executable, "-m", "tests.fuzz", "--seconds", str(seconds), "--seed", "90000"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(process.stdout[-500:] or process.stderr[-500:])
-    return {"report": process.stdout.splitlines()[-1]}
+    return reported("tests.fuzz", f"--seconds={1 if run.tiny else 15}", "--seed=90000")
 
 
 def planned(run: Run) -> dict[str, Any]:
     """Random calls from plans have the bits of the calls as written."""
-    from tests.kernels.planned import KINDS, Sequence
-
-    count = 0
-    plans.clear_plans()
-    for seed in range(2 if run.tiny else 60):
-        sequence = Sequence(seed, KINDS, DEVICE)
-        for _ in range(3 if run.tiny else 10):
-            subject, inputs, name = sequence.call()
-            for _ in range(sequence.random.choice([1, 3])):
-                with mock.patch.object(plans, "ENABLED", False):
-                    right = subject.results(inputs)
-                found = subject.results(inputs)
-                if not all(map(_equal, found, right)):
-                    raise RuntimeError(f"sequence {seed}: {name} differs with a plan")
-                count += 1
-    hits = sum(plan.program is not None for plan in plans._plans.values())
-    torch.set_float32_matmul_precision("highest")
-    return {"calls": count, "plans": hits}
+    count = 2 if run.tiny else 60
+    return reported("tests.kernels.planned", f"--device={DEVICE}", f"--sequences={count}")
 
 
-def _equal(x: Tensor | None, y: Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan())
+def reported(module: str, *arguments: str) -> dict[str, Any]:
+    """Last line of a module's output, which ends with 0."""
+    command = [sys.executable, "-m", module, *arguments]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stdout[-500:] or process.stderr[-500:])
+    return {"report": process.stdout.splitlines()[-1]}
 
 
 CHECKS = (other_stream, two_threads, large_tensors, deterministic, reduce_overhead, random_calls,

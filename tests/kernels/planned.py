@@ -550,6 +550,30 @@ def _one_of(seed: int) -> Any:
     return Subject(dict, functools.partial(of, backend="triton")), inputs, of.__name__
 
 
+def on_device(device: str, numbers: range) -> str:
+    """Compare bits of the sequences' calls, on a real device or in the interpreter."""
+    plans.clear_plans()
+    count = 0
+    for seed in numbers:
+        sequence = Sequence(seed, KINDS, device)
+        for _ in range(6):
+            subject, inputs, name = sequence.call()
+            for _ in range(sequence.random.choice([1, 3])):
+                with mock.patch.object(plans, "ENABLED", False):
+                    right = subject.results(inputs)
+                if not all(map(_same_bits, subject.results(inputs), right)):
+                    raise SystemExit(f"sequence {seed}: {name} differs with a plan")
+                count += 1
+    hits = sum(plan.program is not None for plan in plans._plans.values())
+    return f"{count} calls, {hits} plans"
+
+
+def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
+
+
 def planted(device: Pretended, numbers: range) -> dict[str, int]:
     """Number of sequences that find a fault of the key."""
     describe = plans._describe
@@ -844,7 +868,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="of so many calls, one")
     parser.add_argument("--sequences", type=int, default=SEQUENCES)
+    parser.add_argument("--device", help="compare bits there, and do nothing else")
     given = parser.parse_args()
+    if given.device:
+        print(on_device(given.device, range(given.sequences)))
+        return
     torch.use_deterministic_algorithms(True)
     numerics_modules = _readers()
     assert numerics in numerics_modules
