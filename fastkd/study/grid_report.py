@@ -24,7 +24,7 @@ def best_cells(runs: GridRuns) -> dict[tuple[str, str, int], dict[str, Any]]:
             continue
         at = (cell.variant, cell.task, cell.seed)
         name = next(iter(result["scores"]))
-        sign = -1 if name in ("mse", "perplexity", "masked_perplexity") else 1
+        sign = -1 if name in result["lower_is_better"] else 1
         before = found.get(at)
         if before is None or sign * result["scores"][name] > sign * before["scores"][name]:
             found[at] = result

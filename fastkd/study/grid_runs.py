@@ -20,6 +20,7 @@ import torch
 
 from fastkd._core.extras import require
 from fastkd.study.grid import Cell, Grid
+from fastkd.train import tasks
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
@@ -121,6 +122,7 @@ class GridRuns:
             **about,
             "scores": {**report["student"], **_mismatched(test.get("student", {}))},
             "teacher": {**report["teacher"], **_mismatched(test.get("teacher", {}))},
+            "lower_is_better": sorted(tasks.named(report["task"]).lower_is_better),
             "best": report["best"]["epoch"],
             "seconds": report["seconds"]["training"],
             "recipe": report.get("recipe", {}),

@@ -143,6 +143,19 @@ def test_a_shared_teacher_is_that_of_the_command(root, tmp_path, monkeypatch):
     assert "## own: differences to labels" in page and "| fcd | accuracy | 2 |" in page
 
 
+def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
+    found = grid.read(StudySettings(seeds=1), root / "grid.toml")
+    cells = [cell for cell in found.cells if cell.variant == found.variants[0]]
+    for lower, best in (([], 2.0), (["perplexity"], 1.0)):
+        runs = GridRuns(found, tmp_path / str(best))
+        (runs.out / "runs").mkdir(parents=True)
+        for cell, value in zip(cells, (1.0, 2.0), strict=True):
+            result = {"options": {}, "scores": {"perplexity": value}, "lower_is_better": lower}
+            runs.path(cell).write_text(json.dumps(result))
+        (kept,) = grid_report.best_cells(runs).values()
+        assert kept["scores"] == {"perplexity": best}
+
+
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
