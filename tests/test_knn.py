@@ -1,6 +1,7 @@
 """Intra-class KNN: selection and value against a loop, memory banks, labels with tolerance."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -667,3 +668,15 @@ def test_bad_input(change, error, message):
     }
     with pytest.raises(error, match=message):
         knn_feature_loss(**arguments | change)
+
+
+def test_real_labels_without_a_tolerance_warn():
+    student, teacher = torch.randn(2, 4, 3)
+    labels = torch.tensor([0.5, 1.25, 2.0, 3.0])
+    with pytest.warns(UserWarning, match="real numbers.* pass tolerance") as found:
+        knn_feature_loss(student, teacher, labels)
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        knn_feature_loss(student, teacher, labels, tolerance=0.5)
+        knn_feature_loss(student, teacher, labels.round())

@@ -31,10 +31,12 @@ from fastkd._core.numerics import (
     project,
     saveable,
     upcast,
+    values_readable,
     zero_padding,
 )
 from fastkd._core.plans import planned
 from fastkd._core.pooling import pool_tokens
+from fastkd._core.warn import warn_caller
 from fastkd.distributed import Group, InGroup, Ranks, gather_rows, ranks_of
 from fastkd.losses.neighbours import neighbour_losses
 
@@ -160,6 +162,15 @@ def knn_feature_loss(
     check_positive_int("k", k)
     if tolerance is not None:
         check_number("tolerance", tolerance, at_least=0)
+    elif (
+        student_labels.is_floating_point()
+        and values_readable(student_labels)
+        and bool((student_labels.frac() != 0).any())
+    ):
+        warn_caller(
+            "student_labels are real numbers, of which only equal ones match; pass tolerance, the "
+            "largest difference of two labels that match"
+        )
     check_choice("reduction", reduction, REDUCTIONS)
     check_int("ignore_index", ignore_index)
     counted = None if weights is None else _counted(student_labels, ignore_index)

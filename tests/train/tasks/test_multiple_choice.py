@@ -59,6 +59,7 @@ def test_every_command_takes_it(tmp_path):
     right = np.mean([i == label for (_, _, label), i in zip(truth, found, strict=True)])
     assert report["best"]["scores"] == {"accuracy": right}
     student, onnx = tmp_path / "run/student", tmp_path / "model.onnx"
+    pytest.importorskip("onnxruntime")
     run("export", model=student, out=onnx)
     scores = tmp_path / "onnx.json"
     run("evaluate", model=student, onnx=onnx, data=evals, out=scores, device="cpu")
