@@ -399,6 +399,9 @@ class MC3KD(_Soft):
         pool: observations: "tokens" (every real token of the batch), or "cls" or "mean" (one per
             sample; with fewer samples than dimensions all correlations are near 1 for any
             student).
+        memory: number of earlier observations that are correlated with those of the batch; "auto"
+            for 3·(Ds + Dt) less those of the batch, 0 for none, as in the paper. See
+            `fastkd.CCALoss`. ``state_dict()`` has the memory.
         divergence, scale_by_t2: as in `SoftTargets`. Eq. 1 prints KL(S, T), no T²:
             divergence="reverse_kl" and scale_by_t2=False read it literally.
 
@@ -406,7 +409,7 @@ class MC3KD(_Soft):
     """
 
     across_samples = ("cca",)
-    paper = MappingProxyType({"beta": 0.1})
+    paper = MappingProxyType({"beta": 0.1, "memory": 0})
     headless = MappingProxyType({"alpha": None})
     _without_head = "pass alpha=None"
 
@@ -421,6 +424,7 @@ class MC3KD(_Soft):
         ridge: float = 1e-4,
         top_k: int | None = None,
         pool: cca.Pool = "tokens",
+        memory: int | Literal["auto"] = "auto",
         divergence: DivergenceWord = "forward_kl",
         scale_by_t2: bool = True,
     ) -> None:
@@ -431,10 +435,10 @@ class MC3KD(_Soft):
         check_choice("pool", pool, ("tokens", "cls", "mean"))
         self.alpha, self.beta, self.layers = alpha, beta, layers
         self.last_layer = last_layer
-        self.ridge, self.top_k, self.pool = ridge, top_k, pool
+        self.ridge, self.top_k, self.pool, self.memory = ridge, top_k, pool, memory
         self.teacher_pool = pool
         self._set_soft(temperature, divergence, scale_by_t2)
-        self.loss = cca.CCALoss(ridge=ridge, top_k=top_k, pool=pool)
+        self.loss = cca.CCALoss(ridge, top_k, pool, memory=memory, persistent=True)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         # Also checks the number of layers if they are selected later.

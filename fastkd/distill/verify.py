@@ -244,7 +244,8 @@ class _Step:
     def gradients(
         self, given: dict[str, Any] | list[dict[str, Any]], distiller: Distiller | None = None
     ) -> Gradients:
-        return taken(self.distiller if distiller is None else distiller, given)[1]
+        # A step changes the state of a method with a memory: each begins with the same state.
+        return taken(copy.deepcopy(self.distiller) if distiller is None else distiller, given)[1]
 
     def select(self, rows: Any) -> dict[str, Tensor]:
         """The given rows of the batch."""
@@ -353,10 +354,11 @@ class _Step:
                 {**micro_batch, "num_items": items / len(micro_batches)}
                 for micro_batch in micro_batches
             ]
-        self.distiller.zero_grad()
+        twin = copy.deepcopy(self.distiller)
+        twin.zero_grad()
         for micro_batch in micro_batches:
-            (self.distiller(**micro_batch).loss / len(micro_batches)).backward()
-        return gradients_of(self.distiller)
+            (twin(**micro_batch).loss / len(micro_batches)).backward()
+        return gradients_of(twin)
 
     def cached(self) -> Gradients:
         try:

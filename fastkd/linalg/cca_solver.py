@@ -65,7 +65,21 @@ POLAR_STEPS = [
 LARGEST_SOLVED = 96
 
 Method = Literal["lapack", "threads", "extension", "products"]
-Solution = tuple[Tensor, Tensor | None]  # correlation (batch), gradient (batch, m, Ds)
+
+
+class Moments(NamedTuple):
+    """Float64 sums over observations, of each item; scatters are about the mean."""
+
+    observations: Tensor  # (batch)
+    mean_s: Tensor  # (batch, 1, Ds)
+    mean_t: Tensor  # (batch, 1, Dt)
+    scatter_s: Tensor  # (batch, Ds, Ds)
+    scatter_t: Tensor  # (batch, Dt, Dt)
+    scatter_ts: Tensor  # (batch, Dt, Ds)
+
+
+# Correlation (batch), gradient (batch, m, Ds), moments of a problem with memory.
+Solution = tuple[Tensor, Tensor | None, Moments | None]
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,8 @@ class Problem(NamedTuple):
     mask: Tensor | None  # (batch, m)
     options: Options
     want_grad: bool
+    # Moments of earlier observations, which are constants. Solved by covariances in float64.
+    memory: Moments | None = None
 
 
 @dataclass(frozen=True)
@@ -123,10 +139,11 @@ def make_plan(problem: Problem) -> SolverPlan:
     factors and products don't; nor does the extension, which is used for few observations. Ridge 0
     and ``top_k`` need eigenvectors: by the extension too, but of large matrices by PyTorch.
     """
-    student, teacher, mask, options, _ = problem
+    student, teacher, mask, options, _, memory = problem
     (m, d_s), d_t = student.shape[-2:], teacher.shape[-1]
     products = options.top_k is None and min(options.ridges) > 0
-    if options.ranks is not None:  # the plan must not depend on a process's own observations
+    # With ``ranks`` the plan must not depend on a process's own observations.
+    if options.ranks is not None or memory is not None:
         method: Method = "extension" if _has_cuda_eigh(student) else "lapack"
         return SolverPlan(False, "products" if student.is_cuda and products else method)
     observations = m <= min(d_s, d_t)
@@ -145,26 +162,36 @@ def make_plan(problem: Problem) -> SolverPlan:
 
 
 def solve(problem: Problem) -> Solution:
-    """Correlation in float64 and gradient in the working dtype, of each item."""
-    student, teacher, _, options, want_grad = problem
+    """Correlation in float64 and gradient in the working dtype, of each item.
+
+    With memory also the moments of the memory and the batch together. The gradient is then N/m
+    times that with respect to the batch's m rows, N being the number of all observations: its
+    scale is that of the gradient of a batch of m.
+    """
+    student, teacher, _, options, want_grad, memory = problem
     dtype = working_dtype(student)
     if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
         student.shape[-2] == 0 and options.ranks is None
     ):
         nothing = student.new_zeros(len(student), dtype=torch.float64)
-        return nothing, student.new_zeros(student.shape, dtype=dtype) if want_grad else None
-    correlations, gradients = [], []
+        gradient = student.new_zeros(student.shape, dtype=dtype) if want_grad else None
+        return nothing, gradient, memory and Moments(*(x.clone() for x in memory))
+    correlations, gradients, moments = [], [], []
     for part, rows in _parts(problem):
         plan = make_plan(part)
         if plan.observations:
             corr, ds = _by_observations(part, plan.method)
+            total = None
         elif plan.float32_first and (found := _by_covariances(part, plan.method, torch.float32)):
-            corr, ds = found
+            corr, ds, total = found
         elif plan.method == "threads":
             corr, ds = _by_threads(part)
+            total = None
         else:
-            corr, ds = cast(Solution, _by_covariances(part, plan.method, torch.float64))
+            corr, ds, total = cast(Solution, _by_covariances(part, plan.method, torch.float64))
         correlations.append(corr)
+        if total is not None:
+            moments.append(total)
         if ds is not None:
             ds = _masked(ds, part.mask).to(dtype)
             if rows is not None:
@@ -173,12 +200,13 @@ def solve(problem: Problem) -> Solution:
                 ds = whole
             gradients.append(ds)
     corr = _bounded(_joined(correlations), problem)
-    return corr, _joined(gradients) if want_grad else None
+    totals = Moments(*(_joined(list(x)) for x in zip(*moments, strict=True))) if moments else None
+    return corr, _joined(gradients) if want_grad else None, totals
 
 
 def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
     """Items that are solved together, and which of their rows (m) are left; None for all."""
-    student, teacher, mask, options, _ = problem
+    student, teacher, mask, options, _, memory = problem
     (m, d_s), d_t = student.shape[-2:], teacher.shape[-1]
     large = m * d_s >= LARGE_ITEM and m > min(d_s, d_t) and options.ranks is None
     if not large or not values_readable(student):
@@ -189,17 +217,26 @@ def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
         rows = None if mask is None or bool(mask[i].all()) else mask[i]
         if rows is not None:
             s, t = s[:, rows], t[:, rows]
-        parts.append((problem._replace(student=s, teacher=t, mask=None), rows))
+        own = memory and Moments(*(x[i, None] for x in memory))
+        parts.append((problem._replace(student=s, teacher=t, mask=None, memory=own), rows))
     return parts
 
 
 def solve_in_graph(problem: Problem) -> Solution:
     """`solve` under torch.compile: one operator, so that the plan can read values there too."""
-    student, teacher, mask, options, want_grad = problem
-    corr, *gradient = _operator(
-        student, teacher, mask, options.ridges, options.top_k, options.dims, want_grad
+    student, teacher, mask, options, want_grad, memory = problem
+    corr, *rest = _operator(
+        student,
+        teacher,
+        mask,
+        options.ridges,
+        options.top_k,
+        options.dims,
+        want_grad,
+        list(memory or []),
     )
-    return corr, gradient[0] if gradient else None
+    gradient = rest.pop(0) if want_grad else None
+    return corr, gradient, Moments(*rest) if rest else None
 
 
 @torch.library.custom_op("fastkd::cca", mutates_args=())
@@ -211,23 +248,26 @@ def _operator(
     top_k: int | None,
     dims: Sequence[int] | None,
     want_grad: bool,
+    memory: Sequence[Tensor],
 ) -> list[Tensor]:
-    options = Options(ridges, top_k, dims)
-    return [x for x in solve(Problem(student, teacher, mask, options, want_grad)) if x is not None]
+    earlier = Moments(*memory) if memory else None
+    problem = Problem(student, teacher, mask, Options(ridges, top_k, dims), want_grad, earlier)
+    corr, gradient, totals = solve(problem)
+    return [corr, *([] if gradient is None else [gradient]), *(totals or [])]
 
 
 @_operator.register_fake
-def _(student, teacher, mask, ridges, top_k, dims, want_grad):
+def _(student, teacher, mask, ridges, top_k, dims, want_grad, memory):
     corr = student.new_empty(student.shape[0], dtype=torch.float64)
     ds = student.new_empty(student.shape, dtype=working_dtype(student))
-    return [corr, ds] if want_grad else [corr]
+    return [corr, *([ds] if want_grad else []), *map(torch.empty_like, memory)]
 
 
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
     """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
     problem = Problem(x, y, mask, Options(ridges), want_grad=False)
-    a, b, share = _centred(problem, torch.float64)
+    (a, b), share, _, _ = _centred(problem, torch.float64)
     by_extension = _has_cuda_eigh(x)
     decompose = _left_by_extension if by_extension else _left
     sides = a * share.sqrt(), b * share.sqrt()
@@ -238,19 +278,19 @@ def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float,
     return values.masked_fill(~(white_x.finite & white_y.finite).unsqueeze(-1), torch.nan)
 
 
-def _by_threads(problem: Problem) -> Solution:
+def _by_threads(problem: Problem) -> tuple[Tensor, Tensor | None]:
     """`_by_covariances` in float64, by the extension."""
-    student, teacher, mask, options, want_grad = problem
+    student, teacher, mask, options, want_grad, _ = problem
     corr, *gradient = torch.ops.fastkd_cpp.cca(
         student, teacher, mask, *options.ridges, options.top_k or 0, want_grad
     )
     return corr, gradient[0] if gradient else None
 
 
-def _by_observations(problem: Problem, method: Method) -> Solution:
+def _by_observations(problem: Problem, method: Method) -> tuple[Tensor, Tensor | None]:
     """Solve in observation space: decompositions of (m, m) matrices."""
-    student, teacher, _, options, want_grad = problem
-    a, b, share = _centred(problem, torch.float64)
+    student, teacher, _, options, want_grad, _ = problem
+    (a, b), share, _, _ = _centred(problem, torch.float64)
     decompose = _left
     if method == "extension":
         decompose = _left_by_extension if student.dtype == torch.float64 else _left_by_squares
@@ -313,18 +353,28 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
 
     Method "products" has Cholesky factors, then products alone.
     """
-    student, teacher, _, options, want_grad = problem
+    student, teacher, _, options, want_grad, memory = problem
     ranks, products = options.ranks, method == "products"
     rounding = torch.finfo(working_dtype(student)).eps
-    a, b, share = _centred(problem, dtype)
+    (a, b), share, means, count = _centred(problem, dtype)
+    totals: list[Tensor] = []
+    # Rows that stand for the memory's mean: their products move its scatters to the new mean.
+    moved = [] if memory is None else _moved_means(memory, means)
 
-    def moment(product: Tensor) -> Tensor:
-        return (product if ranks is None else ranks.sum(product)).mul_(share)
+    def moment(product: Tensor, scatter: int = 0, left: int = 0, right: int = 0) -> Tensor:
+        if ranks is not None:
+            product = ranks.sum(product)
+        if memory is None:
+            return product.mul_(share)
+        product += memory[3 + scatter]
+        totals.append(product.baddbmm_(moved[left].mT, moved[right]))
+        return product * share
 
     sigmas, whitenings = [], []
     finite = a.new_ones(len(a), dtype=torch.bool)
-    for x, ridge, features in zip((a, b), options.ridges, (student, teacher), strict=True):
-        sigma = moment(symmetric_product(x.mT, x))
+    features_of = (student, teacher)
+    for i, (x, ridge, features) in enumerate(zip((a, b), options.ridges, features_of, strict=True)):
+        sigma = moment(symmetric_product(x.mT, x), i, i, i)
         own = _trace(sigma).isfinite()
         sigma.masked_fill_(~own[..., None, None], 0.0)
         finite = finite & own
@@ -341,7 +391,16 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
         whitenings = [_Whitening(x.mT, triangular=False) for x in _inverse_choleskies(sigmas)]
     whiten_s, whiten_t = whitenings
     bad = ~finite[..., None, None]
-    sigma_ts = moment(b.mT @ a).masked_fill_(bad, 0.0)
+    sigma_ts = moment(b.mT @ a, 2, 1, 0).masked_fill_(bad, 0.0)
+    combined = None
+    if memory is not None:  # a NaN in one batch must not stay
+        new = (count.flatten(), *means, *totals)
+        combined = Moments(
+            *(
+                torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
+                for x, before in zip(new, memory, strict=True)
+            )
+        )
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
     if products:
         left = polar(whitened)
@@ -354,7 +413,10 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
         corr = values.sum(-1)
     corr = corr.masked_fill(~finite, torch.nan)
     if not want_grad:
-        return corr, None
+        return corr, None, combined
+    if memory is not None:
+        own = count - memory.observations[:, None, None]
+        share = share * count / own.clamp_min(1)
     scale = share.sqrt().masked_fill(bad, torch.nan)
     of_teacher = whiten_t(left) * scale  # R_t U, or R_t UVᵀ
     directions = (whiten_s.factor if products else whiten_s(right)) * scale  # R_s V, or R_s
@@ -363,14 +425,22 @@ def _by_covariances(problem: Problem, method: Method, dtype: torch.dtype) -> Sol
         rows = (b @ of_teacher).baddbmm_(a, of_student, alpha=-1)
         # The cancelling terms are subtracted, so float32 is enough for the last product.
         last = working_dtype(student)
-        return corr, rows.to(last) @ directions.mT.to(last)
+        return corr, rows.to(last) @ directions.mT.to(last), combined
     # A GPU multiplies matrices of this size faster whole than by their lower blocks.
     multiply = torch.matmul if products else symmetric_product
     to_student = multiply(of_student, directions.mT)  # (batch, Ds, Ds)
     ds = (b @ (of_teacher @ directions.mT)).baddbmm_(a, to_student, alpha=-1)
     if dtype == torch.float32:  # the gradient sums to 0, but for the rounding error of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share))
-    return corr, ds
+    return corr, ds, combined
+
+
+def _moved_means(memory: Moments, means: Sequence[Tensor]) -> list[Tensor]:
+    """√count times the memory's means from the means of all observations (batch, 1, D)."""
+    root = memory.observations[:, None, None].sqrt()
+    return [
+        root * (old - new) for old, new in zip((memory.mean_s, memory.mean_t), means, strict=True)
+    ]
 
 
 def _add_ridge(sigma: Tensor, ridge: float) -> None:
@@ -597,20 +667,32 @@ def _zero_deviation(features: Tensor, ridge: float) -> float:
     return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
 
 
-def _centred(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Features minus their mean, zero where masked, and 1/(m−1) of each item (*, 1, 1)."""
-    student, teacher, mask, options, _ = problem
+class _Centred(NamedTuple):
+    features: list[Tensor]  # student's and teacher's, minus their mean, zero where masked
+    share: Tensor  # (*, 1, 1): 1/(N − 1), with N observations of all processes and the memory
+    means: list[Tensor]  # (*, 1, D)
+    observations: Tensor  # (*, 1, 1): N
+
+
+def _centred(problem: Problem, dtype: torch.dtype) -> _Centred:
+    student, teacher, mask, options, _, memory = problem
     ranks = options.ranks
     count = count_observed(student, mask, ranks).to(dtype)[..., None, None]
-    centred = []
-    for x in (student, teacher):
+    if memory is not None:
+        count = count + memory.observations[:, None, None]
+    centred, means = [], []
+    for i, x in enumerate((student, teacher)):
         x = _masked(x, mask)
         if x.device.type == "cpu":  # a sum in another dtype is slower than converting first
             x = x.to(dtype)
         total = x.sum(-2, keepdim=True, dtype=dtype)
-        mean = (total if ranks is None else ranks.sum(total)) / count.clamp_min(1)
-        centred.append(_masked(x - mean, mask))  # in dtype
-    return centred[0], centred[1], (count - 1).clamp_min(1).reciprocal()
+        if ranks is not None:
+            total = ranks.sum(total)
+        if memory is not None:
+            total = total + memory.observations[:, None, None] * memory[1 + i]
+        means.append(total / count.clamp_min(1))
+        centred.append(_masked(x - means[-1], mask))  # in dtype
+    return _Centred(centred, (count - 1).clamp_min(1).reciprocal(), means, count)
 
 
 def count_observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Tensor:
@@ -633,13 +715,15 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def _bounded(corr: Tensor, problem: Problem) -> Tensor:
     """``corr`` cut to its bound min(m − 1, Ds, Dt), which rounding may exceed."""
-    student, teacher, mask, options, _ = problem
+    student, teacher, mask, options, _, memory = problem
     rank = min(student.shape[-1], teacher.shape[-1])
-    if options.ranks is None:
+    if options.ranks is None and memory is None:
         rank = min(rank, student.shape[-2] - 1)
     corr = corr.clamp_max(rank)
-    if mask is not None or options.ranks is not None:
+    if mask is not None or options.ranks is not None or memory is not None:
         observed = count_observed(student, mask, options.ranks)
+        if memory is not None:  # faded observations count by their weights
+            observed = observed + memory.observations.ceil()
         corr = torch.minimum(corr, (observed - 1).clamp_min(0))
     dims = options.dims
     if dims is not None and min(dims) < rank:

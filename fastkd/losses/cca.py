@@ -15,6 +15,7 @@ from torch import Tensor
 from fastkd._core.checks import (
     check_choice,
     check_floating,
+    check_int,
     check_like,
     check_mask,
     check_number,
@@ -35,7 +36,7 @@ from fastkd._core.pooling import pool_tokens
 from fastkd._core.warn import warn_caller
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 from fastkd.linalg import cca_solver
-from fastkd.linalg.cca_solver import Options, Problem
+from fastkd.linalg.cca_solver import Moments, Options, Problem
 from fastkd.linalg.roots import inv_sqrtm_ref
 
 Reduction = Literal["sum", "mean", "none"]
@@ -136,7 +137,7 @@ def cca_loss(
     backend_of(backend, "cca_loss", student)
     ranks = ranks_of(gather, group)
     arguments = _over_ranks(student, teacher, mask, Options(ridges, top_k), ranks)
-    loss: Tensor = apply(_NegativeCorrelation, *arguments)
+    loss: Tensor = apply(_NegativeCorrelation, *arguments, None)[0]
     if reduction == "mean":  # items with fewer than two observations have nothing to compare
         observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
         return loss.sum() / (observed >= 2).sum().clamp_min(1)
@@ -189,15 +190,25 @@ class CCALoss(InGroup):
     See `cca_loss`. Losses of several layers are averaged. On a GPU all layers run as one batch,
     elsewhere those of equal size. Stores ridge, top_k and pool, no parameters.
 
-    With no more observations than dimensions every correlation is near 1 whatever the student
-    computes, and the loss teaches nothing; the first such call warns.
+    With m observations, Ds + Dt − (m − 1) correlations are 1 whatever the student computes, and
+    their gradient is noise; the first such call for each pair of sizes warns. ``memory`` adds
+    earlier observations: in training the module keeps the moments of about the last n, detached
+    and faded exponentially, and correlates the batch and the memory together. The gradient reaches
+    the batch's rows only, and its scale is that of a batch alone: N/m times the derivative, with m
+    rows in the batch and N observations in all. Only a call with gradient in training mode updates
+    the memory: it then holds these N, with all weights times n/N if N is above n. A batch with NaN
+    is not stored.
 
     Args:
         ridge: r_s = r_t, or the pair (student, teacher).
         top_k: number of largest correlations to sum; None for all.
         pool: the observations: "tokens", all real tokens of the batch; "cls", the first real token
             of each sample; "mean", the mean of each sample's real tokens.
-        gather, group: as in `cca_loss`.
+        gather, group: as in `cca_loss`. The memory holds the rows of all processes.
+        memory: number n of earlier observations; 0 for none; "auto" for 3·(Ds + Dt) less those of
+            the batch.
+        persistent: keep the memory in ``state_dict()``, from which a run continues with the same
+            bits.
 
     Example:
         >>> import torch
@@ -216,9 +227,12 @@ class CCALoss(InGroup):
         *,
         gather: bool = False,
         group: Group = None,
+        memory: int | Literal["auto"] = 0,
+        persistent: bool = False,
     ) -> None:
         super().__init__()
         _ridge_pair(ridge)
+        check_memory(memory)
         if top_k is not None:
             check_positive_int("top_k", top_k)
         check_choice("pool", pool, POOLS)
@@ -226,7 +240,36 @@ class CCALoss(InGroup):
         self.top_k = top_k
         self.pool = pool
         self.gather, self.group = gather, group
-        self._warned = False
+        self.memory, self.persistent = memory, persistent
+        self._warned: set[tuple[int, int]] = set()  # (Ds, Dt)
+        self._memories: list[Moments] = []  # one for each batch of layers
+
+    def reset_parameters(self) -> None:
+        """Empty the memory."""
+        self._memories = []
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        # float64 on any device: sums of many observations.
+        self._memories = [Moments(*(x.to(fn(x).device) for x in m)) for m in self._memories]
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.persistent:
+            for i, moments in enumerate(self._memories):
+                for name, x in moments._asdict().items():
+                    destination[f"{prefix}memory.{i}.{name}"] = x
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, *errors):
+        if self.persistent:
+            first = f"{prefix}memory."
+            found: dict[int, dict[str, Tensor]] = {}
+            for key in [key for key in state_dict if key.startswith(first)]:
+                i, name = key.removeprefix(first).split(".")
+                found.setdefault(int(i), {})[name] = state_dict.pop(key).detach().clone()
+            self._memories = [Moments(**found[i]) for i in sorted(found)]
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
 
     def forward(
         self,
@@ -256,14 +299,55 @@ class CCALoss(InGroup):
             sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
             batches.setdefault((s.dtype, s.device, sizes), []).append((s, t))
         losses = []
-        for batch in batches.values():
+        for i, batch in enumerate(batches.values()):
             students, teachers = (_stacked(side) for side in zip(*batch, strict=True))
             masks = None if observed is None else observed.expand(students.shape[:-1])
             dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
             options = Options(_ridge_pair(self.ridge), self.top_k, dims)
             arguments = _over_ranks(students, teachers, masks, options, ranks)
-            losses.append(apply(_NegativeCorrelation, *arguments))
+            memory = self._memory(i, students, teachers)
+            loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
+            losses.append(loss)
+            if (
+                memory is not None
+                and self.training
+                and torch.is_grad_enabled()
+                and students.requires_grad
+            ):
+                self._update(memory, Moments(*totals), students.shape[-1] + teachers.shape[-1])
         return torch.cat(losses).mean()
+
+    def _memory(self, i: int, student: Tensor, teacher: Tensor) -> Moments | None:
+        """Moments for a batch (L, m, D) of layers; zeros before its first update."""
+        if self.memory == 0:
+            return None
+        layers, d_s, d_t = len(student), student.shape[-1], teacher.shape[-1]
+        shapes = [(), (1, d_s), (1, d_t), (d_s, d_s), (d_t, d_t), (d_t, d_s)]
+        if i == len(self._memories):
+            zeros = (student.new_zeros(layers, *x, dtype=torch.float64) for x in shapes)
+            self._memories.append(Moments(*zeros))
+        memory = self._memories[i]
+        if [x.shape for x in memory] != [(layers, *x) for x in shapes]:
+            raise ValueError(
+                "memory: it holds moments of other layers or sizes; empty it by reset_parameters()"
+            )
+        if memory.observations.device != student.device:
+            memory = self._memories[i] = Moments(*(x.to(student.device) for x in memory))
+        return memory
+
+    @torch.no_grad()
+    def _update(self, memory: Moments, totals: Moments, dims: int) -> None:
+        """Store the moments of memory and batch, faded, in place: a CUDA graph may hold them."""
+        count = totals.observations
+        limit: Tensor | int = self.memory if self.memory != "auto" else 3 * dims
+        if self.memory == "auto":
+            limit = (limit - (count - memory.observations)).clamp_min(0)
+        keep = (limit / count.clamp_min(1)).clamp_max(1.0)
+        memory.observations.copy_(count * keep)
+        memory.mean_s.copy_(totals.mean_s)
+        memory.mean_t.copy_(totals.mean_t)
+        for old, new in zip(memory[3:], totals[3:], strict=True):
+            torch.mul(new, keep[:, None, None], out=old)
 
     def _warn_if_saturated(
         self,
@@ -271,24 +355,32 @@ class CCALoss(InGroup):
         observed: Tensor | None,
         ranks: Ranks | None,
     ) -> None:
-        if torch.compiler.is_compiling() or self._warned:  # a graph must not depend on _warned
+        if torch.compiler.is_compiling():  # a graph must not depend on _warned
+            return
+        sizes = {(s.shape[-1], t.shape[-1]) for s, t in pairs} - self._warned
+        if not sizes or self.memory == "auto":
             return
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
             observations = int(observed.sum())
         if ranks is not None:  # an estimate: the exact sum would make the processes wait
             observations *= ranks.size
-        dims = max(x.shape[-1] for pair in pairs for x in pair)
-        if observations <= dims:
-            self._warned = True
+        rank = max(observations + self.memory - 1, 0)
+        for d_s, d_t in sorted(sizes):
+            ones = min(d_s, rank) + min(d_t, rank) - rank
+            if ones <= 0:
+                continue
+            self._warned.add((d_s, d_t))
+            with_memory = f" and {self.memory} in memory" if self.memory else ""
             warn_caller(
-                f"CCALoss: {observations} observations for {dims} dimensions; every correlation is "
-                "near 1 whatever the student computes, so the loss teaches nothing. Use "
-                "pool='tokens', larger batches or a larger ridge.",
+                f"CCALoss: {observations} observations{with_memory} for {d_s} + {d_t} dimensions; "
+                f"{ones} of {min(d_s, d_t, rank)} correlations are 1 by counting alone, whatever "
+                "the student computes. Use memory=, larger batches, a larger ridge or top_k.",
             )
 
     def extra_repr(self) -> str:
-        return f"ridge={self.ridge}, top_k={self.top_k}, pool={self.pool!r}"
+        memory = f", memory={self.memory!r}" if self.memory else ""
+        return f"ridge={self.ridge}, top_k={self.top_k}, pool={self.pool!r}{memory}"
 
 
 def _pads_layers(x: Tensor) -> bool:
@@ -312,6 +404,14 @@ def _stacked(layers: Sequence[Tensor]) -> Tensor:
         return torch.stack(
             [F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)]
         )
+
+
+def check_memory(memory: int | Literal["auto"]) -> None:
+    """Raise unless ``memory`` is "auto" or a number of observations, at least 0."""
+    if memory == "auto":
+        return
+    check_int("memory", memory)
+    check_number("memory", memory, at_least=0)
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
@@ -345,10 +445,13 @@ def _over_ranks(
 
 
 class _NegativeCorrelation(torch.autograd.Function):
-    """Losses (*) of features (*, m, D), and their gradient, from one decomposition."""
+    """Losses (*) of features (*, m, D), and their gradient, from one decomposition.
+
+    With memory also the moments of memory and batch.
+    """
 
     @staticmethod
-    def forward(ctx, student, teacher, mask, options):
+    def forward(ctx, student, teacher, mask, options, memory):
         with autocast_off(student):
             batch = student.shape[:-2].numel()
             problem = Problem(
@@ -357,19 +460,22 @@ class _NegativeCorrelation(torch.autograd.Function):
                 None if mask is None else mask.reshape(batch, mask.shape[-1]),
                 options,
                 want_grad=ctx.needs_input_grad[0],
+                memory=memory,
             )
             in_graph = torch.compiler.is_compiling() and options.ranks is None
             solve = cca_solver.solve_in_graph if in_graph else cca_solver.solve
-            corr, ds = solve(problem)
+            corr, ds, totals = solve(problem)
             ctx.dtype = student.dtype
             ctx.ranks = 1 if options.ranks is None else options.ranks.size
             ctx.save_for_backward(None if ds is None else ds.reshape(student.shape))
             corr = corr.to(working_dtype(student)).view(student.shape[:-2])
-            return -corr
+            stored = totals or ()
+            ctx.mark_non_differentiable(*stored)
+            return -corr, *stored
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, *_):
         (ds,) = ctx.saved_tensors
         with autocast_off(grad):
-            return (-ctx.ranks * grad[..., None, None] * ds).to(ctx.dtype), None, None, None
+            return (-ctx.ranks * grad[..., None, None] * ds).to(ctx.dtype), None, None, None, None

@@ -50,3 +50,9 @@ def calls() -> Calls:
             },
             {"pool": pool},
         )
+    for memory in (500, "auto"):
+        yield Call(
+            fastkd.CCALoss,
+            {"student": [learns(80, 16, 48)], "teacher": [given(80, 16, 64)]},
+            {"memory": memory},
+        )
