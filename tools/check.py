@@ -50,7 +50,7 @@ PROCESSES = "ddp or process or sharded or parallel or split_steps"
 
 
 def copy_source(place: Path) -> None:
-    """What git knows of the working tree; symbolic links stay links."""
+    """Copy the files that git tracks or does not ignore; symbolic links stay links."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     for name in subprocess.check_output(command, cwd=ROOT, text=True).splitlines():
         if (ROOT / name).exists():

@@ -42,7 +42,7 @@ def rows(command: str) -> dict[str, str]:
 
 
 def table(command: str) -> Iterator[str]:
-    """Lines on a command's options; `cache` and `verify` only name those of `distill`."""
+    """Lines on a command's options; `cache` and `verify` refer to those of `distill`."""
     yield f"### Options of {command}\n"
     cls, own = imported(COMMANDS[command].options), rows(command)
     if issubclass(cls, Pairing) and command != "distill":

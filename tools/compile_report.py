@@ -134,7 +134,7 @@ def variants(module: str) -> Iterator[Form]:
 
 @functools.cache
 def recorded(loss: str) -> list[Form]:
-    """What the calls of a loss start, kept until any source changes."""
+    """Forms that the calls of a loss start, stored until a source changes."""
     return [Form.unpacked(fields) for fields in walked(loss)["forms"]]
 
 
@@ -284,7 +284,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def problems(row: dict[str, Any], capability: int, has_products: bool) -> list[str]:
-    """What is wrong with one compiled form, in words."""
+    """Problems of one compiled form, as text."""
     found = []
     if row["spills"]:
         found.append(f"spills {row['spills']} bytes")

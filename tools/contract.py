@@ -1,6 +1,6 @@
 """``python -m tools.contract``: the signatures in docs/design.md, written from the code.
 
-Of fixed words the default comes first; those of ``backend`` stand in the rules of every loss.
+The default of several fixed words comes first; the rules of every loss list ``backend``'s.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def arguments(function: Callable[..., Any]) -> str:
 
 
 def signature(name: str) -> str:
-    """A Module's options, and then what it is called with."""
+    """A Module's options, then the arguments of its call."""
     public = getattr(fastkd, name)
     if not inspect.isclass(public):
         return f"{name}({arguments(public)})"
@@ -54,7 +54,7 @@ def signature(name: str) -> str:
 
 
 def lines() -> Iterator[str]:
-    """Those of each file of losses, below its name."""
+    """Signatures of each file of losses, below its name."""
     for loss in LOSSES:
         yield f"# {loss.module.removeprefix('fastkd.').replace('.', '/')}.py"
         yield from map(signature, (*loss.with_reference, *loss.without_reference, *loss.modules))

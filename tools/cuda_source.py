@@ -23,7 +23,7 @@ KERNELS = 2 * 2 * len(recipe.GPU_ARCHITECTURES)
 
 
 def problems(nvcc: str) -> str:
-    """What nvcc says against it, or of its kernels where one spills."""
+    """Errors of nvcc, or the kernels that spill registers."""
     command = [*_command(nvcc), "-Xptxas=-v", "-c", SOURCE]
     command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in recipe.GPU_ARCHITECTURES]
     with tempfile.TemporaryDirectory() as folder:

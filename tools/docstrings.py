@@ -1,4 +1,4 @@
-"""What the site's reference makes of docstrings, which are written to be read in a terminal."""
+"""Docstrings, which are written for a terminal, as the site's reference shows them."""
 
 import re
 from typing import Any

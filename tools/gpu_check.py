@@ -52,7 +52,7 @@ STOPPING = 10.0  # seconds in which an interrupted command writes its results
 
 @dataclass(frozen=True)
 class Job:
-    """What a stage may do: the command's options, and until when."""
+    """Options of a stage and the time when it must end."""
 
     options: argparse.Namespace
     seconds: float

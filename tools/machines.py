@@ -1,8 +1,8 @@
 """The suite's core as other processors run it: `make test-machines`.
 
-PyTorch, MKL, oneDNN and the extension choose their code by the processor, and can be told to take
-that of an older one. How they sum changes the last bits: a test that holds for some of them only is
-a wrong test, or a wrong loss.
+PyTorch, MKL, oneDNN and the extension choose their code by the processor, and can be set to run
+the code of an older one. The order of sums changes the last bits: a test that passes on some of
+them only is a wrong test, or a wrong loss.
 """
 
 import argparse

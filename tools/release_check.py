@@ -30,7 +30,7 @@ from tools.check import copy_source
 ROOT = Path(__file__).resolve().parents[1]
 POLICY = "manylinux_2_28"  # as torch's own
 MOST_BYTES = 3_000_000
-# What the package ziglang, a clang with every system's headers, compiles for.
+# Systems that the package ziglang, a clang with their headers, compiles for.
 TARGETS = ("x86_64-linux-gnu.2.28", "aarch64-linux-gnu.2.28", "aarch64-macos")
 IN_WHEEL = {
     "fastkd/py.typed", "fastkd/kernels/relation.py", "fastkd/_C.abi3.so",
@@ -47,7 +47,7 @@ Finding = tuple[str, bool, str]
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    """What a command prints; if it fails that is the error."""
+    """Output of a command; the error if the command fails."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [str(part) for part in command],
@@ -76,7 +76,7 @@ def environment(path: Path) -> Path:
 
 
 def seconds() -> float:
-    """Processor time of what was started and is over."""
+    """Processor time of finished child processes."""
     times = os.times()
     return times.children_user + times.children_system
 
@@ -106,7 +106,7 @@ def texts() -> Iterator[Finding]:
 
 
 def build(place: Path) -> tuple[Path, Path]:
-    """The source distribution of the working tree, and the wheel made of that alone."""
+    """The source distribution of the working tree, and the wheel built from it."""
     copy_source(place / "source")
     code = "from setuptools import build_meta; build_meta.build_sdist('../dist')"
     run(sys.executable, "-c", code, cwd=place / "source")
@@ -118,7 +118,7 @@ def build(place: Path) -> tuple[Path, Path]:
 
 
 def contents(source: Path | None, wheel: Path) -> Iterator[Finding]:
-    """What is in both, and how much."""
+    """Content and sizes of source distribution and wheel."""
     packed = {wheel: set(zipfile.ZipFile(wheel).namelist())}
     wanted = {wheel: IN_WHEEL}
     if source:

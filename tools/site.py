@@ -51,7 +51,7 @@ def target(link: str, page: str) -> str | None:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Behind the page on the losses those of each, in the order of its links."""
+    """Pages of each loss behind the page on the losses, in the order of its links."""
     (section,) = (entry["Losses"] for entry in config.nav or () if "Losses" in entry)
     links = re.findall(r"\]\((losses/\w+\.md)", (ROOT / "docs" / "losses.md").read_text())
     section += dict.fromkeys(links)
@@ -59,7 +59,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def members() -> str:
-    """What the page of the API asks for of each loss."""
+    """Names of each loss on the page of the API."""
     return "".join(
         f"::: {loss.module}\n    options:\n"
         f"      members: [{', '.join(loss.names)}]\n"

@@ -1,4 +1,4 @@
-"""A pytest plugin: of a test with many parameters, few with each backend.
+"""pytest plugin that runs a test with a few of its parameters for each backend.
 
 Versions differ in what an operation does, not in what it does to the fortieth shape.
 """
