@@ -83,7 +83,7 @@ def write_decoder(folder: Path, wikitext: Path) -> None:
 
 def write_texts(out: Path, glue: Path) -> dict[str, tuple[Path, Path]]:
     """Training and held-out texts of both corpora, one a line."""
-    from fastkd.train.docstrings import load_docstrings
+    from fastkd.study.docstrings import load_docstrings
 
     corpus = load_docstrings(400, 60)
     first = [" ".join(text.split()[:16]) for text in corpus.train.texts]
