@@ -261,7 +261,7 @@ LOSSES = (
     Loss(
         name="linalg",
         module="fastkd.linalg.roots",
-        title="Roots of symmetric matrices, for the losses above",
+        title="Roots of symmetric matrices",
         building_blocks={"sqrtm": _definite(12), "inv_sqrtm": _definite(12)},
     ),
 )
