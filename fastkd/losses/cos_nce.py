@@ -617,7 +617,7 @@ def _triton_layers(
     from fastkd.kernels.pointers import layer_groups
 
     student, _, negatives = layers[0]
-    small = negatives is None and len(student) <= SMALL_BATCH
+    small = negatives is None and _is_at_most(len(student), SMALL_BATCH)
     losses = []
     for group in layer_groups([layer[:1] for layer in layers]):  # teachers have the same shapes
         part = [layers[i] for i in group]
@@ -627,6 +627,15 @@ def _triton_layers(
         loss = apply(of, options, *labels_and_masks, weights, *features)
         losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+
+def _is_at_most(size: int, limit: int) -> bool:
+    """``size <= limit``; False in a graph of any size, which a comparison would split in two."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(size <= limit)
+    return size <= limit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,6 +114,7 @@ def test_bfloat16_gradients_are_rounded_to_nearest(device):
 
 def newer_interface(precision):
     """Write float32's precision as transformers' ``TrainingArguments(tf32=True)`` does."""
+    torch.backends.cuda.matmul.fp32_precision = "none"  # as in a process that never wrote it
     torch.backends.fp32_precision = "ieee" if precision == "highest" else precision
     if precision == "highest":
         torch.backends.fp32_precision = "none"
