@@ -71,6 +71,10 @@ def _files_fingerprint(folder: Path) -> str:
     return fingerprint(f"{path.name} {x}".encode() for path, x in zip(files, prints, strict=True))
 
 
+# Methods without a teacher, or that compare what a cache does not store.
+UNCACHED = ("labels", "minilm", "minilmv2")
+
+
 @functools.cache
 def _file_as_of(path: Path, changed: int, size: int) -> str:
     return file_fingerprint(path)
@@ -361,7 +365,7 @@ class TaskRuns:
         return self.study.cache and not hasattr(collate, "for_epoch")
 
     def _can_cache(self, variant: Variant) -> bool:
-        return self.caches and not variant.eager and variant.method != "labels"
+        return self.caches and not variant.eager and variant.method not in UNCACHED
 
     @functools.cached_property
     def cache(self) -> TeacherCache:

@@ -193,11 +193,14 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
 def shifts(monkeypatch):
     """Collects the perturbations of the embeddings."""
     found = []
-    original = perturbation.unit_gradient
-    monkeypatch.setattr(
-        "fastkd.distill.distiller.unit_gradient",
-        lambda *run: found.append(original(*run)) or found[0],
-    )
+    original = perturbation.unit_gradients
+
+    def noted(*run, **options):
+        shifts = original(*run, **options)
+        found.extend(shifts)
+        return shifts
+
+    monkeypatch.setattr("fastkd.distill.distiller.unit_gradients", noted)
     return found
 
 
