@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastkd.distill import methods
+from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.ema import EMATeacher
@@ -37,6 +38,7 @@ __all__ = [
     "METHODS",
     "AttentionMSE",
     "Blocks",
+    "ByRow",
     "DistillationTrainer",
     "Distiller",
     "DistillerOutput",

@@ -1,7 +1,7 @@
 """Reading arguments into a batch: student inputs, teacher inputs, labels, spans, documents."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,21 @@ class BatchReader:
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """Read arguments as in `Distiller.forward`; ``num_items`` in ``inputs`` is ignored."""
+        by_row = self.teachers.by_row
+        if by_row is None:
+            return self._read(inputs, num_items, self.teachers.live)
+        split = by_row.module.split(inputs)
+        inputs = {name: x for name, x in inputs.items() if name != "teacher_id"}
+        others = [model for model in self.teachers.live if model not in by_row.live]
+        batch = self._read(inputs, num_items, others)
+        batch.parts = {
+            number: (rows, self._read(own, num_items, by_row.each[number].live))
+            for number, (rows, own) in split.items()
+        }
+        return batch
+
+    def _read(self, inputs: Mapping[str, Any], num_items: Any, live: Sequence[Backbone]) -> Batch:
+        """Read a batch whose rows the models ``live`` read."""
         batch, own, spans = self._split(inputs, num_items)
         teaching = [(t, method) for t, method in self.teachers.pairs if method.uses_teacher]
         if self.two_vocabularies and self.pairs_tokens and spans is None:
@@ -88,7 +103,8 @@ class BatchReader:
                     stacklevel=2,
                 )
             self.vocabulary_warnings = []
-        teachers = [("teacher", model) for teacher, _ in teaching for model in teacher.live]
+        teachers = [("teacher", model) for teacher, _ in teaching for model in teacher.live
+                    if model in live]  # fmt: skip
         check_tokens(batch, "", [("student", self.student), *([] if batch.teacher else teachers)])
         if batch.teacher is not None:
             check_tokens(batch.teacher, "teacher_", teachers)
@@ -97,6 +113,7 @@ class BatchReader:
     def _split(self, inputs: Mapping[str, Any], num_items: Any = None) -> tuple[Batch, Any, Any]:
         """The student's batch, the teacher's own inputs, and the spans of student and teacher."""
         student, own, spans = split_inputs(inputs)
+        own.pop("id", None)  # teacher_id
         labels, segments, _ = (student.pop(x, None) for x in ("labels", "segments", "num_items"))
         loss_weights = student.pop("loss_weights", None)
         pairs_labels = self.pairs_tokens and not self.two_vocabularies

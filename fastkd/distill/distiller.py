@@ -14,6 +14,7 @@ from fastkd._core.numerics import autocast_off
 from fastkd._core.warn import warn_caller
 from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.batch_reader import BatchReader
+from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
@@ -30,7 +31,7 @@ from fastkd.models.outputs import HeadOutput, Outputs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    Teacher = PreTrainedModel | Blocks | TeacherCache
+    Teacher = PreTrainedModel | Blocks | TeacherCache | ByRow
 
 
 @dataclass
@@ -66,7 +67,8 @@ class Distiller(InGroup):
     Args:
         teacher: a fine-tuned transformers encoder, decoder or encoder-decoder, frozen in place; or
             a `TeacherCache` of its outputs. `Blocks` describes models that aren't from
-            transformers. A list of teachers needs one method each, in `Several`. The teacher may
+            transformers. `ByRow` has a teacher for each row. A list of teachers needs one method
+            each, in `Several`. The teacher may
             be the base of a PEFT student, ``Distiller(base, get_peft_model(base, ...), method)``:
             it runs with the adapters disabled, and its weights are in memory once.
         student: the model to train. It takes the teacher's inputs, or inputs of its own: see
@@ -145,6 +147,8 @@ class Distiller(InGroup):
         self.gather, self.group, self.keep_logits = gather, group, keep_logits
         self._progress: float | None = None
         method.build(self.teachers.model, self.student_model)
+        for each, taught_by in self.teachers.pairs:
+            each.check(taught_by, self.student_model)
         self.reader = BatchReader(self.student_model, self.teachers, method)
         #: Whether language models' terms are computed from hidden states and heads, not logits.
         self.uses_lm_head = (
@@ -297,6 +301,7 @@ class Distiller(InGroup):
                 prediction per token: factors of the labels' losses, in soft and task terms. Like a
                 label, a weight belongs to the token at its position. The means divide by the number
                 of positions that count, as without weights.
+            teacher_id: with `ByRow`, each row's teacher: B names, or a tensor (B,) of numbers.
             inputs: the models' other inputs, such as ``attention_mask``, (B, N), or (B, C, N) for
                 the C choices of a question, each a sample. If any name begins with ``teacher_``
                 (``teacher_input_ids``, ``teacher_pixel_values``), the teacher gets these inputs

@@ -146,7 +146,6 @@ class Method(nn.Module):
     def build(self, teacher: Model, student: Backbone) -> None:
         """Create the trainable modules for two models; a second call needs the same sizes."""
         name = type(self).__name__
-        _check_same_kind(teacher, student)
         sizes = (teacher.sizes, student.sizes)
         if self._built_for not in (None, sizes):
             raise ValueError(
@@ -171,10 +170,7 @@ class Method(nn.Module):
         # A user's own term may read logits, so only fastkd's own terms use LM-head inputs.
         made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
         self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)
-        on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
-        _check_head(student, on_output, name, self._without_head)
-        if "soft" in on_output:
-            _check_same_head(teacher, student, name)
+        self.check(teacher, student)
         if self._built_for is None:
             self.choose_layers(teacher, student)
             self.make_parts(teacher, student)
@@ -185,6 +181,15 @@ class Method(nn.Module):
         ):
             if kept:
                 backbone.check_eager(name)
+
+    def check(self, teacher: Model, student: Backbone) -> None:
+        """Raise unless the models' heads have what the method's terms compare."""
+        name, both_ends = type(self).__name__, [self.weights(progress) for progress in (0.0, 1.0)]
+        _check_same_kind(teacher, student)
+        on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
+        _check_head(student, on_output, name, self._without_head)
+        if "soft" in on_output:
+            _check_same_head(teacher, student, name)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         """Set the layers to capture from both models; none by default."""
@@ -277,7 +282,7 @@ class Method(nn.Module):
         """
         predictions = {name: weights[name] for name in ("task", "soft") if name in weights}
         heads = step.student.head_inputs is not None and (
-            "soft" not in predictions or step.teacher.head_inputs is not None
+            "soft" not in predictions or step.teacher.at_head
         )
         if predictions and self.uses_lm_head and heads:
             return head_loss(step, predictions, self.prediction_options)

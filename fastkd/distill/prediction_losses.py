@@ -1,7 +1,10 @@
 """Losses on a model's predictions: labels and soft targets, from logits or from an LM head."""
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,10 +139,21 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
     Question answering: the mean over start and end, each a distribution over the real tokens.
     Multi-label heads: the mean over the labels, each a distribution over yes and no.
     """
+    parts = [_soft_sums(part, options) for part in step.parts()]
+    means = []
+    for places in zip(*parts, strict=True):
+        sums, counts, tokens = zip(*places, strict=True)
+        means.append(step.mean(_total(sums), _total(counts), over_tokens=tokens[0]))
+    return means[0] if len(means) == 1 else torch.stack(means).mean()
+
+
+def _soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any, bool]]:
+    """Of each place that is predicted the sum, the number of items, and whether they are tokens."""
     student, top_k = _logits_of(step, "student", "soft"), step.teacher.top_k
     teacher = student if top_k is not None else _logits_of(step, "teacher", "soft")
     spans = isinstance(student, tuple)
-    vocabulary, means = step.teacher_model.vocabulary, []
+    vocabulary = step.teacher_model.vocabulary
+    sums: list[tuple[Tensor, Any, bool]] = []
     two, n = isinstance(vocabulary, VocabularyMatch), _shared(step)
     for z_s, z_t in zip(
         student if isinstance(student, tuple) else (student,),
@@ -157,7 +171,7 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
         if problem == REGRESSION:
             real = _real_numbers(step, z_s)
             errors = torch.where(real, upcast(z_s) - upcast(z_t), 0).square()
-            means.append(step.mean(errors.sum(), real.sum()))
+            sums.append((errors.sum(), real.sum(), False))
             continue
         (z_s, z_t), mask, _, weights = _aligned(step, z_s, z_t)
         if spans and step.token_mask is not None:
@@ -180,8 +194,8 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
             unmatched=step.teacher_model.unmatched if top_k is None else "renormalise",
         )
         count = z_s.shape[:-1].numel() if mask is None else mask.sum()
-        means.append(step.mean(total, count, over_tokens=mask is not None))
-    return means[0] if len(means) == 1 else torch.stack(means).mean()
+        sums.append((total, count, mask is not None))
+    return sums
 
 
 def head_loss(
@@ -193,6 +207,17 @@ def head_loss(
     """
     if "task" in weights and step.labels is None:
         raise ValueError(NO_LABELS)
+    parts = [_head_sums(part, weights, options) for part in step.parts()]
+    totals, count = map(_total, zip(*parts, strict=True))
+    # Copies: AOTAutograd fails to replay the views of one tensor that a graph returns.
+    loss, *means = (x.clone() for x in step.mean(totals, count, over_tokens=True))
+    return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
+
+
+def _head_sums(
+    step: Step, weights: Mapping[str, float], options: PredictionOptions
+) -> tuple[Tensor, Any]:
+    """`head_loss` and its terms as one tensor of sums, and their number of items."""
     assert step.student.head_inputs is not None
     states, head = step.student.head_inputs.states, step.student.head_inputs.head
     vocabulary = step.teacher_model.vocabulary
@@ -232,10 +257,11 @@ def head_loss(
         return_terms=tuple(weights),
     )
     totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
-    count = states.shape[:-1].numel() if mask is None else mask.sum()
-    # Copies: AOTAutograd fails to replay the views of one tensor that a graph returns.
-    loss, *means = (x.clone() for x in step.mean(totals, count, over_tokens=mask is not None))
-    return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
+    return totals, states.shape[:-1].numel() if mask is None else mask.sum()
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    return functools.reduce(operator.add, parts)
 
 
 def _top_k(step: Step, top_k: TopK) -> TopK:

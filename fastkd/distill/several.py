@@ -95,6 +95,11 @@ class Several(Method):
             method.build(model, student)
         self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
+    def check(self, teacher: Model, student: Backbone) -> None:
+        """See `Method.check`."""
+        for method in self.each:
+            method.check(teacher, student)
+
     def layer_request(self, side: str) -> LayerRequest:
         """Union of the methods' layer requests."""
         each = [method.layer_request(side) for method in self.each]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastkd.distill.by_row import RowOutputs
 from fastkd.distributed import Ranks
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
@@ -67,6 +68,25 @@ class Step:
             return self
         teacher, model = self.teacher.parts[number], self.teacher_model.models[number]  # type: ignore[attr-defined]
         return dataclasses.replace(self, teacher=teacher, teacher_model=model)
+
+    def parts(self) -> "list[Step]":
+        """For predictions, a step of each teacher's rows; the step itself if one serves all."""
+        if not isinstance(self.teacher, RowOutputs) or not self.teacher.parts:
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                student=self.student.predictions(lambda x, part=part: x[part.rows]),  # type: ignore[misc]
+                teacher=part.outputs,
+                teacher_model=part.model,
+                labels=part.batch.labels,
+                loss_weights=part.batch.loss_weights,
+                token_mask=part.batch.mask,
+                document_ids=part.batch.document_ids,
+                spans=part.batch.spans,
+            )
+            for part in self.teacher.parts
+        ]
 
     def layers(
         self, student: Sequence[int], teacher: Sequence[int]

@@ -5,9 +5,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastkd._core.checks import check_choice
+from fastkd.distill.by_row import ByRow, RowOutputs, RowPart
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.ema import EMATeacher
 from fastkd.distill.method import Method
@@ -59,6 +60,11 @@ def as_teacher(teacher: Any, student: Any) -> Any:
     Raises:
         ValueError: the student trains parameters of that model.
     """
+    if isinstance(teacher, ByRow):
+        each = {
+            n: as_teacher(x, student) for n, x in zip(teacher.names, teacher.models, strict=True)
+        }
+        return ByRow(each)
     own = hasattr(student, "disable_adapter") and hasattr(student, "get_base_model")
     if not own or student.get_base_model() is not teacher:
         return teacher
@@ -86,6 +92,11 @@ class Teacher:
         self.module: Any = self.model.uncompiled
         #: The models that run: this one, or none for a cache.
         self.live = [self.model]
+        #: The teachers that this one consists of.
+        self.each: list[Teacher] = [self]
+
+    def check(self, method: Method, student: Backbone) -> None:
+        """Raise unless a built method can compare every model of this teacher."""
 
     def serve(self, method: Method, device: torch.device) -> None:
         """Raise unless this teacher has every output that a built method reads."""
@@ -140,13 +151,15 @@ class Teacher:
             if not method.merges_spans:
                 outputs = batch.spans.predictions(outputs)
             return batch.spans.pool(outputs, 1, model, own.feature_mask)
-        pool, mask = method.teacher_pool, own.feature_mask
-        if not outputs.pooled:
-            at = outputs.sentence
-            outputs = outputs.features(
-                lambda x, tokens: pooled_rows(pool, model, x, mask, at)[:, None]
-            )
-        return dataclasses.replace(outputs, pooled=True)
+        return pooled(outputs, method.teacher_pool, model, own.feature_mask)
+
+
+def pooled(outputs: Outputs, pool: str, model: Model, mask: Tensor | None) -> Outputs:
+    """Outputs with one row (B, 1, D) per sample."""
+    if not outputs.pooled:
+        at = outputs.sentence
+        outputs = outputs.features(lambda x, tokens: pooled_rows(pool, model, x, mask, at)[:, None])
+    return dataclasses.replace(outputs, pooled=True)
 
 
 class OutputSource(nn.Module):
@@ -177,7 +190,7 @@ class SourceTeacher(Teacher):
     def __init__(self, source: Any) -> None:
         self.module = source
         self.model: Any = copy.copy(source.model)  # each Distiller sets its own vocabulary
-        self.live = []
+        self.live, self.each = [], [self]
 
     def serve(self, method: Method, device: torch.device) -> None:
         self.module.serve(method, device)
@@ -212,6 +225,56 @@ class CachedTeacher(SourceTeacher):
             )
 
 
+class RowTeacher(Teacher):
+    """A teacher for each row."""
+
+    def __init__(self, module: ByRow) -> None:
+        self.module = module
+        self.each = [_teacher_of(x) for x in module.models]
+        self.live = [model for teacher in self.each for model in teacher.live]
+        self.model = self.each[0].model
+
+    def check(self, method: Method, student: Backbone) -> None:
+        first, *others = (teacher.model for teacher in self.each)
+        if method.merges_spans:
+            raise ValueError(
+                f"teacher: {type(method).__name__} merges the spans of one teacher; take "
+                "SoftTargets, or one teacher"
+            )
+        if not method.prepared:
+            raise ValueError(
+                f"teacher: {type(method).__name__} chooses layers of one teacher; pass layers=[...]"
+            )
+        layers = any(method.layer_request("teacher"))
+        for name, model in zip(self.module.names[1:], others, strict=True):
+            if layers and (model.sizes, model.sentence_last) != (first.sizes, first.sentence_last):
+                raise ValueError(
+                    f"teacher: {type(method).__name__} compares layers, and {name!r} "
+                    f"({model.class_name}) has other sizes than {self.module.names[0]!r} "
+                    f"({first.class_name}); use teachers of one size, or SoftTargets"
+                )
+            method.check(model, student)
+
+    def serve(self, method: Method, device: torch.device) -> None:
+        for teacher in self.each:
+            teacher.serve(method, device)
+
+    def check_own_inputs(self, method: Method, *flags: bool) -> None:
+        for teacher in self.each:
+            teacher.check_own_inputs(method, *flags)
+
+    def run(self, batch: Batch, method: Method, progress: float, use_lm_head: bool) -> Outputs:
+        assert batch.parts is not None
+        parts = []
+        for number, (rows, own) in batch.parts.items():
+            teacher = self.each[number]
+            outputs = teacher.run(own, method, progress, use_lm_head)
+            if method.teacher_pool != "tokens" and not outputs.pooled and batch.spans is None:
+                outputs = pooled(outputs, method.teacher_pool, teacher.model, own.feature_mask)
+            parts.append(RowPart(rows, own, teacher.model, outputs))
+        return RowOutputs.of(parts)
+
+
 class Teachers:
     """One teacher, or several with a method each."""
 
@@ -221,12 +284,18 @@ class Teachers:
             raise TypeError(
                 "method: several teachers need one method each; pass Several(first, second)"
             )
-        self.each = [_teacher_of(x) for x in (module if self.several else [module])]
+        teachers = [_teacher_of(x) for x in (module if self.several else [module])]
+        self.each = [each for teacher in teachers for each in teacher.each]
         self.live = [model for teacher in self.each for model in teacher.live]
-        models = [teacher.model for teacher in self.each]
+        by_row = [teacher for teacher in teachers if isinstance(teacher, RowTeacher)]
+        if len(by_row) > 1:
+            raise ValueError("teacher: two of them are ByRow, and teacher_id names one; pass one")
+        #: The teacher for each row, if there is one.
+        self.by_row = by_row[0] if by_row else None
+        models = [teacher.model for teacher in teachers]
         methods: Any = method.each if self.several else [method]  # type: ignore[attr-defined]
         #: Each teacher with its method; `Several.build` checks their number.
-        self.pairs: list[tuple[Teacher, Method]] = list(zip(self.each, methods, strict=False))
+        self.pairs: list[tuple[Teacher, Method]] = list(zip(teachers, methods, strict=False))
         #: The model that methods read sizes and heads from.
         self.model: Model = EnsembleModel(models) if self.several else models[0]
 
@@ -276,19 +345,27 @@ class Teachers:
         )
         return EnsembleOutputs({}, None, parts=outputs) if self.several else outputs[0]
 
+    def batches_of(self, source: OutputSource, batch: Batch) -> list[Batch]:
+        """What a source reads of a batch: its rows, or all."""
+        if batch.parts is None:
+            return [batch]
+        assert self.by_row is not None
+        parts = ((self.by_row.each[number], own) for number, (_, own) in batch.parts.items())
+        return [own for teacher, own in parts if teacher.module is source]
+
     def prepare(self, method: Method, batches: Batches) -> None:
         """Make the methods' choices from data; a cache already contains them."""
         if self.several and method.prepared:
             return
         batches = list(batches) if self.several else batches
         for teacher, each in self.pairs:
-            if teacher.live:
+            if teacher.live and not each.prepared:
                 each.prepare(teacher.module, batches)
 
     def to_cache(self) -> tuple[Any, Any]:
         """The model whose outputs a cache stores, and the source of its outputs if it doesn't run
         here; raise if there is not exactly one."""
-        if self.several:
+        if self.several or self.by_row:
             raise ValueError(
                 "teacher: several teachers are cached one by one; call Distiller(teacher, student, "
                 "method).cache_teacher(...) for each, then pass Distiller([cache, ...], ...)"
@@ -312,4 +389,6 @@ class Teachers:
 def _teacher_of(module: Any) -> Teacher:
     if isinstance(module, TeacherCache):
         return CachedTeacher(module)
+    if isinstance(module, ByRow):
+        return RowTeacher(module)
     return SourceTeacher(module) if isinstance(module, OutputSource) else Teacher(module)

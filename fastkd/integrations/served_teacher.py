@@ -190,7 +190,8 @@ class ServedTeacher(OutputSource):
         waiting: collections.deque[dict[str, Any]] = collections.deque()
         for batch in batches:
             given = {name: x for name, x in batch.items() if name not in left_out}
-            self.request(distiller.read(given))
+            for own in distiller.teachers.batches_of(self, distiller.read(given)):
+                self.request(own)
             waiting.append(batch)
             if len(waiting) > self.prefetch:
                 yield waiting.popleft()

@@ -37,6 +37,8 @@ class Batch:
     spans: Spans | None = None
     loss_weights: Tensor | None = None  # (B, N) factors of the tokens' losses, in labels' order
     first: Tensor | None = None  # (B, 1) first token before rotation; None if not rotated
+    #: With a teacher for each row: by its number its rows (b,), and the batch of these.
+    parts: "dict[int, tuple[Tensor, Batch]] | None" = None
 
     @classmethod
     def of(

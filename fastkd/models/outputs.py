@@ -68,6 +68,11 @@ class Outputs:
     # last real token, or the first.
     sentence: Tensor | None = None
 
+    @property
+    def at_head(self) -> bool:
+        """Whether predictions are the inputs of an LM head, or a top k, in place of logits."""
+        return self.head_inputs is not None or self.top_k is not None
+
     def to(self, device: torch.device) -> "Outputs":
         """The outputs on another device."""
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.

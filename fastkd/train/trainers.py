@@ -95,9 +95,10 @@ class _Ahead(DataLoader):
         self.distiller = distiller
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches, teacher = super().__iter__(), self.distiller.teacher
-        if isinstance(teacher, ServedTeacher):
-            return teacher.ahead(batches, self.distiller, left_out=(SHARE,))
+        batches: Iterator[Any] = super().__iter__()
+        for teacher in self.distiller.teachers.each:
+            if isinstance(teacher.module, ServedTeacher):
+                batches = teacher.module.ahead(batches, self.distiller, left_out=(SHARE,))
         return batches
 
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from fastkd import TopK, linear_soft_target_loss
-from fastkd.distill import Distiller, Method, Several, SoftTargets, student_from_teacher
+from fastkd.distill import (
+    Distiller,
+    Method,
+    Several,
+    SoftTargets,
+    prediction_losses,
+    student_from_teacher,
+)
 from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
 from tests.distill import support
 from tests.distill.test_vocabulary import data_of, pair, tokenizer
@@ -23,7 +30,9 @@ def distilled(teacher, student, temperature=2.0, **options):
 
 @pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize(("family", "head"), [("llama", "next word"), ("bert", "masked words")])
-def test_soft_targets_are_the_top_k_of_the_teacher(tmp_path, family, head, keep_logits):
+def test_soft_targets_are_the_top_k_of_the_teacher(
+    tmp_path, family, head, keep_logits, monkeypatch
+):
     teacher, student = models(family, head)
     data = data_of(family, head)
     live = distilled(teacher, student)
@@ -53,6 +62,10 @@ def test_soft_targets_are_the_top_k_of_the_teacher(tmp_path, family, head, keep_
     torch.testing.assert_close(out.terms["task"], live(**data).terms["task"])
     out.loss.backward()
     assert student.get_output_embeddings().weight.grad.any()
+    if not keep_logits:  # the logits of all tokens are never computed
+        monkeypatch.setattr(prediction_losses, "_logits_of", None)
+        again = distilled(cache, student)(**data)
+        torch.testing.assert_close(again.loss, out.loss)
 
 
 def test_all_tokens_equal_the_teacher_itself(tmp_path):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastkd.cli.distill_command import show
-from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations.served_teacher import ServedTeacher, ServerError
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
@@ -242,6 +242,19 @@ def test_next_batches_are_in_flight_and_each_row_is_requested_once(server, teach
     assert seen == [9, 9, 6, 3]
     assert sorted(server.plant()) == sorted(4 * [9, 5, 7])
     assert served.rows == 12 and "rows/s" in served.throughput()
+
+
+def test_each_served_teacher_is_asked_for_its_rows(server, teacher):
+    inputs = {**batch(), "teacher_id": [0, 1, 0]}
+    served, student = served_by(server, "vllm"), student_from_teacher(teacher, [1])
+    method = SoftTargets(temperature=1.0)
+    distiller = Distiller(ByRow({"live": served, "here": teacher}), student, method)
+    server.plant()
+    (out,) = (distiller(**each) for each in served.ahead([inputs], distiller))
+    assert sorted(server.plant()) == [7, 9]
+    del inputs["teacher_id"]
+    expected = Distiller(teacher, student, SoftTargets(temperature=1.0))(**inputs)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
 def test_refusals(server, teacher):

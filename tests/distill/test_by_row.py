@@ -1,0 +1,193 @@
+"""A teacher for each row, against one teacher for all and against each teacher alone."""
+
+import pytest
+import torch
+import transformers as t
+
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    MC3KD,
+    ByRow,
+    Distiller,
+    IntraClassKNN,
+    Several,
+    SoftTargets,
+    student_from_teacher,
+)
+from tests.distill.models import VOCAB, batch, classifier, model, set_dropout, step
+from tests.distill.processes import run_ranks
+
+NAMES = ["math", "code", "code", "math", "code"]
+NUMBERS = torch.tensor([0, 1, 1, 0, 1])
+
+
+def of_head(kind: str, narrow: bool = False):
+    """Two teachers, and a student of the first, in float64 without dropout."""
+    torch.manual_seed(0)
+    if kind == "classifier":
+        teachers = [classifier("bert") for _ in range(2)]
+    else:
+        sizes = [{}, {"n_embd": 8} if narrow else {}]  # GPT-2 has no float32 inside
+        teachers = [model(t.GPT2LMHeadModel, "gpt2", **each) for each in sizes]
+    student = student_from_teacher(teachers[0], [1, 4]).double()
+    set_dropout(student)
+    return [teacher.double() for teacher in teachers], student
+
+
+def tokens(left: bool = False) -> dict:
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCAB, (5, 9))
+    mask = torch.arange(9) < torch.randint(4, 10, (5, 1))
+    mask = mask.flip(1) if left else mask
+    labels = ids.masked_fill(~mask, -100)
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def alone(teachers, student, alpha, data):
+    """Loss and gradients of each teacher on its rows, weighted by their labelled tokens."""
+    total, expected, items = 0.0, {}, 0
+    for number, teacher in enumerate(teachers):
+        distiller = Distiller(teacher, student, SoftTargets(alpha=alpha))
+        part = {name: x[number == NUMBERS] for name, x in data.items()}
+        out, gradients = step(distiller, part)
+        count = int(distiller.count_items(part))
+        items += count
+        total = total + count * out.loss.detach()
+        for name, gradient in gradients.items():
+            expected[name] = expected.get(name, 0) + count * gradient
+    return total / items, {name: x / items for name, x in expected.items()}
+
+
+def assert_equal(one, two):
+    (loss, gradients), (other, expected) = one, two
+    torch.testing.assert_close(loss, other, rtol=1e-10, atol=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_mean_over_tokens_is_each_teachers_share(keep_logits, left):
+    teachers, student = of_head("decoder", narrow=True)
+    data, method = tokens(left), SoftTargets(alpha=0.7)
+    both = ByRow(dict(zip(("math", "code"), teachers, strict=True)))
+    distiller = Distiller(both, student, method, keep_logits=keep_logits)
+    out, gradients = step(distiller, {**data, "teacher_id": NAMES})
+    expected = alone(teachers, student, 0.7, data)
+    assert_equal((out.loss.detach(), gradients), expected)
+    shares = list(distiller.accumulate(
+        {**{name: x[i : i + 2] for name, x in data.items()}, "teacher_id": NUMBERS[i : i + 2]}
+        for i in (0, 2, 4)
+    ))  # fmt: skip
+    torch.testing.assert_close(sum(x.loss.detach() for x in shares), out.loss.detach())
+
+
+def test_caches_of_a_top_k(tmp_path):
+    teachers, student = of_head("decoder")
+    data = tokens()
+    caches = {}
+    for number, (name, teacher) in enumerate(zip(("math", "code"), teachers, strict=True)):
+        own = {key: x[number == NUMBERS] for key, x in data.items()}
+        distiller = Distiller(teacher, student, SoftTargets())
+        caches[name] = distiller.cache_teacher([own], tmp_path / name, top_k=8)
+    distiller = Distiller(ByRow(caches), student, SoftTargets())
+    out, gradients = step(distiller, {**data, "teacher_id": NAMES})
+    expected = alone(caches.values(), student, 0.5, data)
+    assert_equal((out.loss.detach(), gradients), expected)
+
+
+def methods():
+    return [
+        FCD(),
+        LRCBERT(),
+        IntraClassKNN(k=1),
+        MC3KD(layers="uniform", pool="cls", memory=0),
+        Several(SoftTargets(), FCD(task_weight=0)),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
+@pytest.mark.parametrize("method", methods(), ids=lambda method: type(method).__name__)
+def test_one_teacher_under_two_names_is_one_teacher(method):
+    (teacher, _), student = of_head("classifier")
+    data, results = batch(rows=5), []
+    for taught, own in ((teacher, {}), (ByRow(dict.fromkeys("ab", teacher)), {"teacher_id": NUMBERS})):  # fmt: skip # noqa: E501
+        torch.manual_seed(2)
+        out, gradients = step(Distiller(taught, student, method), {**data, **own})
+        results.append((out.loss.detach(), gradients))
+    assert_equal(*results)
+
+
+def test_packed_rows_of_a_decoder():
+    (teacher, _), student = of_head("decoder")
+    ids = tokens()["input_ids"]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(5, -1)
+    data = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    out, gradients = step(Distiller(teacher, student, FCD()), data)
+    both = Distiller(ByRow({"a": teacher, "b": teacher}), student, FCD())
+    again, others = step(both, {**data, "teacher_id": NUMBERS})
+    assert_equal((out.loss.detach(), gradients), (again.loss.detach(), others))
+
+
+def test_rows_of_one_teacher_and_no_rows():
+    teachers, student = of_head("decoder")
+    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, SoftTargets())
+    data = tokens()
+    ran = []
+    teachers[1].register_forward_pre_hook(lambda *_: ran.append(True))
+    out = distiller(**data, teacher_id=["a"] * 5)
+    expected = Distiller(teachers[0], student, SoftTargets())(**data)
+    torch.testing.assert_close(out.loss, expected.loss)
+    assert not ran
+    empty = {name: x[:0] for name, x in data.items()}
+    assert distiller(**empty, teacher_id=[]).loss == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "teacher_id: missing; pass each row's teacher: a, b"),
+        ({"teacher_id": ["a", "c"] * 2}, "'c' is none of the teachers; pass a, b, or numbers"),
+        ({"teacher_id": torch.tensor([0, 2, 1, 0])}, "2 is none of the teachers"),
+        ({"teacher_id": ["a", "b"]}, "names 2 rows, but labels has shape"),
+    ],
+)
+def test_wrong_teachers_are_named(given, message):
+    teachers, student = of_head("classifier")
+    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, SoftTargets())
+    with pytest.raises(ValueError, match=message):
+        distiller(**batch(rows=4), **given)
+
+
+def test_what_needs_one_teacher_is_refused(tmp_path):
+    teachers, student = of_head("decoder", narrow=True)
+    both = ByRow({"a": teachers[0], "b": teachers[1]})
+    with pytest.raises(ValueError, match=r"FCD compares layers, and 'b' .* has other sizes"):
+        Distiller(both, student, FCD())
+    with pytest.raises(ValueError, match="MC3KD chooses layers of one teacher; pass layers="):
+        Distiller(both, student, MC3KD())
+    with pytest.raises(ValueError, match="several teachers are cached one by one"):
+        Distiller(both, student, SoftTargets()).cache_teacher([tokens()], tmp_path)
+    with pytest.raises(TypeError, match="'b' is a str"):
+        ByRow({"a": teachers[0], "b": "name"})
+    with pytest.raises(TypeError, match="pass a dictionary"):
+        ByRow(teachers)
+
+
+def on_rank(rank, world):
+    """Rows 0 and 3, of one teacher, on the first process; the others on the second."""
+    teachers, student = of_head("classifier")
+    method = Several(SoftTargets(), FCD(task_weight=0))
+    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, method, gather=True)
+    own = torch.arange(5)[rank == NUMBERS] if world > 1 else torch.arange(5)
+    data = {name: x[own] for name, x in batch(rows=5).items()}
+    out, gradients = step(distiller, {**data, "teacher_id": NUMBERS[own]})
+    return out.loss.detach(), gradients
+
+
+def test_a_process_without_rows_of_a_teacher(tmp_path):
+    one, two = run_ranks(on_rank, 2, tmp_path, 2)
+    (whole,) = run_ranks(on_rank, 1, tmp_path / "one", 1)
+    mean = {name: (x + two[1][name]) / 2 for name, x in one[1].items()}
+    assert_equal((one[0], mean), whole)
