@@ -48,14 +48,14 @@ class BatchReader:
         #: Warnings of teachers with a vocabulary of another size, until a batch shows that they
         #: read the student's ids. Tokenizers and the heads' vocabularies were compared already.
         self.vocabulary_warnings = [
-            other_vocabulary(student.num_tokens, teacher.model.num_tokens)
+            other_vocabulary(student.num_tokens, model.num_tokens)
             for teacher, method in teachers.pairs
+            for model in teacher.live
             if method.uses_teacher
-            and teacher.live
             and student.num_tokens is not None
-            and teacher.model.num_tokens not in (None, student.num_tokens)
+            and model.num_tokens not in (None, student.num_tokens)
             and student.tokenizer is None
-            and teacher.model.vocabulary is None
+            and model.vocabulary is None
         ]
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
