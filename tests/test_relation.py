@@ -442,17 +442,14 @@ def test_float16_gradient_overflow_is_visible_to_grad_scaler(backend, device, me
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("members", [9, 32, 140])
 def test_gradient_of_identical_rows(backend, device, over, members):
-    """The gradient is 0: 1/eps must multiply differences of rows, not rows.
-
-    The reference, which PyTorch's backend computes in float64, multiplies the rounding of float64.
-    """
+    """The gradient is 0: 1/eps must multiply differences of rows, not rows."""
     B, N = shape_of(over, 2, members)
     student = features(1, 1, 24, dtype=torch.float32, device=device).expand(B, N, 24)
     for D in (17, 300):
         teacher = features(B, N, D, dtype=torch.float32, device=device)
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert value.item() == pytest.approx(1)
-        assert grad.abs().max() < {"triton": 1e-3, "torch": 1e-6, "cpp": 1e-8}[backend]
+        assert grad.abs().max() < {"triton": 1e-3, "torch": 1e-8, "cpp": 1e-8}[backend]
 
 
 @pytest.mark.parametrize("normalize", ["l2", "layer_norm", "none"])

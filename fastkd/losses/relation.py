@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,11 +66,16 @@ def relation_loss_ref(
     if over == "samples":
         student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.T
     rows = upcast(student), upcast(teacher), mask != 0
-    gamma = _distances(normalize, distance, temperature, eps, *rows)
+    gamma = _distances(_products, normalize, distance, temperature, eps, *rows)
     return reduced(gamma, mask.bool().sum(1) >= 2, "mean", weights)  # eqs. 8, 9
 
 
+def _products(F_hat: Tensor, mask: Tensor) -> Tensor:
+    return F_hat @ F_hat.mT  # eqs. 3, 4: (B, N, N), over samples (N, B, B)
+
+
 def _distances(
+    relations: Callable[[Tensor, Tensor], Tensor],
     normalize: str,
     distance: str,
     tau: float,
@@ -82,8 +87,7 @@ def _distances(
     """γ (G,) between the relations of the rows (G, N, D) of each group; 0 of fewer than two."""
     F_s, F_t = F_s.masked_fill(~mask[..., None], 0), F_t.masked_fill(~mask[..., None], 0)
     F_s, F_t = normalized(F_s, normalize), normalized(F_t, normalize)
-    R_s = (F_s @ F_s.mT).flatten(1)  # eqs. 3, 4: (B, N·N), over samples (N, B·B)
-    R_t = (F_t @ F_t.mT).flatten(1)
+    R_s, R_t = relations(F_s, mask).flatten(1), relations(F_t, mask).flatten(1)
     pair = (mask[:, :, None] & mask[:, None, :]).flatten(1)
     M = pair.sum(1).clamp_min(1)  # valid entries of each relation
 
@@ -99,6 +103,20 @@ def _distances(
         log_p_t = (R_t / tau).masked_fill(~pair, lowest).log_softmax(1)
         gamma = tau**2 * (log_p_t.exp() * (log_p_t - log_p_s) * pair).sum(1)
     return gamma.masked_fill(mask.sum(1) < 2, 0)  # one token alone has no relation
+
+
+def _by_differences(F_hat: Tensor, mask: Tensor) -> Tensor:
+    """F̂F̂ᵀ of unit rows, whose gradient multiplies differences of rows.
+
+    With u = f − f_1, f_i·f_j is u_i·u_j + (‖f_i‖² − ‖u_i‖² + ‖f_j‖² − ‖u_j‖²)/2, and lengths of
+    unit rows are constants. F̂F̂ᵀ as a product would multiply rounding errors of equal rows by 1/eps.
+    """
+    first = mask & (mask.cumsum(1) == 1)
+    u = F_hat - F_hat.detach().masked_fill(~first[..., None], 0).sum(1, keepdim=True)
+    length = F_hat.square().sum(-1)
+    length = torch.where(length > 0.5, length.detach(), length)  # a row of zeros isn't of length 1
+    rest = (length - u.square().sum(-1)) / 2
+    return u @ u.mT + rest[:, :, None] + rest[:, None, :]
 
 
 def normalized(x: Tensor, normalize: str) -> Tensor:
@@ -383,9 +401,10 @@ def _by_reference(
     if mask is None:
         mask = first.new_ones(first.shape[:2], dtype=torch.bool)
     normalize = options.normalize
+    relations = _by_differences if normalize == "l2" else _products
     if normalize == "l2" and first.dtype == torch.float16:
         normalize = "l2 of float16"
-    choices = normalize, options.distance, options.temperature, options.eps
+    choices = relations, normalize, options.distance, options.temperature, options.eps
     terms = []
     for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
         # Zero, in the graph of the students.
