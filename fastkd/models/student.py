@@ -243,17 +243,21 @@ def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
     }
     for name, value in lists.items():
         setattr(config, name, type(value)(value[i - 1] for i in chosen))
+    overrides = config.to_dict().get("per_layer_config") or {}  # by a layer's index (Gemma 4)
     shared = getattr(config, "num_kv_shared_layers", None)
     if shared:  # the last layers, which read keys and values of earlier ones
         config.num_kv_shared_layers = sum(i > layers - shared for i in chosen)
         types = lists.get("layer_types", ["layer"] * layers)
-        own = {types[i - 1] for i in chosen if i <= layers - shared}
-        if missing := {types[i - 1] for i in chosen} - own:
+        unshared = {types[i - 1] for i in chosen if i <= layers - shared}
+        if missing := {types[i - 1] for i in chosen} - unshared:
             raise ValueError(
                 f"layers: the last {shared} of {layers} layers read keys and values of earlier "
                 f"ones, and {chosen} has no such {min(missing)} layer; add one"
             )
     setattr(config, depth_name, len(chosen))
+    if overrides:
+        own = {int(i): options for i, options in overrides.items()}
+        config.per_layer_config = {n: own[i - 1] for n, i in enumerate(chosen) if i - 1 in own}
 
 
 def _shorten_shared(config: Any, chosen: list[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """Students made of a teacher's layers, for every family."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -191,32 +192,43 @@ def test_weights_of_a_float64_teacher_stay_float64(config):
     assert not [p for p in rounded if p.dim() > 1]
 
 
-def test_embeddings_for_each_layer_are_cut_with_the_layers():
-    """Gemma 3n: block i of the student reads the per-layer inputs of its own teacher layer."""
+def _per_layer_inputs(model, ids):
+    states = model.embed_tokens(ids)
+    given = (ids, states)[: len(inspect.signature(model.get_per_layer_inputs).parameters)]
+    return model.project_per_layer_inputs(states, model.get_per_layer_inputs(*given))
+
+
+PER_LAYER = dict(
+    vocab_size=60, hidden_size=16, num_hidden_layers=6, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, intermediate_size=32, hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=60,
+    num_kv_shared_layers=2, pad_token_id=0, layer_types=["sliding_attention", "full_attention"] * 3,
+)  # fmt: skip
+GEMMA_3N = dict(laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("Gemma3n", GEMMA_3N), ("Gemma4", dict(global_head_dim=16, use_double_wide_mlp=True))],
+)
+@pytest.mark.parametrize("layers", [[1, 2, 5, 6], [2, 3, 5, 6]])
+def test_embeddings_for_each_layer_are_cut_with_the_layers(family, options, layers, tmp_path):
+    """Block i of the student reads the per-layer inputs of its own teacher layer."""
+    if not hasattr(t, f"{family}ForCausalLM"):
+        pytest.skip(f"this transformers has no {family}")
     torch.manual_seed(0)
-    teacher = t.Gemma3nForCausalLM(
-        t.Gemma3nTextConfig(
-            vocab_size=60, hidden_size=16, num_hidden_layers=6, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=8, intermediate_size=32, hidden_size_per_layer_input=4,
-            vocab_size_per_layer_input=60, num_kv_shared_layers=2, laurel_rank=4,
-            altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 6, pad_token_id=0,
-            layer_types=["sliding_attention", "full_attention"] * 3,
-        )
-    ).eval()  # fmt: skip
+    config = getattr(t, f"{family}TextConfig")(**PER_LAYER, **options)
+    teacher = getattr(t, f"{family}ForCausalLM")(config).eval()
     ids = torch.randint(1, 60, (2, 7))
-    layers = [1, 2, 5, 6]
     student = student_from_teacher(teacher, layers).eval()
     assert student.config.num_kv_shared_layers == 2
     with torch.no_grad():
-        ours, theirs = (
-            x.model.project_per_layer_inputs(
-                x.model.embed_tokens(ids), x.model.get_per_layer_inputs(ids)
-            )
-            for x in (student, teacher)
-        )
+        ours, theirs = (_per_layer_inputs(x.model, ids) for x in (student, teacher))
         whole = student_from_teacher(teacher, [1, 2, 3, 4, 5, 6]).eval()
         torch.testing.assert_close(whole(ids).logits, teacher(ids).logits)
     torch.testing.assert_close(ours, theirs[:, :, [i - 1 for i in layers]])
-    assert student(ids).logits.isfinite().all()
+    student.save_pretrained(tmp_path)
+    read = type(student).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(read(ids).logits, student(ids).logits)
     with pytest.raises(ValueError, match="has no such full_attention layer; add one"):
         student_from_teacher(teacher, [1, 3, 6])
