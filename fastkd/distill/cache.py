@@ -59,7 +59,7 @@ class CachedModel(Model):
     def __init__(self, facts: dict[str, Any]) -> None:
         for name in FACTS:
             setattr(self, name, facts[name])
-        self.head_padding = facts.get("head_padding")
+        self.head_padding, self.head_end = facts.get("head_padding"), facts.get("head_end")
 
     def check_eager(self, method: str) -> None:
         raise ValueError(
@@ -689,8 +689,8 @@ def _scatter(rows: Tensor, mask: Tensor) -> Tensor:
 def _facts(teacher: Backbone) -> dict[str, Any]:
     unknown = () if teacher.sizes else ("num_layers", "hidden_size")
     facts = {name: None if name in unknown else getattr(teacher, name) for name in FACTS}
-    if teacher.head_padding is not None:
-        facts["head_padding"] = teacher.head_padding
+    heads = {"head_padding": teacher.head_padding, "head_end": teacher.head_end}
+    facts |= {name: token for name, token in heads.items() if token is not None}
     kept = (REGRESSION, MULTI_LABEL)  # classification is set by transformers at the first labels
     return {**facts, "problem": facts["problem"] if facts["problem"] in kept else None}
 

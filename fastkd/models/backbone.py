@@ -41,6 +41,8 @@ class Model:
     #: Id that a decoder's head for whole rows takes for padding: the head reads the last token of
     #: another id, with −1 the last position. None if the head reads another token, or is unknown.
     head_padding: int | None = None
+    #: End of the text, whose last one an encoder-decoder's head for whole rows reads.
+    head_end: int | None = None
     #: transformers' ``problem_type``; None if neither the model nor its configuration has one.
     problem: str | None = None
     #: Whether the model is an encoder-decoder that generates tokens.
@@ -68,7 +70,7 @@ class Model:
     ) -> Tensor:
         """The token (B, D) that the classification head reads, from hidden states (B, N, D).
 
-        The first token in encoders. In decoders and XLNet the token at ``position`` (B,), where
+        The first token in encoders. In other models the token at ``position`` (B,), where
         the head's own rule is known (`head_tokens`), or else the last real token, with padding on
         either side.
         """
@@ -87,6 +89,8 @@ class Model:
         None if the head reads the last real token, or the first.
         """
         tokens = batch.get("input_ids")
+        if self.head_end is not None:
+            return tokens.flatten(0, -2) == self.head_end if isinstance(tokens, Tensor) else None
         if self.head_padding is None:
             return None
         if isinstance(tokens, Tensor):
@@ -172,7 +176,13 @@ class Backbone(Model):
                 self.problem = "regression"
         self.num_tokens = self._table_rows()
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
-        if self.has_head_of_rows and self.sentence_last and not self.encoder_decoder:
+        if self.has_head_of_rows and self.encoder_decoder:
+            if config.model_type.startswith("t5gemma"):
+                raise ValueError(
+                    f"{name}: classifiers of T5Gemma ({self.class_name}) can't be read; pass a T5"
+                )
+            self.head_end = config.eos_token_id
+        elif self.has_head_of_rows and self.sentence_last:
             padding = config.get_text_config().pad_token_id
             whole = padding is None or config.model_type == "xlnet"
             self.head_padding = -1 if whole else padding

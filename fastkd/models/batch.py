@@ -341,7 +341,7 @@ def batch_outputs(
 def with_sentence(
     outputs: Outputs, model: Model, inputs: dict[str, Any], documents: Documents | None
 ) -> Outputs:
-    """Outputs with the positions of the tokens that a decoder's head for whole rows reads."""
+    """Outputs with the positions of the tokens that heads for whole rows read, where known."""
     tokens = model.head_tokens(inputs)
     if tokens is None or (documents is not None and documents.packed):
         return outputs

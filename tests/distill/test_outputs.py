@@ -118,6 +118,14 @@ def test_sentence_token_is_read_by_the_head(family, left):
     assert kept[4].shape == grabbed["hidden"].shape
 
 
+class Spy(IntraClassKNN):
+    """Stores what the last step compared."""
+
+    def knn(self, step):
+        self.seen = step.pooled(self.pool, *step.last())[0]
+        return super().knn(step)
+
+
 @pytest.mark.parametrize("kind", ["rows", "left", "parts", "cache", "embeddings"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_pooled_token_is_the_one_that_the_head_takes(family, kind, tmp_path):
@@ -128,14 +136,8 @@ def test_pooled_token_is_the_one_that_the_head_takes(family, kind, tmp_path):
     data["input_ids"][::3, 6] = PAD  # the end of a row's text
     data["labels"] = torch.arange(8) % 2
     read = {name: x for name, x in data.items() if name != "labels"}
-    seen = []
-
-    class Spy(IntraClassKNN):
-        def knn(self, step):
-            seen.append(step.pooled(self.pool, *step.last())[0])
-            return super().knn(step)
-
-    distiller = Distiller(teacher, student, Spy(alpha2=0, alpha3=0, pool="cls")).eval()
+    spy = Spy(alpha2=0, alpha3=0, pool="cls")
+    distiller = Distiller(teacher, student, spy).eval()
     if kind == "left":
         first = data["attention_mask"].sum(1, keepdim=True)
         data = {name: rotate(x, first, 1) if x.dim() == 2 else x for name, x in data.items()}
@@ -146,16 +148,37 @@ def test_pooled_token_is_the_one_that_the_head_takes(family, kind, tmp_path):
         data = {**read, "labels": data["labels"]}
     elif kind == "cache":
         cache = distiller.cache_teacher([data], tmp_path)
-        distiller = Distiller(cache, student, Spy(alpha2=0, alpha3=0, pool="cls")).eval()
+        distiller = Distiller(cache, student, spy).eval()
     if kind == "parts":
         parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(3), slice(3, 8))]
         list(distiller.accumulate(parts))
     else:
         distiller(**data)
-    for model, token in zip((student, teacher), seen[-1], strict=True):
+    for model, token in zip((student, teacher), spy.seen, strict=True):
         with torch.no_grad():
             expected = model(**read).logits
         torch.testing.assert_close(model.score(token), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_pooled_token_of_an_encoder_decoder(family, cached, tmp_path):
+    """Its head reads the end of the text, also before the last real token."""
+    torch.manual_seed(0)
+    models = [support.model_of(family, "sequence").double().eval() for _ in range(2)]
+    data = support.data_of(family, "sequence")
+    end = models[0].config.eos_token_id
+    data["input_ids"] = data["input_ids"].where(data["input_ids"] != end, 9)
+    data["input_ids"][:, 1], data["input_ids"][:, 4] = end, end
+    spy = Spy(alpha2=0, alpha3=0, pool="cls")
+    distiller = Distiller(*models, spy).eval()
+    if cached:
+        cache = distiller.cache_teacher([data], tmp_path)
+        distiller = Distiller(cache, models[1], spy).eval()
+    distiller(**data)
+    del data["labels"]
+    for model, token in zip(models[::-1], spy.seen, strict=True):
+        torch.testing.assert_close(model.classification_head(token), model(**data).logits)
 
 
 def test_without_a_mask_the_last_token_is_the_last_position():
