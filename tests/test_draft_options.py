@@ -160,6 +160,30 @@ def test_a_teacher_whose_tokens_the_draft_lacks(name, runs_on):
     assert least <= value <= most and all(x.isfinite().all() for x in grads)
 
 
+@pytest.mark.parametrize("runs_on", ["torch", "auto", "triton"])
+def test_lk_of_the_whole_mass_as_its_page_composes_it(runs_on):
+    """λ·Σ p log(p/q) + (1 − λ)·TV of the draft's tokens, λ = exp(−rate·(1 − TV)) a constant."""
+    rate, (tensors, ids) = 2.0, drafts(dtype=torch.float32)
+    h, w, h_t, w_t = (x.requires_grad_(i < 2) for i, x in enumerate(tensors))
+    h_t = h_t.expand(2, -1, -1)
+    options = dict(draft_vocabulary=ids, teacher_mass="whole", reduction="none", backend=runs_on)
+    kl, tv = (
+        linear_soft_target_loss(h, w, h_t, w_t, divergence=Divergence(name), **options)
+        for name in ("forward_kl", "total_variation")
+    )
+    weight = torch.exp(-rate * (1 - tv.detach()))
+    found = weight * kl + (1 - weight) * tv
+    wide = [x.detach().double().requires_grad_() for x in (h, w)]
+    log_q = (wide[0] @ wide[1].T).log_softmax(-1)
+    p = (h_t.double() @ w_t.double().T).softmax(-1)[..., ids]
+    acceptance = torch.minimum(p, log_q.exp()).sum(-1)
+    weight = torch.exp(-rate * acceptance.detach())
+    expected = weight * (p * (p.log() - log_q)).sum(-1) + (1 - weight) * (1 - acceptance)
+    torch.testing.assert_close(found, expected.float())
+    grads = (torch.autograd.grad(x.sum(), y) for x, y in ((found, (h, w)), (expected, wide)))
+    torch.testing.assert_close(next(grads), tuple(x.float() for x in next(grads)))
+
+
 @every_way
 def test_weights_of_zero_and_of_the_other_sign(mass, name):
     (h, w, *teacher), ids = drafts()

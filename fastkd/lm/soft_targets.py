@@ -856,7 +856,8 @@ def linear_soft_target_loss(
             whose logits are computed once.
         draft_vocabulary: (V,) int64, the teacher's token ids of the student's V tokens, if the
             student's head has a part of the teacher's vocabulary. Labels are the student's ids.
-            Ids, not EAGLE's offsets: ``d2t + torch.arange(len(d2t))``.
+            Ids, not EAGLE's offsets: ``d2t + torch.arange(len(d2t))``. Offsets that repeat are
+            refused; offsets that all differ can't be told from ids.
         teacher_mass: of a draft vocabulary: "renormalised" compares p_t normalised over these
             tokens; "whole" p_t normalised over the teacher's whole vocabulary, for forward and
             reverse KL, total variation and negative log acceptance. KL then is the sum over these
