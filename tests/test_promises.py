@@ -194,8 +194,7 @@ def test_nan_in_real_data(loss):
 @every_loss
 def test_autocast(loss, wanted):
     """autocast"""
-    # PyTorch requires the backward pass outside of autocast.
-    for inside in (False,) if list(loss.parameters()) else (False, True):
+    for inside in (False, True):
         student, teacher = features()
         with torch.autocast(DEVICE.type, torch.bfloat16):
             value = loss(student, teacher, padding())

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
@@ -99,21 +98,45 @@ def direction_ref(x: Tensor) -> Tensor:
     return torch.where(norm == 0, 0, x / torch.where(norm == 0, 1, norm))
 
 
-def project(linear: nn.Linear, x: Tensor, mask: Tensor | None) -> Tensor:
-    """``linear`` of ``x`` (B, ..., D) in the wider of both dtypes, without autocast.
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias):
+        save_for_backward(ctx, a, b)
+        with autocast_off(a):
+            return a @ b if bias is None else torch.addmm(bias, a, b)
 
-    Positions outside ``mask`` (bool, the leading dimensions of ``x``) give zeros, whatever they
-    hold.
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        with autocast_off(grad):
+            da = grad @ b.mT if ctx.needs_input_grad[0] else None
+            db = a.mT @ grad if ctx.needs_input_grad[1] else None
+        return da, db, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias (..., C) of a (..., D), without autocast, in the backward pass too.
+
+    b is (D, C), or a batch like a's, then without bias.
     """
-    dtype = torch.promote_types(linear.weight.dtype, x.dtype)
-    x = zero_padding(x, mask)
-    with autocast_off(x):
-        if dtype == linear.weight.dtype:
-            projected = linear(x.to(dtype))
-        else:  # the mean of half-precision tokens is float32, but the weight is not
-            bias = None if linear.bias is None else linear.bias.to(dtype)
-            projected = F.linear(x, linear.weight.to(dtype), bias)
-    return zero_padding(projected, mask)
+    if b.dim() > 2:
+        return _Product.apply(a, b, bias)
+    return _Product.apply(as_rows(a), b, bias).reshape(*a.shape[:-1], b.shape[-1])
+
+
+class Projector(nn.Linear):
+    """Linear layer that multiplies in the wider dtype of features and weight, without autocast."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Projected features (B, ..., C) of ``x`` (B, ..., D).
+
+        Positions outside ``mask`` (bool, the leading dimensions of ``x``) give zeros, whatever they
+        hold.
+        """
+        dtype = torch.promote_types(self.weight.dtype, x.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        projected = product(zero_padding(x, mask).to(dtype), self.weight.to(dtype).T, bias)
+        return zero_padding(projected, mask)
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

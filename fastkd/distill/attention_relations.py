@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.checks import check_number, check_positive_int
-from fastkd._core.numerics import upcast
+from fastkd._core.numerics import product, upcast
 from fastkd.distill.method import Method
 from fastkd.distill.methods import SoftTargets
 from fastkd.distill.step import Step
@@ -37,7 +37,7 @@ def relation_divergence(
     if causal:
         related = related & torch.ones_like(related).tril()
     ours, theirs = (
-        (upcast(x) @ upcast(y).transpose(-1, -2) / math.sqrt(x.shape[-1]))
+        (product(upcast(x), upcast(y).transpose(-1, -2)) / math.sqrt(x.shape[-1]))
         .masked_fill(~related, torch.finfo(upcast(x).dtype).min)
         .log_softmax(-1)
         for x, y in pairs

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.checks import check_choice, check_number
-from fastkd._core.numerics import project, upcast
+from fastkd._core.numerics import Projector, upcast
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
@@ -178,7 +178,7 @@ class Embeddings(Method):
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.W = None
         if self.cos_nce and student.hidden_size != teacher.hidden_size:
-            self.W = nn.Linear(student.hidden_size, teacher.hidden_size, bias=False)
+            self.W = Projector(student.hidden_size, teacher.hidden_size, bias=False)
             nn.init.eye_(self.W.weight)  # type: ignore[arg-type]
 
     def weights(self, progress: float) -> dict[str, float]:
@@ -209,7 +209,7 @@ class Embeddings(Method):
         rows = student[:, None], teacher[:, None], real[:, None]
         for name in names:
             if name == "contrast":  # LRC-BERT, eq. 1
-                projected = student if self.W is None else project(self.W, student, real)
+                projected = student if self.W is None else self.W(student, real)
                 taught = teacher.to(projected.dtype)
                 yield name, cos_nce_loss(projected, taught, mask=real, **step.gathering)
             elif name == "samples":  # FCD, eq. 9

@@ -17,7 +17,7 @@ from fastkd._core.checks import (
     check_positive_int,
     check_shape,
 )
-from fastkd._core.numerics import autocast_off, upcast
+from fastkd._core.numerics import upcast
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import CHUNK_BYTES
 from fastkd.lm.log_probs import log_probs
@@ -127,15 +127,14 @@ def merged_span_loss(
         factors.append(total[:-1])
 
     def distances(states: Tensor, factor: Tensor, states_t: Tensor, factor_t: Tensor) -> Tensor:
-        with autocast_off(states):
-            merged = [
-                (upcast(head.logits(x)) / temperature).softmax(-1) * log_factor.exp()[:, None]
-                for head, x, log_factor in (
-                    (sides[0][2], states, factor),
-                    (sides[1][2], states_t, factor_t),
-                )
-            ]
-            return _distances(merged[0], merged[1], vocabulary, beta)
+        merged = [
+            (upcast(head.logits(x)) / temperature).softmax(-1) * log_factor.exp()[:, None]
+            for head, x, log_factor in (
+                (sides[0][2], states, factor),
+                (sides[1][2], states_t, factor_t),
+            )
+        ]
+        return _distances(merged[0], merged[1], vocabulary, beta)
 
     columns = len(sides[0][2].weight) + len(sides[1][2].weight)
     step = max(chunk_bytes // (columns * factors[0].element_size()), 1)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
-from fastkd._core.numerics import project, upcast, zero_padding
+from fastkd._core.numerics import Projector, upcast, zero_padding
 from fastkd._core.warn import warn_caller
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Layers, Method
@@ -361,7 +361,7 @@ class LRCBERT(_Soft):
         total = []
         real = step.real.any(1)
         for student, teacher in zip(students, teachers, strict=True):
-            projected = zero_padding(project(self.loss.W, student, step.mask), step.mask).flatten(1)
+            projected = self.loss.W(student, step.mask).flatten(1)
             taught = zero_padding(teacher, step.mask).flatten(1).to(projected.dtype)
             backend = self.loss.backend
             total.append(
@@ -628,7 +628,7 @@ class AttentionMSE(_Soft):
         self.student_attentions, self.teacher_attentions = self.student_layers, self.teacher_layers
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
-        self.W = nn.Linear(student.hidden_size, teacher.hidden_size, bias=False)
+        self.W = Projector(student.hidden_size, teacher.hidden_size, bias=False)
 
     def weights(self, progress: float) -> dict[str, float]:
         layers = {"maps": self.attention, "states": self.hidden}
@@ -647,7 +647,7 @@ class AttentionMSE(_Soft):
         totals = []
         layers = step.layers(self.student_layers, self.teacher_layers)
         for student, teacher in zip(*layers, strict=True):
-            d = project(self.W, student, step.mask) - zero_padding(teacher, step.mask)
+            d = self.W(student, step.mask) - zero_padding(teacher, step.mask)
             totals.append(upcast(d).square().mean(-1).sum())
         return step.mean(torch.stack(totals).sum(), step.real.sum())
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
-from fastkd._core.numerics import project, working_dtype
+from fastkd._core.numerics import Projector, working_dtype
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
 from fastkd.distributed import world_size
@@ -313,7 +313,7 @@ class CosNCEDistillLoss(_EmbeddingLoss):
         check_positive_int("teacher_dim", self.teacher_dim)
         self.projections = nn.ModuleDict(
             {
-                str(dim): nn.Linear(dim, self.teacher_dim, bias=False, device=model.device)
+                str(dim): Projector(dim, self.teacher_dim, bias=False, device=model.device)
                 for dim in self.dims or [width]
                 if dim != self.teacher_dim
             }
@@ -340,7 +340,7 @@ class CosNCEDistillLoss(_EmbeddingLoss):
         name = str(student.shape[-1])
         if name in self.projections:
             linear: Any = self.projections[name]
-            student = project(linear, student, None).to(student.dtype)
+            student = linear(student).to(student.dtype)
         return cos_nce_loss(student, teacher, gather=self.gather)
 
     def get_config_dict(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fastkd._core.checks import (
     check_shape,
     check_vocabulary_part,
 )
-from fastkd._core.numerics import autocast_off, upcast, values_readable
+from fastkd._core.numerics import product, upcast, values_readable
 from fastkd.lm.linear_soft_targets import HeadForm
 from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
@@ -45,8 +45,7 @@ class LowRank:
         """scale · dropout(h) Aᵀ (..., r), in the working dtype: half precision would round it."""
         hidden = hidden.to(self.down.dtype)
         hidden = hidden if self.dropout is None else self.dropout(hidden)
-        with autocast_off(hidden):
-            return upcast(hidden) @ upcast(self.down).T * self.scale
+        return product(upcast(hidden), upcast(self.down).T) * self.scale
 
 
 class Head:
@@ -185,9 +184,9 @@ class Head:
         if shard_of(self.weight).group:
             return self.whole().logits(hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
-        logits = hidden.to(dtype) @ self.weight.to(dtype).T
+        logits = product(hidden.to(dtype), self.weight.to(dtype).T)
         for part in self.low_rank:
-            logits = logits + part.states(hidden).to(part.up.dtype) @ part.up.T
+            logits = logits + product(part.states(hidden).to(part.up.dtype), part.up.T)
         if self.bias is not None:
             logits = logits + self.bias
         if self.scale != 1:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._core.checks import (
     check_choice,
@@ -27,12 +27,12 @@ from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
     GradientInForward,
+    Projector,
     apply,
     autocast_off,
     cumulative_sum,
     direction_ref,
     once_differentiable,
-    project,
     reduced,
     saveable,
     upcast,
@@ -346,7 +346,7 @@ class CosNCELoss(InGroup):
         check_choice("reduction", reduction, ("mean", "sum"))
         self.pool, self.reduction, self.backend = pool, reduction, backend
         self.gather, self.group = gather, group
-        self.W = nn.Linear(student_dim, teacher_dim, bias=False)
+        self.W = Projector(student_dim, teacher_dim, bias=False)
 
     def forward(
         self,
@@ -376,7 +376,7 @@ class CosNCELoss(InGroup):
                 check_floating("negatives", given[i])
                 check_like("negatives", given[i], "teacher", teacher)
             student, teacher, mask_of_layers = self._pooled(student, teacher, mask)
-            students.append(project(self.W, student, mask_of_layers))
+            students.append(self.W(student, mask_of_layers))
             teachers.append(teacher.to(students[-1].dtype))
             if given is not None:
                 given[i] = given[i].to(students[-1].dtype)

@@ -21,12 +21,12 @@ from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
+    Projector,
     apply,
     as_rows,
     dense_rows,
     direction_ref,
     once_differentiable,
-    project,
     reduced,
     saveable,
     upcast,
@@ -176,12 +176,12 @@ class HiddenStateLoss(nn.Module):
             )
         self.kind, self.beta = kind, beta
         self.reduction, self.backend = reduction, backend
-        self.projector: nn.Linear | None = None
+        self.projector: Projector | None = None
         if student_dim is not None and teacher_dim is not None:
             check_positive_int("student_dim", student_dim)
             check_positive_int("teacher_dim", teacher_dim)
             if student_dim != teacher_dim:
-                self.projector = nn.Linear(student_dim, teacher_dim)
+                self.projector = Projector(student_dim, teacher_dim)
 
     def forward(
         self,
@@ -199,7 +199,7 @@ class HiddenStateLoss(nn.Module):
                     f"got {student.shape[-1]}"
                 )
             real = check_mask(mask, student.shape[:-1], student.device)
-            student = project(self.projector, student, real)
+            student = self.projector(student, real)
             teacher = teacher.to(student.dtype)
         return hidden_state_loss(
             student,

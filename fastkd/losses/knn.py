@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._core.checks import (
     check_choice,
@@ -23,12 +23,12 @@ from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
     GradientInForward,
+    Projector,
     apply,
     autocast_off,
     dense_rows,
     first_order_only,
     once_differentiable,
-    project,
     saveable,
     upcast,
     values_readable,
@@ -265,10 +265,10 @@ class IntraClassKNNLoss(InGroup):
         self.tolerance, self.ignore_index = tolerance, ignore_index
         self.reduction, self.backend = reduction, backend
         self.gather, self.group = gather, group
-        self.projector: nn.Linear | None = None
+        self.projector: Projector | None = None
         if student_dim is not None and teacher_dim is not None and student_dim != teacher_dim:
             # With a bias: the loss is a distance, and the two spaces may have different origins.
-            self.projector = nn.Linear(student_dim, teacher_dim)
+            self.projector = Projector(student_dim, teacher_dim)
 
     def forward(
         self,
@@ -319,7 +319,7 @@ class IntraClassKNNLoss(InGroup):
                     f"student must have student_dim={self.projector.in_features} features, "
                     f"got {x.shape[-1]}"
                 )
-            x = project(self.projector, x, mask)
+            x = self.projector(x, mask)
         else:
             x = zero_padding(x, mask)
         return x.flatten(1)

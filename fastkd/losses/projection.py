@@ -31,6 +31,7 @@ from fastkd._core.numerics import (
     cast,
     dense_rows,
     once_differentiable,
+    product,
     saveable,
     upcast,
     working_dtype,
@@ -242,25 +243,6 @@ def _of_layers(factors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ..
     return list(zip(*(part.unbind(int(count > 1)) for part in factors), strict=True))
 
 
-class _Product(torch.autograd.Function):
-    """a @ b without autocast, in the backward pass too."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        with autocast_off(a):
-            return a @ b
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        a, b = ctx.saved_tensors
-        with autocast_off(grad):
-            da = grad @ b.mT if ctx.needs_input_grad[0] else None
-            db = a.mT @ grad if ctx.needs_input_grad[1] else None
-        return da, db
-
-
 def _skew_part(raw: Tensor) -> Tensor:
     return (raw - raw.mT) / 2
 
@@ -374,7 +356,7 @@ class OrthogonalProjection(nn.Module):
             factors = list(self.matrices)
         weight = factors[0]
         for factor in factors[1:]:
-            weight = _Product.apply(weight, factor)
+            weight = product(weight, factor)
         return weight[: self.in_dim, : self.out_dim]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -390,7 +372,7 @@ class OrthogonalProjection(nn.Module):
             # gradient is symmetric, and only the skew-symmetric rest reaches the trained matrix.
             weight = self.weight
             dtype = torch.promote_types(x.dtype, weight.dtype)
-            projected = _Product.apply(rows.to(dtype), weight.to(dtype))
+            projected = product(rows.to(dtype), weight.to(dtype))
         projected = projected.to(x.dtype)
         return projected if x.dim() == 2 else projected.reshape(*x.shape[:-1], self.out_dim)
 

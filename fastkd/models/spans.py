@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd._core.numerics import autocast_off, upcast, zero_padding
+from fastkd._core.numerics import product, upcast, zero_padding
 from fastkd.models.backbone import Model
 from fastkd.models.outputs import Outputs
 
@@ -77,8 +77,9 @@ class Spans:
 
         def pooled(x: Tensor, tokens: int) -> Tensor:
             rows = zero_padding(upcast(x), self.tokens[side] >= 0)
-            with autocast_off(x):
-                means = members.to(rows.dtype) @ rows / members.sum(2, keepdim=True).clamp(min=1)
+            means = product(members.to(rows.dtype), rows) / members.sum(2, keepdim=True).clamp(
+                min=1
+            )
             return torch.cat([sentence(x)[:, None], means.to(x.dtype)], 1)
 
         return dataclasses.replace(outputs.features(pooled), spans=True)

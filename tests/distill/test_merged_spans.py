@@ -7,6 +7,7 @@ import torch
 
 from fastkd import Head, VocabularyMatch, log_probs
 from fastkd.distill import align_spans, merged_span_loss, span_likelihood_loss
+from fastkd.lm.heads import LowRank
 from tests.distill.test_gold import TEXTS, tokenizers
 
 SIZES = {"student": 6, "teacher": 8}
@@ -153,6 +154,28 @@ def test_chunks_do_not_change_the_result(batch):
         torch.testing.assert_close(found, expected)
         grads = (torch.autograd.grad(x, head.weight)[0] for x in (found, expected))
         torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_backward_inside_autocast(batch, matched):
+    """Also of the head's weight and of LoRA on it, whose dropout is drawn again in the backward."""
+    student = batch["student"]
+    V, D = student.head.shape
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape).requires_grad_() for shape in ((V, D), (2, D), (V, 2))]
+    leaves.append(student.hidden.clone().requires_grad_())
+    head = Head(leaves[0])
+    head.low_rank = (LowRank(*leaves[1:3], dropout=torch.nn.Dropout(0.5)),)
+    gradients = []
+    for inside in (False, True):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            match = match_by_name(batch) if matched else None
+            loss = merged(batch, leaves[3], head, vocabulary=match, chunk_bytes=2000)
+        torch.manual_seed(2)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            gradients.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*gradients)
 
 
 def test_tokens_without_a_span_have_no_effect(batch):
