@@ -22,6 +22,7 @@ from fastkd.distributed import world_size
 from fastkd.train import data, processes
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
+from fastkd.train.hub import is_served
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
@@ -29,6 +30,7 @@ from fastkd.train.models import (
     load_teacher,
     load_tokenizers,
     make_method,
+    served_teacher,
 )
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
@@ -65,9 +67,10 @@ def write(settings: CacheSettings, console: Console) -> None:
         rows, size = run.all_rows, settings.batch_size
         first = rows.batches(run.collate, size, rows.by_length, device=run.device)
         distiller.prepare(itertools.islice(first, 64))
-        judged = sum(map(len, run.eval_rows.values()))
-        display.say(f"the teacher's scores, on {judged} evaluation rows ...")
-        scores = run.score(run.teacher, who="teacher")
+        scores, judged = dict[str, float](), sum(map(len, run.eval_rows.values()))
+        if run.teacher_model is not None:  # a server has no scores
+            display.say(f"the teacher's scores, on {judged} evaluation rows ...")
+            scores = run.score(run.teacher, who="teacher")
         number, own = rows.shared(run.collate, size, run.device)
         own = counted(own, display, "teacher", number)
         read = run.teacher_tokenizer or run.tokenizer
@@ -135,14 +138,26 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
     )
     make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings, finished_task(settings))
-    tokenizer, teachers = load_tokenizers(settings, corpus, display)
-    read = teachers or tokenizer
-    teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
+    teacher: Any
+    if is_served(settings.teacher) and isinstance(settings, CacheSettings):
+        (teacher, tokenizer), teachers = served_teacher(settings), None
+    else:
+        tokenizer, teachers = load_tokenizers(settings, corpus, display)
+        read = teachers or tokenizer
+        teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
     nn.Module.to(teacher, training_config.device)
     length = settings.max_length
     return Run(
         corpus, tokenizer, teacher, training_config, length, display, teacher_tokenizer=teachers
     )
+
+
+def sizes_of(teacher: Any) -> dict[str, int]:
+    """Parameters and bytes of a teacher that runs here."""
+    if teacher is None:
+        return {}
+    memory = teacher.get_memory_footprint(return_buffers=False)
+    return {"parameters": teacher.num_parameters(), "bytes": memory}
 
 
 def _complete(
@@ -161,8 +176,7 @@ def _complete(
             "settings": {**as_json(settings), "max_length": run.max_length},
             "fingerprints": corpus_fingerprints(run.corpus),
             "teacher": scores,
-            "parameters": run.teacher.num_parameters(),
-            "bytes": run.teacher.get_memory_footprint(return_buffers=False),
+            **sizes_of(run.teacher_model),
             "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }

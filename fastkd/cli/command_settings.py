@@ -6,7 +6,14 @@ from pathlib import Path
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue_server import TASKS
-from fastkd.train.options import Checked, data_option, given, option, run_option
+from fastkd.train.options import (
+    Checked,
+    data_option,
+    given,
+    model_option,
+    option,
+    run_option,
+)
 from fastkd.train.settings import (
     MAX_LENGTH,
     ColumnOptions,
@@ -28,8 +35,11 @@ class CacheSettings(Pairing):
     top_k: int | None = run_option(
         None,
         "Number of most probable tokens to store for each soft target of a language model, 8 bytes "
-        "each; default: store the inputs of the LM head instead.",
+        "each; default: store the inputs of the LM head instead, or 20 of a server.",
         least=1,
+    )
+    teacher_model: str | None = model_option(
+        None, "Name of the model, where --teacher is a server's URL.", metavar="NAME"
     )
 
 

@@ -177,7 +177,7 @@ class RichTrack(Track):
         self.task = display.progress.add_task(title, total=total, completed=first, terms="")
         self.started = self.printed_at = time.perf_counter()
 
-    def advance(self, step: int, losses: Mapping[str, float] | None = None) -> None:
+    def advance(self, step: int, losses: Mapping[str, float] | None = None, note: str = "") -> None:
         self.display.progress.update(self.task, completed=step)
         if losses is None:
             return
@@ -193,7 +193,7 @@ class RichTrack(Track):
             steps_per_second=round(rate, 4),
             seconds_left=round(left, 1),
         )
-        terms = format_scores(losses)
+        terms = "  ".join(filter(None, (format_scores(losses), note)))
         self.display.progress.update(self.task, terms=terms)
         if not self.display.console.is_terminal and now - self.printed_at >= LINE_EVERY:
             self.printed_at = now

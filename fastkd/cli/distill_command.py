@@ -59,6 +59,8 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
         times = batch["teacher"] / batch["student"]
         faster = f"{compared(times, 'faster', 'slower', 'as fast')} and "
     than = f"the teacher is in a server: {report.get('served_teacher')}"
+    if "teachers" in report:
+        than = f"{len(report['teachers'])} teachers, each for its rows"
     if "teacher" in sizes:
         smaller = compared(sizes["teacher"] / sizes["student"], "smaller", "larger", "as large")
         than = f"the student is {faster}{smaller}"

@@ -56,6 +56,12 @@ class ByRow(nn.Module):
         self.names = tuple(teachers)
         self.models = nn.ModuleList(teachers.values())
 
+    @property
+    def live(self) -> dict[str, nn.Module]:
+        """The teachers that are models of transformers."""
+        each = zip(self.names, self.models, strict=True)
+        return {name: model for name, model in each if hasattr(model, "get_input_embeddings")}
+
     def split(self, inputs: Mapping[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
         """For each teacher's number its rows (b,) of a batch, and the inputs of these rows.
 

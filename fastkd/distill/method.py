@@ -169,7 +169,9 @@ class Method(nn.Module):
                 )
         # A user's own term may read logits, so only fastkd's own terms use LM-head inputs.
         made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
-        self.uses_lm_head = all(x is None or x.__module__.startswith("fastkd.") for x in made)
+        self.uses_lm_head = all(
+            x is None or (x.__module__ or "").startswith("fastkd.") for x in made
+        )
         self.check(teacher, student)
         if self._built_for is None:
             self.choose_layers(teacher, student)

@@ -21,7 +21,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     """Write README.md for the student in ``directory``."""
     hub: Any = require("huggingface_hub", "train")
     settings, task = report["settings"], tasks.named(report.get("task"))
-    teacher = settings["teacher"] or settings.get("teacher_cache")
+    by_teacher = report.get("teachers", {})
+    teacher = settings["teacher"] or settings.get("teacher_cache") or settings["teachers"]
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
     hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
@@ -53,6 +54,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         times = compared(seconds["teacher"] / seconds["student"], "faster", "slower", "as fast")
         faster = f", {times} on the machine that trained it"
     smaller = f"in a server, {report.get('served_teacher')}"
+    if by_teacher:
+        smaller = f"{len(by_teacher)} teachers, each for its rows"
     if "teacher" in size:
         smaller = compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
     text = TEXT.read_text("utf-8").format(
@@ -69,6 +72,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         rules="---:|" * (len(columns) - 1) + "---:",
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
+        by_teacher=_by_teacher(by_teacher),
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         recipe=recipes.sentence(report.get("recipe", {})),
         labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
@@ -76,6 +80,19 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _by_teacher(found: Mapping[str, Any]) -> str:
+    """Table of the scores on each teacher's rows; empty with one teacher."""
+    if not found:
+        return ""
+    names = list(next(iter(found.values()))["student"])
+    lines = [f"| rows of | teacher: {', '.join(names)} | student | rows |", "|---|---:|---:|---:|"]
+    for name, each in found.items():
+        scores = (" / ".join(f"{each[who][k]:.4f}" for k in names) if who in each else ""
+                  for who in ("teacher", "student"))  # fmt: skip
+        lines.append(f"| {_listed([name])} | {' | '.join(scores)} | {each['rows']} |")
+    return "\n".join((*lines, "", ""))
 
 
 def _listed(value: Any) -> Any:

@@ -18,9 +18,9 @@ from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import EmptyLabel, InputError
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
-from fastkd.train.input_columns import Columns
+from fastkd.train.input_columns import Columns, field
 from fastkd.train.settings import Source
-from fastkd.train.tasks.base import AGREEMENT, ClassTask, Corpus, LabelInfo, Task
+from fastkd.train.tasks.base import AGREEMENT, TEXT, ClassTask, Corpus, LabelInfo, Task
 from fastkd.train.tasks.classification import Classification
 
 TEST = "test"
@@ -52,6 +52,7 @@ def read_file(
             name_classes(record, settled.label, classes, where)
             try:
                 row = {"number": number, **task.row(record, settled, where)}
+                row |= _teacher(record, columns, where)
             except EmptyLabel as error:
                 count = 1 + _empty_labels(found, settled.label)
                 raise InputError(
@@ -100,10 +101,18 @@ def name_classes(
         record[column] = name(record[column])
 
 
+def _teacher(record: dict[str, Any], columns: Columns, where: str) -> dict[str, str]:
+    """The name of a row's teacher, if rows have one."""
+    return (
+        {} if columns.teacher is None else {"teacher": str(field(record, columns.teacher, where))}
+    )
+
+
 def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
     """The stored columns of a task with these ``columns``, and their types."""
     missing = [name for name in task.optional if getattr(columns, name) is None]
-    return {name: kind for name, kind in task.stored.items() if name not in missing}
+    kept = {name: kind for name, kind in task.stored.items() if name not in missing}
+    return kept if columns.teacher is None else {**kept, "teacher": TEXT}
 
 
 def empty_column(task: type[Task], row: dict[str, Any]) -> str | None:
@@ -147,7 +156,8 @@ def read_hub(
         for number, record in enumerate(data, 1):
             where = f"{source}, row {number}"
             name_classes(record, columns.label, classes, where)
-            yield {"number": number, **task.row(record, columns, where)}
+            row = {"number": number, **task.row(record, columns, where)}
+            yield row | _teacher(record, columns, where)
 
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
     found = stored(source, rows, parts, _stored(task, columns))

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fastkd
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.integrations.served_teacher import ServedTeacher
@@ -35,6 +36,7 @@ from fastkd.train.models import (
     load_teacher,
     load_tokenizers,
     make_method,
+    row_teachers,
     served_teacher,
 )
 from fastkd.train.options import given as set_flags
@@ -190,9 +192,13 @@ class Distillation:
             student = read_json(teacher.path / STUDENT / MANIFEST)["files"]
             parts = teacher.digest, json.dumps(student, sort_keys=True)
             prints = {"teacher cache": fingerprint(part.encode() for part in parts)}
+        elif config.teachers is not None:
+            teacher, tokenizer, corpus = row_teachers(config, corpus)
+            teachers, prints = None, {f"teacher {name}": _print_of(x) for name, x in
+                                      zip(teacher.names, teacher.models, strict=True)}  # fmt: skip
         elif is_served(config.teacher):
             (teacher, tokenizer), teachers = served_teacher(config), None
-            prints = {"served teacher": fingerprint([json.dumps(teacher.configuration()).encode()])}
+            prints = {"served teacher": _print_of(teacher)}
         else:
             tokenizer, teachers = load_tokenizers(config, corpus, self.display)
             fresh = bool(config.finetune_teacher)
@@ -299,7 +305,7 @@ class Distillation:
         if config.shard:
             distiller = distiller or assemble(config, run, gather=config.gather)
             sharding.shard_distiller(distiller, run.device)
-        teacher_scores = self._score_teacher()
+        teacher_scores, by_teacher = self._score_teacher(), self._score_by_teacher()
         selected = None
         if config.teacher_layers == SELECT:
             selected = out.once("selected", lambda: select(config, run))
@@ -316,13 +322,14 @@ class Distillation:
             **run.task.report(),
             "paired": run.corpus.train.paired,
             "teacher": teacher_scores,
+            **({"teachers": by_teacher} if by_teacher else {}),
             **({"recipe": self.recipe} if self.recipe else {}),
         }
         options = self._saving_options(out.student, student, report)
         began = time.perf_counter()
         history = run.train(distiller, config.method, on_policy=config.on_policy, **options)
-        if isinstance(run.teacher, ServedTeacher):
-            report["served_teacher"] = run.teacher.throughput()
+        if run.served:
+            report["served_teacher"] = ", ".join(x.throughput() for x in run.served)
             self.display.say(report["served_teacher"])
         training = history[-1]["seconds"]
         before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
@@ -372,7 +379,7 @@ class Distillation:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         run, best = self.run, self._best(self.out.student, student)
         found: dict[str, Any] = {"parameters": {}, "bytes": {}}
-        if run.cached:
+        if "parameters" in run.cached:  # not of a server's cache
             found = {name: {"teacher": run.cached[name]} for name in found}
         models = {"teacher": run.teacher_model, "student": best}
         for who, model in models.items():
@@ -384,6 +391,10 @@ class Distillation:
         else:
             best.to(run.device)
         run.score(best, who="student")
+        for name, sets in run.rows_by_teacher().items():
+            self.by_teacher[name]["student"] = run.score(best, sets)
+            shown = format_scores(self.by_teacher[name]["student"])
+            self.display.say(f"student on rows of {name}:  {shown}")
         if run.test_rows:
             both = {"teacher": run.teacher_model, "student": best}
             found["test"] = {
@@ -421,6 +432,21 @@ class Distillation:
         if scores:
             self.display.say(f"teacher:  {format_scores(scores)}")
         return scores
+
+    def _score_by_teacher(self) -> dict[str, dict[str, Any]]:
+        """Each teacher's evaluation rows and its scores on them, with --teachers."""
+        run, found = self.run, dict[str, dict[str, Any]]()
+        live = run.teacher.live if run.by_row else {}
+        for name, sets in run.rows_by_teacher().items():
+            found[name] = {"rows": sum(map(len, sets.values()))}
+            if name in live:
+                scores = run.score(live[name], sets, who=f"teacher {name}")
+                if any(map(math.isnan, scores.values())):
+                    raise InputError(f"--teachers {name}: its outputs are not finite")
+                found[name]["teacher"] = scores
+                self.display.say(f"teacher {name} on its rows:  {format_scores(scores)}")
+        self.by_teacher = found
+        return found
 
     def _counts(self) -> dict[str, int]:
         """Number of rows of each kind that is present."""
@@ -468,6 +494,15 @@ class Distillation:
             "checkpoints": checkpoints,
             "log_directory": config.out / "logs" / target.name,
         }
+
+
+def _print_of(teacher: Any) -> str:
+    """Fingerprint of a teacher: a cache, a server or a model."""
+    if isinstance(teacher, TeacherCache):
+        return teacher.digest
+    if isinstance(teacher, ServedTeacher):
+        return fingerprint([json.dumps(teacher.configuration()).encode()])
+    return model_fingerprint(teacher)
 
 
 def _is_complete(directory: Path) -> bool:

@@ -10,6 +10,7 @@ from fastkd.train import files, tasks
 from fastkd.train.hub import check_place, is_served
 from fastkd.train.input_columns import Columns, check_columns, settle_columns
 from fastkd.train.options import options_of
+from fastkd.train.row_teachers import teachers_of
 
 # Fields of options with a path of rows, and with the name of a model.
 ROWS = ("train", "evals", "test", "unlabelled", "data", "text")
@@ -31,6 +32,8 @@ def check_inputs(settings: Any) -> None:
         path = getattr(settings, name, None)
         if isinstance(path, Path):
             _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
+    if getattr(settings, "teachers", None) is not None:
+        teachers_of(settings.teachers)
     for name in MODELS:
         value = getattr(settings, name, None)
         if isinstance(value, str) and not is_served(value):

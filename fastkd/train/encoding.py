@@ -1,6 +1,7 @@
 """Tokens of a task's rows, encoded once and cached in an Arrow file."""
 
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastkd.train.arrow_rows import (
     tokenizer_fingerprint,
     writing,
 )
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, nearest
 from fastkd.train.tasks.base import Task
 
 FEW = 8  # with fewer rows, all tokens may be unknown
@@ -32,8 +33,17 @@ def code_fingerprints(task: type[Task]) -> list[str]:
 class Encoder:
     """Callable that encodes the rows of a task; results are cached on disk."""
 
-    def __init__(self, tokenizer: Any, max_length: int, task: Task, teachers: Any = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        task: Task,
+        teachers: Any = None,
+        by_row: Sequence[str] = (),
+    ):
         self.tokenizer, self.max_length, self.task = tokenizer, max_length, task
+        #: Names of the teachers of which each row has one, whose number is ``teacher_id``.
+        self.by_row = by_row
         #: The teacher's tokenizer, of rows with the tokens of both models.
         self.teachers = teachers
         self.parts = [tokenizer_fingerprint(tokenizer), str(max_length)]
@@ -41,7 +51,7 @@ class Encoder:
             self.parts.append(tokenizer_fingerprint(teachers))
         for module in ("transformers", "tokenizers"):
             self.parts.append(getattr(require(module, "train"), "__version__", ""))
-        self.parts += [repr(task), *code_fingerprints(type(task))]
+        self.parts += [repr(task), *by_row, *code_fingerprints(type(task))]
 
     def __call__(self, rows: Rows) -> Encoded:
         data, task = rows.data, self.task
@@ -63,6 +73,10 @@ class Encoder:
                 both = self.tokenizer, self.teachers
                 found = dict(task.encode_both(batch, *both, self.max_length))
             found.setdefault("number", batch["number"])
+            if self.by_row:
+                numbers = map(self._teacher, batch["teacher"], batch["where"])
+                number_of = dict(zip(batch["number"], numbers, strict=True))
+                found["teacher_id"] = [number_of[row] for row in found["number"]]
             for number, ids in zip(found["number"], found["input_ids"], strict=True):
                 if not ids:
                     raise InputError(f"{rows.source}, row {number}: no token is left of it")
@@ -84,6 +98,14 @@ class Encoder:
         )
         self._check_known(rows, encoded)
         return encoded
+
+    def _teacher(self, name: str, where: str) -> int:
+        """The number of a row's teacher."""
+        if name not in self.by_row:
+            raise InputError(
+                f"{where}: its teacher is {name!r}; {nearest(name, self.by_row)} (--teachers)"
+            )
+        return self.by_row.index(name)
 
     def _check_known(self, rows: Rows, encoded: Encoded) -> None:
         """Raise if all tokens are unknown: a tokenizer without its files raises no error itself."""

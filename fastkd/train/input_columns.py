@@ -10,12 +10,13 @@ from fastkd.train.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns of text, second text and label; without a header 0, 1, 2, ..."""
+    """Names of the columns of text, second text, label and teacher; without a header 0, 1, ..."""
 
     text: str | None = None
     pair: str | None = None
     label: str | None = "label"
     header: bool = True
+    teacher: str | None = None
 
     def over(self, others: "Columns") -> "Columns":
         """These names, and those of ``others`` where these are None."""
@@ -24,6 +25,7 @@ class Columns:
             self.pair or others.pair,
             self.label or others.label,
             others.header and self.header,
+            self.teacher,
         )
 
     def labels_in(self, record: Container[str]) -> list[str]:

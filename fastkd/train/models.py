@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
 from fastkd.distill.baselines import BASELINES, NAMES
+from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import select_layers
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
@@ -32,6 +33,7 @@ from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
 from fastkd.train.options import as_json, given
 from fastkd.train.progress import Display
+from fastkd.train.row_teachers import teachers_of
 from fastkd.train.same_tokens import difference, other_token, same_tokens, sample
 from fastkd.train.saving import find_damage, read_manifest
 from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
@@ -53,7 +55,7 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
     Code that comes with a model runs only with ``remote_code``.
     """
     if is_served(name):
-        raise InputError(f"{option} {name}: a server is the teacher of `fastkd distill` only")
+        raise InputError(f"{option} {name}: a server teaches `fastkd distill` and `fastkd cache`")
     check_place(option, name)
     local = Path(name).expanduser()
     if not local.exists():
@@ -227,7 +229,7 @@ def finished_task(settings: Pairing) -> Task | None:
     if not issubclass(kind, ClassTask | Regression) or getattr(settings, "finetune_teacher", False):
         return None
     cache = getattr(settings, "teacher_cache", None)
-    if is_served(settings.teacher):
+    if is_served(settings.teacher) or getattr(settings, "teachers", None) is not None:
         return None
     if cache is None:
         config = load("--teacher", settings.teacher, AutoConfig, settings.trust_remote_code)
@@ -271,7 +273,7 @@ def load_teacher(
             f"--tokenizer has {len(tokenizer)} tokens but the teacher's vocabulary has "
             f"{teacher.config.vocab_size}"
         )
-    who = f"--teacher {settings.teacher}"
+    who = f"--teacher {name}"
     corpus = task.match(corpus, head, settings.label_order, who, fresh_head)
     fit_config(teacher.config, corpus.task, tokenizer)
     return teacher, corpus
@@ -289,7 +291,8 @@ def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
             f"--teacher {url}: a server's model can't be cut; pass --student, which reads its "
             "tokens, and --teacher-model NAME"
         )
-    for flag in given(settings, "finetune_teacher", "student_layers", "student_config"):
+    made = ("finetune_teacher", "student_layers", "student_config")
+    for flag in given(settings, *(name for name in made if hasattr(settings, name))):
         raise InputError(f"{flag}: needs the teacher's weights, and --teacher {url} is a server")
     name = settings.tokenizer or settings.student
     option = "--student" if settings.tokenizer is None else "--tokenizer"
@@ -301,6 +304,37 @@ def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
             "log-probabilities have 1; pass --set temperature=1"
         )
     return ServedTeacher(url, settings.teacher_model, top_k=settings.top_k or 20), tokenizer
+
+
+def row_teachers(settings: Any, corpus: Corpus) -> tuple[ByRow, Any, Corpus]:
+    """The teachers of --teachers, the tokenizer of all models, and the corpus in their order."""
+    name = settings.tokenizer or settings.student
+    option = "--student" if settings.tokenizer is None else "--tokenizer"
+    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    remote, found, order = settings.trust_remote_code, dict[str, Any](), None
+    for who, entry in teachers_of(settings.teachers).items():
+        if "url" in entry:
+            top_k = entry.get("top_k", 20)
+            found[who] = ServedTeacher(entry["url"], entry["model"], top_k=top_k)
+            continue
+        if "cache" in entry:
+            try:
+                found[who] = TeacherCache(Path(entry["cache"]), tokenizer=tokenizer)
+            except (OSError, ValueError, KeyError, SafetensorError) as error:
+                raise InputError(f"--teachers {who}: {error}") from error
+            config = load("--teachers", str(Path(entry["cache"]) / STUDENT), AutoConfig, remote)
+            head = type(corpus.task).of(config)
+            matched = corpus.task.match(corpus, head, settings.label_order, f"--teachers {who}")
+        else:
+            check_same_tokens("--teachers", entry["model"], tokenizer, remote)
+            found[who], matched = load_teacher(settings, entry["model"], corpus, tokenizer)
+        if order not in (None, matched.names):
+            raise InputError(
+                f"--teachers {who}: its classes are {', '.join(matched.names or [])}, those of "
+                f"the first {', '.join(order or [])}; all heads need one order"
+            )
+        corpus, order = matched, matched.names
+    return ByRow(found), tokenizer, corpus
 
 
 def check_depth(option: str, wanted: int, depth: int) -> None:
@@ -448,10 +482,10 @@ def make_student(
         path, remote = str(cache / STUDENT), settings.trust_remote_code
         return load("--teacher-cache", path, auto, remote, **options)
     if settings.student is not None:
-        if is_served(settings.teacher):
+        live = teacher.live.values() if isinstance(teacher, ByRow) else [teacher]
+        config = next((model.config for model in live if hasattr(model, "config")), None)
+        if config is None:
             config = load("--student", settings.student, AutoConfig, settings.trust_remote_code)
-        else:
-            config = teacher.config
         return _student_from_path(settings, settings.student, config, tokenizer, task, own_tokens)
     drawn = settings.student_weights == "random"  # which allows more layers than the teacher's
     chosen = (drawn and settings.student_layers) or layers or layers_of(settings, teacher)

@@ -10,8 +10,11 @@ Item = TypeVar("Item")
 class Track:
     """Progress bar of one training."""
 
-    def advance(self, step: int, losses: Mapping[str, float] | None = None) -> None:
-        """Report that ``step`` is done; ``losses`` are means since they were last reported."""
+    def advance(self, step: int, losses: Mapping[str, float] | None = None, note: str = "") -> None:
+        """Report that ``step`` is done; ``losses`` are means since they were last reported.
+
+        The ``note`` follows them in the line.
+        """
 
     def stop(self) -> None:
         """The training is over."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, set_seed
 
+from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
@@ -30,6 +31,7 @@ from fastkd.train.errors import InputError, Interrupted, TrainingFailed
 from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.models import fitting_length, headless, layers_of, make_method, make_student
 from fastkd.train.progress import Display
+from fastkd.train.row_teachers import ByRowCollator
 from fastkd.train.run_directory import Checkpoints
 from fastkd.train.saving import replace_directory
 from fastkd.train.settings import SELECT, Pairing
@@ -83,10 +85,12 @@ class Run:
         self.max_length = max_length
         #: Answers of the model that was scored last, by the suffix of their rows.
         self.answers: dict[str, Any] = {}
-        if self.teacher_model is not None:
-            self._fit_length("teacher", teacher)
+        for model in self.live_teachers:
+            self._fit_length("teacher", model)
         self._encode()
         self.collate = self.task.collator(tokenizer)
+        if self.by_row:
+            self.collate = ByRowCollator(self.collate)
         #: Tokens of both models' vocabularies, if predictions of tokens are compared.
         self.match: VocabularyMatch | None = None
         if teacher_tokenizer is not None:
@@ -125,6 +129,8 @@ class Run:
         encoded = learned = self._encoder(max_length)
         if self.pack:
             learned = Encoder(self.tokenizer, max_length, self.task.for_packing())
+        elif self.by_row:
+            learned = Encoder(self.tokenizer, max_length, self.task, by_row=self.by_row)
         elif self.teacher_tokenizer is not None:
             learned = Encoder(self.tokenizer, max_length, self.task, self.teacher_tokenizer)
         self.train_rows = learned(corpus.train)
@@ -151,8 +157,39 @@ class Run:
 
     @property
     def teacher_model(self) -> Any:
-        """The teacher; None if it is a cache or runs in a server."""
-        return None if self.cached or isinstance(self.teacher, ServedTeacher) else self.teacher
+        """The teacher; None if it is a cache, runs in a server, or each row has its own."""
+        elsewhere = isinstance(self.teacher, ServedTeacher | ByRow)
+        return None if self.cached or elsewhere else self.teacher
+
+    @property
+    def served(self) -> list[ServedTeacher]:
+        """The teachers that run in a server."""
+        return [x for x in self.teacher.modules() if isinstance(x, ServedTeacher)]
+
+    @property
+    def live_teachers(self) -> list[Any]:
+        """The teachers that run here."""
+        if isinstance(self.teacher, ByRow):
+            return [*self.teacher.live.values()]
+        return [] if self.teacher_model is None else [self.teacher]
+
+    @property
+    def by_row(self) -> tuple[str, ...]:
+        """Names of the teachers of which each row has one; empty with one teacher."""
+        return self.teacher.names if isinstance(self.teacher, ByRow) else ()
+
+    def rows_by_teacher(self) -> dict[str, dict[str, Encoded]]:
+        """For each teacher that has any, its evaluation rows by the suffix of a metric's name."""
+        encoded, found = self._encoder(self.max_length), dict[str, dict[str, Encoded]]()
+        if not self.by_row:
+            return found
+        for suffix, rows in self.corpus.evals.items():
+            names = list(rows.column("teacher"))
+            for name in self.by_row:
+                own = [i for i, other in enumerate(names) if other == name]
+                if own:
+                    found.setdefault(name, {})[suffix] = encoded(rows.select(own))
+        return found
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ of `fastkd distill` into transformers.TrainingArguments.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -354,6 +354,13 @@ class DistillOptions(TrainingOptions, Pairing):
         "Tokens of each position that the server of --teacher returns; default: 20.",
         least=1,
     )
+    teachers: Path | None = model_option(
+        None,
+        "TOML file of several teachers, each for the rows that name it: a directory, a server or a "
+        "cache for each name.",
+        metavar="FILE",
+    )
+    teacher_column: str = data_option("teacher", "Column of each row's teacher, for --teachers.")
     teacher_cache: Path | None = model_option(
         None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"
     )
@@ -426,8 +433,11 @@ class DistillOptions(TrainingOptions, Pairing):
             return
         Pairing.__post_init__(self)  # not the next of a subclass
         cache, shard = self.teacher_cache is not None, self.shard
+        if self.teachers is not None:
+            self._check_teachers()
         for wrong, message in (
-            (not cache and self.teacher is None, "--teacher is missing: a directory or a hub name"),
+            (not cache and self.teacher is None and self.teachers is None,
+             "--teacher is missing: a directory or a hub name"),
             (cache and self.on_policy, "--on-policy and --teacher-cache exclude each other: a "
              "cache has no outputs on text that the student generates"),
             (cache and self.finetune_teacher, "--teacher-cache and --finetune-teacher exclude each "
@@ -458,3 +468,18 @@ class DistillOptions(TrainingOptions, Pairing):
             for name in ("student", "teacher", "unfinished"):
                 if log.is_relative_to((self.out / name).absolute()):
                     raise InputError(f"--log-json {self.log_json} lies in what the run replaces")
+
+    @property
+    def columns(self) -> Columns:
+        """The given columns, with that of the teachers if each row has its own."""
+        return replace(super().columns, teacher=self.teacher_column if self.teachers else None)
+
+    def _check_teachers(self) -> None:
+        """Raise for options of one teacher."""
+        for flag in given(
+            self, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher", "pack",
+            "on_policy", "shard", "student_layers", "student_config",
+        ):  # fmt: skip
+            raise InputError(f"--teachers and {flag} exclude each other")
+        if self.student is None:
+            raise InputError("--teachers: pass --student, which reads the tokens of all teachers")

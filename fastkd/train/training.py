@@ -87,7 +87,8 @@ class TrainingCallback(TrainerCallback):
                 f"the loss became {losses['loss']} by step {state.global_step} "
                 f"({format_scores(losses)}); {self.remedy}"
             )
-        self.track.advance(state.global_step, losses)
+        note = ", ".join(x.throughput() for x in self.run.served)
+        self.track.advance(state.global_step, losses, note)
 
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)

@@ -15,6 +15,8 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from fastkd.cli import cache_command
+from fastkd.cli.command_settings import CacheSettings
 from fastkd.cli.distill_command import show
 from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations.served_teacher import ServedTeacher, ServerError
@@ -301,6 +303,17 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     assert served == pytest.approx(here, rel=1e-5)
     assert "waited" in reports[1]["served_teacher"]
     show(reports[1], tmp_path, Console(file=io.StringIO()))
+    # So does the server's cache.
+    names = ("task", "train", "evals", "student", "method", "options", "max_length", "device_name")
+    cached = {name: given[name] for name in names}
+    settings = CacheSettings(out=tmp_path / "cache", batch_size=4, **cached, **more)
+    cache_command.write(settings, Console(file=io.StringIO()))
+    del given["student"]
+    config = DistillConfig(out=tmp_path / "stored", **given, teacher_cache=tmp_path / "cache")
+    stored = run_distillation(config)
+    assert stored["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
+    show(stored, tmp_path, Console(file=io.StringIO()))
+    given["student"] = cached["student"]
     # A server that is gone ends the run in a sentence; the resumed run ends as the others.
     server.plant(*[None] * 9, 404)
     cut = DistillConfig(out=tmp_path / "cut", **given, **more)
