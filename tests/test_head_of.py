@@ -11,10 +11,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from fastkd import CrossEntropy, Divergence, Head
+from fastkd import Head
 from fastkd.distill import Distiller, SoftTargets, TeacherCache
-from fastkd.lm import row_losses
-from fastkd.lm.divergences import NAMES
 from fastkd.lm.heads import output_layer
 from fastkd.lm.soft_targets import linear_soft_target_loss, soft_target_loss
 from tests.distill.processes import run_ranks
@@ -246,7 +244,30 @@ def a_sharded_head(rank):
     ((loss(plain, 0) + loss(plain, 1)) / 2).backward()
     found = layer.weight.grad.full_tensor()
     torch.testing.assert_close(found, plain.grad)
+    a_vocabulary_parallel_head(rank)
     a_sharded_language_model()
+
+
+def a_vocabulary_parallel_head(rank):
+    """Gathered as any other; all processes have the same states."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    model, states = model_of("phi"), torch.randn(3, 16)  # with a bias
+    layers, found = [copy.deepcopy(model), model], []
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    assert model.lm_head.weight.to_local().shape == (30, 16)
+    teacher = torch.randn(3, 4), torch.randn(60, 4)
+    for each in layers:
+        hidden = states.clone().requires_grad_()
+        value = linear_soft_target_loss(hidden, Head.of(each), *teacher)
+        value.backward()
+        grads = each.lm_head.weight.grad, each.lm_head.bias.grad
+        whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+        found.append((value.detach(), hidden.grad, *whole))
+    torch.testing.assert_close(*found)
 
 
 def a_sharded_language_model():
@@ -279,84 +300,15 @@ def test_a_sharded_head_is_gathered(tmp_path):
     run_ranks(a_sharded_head, 2, tmp_path)
 
 
-LOSSES = [
-    *(dict(divergence=name, soft_weight=0.3) for name in ("forward_kl", "reverse_kl", "js")),
-    *(dict(divergence=Divergence(name), chunk_bytes=1) for name in NAMES[4:]),
-    dict(divergence=Divergence("js", beta=0.2), reduction="none"),
-    dict(divergence="adaptive_kl"),  # gathered
-    dict(soft_weight=0.0, temperature=12.0),
-    dict(temperature=12.0),
-]
-V, N = 23, 21
-
-
-def heads_in_parts(rank, size):
-    """Compare loss, terms and gradients of sharded heads with those of the whole head."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-    states, weight, bias = torch.randn(2, 5, 8), torch.randn(V, 8), torch.randn(V)
-    known, taught = torch.randn(2, 5, 6), torch.randn(V + 1, 6)
-    labels = torch.randint(N, (2, 5)).masked_fill(torch.rand(2, 5) < 0.2, -100)
-    task = CrossEntropy(labels, 0.7, label_smoothing=0.1, z_loss=0.01)
-
-    def made(split, options):
-        own = [x.double().detach() for x in (states, weight, bias)]
-        own = [x.requires_grad_() for x in (own[0], split(own[1]), split(own[2]))]
-        teacher = split(taught.double())
-        loss, terms = linear_soft_target_loss(
-            own[0], Head(*own[1:], 0.5, 4.0), known.double(), teacher,
-            vocabulary=N, task=task, return_terms=True, **options,
-        )  # fmt: skip
-        loss.backward(torch.arange(1.0, loss.numel() + 1).reshape(loss.shape).to(loss))
-        grads = [x.grad for x in own]
-        return (
-            loss.detach(),
-            terms,
-            [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads],
-        )
-
-    for options in LOSSES:
-        found = made(lambda x: distribute_tensor(x, mesh, [Shard(0)]), options)
-        torch.testing.assert_close(found, made(lambda x: x, options), rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match="'cpp' has no kernels for a vocabulary-parallel head"):
-        made(lambda x: distribute_tensor(x, mesh, [Shard(0)]), {"backend": "cpp"})
-    layer = model_of("phi")
-    torch.distributed.tensor.parallel.parallelize_module(
-        layer, mesh, {"lm_head": torch.distributed.tensor.parallel.ColwiseParallel()}
-    )
-    head = Head.of(layer)
-    assert head.weight is layer.lm_head.weight and head.shard.largest == 60 // size
-    seen = []
-    made_rows = row_losses.soft_target_rows
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # no process has more than its part of the vocabulary
-        patch.setattr(
-            row_losses,
-            "soft_target_rows",
-            lambda student, *rest: seen.append(student.shape[1]) or made_rows(student, *rest),
-        )
-        linear_soft_target_loss(torch.randn(3, 16), head, torch.randn(3, 4), torch.randn(60, 4))
-    assert seen == [60 // size]
-
-
-def test_vocabulary_parallel_head_is_computed_on_its_shards(tmp_path):
-    run_ranks(heads_in_parts, 2, tmp_path, 2)
-
-
-def test_a_sharded_weight_of_another_mesh_is_refused(tmp_path):
-    """In a two-dimensional mesh each process may have its own hidden states."""
+def test_a_sharded_weight_alone_is_refused(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-        weight = distribute_tensor(torch.randn(V, 8), mesh, [Shard(0)])
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        weight = distribute_tensor(torch.randn(23, 8), mesh, [Shard(0)])
         with pytest.raises(TypeError, match="weight must be whole in this process, got a DTensor"):
             Head(weight)
     finally:

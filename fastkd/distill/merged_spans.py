@@ -91,8 +91,8 @@ def merged_span_loss(
     """
     student, teacher = as_head("student_head", student_head), as_head("teacher_head", teacher_head)
     sides = (
-        ("student", student_hidden, student.whole(), student_ids, student_spans),
-        ("teacher", teacher_hidden, teacher.whole(), teacher_ids, teacher_spans),
+        ("student", student_hidden, student, student_ids, student_spans),
+        ("teacher", teacher_hidden, teacher, teacher_ids, teacher_spans),
     )
     for side, hidden, head, ids, spans in sides:
         check_floating(f"{side}_hidden", hidden, 3)

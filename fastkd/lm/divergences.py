@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fastkd._core.checks import check_choice, check_fraction, check_number
 from fastkd._core.numerics import cumulative_sum
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
@@ -100,65 +99,54 @@ def row_divergence(
     log_ps: Tensor,
     log_pt: Tensor,
     needs_grad: bool,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> ValueAndGrad:
     """Value (R,) and gradient (R, V) of a `Divergence.form`."""
     if form in _WITHOUT_COEFFICIENT:
-        return _WITHOUT_COEFFICIENT[form](log_ps, log_pt, needs_grad, shard)
-    return _WITH_COEFFICIENT[form](log_ps, log_pt, needs_grad, shard, coefficient)
+        return _WITHOUT_COEFFICIENT[form](log_ps, log_pt, needs_grad)
+    return _WITH_COEFFICIENT[form](log_ps, log_pt, needs_grad, coefficient)
 
 
-def _forward_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> ValueAndGrad:
+def _forward_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """KL(p_t ‖ p_s) and its gradient with respect to z_s/τ: p_s − p_t."""
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_ps, shard)
+    value = _weighted_sum(p_t, log_pt - log_ps)
     return value, log_ps.exp().sub_(p_t) if needs_grad else None
 
 
-def _reverse_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> ValueAndGrad:
+def _reverse_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """KL(p_s ‖ p_t) and its gradient: p_s (log p_s − log p_t − KL)."""
     p_s = log_ps.exp()
     ratio = log_ps - log_pt
-    value = _weighted_sum(p_s, ratio, shard)
+    value = _weighted_sum(p_s, ratio)
     return value, _expectation_grad(p_s, ratio, value) if needs_grad else None
 
 
-def _js(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard) -> ValueAndGrad:
+def _js(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """½KL(p_t ‖ m) + ½KL(p_s ‖ m) and its gradient: ½p_s (log p_s − log m − KL(p_s ‖ m))."""
     log_m = torch.logaddexp(log_ps, log_pt).sub_(math.log(2))
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_kl = _weighted_sum(p_s, ratio, shard)
-    value = (student_kl + _weighted_sum(log_pt.exp(), log_pt - log_m, shard)) / 2
+    student_kl = _weighted_sum(p_s, ratio)
+    value = (student_kl + _weighted_sum(log_pt.exp(), log_pt - log_m)) / 2
     return value, _expectation_grad(p_s, ratio, student_kl).div_(2) if needs_grad else None
 
 
-def _adaptive_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> ValueAndGrad:
+def _adaptive_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """Forward and reverse KL, weighted by the gaps in the head and in the tail."""
     head = _head_weight(log_ps.exp(), log_pt.exp())  # (R,)
-    return _two_kl(log_ps, log_pt, needs_grad, shard, head)
+    return _two_kl(log_ps, log_pt, needs_grad, head)
 
 
-def _mixed(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, mix: float
-) -> ValueAndGrad:
+def _mixed(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, mix: float) -> ValueAndGrad:
     """mix·KL(p_t ‖ p_s) + (1 − mix)·KL(p_s ‖ p_t)."""
     weight = torch.full_like(log_ps[:, 0], mix)
-    return _two_kl(log_ps, log_pt, needs_grad, shard, weight)
+    return _two_kl(log_ps, log_pt, needs_grad, weight)
 
 
-def _two_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, weight: Tensor
-) -> ValueAndGrad:
+def _two_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, weight: Tensor) -> ValueAndGrad:
     """weight·KL(p_t ‖ p_s) + (1 − weight)·KL(p_s ‖ p_t), with weight (R,)."""
-    forward_value, forward_grad = _forward_kl(log_ps, log_pt, needs_grad, shard)
-    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, needs_grad, shard)
+    forward_value, forward_grad = _forward_kl(log_ps, log_pt, needs_grad)
+    reverse_value, reverse_grad = _reverse_kl(log_ps, log_pt, needs_grad)
     value = _weighted(weight, forward_value) + _weighted(1 - weight, reverse_value)
     if forward_grad is None or reverse_grad is None:
         return value, None
@@ -166,88 +154,74 @@ def _two_kl(
     return value, _weighted(weight, forward_grad).add_(_weighted(1 - weight, reverse_grad))
 
 
-def _generalized_js(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, beta: float
-) -> ValueAndGrad:
+def _generalized_js(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, beta: float) -> ValueAndGrad:
     """β·KL(p_t ‖ m) + (1 − β)·KL(p_s ‖ m), its gradient (1 − β) p_s (log p_s/m − KL(p_s ‖ m))."""
     log_m = _log_mixture(log_pt, log_ps, beta)
     p_s = log_ps.exp()
     ratio = log_ps - log_m
-    student_kl = _weighted_sum(p_s, ratio, shard)
-    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m, shard) + (1 - beta) * student_kl
+    student_kl = _weighted_sum(p_s, ratio)
+    value = beta * _weighted_sum(log_pt.exp(), log_pt - log_m) + (1 - beta) * student_kl
     if not needs_grad:
         return value, None
     return value, _expectation_grad(p_s, ratio, student_kl).mul_(1 - beta)
 
 
-def _skew_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, skew: float
-) -> ValueAndGrad:
+def _skew_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, skew: float) -> ValueAndGrad:
     """KL(p_t ‖ m) of m = α p_t + (1 − α) p_s, and p_s Σu − u with u = (1 − α) p_s p_t/m."""
     log_m = _log_mixture(log_pt, log_ps, skew)
     p_t = log_pt.exp()
-    value = _weighted_sum(p_t, log_pt - log_m, shard)
+    value = _weighted_sum(p_t, log_pt - log_m)
     if not needs_grad:
         return value, None
     moved = (log_ps + log_pt - log_m).exp_().mul_(1 - skew).masked_fill_(p_t == 0, 0)
-    return value, log_ps.exp().mul_(shard.sum(moved)[:, None]).sub_(moved)
+    return value, log_ps.exp().mul_(moved.sum(-1)[:, None]).sub_(moved)
 
 
-def _skew_reverse_kl(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, skew: float
-) -> ValueAndGrad:
+def _skew_reverse_kl(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, skew: float) -> ValueAndGrad:
     """KL(p_s ‖ m) of m = α p_s + (1 − α) p_t; p_s (x − Σ p_s x) with x = log p_s/m − α p_s/m."""
     ratio = log_ps - _log_mixture(log_ps, log_pt, skew)
     p_s = log_ps.exp()
-    value = _weighted_sum(p_s, ratio, shard)
+    value = _weighted_sum(p_s, ratio)
     if not needs_grad:
         return value, None
     slope = ratio.sub_(ratio.exp().mul_(skew))
-    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope, shard))
+    return value, _expectation_grad(p_s, slope, _weighted_sum(p_s, slope))
 
 
-def _total_variation(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> ValueAndGrad:
+def _total_variation(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """½ Σ |p_t − p_s| and its gradient."""
     p_s, p_t = log_ps.exp(), log_pt.exp()
-    return shard.sum((p_s - p_t).abs_()) / 2, _overlap_grad(p_s, p_t, needs_grad, shard)
+    return (p_s - p_t).abs_().sum(-1) / 2, _overlap_grad(p_s, p_t, needs_grad)
 
 
-def _overlap_grad(
-    p_s: Tensor, p_t: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> Tensor | None:
+def _overlap_grad(p_s: Tensor, p_t: Tensor, needs_grad: bool) -> Tensor | None:
     """Gradient of 1 − Σ min(p_t, p_s): p_s (Σ p_s b − b), b = 1 where p_s < p_t, ½ if equal."""
     if not needs_grad:
         return None
     below = (p_t - p_s).sign_().add_(1).div_(2)
-    return (shard.sum(p_s * below)[:, None] - below).mul_(p_s)
+    return ((p_s * below).sum(-1)[:, None] - below).mul_(p_s)
 
 
-def _negative_log_acceptance(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard
-) -> ValueAndGrad:
+def _negative_log_acceptance(log_ps: Tensor, log_pt: Tensor, needs_grad: bool) -> ValueAndGrad:
     """−log α of α = Σ min(p_t, p_s), and its gradient: that of the total variation over α.
 
     For an acceptance of 0 the value is infinite and the gradient 0.
     """
     p_s, p_t = log_ps.exp(), log_pt.exp()
-    acceptance = shard.sum(torch.minimum(p_s, p_t))
-    grad = _overlap_grad(p_s, p_t, needs_grad, shard)
+    acceptance = torch.minimum(p_s, p_t).sum(-1)
+    grad = _overlap_grad(p_s, p_t, needs_grad)
     if grad is not None:
         grad.div_(acceptance.masked_fill(acceptance == 0, 1)[:, None])
     return -acceptance.log(), grad
 
 
-def _lk(
-    log_ps: Tensor, log_pt: Tensor, needs_grad: bool, shard: VocabularyShard, rate: float
-) -> ValueAndGrad:
+def _lk(log_ps: Tensor, log_pt: Tensor, needs_grad: bool, rate: float) -> ValueAndGrad:
     """λ·KL(p_t ‖ p_s) + (1 − λ)·TV of λ = exp(−rate·α), α = Σ min(p_t, p_s)."""
     p_s, p_t = log_ps.exp(), log_pt.exp()
-    weight = shard.sum(torch.minimum(p_s, p_t)).mul_(-rate).exp_()
-    kl, grad_of_kl = _forward_kl(log_ps, log_pt, needs_grad, shard)
-    value = _weighted(weight, kl) + (1 - weight) * shard.sum((p_s - p_t).abs_()) / 2
-    grad = _overlap_grad(p_s, p_t, needs_grad, shard)
+    weight = torch.minimum(p_s, p_t).sum(-1).mul_(-rate).exp_()
+    kl, grad_of_kl = _forward_kl(log_ps, log_pt, needs_grad)
+    value = _weighted(weight, kl) + (1 - weight) * (p_s - p_t).abs_().sum(-1) / 2
+    grad = _overlap_grad(p_s, p_t, needs_grad)
     if grad is None or grad_of_kl is None:
         return value, None
     return value, grad.lerp_(grad_of_kl, weight[:, None])
@@ -277,9 +251,9 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
     return torch.logaddexp(log_p + math.log(weight), log_q + math.log1p(-weight))
 
 
-def _weighted_sum(p: Tensor, x: Tensor, shard: VocabularyShard) -> Tensor:
+def _weighted_sum(p: Tensor, x: Tensor) -> Tensor:
     """Σ p·x over the vocabulary, where p = 0 adds nothing even if x is infinite."""
-    return shard.sum((p * x).masked_fill_(p == 0, 0))
+    return (p * x).masked_fill_(p == 0, 0).sum(-1)
 
 
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from fastkd._core.checks import (
 )
 from fastkd._core.numerics import product, upcast, values_readable
 from fastkd.lm.linear_soft_targets import HeadForm
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Attributes of transformers' configurations that change the head's products: a cap, a factor, a
 # divisor.
@@ -28,8 +27,6 @@ DIVISORS = ("logits_scaling",)
 MULTIPLIED_BY_DIVISOR = ("hyperclovax",)
 # Models whose head has another weight besides the output layer.
 MORE_THAN_A_LAYER = ("mobilebert",)
-# Dimension names of a device mesh whose processes hold parts of one weight.
-TENSOR_PARALLEL = ("tp",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +50,11 @@ class Head:
 
     Losses accept it wherever they accept a head's weight. `Head.of` reads a model's head.
 
-    A vocabulary-parallel head is a DTensor sharded over V in a mesh with one dimension named "tp",
-    as in torch's and transformers' tensor-parallel meshes. A weight sharded in a mesh of another
-    name is data-parallel: `Head.of` gathers it, and ``Head(weight)`` raises. With a
-    vocabulary-parallel head each process multiplies by its own shard. **Hidden states, labels and
-    mask must be the same in all processes of the mesh**, and all processes must call the loss.
-    Value and gradients are those of the whole head in each process. The forward pass all-reduces a
-    few sums for each row, and once the gradient of the hidden states. Top-k targets, "adaptive_kl",
-    adapters on the head, a bias without the same sharding, and fewer token ids than processes
-    gather the head instead.
+    All its tensors are whole in this process: `Head.of` gathers a model's sharded head.
 
     Args:
         weight: W (V, D), any floating dtype.
-        bias: b (V), sharded like the weight.
+        bias: b (V).
         scale: factor of all logits, as in Granite and Cohere.
         softcap: cap > 0 of the logits' absolute value, as in Gemma.
 
@@ -84,9 +73,9 @@ class Head:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        check_floating("weight", local_shard(weight), 2)
+        check_floating("weight", weight, 2)
         if bias is not None:
-            check_floating("bias", local_shard(bias))
+            check_floating("bias", bias)
             check_shape("bias", bias, (weight.shape[0],), "the vocabulary")
             check_device("bias", bias, "weight", weight)
         check_number("scale", scale)
@@ -104,9 +93,8 @@ class Head:
 
         Tied weights are the embeddings. PEFT's LoRA on the head stays a separate low-rank product,
         whose matrices are trained. A quantised head is dequantised if it has a method for that. A
-        weight sharded over processes (FSDP2, also with tensor parallelism) is gathered here, once,
-        and its gradient is the mean over the processes, so call ``Head.of`` again at each step. A
-        vocabulary-parallel weight stays sharded: see `Head`.
+        weight sharded over processes (FSDP2, tensor parallelism) is gathered here, once, and its
+        gradient is the mean over the processes, so call ``Head.of`` again at each step.
 
         The matching hidden states are the input of the model's output layer (`output_layer`): in a
         decoder the states after its final norm, transformers' ``hidden_states[-1]``. A masked
@@ -132,11 +120,7 @@ class Head:
             layer, low_rank = _without_lora(layer)
         scale, softcap = _form_of(_unwrapped(model))
         bias = getattr(layer, "bias", None)
-        weight, bias = (
-            None if x is None else _whole_unless_parallel(x) for x in (_dense(layer), bias)
-        )
-        assert weight is not None
-        head = Head(weight, bias, scale, softcap)
+        head = Head(_whole(_dense(layer)), None if bias is None else _whole(bias), scale, softcap)
         head.low_rank = tuple(
             LowRank(_whole(x.down), _whole(x.up), x.scale, x.dropout) for x in low_rank
         )
@@ -152,37 +136,17 @@ class Head:
     def form(self) -> HeadForm:
         return HeadForm(self.scale, self.softcap or 0.0)
 
-    @property
-    def shard(self) -> VocabularyShard:
-        """The part of the vocabulary that this process multiplies by."""
-        equal = self.bias is None or shard_of(self.bias) == shard_of(self.weight)
-        return shard_of(self.weight) if equal and not self.low_rank else WHOLE_VOCABULARY
-
-    def whole(self) -> "Head":
-        """The head with its whole vocabulary in every process."""
-        return self.map(_whole) if any(map(_is_sharded, self.tensors)) else self
-
-    def on(self, hidden: Tensor, shard: VocabularyShard = WHOLE_VOCABULARY) -> list[Tensor | None]:
+    def on(self, hidden: Tensor) -> list[Tensor | None]:
         """Tensors of the head on states (R, D), for `fastkd.lm.linear_soft_targets`."""
-
-        def own(x: Tensor) -> Tensor:
-            if shard_of(x).group:
-                return local_shard(x)  # type: ignore[no-any-return]
-            # No slice of the whole: it costs a matrix of the head's size in the backward pass.
-            last = shard.first + shard.largest
-            return x[shard.first : last] if shard.group else x
-
         pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []
         for states, weight in pairs:
             dtype = torch.promote_types(states.dtype, weight.dtype)
-            tensors += [states.to(dtype), own(weight).to(dtype)]
-        return [*tensors, None if self.bias is None else own(self.bias)]
+            tensors += [states.to(dtype), weight.to(dtype)]
+        return [*tensors, self.bias]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., D), in the widest dtype of states and head."""
-        if shard_of(self.weight).group:
-            return self.whole().logits(hidden)
         dtype = torch.promote_types(hidden.dtype, self.weight.dtype)
         logits = product(hidden.to(dtype), self.weight.to(dtype).T)
         for part in self.low_rank:
@@ -204,13 +168,12 @@ class Head:
 
     def subset(self, ids: Tensor) -> "Head":
         """The head of the token ids (n,) alone, in their order; gradients reach the whole head."""
-        head = self.whole()
-        check_vocabulary_part("ids", ids, head.weight.shape[0])
-        check_device("ids", ids, "the head", head.weight)
-        bias = None if head.bias is None else head.bias[ids]
-        part = Head(_select(head.weight, ids), bias, head.scale, head.softcap)
+        check_vocabulary_part("ids", ids, self.weight.shape[0])
+        check_device("ids", ids, "the head", self.weight)
+        bias = None if self.bias is None else self.bias[ids]
+        part = Head(_select(self.weight, ids), bias, self.scale, self.softcap)
         part.low_rank = tuple(
-            LowRank(x.down, _select(x.up, ids), x.scale, x.dropout) for x in head.low_rank
+            LowRank(x.down, _select(x.up, ids), x.scale, x.dropout) for x in self.low_rank
         )
         return part
 
@@ -240,34 +203,8 @@ def as_head(name: str, head: Tensor | Head | None) -> Head:
         return head
     if not isinstance(head, Tensor):
         raise TypeError(f"{name} must be a Tensor or Head, got {type(head).__name__}")
-    check_floating(name, local_shard(head), 2)
+    check_floating(name, head, 2)
     return Head(head)
-
-
-def shard_of(x: Tensor) -> VocabularyShard:
-    """This process's part of a weight or bias (V, ...); see `Head` for the rule."""
-    if not _is_sharded(x):
-        return WHOLE_VOCABULARY
-    sharded: Any = x
-    mesh, placements = sharded.device_mesh, sharded.placements
-    if mesh.mesh_dim_names != TENSOR_PARALLEL or not placements[0].is_shard(0):
-        return WHOLE_VOCABULARY
-    V, processes = x.shape[0], mesh.size()
-    largest = -(-V // processes)  # as torch.chunk divides
-    first = min(mesh.get_local_rank() * largest, V)
-    return VocabularyShard(mesh.get_group().group_name, first, largest, V)
-
-
-def _is_sharded(x: Tensor) -> bool:
-    return hasattr(x, "full_tensor")
-
-
-def local_shard(x: Any) -> Any:
-    """This process's part of a vocabulary-parallel tensor, or ``x`` itself."""
-    if not (isinstance(x, Tensor) and shard_of(x).group):
-        return x
-    sharded: Any = x
-    return sharded.to_local(grad_placements=sharded.placements)
 
 
 def output_layer(model: nn.Module) -> nn.Module:
@@ -350,11 +287,6 @@ def _dense(layer: nn.Module) -> Tensor:
     return weight
 
 
-def _whole_unless_parallel(x: Tensor) -> Tensor:
-    """A model's weight or bias: whole, or sharded if it is vocabulary-parallel."""
-    return x if shard_of(x).group else _whole(x)
-
-
 class _MeanOverProcesses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, whole, processes):
@@ -368,7 +300,7 @@ class _MeanOverProcesses(torch.autograd.Function):
 
 def _whole(x: Tensor) -> Tensor:
     """A DTensor gathered in every process; its gradient is the mean over them, as in FSDP."""
-    if not _is_sharded(x):
+    if not hasattr(x, "full_tensor"):
         return x
     sharded: Any = x
     from torch.distributed.tensor import Partial

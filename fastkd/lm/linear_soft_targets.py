@@ -43,7 +43,6 @@ from fastkd.lm.row_losses import (
     row_chunks,
     total_variation,
 )
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Bytes of logits in memory, on the CPU and on a GPU: enough positions that reading the head and
 # adding to its gradient don't bound the products.
@@ -86,11 +85,10 @@ class LossOptions:
     # once, and again if the upstream gradient isn't a power of two. Not in graphs, whose dtypes
     # must not depend on sizes.
     narrow: bool
-    shard: VocabularyShard = WHOLE_VOCABULARY
     largest_ratio: float = 0.0  # bound of the importance ratios
     unmatched: str = ""  # of a `fastkd.VocabularyMatch`; "" for one vocabulary
 
-    def flat(self) -> tuple[str, str, str, str, list[float], list[int]]:
+    def flat(self) -> tuple[str, str, str, list[float], list[int]]:
         """The options as arguments of an operator, whose types are limited."""
         soft, task = self.soft, self.task
         numbers = [soft.coefficient, soft.temperature, soft.scale]
@@ -98,15 +96,13 @@ class LossOptions:
         for form in (self.student, self.teacher):
             numbers += [form.scale, form.softcap]
         numbers.append(self.largest_ratio)
-        shard = self.shard
         terms = sum(1 << TERMS.index(name) for name in self.terms)
         sizes = [self.vocabulary, self.chunk_bytes, terms, int(self.narrow)]
-        sizes += [shard.first, shard.largest, shard.vocabulary]
-        return soft.form, soft.tail, shard.group, self.unmatched, numbers, sizes
+        return soft.form, soft.tail, self.unmatched, numbers, sizes
 
     @staticmethod
     def of(
-        form: str, tail: str, group: str, unmatched: str, numbers: list[float], sizes: list[int]
+        form: str, tail: str, unmatched: str, numbers: list[float], sizes: list[int]
     ) -> "LossOptions":
         """The inverse of `flat`."""
         coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms, ratio = numbers
@@ -121,7 +117,6 @@ class LossOptions:
             sizes[1],
             tuple(name for i, name in enumerate(TERMS) if sizes[2] >> i & 1),
             bool(sizes[3]),
-            VocabularyShard(group, *sizes[4:]),
             ratio,
             unmatched,
         )
@@ -307,7 +302,6 @@ def linear_soft_targets(
     needs: list[bool],
     form: str,
     tail: str,
-    group: str,
     unmatched: str,
     numbers: list[float],
     sizes: list[int],
@@ -319,7 +313,7 @@ def linear_soft_targets(
     `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
     except for `LossOptions.narrow`.
     """
-    options = LossOptions.of(form, tail, group, unmatched, numbers, sizes)
+    options = LossOptions.of(form, tail, unmatched, numbers, sizes)
     given = Positions(*positions)
     return _in_chunks(student, teacher, given, columns, upstream, needs, options, runs_on)
 
@@ -382,8 +376,6 @@ def _in_chunks(
     for i, factor in enumerate((given.soft_weights, given.task_weights)):
         if factor is not None:
             terms[i] *= factor
-    for i in filter(lambda i: _is_states(student, i), grads):
-        grads[i] = options.shard.total(grads[i])
     if mask is not None:
         terms = terms.masked_fill(~mask, 0)
     if real is not None:
@@ -469,7 +461,7 @@ def _cross_entropy_of_states(
 def _chunk_rows(options: LossOptions, hidden: Tensor, bytes_each: int, V: int) -> int:
     """Positions of one chunk, if the logits of one token take ``bytes_each`` in all models."""
     bytes_each += 2 * (hidden.dtype in HALF)
-    return max(options.chunk_bytes // (bytes_each * (options.shard.largest or V)), 1)
+    return max(options.chunk_bytes // (bytes_each * V), 1)
 
 
 def equal_chunks(rows: int, most: int) -> Iterator[slice]:
@@ -628,8 +620,7 @@ class _ChunkedPass:
             assert given.teacher_rows is not None
             given = replace(given, teacher_rows=given.teacher_rows - shared.start)
         terms = self.terms[:, chunk]
-        whole = self.runs_on == "triton" or bool(self.options.shard.group)
-        ranges = [] if whole else row_chunks(student)
+        ranges = [] if self.runs_on == "triton" else row_chunks(student)
         if len(ranges) < 2:
             ranges = [slice(None)]
         if shared is not None and self.teacher is not None:
@@ -754,7 +745,7 @@ class _ChunkedPass:
         """
         task, weight = self.options.task, self.options.task_weight
         if not self.by_kernels:
-            return cross_entropy_rows(student, labels, needs_grad, task, out, self.options.shard)
+            return cross_entropy_rows(student, labels, needs_grad, task, out)
         if needs_grad and out is None:
             out = torch.empty_like(student)
         if weights is not None and weight != 1:
@@ -774,7 +765,7 @@ class _ChunkedPass:
     def entropy_and_accuracy(self, logits: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `fastkd.lm.row_losses.entropy_and_accuracy`."""
         if self.runs_on != "cpp":
-            return entropy_and_accuracy(logits, labels, self.options.shard)
+            return entropy_and_accuracy(logits, labels)
         found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))
         form = "total_variation", 1.0, 1.0, 0.0, False
         torch.ops.fastkd_cpp.soft_target_rows(
@@ -786,7 +777,6 @@ class _ChunkedPass:
         self, name: str, student: Tensor, teacher: Tensor | None, labels: Tensor | None
     ) -> Tensor:
         """A term (R,) of logits (R, V) at temperature 1; those of labels are 0 without labels."""
-        shard = self.options.shard
         of_labels = name in ("log_prob", "teacher_log_prob")
         if (of_labels and labels is None) or (teacher is None and name != "log_prob"):
             return torch.zeros_like(student[:, 0])
@@ -798,7 +788,7 @@ class _ChunkedPass:
         if name == "teacher_entropy":
             return self.entropy_and_accuracy(teacher, None)[0]
         if self.draft is not None or self.runs_on != "triton":
-            return total_variation(student, teacher, self.draft, shard)
+            return total_variation(student, teacher, self.draft)
         from fastkd.kernels import soft_targets as kernels
 
         options = "total_variation", 1.0, 1.0, 1.0, 0.0, False
@@ -809,8 +799,7 @@ class _ChunkedPass:
         if self.by_kernels:
             plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
             return -cross_entropy_by_kernel(self.runs_on, logits, ids, plain)
-        shard = self.options.shard
-        return shard.gather(logits, ids) - shard.logsumexp(logits)
+        return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
     def ratio(self, student: Tensor, given: Positions) -> Tensor | None:
         """Importance ratios (R,) of logits (R, V), or None."""
@@ -849,7 +838,6 @@ class _ChunkedPass:
             return divergence(
                 student,
                 teacher,
-                shard=self.options.shard,
                 log_mass=log_mass,
                 teacher_rows=teacher_rows,
                 terms=terms,

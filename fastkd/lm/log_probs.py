@@ -9,7 +9,6 @@ from fastkd._core.numerics import apply, as_rows, saveable, upcast
 from fastkd.lm.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import CHUNK_BYTES
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY
 
 
 def log_probs_ref(
@@ -38,7 +37,7 @@ def log_probs(
 
     Args:
         hidden: (..., D) last hidden states, floating.
-        head: (V, D) weight, or a `Head`. A vocabulary-parallel head is gathered.
+        head: (V, D) weight, or a `Head`.
         ids: (...) integers, a token for each position, or (..., K), K tokens for each.
         temperature: τ > 0.
         chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
@@ -53,16 +52,14 @@ def log_probs(
     >>> log_probs(hidden, head, torch.tensor([0, 3])).exp()
     tensor([0.2500, 0.2500])
     """
-    head = as_head("head", head).whole()
+    head = as_head("head", head)
     options = _options(hidden, head, temperature, chunk_bytes)
     each = isinstance(ids, Tensor) and ids.dim() == hidden.dim()
     shape = (*hidden.shape[:-1], *(ids.shape[-1:] if each else ()))
     check_token_ids("ids", ids, shape, len(head.weight), hidden.device)
     rows = as_rows(saveable(hidden))
     tokens = ids.long().reshape(len(rows), ids.shape[-1] if each else 1)
-    # The shard is named because the compiler can't trace it as a default.
-    tensors = head.on(rows, WHOLE_VOCABULARY)
-    return apply(TokenLogProbs, options, tokens, *tensors).reshape(ids.shape)
+    return apply(TokenLogProbs, options, tokens, *head.on(rows)).reshape(ids.shape)
 
 
 @torch.no_grad()
@@ -74,12 +71,12 @@ def top_k(
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor]:
     """ids and log-probabilities (..., k) of the most probable tokens, for `fastkd.TopK.of`."""
-    head = as_head("head", head).whole()
+    head = as_head("head", head)
     options = _options(hidden, head, temperature, chunk_bytes)
     check_positive_int("k", k)
     if k > len(head.weight):
         raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
-    tensors = head.on(as_rows(hidden), WHOLE_VOCABULARY)
+    tensors = head.on(as_rows(hidden))
     values, _, ids = token_log_probs(tensors, None, k, *options.flat)
     shape = (*hidden.shape[:-1], k)
     return ids.reshape(shape), values.reshape(shape)

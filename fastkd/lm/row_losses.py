@@ -7,7 +7,6 @@ from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
 from fastkd.lm.divergences import row_divergence
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 # Logits of one chunk on the CPU: few enough that its buffers stay near the cache, and enough that
 # threads don't wait for each other after every small operation.
@@ -35,7 +34,6 @@ def soft_target_rows(
     teacher: list[Tensor],
     needs_grad: bool,
     soft: SoftTargetOptions,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
     log_mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Divergences (R,) of logits (R, V), and gradients with respect to student/τ, without scale.
@@ -44,14 +42,14 @@ def soft_target_rows(
     teacher has more tokens, and the logits' tokens together this probability: for divergences of
     Σ min(p_t, p_s), in which the student's probability of all other tokens is 0.
     """
-    log_ps = log_softmax(student, soft.temperature, shard)
+    log_ps = log_softmax(student, soft.temperature)
     if soft.tail:
         ids, log_probs = teacher
         return _from_top_k(log_ps, ids, log_probs, needs_grad, soft)
-    log_pt = log_softmax(teacher[0], soft.temperature, shard)
+    log_pt = log_softmax(teacher[0], soft.temperature)
     if log_mass is not None:
         log_pt += log_mass[:, None]
-    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad, shard)
+    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad)
 
 
 def divergence_in_place(
@@ -63,7 +61,6 @@ def divergence_in_place(
     needs_grad: bool,
     mask: Tensor | None,
     weights: Tensor | None,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
     log_mass: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     terms: tuple[Tensor | None, Tensor] | None = None,
@@ -89,7 +86,7 @@ def divergence_in_place(
         return mass * kl + soft.scale * torch.xlogy(mass, mass)
     loss: Tensor
     if runs_on == "torch":
-        value, grad = soft_target_rows(student, teacher, needs_grad, soft, shard, log_mass)
+        value, grad = soft_target_rows(student, teacher, needs_grad, soft, log_mass)
         if grad is not None:
             factor: float | Tensor = weight * soft.scale / soft.temperature
             factor = factor if weights is None else weights[:, None] * factor
@@ -144,14 +141,12 @@ def _triton_in_place(
     return loss
 
 
-def log_softmax(
-    logits: Tensor, temperature: float, shard: VocabularyShard = WHOLE_VOCABULARY
-) -> Tensor:
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     # Above it distributions differ so little, and τ² multiplies the rounding error of KL so much,
     # that float32 would leave few digits.
     largest_in_float32 = 10.0
     z = logits.double() if temperature > largest_in_float32 else upcast(logits)
-    return shard.log_softmax(z if temperature == 1 else z / temperature)
+    return torch.log_softmax(z if temperature == 1 else z / temperature, -1)
 
 
 def _from_top_k(
@@ -268,19 +263,18 @@ def cross_entropy_rows(
     needs_grad: bool,
     task: CrossEntropyOptions,
     out: Tensor | None = None,
-    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy (R,) of logits (R, V) with labels (R,), and its gradient.
 
     The gradient is written to ``out``, if given, which may be ``student``.
     """
-    smoothing, V = task.label_smoothing, shard.vocabulary or student.shape[-1]
-    top = shard.total(student.amax(-1), "max")
-    depth = top - shard.gather(student, labels)
+    smoothing, V = task.label_smoothing, student.shape[-1]
+    top = student.amax(-1)
+    depth = top - student.gather(-1, labels[:, None])[:, 0]
     if smoothing:
-        depth = (1 - smoothing) * depth + smoothing * (top - shard.sum(student) / V)
+        depth = (1 - smoothing) * depth + smoothing * (top - student.sum(-1) / V)
     grad = torch.sub(student, top[:, None], out=out).exp_()
-    total = shard.sum(grad)
+    total = grad.sum(-1)
     log_total = total.log()
     value, factor = depth + log_total, total.reciprocal()
     if task.z_loss:
@@ -293,9 +287,6 @@ def cross_entropy_rows(
     if smoothing:
         grad.sub_(smoothing / V)
     label = torch.full_like(value, smoothing - 1)
-    if shard.group:
-        labels, here = shard.own(labels, grad)
-        label = label.masked_fill(~here, 0)
     return value, grad.scatter_add_(-1, labels[:, None], label[:, None])
 
 
@@ -320,14 +311,12 @@ def cross_entropy_by_kernel(
     return cross_entropy(student, labels, weights, out, *options)
 
 
-def entropy_and_accuracy(
-    student: Tensor, labels: Tensor | None, shard: VocabularyShard = WHOLE_VOCABULARY
-) -> tuple[Tensor, Tensor]:
+def entropy_and_accuracy(student: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     """Entropy (R,), and 1 where the most probable token is the label; 0 without labels."""
-    log_p = shard.log_softmax(student)
+    log_p = torch.log_softmax(student, -1)
     p = log_p.exp()
-    entropy = -shard.sum(log_p.mul_(p).masked_fill_(p == 0, 0))
-    correct = torch.zeros_like(entropy) if labels is None else shard.argmax(student) == labels
+    entropy = -log_p.mul_(p).masked_fill_(p == 0, 0).sum(-1)
+    correct = torch.zeros_like(entropy) if labels is None else student.argmax(-1) == labels
     return entropy, correct.to(entropy.dtype)
 
 
@@ -349,15 +338,13 @@ def log_totals(logits: Tensor, temperature: float, runs_on: str) -> Tensor:
     return kernels.log_totals(logits, temperature)
 
 
-def total_variation(
-    student: Tensor, teacher: Tensor, draft: Tensor | None, shard: VocabularyShard
-) -> Tensor:
+def total_variation(student: Tensor, teacher: Tensor, draft: Tensor | None) -> Tensor:
     """Total variation (R,) of logits at temperature 1.
 
     ``draft``: the teacher's token ids of the student's tokens, None for the same vocabulary. The
     student's probability of all other tokens is 0.
     """
-    p_s, p_t = (shard.log_softmax(x).exp_() for x in (student, teacher))
+    p_s, p_t = (torch.softmax(x, -1) for x in (student, teacher))
     p_t = p_t if draft is None else p_t[:, draft]
     outside = 0 if draft is None else 1 - p_t.sum(-1)
-    return (shard.sum((p_s - p_t).abs_()) + outside) / 2
+    return ((p_s - p_t).abs_().sum(-1) + outside) / 2

@@ -57,7 +57,6 @@ from fastkd.lm.row_losses import (
 )
 from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
 from fastkd.lm.vocabulary_match import VocabularyMatch
-from fastkd.lm.vocabulary_shard import WHOLE_VOCABULARY, VocabularyShard
 
 Reduction = Literal["batchmean", "sum", "none"]
 TeacherMass = Literal["renormalised", "whole"]
@@ -837,8 +836,7 @@ def linear_soft_target_loss(
             must not require grad. If both models share a head, pass it here with ``.detach()``.
         temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
             `soft_target_loss`; the mask is over the leading dimensions. The labels' cross-entropy
-            has kernels in C++ and runs in PyTorch under "triton". A vocabulary-parallel head runs
-            in PyTorch; "cpp" and "triton" refuse it.
+            has kernels in C++ and runs in PyTorch under "triton".
         vocabulary, unmatched: as in `soft_target_loss`. Labels and terms of the student are over
             its whole vocabulary with a `fastkd.VocabularyMatch`.
         chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
@@ -889,7 +887,6 @@ def linear_soft_target_loss(
     match, n = _match_or_number(vocabulary, unmatched)
     draft = None
     if draft_vocabulary is not None:
-        student = student.whole()
         teacher_head = _draft_head(
             student, teacher_hidden, teacher_head, draft_vocabulary, vocabulary, teacher_mass
         )
@@ -917,7 +914,6 @@ def linear_soft_target_loss(
             f"return_terms: {max(of_teacher)!r} compares tokens of one vocabulary, and there are "
             "two; leave it out"
         )
-    student, teacher, shard = _sharded(student, teacher, form, match, n)
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
     mask = check_mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
@@ -930,9 +926,9 @@ def linear_soft_target_loss(
     elif isinstance(teacher, TopK):
         teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
     elif isinstance(teacher_hidden, Tensor):
-        teacher_tensors = teacher.on(as_rows(teacher_hidden), shard)
+        teacher_tensors = teacher.on(as_rows(teacher_hidden))
         teacher_form = teacher.form
-    student_tensors = student.on(as_rows(student_hidden), shard)
+    student_tensors = student.on(as_rows(student_hidden))
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
@@ -946,11 +942,10 @@ def linear_soft_target_loss(
         float(task.weight) if task else 0.0,
         student.form,
         teacher_form,
-        _ids_of_shard(shard, V) if shard.group else n or 0,
+        n or 0,
         chunk_bytes,
         tuple(name for name in names if name not in ("soft", "task")),
         not torch.compiler.is_compiling(),
-        shard._replace(vocabulary=V) if shard.group else shard,
         float(ratio.at_most) if ratio else 0.0,
         "" if match is None else unmatched,
     )
@@ -958,13 +953,6 @@ def linear_soft_target_loss(
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
     runs_on = backend_of(backend, "linear_soft_target_loss", wider)
-    if shard.group and backend in ("cpp", "triton"):
-        raise ValueError(
-            f"backend: {backend!r} has no kernels for a vocabulary-parallel head; take 'auto' or "
-            "'torch'"
-        )
-    if shard.group:
-        runs_on = "torch"
     options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
     soft_mask = check_mask(
         soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
@@ -988,27 +976,6 @@ def linear_soft_target_loss(
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(terms), *leading)
     return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
-
-
-def _sharded(
-    student: Head, teacher: Head | TopK, form: str, match: VocabularyMatch | None, n: int | None
-) -> tuple[Head, Head | TopK, VocabularyShard]:
-    """Both heads and this process's shard, or whole heads where the loss can't use shards."""
-    shard = student.shard
-    V = student.weight.shape[0]
-    last = (V - 1) // shard.largest * shard.largest if shard.group else 0  # first id of the last
-    supported = shard.group and isinstance(teacher, Head) and form != "adaptive_kl"
-    if match is not None or not supported or (n or V) <= last or last == 0:
-        shard = WHOLE_VOCABULARY
-        student = student.whole()
-    if isinstance(teacher, Head) and (not shard.group or teacher.shard != shard):
-        teacher = teacher.whole()
-    return student, teacher, shard
-
-
-def _ids_of_shard(shard: VocabularyShard, V: int) -> int:
-    """Number of token ids below V in this process's shard."""
-    return min(V, shard.first + shard.largest) - shard.first
 
 
 def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
@@ -1109,7 +1076,7 @@ def _draft_head(
         raise ValueError("draft_vocabulary: a TopK has no head; leave it out, and map its ids")
     if vocabulary is not None:
         raise ValueError("vocabulary has no use beside draft_vocabulary; leave it out")
-    teacher = as_head("teacher_head", teacher_head).whole()
+    teacher = as_head("teacher_head", teacher_head)
     check_vocabulary_part("draft_vocabulary", ids, teacher.weight.shape[0])
     check_device("draft_vocabulary", ids, "student_head", student.weight)
     check_shape("draft_vocabulary", ids, (student.weight.shape[0],), "the student's tokens")

@@ -161,7 +161,7 @@ class TopK:
 
         Args:
             hidden: (..., D) last hidden states of the teacher, without grad.
-            head: (V, D) weight, or a `Head`. A vocabulary-parallel head is gathered.
+            head: (V, D) weight, or a `Head`.
             k: tokens kept at a position, at most V.
             temperature: that of the call which the result goes to.
             tail: as in `TopK`.
