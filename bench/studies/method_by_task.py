@@ -20,11 +20,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 
+from fastkd._core.machine import describe
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.packaged_teacher import teacher_path
 
-SEEDS = range(4)
 VOCABULARY, WIDTH, LAYERS, LENGTH = 4096, 128, 6, 128
 TEXTS, HELD_OUT = 40 * 32, 200
 EMBEDDING_METHODS = ("fcd", "lrc_bert", "mc3kd", "lrkd")
@@ -101,29 +101,30 @@ def write_texts(out: Path, glue: Path) -> dict[str, tuple[Path, Path]]:
     return paths
 
 
-def train_embeddings(folder: Path, glue: Path, options: dict[str, dict]) -> None:
+def train_embeddings(folder: Path, glue: Path, seeds: int) -> None:
     """Train the missing students; each run's score is kept at once."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
+    machine = describe(torch.device("cpu"))
     file, paths = folder / "embeddings.json", write_texts(folder, glue / "SST-2")
     runs = json.loads(file.read_text()) if file.exists() else []
     done = {(run["task"], run["variant"], run["seed"]) for run in runs}
-    for seed in SEEDS:
+    for seed in range(seeds):
         for task, (train, evals) in paths.items():
-            for variant, about in options.items():
-                if (task, variant, seed) in done:
+            for method in EMBEDDING_METHODS:
+                if (task, method, seed) in done:
                     continue
                 config = DistillConfig(
                     task="embedding", teacher=str(teacher_path()), train=train, evals=evals,
-                    student_layers=2, method=about["method"], options=about.get("options", {}),
-                    seed=seed, num_train_epochs=1, batch_size=32, learning_rate=2e-4,
-                    max_length=24, precision="bf16", device_name="cpu", out=folder / "student",
+                    student_layers=2, method=method, seed=seed, num_train_epochs=1, batch_size=32,
+                    learning_rate=2e-4, max_length=24, precision="bf16", device_name="cpu",
+                    out=folder / "student",
                 )  # fmt: skip
                 report = run_distillation(config)
                 shutil.rmtree(folder / "student")
                 score, seconds = report["student"]["agreement"], report["seconds"]["training"]
-                about_run = {"task": task, "variant": variant, "seed": seed}
-                runs.append({**about_run, "score": score, "seconds": seconds})
+                about = {"task": task, "variant": method, "seed": seed, "commit": machine["commit"]}
+                runs.append({**about, "score": score, "seconds": seconds})
                 file.write_text(json.dumps(runs, indent=1))
                 print(runs[-1], flush=True)
 
@@ -134,12 +135,12 @@ def main() -> None:
     parser.add_argument("what", choices=("decoder", "embeddings"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("data", type=Path, help="WikiText-2's folder, or GLUE's")
+    parser.add_argument("--seeds", type=int, default=4)
     given = parser.parse_args()
     if given.what == "decoder":
         write_decoder(given.folder, given.data)
     else:
-        methods = {name: {"method": name} for name in EMBEDDING_METHODS}
-        train_embeddings(given.folder, given.data, methods)
+        train_embeddings(given.folder, given.data, given.seeds)
 
 
 if __name__ == "__main__":
