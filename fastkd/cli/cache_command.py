@@ -20,6 +20,7 @@ from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.train import data, processes
+from fastkd.train.auto_method import SettingsT, settled
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
 from fastkd.train.hub import is_served
@@ -37,7 +38,7 @@ from fastkd.train.progress import Display, counted
 from fastkd.train.run import Run, assemble, save_model, select
 from fastkd.train.run_directory import corpus_fingerprints, size_text
 from fastkd.train.saving import LOCK, MANIFEST, free_bytes, locked, saving, write_json
-from fastkd.train.settings import Pairing
+from fastkd.train.settings import AUTO
 
 KEPT = "the same command goes on with what is there"
 
@@ -59,7 +60,7 @@ def write(settings: CacheSettings, console: Console) -> None:
                 raise InputError(
                     f"--out {out} holds other files than a cache's; give another --out"
                 )
-            run = load(settings, settings.batch_size, display)
+            run, settings = load(settings, settings.batch_size, display)
             selected = select(settings, run)
             distiller = assemble(settings, run, selected).to(run.device)
         processes.on_first_process(lambda: _remove_partial(out))
@@ -128,15 +129,18 @@ def _remove_partial(out: Path) -> None:
         path.unlink()
 
 
-def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool = False) -> Run:
-    """Rows and teacher; see `load_teacher`."""
+def load(
+    settings: SettingsT, batch_size: int, display: Display, fresh_head: bool = False
+) -> tuple[Run, SettingsT]:
+    """Rows and teacher, see `load_teacher`, and the settings with the method that auto takes."""
     training_config = TrainingConfig(
         batch_size=batch_size * world_size(),
         precision=settings.precision,
         device_name=settings.device_name,
         seed=settings.seed,
     )
-    make_method(settings.method, settings.options, settings.preset)
+    if settings.method != AUTO:
+        make_method(settings.method, settings.options, settings.preset)
     corpus = data.load(settings, finished_task(settings))
     teacher: Any
     if is_served(settings.teacher) and isinstance(settings, CacheSettings):
@@ -147,9 +151,13 @@ def load(settings: Pairing, batch_size: int, display: Display, fresh_head: bool 
         teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
     nn.Module.to(teacher, training_config.device)
     length = settings.max_length
-    return Run(
+    settings, why = settled(settings, corpus.task, own_tokens=teachers is not None)
+    if why:
+        display.say(why)
+    run = Run(
         corpus, tokenizer, teacher, training_config, length, display, teacher_tokenizer=teachers
     )
+    return run, settings
 
 
 def sizes_of(teacher: Any) -> dict[str, int]:

@@ -23,8 +23,8 @@ def verify(settings: VerifySettings, console: Console) -> bool:
         # No row is evaluated, but a corpus has some.
         evals = settings.evals or settings.train
         few = dataclasses.replace(settings, max_train_rows=settings.rows, evals=evals)
-        run = load(few, settings.rows, display, fresh_head=True)
-        distiller = assemble(settings, run, select(settings, run)).to(run.device)
+        run, few = load(few, settings.rows, display, fresh_head=True)
+        distiller = assemble(few, run, select(few, run)).to(run.device)
         rows = run.train_rows
         inputs = next(rows.batches(run.collate, len(rows), device=run.device))
         display.say(f"{len(rows)} rows, device {run.device}, float64, without dropout")

@@ -23,6 +23,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     settings, task = report["settings"], tasks.named(report.get("task"))
     by_teacher = report.get("teachers", {})
     teacher = settings["teacher"] or settings.get("teacher_cache") or settings["teachers"]
+    method = report.get("method", settings["method"])
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
     hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
@@ -32,7 +33,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         pipeline_tag=task.pipeline,
         tags=["fastkd", "knowledge-distillation"],
         base_model=None if Path(teacher).exists() else settings.get("teacher_model") or teacher,
-        model_name=f"{settings['method']} student",
+        model_name=f"{method} student",
         eval_results=[
             hub.EvalResult(
                 task_type=task.pipeline,
@@ -60,11 +61,11 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         smaller = compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
     text = TEXT.read_text("utf-8").format(
         data=data.to_yaml(),
-        title=f"{settings['method']} student of {Path(teacher).name}",
+        title=f"{method} student of {Path(teacher).name}",
         layers=report["layers"],
         parameters=size["student"],
         version=report["fastkd"],
-        made=_made(settings["method"]),
+        made=_made(method, settings["method"]),
         teacher=teacher,
         smaller=smaller,
         faster=faster,
@@ -113,10 +114,11 @@ def _usage(task: type[Task], report: Mapping[str, Any], directory: str) -> str:
     )
 
 
-def _made(method: str) -> str:
+def _made(method: str, asked: str) -> str:
     if method == "labels":
         return "trained on the labels alone, and compared with the teacher"
-    return f"distilled with the method `{method}` from the teacher"
+    by = "" if method == asked else f" (`--method {asked}`)"
+    return f"distilled with the method `{method}`{by} from the teacher"
 
 
 def _adapters(settings: Mapping[str, Any], report: Mapping[str, Any], head: str, name: str) -> str:

@@ -20,7 +20,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.integrations.served_teacher import ServedTeacher
-from fastkd.train import data, lora, processes, recipes, sharding, tasks
+from fastkd.train import auto_method, data, lora, processes, recipes, sharding, tasks
 from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import DistillConfig
@@ -60,7 +60,7 @@ from fastkd.train.saving import (
     saving,
     update_manifest,
 )
-from fastkd.train.settings import MAX_LENGTH, SELECT
+from fastkd.train.settings import AUTO, MAX_LENGTH, SELECT
 from fastkd.train.tasks.base import reorder_classes
 
 
@@ -110,7 +110,8 @@ def check(config: DistillConfig) -> None:
     for flag in set_flags(config, "teacher_model", "top_k"):
         if not is_served(config.teacher):
             raise InputError(f"{flag}: belongs to a --teacher that is a server's URL; leave it out")
-    make_method(config.method, config.options, config.preset)
+    if config.method != AUTO:
+        make_method(config.method, config.options, config.preset)
     kind = tasks.of_file(config.kind, config.train)
     if config.finetune_teacher and not kind.supervised:
         raise InputError(
@@ -152,9 +153,14 @@ class Distillation:
         config, out, display = self.config, self.out, self.display
         with processes.errors_on_all():
             prints = self._load()
+            own, kept = self.run.teacher_tokenizer is not None, out.manifest.get("method")
+            self.config, why = auto_method.settled(config, self.run.task, own, kept)
+            config = self.config
             # Errors of student and method are raised now, not after the teacher's fine-tuning.
             distiller = assemble(config, self.run, gather=config.gather)
             self._check(distiller)
+        if why:
+            display.say(why)
         student = cast(PreTrainedModel, distiller.student)
         self.recipe = recipes.compared(config, distiller.method)
         for line in recipes.lines(self.recipe):
@@ -166,6 +172,7 @@ class Distillation:
         fine_tuned = run.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
         processes.on_first_process(lambda: out.check_room(fine_tuned, size))
         out.begin(prints)
+        out.once("method", lambda: config.method)
         counts = ", ".join(f"{number} {name} rows" for name, number in self._counts().items())
         display.say(f"{counts}, device {run.device.type}")
         if max(world_size(), out.processes) > 1:

@@ -36,7 +36,7 @@ from fastkd.train.progress import Display
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.same_tokens import difference, other_token, same_tokens, sample
 from fastkd.train.saving import find_damage, read_manifest
-from fastkd.train.settings import MAX_LENGTH, SELECT, Pairing
+from fastkd.train.settings import AUTO, MAX_LENGTH, SELECT, Pairing
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
 from fastkd.train.tasks.regression import Regression
@@ -297,6 +297,11 @@ def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
     name = settings.tokenizer or settings.student
     option = "--student" if settings.tokenizer is None else "--tokenizer"
     tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    if settings.method == AUTO:
+        raise InputError(
+            f"--teacher {url}: a server's log-probabilities have temperature 1; pass --method "
+            "soft_targets --set temperature=1"
+        )
     method: Any = make_method(settings.method, settings.options, settings.preset)
     if getattr(method, "temperature", 1.0) != 1:
         raise InputError(
@@ -570,6 +575,8 @@ def _student_from_path(
 
 def method_class(name: str) -> type[Method]:
     """Class of --method: a method, a baseline, or the user's package.module:Class."""
+    if name == AUTO:
+        raise InputError(f"--method {AUTO} is of one run; name the methods to compare")
     if ":" not in name and name not in NAMES:
         raise InputError(f"--method {name!r}; {nearest(name, NAMES)}")
     if ":" in name and "" not in sys.path:
@@ -582,7 +589,7 @@ def method_class(name: str) -> type[Method]:
 
 def attention_for(method: str, asked: str | None) -> dict[str, Any]:
     """Options of ``from_pretrained`` for --attention; eager for methods with attention maps."""
-    if asked is None and issubclass(method_class(method), AttentionMSE):
+    if asked is None and method != AUTO and issubclass(method_class(method), AttentionMSE):
         asked = "eager"
     return {} if asked is None else {"attn_implementation": asked}
 

@@ -33,6 +33,8 @@ NAMES = (
     "distilbert", "minilm", "minilmv2", "embeddings", "gold",
 )  # fmt: skip
 LABELLED_SHARE = 0.25
+# --method: the one that suits the kind of task, see `fastkd.train.auto_method`.
+AUTO = "auto"
 # Default of --max-length, lowered where a model reads less.
 MAX_LENGTH = 128
 # --teacher-layers: chosen from data (MC3KD, Algorithm 1).
@@ -231,7 +233,9 @@ class Pairing(Source):
         choices=("eager", "sdpa"),
     )
     method: str = option(
-        "mc3kd", f"Method: {', '.join(NAMES)}, or your own as package.module:Class."
+        AUTO,
+        f"Method: auto (by the kind of task), {', '.join(NAMES)}, or your own as "
+        "package.module:Class.",
     )
     preset: str = option(
         "default",
@@ -273,6 +277,11 @@ class Pairing(Source):
             self.teacher = resolved(self.teacher)
         if self.recipe is not None and self.preset != "paper":
             raise InputError("--recipe needs --preset paper")
+        for flag in given(self, "preset", "options") if self.method == AUTO else ():
+            raise InputError(
+                f"{flag} needs --method NAME: --method {AUTO} takes another method for another "
+                "kind of task"
+            )
         made = given(self, "student_layers", "teacher_layers", "student_config", "student_weights")
         if self.student is not None and made:
             raise InputError(f"--student and {made[0]} exclude each other")

@@ -225,7 +225,8 @@ def test_verify_prints_a_table(call, tmp_path, monkeypatch):
         assert name in output
     assert "differs" not in output
     bare = make_teacher(tmp_path / "bare", head=False, **STILL)
-    assert "by definition" in call("verify", None, teacher=bare, rows=4, ranks=0, eval=None)
+    options = {"teacher": bare, "method": "mc3kd", "rows": 4, "ranks": 0, "eval": None}
+    assert "by definition" in call("verify", None, **options)
     assert "--rows" in call("verify", None, rows=1, expect=2)
 
 

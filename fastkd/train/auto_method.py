@@ -1,0 +1,69 @@
+"""`--method auto`: the method of each kind of task, which a study found."""
+
+import copy
+from typing import NamedTuple, TypeVar
+
+from fastkd.train import tasks
+from fastkd.train.settings import AUTO, Pairing
+from fastkd.train.tasks.base import Task
+
+#: The page with the study, and the method of each kind in a table.
+PAGE = "docs/studies/method_by_task.md"
+SettingsT = TypeVar("SettingsT", bound=Pairing)
+
+
+class Choice(NamedTuple):
+    """A method, and why it is taken."""
+
+    method: str
+    why: str
+
+
+#: By the name of the task. `PAGE` has the same table, which a test compares.
+_RANK = "best worst rank over six unlike settings"
+_LIKE_CAUSAL = "not studied; that of causal-lm"
+METHODS = {
+    "causal-lm": Choice("fcd", "above labels only beyond noise"),
+    "chat": Choice("fcd", _LIKE_CAUSAL),
+    "classification": Choice("mc3kd", _RANK),
+    "embedding": Choice("lrkd", "above FCD, MC3KD and LRC-BERT beyond noise"),
+    "masked-lm": Choice("fcd", _LIKE_CAUSAL),
+    "multi-label": Choice("mc3kd", _RANK),
+    "multiple-choice": Choice("mc3kd", _RANK),
+    "question-answering": Choice("mc3kd", _RANK),
+    "regression": Choice("mc3kd", _RANK),
+    "seq2seq": Choice("fcd", _LIKE_CAUSAL),
+    "token-classification": Choice("mc3kd", _RANK),
+}
+
+
+def kind_of(task: Task | type[Task]) -> str | None:
+    """The kind in `METHODS` of a task; for a user's own the one it derives from, or its head's."""
+    kind = task if isinstance(task, type) else type(task)
+    bases = [base for base in kind.__mro__ if issubclass(base, Task) and base is not Task]
+    alike = [other for other in map(tasks.named, METHODS) if other.head == kind.head]
+    return next((x.name() for x in (*bases, *alike) if x.name() in METHODS), None)
+
+
+def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
+    """The method for ``task``; ``own_tokens``: the tokenizer is the student's own."""
+    kind = kind_of(task)
+    if kind is None:
+        return Choice("soft_targets", f"--task {task.name()} is of no kind that was studied")
+    found, why = METHODS[kind]
+    if own_tokens and task.head != "AutoModel":
+        return Choice("soft_targets", "the student has a tokenizer of its own")
+    return Choice(found, f"--task {kind}: {why} ({PAGE})")
+
+
+def settled(
+    settings: SettingsT, task: Task, own_tokens: bool = False, kept: str | None = None
+) -> tuple[SettingsT, str]:
+    """``settings`` with the method that auto takes, and the line that says so; ``kept``: that of
+    the run to resume."""
+    if settings.method != AUTO:
+        return settings, ""
+    found, why = choose(task, own_tokens) if kept is None else (kept, "as the run began")
+    settings = copy.copy(settings)
+    settings.method = found
+    return settings, f"method {found} (--method {AUTO}): {why}"

@@ -1,0 +1,96 @@
+"""`--method auto`, the default: the method of each kind of task, printed, recorded and kept."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fastkd.distill.baselines import NAMES
+from fastkd.train import auto_method, tasks
+from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
+from fastkd.train.tasks.base import Task
+from fastkd.train.tasks.causal_lm import CausalLM
+from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
+from tests.support.tiny import make_teacher, run, write_tsv
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def test_the_pages_have_the_same_table():
+    page = (ROOT / auto_method.PAGE).read_text()
+    rows = re.findall(r"(?m)^\| `([\w-]+)` \| `(\w+)` \| (.+) \|$", page)
+    assert {kind: Choice(method, why) for kind, method, why in rows} == METHODS
+    assert len(rows) == len(METHODS) and list(METHODS) == sorted(tasks.NAMES)
+    for name in ("losses", "recipes"):
+        rows = re.findall(
+            r"(?m)^\| ((?:`[\w-]+`(?:, )?)+) \| `(\w+)` \|$", (DOCS / f"{name}.md").read_text()
+        )
+        named = {kind: method for kinds, method in rows for kind in re.findall(r"[\w-]+", kinds)}
+        assert named == {kind: choice.method for kind, choice in METHODS.items()}, name
+    assert {choice.method for choice in METHODS.values()} <= {*NAMES}
+    for kind, choice in METHODS.items():
+        task = tasks.named(kind)
+        assert choose(task) == (choice.method, f"--task {kind}: {choice.why} ({auto_method.PAGE})")
+
+
+class Own(CausalLM):
+    """A user's task that derives from one of fastkd's."""
+
+
+class Headed(Task):
+    """A user's task with a head of one of fastkd's."""
+
+    head = "AutoModelForTokenClassification"
+
+
+class Other(Task):
+    head = "AutoModelForImageClassification"
+
+
+def test_tasks_of_ones_own_and_students_with_other_tokens():
+    assert [kind_of(task) for task in (Own, Headed, Other)] == [
+        "causal-lm", "token-classification", None
+    ]  # fmt: skip
+    assert choose(Other).method == "soft_targets"
+    assert choose(tasks.named("causal-lm"), own_tokens=True).method == "soft_targets"
+    embedding = tasks.named("embedding")  # which has no soft targets
+    assert choose(embedding, own_tokens=True) == choose(embedding)
+
+
+def test_a_run_records_its_method_and_keeps_it(tmp_path, monkeypatch):
+    options = {
+        "teacher": make_teacher(tmp_path / "teacher"), "train": write_tsv(tmp_path / "train.tsv"),
+        "eval": write_tsv(tmp_path / "dev.tsv", 20, seed=1), "out": tmp_path / "out",
+        "batch_size": 8, "epochs": 1, "device": "cpu", "checkpoint_every": 1,
+    }  # fmt: skip
+    monkeypatch.setitem(METHODS, "classification", Choice("lrkd", "a reason"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, press_ctrl_c)
+        run("distill", **options, expect=130)
+    begun = json.loads((tmp_path / "out/unfinished/fastkd.json").read_text())
+    assert (begun["settings"]["method"], begun["method"]) == ("auto", "lrkd")
+    monkeypatch.setitem(METHODS, "classification", Choice("fcd", "another reason"))
+    assert "method lrkd (--method auto): as the run began" in run("distill", "--resume", **options)
+    report = report_of(tmp_path / "out")
+    assert (report["settings"]["method"], report["method"]) == ("auto", "lrkd")
+    assert set(report["best"]["losses"]) == {"loss", "task", "soft", "projection"}
+    card = (tmp_path / "out/student/README.md").read_text()
+    assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
+    output = run("distill", "--overwrite", **options)
+    why = f"--task classification: another reason ({auto_method.PAGE})"
+    assert f"method fcd (--method auto): {why}" in output
+
+
+@pytest.mark.parametrize("flags", [{"preset": "paper"}, {"set": "alpha=1"}])
+@pytest.mark.parametrize("command", ["distill", "cache", "verify"])
+def test_what_belongs_to_one_method_needs_its_name(tmp_path, command, flags):
+    error = run(command, teacher=tmp_path, task="sst2", **flags, expect=2)
+    assert f"--{next(iter(flags))} needs --method NAME" in error
+
+
+def test_a_study_names_its_methods(tmp_path):
+    error = run("study", methods="labels,auto", tasks="docstrings=docstrings", out=tmp_path,
+                expect=2)  # fmt: skip
+    assert "--method auto is of one run; name the methods to compare" in error
