@@ -19,21 +19,20 @@ class Choice(NamedTuple):
     why: str
 
 
+_LIKE = "not studied; that of "
 #: By the name of the task. `PAGE` has the same table, which a test compares.
-_RANK = "best worst rank over six unlike settings"
-_LIKE_CAUSAL = "not studied; that of causal-lm"
 METHODS = {
-    "causal-lm": Choice("fcd", "above labels only beyond noise"),
-    "chat": Choice("fcd", _LIKE_CAUSAL),
-    "classification": Choice("mc3kd", _RANK),
+    "causal-lm": Choice("fcd", "above soft targets beyond noise"),
+    "chat": Choice("fcd", _LIKE + "causal-lm"),
+    "classification": Choice("soft_targets", "nothing is above it beyond noise"),
     "embedding": Choice("lrkd", "above FCD, MC3KD and LRC-BERT beyond noise"),
-    "masked-lm": Choice("fcd", _LIKE_CAUSAL),
-    "multi-label": Choice("mc3kd", _RANK),
-    "multiple-choice": Choice("mc3kd", _RANK),
-    "question-answering": Choice("mc3kd", _RANK),
-    "regression": Choice("mc3kd", _RANK),
-    "seq2seq": Choice("fcd", _LIKE_CAUSAL),
-    "token-classification": Choice("mc3kd", _RANK),
+    "masked-lm": Choice("fcd", _LIKE + "causal-lm"),
+    "multi-label": Choice("soft_targets", _LIKE + "classification"),
+    "multiple-choice": Choice("soft_targets", _LIKE + "classification"),
+    "question-answering": Choice("soft_targets", _LIKE + "token-classification"),
+    "regression": Choice("fcd", "above soft targets beyond noise, cheaper than MC3KD"),
+    "seq2seq": Choice("fcd", _LIKE + "causal-lm"),
+    "token-classification": Choice("soft_targets", "nothing is above it beyond noise, one seed"),
 }
 
 

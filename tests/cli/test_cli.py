@@ -373,7 +373,9 @@ def test_selected_layers_make_the_student_and_are_compared(
     distill, interrupted, teacher, tmp_path, monkeypatch
 ):
     large = family(tmp_path / "gpt2", teacher, "gpt2")
-    options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
+    options = {
+        "teacher": large, "teacher_layers": "select", "learning_rate": 1e-8, "method": "mc3kd"
+    }  # fmt: skip
     interrupted(3, terminate, expect=143, **options)
     # What was chosen is not chosen again.
     monkeypatch.setattr("fastkd.train.models.select_layers", None)
@@ -397,11 +399,11 @@ def test_selected_layers_make_the_student_and_are_compared(
 def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     """After the teacher's fine-tuning, from a cache, and with a map that --set names."""
     large = family(tmp_path / "bert", teacher, "bert")
-    selecting = {"teacher": large, "teacher_layers": "select"}
+    selecting = {"teacher": large, "teacher_layers": "select", "method": "mc3kd"}
     # What methods make of two widths is tested in tests/distill/test_width.py.
     sizes = "hidden_size=12,num_attention_heads=2,intermediate_size=8"
     narrow = {"student_config": sizes, "precision": "bf16"}
-    distill(method="mc3kd", finetune_teacher=0.2, out=tmp_path / "tuned", **narrow, **selecting)
+    distill(finetune_teacher=0.2, out=tmp_path / "tuned", **narrow, **selecting)
     report = report_of(tmp_path / "tuned")
     assert report["teacher_layers"] == report["compared_layers"] == [1, 4]
     assert report["settings"]["student_config"]["hidden_size"] == 12
@@ -412,7 +414,7 @@ def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
     assert report["teacher_layers"] == [1, 4] and report["compared_layers"] == [3, 4]
     cache = tmp_path / "cache"
     run("cache", out=cache, max_length=16, train=files[0], eval=files[1], **selecting)
-    distill(teacher=None, teacher_cache=cache, out=tmp_path / "cached")
+    distill(teacher=None, teacher_cache=cache, method="mc3kd", out=tmp_path / "cached")
     assert report_of(tmp_path / "cached")["compared_layers"] == [1, 4]
     assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
 
@@ -473,7 +475,7 @@ BAD = [
     ({"train": None, "eval": None}, "--task .*--train"),
     ({"method": "fdc"}, "--method .*did you mean 'fcd'"),
     ({"task": "sts-b"}, "--task .*did you mean 'stsb'"),
-    ({"set": "alhpa=1"}, "--set alhpa.*did you mean 'alpha'"),
+    ({"set": "alhpa=1", "method": "mc3kd"}, "--set alhpa.*did you mean 'alpha'"),
     ({"set": "alpha"}, "--set .*name=value"),
     ({"teacher": "./nowhere"}, "--teacher ./nowhere.*no such directory"),
     ({"teacher": "nowhere"}, "nowhere: no such directory, and the hub"),
