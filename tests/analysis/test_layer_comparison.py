@@ -320,11 +320,12 @@ def measured(ends, **options):
     torch.manual_seed(3)
     batch = labelled(padded_batch())
     batches = [{k: v[a:b] for k, v in batch.items()} for a, b in ends]
+    model = bert().double()  # two processes' float32 products may differ in the last bits
     return (
-        layer_similarity(bert(), batches, ["svcca", "cka"], **options),
-        layer_similarity(bert(), batches, MEASURES, **options),
-        adjacent_layer_cca(bert(), batches, **options),
-        layer_intra_class_similarity(bert(), batches, **options),
+        layer_similarity(model, batches, ["svcca", "cka"], **options),
+        layer_similarity(model, batches, MEASURES, **options),
+        adjacent_layer_cca(model, batches, **options),
+        layer_intra_class_similarity(model, batches, **options),
     )
 
 
