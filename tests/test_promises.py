@@ -276,6 +276,19 @@ def test_losses_twice_in_a_dynamic_graph():
     torch.testing.assert_close(compiled(student, teacher), step(student, teacher))
 
 
+@pytest.mark.parametrize(
+    "loss", [pytest.param(("cpp", "FCDLoss"), marks=MARKS["cpp"])], indirect=True
+)
+def test_a_module_twice_in_a_dynamic_graph(loss):
+    compiled = torch.compile(
+        lambda s, t: loss(s, t, None) + loss(s.sin(), t, None),
+        fullgraph=True, backend="eager", dynamic=True,
+    )  # fmt: skip
+    student, teacher = features(device=torch.device("cpu"))
+    expected = loss(student, teacher, None) + loss(student.sin(), teacher, None)
+    torch.testing.assert_close(compiled(student, teacher), expected)
+
+
 def test_compile_without_gradients():
     projection = fastkd.OrthogonalProjection(D_S, D_T)
 

@@ -266,8 +266,10 @@ class FCDLoss(InGroup):
             self.beta / len(pairs),
             self.normalize,
             self.distance,
-            self.temperature,
-            self.eps,
+            # In a dynamic graph a float that is first read inside of an autograd.Function belongs
+            # to the function's graph, where a second call can't read it.
+            self.temperature * 1.0,
+            self.eps * 1.0,
             return_terms,
         )
         ranks = ranks_of(self.gather, self.group)
