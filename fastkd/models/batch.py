@@ -239,11 +239,21 @@ def _moved_answers(batch: dict[str, Any], first: Tensor) -> dict[str, Tensor]:
 
 
 def check_side(readers: Sequence[Backbone], batch: dict[str, Any]) -> None:
-    """Raise for left padding that stays in place, if a model may count positions from it."""
+    """Raise for padding that stays in place, if a model counts it as positions or reads it."""
     mask = batch.get("attention_mask")
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or not mask.numel():
         return
+    behind = mask.any(-1) & (mask[..., -1] == 0)
     for reader in readers:
+        if (
+            reader.head_padding is not None
+            and reader.reads_last_position(batch)
+            and bool(behind.any())
+        ):
+            raise ValueError(
+                f"attention_mask: {reader.class_name} reads the last position of a row, and rows "
+                'are padded on the right; pad on the left (tokenizer.padding_side = "left")'
+            )
         # XLNet's positions are relative; those of `Blocks` are unknown.
         known = reader.shows_states and reader.config.model_type != "xlnet"
         if known and "position_ids" not in batch and not bool(mask[..., 0].all()):
