@@ -128,9 +128,8 @@ def checked_weights(
 @functools.cache  # warns once a process
 def _warn_of_empty_mask(name: str) -> None:
     warn_caller(
-        f"{name} has no real token: in a Distiller no label of the batch counts (all are −100); "
-        "elsewhere fastkd takes 1 or True for real tokens, as a Hugging Face attention_mask does: "
-        "pass ~key_padding_mask, or additive_mask == 0",
+        f"{name} has no real token: in a Distiller all labels of the batch are −100; elsewhere 1 "
+        "or True is a real token: pass ~key_padding_mask, or additive_mask == 0",
     )
 
 

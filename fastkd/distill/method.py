@@ -225,9 +225,9 @@ class Method(nn.Module):
         if not self.scheduled or not missed:
             return ""
         return (
-            f"{type(self).__name__} trains {', '.join(missed)} only near the end of its schedule: "
-            f"the last of {steps} steps is at {last:.0%} of the training, so they are never "
-            "trained; train longer, or shorten the first stage (first_stage)"
+            f"{type(self).__name__} trains {', '.join(missed)} only near the end of its schedule, "
+            f"beyond the last of {steps} steps (at {last:.0%}); train longer, or shorten the first "
+            "stage (first_stage)"
         )
 
     def compares_logits(self, *progress: float) -> bool:

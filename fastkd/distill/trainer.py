@@ -181,9 +181,8 @@ class DistillationTrainer(Trainer):
         if steps > 1 and terms and self.is_world_process_zero():
             warnings.warn(
                 f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
-                f"({', '.join(terms)}) within each accumulated batch only, which is another loss "
-                "than that of the whole batch; use a larger batch, or Distiller.accumulate in "
-                "your own loop",
+                f"({', '.join(terms)}) within each accumulated batch only; use a larger batch, "
+                "or Distiller.accumulate in your own loop",
                 stacklevel=2,
             )
 

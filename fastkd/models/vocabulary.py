@@ -66,13 +66,13 @@ def _count_shared_ids(*vocabularies: dict[int, list[str]]) -> int:
         if i < n and first[i] != other[i]:
             raise ValueError(
                 f"tokenizers: id {i} is {first[i][0]!r} for the student, {other[i][0]!r} for the "
-                "teacher; their predictions can't be compared: use models with one tokenizer, or "
-                "pass tokenizers=VocabularyMatch.of(student's, teacher's)"
+                "teacher; use models with one tokenizer, or pass "
+                "tokenizers=VocabularyMatch.of(student's, teacher's)"
             )
     if 2 * n < max(map(len, vocabularies)):
         raise ValueError(
             f"tokenizers: they have {len(first)} and {len(other)} tokens but share only ids below "
-            f"{n}; their predictions can't be compared: use models with one tokenizer, or pass "
+            f"{n}; use models with one tokenizer, or pass "
             "tokenizers=VocabularyMatch.of(student's, teacher's)"
         )
     return n
