@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from fastkd._core.extras import require
 from fastkd.study.grid import Cell, Grid
+from fastkd.study.run_measurements import similarities
 from fastkd.train import tasks
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, format_scores
+from fastkd.train.run import Run
 from fastkd.train.saving import read_json, write_json
 from fastkd.train.settings import DistillOptions
 
@@ -38,6 +41,20 @@ OF_TEACHER = (
     "max_train_rows", "max_eval_rows", "trust_remote_code", "attention", "max_length", "precision",
     "device_name", "finetune_teacher", "teacher_learning_rate",
 )  # fmt: skip
+
+
+#: Measurements of a run besides its scores.
+MEASURED = ("predictions", "references", "rccc", "intra_class_similarity")
+
+
+def measured(run: Run, student: PreTrainedModel) -> dict[str, Any]:
+    """Predictions of the best student, the right ones, and the similarities of its layers."""
+    rows, task = run.eval_rows[""], run.task
+    return {
+        "predictions": task.short_answers(run.answers[""], rows),
+        "references": task.references(rows),
+        **similarities(run, student),
+    }
 
 
 def key_of(options: Mapping[str, Any]) -> str:
@@ -111,7 +128,7 @@ class GridRuns:
                  "task": cell.task, "seed": cell.seed}  # fmt: skip
         about = json.loads(json.dumps(about, default=str))
         try:
-            report = run_distillation(config)
+            report = run_distillation(config, measure=measured)
         except TrainingFailed as error:
             return {**about, "failed": str(error)}
         finally:
@@ -127,6 +144,8 @@ class GridRuns:
             "seconds": report["seconds"]["training"],
             "recipe": report.get("recipe", {}),
             "parameters": report["parameters"],
+            "history": report["history"],
+            **{name: report[name] for name in MEASURED if name in report},
         }
 
     def options(self, cell: Cell) -> dict[str, Any]:

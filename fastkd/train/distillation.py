@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,10 +65,17 @@ from fastkd.train.settings import AUTO, MAX_LENGTH, SELECT
 from fastkd.train.tasks.base import reorder_classes
 
 
-def run_distillation(config: DistillConfig, display: Display | None = None) -> dict[str, Any]:
+#: Measurements of a run's best student, by name.
+Measure = Callable[[Run, PreTrainedModel], dict[str, Any]]
+
+
+def run_distillation(
+    config: DistillConfig, display: Display | None = None, measure: Measure | None = None
+) -> dict[str, Any]:
     """Run `fastkd distill`; returns the content of the student's manifest.
 
-    The ``display`` is entered after all options are checked.
+    The ``display`` is entered after all options are checked. ``measure`` takes the place of the
+    timing of both models.
 
     Raises:
         InputError: an option, file or model cannot be used; raised before training.
@@ -89,7 +97,7 @@ def run_distillation(config: DistillConfig, display: Display | None = None) -> d
         if config.finetune_teacher:
             distiller = None  # its student has the weights before fine-tuning
             job.finetune_teacher()
-        report = job.train_student(distiller)
+        report = job.train_student(distiller, measure)
         report["seconds"]["total"] += time.perf_counter() - started
         job.finish(report)
     return report
@@ -303,7 +311,9 @@ class Distillation:
 
         processes.on_first_process(finish)
 
-    def train_student(self, distiller: Distiller | None) -> dict[str, Any]:
+    def train_student(
+        self, distiller: Distiller | None, measure: Measure | None = None
+    ) -> dict[str, Any]:
         """Train the student and save its best state as OUT/student; returns the run's report.
 
         The ``distiller`` is None if the teacher was fine-tuned.
@@ -341,7 +351,7 @@ class Distillation:
         training = history[-1]["seconds"]
         before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
         self.display.say("scoring and timing the best student ...")
-        report.update(self._score_best(student))
+        report.update(self._score_best(student, measure))
         # The manifest of the saved student has its scores. The first process reads it, before it
         # moves the directory.
         return {
@@ -382,7 +392,7 @@ class Distillation:
             target, **attention_for(self.config.method, self.config.attention)
         )
 
-    def _score_best(self, student: PreTrainedModel) -> dict[str, Any]:
+    def _score_best(self, student: PreTrainedModel, measure: Measure | None) -> dict[str, Any]:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         run, best = self.run, self._best(self.out.student, student)
         found: dict[str, Any] = {"parameters": {}, "bytes": {}}
@@ -398,6 +408,7 @@ class Distillation:
         else:
             best.to(run.device)
         run.score(best, who="student")
+        measured = None if measure is None else measure(run, best)
         for name, sets in run.rows_by_teacher().items():
             self.by_teacher[name]["student"] = run.score(best, sets)
             shown = format_scores(self.by_teacher[name]["student"])
@@ -407,6 +418,8 @@ class Distillation:
             found["test"] = {
                 name: run.score(model, run.test_rows) for name, model in both.items() if model
             }
+        if measured is not None:
+            return {**found, "seconds_a_batch": {}, **measured}
         if self.config.shard:  # no process runs it alone
             seconds = processes.all_gather(run.seconds_a_batch(best))[0]
         else:
