@@ -17,7 +17,8 @@ import fastkd
 import fastkd.distill
 from fastkd._core.extras import how_to_get
 from fastkd.cli.main import app
-from fastkd.study import spec as study
+from fastkd.study import grid
+from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -128,10 +129,12 @@ def test_sketches_use_existing_names():
 def test_study_files_of_the_pages_are_valid(tmp_path):
     """Files of runs in stages are tested by cli/test_stages.py."""
     page = (ROOT / "docs" / "studies" / "README.md").read_text()
-    plans = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert len(plans) == 3
-    for training_config in plans:
-        assert study.make(tomllib.loads(training_config), tmp_path).variants
+    files = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert len(files) == 2
+    for text in files:
+        assert grid.make(
+            {"methods": {"fcd": {}}, **tomllib.loads(text)}, tmp_path, StudySettings()
+        ).cells
 
 
 def test_invalid_command_of_a_page_is_detected(monkeypatch):

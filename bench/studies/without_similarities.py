@@ -1,9 +1,9 @@
 """`python -m bench.studies.without_similarities study ...`: fastkd, whose runs compute no RCCC."""
 
 from fastkd import __main__ as entry
-from fastkd.study import task_runs
+from fastkd.study import grid_runs
 
-task_runs.similarities = lambda run, student: {}
+grid_runs.similarities = lambda run, student: {}
 
 if __name__ == "__main__":
     entry.main()

@@ -7,15 +7,19 @@ study (`fastkd.study`), with a picture, and the best student to take home.
 """
 
 import dataclasses
+import json
 import os
+import shutil
 import time
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from transformers import PreTrainedModel
 
 import fastkd
 from fastkd.analysis import plot_relations
@@ -23,15 +27,20 @@ from fastkd.analysis.pictures import new_figure
 from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
-from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study import grid
+from fastkd.study.grid import Grid
+from fastkd.study.grid_report import best_cells
+from fastkd.study.grid_runs import GridRuns
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.study_runs import StudyRuns
-from fastkd.study.task_runs import TaskRuns
+from fastkd.study.study_settings import StudySettings
+from fastkd.train.computation import choose_device
+from fastkd.train.config import DistillConfig
+from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
-from fastkd.train.run import save_model
-from fastkd.train.saving import MANIFEST, locked, read_json, read_manifest, write_json
+from fastkd.train.run import Run
+from fastkd.train.saving import MANIFEST, locked, move_directory, read_json, write_json
 
 LABELS_ONLY = "labels"
 TITLES = {
@@ -46,7 +55,7 @@ TITLES = {
 MOST_PROCESSES = 4
 
 
-def either(usual: int, fast: int) -> Any:
+def either(usual: float, fast: float) -> Any:
     """A field with one default, and another with --fast."""
     return dataclasses.field(default=usual, metadata={"fast": fast})
 
@@ -59,7 +68,7 @@ class Size:
     eval_rows: int = either(60, 4)
     labelled: int = either(24, 8)
     seeds: int = either(3, 2)
-    teacher_steps: int = either(140, 2)
+    teacher_epochs: float = either(1.9, 0.1)
     student_steps: int = either(40, 2)
     batch_size: int = either(32, 4)
     max_length: int = either(20, 12)
@@ -74,27 +83,25 @@ class Size:
         return cls(**{**few, **steps})
 
 
-def make_study(size: Size, seed: int, device: str) -> Study:
+def make_study(size: Size, settings: DemoSettings) -> Grid:
     """The demo as a study."""
-    task = TaskSpec(
-        "docstrings",
-        None,
-        rows=(size.train_rows, size.eval_rows),
-        labelled=size.labelled,
-        max_length=size.max_length,
-        teacher_steps=size.teacher_steps,
-        teacher_learning_rate=3e-4,
-    )
-    return Study(
-        tasks=(task,),
-        variants=tuple(Variant(name, name, {}) for name in METHODS),
-        seeds=tuple(range(seed, seed + size.seeds)),
-        student_layers=size.student_layers,
-        steps=size.student_steps,
-        evaluations=1,
-        batch_size=size.batch_size,
-        device=device,
-    )
+    seed, rows = settings.seed, [size.train_rows, size.eval_rows]
+    found = {
+        "teacher": str(teacher_path()),
+        "finetune_teacher": size.teacher_epochs,
+        "teacher_learning_rate": 3e-4,
+        "student_layers": size.student_layers,
+        "steps": size.student_steps,
+        "batch_size": size.batch_size,
+        "learning_rate": 2e-4,
+        "max_length": size.max_length,
+        "labelled": size.labelled,
+        "device": settings.device,
+        "seeds": [*range(seed, seed + size.seeds)],
+        "methods": {name: {} for name in METHODS},
+        "tasks": {"docstrings": {"docstrings": "areas", "rows": rows}},
+    }
+    return grid.make(found, Path(), StudySettings(out=settings.out / "runs"))
 
 
 def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
@@ -103,38 +110,42 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     teacher = teacher_path()
     size = Size.of(settings)
-    study = make_study(size, settings.seed, settings.device)
+    study = make_study(size, settings)
     out, display = settings.out, RichDisplay(console)
-    runs = StudyRuns(study, out / "runs", display)
-    (work,) = runs.tasks.values()
-    theirs = read_manifest(out / "student") or {}
-    if (out / "student").exists() and "students" not in theirs:
+    runs = GridRuns(study, out / "runs", display)
+    if (out / "student").exists() and not (out / "demo.json").exists():
         raise InputError(f"--out {out} holds a student that isn't the demo's; give another --out")
     number, together = leave_launcher()
     if number:  # a launcher's other processes help the first
         runs.train(1)
         return {}
     with locked(out), display:
-        display.say(f"teacher: {teacher.parent.name}, device {work.device}, seed {settings.seed}")
+        device = choose_device(settings.device, "fp32")
+        display.say(f"teacher: {teacher.parent.name}, device {device}, seed {settings.seed}")
         display.say("reading the docstrings of Python's standard library ...")
-        corpus = work.corpus
-        names = cast(list[str], corpus.names)
+        runs.check()
+        options = study.cells[0].options
+        train, held_out = (
+            [json.loads(line)["label"] for line in options[name].read_text().splitlines()]
+            for name in ("train", "evals")
+        )
+        names = sorted(set(train))
         display.say(
-            f"{len(corpus.train)} docstrings to train on, {size.labelled} of them with a label for "
-            f"the students, {len(corpus.evals[''])} held out; "
+            f"{len(train)} docstrings to train on, {size.labelled} of them with a label for "
+            f"the students, {len(held_out)} held out; "
             f"{len(names)} areas: {', '.join(names)} (chance: {1 / len(names):.3f})"
         )
-        work.make_teacher()
         display.say(
-            f"students: {len(study.variants)} methods, {size.seeds} seeds, {study.budget} each"
+            f"students: {len(study.variants)} methods, {size.seeds} seeds, {size.student_steps} "
+            "steps each"
         )
         cores = min(MOST_PROCESSES, os.cpu_count() or 1)
-        alone = settings.fast or together > 1 or work.device.type == "cuda"
+        alone = settings.fast or together > 1 or device.type == "cuda"
         runs.train(1 if alone else cores)
         runs.finish()
-        report = {**_report(runs, size), "processes": together}
+        report = {**_report(runs, size), "areas": names, "processes": together}
         display.say("training the best student once more, to keep it ...")
-        _keep_best(report, study, work, size)
+        _keep_best(report, runs, size, out)
         report["seconds"] = time.perf_counter() - began
         write_json(out / "demo.json", report)
         _draw(report, out / "students.png")
@@ -142,24 +153,29 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
     return report
 
 
-def _report(runs: StudyRuns, size: Size) -> dict[str, Any]:
+def _report(runs: GridRuns, size: Size) -> dict[str, Any]:
     """What demo.json holds, from the files of the runs."""
-    study, found = runs.study, runs.results()
-    (work,) = runs.tasks.values()
-    teacher = read_json(work.folder / MANIFEST)
-    (summary,) = summarize(study, found, {work.task.name: teacher})
-    rows = {row.variant: row for row in summary.rows}
-    first = {name: found[work.task.name, name, study.seeds[0]] for name in rows}
+    found = best_cells(runs)
+    (summary,) = summarize(runs.grid, found)
+    example = summary.example
+    trained = read_json(Path(example["options"]["teacher"]) / MANIFEST)
+    rows, seed = {row.variant: row for row in summary.rows}, runs.grid.seeds[0]
     return {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
-        "device": str(work.device),
+        "device": str(choose_device(example["options"]["device_name"], "fp32")),
         "threads": torch.get_num_threads(),
-        "seeds": list(study.seeds),
+        "seeds": list(runs.grid.seeds),
         "size": dataclasses.asdict(size),
-        "areas": work.corpus.names,
-        "rows": teacher["rows"],
-        "teacher": {k: teacher[k] for k in ("scores", "parameters", "seconds")},
+        "rows": {
+            "train": example["rows"]["train"] + example["rows"].get("unlabelled", 0),
+            "held out": example["rows"]["eval"],
+        },
+        "teacher": {
+            "scores": example["teacher"],
+            "parameters": example["parameters"]["teacher"],
+            "seconds": trained["history"][-1]["seconds"],
+        },
         "students": {
             name: {
                 "accuracy": row.mean,
@@ -168,7 +184,7 @@ def _report(runs: StudyRuns, size: Size) -> dict[str, Any]:
                 "recovered": row.recovered and dataclasses.asdict(row.recovered),
                 "verdict": row.verdict,
                 "seconds": row.seconds,
-                "parameters": first[name]["parameters"],
+                "parameters": found[name, summary.task, seed]["parameters"]["student"],
                 "failed": row.failed,
             }
             for name, row in rows.items()
@@ -177,27 +193,30 @@ def _report(runs: StudyRuns, size: Size) -> dict[str, Any]:
     }
 
 
-def _keep_best(report: dict[str, Any], study: Study, work: TaskRuns, size: Size) -> None:
+def _keep_best(report: dict[str, Any], runs: GridRuns, size: Size, out: Path) -> None:
     """Train the best student again, the same bits; save it, time it, draw what it sees."""
-    out = work.out.parent
-    variant = next(v for v in study.variants if v.name == report["best"])
-    trained = work.train_student(variant, study.seeds[0])
-    run, student = trained.run, trained.student
-    seconds = run.seconds_a_batch(student, size.timing_rounds)
-    report["speedup"] = seconds["teacher"] / seconds["student"]
-    save_model(out / "student", student, work.tokenizer, report)
-    held_out = run.eval_rows[""]
-    batch = run.collate([held_out[int(held_out.lengths.argmax())]])
-    inputs = {k: v.to(work.device) for k, v in batch.items() if k != "labels"}
 
-    tokens = work.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+    def draw(run: Run, student: PreTrainedModel) -> dict[str, Any]:
+        seconds = run.seconds_a_batch(student, size.timing_rounds)
+        report["speedup"] = seconds["teacher"] / seconds["student"]
+        held_out = run.eval_rows[""]
+        batch = run.collate([held_out[int(held_out.lengths.argmax())]])
+        inputs = {k: v.to(run.device) for k, v in batch.items() if k != "labels"}
+        tokens = run.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
 
-    def features(model: nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
+        def features(model: nn.Module) -> torch.Tensor:
+            with torch.no_grad():
+                return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
 
-    pair = features(student), features(work.teacher)
-    plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
+        pair = features(student), features(run.teacher)
+        plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
+        return {}
+
+    cell = next(cell for cell in runs.cells if cell.variant == report["best"])
+    folder = runs.out / "best"
+    shutil.rmtree(folder, ignore_errors=True)
+    run_distillation(DistillConfig(**runs.options(cell), out=folder), measure=draw)
+    move_directory(folder / "student", out / "student")
 
 
 def _draw(report: dict[str, Any], path: Any) -> None:

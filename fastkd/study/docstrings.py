@@ -8,11 +8,14 @@ import ast
 import collections
 import hashlib
 import itertools
+import json
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
+from fastkd._core.atomic_files import write_file
 from fastkd.train.arrow_rows import Rows, in_memory
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.base import Corpus
@@ -56,6 +59,28 @@ LONGEST_WORDS = 60
 HELD_OUT = 5  # one group in five
 # Two texts of a pair share nothing, or an area, a package, a module, a class.
 GRADES = 5
+
+
+class Set(NamedTuple):
+    """Rows of docstrings: the function that loads them, and options of `fastkd distill`."""
+
+    load: Callable[..., Corpus]
+    options: dict[str, str]
+
+
+def write(kind: str, train_rows: int, eval_rows: int, folder: Path) -> None:
+    """Write the rows of a set, train.jsonl and eval.jsonl; nothing if they are there."""
+    if (folder / "eval.jsonl").exists():
+        return
+    corpus = SETS[kind].load(train_rows, eval_rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", corpus.train), ("eval", corpus.evals[""])):
+        names, lines = corpus.names, []
+        for i, (text, label) in enumerate(zip(rows.texts, rows.labels.tolist(), strict=True)):
+            row = {"text": text, "label": label if names is None else names[label]}
+            pair = {} if rows.pairs is None else {"text_pair": rows.pairs[i]}
+            lines.append(json.dumps({**row, **pair}))
+        write_file(folder / f"{name}.jsonl", "\n".join(lines) + "\n", shared=True)
 
 
 def docstrings(root: Path) -> Iterator[tuple[str, str, str]]:
@@ -207,3 +232,12 @@ def _rows(of_area: dict[str, list[str]], names: list[str]) -> Rows:
     rows = [(text, i) for i, name in enumerate(names) for text in of_area[name]]
     rows.sort(key=lambda row: _hash(row[0]))
     return in_memory("docstrings", [text for text, _ in rows], [label for _, label in rows])
+
+
+#: The sets, by the value of ``docstrings`` in a study's file.
+SETS = {
+    "areas": Set(load_docstrings, {"task": "classification"}),
+    "pairs": Set(
+        load_pairs, {"task": "regression", "text_pair_column": "text_pair", "metric": "spearman"}
+    ),
+}

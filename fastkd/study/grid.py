@@ -1,7 +1,6 @@
-"""A study that is a grid of `fastkd distill` runs.
+"""A study: a grid of `fastkd distill` runs.
 
-A file with a table ``grid`` is one. Its keys are options of `fastkd distill`, as in a file of
-``--stages``, and those of `Grid`:
+The keys of its file are options of `fastkd distill`, as in a file of ``--stages``, and `OWN`:
 
     teacher = ["bert-base-uncased", "roberta-base"]
     finetune_teacher = 3
@@ -30,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastkd.study.docstrings import SETS
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
@@ -39,17 +39,30 @@ from fastkd.train.options import (
     check_tables,
     check_types,
     file_keys,
+    fits,
+    given,
     paths_of,
     read_options_file,
     resolve_path,
 )
 from fastkd.train.recipes import MAKES
-from fastkd.train.settings import OF_ALL_STAGES, DistillOptions
+from fastkd.train.settings import AUTO, OF_ALL_STAGES, ColumnOptions, DistillOptions
+from fastkd.train.tasks import NAMES as NAMED_TASKS
 
+MODELS = ("teacher", "student", "tokenizer")
 PAPERS = Path(__file__).with_name("papers")
 PAPER = "paper:"
 #: Keys of a study beside the options of `fastkd distill`.
-OWN = ("title", "baseline", "seeds", "select", "grid", "methods", "tasks", "paper", "why_not")
+OWN = (
+    "title", "baseline", "seeds", "seconds", "cache", "select", "grid", "methods", "tasks",
+    "paper", "why_not",
+)  # fmt: skip
+TYPES = {"title": str, "baseline": str, "seconds": float, "cache": bool, "grid": Mapping}
+#: Methods and options of a study that names none.
+METHODS = ("labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
+DEFAULTS = {"finetune_teacher": 3.0, "steps": 80, "learning_rate": 2e-4, "select": "none"}
+#: Training and held-out docstrings of each area, or pairs of each grade.
+ROWS = [350, 60]
 #: GLUE's own folders and files: training, evaluation and test rows that have labels.
 FOLDERS = {
     "cola": ("CoLA", "dev.tsv", None),
@@ -76,15 +89,20 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A study's cells and how they are reported."""
+    """A study's cells and how they are trained and reported.
+
+    ``seconds``: the budget of a run in training time. ``cache``: whether the teacher's outputs are
+    stored for all runs. ``paper``: a paper's table, with title, columns and rows by variant.
+    """
 
     title: str
     baseline: str
     seeds: tuple[int, ...]
     select: str
     cells: tuple[Cell, ...]
-    #: A paper's table: title, columns, rows by variant.
     paper: Mapping[str, Any] | None = None
+    seconds: float | None = None
+    cache: bool = False
 
     @property
     def variants(self) -> list[str]:
@@ -113,34 +131,60 @@ def path_of(spec: Path | None) -> Path | None:
     return PAPERS / f"{short}.toml"
 
 
-def is_grid(spec: Path | None) -> bool:
-    """Whether the file of a study is a grid."""
-    return spec is not None and "grid" in read_options_file(spec)
+def read(settings: StudySettings) -> Grid:
+    """The grid of a file, or of the command's options alone, which override those of the file.
 
-
-def read(settings: StudySettings, path: Path) -> Grid:
-    """The grid of a file, with the command's options in place of the file's."""
-    found = dict(read_options_file(path))
-    if "why_not" in found:
+    Raises:
+        InputError: an invalid field or option; the message names it.
+    """
+    path = path_of(settings.spec)
+    found = {**(DEFAULTS if path is None else read_options_file(path))}
+    if path is not None and "why_not" in found:
         raise InputError(f"{path.stem}: {found['why_not']}")
-    if settings.seeds is not None:
-        found["seeds"] = settings.seeds
-    tasks = _tasks(found.get("tasks", {}), settings, path.parent)
-    return make(found, tasks, path.parent, settings)
+    for name in ("seeds", "seconds"):
+        if (value := getattr(settings, name)) is not None:
+            found[name] = value
+    if settings.seconds is not None and settings.steps is None:
+        found.pop("steps", None)
+    if settings.steps is not None and settings.seconds is None:
+        found.pop("seconds", None)
+    if settings.methods is not None:
+        found["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
+    methods = check_tables("methods", found.get("methods", {key: {} for key in METHODS}))
+    for flag, values in settings.options.items():
+        method, dot, name = flag.partition(".")
+        if not dot or method not in methods:
+            raise InputError(
+                f"--set {flag}: write METHOD.OPTION=VALUES; {nearest(method, methods)}"
+            )
+        listed = values.split(",") if isinstance(values, str) else values
+        methods = {**methods, method: {**methods[method], name: listed}}
+    found["methods"] = methods
+    return make(found, Path() if path is None else path.parent, settings)
 
 
-def make(
-    found: Mapping[str, Any], tasks: Mapping[str, dict], folder: Path, settings: StudySettings
-) -> Grid:
+def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Grid:
     """The grid of a file's content; paths are relative to ``folder``."""
+    for name, kind in TYPES.items():
+        if name in found and not fits(found[name], kind):
+            raise InputError(f"{name} must be {kind.__name__}, got {found[name]!r:.40}")
     select = found.get("select", "dev")
     if select not in ("dev", "none"):
         raise InputError(f'select must be "dev" or "none", got {select!r}')
-    seeds = found.get("seeds", 4)
-    seeds = tuple(range(seeds) if isinstance(seeds, int) else seeds)
-    shared = _fields("the study", {k: v for k, v in found.items() if k not in OWN}, folder)
-    common = {k: v for k, v in found["grid"].items() if k not in file_keys(DistillOptions)}
-    searched = {k: v for k, v in found["grid"].items() if k not in common}
+    seeds = _seeds(found.get("seeds", 4))
+    if found.get("seconds") is not None and "steps" in found:
+        raise InputError("steps and seconds exclude each other: give the budget as one of them")
+    paper = found.get("paper")
+    for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
+        if paper is not None and not isinstance(paper.get(name), kind):
+            raise InputError("paper must have a title, a list columns and a table rows")
+    tasks = _tasks(found.get("tasks", {}), settings, folder)
+    small = settings.steps is not None and folder == PAPERS
+    searching = found.get("grid", {})
+    top = {k: v for k, v in found.items() if k not in OWN}
+    shared = _fields("the study", {"teacher": "packaged", **top}, folder)
+    common = {k: v for k, v in searching.items() if k not in file_keys(DistillOptions)}
+    searched = {k: v for k, v in searching.items() if k not in common}
     searched = _fields("grid", searched, folder)
     unknown = set(common)
     if settings.teacher is not None:
@@ -150,7 +194,7 @@ def make(
     cells = []
     for entry, table in check_tables("methods", found.get("methods", {})).items():
         method, own, options = _entry(entry, table, folder)
-        known = inspect.signature(method_class(method)).parameters
+        known = _parameters(method)
         options = {**{k: v for k, v in common.items() if k in known}, **options}
         unknown -= set(known)
         over = {**searched, **own, **{f"--set {k}": v for k, v in options.items()}}
@@ -158,7 +202,7 @@ def make(
         for task, top in itertools.product(tasks, _products(tops)):
             at = {k: v for k, v in over.items() if k not in tasks[task]}
             name = _named(entry, {k: v for k, v in top.items() if _is_axis(k, tops[k])})
-            for chosen in _products(at, first=settings.steps is not None):
+            for chosen in _products(at, first=small):
                 values = {k: v for k, v in chosen.items() if _is_axis(k, at[k])}
                 variant = name if select == "dev" else _named(name, values)
                 for seed in seeds:
@@ -166,26 +210,41 @@ def make(
                     run["options"] = {
                         k.removeprefix("--set "): run.pop(k) for k in list(run) if k[0] == "-"
                     }
-                    run = _overridden(run, settings)
+                    run = _overridden(run, settings, small)
                     cells.append(Cell(variant, task, seed, values, run))
     if unknown:
         raise InputError(f"grid: {min(unknown)!r} is no option, nor of a method of the study")
     if not cells:
-        raise InputError("a study needs [methods] and [tasks]")
+        raise InputError(
+            "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
+        )
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     baseline = found.get("baseline", variants[0])
     if settings.teacher is not None or settings.student is not None:  # fewer axes than in the file
         parts = set(baseline.split(", "))
         baseline = next((v for v in variants if set(v.split(", ")) <= parts), baseline)
-    grid = Grid(
-        found.get("title", "Study"), baseline, seeds, select, tuple(cells), found.get("paper")
+    if baseline not in variants:
+        raise InputError(f"baseline {baseline!r}: {nearest(baseline, variants)}")
+    title, seconds, cache = (found.get(k) for k in ("title", "seconds", "cache"))
+    return Grid(
+        title or "Study", baseline, seeds, select, tuple(cells), paper, seconds, bool(cache)
     )
-    if grid.baseline not in grid.variants:
-        raise InputError(f"baseline {grid.baseline!r}: {nearest(grid.baseline, grid.variants)}")
-    return grid
 
 
-def _overridden(run: dict[str, Any], settings: StudySettings) -> dict[str, Any]:
+def _seeds(found: Any) -> tuple[int, ...]:
+    """The seeds: a list of them, or all below their number."""
+    if not fits(found, int | list):
+        raise InputError(f"seeds must be a number or a list of seeds, got {found!r}")
+    seeds = tuple(range(found) if isinstance(found, int) else found)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise InputError(f"seeds must be at least one, and none twice, got {list(seeds)}")
+    for seed in seeds:
+        if not (fits(seed, int) and 0 <= seed < 2**32):
+            raise InputError(f"seeds must be whole numbers from 0 to 2**32 - 1, got {seed!r}")
+    return seeds
+
+
+def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> dict[str, Any]:
     """The options of a run with those of the command."""
     if settings.teacher is not None:
         run["teacher"] = settings.teacher
@@ -193,7 +252,7 @@ def _overridden(run: dict[str, Any], settings: StudySettings) -> dict[str, Any]:
         run = {k: v for k, v in run.items() if k not in MAKES} | {"student": settings.student}
     if settings.steps is not None:
         run["training_steps"] = settings.steps
-        if run.get("finetune_teacher"):
+        if small and run.get("finetune_teacher"):
             run["finetune_teacher"] = 1e-9  # one step
     if settings.device != "auto":
         run["device_name"] = settings.device
@@ -206,11 +265,13 @@ def _fields(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
     found, paths = {}, paths_of(DistillOptions)
     for key, value in table.items():
         if key not in keys:
-            raise InputError(f"{where} has no option {key!r}; {nearest(key, [*keys, *OWN])}")
+            raise InputError(f"{where} has no option {key!r}; {nearest(key, [*OWN, *keys])}")
         name = keys[key]
         many = value if isinstance(value, list) else [value]
         if name in paths:
             many = [resolve_path(f"{where}: {key}", each, folder) for each in many]
+        elif name in MODELS:
+            many = [_model(each, folder) for each in many]
         for each in many:
             if name not in paths:
                 check_types(f"{where}: ", {name: each}, DistillOptions)
@@ -218,48 +279,101 @@ def _fields(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any
     return found
 
 
+def _model(given: Any, folder: Path) -> Any:
+    """A name on the hub, or a directory beside the file; $NAME is an environment variable."""
+    if not isinstance(given, str):
+        return given
+    path = resolve_path("", given, folder)
+    return str(path) if path.is_dir() or given.startswith((".", "$", "~")) else given
+
+
 def _entry(
     entry: str, table: Mapping[str, Any], folder: Path
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Method, options and hyper-parameters of an entry of ``methods``."""
     method = table.get("method", entry)
-    known = inspect.signature(method_class(method)).parameters
+    known = _parameters(method)
     rest = {k: v for k, v in table.items() if k != "method"}
     options = {k: v for k, v in rest.items() if k in known}
     own = {k: v for k, v in rest.items() if k not in known}
     return method, _fields(f"methods.{entry}", own, folder), options
 
 
+def _parameters(method: str) -> Mapping[str, Any]:
+    """Hyper-parameters of a method, by name."""
+    return {} if method == AUTO else inspect.signature(method_class(method)).parameters
+
+
 def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[str, Any]]:
     """Options of each data set, by name."""
-    tables = dict(found)
-    glue = tables.pop("glue", [])
-    tasks = {name: {"task": name} for name in glue}
-    for name in glue:
+    tables = {**check_tables("tasks", {k: v for k, v in dict(found).items() if k != "glue"})}
+    names = found.get("glue", []) if isinstance(found, Mapping) else []
+    for name in names:
         if name not in GLUE_TASKS:
             raise InputError(f"tasks.glue: {name!r}; {nearest(name, GLUE_TASKS)}")
-    for name, table in check_tables("tasks", tables).items():
-        check_name(f"tasks.{name}", name)
-        own = {"task": name} if name in GLUE_TASKS else {}
-        tasks[name] = {**own, **_fields(f"tasks.{name}", table, folder)}
+    tables = {**{name: {} for name in names}, **tables}
+    columns = {k: v for k in _COLUMNS if (v := getattr(settings, k))}
+    if columns and not settings.tasks:
+        raise InputError(
+            f"{given(settings, *columns)[0]}: applies to --tasks NAME=FILES only; write columns in "
+            "the study's file"
+        )
     if settings.tasks:
-        named = {}
-        for name, value in settings.tasks.items():
-            if value is not True:
-                train, _, evals = str(value).partition(",")
-                own = {"task": name} if name in GLUE_TASKS else {}
-                own |= {k: v for k, v in tasks.get(name, {}).items() if k in ("task", "max_length")}
-                named[name] = {**own, "train": Path(train), "evals": Path(evals)}
-            elif name in tasks:
-                named[name] = tasks[name]
-            else:
-                raise InputError(f"--tasks {name}: {nearest(name, tasks)}")
-        tasks = named
+        tables = {
+            name: tables[name] if value is True and name in tables
+            else {**_task_of_option(name, value, tables), **columns}
+            for name, value in settings.tasks.items()
+        }  # fmt: skip
+    out = settings.runs or settings.out
+    tasks = {name: _task(name, table, folder, out) for name, table in tables.items()}
     if settings.glue is not None:
         for name, table in tasks.items():
             if table.get("task") in FOLDERS and "train" not in table:
                 tasks[name] = {**table, **_official(settings.glue, table["task"])}
     return tasks
+
+
+_COLUMNS = tuple(field.name for field in dataclasses.fields(ColumnOptions))
+
+
+def _task(name: str, table: Mapping[str, Any], folder: Path, out: Path) -> dict[str, Any]:
+    """Options of one data set; docstrings are files that `GridRuns` writes into ``out``."""
+    check_name(f"tasks.{name}", name)
+    table, where = dict(table), f"tasks.{name}"
+    kind, rows = table.pop("docstrings", None), table.pop("rows", ROWS)
+    if kind is None:
+        named = {"task": name} if name in (*GLUE_TASKS, *NAMED_TASKS) else {}
+        return {**named, **_fields(where, table, folder)}
+    if kind not in SETS:
+        raise InputError(f"{where}: docstrings must be {' or '.join(SETS)}, got {kind!r:.40}")
+    if not (isinstance(rows, list) and len(rows) == 2 and all(fits(x, int) for x in rows)):
+        raise InputError(f"{where}: rows must be two whole numbers, got {rows!r:.40}")
+    if min(rows) < 1:
+        raise InputError(f"{where}: rows must be two positive numbers, got {rows}")
+    others = set(table) & {"task", "train", "eval", "data", "text_column", "text_pair_column"}
+    if others:
+        raise InputError(f"{where}: docstrings and {min(others)} exclude each other")
+    place = out / "data" / "-".join([kind, *map(str, rows)])
+    files = {"train": place / "train.jsonl", "evals": place / "eval.jsonl"}
+    return {**SETS[kind].options, **files, **_fields(where, table, folder)}
+
+
+def _task_of_option(name: str, value: Any, tables: Mapping[str, Mapping]) -> dict[str, Any]:
+    """The table of a data set that `--tasks NAME=VALUE` describes."""
+    if value is True:
+        raise InputError(f"--tasks {name}: {nearest(name, tables)}")
+    parts = str(value).split(",")
+    if value in ("docstrings", "pairs"):
+        return {"docstrings": "areas" if value == "docstrings" else "pairs"}
+    if parts == ["hub"]:
+        return {"task": name} if name in GLUE_TASKS else {"data": name}
+    if len(parts) != 2:
+        raise InputError(
+            f"--tasks {name}={value}: give files TRAIN,EVAL, or hub, docstrings, pairs"
+        )
+    kept = {k: v for k, v in tables.get(name, {}).items() if k in ("task", "max_length")}
+    train, evals = (str(Path(part).absolute()) for part in parts)
+    return {**kept, "train": train, "eval": evals}
 
 
 def _official(root: Path, task: str) -> dict[str, Any]:

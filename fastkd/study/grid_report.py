@@ -1,128 +1,374 @@
-"""Report of a grid: a table of its scores, differences to the baseline, the paper's numbers."""
+"""Report of a study: pages, tables (CSV) and pictures of its result files."""
 
+import base64
+import dataclasses
+import io
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fastkd._core.extras import require
+from fastkd.analysis.pictures import new_figure
 from fastkd.study.grid import Cell, Grid
 from fastkd.study.grid_runs import GridRuns
-from fastkd.study.statistics import holm, paired_difference
-from fastkd.train.saving import csv_text, write_file
+from fastkd.study.statistics import (
+    ABOVE,
+    BELOW,
+    BETTER,
+    LEVEL,
+    NO_DIFFERENCE,
+    UNKNOWN,
+    WORSE,
+    Results,
+    Row,
+    Summary,
+    empty_classes,
+    quality,
+    summarize,
+)
+from fastkd.train.errors import InputError
+from fastkd.train.options import fits
+from fastkd.train.saving import MANIFEST, csv_text, read_manifest, write_file, write_json
 
-FILES = ("report.md", "runs.csv")
-Best = Mapping[tuple[str, str, int], Mapping[str, Any]]
+jinja2: Any = require("jinja2", "train")
+
+#: Files of a report.
+FILES = ("report.html", "report.md", "summary.csv", "runs.csv", "forest.png", "curves.png")
+COLOURS = {BETTER: "#1a7f37", WORSE: "#b42318"}
+#: Table cells that are coloured, with the name of their colour.
+COLOURED_CELLS = {
+    ABOVE: BETTER,
+    BELOW: WORSE,
+    f"{BELOW} ({BETTER})": BETTER,
+    f"{ABOVE} ({WORSE})": WORSE,
+}
+#: Columns of a result table with their explanations.
+HEADINGS = {
+    "": "",
+    "seeds": "completed runs",
+    "score": "mean and standard deviation over seeds",
+    "difference": "to the baseline, paired by seed",
+    "95% over seeds": "t interval of the difference, uncorrected",
+    "95% over rows": "bootstrap interval of the difference over test rows with one class each",
+    "p (Holm)": "paired t test, corrected for the comparisons of this table",
+    "beyond noise": "p below 0.05, and an interval over rows without 0",
+    "gap recovered": "fraction of the difference between baseline and teacher",
+    "seconds": "training time",
+    "MiB": "peak memory above the memory in use before the run",
+    "RCCC": "canonical correlation of layers on held-out rows (MC3KD, 3.2)",
+    "M_ICS": "intra-class similarity of the last layer (intra-class KNN, 2)",
+}
+
+#: Columns of runs.csv between a run's name and its scores.
+RUN_COLUMNS = ("failed", "best", "seconds", "peak_bytes", "rccc", "intra_class_similarity")
+
+#: Kind and content of a block: heading or paragraph (text), "table" (headings, rows), "list"
+#: (lines) or "picture" (title, bytes in base64).
+Block = tuple[str, Any]
+
+#: Table cells as text: headings first.
+Table = list[list[str]]
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+def claim(out: Path) -> None:
+    """Record in the manifest of ``out`` that fastkd writes the report's files.
+
+    Raises:
+        InputError: a file of the report exists that fastkd did not write.
+    """
+    manifest = read_manifest(out) or {}
+    others = (MANIFEST,) if (out / MANIFEST).exists() and "study" not in manifest else FILES
+    for name in others:
+        if (out / name).exists() and name not in manifest.get("study", ()):
+            raise InputError(
+                f"--out {out} holds {name}, which `fastkd study` did not write; move it away, or "
+                "give another --out"
+            )
+    write_json(out / MANIFEST, {"study": FILES})
 
 
 def best_cells(runs: GridRuns) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Of each variant, task and seed the finished run with the best score on --eval."""
+    """Of each variant, task and seed the finished run with the best score on --eval.
+
+    If all of them failed, the first.
+    """
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for cell in runs.grid.cells:
         result = runs.result(cell)
-        if result is None or "failed" in result:
-            continue
         at = (cell.variant, cell.task, cell.seed)
-        name = next(iter(result["scores"]))
-        sign = -1 if name in result["lower_is_better"] else 1
         before = found.get(at)
-        if before is None or sign * result["scores"][name] > sign * before["scores"][name]:
+        if result is None or ("failed" in result and before is not None):
+            continue
+        if before is None or "failed" in before or _score(result) > _score(before):
             found[at] = result
     return found
 
 
-def write(runs: GridRuns, out: Path) -> str:
-    """Write the report of all finished runs; returns its page."""
+def _score(result: Mapping[str, Any]) -> float:
+    """The first metric; more is better."""
+    name, value = next(iter(result["scores"].items()))
+    return -value if name in result["lower_is_better"] else value
+
+
+def write(runs: GridRuns, out: Path) -> list[Summary]:
+    """Write the report of all finished runs into ``out``; returns its result tables."""
     grid, best = runs.grid, best_cells(runs)
-    missing = sum(runs.result(cell) is None for cell in grid.cells)
+    summaries = summarize(grid, best)
+    pictures = []
+    for name, title, draw in (
+        ("forest", "Difference to the baseline", _forest),
+        ("curves", "Learning curves", _curves),
+    ):
+        if summaries:
+            content = draw(grid, summaries, best)
+            write_file(out / f"{name}.png", content)
+            pictures.append((title, base64.b64encode(content).decode()))
+    missing = sum(not runs.done(cell) for cell in grid.cells)
+    blocks = list(_blocks(grid, summaries, best, missing, pictures))
+    page = jinja2.Environment(autoescape=True).from_string(TEMPLATE.read_text("utf-8"))
+    html = page.render(
+        title=grid.title, blocks=blocks, colours=COLOURS, coloured_cells=COLOURED_CELLS,
+        explanations=HEADINGS,
+    )  # fmt: skip
+    write_file(out / "report.html", html)
+    write_file(out / "report.md", _markdown(blocks))
+    write_file(out / "summary.csv", _csv(flat(row) for s in summaries for row in s.rows))
+    write_file(out / "runs.csv", _csv(_flat_run(runs, cell) for cell in grid.cells))
+    return summaries
+
+
+def _overview(grid: Grid, missing: int) -> str:
+    """Sentence on variants, runs and baseline."""
     searched = "the best cell on the evaluation rows, for each task and seed"
-    lines = [
-        f"# {grid.title}", "",
-        f"{len(grid.cells)} runs of `fastkd distill`, {len(grid.seeds)} seeds; "
-        f"{searched if grid.select == 'dev' else 'every cell'}; compared with {grid.baseline}.",
-        *([f"{missing} runs are not finished."] if missing else []), "",
-        *table(scores(grid, best)), "", *_differences(grid, best),
-    ]  # fmt: skip
-    if grid.paper is not None:
-        rows = [[name, *map(str, values)] for name, values in grid.paper["rows"].items()]
-        lines += [f"## {grid.paper['title']}", "", *table([["", *grid.paper["columns"]], *rows])]
-    page = "\n".join(lines) + "\n"
-    write_file(out / "report.md", page)
-    write_file(out / "runs.csv", csv_text(_runs(runs, grid.cells)))
-    return page
+    parts = [
+        f"{len(grid.cells)} runs of `fastkd distill`: {len(grid.variants)} variants, "
+        f"{len(grid.seeds)} seeds; {searched if grid.select == 'dev' else 'every cell'}; compared "
+        f"with {grid.baseline}."
+    ]
+    if grid.seconds is not None:
+        parts.append(f"Each run has the steps that take {grid.seconds:g} seconds.")
+    if grid.cache:
+        parts.append("Seconds exclude the teacher's forward pass, where its outputs are cached.")
+    if missing:
+        parts.append(f"{missing} runs are not finished; their cells are empty or have fewer seeds.")
+    return " ".join(parts)
 
 
-def scores(grid: Grid, best: Best) -> list[list[str]]:
+def findings(summary: Summary) -> str:
+    """Sentences that summarise a table: teacher, warnings, and differences beyond noise."""
+    count = summary.example["rows"]
+    text = (
+        f"Teacher: {_metric(summary)} {summary.teacher_score:.4f}; {count.get('train', 0)} "
+        f"training rows with labels, {count['eval']} held out."
+    )
+    text += "".join(f" {warning}" for warning in warnings_of(summary))
+    if failed := sum(row.failed for row in summary.rows):
+        text += f" Failed runs: {failed}, left out of the means; runs.csv has the reasons."
+    verdicts = {row.verdict for row in summary.rows if row.difference is not None}
+    if verdicts <= {UNKNOWN}:
+        return f"{text} No verdicts yet: no variant has two seeds in common with the baseline."
+    above, below = (
+        ", ".join(row.variant for row in summary.rows if row.verdict == verdict) or "none"
+        for verdict in (ABOVE, BELOW)
+    )
+    if summary.lower_is_better:
+        return f"{text} Below the baseline beyond noise: {below}. Above it beyond noise: {above}."
+    return f"{text} Above the baseline beyond noise: {above}. Below it beyond noise: {below}."
+
+
+def _metric(summary: Summary) -> str:
+    return f"{summary.metric}{' (lower is better)' if summary.lower_is_better else ''}"
+
+
+def warnings_of(summary: Summary) -> list[str]:
+    """Warnings of a table: classes without rows, teacher at chance, constant students."""
+    example, labelled = summary.example, summary.example["options"].get("labelled")
+    found = [
+        f"Classes without {what} rows: {', '.join(names)}."
+        for what, names in empty_classes(example).items()
+        if names
+    ]
+    if labelled is not None and labelled < len(example["classes"]):
+        found.append(f"{labelled} labels are fewer than the classes.")
+    if why := example["warnings"].get("teacher"):
+        found.append(f"The teacher's answers {why}.")
+    if constant := [row.variant for row in summary.rows if row.constant]:
+        found.append(f"Students with the same prediction for every row: {', '.join(constant)}.")
+    return found
+
+
+def cells(row: Row) -> list[str]:
+    """Cells of a table row as text; undefined values are empty."""
+    d, recovered, rows = row.difference, row.recovered, row.rows_interval
+    return [
+        row.variant
+        + (f" ({row.failed} failed)" if row.failed else "")
+        + (f" (one prediction for all rows: {row.constant} seeds)" if row.constant else ""),
+        str(row.seeds),
+        _number(row.mean, ".4f") + (f" ± {row.std:.4f}" if row.seeds > 1 else ""),
+        "" if d is None else _number(d.mean, "+.4f"),
+        "" if d is None else _interval(d.low, d.high),
+        "" if rows is None else _interval(*rows),
+        _number(row.p_holm, ".3g"),
+        row.verdict + (f" ({row.quality})" if row.quality and row.lower_is_better else ""),
+        ""
+        if recovered is None
+        else f"{recovered.mean:.0%} {_interval(recovered.low, recovered.high, '.0%')}",
+        _number(row.seconds, ".1f"),
+        _number(None if row.peak_bytes is None else row.peak_bytes / 2**20, ".0f"),
+        _number(row.rccc, ".3f"),
+        _number(row.intra_class_similarity, ".3f"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None or math.isnan(value) else format(value, form)
+
+
+def _interval(low: float, high: float, form: str = "+.4f") -> str:
+    return "" if math.isnan(low) else f"[{low:{form}}, {high:{form}}]"
+
+
+def machines(found: Results) -> list[str]:
+    """Machines, versions and commits of the runs, with their number of runs."""
+    counts: dict[str, int] = {}
+    for about in (run["machine"] for run in found.values() if "failed" not in run):
+        computer, versions = about["machine"], about["versions"]
+        name = computer.get("gpu") or computer["cpu"]
+        line = (
+            f"{name}, {computer['threads']} threads, torch {versions.get('torch')}, "
+            f"transformers {versions.get('transformers')}, commit {about['commit']}"
+        )
+        counts[line] = counts.get(line, 0) + 1
+    return [f"{line}: {number} runs" for line, number in sorted(counts.items())]
+
+
+def scores(grid: Grid, best: Results) -> Table:
     """Headings and rows: each metric of each task, mean ± standard deviation, and the mean.
 
     The mean is over tasks; a task with several metrics counts once, by their mean.
     """
+    good = {at: result for at, result in best.items() if "failed" not in result}
     metrics: dict[str, list[str]] = {}
-    for (_, task, _), result in best.items():
+    for (_, task, _), result in good.items():
         kept = metrics.setdefault(task, [])
         kept += [name for name in result["scores"] if name not in kept]
     tasks = [task for task in grid.tasks if task in metrics]
     columns = [(task, metric) for task in tasks for metric in metrics[task]]
     rows = [["", *(f"{task} {metric}" for task, metric in columns), "mean over tasks"]]
-    teachers = [("teacher", {t: _teacher(best, t) for t in tasks})] if tasks else []
-    for name, of in [*teachers, *((v, _variant(best, v, tasks)) for v in grid.variants)]:
-        cells = [_cell(of[task].get(metric, [])) for task, metric in columns]
+    named = [(variant, "scores") for variant in grid.variants]
+    for name, field in [("teacher", "teacher"), *named]:
+        of: dict[str, dict[str, list[float]]] = {task: {} for task in tasks}
+        for (variant, task, _), result in good.items():
+            if name in ("teacher", variant):
+                for metric, value in result[field].items():
+                    of[task].setdefault(metric, []).append(value)
         means = [
             statistics.fmean(statistics.fmean(x) for x in of[task].values())
             for task in tasks
             if of[task]
         ]
         whole = len(means) == len(tasks) and means
+        cells = [_cell(of[task].get(metric, []), name != "teacher") for task, metric in columns]
         rows.append([name, *cells, f"{statistics.fmean(means):.4f}" if whole else ""])
     return rows
 
 
-def _variant(best: Best, variant: str, tasks: Iterable[str]) -> dict[str, dict[str, list[float]]]:
-    """Scores over seeds, by task and metric."""
-    found: dict[str, dict[str, list[float]]] = {task: {} for task in tasks}
-    for (name, task, _), result in best.items():
-        if name == variant:
-            for metric, value in result["scores"].items():
-                found[task].setdefault(metric, []).append(value)
-    return found
-
-
-def _teacher(best: Best, task: str) -> dict[str, list[float]]:
-    results = [result for (_, of, _), result in best.items() if of == task]
-    return {metric: [value] for metric, value in results[0]["teacher"].items()}
-
-
-def _cell(values: list[float]) -> str:
+def _cell(values: list[float], spread: bool) -> str:
     if not values:
         return ""
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4f}{spread}"
+    deviation = f" ± {statistics.stdev(values):.4f}" if spread and len(values) > 1 else ""
+    return f"{statistics.fmean(values):.4f}{deviation}"
 
 
-def _differences(grid: Grid, best: Best) -> Iterator[str]:
-    """A table for each task: differences to the baseline paired by seed, corrected by Holm."""
-    for task in grid.tasks:
-        found = {}
-        for variant in grid.variants:
-            pairs = [
-                (best[variant, task, seed], best[grid.baseline, task, seed])
-                for seed in grid.seeds
-                if (variant, task, seed) in best and (grid.baseline, task, seed) in best
-            ]
-            if pairs and variant != grid.baseline:
-                metric = next(iter(pairs[0][0]["scores"]))
-                gaps = [one["scores"][metric] - two["scores"][metric] for one, two in pairs]
-                found[variant] = metric, len(pairs), paired_difference(gaps)
-        if not found:
+def beside_paper(grid: Grid, summaries: list[Summary], ours: Table) -> dict[str, Any] | None:
+    """The paper's table with our scores, and whether each row's side of the baseline is the same.
+
+    The paper's side is that of the mean over its columns.
+    """
+    if grid.paper is None:
+        return None
+    paper, names = grid.paper, ours[0][1:]
+    theirs: Mapping[str, list[Any]] = paper["rows"]
+    by_name = {row[0]: row[1:] for row in ours[1:]}
+    rows = [
+        [name, *map(str, values), *by_name.get(name, [""] * len(names))]
+        for name, values in theirs.items()
+    ]
+    order, base = [], theirs.get(grid.baseline)
+    for name, values in theirs.items():
+        if base is None or name == grid.baseline:
             continue
-        corrected = holm([difference.p for *_, difference in found.values()])
-        rows = [["", "metric", "seeds", "difference", "95% over seeds", "p (Holm)"]]
-        for (variant, (metric, count, d)), p in zip(found.items(), corrected, strict=True):
-            unknown = math.isnan(d.low)
-            interval = "" if unknown else f"[{d.low:+.4f}, {d.high:+.4f}]"
-            told = "" if math.isnan(p) else f"{p:.3g}"
-            rows.append([variant, metric, str(count), f"{d.mean:+.4f}", interval, told])
-        yield from (f"## {task}: differences to {grid.baseline}", "", *table(rows), "")
+        pairs = [x for x in zip(values, base, strict=True) if all(fits(y, float) for y in x)]
+        if not pairs:
+            continue
+        gap = float(np.mean([one - two for one, two in pairs]))
+        for row in (row for s in summaries for row in s.rows if row.variant == name):
+            if row.difference is not None:
+                side = ABOVE if gap > 0 else BELOW if gap else "equal"
+                here = _agreement(quality(side, bool(paper.get("lower_is_better"))), row)
+                order.append(f"{row.task}: {name} is {side} {grid.baseline} in the paper "
+                             f"({gap:+.1f}); here {here}")  # fmt: skip
+    columns = ["", *(f"paper: {c}" for c in paper["columns"]), *(f"ours: {c}" for c in names)]
+    return {"title": paper["title"], "columns": columns, "rows": rows, "order": order}
+
+
+def _agreement(paper_quality: str, row: Row) -> str:
+    """Whether a row's verdict is that of the paper, as text."""
+    assert row.difference is not None
+    unit = "" if row.lower_is_better else " points"
+    size = f"({_points(row, row.difference.mean, '+')}{unit})"
+    if not row.quality:
+        return f"{row.verdict} {size}"
+    return f"{'the same' if row.quality == paper_quality else 'the opposite'}, beyond noise {size}"
+
+
+def _scale(row: Row | Summary) -> int:
+    """Factor for display: 100 for fractions, 1 for percentages and metrics to minimise."""
+    return 1 if row.lower_is_better or row.percent else 100
+
+
+def _points(row: Row, value: float, sign: str = "") -> str:
+    """A score in percentage points; metrics to minimise unscaled."""
+    return f"{_scale(row) * value:{sign}.{2 if row.lower_is_better else 1}f}"
+
+
+def _blocks(
+    grid: Grid, summaries: list[Summary], best: Results, missing: int, pictures: list
+) -> Iterator[Block]:
+    """Blocks of the page, from top to bottom."""
+    ours = scores(grid, best)
+    yield from (("h1", grid.title), ("p", _overview(grid, missing)))
+    yield "table", (ours[0], ours[1:])
+    for summary in summaries:
+        yield from (("h2", summary.task), ("p", findings(summary)))
+        yield "table", ([*HEADINGS], [cells(row) for row in summary.rows])
+    yield "h2", "Columns of the tables"
+    yield "list", [f"{name}: {explanation}" for name, explanation in HEADINGS.items() if name]
+    yield from (("picture", picture) for picture in pictures)
+    if paper := beside_paper(grid, summaries, ours):
+        yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))
+        yield "list", paper["order"]
+    yield from (("h2", "Machines and versions"), ("list", machines(best)))
+
+
+def _markdown(blocks: Iterable[Block]) -> str:
+    """The page in Markdown, without pictures."""
+    found = []
+    for kind, content in blocks:
+        if kind == "table":
+            content = "\n".join(table([content[0], *content[1]]))
+        elif kind == "list":
+            content = "\n".join(f"- {line}" for line in content)
+        if kind != "picture":
+            found.append({"h1": "# ", "h2": "## "}.get(kind, "") + content)
+    return "\n\n".join(found) + "\n"
 
 
 def table(rows: list[list[str]]) -> list[str]:
@@ -131,23 +377,122 @@ def table(rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (rows[0], ruler, *rows[1:])]
 
 
-def _runs(runs: GridRuns, cells: Iterable[Cell]) -> Iterator[dict[str, Any]]:
-    """Lines of runs.csv."""
-    for cell in cells:
-        result = runs.result(cell) or {}
-        yield {
-            "task": cell.task,
-            "variant": cell.variant,
-            "seed": cell.seed,
-            "values": " ".join(f"{k.removeprefix('--set ')}={v}" for k, v in cell.values.items()),
-            "failed": result.get("failed", ""),
-            "seconds": result.get("seconds", ""),
-            "best_epoch": result.get("best", ""),
-            "scores": " ".join(f"{k}={v}" for k, v in result.get("scores", {}).items()),
-        }
+def flat(row: Row) -> dict[str, Any]:
+    """One line of summary.csv, by column."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        if field.name in ("difference", "recovered"):
+            columns = dataclasses.asdict(value or NO_DIFFERENCE)
+            found.update({f"{field.name}_{k}": v for k, v in columns.items()})
+        elif field.name == "rows_interval":
+            low, high = value or (math.nan, math.nan)
+            found.update({"rows_low": low, "rows_high": high})
+        else:
+            found[field.name] = value
+    return found
 
 
-def plan(grid: Grid) -> list[list[str]]:
+def _flat_run(runs: GridRuns, cell: Cell) -> dict[str, Any]:
+    """One line of runs.csv, by column."""
+    result = runs.result(cell) or {}
+    named = {name: getattr(cell, name) for name in ("task", "variant", "seed")}
+    values = " ".join(f"{k.removeprefix('--set ')}={v}" for k, v in cell.values.items())
+    return {
+        **named,
+        "values": values,
+        **{name: result.get(name, "") for name in RUN_COLUMNS},
+        **result.get("scores", {}),
+    }
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows as CSV; a NaN is an empty cell."""
+    return csv_text(
+        {k: "" if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+        for row in rows
+    )
+
+
+def _png(figure: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, dpi=130, format="png")
+    return content.getvalue()
+
+
+def _forest(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
+    """Forest plot: differences with their intervals over seeds, coloured if beyond noise."""
+    most = max(len(summary.rows) for summary in summaries)
+    figure = new_figure(1.5 + 4.2 * len(summaries), 1.2 + 0.32 * most)
+    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
+    for ax, summary in zip(axes, summaries, strict=True):
+        rows = [row for row in summary.rows if row.difference is not None]
+        scale, reverse = _scale(summary), summary.lower_is_better
+        rows.sort(key=lambda row: row.difference.mean, reverse=reverse)  # type: ignore[union-attr]
+        for i, row in enumerate(rows):
+            d, colour = row.difference, COLOURS.get(row.quality, "#777777")
+            assert d is not None
+            if not math.isnan(d.low):
+                ax.plot([scale * d.low, scale * d.high], [i, i], color=colour, linewidth=2)
+            face = "white" if d.rounded else colour
+            ax.plot(scale * d.mean, i, "o", color=colour, markerfacecolor=face)
+        ax.axvline(0, color="black", linewidth=0.8)
+        base = next((r.mean for r in summary.rows if r.variant == grid.baseline), math.nan)
+        ax.axvline(scale * (summary.teacher_score - base), color="black", linestyle=":")
+        ax.set_yticks(range(len(rows)), [row.variant for row in rows], fontsize=8)
+        unit = "" if reverse else "points of "
+        ax.set_xlabel(f"{unit}{_metric(summary)} above {grid.baseline}", fontsize=8)
+        ax.set_title(f"{summary.task} (dotted: teacher)", fontsize=9)
+        ax.tick_params(labelsize=8)
+    title = f"{LEVEL:.0%} intervals over seeds; coloured: beyond noise"
+    if any(row.difference and row.difference.rounded for s in summaries for row in s.rows):
+        title += "\nhollow: all seeds agree; the bar is the rounding of scores to one row"
+    figure.suptitle(title, fontsize=9)
+    return _png(figure)
+
+
+def _widen(lines: list[Any]) -> None:
+    """Widen each line that coincides with later lines, so that it shows behind them."""
+    points = [{*zip(*line.get_data(), strict=True)} for line in lines]
+    for i, line in enumerate(lines):
+        above = sum(len(points[i] & later) > 1 for later in points[i + 1 :])
+        line.set_linewidth(line.get_linewidth() + 2.5 * above)
+
+
+def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
+    """Learning curves: mean score over seeds at every evaluation, by the fraction of steps done."""
+    order = grid.variants
+    figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
+    axes = figure.subplots(1, len(summaries), squeeze=False)[0]
+    for ax, summary in zip(axes, summaries, strict=True):
+        ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
+        for row in summary.rows:
+            runs = [
+                run["history"]
+                for (variant, task, _), run in found.items()
+                if (task, variant) == (summary.task, row.variant) and "failed" not in run
+            ]
+            if not runs:
+                continue
+            done = [[entry["step"] / run[-1]["step"] for entry in run] for run in runs]
+            scores = [
+                np.interp(done[0], fractions, [entry["scores"][summary.metric] for entry in run])
+                for fractions, run in zip(done, runs, strict=True)
+            ]
+            i = order.index(row.variant)
+            style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--", "marker": "."}
+            ax.plot(done[0], np.mean(scores, 0), label=row.variant, **style)
+        _widen(ax.lines)
+        ax.set_xlabel("fraction of the steps")
+        ax.set_title(f"{summary.task}: {_metric(summary)}", fontsize=9)
+        ax.tick_params(labelsize=8)
+    drawn = {line.get_label(): line for ax in axes for line in ax.lines}
+    drawn = {name: drawn[name] for name in ("teacher", *order) if name in drawn}
+    figure.legend(drawn.values(), drawn, loc="outside right upper", fontsize=7)
+    return _png(figure)
+
+
+def plan(grid: Grid) -> Table:
     """Headings and rows of the plan: what the runs of a variant on a task have in common."""
     skipped = ("seed", "out", "options")
     rows = [["variant", "task", "runs", "options", "searched"]]

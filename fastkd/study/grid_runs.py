@@ -1,35 +1,44 @@
-"""The runs of a grid: each is a `fastkd distill`, in a directory of its own, with one result file.
+"""The runs of a study: each is a `fastkd distill`, in a directory of its own, with one result file.
 
 Teachers that the runs fine-tune are trained once, with seed 0, and shared. Processes take the runs
-that are neither done nor locked, so a study continues after a stop.
+that are neither done nor locked, so a study continues after a stop. They may be those of a
+launcher, or run on other machines that share the directory.
 """
 
 import contextlib
+import functools
+import gc
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from fastkd._core.extras import require
+from fastkd.study import docstrings
 from fastkd.study.grid import Cell, Grid
-from fastkd.study.run_measurements import similarities
-from fastkd.train import tasks
+from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
+from fastkd.train import data, distillation, tasks
+from fastkd.train.arrow_rows import file_fingerprint
+from fastkd.train.computation import choose_device
 from fastkd.train.config import DistillConfig
-from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
-from fastkd.train.options import as_json
-from fastkd.train.progress import Display, format_scores
+from fastkd.train.hub import is_served
+from fastkd.train.models import check_depth, finished_task, load
+from fastkd.train.options import errors_with_file_keys
+from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.run import Run
-from fastkd.train.saving import read_json, write_json
+from fastkd.train.saving import find_damage, read_json, write_json
 from fastkd.train.settings import DistillOptions
 
 filelock: Any = require("filelock", "train")
@@ -39,22 +48,12 @@ OF_TEACHER = (
     "teacher", "task", "data", "data_config", "train_split", "eval_split", "train", "evals",
     "text_column", "text_pair_column", "label_column", "no_header", "labels", "metric",
     "max_train_rows", "max_eval_rows", "trust_remote_code", "attention", "max_length", "precision",
-    "device_name", "finetune_teacher", "teacher_learning_rate",
+    "device_name", "finetune_teacher", "teacher_learning_rate", "tokenizer",
 )  # fmt: skip
-
-
-#: Measurements of a run besides its scores.
-MEASURED = ("predictions", "references", "rccc", "intra_class_similarity")
-
-
-def measured(run: Run, student: PreTrainedModel) -> dict[str, Any]:
-    """Predictions of the best student, the right ones, and the similarities of its layers."""
-    rows, task = run.eval_rows[""], run.task
-    return {
-        "predictions": task.short_answers(run.answers[""], rows),
-        "references": task.references(rows),
-        **similarities(run, student),
-    }
+#: Field of a result file with the hash of all other fields.
+CHECKSUM = "sha256"
+#: Steps of the two short runs that time a step, for a budget in seconds.
+TIMED = (4, 12)
 
 
 def key_of(options: Mapping[str, Any]) -> str:
@@ -63,28 +62,98 @@ def key_of(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the file of a run, with its checksum."""
+    content = json.loads(json.dumps(result, default=str))
+    write_json(path, {**content, CHECKSUM: _checksum(content)})
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def measured(run: Run, student: PreTrainedModel) -> dict[str, Any]:
+    """Predictions of the best student, the right ones, and the similarities of its layers."""
+    rows, task = run.eval_rows[""], run.task
+    labels, names = run.corpus.train.labels, run.corpus.names
+    references = task.references(rows)
+    one_class = names is not None and bool(references) and isinstance(references[0], int)
+    found: dict[str, Any] = {
+        "predictions": task.short_answers(run.answers[""], rows),
+        "references": references,
+        "classes": names if one_class else [],
+        "warnings": run.warnings,
+        **similarities(run, student),
+    }
+    if one_class and labels is not None:
+        found["training_rows"] = np.bincount(labels, minlength=len(names or [])).tolist()
+    return found
+
+
 class GridRuns:
     """All runs of a grid in the directory ``out``."""
 
     def __init__(self, grid: Grid, out: Path, display: Display | None = None):
         self.grid, self.out, self.display = grid, out, display or Display()
+        cells = enumerate(grid.cells)
+        order = sorted(cells, key=lambda x: (grid.seeds.index(x[1].seed), x[0]))
+        #: All runs, ordered by seed, so that an interrupted study covers all variants.
+        self.cells = [cell for _, cell in order]
 
     def path(self, cell: Cell) -> Path:
         """Result file of a run."""
-        return self.out / "runs" / f"{cell.task}-{cell.seed}-{key_of(cell.options)}.json"
+        about = {"seconds": self.grid.seconds, "cache": self.grid.cache or None}
+        given = {k: v for k, v in about.items() if v is not None}
+        return (
+            self.out / "runs" / f"{cell.task}-{cell.seed}-{key_of({**cell.options, **given})}.json"
+        )
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
-        """Content of the result file; None before the run is done."""
+        """Content of the result file; None if it is missing or has changed."""
         found = read_json(self.path(cell))
-        return found if isinstance(found, dict) and "options" in found else None
+        if not isinstance(found, dict) or found.pop(CHECKSUM, None) != _checksum(found):
+            return None
+        return found
+
+    def done(self, cell: Cell) -> bool:
+        """Whether a run is done."""
+        return self.result(cell) is not None
 
     def check(self) -> None:
-        """Raise for options of a run that exclude each other."""
+        """Raise for an invalid run, before one is trained: options, files, rows, layers."""
+        self._write_docstrings()
+        seen: set[tuple[str, ...]] = set()
         for cell in {key_of(c.options): c for c in self.grid.cells}.values():
-            try:
+            with self._errors_named(cell):
                 DistillOptions(**cell.options)
-            except InputError as error:
-                raise InputError(f"{cell.variant} on {cell.task}: {error}") from None
+                new = {(cell.task,), (cell.variant, cell.task)} - seen
+                if not new:
+                    continue
+                config = DistillConfig(**cell.options)
+                distillation.check(config)
+                name, wanted = config.teacher, config.student_layers
+                if wanted is not None and name is not None and not is_served(name):
+                    teacher = load("--teacher", name, AutoConfig, config.trust_remote_code)
+                    check_depth("--student-layers", wanted, layers_in(teacher))
+                if (cell.task,) in new:
+                    corpus = data.load(config, finished_task(config))
+                    if config.labelled is not None:
+                        data.few_labels(corpus, config.labelled, config.seed)
+            seen |= new
+
+    @contextlib.contextmanager
+    def _errors_named(self, cell: Cell) -> Iterator[None]:
+        with errors_with_file_keys(f"{cell.variant} on {cell.task}", DistillOptions):
+            yield
+
+    def _write_docstrings(self) -> None:
+        """Write the rows of docstrings that the runs read."""
+        for folder in {
+            Path(c.options["train"]).parent for c in self.grid.cells if "train" in c.options
+        }:
+            kind, *rows = folder.name.split("-")
+            if folder.parent == self.out / "data" and kind in docstrings.SETS:
+                docstrings.write(kind, int(rows[0]), int(rows[1]), folder)
 
     def train(self, workers: int) -> bool:
         """Train all runs that are missing in ``workers`` processes; False if one of them died."""
@@ -96,82 +165,160 @@ class GridRuns:
         context = multiprocessing.get_context("spawn")
         threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers))
         given = (self.grid, self.out, threads, self.display.shared())
-        pool = [context.Process(target=_worker, args=given) for _ in range(workers)]
+        pool = [context.Process(target=_worker, args=given, daemon=True) for _ in range(workers)]
         for worker in pool:
             worker.start()
-        for worker in pool:
-            worker.join()
+        while any(worker.is_alive() for worker in pool):
+            pool[0].join(1.0)
+            time.sleep(0.2)
         return not any(worker.exitcode for worker in pool)
+
+    def finish(self) -> None:
+        """Wait for the runs of other processes, and take over those of a process that died."""
+        while not all(map(self.done, self.cells)):
+            time.sleep(1)
+            self.work()
 
     def work(self) -> None:
         """Train runs until each is done or locked by another process."""
-        cells = sorted(self.grid.cells, key=lambda cell: self.grid.seeds.index(cell.seed))
-        for number, cell in enumerate(cells, 1):
-            if self.result(cell) is not None:
-                continue
-            lock = filelock.FileLock(self.path(cell).with_suffix(".lock"), blocking=False)
-            with contextlib.suppress(filelock.Timeout), lock:
-                if self.result(cell) is None:
-                    result = self._run(cell)
-                    write_json(self.path(cell), result)
-                    text = result.get("failed") or format_scores(result["scores"])
-                    name = f"{cell.task}  {cell.variant}  seed {cell.seed}"
-                    self.display.say(f"{number}/{len(cells)}  {name}:  {text}")
-
-    def _run(self, cell: Cell) -> dict[str, Any]:
-        """Run `fastkd distill` of a cell; its result."""
-        folder = self.path(cell).with_suffix("")
-        options: dict[str, Any] = {**self.options(cell), "out": folder}
-        options["resume"] = folder.exists()
-        config = DistillConfig(**options)
-        about = {"options": as_json(config), "values": dict(cell.values), "variant": cell.variant,
-                 "task": cell.task, "seed": cell.seed}  # fmt: skip
-        about = json.loads(json.dumps(about, default=str))
+        progress = Progress(self)
+        gc.freeze()  # each run collects garbage twice; what is loaded already is none
         try:
-            report = run_distillation(config, measure=measured)
+            self._take(progress)
+        finally:
+            gc.unfreeze()
+            progress.track.stop()
+
+    def _take(self, progress: "Progress") -> None:
+        for cell in self.cells:
+            if _orphaned() or self.done(cell):
+                continue
+            path = self.path(cell)
+            lock = filelock.FileLock(path.with_suffix(".lock"), blocking=False)
+            with contextlib.suppress(filelock.Timeout), lock:
+                if self.done(cell):
+                    continue
+                if path.exists():
+                    self.display.say(
+                        f"{path} has changed since it was written; its run starts again"
+                    )
+                options = self.options(cell)
+                progress.begin()
+                result = self._run(cell, options)
+                write_result(path, result)
+                progress.report(cell, result)
+
+    def _run(self, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
+        """Run `fastkd distill` with the ``options`` of a cell; its result."""
+        folder = self.path(cell).with_suffix("")
+        config = DistillConfig(**options, out=folder, resume=folder.exists())
+        about = {
+            "variant": cell.variant, "task": cell.task, "seed": cell.seed, "values": cell.values,
+            "options": options,
+        }  # fmt: skip
+        device = choose_device(config.device_name, config.precision)
+        memory = PeakMemory(device)
+        display = Bars(self.display, f"{cell.task}: {cell.variant}, seed {cell.seed}")
+        cache = self.out / "cache" if self.grid.cache else None
+        try:
+            with self._errors_named(cell):
+                report = distillation.run_distillation(config, display, measured, cache)
         except TrainingFailed as error:
             return {**about, "failed": str(error)}
         finally:
             if (folder / "student").exists():
                 shutil.rmtree(folder)
-        test = report.get("test", {})
+        test, kind = report.get("test", {}), tasks.named(report["task"])
+        copied = (
+            "predictions", "references", "classes", "warnings", "training_rows", "rccc",
+            "intra_class_similarity", "history", "rows", "parameters", "compared_layers",
+        )  # fmt: skip
         return {
             **about,
             "scores": {**report["student"], **_mismatched(test.get("student", {}))},
             "teacher": {**report["teacher"], **_mismatched(test.get("teacher", {}))},
-            "lower_is_better": sorted(tasks.named(report["task"]).lower_is_better),
+            "lower_is_better": sorted(kind.lower_is_better),
+            "percent": sorted(kind.percent),
             "best": report["best"]["epoch"],
-            "seconds": report["seconds"]["training"],
             "recipe": report.get("recipe", {}),
-            "parameters": report["parameters"],
-            "history": report["history"],
-            **{name: report[name] for name in MEASURED if name in report},
+            **{name: report[name] for name in copied if name in report},
+            "seconds": report["seconds"]["training"],
+            "peak_bytes": memory.read(),
+            "machine": machine_of(str(device)),
         }
 
     def options(self, cell: Cell) -> dict[str, Any]:
-        """Options of `fastkd distill` for a cell, with its fine-tuned teacher."""
+        """Options of `fastkd distill` for a cell, with its fine-tuned teacher and its budget."""
         options = dict(cell.options)
         if options.get("finetune_teacher") and not options.get("teacher_cache"):
-            options["teacher"] = str(self._teacher(options))
+            options["teacher"] = str(self._teacher(cell))
             options = {
                 k: v for k, v in options.items()
                 if k not in ("finetune_teacher", "teacher_learning_rate")
             }  # fmt: skip
+        if self.grid.seconds is not None:
+            options["training_steps"] = self._steps(options, self.grid.seconds)
         return options
 
-    def _teacher(self, options: Mapping[str, Any]) -> Path:
+    def _teacher(self, cell: Cell) -> Path:
         """The fine-tuned teacher; whoever comes first trains it, beside a student of one step."""
-        own = {name: options[name] for name in OF_TEACHER if name in options}
-        folder = self.out / "teachers" / f"{options.get('task') or 'own'}-{key_of(own)}"
+        own = {name: cell.options[name] for name in OF_TEACHER if name in cell.options}
+        folder = self.out / "teachers" / f"{cell.task}-{_key_of_teacher(own)}"
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder.with_suffix(".lock")):
-            if not (folder / "student").exists():
-                self.display.say(f"fine-tuning {options['teacher']} on {options.get('task')} ...")
-                steps = {"method": "labels", "student_layers": 1, "training_steps": 1, "seed": 0}
-                where: dict[str, Any] = {"out": folder, "resume": folder.exists()}
-                config = DistillConfig(**{**own, **steps, **where})
-                run_distillation(config)
-        return folder / "teacher"
+        with filelock.FileLock(folder.with_suffix(".lock")), self._errors_named(cell):
+            teacher = folder / "teacher"
+            if (folder / "student").exists() and not find_damage(teacher):
+                return teacher
+            if teacher.exists() and find_damage(teacher):
+                shutil.rmtree(folder)
+            self.display.say(f"{cell.task}: fine-tuning the teacher {own['teacher']}")
+            steps = {"method": "labels", "student_layers": 1, "training_steps": 1, "seed": 0}
+            where: dict[str, Any] = {"out": folder, "resume": folder.exists()}
+            config = DistillConfig(**{**own, **steps, **where})
+            display = Bars(self.display, f"{cell.task}: teacher")
+            report = distillation.run_distillation(config, display, lambda *_: {})
+            self.display.say(f"{cell.task}: teacher  {format_scores(report['teacher'])}")
+        return teacher
+
+    def _steps(self, options: Mapping[str, Any], seconds: float) -> int:
+        """Steps that take so long, by two short runs; the same for all seeds."""
+        own = {k: v for k, v in options.items() if k not in ("seed", "num_train_epochs")}
+        path = self.out / "steps" / f"{key_of(own)}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_suffix(".lock")):
+            if (found := read_json(path)) is None:
+                times = []
+                for steps in TIMED:
+                    folder = path.with_suffix(f".{steps}")
+                    shutil.rmtree(folder, ignore_errors=True)
+                    config = DistillConfig(
+                        **{**own, "training_steps": steps, "max_eval_rows": 32, "out": folder}
+                    )
+                    report = distillation.run_distillation(config, measure=lambda *_: {})
+                    times.append(report["seconds"]["training"])
+                    shutil.rmtree(folder)
+                found = (times[1] - times[0]) / (TIMED[1] - TIMED[0])
+                write_json(path, found)
+        return max(1, round(seconds / max(found, 1e-9)))
+
+
+def layers_in(config: Any) -> int:
+    """Number of layers in a model's configuration."""
+    text = config.get_text_config()
+    return int(getattr(text, "num_hidden_layers", 0) or 2**31)
+
+
+def _key_of_teacher(own: Mapping[str, Any]) -> str:
+    """Key of a teacher's options, and of its files where it is a directory."""
+    folder = Path(str(own["teacher"]))
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    prints = {path.name: _fingerprint(path, path.stat().st_mtime_ns) for path in files}
+    return key_of({**own, **prints})
+
+
+@functools.cache
+def _fingerprint(path: Path, changed: int) -> str:
+    return file_fingerprint(path)
 
 
 def _mismatched(scores: Mapping[str, float]) -> dict[str, float]:
@@ -186,5 +333,51 @@ def _worker(
     try:
         with shared() as display:
             GridRuns(grid, out, display).work()
-    except (InputError, RunFailed) as error:
+    except (InputError, RunFailed) as error:  # no traceback, as in the main process
         sys.exit(f"Error: {error}")
+
+
+class Bars(Display):
+    """The bars of one run of a study; its lines are left out."""
+
+    def __init__(self, display: Display, title: str):
+        self.display, self.title = display, title
+
+    def track(self, title: str, first: int, total: int) -> Track:
+        return self.display.track(self.title, first, total)
+
+
+class Progress:
+    """Count of completed runs over all processes, and the estimated remaining time."""
+
+    def __init__(self, runs: GridRuns):
+        self.runs, self.total = runs, len(runs.cells)
+        self.missing = [cell for cell in runs.cells if not runs.done(cell)]
+        self.most, self.began = len(self.missing), 0.0
+        self.track = runs.display.track("runs", self.total - self.most, self.total)
+
+    def begin(self) -> None:
+        """Start the clock, at the first run."""
+        self.began = self.began or time.perf_counter()
+
+    def report(self, cell: Cell, result: Mapping[str, Any]) -> None:
+        """Print the result of a run and the remaining time."""
+        self.missing = [cell for cell in self.missing if not self.runs.done(cell)]
+        missing = len(self.missing)
+        left = (time.perf_counter() - self.began) / max(1, self.most - missing) * missing
+        self.track.advance(self.total - missing)
+        told = (
+            f"failed: {result['failed']}"
+            if "failed" in result
+            else (f"{format_scores(result['scores'])}  ({result['seconds']:.1f} s)")
+        )
+        self.runs.display.say(
+            f"{self.total - missing}/{self.total}  {cell.task}  {cell.variant}  seed {cell.seed}:  "
+            f"{told}, {clock(left)} left"
+        )
+
+
+def _orphaned() -> bool:
+    """Whether the process that started this worker has died."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()

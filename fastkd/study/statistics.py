@@ -7,6 +7,7 @@ bootstrap resamples the rows of the same runs. A difference is beyond noise if i
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastkd._core.extras import require
-from fastkd.study.spec import Study
+from fastkd.study.grid import Grid
 
 stats: Any = require("scipy.stats", "train")
 
@@ -91,7 +92,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def bootstrap_interval(
     metric: str,
-    labels: Sequence[int],
+    labels: Sequence[int] | Sequence[Sequence[int]],
     students: Sequence[Sequence[int]],
     baselines: Sequence[Sequence[int]],
     num_classes: int = 2,
@@ -99,13 +100,14 @@ def bootstrap_interval(
 ) -> tuple[float, float] | None:
     """Bootstrap interval, over test rows, of the mean difference of ``metric`` over seeds.
 
-    ``students`` and ``baselines`` hold one sequence of predicted classes for each seed. None for a
-    metric of numbers.
+    ``students`` and ``baselines`` hold one sequence of predicted classes for each seed, and so may
+    ``labels``, where seeds draw rows. None for a metric of numbers.
     """
     if metric not in COUNTED:
         return None
     cells = num_classes**2
-    pairs = np.asarray(labels) * num_classes + np.asarray([*students, *baselines])  # (2 seeds, n)
+    true = np.broadcast_to(labels, np.shape(students)) * num_classes  # (seeds, n)
+    pairs = np.concatenate([true + students, true + baselines])
 
     def difference(index: np.ndarray, axis: int) -> np.ndarray:
         """Mean difference of each resample; ``index`` (resamples, n) has numbers of rows."""
@@ -119,7 +121,7 @@ def bootstrap_interval(
         student, baseline = of_confusion(metric, np.reshape(tables, shape).astype(float))
         return (student - baseline).mean(0)
 
-    rows = np.arange(len(labels))
+    rows = np.arange(pairs.shape[1])
     found = stats.bootstrap(
         (rows,), difference, n_resamples=RESAMPLES, batch=max(1, BATCH_ROWS // len(rows)),
         vectorized=True, confidence_level=LEVEL, method="percentile", rng=seed,
@@ -187,44 +189,44 @@ def quality(verdict: str, lower_is_better: bool) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Result table of one data set."""
+    """Result table of one data set.
+
+    ``example``: a result file, for what all runs have in common.
+    """
 
     task: str
     metric: str
-    teacher: Mapping[str, Any]
+    example: Mapping[str, Any]
+    teacher_score: float  # mean over the runs
     rows: tuple[Row, ...]
-    labelled: int | None = None  # number of rows with labels for the student
-
-    @property
-    def teacher_score(self) -> float:
-        return self.teacher["scores"][self.metric]
 
     @property
     def lower_is_better(self) -> bool:
-        return self.metric in self.teacher.get("smaller", ())
+        return self.metric in self.example["lower_is_better"]
 
     @property
     def percent(self) -> bool:
-        return self.metric in self.teacher.get("percent", ())
+        return self.metric in self.example["percent"]
 
 
 Results = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
-def summarize(study: Study, results: Results, teachers: Mapping[str, Any]) -> list[Summary]:
-    """Result tables of the runs that are finished; a data set without runs has no table."""
+def summarize(grid: Grid, results: Results) -> list[Summary]:
+    """Result tables of finished runs, by variant, task and seed; a data set without has none."""
     tables = []
-    for task in study.tasks:
+    for task in grid.tasks:
         runs: dict[str, dict[int, Any]] = {}
-        for variant in study.variants:
-            for seed in study.seeds:
-                if (run := results.get((task.name, variant.name, seed))) is not None:
-                    runs.setdefault(variant.name, {})[seed] = run
-        teacher = teachers.get(task.name)
-        if teacher is not None and runs:
-            metric = teacher["metrics"][0]
-            summary = Summary(task.name, metric, teacher, (), task.labelled)
-            tables.append(dataclasses.replace(summary, rows=_rows(summary, runs, study.baseline)))
+        for variant, seed in itertools.product(grid.variants, grid.seeds):
+            if (run := results.get((variant, task, seed))) is not None:
+                runs.setdefault(variant, {})[seed] = run
+        good = [r for of in runs.values() for r in of.values() if "failed" not in r]
+        if good:
+            metric = next(iter(good[0]["scores"]))
+            teacher = [r["teacher"][metric] for r in good if metric in r["teacher"]]
+            mean = float(np.mean(teacher)) if teacher else math.nan
+            summary = Summary(task, metric, good[0], mean, ())
+            tables.append(dataclasses.replace(summary, rows=_rows(summary, runs, grid.baseline)))
     return tables
 
 
@@ -250,23 +252,26 @@ def _rows(summary: Summary, runs: Mapping[str, dict[int, Any]], baseline: str) -
 
 def _compare(summary: Summary, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """Fields of a row that compare a variant with the baseline; ``pairs`` has one run of each."""
-    teacher, metric = summary.teacher, summary.metric
-    labels = teacher["labels"]
+    metric, classes = summary.metric, summary.example["classes"]
+    references = [run["references"] for run, _ in pairs]
     step = 0.0
-    if metric in COUNTED and labels:
-        step = (100.0 if summary.percent else 1.0) / len(labels)
+    if metric in COUNTED and references[0]:
+        step = (100.0 if summary.percent else 1.0) / len(references[0])
     scores = [(run["scores"][metric], base["scores"][metric]) for run, base in pairs]
     interval = None
-    if classes := classes_of(teacher):
-        students, baselines = zip(
-            *((r["predictions"], b["predictions"]) for r, b in pairs), strict=True
+    if classes:
+        students, baselines = (
+            [x["predictions"] for x in runs] for runs in zip(*pairs, strict=True)
         )
-        interval = bootstrap_interval(metric, labels, students, baselines, len(classes))
+        interval = bootstrap_interval(metric, references, students, baselines, len(classes))
     return {
         "difference": paired_difference([run - base for run, base in scores], step),
         "rows_interval": interval,
         "recovered": gap_recovered(
-            scores, summary.teacher_score, summary.lower_is_better, summary.percent
+            scores,
+            [run["teacher"].get(metric, math.nan) for run, _ in pairs],
+            summary.lower_is_better,
+            summary.percent,
         ),
     }
 
@@ -274,8 +279,8 @@ def _compare(summary: Summary, pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
 def _row(
     summary: Summary, name: str, by_seed: dict[int, Any], compared: dict[str, Any], p_holm: float
 ) -> Row:
-    def mean(values: list[Any]) -> float:
-        known = [value for value in values if value is not None]
+    def mean(field: str) -> float:
+        known = [run[field] for run in runs if run.get(field) is not None]
         return float(np.mean(known)) if known else math.nan
 
     runs = [run for run in by_seed.values() if "failed" not in run]
@@ -287,15 +292,15 @@ def _row(
         variant=name,
         metric=summary.metric,
         seeds=len(runs),
-        mean=mean(scores),
+        mean=float(np.mean(scores)) if scores else math.nan,
         std=float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
         **found,
         p_holm=p_holm,
         verdict=verdict(difference, p_holm, found["rows_interval"]) if difference else "",
-        seconds=mean([run["measured"]["seconds"] for run in runs]),
-        peak_bytes=mean([run["measured"]["peak_bytes"] for run in runs]),
-        rccc=mean([run["rccc"] for run in runs]),
-        intra_class_similarity=mean([run.get("intra_class_similarity") for run in runs]),
+        seconds=mean("seconds"),
+        peak_bytes=mean("peak_bytes"),
+        rccc=mean("rccc"),
+        intra_class_similarity=mean("intra_class_similarity"),
         failed=len(by_seed) - len(runs),
         constant=sum(len(set(run["predictions"])) == 1 for run in runs),
         lower_is_better=summary.lower_is_better,
@@ -303,42 +308,12 @@ def _row(
     )
 
 
-def at_chance(teacher: Mapping[str, Any]) -> bool:
-    """Whether a teacher's predictions on held-out rows are independent of the labels.
-
-    Classes: no positive correlation, or a chi-squared test of labels and predictions does not
-    reject independence. Numbers: the same by Pearson's correlation.
-    """
-    labels, predictions = (np.asarray(teacher.get(name, ())) for name in ("labels", "predictions"))
-    if not predictions.size or predictions.dtype.kind not in "iuf":  # absent, or text
-        return False
-    if len(set(predictions.tolist())) == 1 or len(set(labels.tolist())) == 1:
-        return True
-    if teacher["classes"] is None:
-        found = stats.pearsonr(predictions, labels)
-        return bool(found.statistic <= 0 or found.pvalue >= 1 - LEVEL)
-    count = len(teacher["classes"])
-    pairs = labels.astype(int) * count + predictions.astype(int)
-    table = np.bincount(pairs, minlength=count**2).reshape(count, count)
-    occurring = table[np.ix_(table.sum(1) > 0, table.sum(0) > 0)]
-    p = stats.chi2_contingency(occurring, correction=False).pvalue
-    return bool(of_confusion("mcc", table[None].astype(float))[0] <= 0 or p >= 1 - LEVEL)
-
-
-def classes_of(teacher: Mapping[str, Any]) -> list[str]:
-    """Names of the classes if each row has one class; else none, as for tags and label lists."""
-    one_class = teacher["labels"] and isinstance(teacher["labels"][0], int)
-    return (teacher["classes"] or []) if one_class else []
-
-
-def empty_classes(teacher: Mapping[str, Any]) -> dict[str, list[str]]:
+def empty_classes(result: Mapping[str, Any]) -> dict[str, list[str]]:
     """Names of the classes without training rows and without held-out rows."""
-    names = classes_of(teacher)
-    if not names:
-        return {}
+    names = result["classes"]
     counts = {
-        "training": teacher.get("rows_of_classes"),
-        "held-out": np.bincount(teacher["labels"], minlength=len(names)).tolist(),
+        "training": result.get("training_rows") if names else None,
+        "held-out": np.bincount(result["references"], minlength=len(names)) if names else None,
     }
     return {
         what: [name for name, rows in zip(names, found, strict=True) if not rows]
@@ -359,20 +334,20 @@ def verdict(difference: Difference, p: float, interval: tuple[float, float] | No
 
 def gap_recovered(
     scores: Sequence[tuple[float, float]],
-    teacher: float,
+    teachers: Sequence[float],
     lower_is_better: bool = False,
     percent: bool = False,
 ) -> Difference | None:
     """(student − baseline) / (teacher − baseline) over seeds; ``scores`` pairs the first two.
 
-    None if the gap to the teacher is below SMALLEST_GAP, or negative for some seed.
+    None if the gap to the teacher is below SMALLEST_GAP, or negative or unknown for some seed.
     """
     sign = -1 if lower_is_better else 1
-    gaps = [sign * (teacher - base) for _, base in scores]
+    gaps = [sign * (teacher - base) for teacher, (_, base) in zip(teachers, scores, strict=True)]
     scale = 100.0 if percent else 1.0
     if scores and lower_is_better:
         scale = float(np.mean([base for _, base in scores]))
-    if not gaps or min(gaps) <= 0 or float(np.mean(gaps)) < SMALLEST_GAP * scale:
+    if not gaps or not np.min(gaps) > 0 or not np.mean(gaps) >= SMALLEST_GAP * scale:
         return None
     gains = [sign * (student - base) for student, base in scores]
     return paired_difference([gain / gap for gain, gap in zip(gains, gaps, strict=True)])

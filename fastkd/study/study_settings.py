@@ -32,7 +32,7 @@ class StudySettings(ColumnOptions):
     methods: str | None = comparison_option(None, "Methods to compare, separated by commas.")
     options: Mapping[str, Any] = comparison_option(
         {},
-        "Values of a method's hyper-parameter, one run for each; repeatable.",
+        "Values of a method's hyper-parameter or option, one run for each; repeatable.",
         flag="--set",
         metavar="METHOD.NAME=VALUE,VALUE",
     )
@@ -46,7 +46,7 @@ class StudySettings(ColumnOptions):
     )
     glue: Path | None = option(
         None,
-        "Folder of GLUE's own download, instead of the hub; for a grid.",
+        "Folder of GLUE's own download, instead of the hub.",
         metavar="DIR",
         panel="What is compared",
     )
@@ -57,12 +57,12 @@ class StudySettings(ColumnOptions):
         None, "Teacher model: a directory, a hub name, or packaged (the demo's)."
     )
     student: str | None = comparison_option(
-        None, "Student model of every run of a grid: a directory or a hub name."
+        None, "Student model of every run: a directory or a hub name."
     )
     steps: int | None = training_option(
         None,
-        "Training steps of each run; of a grid a small try: one value of each searched list, one "
-        "step of the teacher; default: those of the study's file, or 80.",
+        "Training steps of each run; of a paper's table a small try: one value of each searched "
+        "list, one step of the teacher; default: as the study's file says, or 80.",
         least=1,
     )
     seconds: float | None = training_option(

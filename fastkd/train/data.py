@@ -5,11 +5,14 @@ the file and the row.
 """
 
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fastkd._core.extras import require
 from fastkd.train import files, tasks
@@ -214,6 +217,32 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
     )
 
 
+def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
+    """``labelled`` training rows, as even over the classes as can be; all others without labels."""
+    rng, train = random.Random(seed), corpus.train
+    labels = train.labels
+    one_class = labels is not None and labels.dtype == np.int64
+    groups: dict[int, list[int]] = {}
+    for i, label in enumerate(labels.tolist() if one_class else [0] * len(train)):
+        groups.setdefault(label, []).append(i)
+    for group in groups.values():
+        rng.shuffle(group)
+    kept: set[int] = set()
+    while len(kept) < min(labelled, len(train)):
+        for label in sorted(groups):
+            if groups[label] and len(kept) < labelled:
+                kept.add(groups[label].pop())
+    rest, unlabelled = [i for i in range(len(train)) if i not in kept], corpus.unlabelled
+    if rest:
+        check_unlabelled(corpus.task, "--labelled")
+        others = train.select(rest)
+        others = others if unlabelled is None else others.followed_by(unlabelled)
+        unlabelled = corpus.task.without_labels(others)
+    return replace(
+        corpus, train=train.select(sorted(kept)), unlabelled=unlabelled, teacher_train=train
+    )
+
+
 def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows]) -> Corpus:
     """Rows of --unlabelled alone, for the soft targets of a finished teacher.
 
@@ -257,11 +286,11 @@ def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows])
     )
 
 
-def check_unlabelled(task: Task) -> None:
+def check_unlabelled(task: Task, option: str = "--unlabelled") -> None:
     """Raise unless rows without labels can train models of ``task``."""
     if not task.unlabelled:
         raise InputError(
-            f"--unlabelled: rows of --task {task.name()} have no labels, or cannot be trained on "
+            f"{option}: rows of --task {task.name()} have no labels, or cannot be trained on "
             "without them; leave it out"
         )
 

@@ -17,15 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import fastkd
-from fastkd.distill.cache import TeacherCache
+from fastkd._core.extras import require
+from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
 from fastkd.integrations.served_teacher import ServedTeacher
+from fastkd.models.layer_map import SCHEMES
 from fastkd.train import auto_method, data, lora, processes, recipes, sharding, tasks
 from fastkd.train.arrow_rows import fingerprint, tokenizer_fingerprint
 from fastkd.train.card import CARD, write_card
 from fastkd.train.config import DistillConfig
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, nearest
 from fastkd.train.hub import is_served
 from fastkd.train.models import (
     STUDENT,
@@ -42,7 +44,7 @@ from fastkd.train.models import (
 )
 from fastkd.train.options import given as set_flags
 from fastkd.train.progress import Display, format_scores
-from fastkd.train.run import Run, assemble, save_model, select
+from fastkd.train.run import Run, assemble, check_classes, save_model, select
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
@@ -64,18 +66,22 @@ from fastkd.train.saving import (
 from fastkd.train.settings import AUTO, MAX_LENGTH, SELECT
 from fastkd.train.tasks.base import reorder_classes
 
+filelock: Any = require("filelock", "train")
 
 #: Measurements of a run's best student, by name.
 Measure = Callable[[Run, PreTrainedModel], dict[str, Any]]
 
 
 def run_distillation(
-    config: DistillConfig, display: Display | None = None, measure: Measure | None = None
+    config: DistillConfig,
+    display: Display | None = None,
+    measure: Measure | None = None,
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Run `fastkd distill`; returns the content of the student's manifest.
 
     The ``display`` is entered after all options are checked. ``measure`` takes the place of the
-    timing of both models.
+    timing of both models. Runs with the same directory ``cache`` share their teachers' outputs.
 
     Raises:
         InputError: an option, file or model cannot be used; raised before training.
@@ -97,7 +103,7 @@ def run_distillation(
         if config.finetune_teacher:
             distiller = None  # its student has the weights before fine-tuning
             job.finetune_teacher()
-        report = job.train_student(distiller, measure)
+        report = job.train_student(distiller, measure, cache)
         report["seconds"]["total"] += time.perf_counter() - started
         job.finish(report)
     return report
@@ -118,9 +124,13 @@ def check(config: DistillConfig) -> None:
     for flag in set_flags(config, "teacher_model", "top_k"):
         if not is_served(config.teacher):
             raise InputError(f"{flag}: belongs to a --teacher that is a server's URL; leave it out")
-    if config.method != AUTO:
-        make_method(config.method, config.options, config.preset)
     kind = tasks.of_file(config.kind, config.train)
+    if config.method != AUTO:
+        method = make_method(config.method, config.options, config.preset)
+        check_classes(config.method, method, kind)
+    layers = config.options.get("layers")
+    if isinstance(layers, str) and layers not in SCHEMES:
+        raise InputError(f"--set layers={layers}: {nearest(layers, SCHEMES)}")
     if config.finetune_teacher and not kind.supervised:
         raise InputError(
             f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"
@@ -144,6 +154,8 @@ class Distillation:
             display.say("warning: --student is the teacher; --student-layers makes a smaller one")
         with processes.errors_on_all():
             corpus = data.load(config, finished_task(config))
+            if config.labelled is not None:
+                corpus = data.few_labels(corpus, config.labelled, config.seed)
         if config.method == "labels":  # unlabelled rows have no loss
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):
@@ -312,7 +324,10 @@ class Distillation:
         processes.on_first_process(finish)
 
     def train_student(
-        self, distiller: Distiller | None, measure: Measure | None = None
+        self,
+        distiller: Distiller | None,
+        measure: Measure | None = None,
+        cache: Path | None = None,
     ) -> dict[str, Any]:
         """Train the student and save its best state as OUT/student; returns the run's report.
 
@@ -328,6 +343,9 @@ class Distillation:
             selected = out.once("selected", lambda: select(config, run))
         if distiller is None or selected:
             distiller = assemble(config, run, selected, config.gather)
+        if cache is not None and self._can_cache(distiller):
+            kept = self._cache(distiller, cache)
+            distiller = assemble(config, run, selected, config.gather, kept)
         student = cast(PreTrainedModel, distiller.student)
         report: dict[str, Any] = {
             "fastkd": fastkd.__version__,
@@ -362,6 +380,25 @@ class Distillation:
             "history": history,
             "seconds": {"training": training, "total": before},
         }
+
+    def _can_cache(self, distiller: Distiller) -> bool:
+        """Whether a cache has all that the method reads in a training."""
+        run, method, config = self.run, distiller.method, self.config
+        alone = world_size() == 1 and not config.shard and not config.on_policy
+        draws = hasattr(run.collate, "for_epoch")  # inputs of its own in each epoch
+        reads = method.uses_teacher and method.prepared and not teacher_request(method)["inside"]
+        return alone and not draws and reads and isinstance(run.teacher_model, nn.Module)
+
+    def _cache(self, distiller: Distiller, folder: Path) -> TeacherCache:
+        """The teacher's outputs on all training rows; only missing ones are computed."""
+        run, config = self.run, self.config
+        request = teacher_request(distiller.method)
+        parts = (model_fingerprint(run.teacher), json.dumps(request), config.precision)
+        path = folder / fingerprint(map(str.encode, parts))
+        path.mkdir(parents=True, exist_ok=True)
+        rows = run.all_rows.batches(run.collate, 32, run.all_rows.by_length, device=run.device)
+        with filelock.FileLock(path.with_suffix(".lock")), run.training_config.autocast():
+            return distiller.cache_teacher(rows, path)
 
     def finish(self, report: dict[str, Any]) -> None:
         """Complete the student's directory and move the results to --out."""

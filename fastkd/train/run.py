@@ -19,6 +19,7 @@ from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
+from fastkd.distill.method import Method
 from fastkd.distill.methods import Labels
 from fastkd.integrations.served_teacher import ServedTeacher, ServerError
 from fastkd.lm.vocabulary_match import Side, VocabularyMatch
@@ -85,6 +86,8 @@ class Run:
         self.max_length = max_length
         #: Answers of the model that was scored last, by the suffix of their rows.
         self.answers: dict[str, Any] = {}
+        #: Why the answers of a model look useless, by the model's name.
+        self.warnings: dict[str, str] = {}
         for model in self.live_teachers:
             self._fit_length("teacher", model)
         self._encode()
@@ -134,6 +137,10 @@ class Run:
         elif self.teacher_tokenizer is not None:
             learned = Encoder(self.tokenizer, max_length, self.task, self.teacher_tokenizer)
         self.train_rows = learned(corpus.train)
+        #: Rows of the teacher's fine-tuning.
+        self.teacher_rows = self.train_rows
+        if corpus.teacher_train is not None:
+            self.teacher_rows = learned(corpus.teacher_train)
         #: Training rows of the student, including unlabelled ones.
         self.all_rows = self.train_rows
         if corpus.unlabelled is not None:
@@ -216,6 +223,7 @@ class Run:
             if why:
                 where = f"{len(rows)} evaluation rows{f' ({suffix})' if suffix else ''}"
                 self.display.say(f"warning: the {who}'s answers to the {where} {why}")
+                self.warnings[who] = why
             found = score(task, metrics, answers, rows)
             scores.update({f"{k}_{suffix}" if suffix else k: v for k, v in found.items()})
         return scores
@@ -265,7 +273,7 @@ class Run:
         distiller = Distiller(cast(Any, _Untaught(teacher)), teacher, Labels(), gather=gather)
         if shard:
             sharding.shard(teacher, self.device)
-        return self.train(distiller, title, self.train_rows, training_config, **options)
+        return self.train(distiller, title, self.teacher_rows, training_config, **options)
 
     def train(
         self,
@@ -365,10 +373,15 @@ def select(settings: Pairing, run: Run) -> list[int] | None:
 
 
 def assemble(
-    settings: Pairing, run: Run, selected: list[int] | None = None, gather: bool = False
+    settings: Pairing,
+    run: Run,
+    selected: list[int] | None = None,
+    gather: bool = False,
+    outputs: TeacherCache | None = None,
 ) -> Distiller:
     """A new student and method, the same for the same options.
 
+    ``outputs`` of the teacher take its place in the training.
     ``selected`` layers (--teacher-layers select, or those of a cache) form the student, and the
     method compares them unless --set names others. Before the selection, uniform layers are used.
     """
@@ -391,11 +404,7 @@ def assemble(
         settings.method, settings.options, settings.preset, selected, headless(task),
         {**task.method_options(*configs), **_text_options(own, run)},
     )  # fmt: skip
-    if method.by_class and not run.task.by_class:
-        raise InputError(
-            f"--method {settings.method}: compares rows of one class, but rows of --task "
-            f"{run.task.name()} have no class; take another --method"
-        )
+    check_classes(settings.method, method, run.task)
     if method.merges_spans and run.match is None:
         raise InputError(
             f"--method {settings.method}: compares language models of two tokenizers; pass a "
@@ -403,7 +412,7 @@ def assemble(
         )
     try:
         distiller = Distiller(
-            run.teacher,
+            run.teacher if outputs is None else outputs,
             student,
             method,
             gather=gather,
@@ -432,6 +441,15 @@ def assemble(
             "out"
         )
     return distiller
+
+
+def check_classes(name: str, method: Method, task: Task | type[Task]) -> None:
+    """Raise if a method compares rows of one class, and the rows of ``task`` have none."""
+    if method.by_class and not task.by_class:
+        raise InputError(
+            f"--method {name}: compares rows of one class, but rows of --task {task.name()} have "
+            "no class; take another --method"
+        )
 
 
 def _text_options(own: bool, run: Run) -> dict[str, Any]:

@@ -374,6 +374,12 @@ class DistillOptions(TrainingOptions, Pairing):
         None, "Directory written by `fastkd cache`, instead of a teacher.", metavar="DIR"
     )
     out: Path = run_option(Path("runs/distill"), "Output directory for the student and its report.")
+    labelled: int | None = data_option(
+        None,
+        "Number of training rows whose label the student reads, as even over the classes as can "
+        "be; --finetune-teacher reads all labels; default: all.",
+        least=1,
+    )
     finetune_teacher: float = model_option(
         0.0,
         "Number of epochs to fine-tune the teacher on the task first.",

@@ -24,8 +24,8 @@ from fastkd import __main__ as entry
 from fastkd.cli import demo
 from fastkd.cli.main import app
 from fastkd.distill import LRKD, METHODS, Method
-from fastkd.study import docstrings, task_runs
-from fastkd.train import processes
+from fastkd.study import docstrings
+from fastkd.train import packaged_teacher, processes
 from tests.distill.processes import CONTEXT
 
 # Seconds between two looks of the launcher: where a process fails it looks so seldom that the
@@ -122,10 +122,9 @@ def packaged(folder: Path, words: list[str]) -> None:
     Of the demo's methods two are enough for processes to share.
     """
     demo.METHODS = {name: METHODS[name] for name in (demo.LABELS_ONLY, "fcd")}
-    demo.teacher_path = task_runs.teacher_path = lambda: folder / "teacher"
-    task_runs.load_docstrings = functools.partial(
-        docstrings.load_docstrings, root=folder / "library"
-    )
+    demo.teacher_path = packaged_teacher.teacher_path = lambda: folder / "teacher"
+    load = functools.partial(docstrings.load_docstrings, root=folder / "library")
+    docstrings.SETS["areas"] = docstrings.SETS["areas"]._replace(load=load)
     command(words)
 
 

@@ -13,9 +13,12 @@ from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
 from fastkd.cli.command_settings import DemoSettings
 from fastkd.distill import METHODS
-from fastkd.study import task_runs
+from fastkd.study import docstrings as sets
 from fastkd.study.docstrings import AREAS, docstrings, load_docstrings, load_pairs
+from fastkd.study.grid_runs import GridRuns, measured
 from fastkd.train import packaged_teacher, saving
+from fastkd.train.config import DistillConfig
+from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
@@ -91,9 +94,8 @@ def write_packaged(folder):
 def tiny(tmp_path, monkeypatch):
     write_packaged(tmp_path)
     monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
-    monkeypatch.setattr(task_runs, "teacher_path", lambda: tmp_path / "teacher")
     load = functools.partial(load_docstrings, root=tmp_path / "library")
-    monkeypatch.setattr(task_runs, "load_docstrings", load)
+    monkeypatch.setitem(sets.SETS, "areas", sets.SETS["areas"]._replace(load=load))
 
 
 def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
@@ -185,13 +187,18 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
     assert 90 < share.get_position()[0] < ax.get_xlim()[1]
 
 
-def test_the_best_student_is_that_of_the_table(tiny, tmp_path):
+def test_the_best_student_is_that_of_the_table(tiny, tmp_path, monkeypatch):
     """The saved student, which was trained again, predicts what its run's file holds."""
-    study = demo.make_study(demo.Size.of(DemoSettings(fast=True)), 5, "cpu")
-    work = task_runs.TaskRuns(study, study.tasks[0], tmp_path / "runs")
-    first = work.train(study.variants[2], 5)
-    again = work.train_student(study.variants[2], 5)
-    assert again.run.answers[""].argmax(-1).tolist() == first["predictions"]
+    monkeypatch.setattr(demo, "METHODS", {name: METHODS[name] for name in ("labels", "fcd")})
+    settings = DemoSettings(fast=True, seed=5, device="cpu", out=tmp_path)
+    runs = GridRuns(demo.make_study(demo.Size.of(settings), settings), tmp_path / "runs")
+    runs.check()
+    (tmp_path / "runs" / "runs").mkdir()
+    cell = runs.cells[1]
+    first = runs._run(cell, runs.options(cell))
+    config = DistillConfig(**runs.options(cell), out=tmp_path / "again")
+    again = run_distillation(config, measure=measured)
+    assert again["predictions"] == first["predictions"] and cell.variant == "fcd"
 
 
 def test_the_demo_leaves_another_student_alone(tiny, tmp_path):

@@ -67,7 +67,8 @@ device = "cpu"
 [tasks.one]
 train = "train.tsv"
 eval = "dev.tsv"
-teacher_steps = 2
+finetune_teacher = 0.5
+student_layers = 2
 [methods]
 labels = {}
 fcd = {}

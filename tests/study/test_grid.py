@@ -1,6 +1,7 @@
 """A grid of `fastkd distill` runs, and the papers' tables."""
 
 import csv
+import dataclasses
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fastkd.study import grid, grid_report, grid_runs
-from fastkd.study.grid_runs import GridRuns
+from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.study.study_settings import StudySettings
 from fastkd.train import stages
 from fastkd.train.config import DistillConfig
@@ -87,7 +88,7 @@ def root(tmp_path_factory):
 
 
 def test_cells_of_a_file(root):
-    found = grid.read(StudySettings(), root / "grid.toml")
+    found = grid.read(StudySettings(spec=root / "grid.toml"))
     assert found.variants == [
         f"{name}, student_layers={n}" for name in ("labels", "fcd") for n in (1, 2)
     ]
@@ -96,62 +97,71 @@ def test_cells_of_a_file(root):
     assert cell.values == {"learning_rate": 1e-3, "--set alpha": 1.0} and cell.seed == 1
     assert cell.options == {
         "num_train_epochs": 1, "device_name": "cpu", "student_layers": 2, "max_length": 16,
-        "teacher": "teacher", "learning_rate": 1e-3, "method": "fcd", "seed": 1,
+        "teacher": str(root / "teacher"), "learning_rate": 1e-3, "method": "fcd", "seed": 1,
         "options": {"alpha": 1.0}, "train": root / "train.tsv", "evals": root / "dev.tsv",
     }  # fmt: skip
     (root / "all.toml").write_text(FILE.format(select="none"))
-    every = grid.read(StudySettings(), root / "all.toml")
+    every = grid.read(StudySettings(spec=root / "all.toml"))
     assert "fcd, student_layers=2, learning_rate=0.001, alpha=1.0" in every.variants
-    small = grid.read(StudySettings(steps=3, seeds=1), root / "grid.toml")
-    assert [c.options["training_steps"] for c in small.cells] == [3] * 4
+    short = grid.read(StudySettings(spec=root / "grid.toml", steps=3, seeds=1))
+    assert [c.options["training_steps"] for c in short.cells] == [3] * 12
 
 
-def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(root)
-    run("study", root / "grid.toml", out=tmp_path / "out", seeds=1)
-    found = grid.read(StudySettings(seeds=1), root / "grid.toml")
-    runs = GridRuns(found, tmp_path / "out")
-    for i, cell in enumerate(found.cells):
+def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path):
+    path, out = root / "hand.toml", tmp_path / "out"
+    path.write_text(FILE.format(select="dev").replace("[1, 2]", "1"))
+    run("study", path, out=out, seeds=1)
+    found = grid.read(StudySettings(spec=path, seeds=1))
+    runs = GridRuns(found, out)
+    for i, cell in enumerate(found.cells[1::2]):
         report = run_distillation(DistillConfig(**cell.options, out=tmp_path / f"hand{i}"))
         assert runs.result(cell)["scores"] == report["student"]
         assert runs.result(cell)["best"] == report["best"]["epoch"]
+        assert runs.result(cell)["history"][0]["losses"] == report["history"][0]["losses"]
     best = grid_report.best_cells(runs)
     for (variant, _, _), result in best.items():
         own = [runs.result(c)["scores"] for c in found.cells if c.variant == variant]
         assert result["scores"]["accuracy"] == max(scores["accuracy"] for scores in own)
-    rows = list(csv.DictReader((tmp_path / "out" / "runs.csv").open()))
+    rows = list(csv.DictReader((out / "runs.csv").open()))
     assert len(rows) == len(found.cells) and rows[-1]["values"] == "learning_rate=0.001 alpha=1.0"
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert "| mean over tasks |" in page and "differences to labels, student_layers=1" in page
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "runs").glob("*.json")}
-    run("study", root / "grid.toml", out=tmp_path / "out", seeds=1)
-    assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 12
+    assert float(rows[-1]["accuracy"]) == runs.result(found.cells[-1])["scores"]["accuracy"]
+    page = (out / "report.md").read_text()
+    assert "| mean over tasks |" in page and "compared with labels." in page
+    before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
+    run("study", path, out=out, seeds=1)
+    assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 6
 
 
-def test_a_shared_teacher_is_that_of_the_command(root, tmp_path, monkeypatch):
+def one_cell_a_method(text):
+    """The file with one value of each list."""
+    for old, new in (("[1, 2]", "1"), ("[1e-4, 1e-3]", "1e-3"), ("[0.1, 1.0]", "1.0")):
+        text = text.replace(old, new)
+    return text
+
+
+def test_a_shared_teacher_is_that_of_the_command(root, tmp_path):
     """Fine-tuned once for all seeds and methods."""
-    monkeypatch.chdir(root)
-    text = FILE.format(select="dev").replace("[1, 2]", "1").replace("[1e-4, 1e-3]", "1e-3")
+    text, out = one_cell_a_method(FILE.format(select="dev")), tmp_path / "out"
     (root / "tuned.toml").write_text("finetune_teacher = 1\nteacher_learning_rate = 1e-3\n" + text)
-    run("study", root / "tuned.toml", out=tmp_path / "out")
-    assert len(list((tmp_path / "out" / "teachers").glob("*/teacher"))) == 1
-    found = grid.read(StudySettings(), root / "tuned.toml")
+    run("study", root / "tuned.toml", out=out)
+    assert len(list((out / "teachers").glob("*/teacher"))) == 1
+    found = grid.read(StudySettings(spec=root / "tuned.toml"))
     hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
-    result = GridRuns(found, tmp_path / "out").result(found.cells[0])
+    result = GridRuns(found, out).result(found.cells[0])
     assert result["teacher"] == hand["teacher"] and result["scores"] == hand["student"]
-    page = (tmp_path / "out" / "report.md").read_text()
-    assert "## own: differences to labels" in page and "| fcd | accuracy | 2 |" in page
+    page = (out / "report.md").read_text()
+    assert "## own" in page and "| fcd | 2 |" in page
 
 
 def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
-    found = grid.read(StudySettings(seeds=1), root / "grid.toml")
+    found = grid.read(StudySettings(spec=root / "grid.toml", seeds=1))
     cells = [cell for cell in found.cells if cell.variant == found.variants[0]]
     for lower, best in (([], 2.0), (["perplexity"], 1.0)):
         runs = GridRuns(found, tmp_path / str(best))
         (runs.out / "runs").mkdir(parents=True)
         for cell, value in zip(cells, (1.0, 2.0), strict=True):
             result = {"options": {}, "scores": {"perplexity": value}, "lower_is_better": lower}
-            runs.path(cell).write_text(json.dumps(result))
+            write_result(runs.path(cell), result)
         (kept,) = grid_report.best_cells(runs).values()
         assert kept["scores"] == {"perplexity": best}
 
@@ -169,7 +179,7 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
 def test_mistakes_in_a_file(root, old, new, error):
     (root / "wrong.toml").write_text(FILE.format(select="dev").replace(old, new, 1))
     with pytest.raises(InputError, match=error):
-        grid.read(StudySettings(), root / "wrong.toml")
+        grid.read(StudySettings(spec=root / "wrong.toml"))
 
 
 # The plan of each table: variants, tasks, seeds, and options, typed from the papers.
@@ -238,7 +248,7 @@ def test_the_tables_are_listed():
 @pytest.mark.parametrize("name", PLANS)
 def test_the_plan_of_a_table(name):
     recipe, variants, tasks, values = PLANS[name]
-    found = grid.read(StudySettings(), grid.path_of(f"paper:{name}"))
+    found = grid.read(StudySettings(spec=Path(f"paper:{name}")))
     assert len(found.variants) == variants and set(found.tasks) == tasks
     assert len(found.seeds) == (1 if name == "lrc-bert-2" else 4)
     seen: dict[str, set] = {}
@@ -269,24 +279,31 @@ GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9")]
 
 
 def test_every_table_of_glue_runs(models, tmp_path_factory):
-    """Four steps of each variant on one or two tasks; the tables share their teachers."""
-    out = tmp_path_factory.mktemp("shared")
+    """Four steps of each variant; the tables share teachers, and runs of one kind of options."""
+    out, kinds = tmp_path_factory.mktemp("shared"), set()
     for name in GLUE_TABLES:
-        tasks = sorted(PLANS[name][2])[:1]
         options = {
             "glue": models / "glue", "teacher": str(models / "teacher"), "steps": 4, "seeds": 1,
-            "device": "cpu", "tasks": dict.fromkeys(tasks, True),
-            "student": str(models / "student"), "spec": grid.path_of(f"paper:{name}"),
+            "device": "cpu", "tasks": {min(PLANS[name][2]): True},
+            "student": str(models / "student"), "spec": Path(f"paper:{name}"),
         }  # fmt: skip
-        study = grid.read(StudySettings(**options), options["spec"])
-        runs = GridRuns(study, out)
-        runs.train(1)
-        page = grid_report.write(runs, out)
+        study = grid.read(StudySettings(**options))
+        new = {}
         for cell in study.cells:
+            kind = cell.options["method"], *cell.options["options"]
+            new.setdefault(kind, cell)
+        cells = tuple(cell for kind, cell in new.items() if kind not in kinds) or study.cells[:1]
+        kinds |= new.keys()
+        GridRuns(study, out).check()
+        runs = GridRuns(dataclasses.replace(study, cells=cells), out)
+        runs.train(1)
+        grid_report.write(runs, out)
+        page = (out / "report.md").read_text()
+        for cell in cells:
             result = runs.result(cell)
             assert "failed" not in result, (name, result)
-            assert result["options"]["steps"] == 4
-        assert read_options_file(options["spec"])["paper"]["title"] in page
+            assert result["options"]["training_steps"] == 4 == result["history"][-1]["step"]
+        assert read_options_file(grid.path_of(options["spec"]))["paper"]["title"] in page
     teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]
     assert 1 <= len(teachers) < len(GLUE_TABLES) / 2
     shutil.rmtree(out)
@@ -322,11 +339,9 @@ def test_answers_of_a_table(tmp_path):
 
 def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):
     """Forked workers import less than spawned ones and get the same arguments."""
-    monkeypatch.chdir(root)
-    text = FILE.format(select="dev").replace("[1, 2]", "1").replace("[1e-4, 1e-3]", "1e-3")
-    (root / "jobs.toml").write_text(text)
+    (root / "jobs.toml").write_text(one_cell_a_method(FILE.format(select="dev")))
     monkeypatch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
-    found = grid.read(StudySettings(), root / "jobs.toml")
+    found = grid.read(StudySettings(spec=root / "jobs.toml", seeds=1))
     runs = {jobs: GridRuns(found, tmp_path / str(jobs)) for jobs in (1, 2)}
     assert all(each.train(jobs) for jobs, each in runs.items())
     for cell in found.cells:
@@ -335,17 +350,15 @@ def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):
 
 
 def test_a_stopped_run_goes_on(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(root)
-    (root / "one.toml").write_text(
-        FILE.format(select="dev").replace("epochs = 1", "epochs = 2\nbatch_size = 8")
-    )
+    text = one_cell_a_method(FILE.format(select="dev").replace("labels = {}\n", ""))
+    (root / "one.toml").write_text(text.replace("epochs = 1", "epochs = 2\nbatch_size = 8"))
     options = {"out": tmp_path / "out", "seeds": 1}
     with monkeypatch.context() as patch:
         stop_at(patch, 3, terminate)
         run("study", root / "one.toml", expect=143, **options)
     assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
     run("study", root / "one.toml", **options)
-    found = grid.read(StudySettings(seeds=1), root / "one.toml")
+    found = grid.read(StudySettings(spec=root / "one.toml", seeds=1))
     runs = GridRuns(found, tmp_path / "out")
     hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
     assert runs.result(found.cells[0])["scores"] == hand["student"]
@@ -360,4 +373,4 @@ def test_files_of_the_pages_are_valid(tmp_path):
             if "[stages." in text:
                 assert len(stages.read(DistillConfig(stages=path))) == 2
             else:
-                assert grid.read(StudySettings(), path).cells
+                assert grid.read(StudySettings(spec=path)).cells

@@ -1,6 +1,5 @@
 """Statistics of a study, on data with known effects."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -8,22 +7,20 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from fastkd.study.spec import Study, TaskSpec, Variant
+from fastkd.study.grid import Cell, Grid
+from fastkd.study.grid_report import cells, findings
 from fastkd.study.statistics import (
     ABOVE,
     ALIKE,
     BELOW,
     UNKNOWN,
-    at_chance,
     bootstrap_interval,
-    empty_classes,
     gap_recovered,
     holm,
     of_confusion,
     paired_difference,
     summarize,
 )
-from fastkd.study.study_report import cells, findings
 
 LABELS = [i % 2 for i in range(1000)]
 
@@ -36,41 +33,33 @@ def predictions(accuracy, seed):
     return [label if ok else 1 - label for label, ok in zip(LABELS, right, strict=True)]
 
 
-def run(accuracy, seed):
+ABOUT = {
+    "teacher": {"accuracy": 0.9}, "references": LABELS, "classes": ["no", "yes"], "warnings": {},
+    "lower_is_better": [], "percent": [], "rows": {"train": 10, "eval": 1000}, "options": {},
+    "rccc": 0.5, "seconds": 1.0,
+}  # fmt: skip
+
+
+def run(accuracy, seed, **more):
     answers = predictions(accuracy, seed)
-    return {
-        "scores": {"accuracy": accuracy_score(LABELS, answers)},
-        "predictions": answers,
-        "rccc": 0.5,
-        "measured": {"seconds": 1.0, "peak_bytes": None},
-    }
+    scores = {"accuracy": accuracy_score(LABELS, answers)}
+    return {**ABOUT, "scores": scores, "predictions": answers, **more}
 
 
 def study(names, seeds):
-    return Study(
-        tasks=(TaskSpec("t", None),),
-        variants=tuple(Variant(name, "labels", {}) for name in names),
-        seeds=tuple(range(seeds)),
-    )
+    names = list(names)
+    cells = tuple(Cell(name, "t", seed, {}, {}) for name in names for seed in range(seeds))
+    return Grid("Typed", names[0], tuple(range(seeds)), "none", cells)
 
 
-TEACHER = {
-    "scores": {"accuracy": 0.9},
-    "metrics": ["accuracy"],
-    "labels": LABELS,
-    "classes": ["no", "yes"],
-    "rows": {"train": 10, "held out": 1000},
-}
-
-
-def table(accuracies, seeds=4, names=None):
+def table(accuracies, seeds=4):
     """Rows of a study in which each variant has its accuracy, with noise over seeds."""
     results = {}
     for seed in range(seeds):
         luck = np.random.default_rng(100 + seed).normal(0, 0.004, len(accuracies))
         for i, (name, accuracy) in enumerate(accuracies.items()):
-            results["t", name, seed] = run(accuracy + luck[i], 10 * seed + i)
-    (summary,) = summarize(study(accuracies, seeds), results, {"t": TEACHER})
+            results[name, "t", seed] = run(accuracy + luck[i], 10 * seed + i)
+    (summary,) = summarize(study(accuracies, seeds), results)
     return {row.variant: row for row in summary.rows}
 
 
@@ -115,14 +104,13 @@ def test_variance_is_at_least_that_of_rounding_to_one_row():
 
 def test_percentages_of_rows_are_rounded_to_one_row():
     """Each seed has one more of 20 answers right: by chance, as with the same accuracies."""
-    teacher = {**TEACHER, "labels": ["film"] * 20, "classes": None, "scores": {"exact_match": 90.0}}
-    teacher |= {"metrics": ["exact_match"], "percent": ["exact_match"]}
+    about = {"references": ["film"] * 20, "classes": [], "percent": ["exact_match"]}
     results = {
-        ("t", name, seed): {**run(0.7, 0), "scores": {"exact_match": score}}
+        (name, "t", seed): run(0.7, 0, scores={"exact_match": score}, **about)
         for name, score in (("labels", 60.0), ("other", 65.0))
         for seed in range(3)
     }
-    (summary,) = summarize(study(("labels", "other"), 3), results, {"t": teacher})
+    (summary,) = summarize(study(("labels", "other"), 3), results)
     row = summary.rows[1]
     assert row.difference == paired_difference([5.0] * 3, step=5.0)
     assert row.difference.rounded and row.verdict == ALIKE
@@ -131,15 +119,13 @@ def test_percentages_of_rows_are_rounded_to_one_row():
 def test_metrics_of_numbers_have_no_rounding_variance():
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
     results = {
-        ("t", name, seed): {**run(0.7, seed), "scores": {"pearson": score}}
+        (name, "t", seed): run(
+            0.7, seed, scores={"pearson": score}, references=[0.5] * 20, classes=[]
+        )
         for name, by_seed in scores.items()
         for seed, score in enumerate(by_seed)
     }
-    teacher = {
-        "scores": {"pearson": 0.9}, "metrics": ["pearson"], "labels": [0.5] * 20, "classes": None,
-        "rows": {"train": 10, "held out": 20},
-    }  # fmt: skip
-    (summary,) = summarize(study(scores, 3), results, {"t": teacher})
+    (summary,) = summarize(study(scores, 3), results)
     expected = stats.ttest_rel(scores["better"], scores["labels"])
     assert summary.rows[1].difference.p == pytest.approx(expected.pvalue)
     assert summary.rows[1].verdict == ABOVE and summary.rows[1].rows_interval is None
@@ -191,59 +177,57 @@ def test_bootstrap_interval_matches_resampling_row_by_row():
     assert bootstrap_interval("mse", [0.5], [[0.5]], [[0.5]]) is None
 
 
+def test_seeds_may_draw_rows_of_their_own():
+    """Labels by seed: the interval is that of each seed's own rows."""
+    one, other = [predictions(0.8, s) for s in range(2)], [predictions(0.7, s) for s in range(2)]
+    flipped = [LABELS, [1 - x for x in LABELS]]
+    students, baselines = ([a, [1 - x for x in b]] for a, b in (one, other))
+    assert bootstrap_interval("accuracy", flipped, students, baselines) == bootstrap_interval(
+        "accuracy", LABELS, one, other
+    )
+
+
 def test_gap_recovered_is_none_without_a_sufficient_gap():
-    assert gap_recovered([(0.8, 0.8), (0.8, 0.8)], 0.805) is None
-    assert gap_recovered([(0.8, 0.7), (0.82, 0.7)], 0.69) is None
-    assert gap_recovered([], 0.9) is None
-    assert gap_recovered([(0.8, 0.7), (0.84, 0.7)], 0.9).mean == pytest.approx(0.6)
+    assert gap_recovered([(0.8, 0.8), (0.8, 0.8)], [0.805] * 2) is None
+    assert gap_recovered([(0.8, 0.7), (0.82, 0.7)], [0.69] * 2) is None
+    assert gap_recovered([(0.8, 0.7), (0.82, 0.7)], [0.9, math.nan]) is None
+    assert gap_recovered([], []) is None
+    assert gap_recovered([(0.8, 0.7), (0.84, 0.7)], [0.9] * 2).mean == pytest.approx(0.6)
+    assert gap_recovered([(20.0, 20.1)], [20.0], True) is None
+    assert gap_recovered([(60.0, 60.5)], [61.0], percent=True) is None
 
 
 def test_failed_runs_are_counted_and_left_out_of_means():
-    results = {("t", name, seed): run(0.7, seed) for name in ("labels", "bad") for seed in range(2)}
-    results["t", "bad", 1] = {"failed": "not finite", "measured": {}}
-    (summary,) = summarize(study(("labels", "bad", "absent"), 2), results, {"t": TEACHER})
+    results = {(name, "t", seed): run(0.7, seed) for name in ("labels", "bad") for seed in range(2)}
+    results["bad", "t", 1] = {"failed": "not finite"}
+    (summary,) = summarize(study(("labels", "bad", "absent"), 2), results)
     assert [row.variant for row in summary.rows] == ["labels", "bad"]
     bad = summary.rows[1]
     assert bad.failed == 1 and bad.seeds == 1 and bad.verdict == UNKNOWN
     assert cells(bad)[:3] == ["bad (1 failed)", "1", f"{bad.mean:.4f}"]
     assert "Failed runs: 1," in findings(summary) and "No verdicts yet" in findings(summary)
     for seed in range(2):
-        results["t", "labels", seed] = {"failed": "not finite", "measured": {}}
-    (summary,) = summarize(study(("labels", "bad"), 2), results, {"t": TEACHER})
+        results["labels", "t", seed] = {"failed": "not finite"}
+    (summary,) = summarize(study(("labels", "bad"), 2), results)
     assert cells(summary.rows[0])[:3] == ["labels (2 failed)", "0", ""]
-    assert "No verdicts yet" in findings(summary)
 
 
 def test_findings_warn_of_empty_classes_chance_and_constant_students():
+    about = {"classes": ["no", "yes", "perhaps"], "training_rows": [6, 0, 4]}
+    about |= {"warnings": {"teacher": "are no better than chance"}, "options": {"labelled": 2}}
     names = {"labels": 0.7, "always no": 0.5}
-    results = {("t", name, seed): run(x, seed) for name, x in names.items() for seed in range(2)}
+    results = {
+        (name, "t", seed): run(x, seed, **about) for name, x in names.items() for seed in range(2)
+    }
     for seed in range(2):
-        results["t", "always no", seed]["predictions"] = [0] * 1000
-    teacher = {**TEACHER, "classes": ["no", "yes", "perhaps"], "rows_of_classes": [6, 0, 4]}
-
-    def summary(answers):
-        found = {"t": {**teacher, "predictions": answers}}
-        return summarize(study(names, 2), results, found)[0]
-
-    text = findings(summary(predictions(0.9, 3)))
+        results["always no", "t", seed]["predictions"] = [0] * 1000
+    (summary,) = summarize(study(names, 2), results)
+    text = findings(summary)
     assert "Classes without training rows: yes." in text
     assert "Classes without held-out rows: perhaps." in text
     assert "Students with the same prediction for every row: always no." in text
-    assert "chance" not in text and "fewer than" not in text
-    few = dataclasses.replace(summary(LABELS), labelled=2)
-    assert "2 labels are fewer than the classes." in findings(few)
-    assert cells(summary(LABELS).rows[1])[0] == "always no (one prediction for all rows: 2 seeds)"
-    guesses = np.random.default_rng(0).integers(0, 2, 1000).tolist()
-    for answers in ([1] * 1000, guesses, [1 - x for x in LABELS]):
-        assert "The teacher is at chance" in findings(summary(answers))
-
-
-@pytest.mark.parametrize("sign, chance", [(1, False), (-1, True), (0, True)])
-def test_at_chance_of_a_regression_teacher(sign, chance):
-    numbers = np.random.default_rng(0).normal(size=(2, 100))
-    teacher = {
-        "labels": numbers[0].tolist(),
-        "predictions": (sign * numbers[0] + 0.1 * abs(sign) * numbers[1]).tolist(),
-        "classes": None,
-    }
-    assert at_chance(teacher) == chance and empty_classes(teacher) == {}
+    assert "The teacher's answers are no better than chance." in text
+    assert "2 labels are fewer than the classes." in text
+    assert cells(summary.rows[1])[0] == "always no (one prediction for all rows: 2 seeds)"
+    results = {at: {**r, **ABOUT, "training_rows": [5, 5]} for at, r in results.items()}
+    assert "Classes without" not in findings(summarize(study(names, 2), results)[0])

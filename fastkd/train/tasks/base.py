@@ -71,7 +71,8 @@ class Corpus:
 
     ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
     mismatched. ``test`` rows are scored once, at the end. ``unlabelled`` rows train all losses but
-    those on labels. The first of the ``metrics`` selects the best model.
+    those on labels. The first of the ``metrics`` selects the best model. ``teacher_train``: rows of
+    the teacher's fine-tuning, where the student reads fewer labels.
     """
 
     train: Rows
@@ -80,6 +81,7 @@ class Corpus:
     metrics: tuple[str, ...]
     test: Rows | None = None
     unlabelled: Rows | None = None
+    teacher_train: Rows | None = None
     #: Lines to print: how many rows have no label, ...
     notes: tuple[str, ...] = ()
     #: ... and how numbers were read as the classes of a head.
