@@ -15,6 +15,12 @@ pass, 3Es bytes, or 5Es with an upstream gradient other than 1. float16 would un
 "none" has many upstream gradients: there the backward pass visits the positions again, 5Es.
 16·8·E operations on the tensor cores. Bound by bandwidth.
 
+Data path of 17 to 32 samples whose negatives are those of the batch, without labels. One program of
+`cos_nce_batch_kernel` visits a position: it reads the rows of both sides for their norms, again
+from the caches for S and the two cosines, and a third time for S and the gradient. Other kernels
+and bytes are the same: 3Es while the rows that are visited at a time fit the L2 cache, as at D 768,
+and 7Es at most, where they don't. About 25E operations. Bound by latency at D 768.
+
 Data path of other calls. `cos_nce_norm_kernel` reads every row once for 1/‖x‖. A second kernel
 reads the teacher (or the given negatives) and computes S and the number of negatives.
 `cos_nce_sum_kernel` computes one sum for all samples of a position, or one per sample if each has
@@ -75,8 +81,10 @@ SUM_BLOCKS = {"BLOCK_R": 8, "BLOCK_D": 256, "num_warps": 1}
 LONG_SUM_BLOCKS = {"BLOCK_R": 64, "BLOCK_D": 32, "num_warps": 4}
 WARPS = 528  # fewer leave processors of a large GPU idle
 
-# Most samples of a batch whose positions are visited once.
+# Most samples of a batch whose positions are visited once; twice as many without labels.
 SMALL_BATCH = 16
+# Samples of a tile there: 16 elements of each side a thread, and 8 where each has an address.
+BATCH_BLOCKS = {"BLOCK_I": 2 * SMALL_BATCH, "num_warps": 8}
 
 
 def position_blocks(dtype: torch.dtype, aligned: bool) -> dict[str, int]:
@@ -107,6 +115,32 @@ def _real(inside, mask_ptr, offsets, HAS_MASK: tl.constexpr):
     return inside
 
 
+@triton.jit
+def _tile(x_ptr, start, inside, first, D, BLOCK_D: tl.constexpr):
+    """Features of rows (BLOCK_R,) from ``first`` on, as float32."""
+    d = first + tl.arange(0, BLOCK_D)
+    where = inside[:, None] & (d < D)[None, :]
+    return tl.load(x_ptr + start[:, None] + d[None, :], mask=where, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inverse_norm(squares, x_ptr, start, inside, D, BLOCK_D: tl.constexpr):
+    """1/‖x‖, 0 for zero rows. Squares that overflow or underflow are computed from scaled rows."""
+    unusual = (squares < 1e-25) | (squares > 1e25)
+    scale = tl.full(squares.shape, 1.0, tl.float32)
+    if tl.max(unusual.to(tl.int32), axis=0) > 0:
+        peak = tl.zeros_like(squares)
+        for first in range(0, D, BLOCK_D):
+            x = _tile(x_ptr, start, inside, first, D, BLOCK_D)
+            peak = tl.maximum(peak, tl.max(tl.abs(x), axis=1))
+        scale = tl.where(unusual, 1.0 / tl.where(peak == 0.0, 1.0, peak), 1.0)
+        squares = tl.zeros_like(squares)
+        for first in range(0, D, BLOCK_D):
+            x = _tile(x_ptr, start, inside, first, D, BLOCK_D) * scale[:, None]
+            squares += tl.sum(x * x, axis=1)
+    return tl.where(squares == 0.0, 0.0, scale / tl.sqrt(squares))
+
+
 @triton.jit(do_not_specialize=["rows", "P"])
 def cos_nce_norm_kernel(
     s_ptrs,  # layers of (R, P, D)
@@ -134,28 +168,10 @@ def cos_nce_norm_kernel(
     inside = _real(row < rows, mask_ptr, row, HAS_MASK)
     start = (row // P) * stride_r + (row % P) * stride_p
     products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    peaks = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for first in range(0, D, BLOCK_D):
-        d = first + tl.arange(0, BLOCK_D)
-        where = inside[:, None] & (d < D)[None, :]
-        x = tl.load(x_ptr + start[:, None] + d[None, :], mask=where, other=0.0).to(tl.float32)
+        x = _tile(x_ptr, start, inside, first, D, BLOCK_D)
         products += x * x
-        peaks = tl.maximum(peaks, tl.abs(x))
-    squares = tl.sum(products, axis=1)
-    peak = tl.max(peaks, axis=1)
-    peak = tl.where(peak == 0.0, 1.0, peak)
-    # Squares that overflow or underflow are computed again from scaled rows.
-    unusual = (squares < 1e-25) | (squares > 1e25)
-    scale = tl.where(unusual, 1.0 / peak, 1.0)
-    if tl.max(unusual.to(tl.int32), axis=0) > 0:
-        squares = tl.zeros((BLOCK_R,), tl.float32)
-        for first in range(0, D, BLOCK_D):
-            d = first + tl.arange(0, BLOCK_D)
-            where = inside[:, None] & (d < D)[None, :]
-            x = tl.load(x_ptr + start[:, None] + d[None, :], mask=where, other=0.0).to(tl.float32)
-            x = x * scale[:, None]
-            squares += tl.sum(x * x, axis=1)
-    inverse = tl.where(squares == 0.0, 0.0, scale / tl.sqrt(squares))
+    inverse = _inverse_norm(tl.sum(products, axis=1), x_ptr, start, inside, D, BLOCK_D)
     tensor = (tl.program_id(2) * tl.num_programs(1) + layer).to(tl.int64)
     tl.store(inverse_ptr + tensor * rows + row, inverse, mask=row < rows)
 
@@ -625,6 +641,92 @@ def cos_nce_position_kernel(
             tl.store(dx_rows[:, None] + at, dx, inside[:, None] & columns)
 
 
+@triton.jit(
+    do_not_specialize=["B", "P", "stride_u_b", "stride_u_p", "counted", "scale"],
+)
+def cos_nce_batch_kernel(
+    student_ptrs,  # layers of (B, P, D)
+    teacher_ptrs,
+    mask_ptr,  # (B, P) bytes
+    weights_ptr,  # (B, P)
+    upstream_ptr,  # (B, P)
+    counts_ptr,  # (counted,): positions compared, for a mean; else none
+    losses_ptr,  # (layers, B, P)
+    partial_ptr,  # (layers, P): sums of losses
+    dx_ptr,  # (layers, B, P, D)
+    B,
+    P,
+    D,
+    stride_s_b,
+    stride_s_p,
+    stride_t_b,
+    stride_t_p,
+    stride_u_b,
+    stride_u_p,
+    counted,
+    scale,
+    SLOTS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    p = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BLOCK_I).to(tl.int64)
+    offsets = i * P + p
+    inside = i < B
+    real = _real(inside, mask_ptr, offsets, HAS_MASK)
+    z_ptr = pick(student_ptrs, layer, SLOTS)
+    t_ptr = pick(teacher_ptrs, layer, SLOTS)
+    z_start = i * stride_s_b + p * stride_s_p
+    t_start = i * stride_t_b + p * stride_t_p
+
+    zz = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
+    tt = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        z = _tile(z_ptr, z_start, real, first, D, BLOCK_D)
+        t = _tile(t_ptr, t_start, real, first, D, BLOCK_D)
+        zz += z * z
+        tt += t * t
+    z_inverse = _inverse_norm(tl.sum(zz, axis=1), z_ptr, z_start, real, D, BLOCK_D)
+    t_inverse = _inverse_norm(tl.sum(tt, axis=1), t_ptr, t_start, real, D, BLOCK_D)
+
+    cos_t = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
+    cos_n = tl.zeros((BLOCK_I, BLOCK_D), tl.float32)
+    for first in range(0, D, BLOCK_D):
+        z = _tile(z_ptr, z_start, real, first, D, BLOCK_D) * z_inverse[:, None]
+        t = _tile(t_ptr, t_start, real, first, D, BLOCK_D) * t_inverse[:, None]
+        cos_t += z * t
+        cos_n += z * tl.sum(t, axis=0)[None, :]
+    exists = real.to(tl.float32)
+    count = tl.sum(exists, axis=0) - exists
+    compared = real & (count > 0.0)
+    w = 0.5 / tl.maximum(count, 1.0)
+    pull = w * tl.sum(cos_n, axis=1) - (1.5 + w) * tl.sum(cos_t, axis=1)
+    factor = tl.full((BLOCK_I,), 1.0, tl.float32)
+    if weights_ptr is not None:
+        factor = tl.load(weights_ptr + offsets, mask=inside, other=0.0)
+    losses = tl.where(compared, (2.0 + pull) * factor, 0.0)
+    tl.store(losses_ptr + layer * B * P + offsets, losses, mask=inside)
+    tl.store(partial_ptr + layer * P + p, tl.sum(losses, axis=0))
+
+    if dx_ptr is not None:
+        factor *= scale / tl.maximum(_sum_of(counts_ptr, counted, 1024), 1.0)
+        if upstream_ptr is not None:
+            place = i * stride_u_b + p * stride_u_p
+            factor *= tl.load(upstream_ptr + place, mask=inside, other=0.0)
+        outer = factor * z_inverse
+        dx_rows = dx_ptr + (layer * B * P + offsets) * D
+        for first in range(0, D, BLOCK_D):
+            d = first + tl.arange(0, BLOCK_D)
+            z = _tile(z_ptr, z_start, real, first, D, BLOCK_D) * z_inverse[:, None]
+            t = _tile(t_ptr, t_start, real, first, D, BLOCK_D) * t_inverse[:, None]
+            s = tl.sum(t, axis=0)[None, :]
+            dx = w[:, None] * s - (1.5 + w)[:, None] * t - pull[:, None] * z
+            dx = tl.where(compared[:, None], dx * outer[:, None], 0.0)
+            tl.store(dx_rows[:, None] + d[None, :], dx, inside[:, None] & (d < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["B", "P"])
 def cos_nce_count_kernel(
     labels_ptr,  # (B,)
@@ -780,8 +882,9 @@ def cos_nce_positions(
     mask = None if mask is None else mask.view(torch.uint8)
     if labels is not None:
         labels = _comparable(labels, labels.is_floating_point())
+    small = B <= SMALL_BATCH
     samples = next_power_of_2(B)
-    programs = cdiv(P, SMALL_BATCH // samples)
+    programs = cdiv(P, SMALL_BATCH // samples) if small else P
     losses, partial, loss = new(layers, B, P), new(layers, programs), new(())
     counts, counted, scale = partial, 0, 1 / layers
     if reduction == "mean" and mask is None and labels is None:
@@ -798,20 +901,26 @@ def cos_nce_positions(
             B,
             P,
             mask is not None,
-            SMALL_BATCH,
+            SMALL_BATCH if small else 2 * SMALL_BATCH,
             COUNT_BLOCK,
         )
     if upstream is not None:
         upstream = upstream.expand(B, P)
     strides = _strides(students[0], teachers[0])
-    aligned = math.gcd(D, *strides) % 16 == 0
     dx = students[0].new_empty(layers, B, P, D) if gradient else None
+    flags = {"SLOTS": slots(layers), "HAS_MASK": mask is not None}
+    aligned = math.gcd(D, *strides) % 16 == 0
+    if small:
+        flags |= position_blocks(students[0].dtype, aligned)
+        flags["WIDEN"] = students[0].dtype == torch.bfloat16 and triton_interpreted()
+    else:
+        flags |= {**BATCH_BLOCKS, "BLOCK_D": 128 if aligned else 64}
     launch_kernel(
-        cos_nce_position_kernel,
+        cos_nce_position_kernel if small else cos_nce_batch_kernel,
         (programs, layers),
         padded(students),
         padded(teachers),
-        labels,
+        *([labels] if small else []),
         mask,
         weights,
         upstream,
@@ -822,15 +931,12 @@ def cos_nce_positions(
         B,
         P,
         D,
-        samples,
+        *([samples] if small else []),
         *strides,
         *((0, 0) if upstream is None else upstream.stride()),
         counted,
         scale,
-        SLOTS=slots(layers),
-        HAS_MASK=mask is not None,
-        WIDEN=students[0].dtype == torch.bfloat16 and triton_interpreted(),
-        **position_blocks(students[0].dtype, aligned),
+        **flags,
     )
     if reduction == "none":
         loss = losses[0]

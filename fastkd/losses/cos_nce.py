@@ -617,7 +617,8 @@ def _triton_layers(
     from fastkd.kernels.pointers import layer_groups
 
     student, _, negatives = layers[0]
-    small = negatives is None and _is_at_most(len(student), SMALL_BATCH)
+    most = SMALL_BATCH if labels_and_masks[0] is not None else 2 * SMALL_BATCH
+    small = negatives is None and _is_at_most(len(student), most)
     losses = []
     for group in layer_groups([layer[:1] for layer in layers]):  # teachers have the same shapes
         part = [layers[i] for i in group]

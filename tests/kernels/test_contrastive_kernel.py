@@ -32,7 +32,7 @@ def test_block_edges(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [2, 8, 9, 16])
+@pytest.mark.parametrize("batch", [2, 9, 16, 17, 32])
 def test_gradient_of_the_forward_pass(batch, dtype):
     student, teacher = features(batch, 3, 40, dtype=dtype, mean=0.5)
     mask, weights = torch.rand(batch, 3) > 0.3, torch.randn(batch, 3)
@@ -70,7 +70,7 @@ def test_many_negatives_are_added_in_two_passes(monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [1, 6])
-@pytest.mark.parametrize("batch", [4, 17])
+@pytest.mark.parametrize("batch", [4, 17, 33])
 def test_launches(layers, batch):
     students = [torch.randn(batch, 3, 8, requires_grad=True) for _ in range(layers)]
     teachers = [torch.randn(batch, 3, 8) for _ in range(layers)]
@@ -78,19 +78,20 @@ def test_launches(layers, batch):
     labels = torch.arange(batch)
     negatives = [torch.randn(5, 3, 8) for _ in range(layers)]
     loss = CosNCELoss(8, 8, backend="triton")
-    own = 4 if batch <= 16 else 5
-    for options, expected in (({}, own), ({"labels": labels}, own), ({"negatives": negatives}, 6)):
+    own, labelled = 4 if batch <= 32 else 5, 4 if batch <= 16 else 5
+    negative = {"negatives": negatives}
+    for options, expected in (({}, own), ({"labels": labels}, labelled), (negative, 6)):
         with count_launches() as launches:
             loss(students, teachers, mask, **options).backward()
         assert len(launches.of_triton()) == expected, launches
 
     for options, expected in (
         ({}, own),
-        ({"labels": labels}, own),
+        ({"labels": labels}, labelled),
         ({"negatives": negatives[0]}, 6),
         ({"negatives": negatives[0], "negatives_mask": torch.ones(5, 3, dtype=torch.bool)}, 6),
         ({"negatives": negatives[0], "labels": labels, "negatives_labels": torch.arange(5)}, 6),
-        ({"reduction": "sum"}, own - (batch <= 16)),
+        ({"reduction": "sum"}, own - (batch <= 32)),
     ):
         with count_launches() as launches:
             total = cos_nce_loss(students[0], teachers[0], mask=mask, backend="triton", **options)

@@ -22,7 +22,7 @@ from tools.calls import (
 
 def calls() -> Calls:
     labels: list[torch.dtype | None] = [None, torch.int64, torch.float32, torch.bool, torch.float64]
-    # A batch of up to 16 is compared in one visit of a position.
+    # A batch of up to 16, or of up to 32 without labels, is compared in one visit of a position.
     rows = [(6, None), (17, None), (6, (5, 3)), (6, (6, 5, 3))]
     for dtype, kind, (B, shape), masked, D in itertools.product(
         ALL_TYPES, labels, rows, BOTH, (8, 16)
