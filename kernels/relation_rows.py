@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.operator import launch_kernel
-from fastkd.kernels.launch import cdiv, multiplies_in_float32
+from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import padded, pick, slots
 
 ALIGNMENT = 16  # of a row's features and of addresses in bytes, for wide loads

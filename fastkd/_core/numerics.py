@@ -30,6 +30,14 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(working_dtype(x))
 
 
+def multiplies_in_float32() -> bool:
+    """Whether products of float32 matrices may not be rounded to tf32 or bfloat16."""
+    try:
+        return torch._C._get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # the newer interface was written, as transformers' ``tf32=True`` does
+        return torch.backends.cuda.matmul.fp32_precision in ("ieee", "none")
+
+
 def values_readable(x: Tensor) -> bool:
     """Whether Python may read the values of ``x``: on the CPU, neither traced nor fake.
 

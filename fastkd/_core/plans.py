@@ -8,7 +8,7 @@ the third time on the record is repeated, with new tensors and addresses.
 
     public call ── key ──┬── not covered, or new ── as written
                          ├── seen once ── as written, under `Recording`
-                         └── recorded ── `Program.call`: Python code made from the record
+                         └── recorded ── a program: Python code made from the record
 
 A record has four kinds of steps: an allocation, an operation, a launch, an autograd function. A
 launch calls Triton's own launcher with addresses, each a tensor's plus a number of bytes: a view
@@ -29,22 +29,23 @@ A record holds no tensor, and the least recently used ones beyond `MOST_PLANS` a
 
 import copy
 import functools
-import itertools
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.operator import RECORDING
 
 MOST_PLANS = 1024
 MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
 DEVICES = ("cuda",)  # types of devices whose calls are planned
+ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 # What only makes room, and what only reads metadata; a value that is read can't be repeated.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -57,6 +58,7 @@ METADATA = {
 _BY_TYPE = {int, bool, float, str, type(None), torch.dtype, torch.device}
 
 Public = TypeVar("Public", bound=Callable[..., Any])
+Program = Callable[..., Any]
 
 
 class _NoPlan(Exception):
@@ -100,29 +102,16 @@ def _addresses(tensors: Sequence[Tensor]) -> Any:
     return known, tuple(map(found.index, found)), tuple(map(same.index, same))
 
 
-def _layouts(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """What tells whether saved tensors are those of the forward pass, or a hook changed them."""
-    return [None if x is None else (x.data_ptr(), x.stride(), x.dtype) for x in tensors]
-
-
 def _surroundings() -> tuple[Any, ...]:
     """What a call depends on beside its arguments."""
     return (
         torch.is_grad_enabled(),
-        _precision(),
+        multiplies_in_float32(),
         torch._C._get_deterministic_algorithms(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        _driver().get_current_device(),
+        _triton()[0].active.get_current_device(),
     )
-
-
-def _precision() -> Any:
-    """Precision of float32 matrix products, under both of PyTorch's interfaces."""
-    try:
-        return torch._C._get_float32_matmul_precision()
-    except RuntimeError:  # once ``torch.backends.fp32_precision`` was set
-        return torch.backends.cuda.matmul.fp32_precision
 
 
 @functools.cache
@@ -134,10 +123,6 @@ def _triton() -> Any:
     except ImportError:
         return None
     return driver, knobs.runtime
-
-
-def _driver() -> Any:
-    return _triton()[0].active
 
 
 def _is_plain() -> bool:
@@ -153,117 +138,54 @@ def _is_plain() -> bool:
     )
 
 
+def _layouts(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """What tells whether saved tensors are those of the forward pass, or a hook changed them."""
+    return [None if x is None else (x.data_ptr(), x.stride(), x.dtype) for x in tensors]
+
+
 # --- Recording -----------------------------------------------------------------------------------
 
 
-class _Slot(int):
-    """Number of a tensor in a program, where a step or a result has that tensor."""
-
-
 class _Step(NamedTuple):
-    """One or more lines of a program, from the names of the program's constants."""
+    """Lines of a program."""
 
-    write: Callable[["Program"], str]
-    used: Sequence[int]  # slots
-    made: Sequence[int]
+    lines: list[str]
+    used: list[int]  # tensors, by their number
+    made: list[int]
     droppable: bool  # if nothing uses what it makes
 
 
-class Program:
-    """Python code that repeats a call: ``call`` takes its tensors, after a node's context.
-
-    ``source`` is the code's text, with a name t<i> for each tensor, p<i> for its address, and
-    c<i> for constants.
-    """
-
-    def __init__(self, recording: "Recording", results: Any, context: Any = None) -> None:
-        self.constants: dict[str, Any] = {"torch": torch}
-        self.pointers: set[int] = set()
-        results = recording.slots_of(results)
-        saved = recording.slots_of(getattr(context, "to_save", None) or ())
-        constant = recording.slots_of(getattr(context, "non_differentiable", None) or ())
-        kept = set(_slots_in([results, saved]))
-        steps = []
-        for step in reversed(recording.steps):
-            if not (step.droppable and kept.isdisjoint(step.made)):
-                # What no later step uses is freed, as in the call as written.
-                unused = {*step.used, *step.made} - kept
-                freed = [i for i in sorted(unused) if i >= recording.inputs]
-                steps.append((step, freed))
-                kept.update(step.used)
-        names = [f"t{i}" for i in range(recording.inputs)]
-        lines = [f"def call({', '.join(names if context is None else ['ctx', *names])}):"]
-        if recording.starts_kernels:
-            driver = self.constant(_triton()[0])
-            lines.append(f"stream = {driver}.active.get_current_stream({recording.device})")
-        for step, freed in reversed(steps):
-            lines += step.write(self).split("\n")
-            lines += [" = ".join([*(f"t{i}" for i in freed), "None"])] if freed else []
-        if context is not None:
-            lines.append(f"saved = {self.text(saved)}")
-            lines.append("ctx.save_for_backward(*saved)")
-            lines.append(f"ctx.layouts = {self.constant(_layouts)}(saved)")
-        if constant:
-            lines.append(f"ctx.mark_non_differentiable(*{self.text(constant)})")
-        self.source = "\n    ".join([*lines, f"return {self.text(results)}\n"])
-        exec(self.source, self.constants)
-        self.call: Callable[..., Any] = self.constants["call"]
-
-    def constant(self, x: Any) -> str:
-        name = f"c{len(self.constants)}"
-        self.constants[name] = x
-        return name
-
-    def text(self, x: Any) -> str:
-        """An expression for ``x``, with its slots' tensors."""
-        kind = type(x)
-        if kind is _Slot:
-            return f"t{int(x)}"
-        if kind is tuple or kind is list:
-            items = "".join(f"{self.text(item)}, " for item in x)
-            return f"({items})" if kind is tuple else f"[{items}]"
-        if kind is dict:
-            return f"{{{', '.join(f'{name!r}: {self.text(item)}' for name, item in x.items())}}}"
-        if kind is _Argument:
-            return x.text
-        if x is None or kind is int or kind is bool or kind is str:
-            return repr(x)
-        return self.constant(x)
-
-    def address(self, place: tuple[int, int]) -> str:
-        slot, offset = place
-        return f"p{slot} + {offset}" if offset else f"p{slot}"
-
-    def addresses(self, places: Iterable[tuple[int, int]]) -> str:
-        """Lines that read the addresses which no line before has read."""
-        slots = dict.fromkeys(slot for slot, _ in places if slot not in self.pointers)
-        self.pointers.update(slots)
-        return "".join(f"p{slot} = t{slot}.data_ptr()\n" for slot in slots)
+class _Text(str):
+    """An argument that a program computes."""
 
 
-def _slots_in(x: Any) -> list[int]:
-    if type(x) in (tuple, list):
-        return [i for item in x for i in _slots_in(item)]
-    if type(x) is dict:
-        return _slots_in(list(x.values()))
-    return [int(x)] if type(x) is _Slot else []
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(item)
 
 
 class Recording(TorchFunctionMode):
-    """Context in which operations, launches and autograd functions become a program's steps."""
+    """Context in which operations, launches and autograd functions become a program's steps.
+
+    The program has a name t<i> for each tensor, p<i> for its address, and c<i> for constants.
+    """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.held: list[weakref.ref[Tensor] | None] = []  # by slot
-        self.slots: dict[int, _Slot] = {}  # by id, of tensors that are alive
+        self.numbers: dict[int, int] = {}  # by id, of tensors that are alive
+        self.held: list[weakref.ref[Tensor] | None] = []  # by number
         self.base: dict[int, tuple[int, int]] = {}  # of a view: whose memory, and where in it
+        self.read: set[int] = set()  # whose address a line has
         self.steps: list[_Step] = []
-        self.starts_kernels = False  # itself, not by an autograd function
+        self.constants: dict[str, Any] = {"torch": torch}
         self.plannable = False  # starts kernels
-        self.paused = False
         self.problem: str | None = None
         self.surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
-        self.device = _driver().get_current_device()
+        self.driver = _triton()[0]
+        self.device = self.driver.active.get_current_device()
         for x in inputs:
             self.add(x)
         self.inputs = len(self.held)
@@ -276,81 +198,104 @@ class Recording(TorchFunctionMode):
         RECORDING.of = self.outer
         super().__exit__(*error)
 
-    def add(self, x: Any) -> _Slot:
-        slot, key = _Slot(len(self.held)), id(x)
-        if x is None or key in self.slots:
+    def add(self, x: Tensor | None) -> int:
+        """Number of a new tensor; an input may be there twice, or be None."""
+        number, numbers, key = len(self.held), self.numbers, id(x)
+        if x is None or key in numbers:
             self.held.append(None)
-            return self.slots.get(key, slot)
-        slots = self.slots
-        slots[key] = slot
-        self.held.append(weakref.ref(x, lambda _: slots.pop(key, None)))
-        return slot
+        else:
+            numbers[key] = number
+            self.held.append(weakref.ref(x, lambda _: numbers.pop(key, None)))
+        return number
 
-    def slots_of(self, x: Any) -> Any:
-        """``x`` with slots in place of its tensors."""
+    def number(self, x: Tensor) -> int:
+        if id(x) not in self.numbers:
+            raise _NoPlan("a tensor comes from elsewhere")
+        return self.numbers[id(x)]
+
+    def text(self, x: Any) -> str:
+        """An expression for ``x``."""
         if isinstance(x, Tensor):
-            if id(x) not in self.slots:
-                raise _NoPlan("a tensor comes from elsewhere")
-            return self.slots[id(x)]
+            return f"t{self.number(x)}"
+        if type(x) is _Text:
+            return x
         if isinstance(x, (tuple, list)):
-            kind = list if isinstance(x, list) else tuple
-            return kind(map(self.slots_of, x))
-        return {name: self.slots_of(item) for name, item in x.items()} if type(x) is dict else x
+            items = "".join(f"{self.text(item)}, " for item in x)
+            return f"({items})" if isinstance(x, tuple) else f"[{items}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{name!r}: {self.text(item)}' for name, item in x.items())}}}"
+        return repr(x) if x is None or type(x) in (int, bool, str) else self.constant(x)
+
+    def constant(self, x: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return name
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.paused or self.problem:
-            return func(*args, **kwargs)
-        try:
-            given = self.slots_of((args, kwargs))
-        except _NoPlan as problem:
-            self.problem = str(problem)
-            return func(*args, **kwargs)
-        tensors = [cast(Any, self.held[i])() for i in _slots_in(given)]
-        written = [x for x in tensors if not x.is_inference()]
-        versions = [x._version for x in written]
-        result = func(*args, **kwargs)
-        changed = versions != [x._version for x in written]
-        self.operation(func, given, tensors, result, changed)
+        with torch._C.DisableTorchFunction():  # an outer recording has the autograd function
+            given = list(_tensors((args, kwargs)))
+            written = [x for x in given if not x.is_inference()]
+            versions = [x._version for x in written]
+            result = func(*args, **kwargs)
+            changed = versions != [x._version for x in written]
+            try:
+                self.operation(func, args, kwargs, given, result, changed)
+            except _NoPlan as problem:
+                self.problem = self.problem or str(problem)
         return result
 
     def operation(
-        self, func: Any, given: Any, tensors: list[Tensor], result: Any, changed: bool
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, changed: bool
     ) -> None:
         """Add an operation's step."""
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        new = [x for x in results if isinstance(x, Tensor) and id(x) not in self.slots]
-        name = getattr(func, "__name__", "")
-        if not changed and not any(isinstance(x, Tensor) for x in results):
-            if name not in METADATA:
-                self.problem = f"{name} reads a value"
-            return
-        if not new and not changed:  # x.contiguous() is x
-            return
-        used = _slots_in(given)
-        out = [self.add(x) for x in new]
-        if name in ALLOCATIONS and len(new) == 1 and type(result) is Tensor:
-            self.steps.append(_Step(_allocation(result, out[0]), [], out, True))
-            return
-        views = [x for x in new if not changed and self.view(x, tensors)]
-        call = self.in_these_surroundings(func)
-        write = _operation(call, given[0], given[1], self.slots_of(result))
-        self.steps.append(_Step(write, used, out, len(views) == len(new) and not changed))
+        name, found = getattr(func, "__name__", ""), list(_tensors(result))
+        new = [x for x in found if id(x) not in self.numbers]
+        if not changed and not found and name not in METADATA:
+            raise _NoPlan(f"{name} reads a value")
+        if not changed and not new:  # x.contiguous() is x
+            for x in given:
+                self.number(x)
+        elif name in ALLOCATIONS and new and new[0] is result:
+            number, kind = self.add(result), (result.dtype, result.device)
+            dtype, device = map(self.constant, kind)
+            shape = f"{tuple(result.shape)}, {result.stride()}, dtype={dtype}, device={device}"
+            line = f"t{number} = torch.empty_strided({shape})"
+            self.steps.append(_Step([line], [], [number], True))
+        else:
+            call = self.in_these_surroundings(func)
+            self.call(call, args, kwargs, given, result)
+            views = [x for x in new if not changed and self.view(x, given)]
+            self.steps[-1] = self.steps[-1]._replace(
+                droppable=len(views) == len(new) and not changed
+            )
 
-    def view(self, x: Tensor, tensors: list[Tensor]) -> bool:
-        """Whether ``x`` shares the memory of one of ``tensors``; notes where."""
+    def call(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+        """Add the step of a call."""
+        texts = [self.text(x) for x in args]
+        texts += [f"{name}={self.text(x)}" for name, x in kwargs.items()]
+        line = f"{self.constant(func)}({', '.join(texts)})"
+        made = [self.add(x) for x in _tensors(result) if id(x) not in self.numbers]
+        if isinstance(result, Tensor):
+            line = f"{self.text(result)} = {line}"
+        elif isinstance(result, (tuple, list)):
+            names = [self.text(x) if isinstance(x, Tensor) else "_" for x in result]
+            line = f"{', '.join(names)}, = {line}"
+        self.steps.append(_Step([line], list(map(self.number, given)), made, False))
+
+    def view(self, x: Tensor, given: list[Tensor]) -> bool:
+        """Whether ``x`` shares the memory of one of ``given``; notes where."""
         storage = x.untyped_storage().data_ptr()
-        for of in tensors:
+        for of in given:
             if storage and storage == of.untyped_storage().data_ptr():
-                slot, offset = self.place(of)
-                self.base[self.slots[id(x)]] = slot, offset + x.data_ptr() - of.data_ptr()
+                number, offset = self.place(of)
+                self.base[self.number(x)] = number, offset + x.data_ptr() - of.data_ptr()
                 return True
         return False
 
     def place(self, x: Tensor) -> tuple[int, int]:
-        """The slot whose address ``x`` has, plus a number of bytes."""
-        slot = self.slots_of(x)
-        return self.base.get(slot, (int(slot), 0))
+        """Number of the tensor whose address ``x`` has, plus a number of bytes."""
+        return self.base.get(self.number(x), (self.number(x), 0))
 
     def in_these_surroundings(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """``func``, with autocast and grad mode as they are here."""
@@ -366,28 +311,39 @@ class Recording(TorchFunctionMode):
 
     def launch(self, kernel: Any, compiled: Any, grid: Any, args: Any, options: Any) -> None:
         """Add a launch's step; see `fastkd._core.operator.launch_kernel`."""
-        self.starts_kernels = self.plannable = True
-        if compiled is None or _driver().get_current_device() != self.device:
-            self.problem = "a launch on another device, or of a kernel that isn't compiled"
-            return
+        self.plannable = True
         names = {name: x for name, x in options.items() if name in kernel.signature.parameters}
         bound = kernel.signature.bind(*args, **names)
         bound.apply_defaults()
         try:
-            given = [self.places(x) for x in bound.arguments.values()]
+            if compiled is None or self.driver.active.get_current_device() != self.device:
+                raise _NoPlan("a launch on another device, or of a kernel that isn't compiled")
+            lines: list[str] = []
+            used: list[int] = []
+            given = [self.argument(x, lines, used) for x in bound.arguments.values()]
         except _NoPlan as problem:
             self.problem = str(problem)
             return
-        used = [slot for x in given if type(x) is _Places for slot, _ in x.of]
-        self.steps.append(_Step(_launch(compiled, (*grid, 1, 1)[:3], given), used, [], False))
+        if not self.read:
+            lines.insert(0, f"driver = {self.constant(self.driver)}.active")
+            lines.insert(1, f"stream = driver.get_current_stream({self.device})")
+        self.read.update(used)
+        run, around = _launcher(compiled, (*grid, 1, 1)[:3], given)
+        texts = [self.constant(x) if type(x) is list else self.text(x) for x in around]
+        lines.append(f"{self.constant(run)}({', '.join(texts)})")
+        self.steps.append(_Step(lines, used, [], False))
 
-    def places(self, x: Any) -> Any:
-        """An argument of a launch, with places in place of its tensors."""
-        if isinstance(x, Tensor):
-            return _Places([self.place(x)], False)
+    def argument(self, x: Any, lines: list[str], used: list[int]) -> Any:
+        """Text of a launch's argument; adds lines that read addresses, and whose these are."""
         if isinstance(x, (tuple, list)):
-            return _Places([self.place(y) for y in x], True)
-        return x
+            return _Text(f"({''.join(f'{self.argument(y, lines, used)}, ' for y in x)})")
+        if not isinstance(x, Tensor):
+            return _Text(self.text(x))
+        number, offset = self.place(x)
+        if number not in used and number not in self.read:
+            lines.append(f"p{number} = t{number}.data_ptr()")
+        used.append(number)
+        return _Text(f"p{number} + {offset}" if offset else f"p{number}")
 
     def apply(self, function: type[torch.autograd.Function], options: Any, tensors: Any) -> Any:
         """``function.apply``, as a step; see `fastkd._core.numerics.apply`."""
@@ -395,95 +351,57 @@ class Recording(TorchFunctionMode):
             self.problem = "an autograd function without options"
         if self.problem:
             return function.apply(options, *tensors)
-        node, self.paused = _Node(function, options), True
+        node = _Node(function, options)
+        result = node.apply(*tensors)
+        self.problem, self.plannable = node.problem, self.plannable or node.plannable
         try:
-            result = node.apply(*tensors)
-        finally:
-            self.paused = False
-        self.problem = self.problem or node.problem
-        self.plannable = self.plannable or node.plannable
-        try:
-            given = self.slots_of(tensors)
+            self.call(node.apply, tensors, {}, list(_tensors(tensors)), result)
         except _NoPlan as problem:
             self.problem = str(problem)
-            return result
-        results = result if type(result) is tuple else (result,)
-        out = [self.add(x) for x in results if isinstance(x, Tensor)]
-        write = _operation(node.apply, given, {}, self.slots_of(result))
-        self.steps.append(_Step(write, _slots_in(given), out, False))
         return result
 
-
-class _Places(NamedTuple):
-    """Tensors of a launch's argument, as slots and bytes from there."""
-
-    of: list[tuple[int, int]]
-    several: bool  # a tuple
-
-
-def _allocation(x: Tensor, slot: int) -> Callable[[Program], str]:
-    size, stride, dtype, device = tuple(x.shape), x.stride(), x.dtype, x.device
-
-    def write(program: Program) -> str:
-        kind = f"dtype={program.constant(dtype)}, device={program.constant(device)}"
-        return f"t{slot} = torch.empty_strided({size}, {stride}, {kind})"
-
-    return write
-
-
-def _operation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Callable[[Program], str]:
-    """Step of an operation or an autograd function; ``result`` has slots of what it returns."""
-
-    def write(program: Program) -> str:
-        given = [program.text(x) for x in args]
-        given += [f"{name}={program.text(x)}" for name, x in kwargs.items()]
-        call = f"{program.constant(func)}({', '.join(given)})"
-        if type(result) is _Slot:
-            return f"t{result} = {call}"
-        if not _slots_in(result):
-            return call
-        lines = [f"t{x} = made[{i}]" for i, x in enumerate(result) if type(x) is _Slot]
-        return "\n".join([f"made = {call}", *lines])
-
-    return write
+    def program(self, results: Any, context: Any = None) -> Program | None:
+        """Python code that repeats the call, if it can: it takes a node's context, and tensors."""
+        if self.problem or (not self.plannable and context is None):
+            return None
+        saved = getattr(context, "to_save", None) or ()
+        constant = getattr(context, "non_differentiable", None) or ()
+        lines = []
+        try:
+            if context is not None:
+                layouts = [
+                    (_Text(f"{self.text(x)}.data_ptr()"), *layout[1:]) if layout else None
+                    for x, layout in zip(saved, _layouts(saved), strict=True)
+                ]
+                lines = [f"ctx.save_for_backward(*{self.text(saved)})"]
+                lines += [f"ctx.layouts = {self.text(layouts)}"]
+            if constant:
+                lines.append(f"ctx.mark_non_differentiable(*{self.text(constant)})")
+            lines.append(f"return {self.text(results)}")
+            kept = {self.number(x) for x in _tensors((results, saved))}
+        except _NoPlan as problem:
+            self.problem = str(problem)
+            return None
+        for step in reversed(self.steps):
+            if step.droppable and kept.isdisjoint(step.made):
+                continue
+            # What no later step uses is freed, as in the call as written.
+            freed = sorted(i for i in {*step.used, *step.made} - kept if i >= self.inputs)
+            lines[:0] = [*step.lines, *(f"t{i} = None" for i in freed)]
+            kept.update(step.used)
+        names = ["ctx"] * (context is not None) + [f"t{i}" for i in range(self.inputs)]
+        exec("\n    ".join([f"def call({', '.join(names)}):", *lines]), self.constants)
+        return cast(Program, self.constants["call"])
 
 
-def _launch(compiled: Any, grid: tuple[int, ...], given: list[Any]) -> Callable[[Program], str]:
-    """Step that calls Triton's launcher; only addresses and the stream change."""
-
-    def write(program: Program) -> str:
-        lines = program.addresses(place for x in given if type(x) is _Places for place in x.of)
-        texts = {}
-        for i, x in enumerate(given):
-            if type(x) is _Places:
-                found = [program.address(place) for place in x.of]
-                texts[i] = f"({', '.join(found)},)" if x.several else found[0]
-            else:
-                texts[i] = program.text(x)
-        arguments = [_Argument(text) for text in texts.values()]
-        launch, around = _launcher(compiled, grid, arguments)
-        return f"{lines}{program.constant(launch)}({', '.join(map(program.text, around))})"
-
-    return write
-
-
-class _Argument:
-    """An argument of a launch that a program computes, as text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[_Argument]) -> Any:
+def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[_Text]) -> Any:
     """Triton's launcher, and what it is called with.
 
     Its class passes everything on to a function in C. What that gets is found by a call with
     another function in its place: it differs between versions of Triton.
     """
     run, got = compiled.run, []
-    around = [*grid, _Argument("stream"), compiled.function, compiled.packed_metadata]
+    around = [*grid, _Text("stream"), compiled.function, compiled.packed_metadata]
     around += [None, None, None, *arguments]  # no hooks
     if not callable(getattr(run, "launch", None)) or any(
         getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")
@@ -503,10 +421,11 @@ class _Node:
 
     def __init__(self, function: type[torch.autograd.Function], options: Any) -> None:
         self.function, self.options = function, options
-        self.forward: Callable[..., Any] = self.record
+        self.forward: Program = self.record
         self.attributes: dict[str, Any] = {}  # of the context, besides tensors
-        self.backward: dict[Any, Program | None] = {}
-        self.plannable, self.problem = False, ""
+        self.backward: dict[Any, Program | None] = {}  # None: as written
+        self.plannable = False
+        self.problem: str | None = None
         # Without the part of ``apply`` that is for vmap and the like.
         parent: Any = super(torch.autograd.Function, _node_class(function))
         self.apply = functools.partial(parent.apply, self)
@@ -515,32 +434,20 @@ class _Node:
         """The forward pass as written, recorded."""
         with Recording(tensors) as recording:
             result = self.function.forward(ctx, self.options, *tensors)
-        ctx.layouts = _layouts(ctx.to_save or ())
-        self.attributes = {
-            name: x for name, x in vars(ctx).items() if name not in ("node", "layouts")
-        }
-        self.plannable = recording.plannable
-        try:
-            if recording.problem:
-                raise _NoPlan(recording.problem)
-            if _slots_in(recording.slots_of(list(self.attributes.values()))):
-                raise _NoPlan("a context holds a tensor")
-            self.forward = Program(recording, result, ctx).call
-        except _NoPlan as problem:
-            self.problem = str(problem)
+            attributes = {name: x for name, x in vars(ctx).items() if name != "node"}
+            ctx.layouts = _layouts(ctx.to_save or ())
+            if any(_tensors(attributes)):
+                recording.problem = "a context holds a tensor"
+            program = recording.program(result, ctx)
+        self.attributes, self.problem = attributes, recording.problem
+        self.plannable, self.forward = recording.plannable, program or self.record
         return result
 
     def written(self, ctx: Any, saved: tuple[Any, ...], grads: tuple[Any, ...]) -> Any:
         """The backward pass as written."""
-        return self.function.backward(_Context(ctx, self, saved), *grads)
-
-
-class _Context:
-    """Stands for a node's context in the backward pass as written."""
-
-    def __init__(self, ctx: Any, node: _Node, saved: tuple[Any, ...]) -> None:
-        vars(self).update(node.attributes)
-        self.needs_input_grad, self.saved_tensors = ctx.needs_input_grad, saved
+        context = SimpleNamespace(**self.attributes)
+        context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
+        return self.function.backward(context, *grads)
 
 
 @functools.cache
@@ -569,16 +476,14 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         return node.written(ctx, saved, grads)
     key += (_addresses(found), *_surroundings())
     known = tuple(key)
-    program = node.backward.get(known)
-    if program is not None:
-        return program.call(*saved, *grads)
     if known in node.backward:
-        return node.written(ctx, saved, grads)
+        program = node.backward[known]
+        return program(*saved, *grads) if program else node.written(ctx, saved, grads)
     with Recording((*saved, *grads)) as recording:
         result = node.written(ctx, saved, grads)
     if len(node.backward) >= MOST_BACKWARD_PLANS:
         node.backward.clear()
-    node.backward[known] = _program(recording, result)
+    node.backward[known] = recording.program(result)
     return result
 
 
@@ -588,16 +493,13 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 class _Plan:
     """What is known of calls with one key."""
 
-    def __init__(self) -> None:
-        self.program: Program | None = None
-        self.refused = False
-        self.used = next(_clock)
+    seen = refused = False
+    program: Program | None = None
 
 
-_clock = itertools.count()
-_plans: dict[Any, _Plan] = {}
-_lock = threading.Lock()
-ENABLED = os.environ.get("FASTKD_PLANS") != "0"
+@functools.lru_cache(MOST_PLANS)
+def _plan(key: tuple[Any, ...]) -> _Plan:
+    return _Plan()
 
 
 def clear_plans() -> None:
@@ -606,37 +508,11 @@ def clear_plans() -> None:
     >>> import fastkd
     >>> fastkd.clear_plans()
     """
-    with _lock:
-        _plans.clear()
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _plans.clear()
+    _plan.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _new_plan(key: Any) -> None:
-    with _lock:
-        if len(_plans) >= MOST_PLANS:
-            by_use = sorted(_plans, key=lambda known: _plans[known].used)
-            for known in by_use[: MOST_PLANS // 4]:
-                del _plans[known]
-        _plans.setdefault(key, _Plan())
-
-
-def _program(recording: Recording, result: Any) -> Program | None:
-    """The program of a recorded call, or None if it can't be repeated or starts no kernel."""
-    if recording.problem or not recording.plannable:
-        return None
-    try:
-        return Program(recording, result)
-    except _NoPlan:
-        return None
+    os.register_at_fork(after_in_child=clear_plans)
 
 
 def planned(function: Public) -> Public:
@@ -647,13 +523,10 @@ def planned(function: Public) -> Public:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not ENABLED:
             return function(*args, **kwargs)
-        given = args or [x for x in kwargs.values() if isinstance(x, Tensor)]
-        first = given[0] if given else None
-        while type(first) is list or type(first) is tuple:
-            first = first[0] if first else None
-        if not isinstance(first, Tensor) or first.device.type not in DEVICES:
+        first = next(_tensors(args or kwargs), None)
+        if first is None or first.device.type not in DEVICES or kwargs.get("gather"):
             return function(*args, **kwargs)
-        if kwargs.get("gather") or getattr(RECORDING, "of", None) is not None or not _is_plain():
+        if getattr(RECORDING, "of", None) is not None or not _is_plain():
             return function(*args, **kwargs)
         key: list[Any] = [name]
         tensors: list[Tensor] = []
@@ -664,20 +537,16 @@ def planned(function: Public) -> Public:
             key += (_addresses(tensors), *_surroundings())
         except (_NoPlan, RuntimeError):
             return function(*args, **kwargs)
-        known = tuple(key)
-        plan = _plans.get(known)
-        if plan is None or plan.refused:
-            if plan is None:
-                _new_plan(known)
-            return function(*args, **kwargs)
-        plan.used = next(_clock)
+        plan = _plan(tuple(key))
         if plan.program is not None:
-            return plan.program.call(*tensors)
-        if torch.is_inference_mode_enabled():  # which shows no change of a tensor
+            return plan.program(*tensors)
+        # Inference mode shows no change of a tensor.
+        if plan.refused or not plan.seen or torch.is_inference_mode_enabled():
+            plan.seen = True
             return function(*args, **kwargs)
         with Recording(tensors) as recording:
             result = function(*args, **kwargs)
-        plan.program = _program(recording, result)
+        plan.program = recording.program(result)
         plan.refused = plan.program is None
         return result
 

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from fastkd._core import dispatch
+from fastkd._core.numerics import multiplies_in_float32
 from fastkd.kernels import relation_long as long
 from fastkd.kernels import relation_small as small
-from fastkd.kernels.launch import multiplies_in_float32
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.losses.relation import FCDLoss, relation_loss
 from tests.kernels.launches import count_launches
