@@ -51,7 +51,7 @@ COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.
   hidden_states.py weights.py \
   soft_targets.py heads.py promises.py fuzz.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)
 
 # Of those tests a few of each kernel, with one set of parameters each, by half as many processes as
@@ -59,7 +59,7 @@ test-compiled: $(VENV)/installed
 CHOSEN := matches_reference or masks or block_edges or cold or labels_in or weights_match or same_bits \
   or top_k_of_hidden or six_layers or rows_of_many or ptx
 compiled: $(VENV)/installed
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.ptx.plugin \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
 	  -p tools.spread -k "($(CHOSEN)) and not (compil or graph or sizes)" --dist worksteal \
 	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
 
@@ -67,8 +67,8 @@ compiled: $(VENV)/installed
 test-all: test
 	$(MAKE) test-compiled ARGS="--capability 80"
 	$(MAKE) test-compiled ARGS="--capability 90"
-	$(BIN)/python -W ignore -m tools.ptx.forms --capability 80
-	$(BIN)/python -W ignore -m tools.ptx.forms --capability 90
+	$(BIN)/python -W ignore -m tools.executed.forms --capability 80
+	$(BIN)/python -W ignore -m tools.executed.forms --capability 90
 	$(BIN)/python -m tools.compile_report --every
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]

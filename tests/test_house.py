@@ -101,6 +101,12 @@ def test_modules_import_from_lower_layers_only():
     assert not upwards
 
 
+def test_the_ptx_executor_imports_nothing_of_fastkd():
+    for module, needs in arrows().items():
+        if module.startswith("tools.ptx"):
+            assert all(name.startswith("tools.ptx") for name in needs), module
+
+
 @pytest.mark.parametrize("package", ["fastkd", ""])
 def test_imports_form_no_cycle(package):
     """Within fastkd imports for type checkers count too."""

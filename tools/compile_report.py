@@ -49,7 +49,7 @@ class Form(NamedTuple):
     launch: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def asked_for(
+    def from_launch(
         cls,
         kernel: Any,
         capability: int,

@@ -213,7 +213,7 @@ class Device:
 
     def compile(self, kernel: JITFunction, key, signature, device, constexprs, options, *rest):
         """In place of Triton's own, which a launch of a new form comes to; Triton keeps it."""
-        form = Form.asked_for(kernel, self.capability, signature, constexprs, rest[0], options)
+        form = Form.from_launch(kernel, self.capability, signature, constexprs, rest[0], options)
         kernel.device_caches[device][0][key] = form
         return form
 

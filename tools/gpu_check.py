@@ -172,7 +172,7 @@ def sanitizer(job: Job) -> bool:
 
 
 def machine(job: Job) -> bool:
-    """The GPU's results against the same compiled code executed on the CPU by `tools.ptx`."""
+    """The GPU's results against the same compiled code executed on the CPU by `tools.executed`."""
     return command(job, sys.executable, "-m", "tools.gpu_check", "--machine")
 
 
@@ -389,7 +389,7 @@ def step(case: Case, provider: Provider, inputs: dict[str, Any]) -> list[Tensor]
 
 def against_machine(device: torch.device) -> Iterator[tuple[str, str]]:
     """Each toy case with Triton kernels, and what is wrong with the device's results or ""."""
-    from tools.ptx import executing
+    from tools.executed import executing
     from tools.ptx.memory import Hazard
 
     major, _ = torch.cuda.get_device_capability(device)

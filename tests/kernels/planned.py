@@ -810,7 +810,8 @@ def fork() -> None:
 
 def executed() -> list[str]:
     """Calls that have other bits with a plan, of compiled code that tools/ptx executes."""
-    from tools.ptx import compiled, executing
+    from tools.executed import executing
+    from tools.ptx import compiled
 
     run = compiled._Kernel.run
 

@@ -6,7 +6,8 @@ from unittest import mock
 
 import torch
 
-from tools.ptx import compiled, executing
+from tools.executed import executing
+from tools.ptx import compiled
 
 
 def calls() -> None:

@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from bench import suite
 from fastkd import cos_nce_loss, knn_feature_loss, soft_target_loss
 from tests.support.interpreter import of_compiled_code
-from tools.ptx import count
-from tools.ptx.compiled import Compiled, executing
+from tools.executed import count, executing
+from tools.ptx.compiled import Compiled
 from tools.ptx.counting import Counts
 
 

@@ -9,7 +9,7 @@ from fastkd._core.numerics import values_readable
 from tests.support.interpreter import of_compiled_code
 from tools import calls
 from tools.calls import Call, given
-from tools.ptx import executing, forms
+from tools.executed import executing, forms
 
 pytestmark = of_compiled_code
 

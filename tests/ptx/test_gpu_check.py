@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from bench import suite
 from tests.support.interpreter import of_compiled_code
 from tools import gpu_check
-from tools.ptx import executing
+from tools.executed import executing
 
 pytestmark = of_compiled_code
 

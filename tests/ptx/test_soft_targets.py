@@ -12,7 +12,7 @@ from fastkd.lm.row_losses import CrossEntropyOptions, cross_entropy_rows
 from fastkd.lm.soft_targets import soft_target_loss_ref
 from tests.support.compare import relative_error, value_and_grad
 from tests.support.interpreter import of_compiled_code
-from tools.ptx import executing
+from tools.executed import executing
 
 pytestmark = of_compiled_code
 

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import hashlib
 import json
+import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tools.compile_report import Form
-
 from .counting import Counts
 from .launches import Written, execute, extent, flat
 from .machine import program
 from .memory import bytes_of
 
 CACHE = Path(__file__).resolve().parents[2] / "build" / "ptx"
+OnCompile = Callable[..., None]
 ALLOCATING = (
     (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
     (Tensor, "new_empty"), (Tensor, "new_empty_strided"),
@@ -53,11 +53,11 @@ def compiled(
            triton.__version__]  # fmt: skip
     file = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
     if not file.exists():
-        from fastkd._core.atomic_files import write_file
-
         made = _compile(kernel, capability, signature, constants, attributes, options)
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(made._asdict()), shared=True)
+        own = file.with_suffix(f".{os.getpid()}")  # other processes read whole files only
+        own.write_text(json.dumps(made._asdict()))
+        own.replace(file)
     return Compiled(**json.loads(file.read_text()))
 
 
@@ -93,15 +93,11 @@ def _compile(kernel, capability, signature, constants, attributes, options) -> C
 
 
 class Launches(list):
-    """(kernel's name, `Counts`) of each launch, in order.
-
-    ``forms`` has each kernel's last form, and ``started`` all of them as the compiler was asked.
-    """
+    """(kernel's name, `Counts`) of each launch, in order; ``forms`` has each kernel's last form."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forms: dict[str, Compiled] = {}
-        self.started: set[Form] = set()
 
 
 class Fresh:
@@ -168,8 +164,8 @@ class _Kernel:
 class _Device:
     """Triton's driver of a GPU that is executed here."""
 
-    def __init__(self, capability: int, approximate: int) -> None:
-        self.capability, self.approximate = capability, approximate
+    def __init__(self, capability: int, approximate: int, on_compile: OnCompile) -> None:
+        self.capability, self.approximate, self.on_compile = capability, approximate, on_compile
         self.launches, self.fresh = Launches(), Fresh()
 
     def get_current_device(self) -> int:
@@ -186,31 +182,28 @@ class _Device:
     def compile(self, kernel, key, signature, device, constants, options, attributes, warmup):
         """In place of Triton's own."""
         known = {at: x for at, x in attributes.items() if x}
-        asked = Form.asked_for(kernel, self.capability, signature, constants, attributes, options)
-        self.launches.started.add(asked)
+        self.on_compile(kernel, self.capability, signature, constants, attributes, options)
         form = compiled(kernel, self.capability, signature, constants, known, dict(vars(options)))
         return _Kernel(form, signature, self)
 
 
 @contextlib.contextmanager
-def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
-    """Triton launches on CPU tensors compile for this capability and execute here.
+def executing(
+    capability: int, *, approximate: int = 0, on_compile: OnCompile = lambda *_: None
+) -> Iterator[Launches]:
+    """Context in which Triton's launches on CPU tensors are compiled and run here.
 
-    The value collects (kernel's name, `Counts`) of each launch. ``approximate`` as in `launch`.
-    Kernels that Triton's interpreter took over at their import can't be compiled: without
-    TRITON_INTERPRET in the environment.
+    Its value collects (kernel's name, `Counts`) of each launch. ``approximate`` as in `launch`.
+    ``on_compile`` gets what Triton passes to its compiler: kernel, capability, signature,
+    constants, attributes, options. TRITON_INTERPRET must be unset: the interpreter replaces
+    kernels at import.
     """
-    import os
-
     import triton
     from triton.runtime.jit import JITFunction
 
-    from fastkd._core import dispatch
-    from fastkd.kernels import launch
-
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("executing: TRITON_INTERPRET=1 leaves nothing to compile; unset it")
-    device = _Device(capability, approximate)
+    device = _Device(capability, approximate, on_compile)
     forms: dict[Any, _Kernel] = {}
 
     def form(kernel: Any, key: Any, *rest: Any) -> _Kernel:
@@ -223,8 +216,6 @@ def executing(capability: int, *, approximate: int = 0) -> Iterator[Launches]:
             (triton.runtime.driver, "_active", device),
             (JITFunction, "_do_compile", form),
             (torch.cuda, "get_device_capability", lambda device=None: divmod(capability, 10)),
-            (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
-            (launch, "capability", lambda device: capability // 10),
             *((place, name, device.fresh.allocating(getattr(place, name)))
               for place, name in ALLOCATING),
         ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""``python -m tools.ptx.forms [loss ...] [--capability 90]``: each compiled form, executed.
+"""``python -m tools.executed.forms [loss ...] [--capability 90]``: each compiled form, executed.
 
 Of the public calls in `tools.calls` the smallest that together start every form of the Triton
 kernels run on random inputs, as on a GPU: Python reads no values. Value and gradients must be those
@@ -27,7 +27,7 @@ from tools import calls
 from tools.calls import Call, Made, given, learns, numbers
 from tools.compile_report import Form, describe, recorded
 from tools.dry_cuda import Device, problem
-from tools.ptx import executing
+from tools.executed import executing
 from tools.tolerance import TOLERANCE
 
 MAGNIFIED = 16  # moves inputs far enough to be measured in float64
@@ -209,16 +209,17 @@ def _size(call: Call) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.ptx.forms", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.executed.forms", description=__doc__)
     parser.add_argument("losses", nargs="*", default=calls.FILES, help="all by default")
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90))
     parser.add_argument("--list", action="store_true", help="print each form that was executed")
     options = parser.parse_args()
     start, failures = time.monotonic(), 0
+    launched: set[Form] = set()
     todo = [call for loss in options.losses for call in chosen(loss, options.capability)]
     with (
         mock.patch.object(calls, "DEVICE", torch.device("cpu")),
-        executing(options.capability) as launches,
+        executing(options.capability, forms=launched),
     ):
         for call in todo:
             try:
@@ -232,14 +233,14 @@ def main() -> int:
         form for loss in options.losses for form in recorded(loss)
         if form.capability == options.capability
     }  # fmt: skip
-    done = launches.started & wanted
+    done = launched & wanted
     counts = collections.Counter(form.name for form in wanted)
     for name, count in sorted(counts.items()):
         number = sum(form.name == name for form in done)
         print(f"{name}: {number} of {count} forms executed on sm_{options.capability}")
     if options.list:
         print(*sorted(f"{form.name} {describe(form)}" for form in done), sep="\n")
-    more, seconds = len(launches.started - wanted), time.monotonic() - start
+    more, seconds = len(launched - wanted), time.monotonic() - start
     print(
         f"{len(done)} of {len(wanted)} forms by {len(todo)} calls, {more} others, {seconds:.0f} s, "
         f"{failures} wrong"

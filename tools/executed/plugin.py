@@ -1,6 +1,6 @@
-"""pytest plugin, ``-p tools.ptx.plugin``: Triton's launches on CPU tensors run as compiled code.
+"""pytest plugin that runs Triton's launches on CPU tensors as compiled code.
 
-``--capability`` chooses for which GPU, 80 by default.
+``-p tools.executed.plugin --capability 90``; the default is 80.
 """
 
 import os
@@ -31,7 +31,7 @@ def runs_kernels(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _executed(request: pytest.FixtureRequest):
-    from tools.ptx import executing
+    from tools.executed import executing
 
     with executing(request.config.getoption("--capability")):
         yield

@@ -1,6 +1,6 @@
 """Counts of the kernels' compiled code, and the least time that they allow on a GPU.
 
-``python -m tools.ptx.count [loss ...]`` runs the benchmarks' cases in `CASES`, forward and
+``python -m tools.executed.count [loss ...]`` runs the benchmarks' cases in `CASES`, forward and
 backward, compiled for ``--capability``, with fastkd's kernels and with Liger's where they are
 installed. A few rows, layers or positions are executed, and times are scaled to the whole case.
 It prints a row for each kernel, per element of the student's input, and its instructions by class.
@@ -26,12 +26,12 @@ import torch
 from bench import suite
 from bench.case import Case
 from tools.compile_report import resources
-
-from .compiled import Compiled, Launches, executing
-from .counting import Counts
+from tools.executed import executing
+from tools.ptx.compiled import Compiled, Launches
+from tools.ptx.counting import Counts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
-START, END = "<!-- python -m tools.ptx.count --page -->", "<!-- end of counts -->"
+START, END = "<!-- python -m tools.executed.count --page -->", "<!-- end of counts -->"
 # Cases of the benchmarks by their key, and the sizes of which fewer are executed.
 CASES: dict[str, dict[str, int]] = {
     "relation/tokens + samples/B32 N128 Ds768 Dt768 layers6/bfloat16": {"layers": 1},
@@ -293,7 +293,7 @@ def chosen(losses: list[str]) -> Iterator[Case]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.ptx.count", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.executed.count", description=__doc__)
     parser.add_argument("losses", nargs="*", help="losses of the benchmarks (default: all)")
     parser.add_argument("--capability", type=int, default=90, choices=(80, 90))
     parser.add_argument("--page", action="store_true", help="write the tables into docs/kernels.md")
