@@ -1,9 +1,8 @@
-"""The public calls that are walked without a GPU: for waits, for what they compile.
+"""Public calls that tools/dry_cuda.py runs without a GPU, and whose kernels are compiled.
 
-Every public function and Module, every fixed word of every option and every choice inside a
-launcher (dtype, size, alignment, mask, number of layers) has a call in `calls` of the loss's file
-here; tests/test_dry_cuda.py names a word that has none. Inputs are described, and made
-when a call runs, on the device that stands for a GPU.
+Every public function and Module, every value of a Literal option and every choice of a launcher
+(dtype, size, alignment, mask, number of layers) has a call in `calls` of the loss's file;
+tests/test_dry_cuda.py names missing ones. Tensors are created when a call runs.
 """
 
 import contextlib
@@ -19,10 +18,11 @@ HALF_AND_FULL = (torch.bfloat16, torch.float16, torch.float32)
 ALL_TYPES = (*HALF_AND_FULL, torch.float64)
 BOTH = (False, True)
 ON_A_GPU = ("auto", "torch", "triton")
-DEVICE = torch.device("cuda")  # where tensors and Modules are made
+DEVICE = torch.device("cuda")  # of tensors and Modules
 # One layer has a launch of its own, up to 8 share one.
 LAYERS = (1, 2)
 MANY_LAYERS = 9
+SOME_LAYERS = (*LAYERS, MANY_LAYERS)
 
 
 class Made(NamedTuple):
@@ -50,19 +50,32 @@ def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Made:
     return Made(shape, dtype)
 
 
+def pair(
+    *shape: int,
+    teacher: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.float32,
+    layers: int | None = None,
+    learning: bool = True,
+) -> dict[str, Any]:
+    """Features of student and teacher, of the same shape by default; lists with ``layers``."""
+    student, other = Made(shape, dtype, learning), Made(teacher or shape, dtype)
+    sides = {"student": student, "teacher": other}
+    return sides if layers is None else {name: [x] * layers for name, x in sides.items()}
+
+
 def mask_of(*shape: int, masked: bool) -> dict[str, Made]:
     return {"mask": numbers(*shape)} if masked else {}
 
 
 def made(x: Any) -> Any:
-    """An input with its tensors."""
+    """An input with its `Made` tensors created."""
     if isinstance(x, list):
         return [made(y) for y in x]
     return x.tensor() if isinstance(x, Made) else x
 
 
 class Call(NamedTuple):
-    """A public function, or a Module that ``options`` make, and its inputs."""
+    """A public function or Module class, its tensors, and its options."""
 
     of: Callable[..., Any]
     inputs: dict[str, Any]
@@ -71,7 +84,7 @@ class Call(NamedTuple):
     dtype: torch.dtype = torch.float32  # of the Module's parameters
 
     def run(self) -> None:
-        """Call it, backward too."""
+        """Run forward and backward pass."""
         with self.multiplying():
             inputs = {name: made(x) for name, x in self.inputs.items()}
             if isinstance(self.of, type):
@@ -81,7 +94,7 @@ class Call(NamedTuple):
 
     @contextlib.contextmanager
     def multiplying(self) -> Iterator[None]:
-        """Inside, float32 matrix products have the call's precision."""
+        """Context in which float32 matrix products have the call's precision."""
         torch.set_float32_matmul_precision(self.precision)
         try:
             yield
@@ -89,7 +102,7 @@ class Call(NamedTuple):
             torch.set_float32_matmul_precision("highest")
 
     def module(self) -> torch.nn.Module:
-        """Made where and as it is needed: moving parameters there would be a copy."""
+        """The Module on `DEVICE` in the call's dtype; moving it later would be a copy."""
         torch.set_default_dtype(self.dtype)
         try:
             with DEVICE:
@@ -98,7 +111,7 @@ class Call(NamedTuple):
             torch.set_default_dtype(torch.float32)
 
     def given(self) -> set[str]:
-        """Names of arguments that have a value."""
+        """Names of the arguments that are not None."""
         return {name for name, x in (self.inputs | self.options).items() if x is not None}
 
     def __str__(self) -> str:
@@ -114,7 +127,7 @@ FILES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.
 
 
 def of(loss: str) -> Calls:
-    """Those of a loss."""
+    """Calls of a loss."""
     return importlib.import_module(f"tools.calls.{loss}").calls()
 
 

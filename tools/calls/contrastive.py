@@ -10,14 +10,15 @@ from tools.calls import (
     ALL_TYPES,
     BOTH,
     LAYERS,
-    MANY_LAYERS,
+    ON_A_GPU,
+    SOME_LAYERS,
     Call,
     Calls,
     given,
-    learns,
     mask_of,
     numbers,
-)
+    pair,
+)  # fmt: skip
 
 
 def calls() -> Calls:
@@ -37,56 +38,29 @@ def calls() -> Calls:
                 options["negatives_labels"] = numbers(*shape[:-1], dtype=kind)
         options |= mask_of(B, 3, masked=masked)
         for reduction in ("mean", "sum", "none"):
-            yield Call(
-                fastkd.cos_nce_loss,
-                {
-                    "student": learns(B, 3, D, dtype=dtype),
-                    "teacher": given(B, 3, D, dtype=dtype),
-                    **options,
-                },
-                {"reduction": reduction},
-            )
-        for layers in (*LAYERS, MANY_LAYERS) if D == 16 and masked else LAYERS:
+            inputs = pair(B, 3, D, dtype=dtype) | options
+            yield Call(fastkd.cos_nce_loss, inputs, {"reduction": reduction})
+        for layers in SOME_LAYERS if D == 16 and masked else LAYERS:
             if shape:
                 options["negatives"] = [given(*shape, D, dtype=dtype)] * layers
-            yield Call(
-                fastkd.CosNCELoss,
-                {
-                    "student": [learns(B, 3, 48, dtype=dtype)] * layers,
-                    "teacher": [given(B, 3, D, dtype=dtype)] * layers,
-                    **options,
-                },
-                {"student_dim": 48, "teacher_dim": D},
-                dtype=dtype,
-            )
+            inputs = pair(B, 3, 48, teacher=(B, 3, D), dtype=dtype, layers=layers) | options
+            sizes = {"student_dim": 48, "teacher_dim": D}
+            yield Call(fastkd.CosNCELoss, inputs, sizes, dtype=dtype)
     for pool, reduction, backend in itertools.product(
-        ("tokens", "cls", "mean"), ("mean", "sum"), ("auto", "torch", "triton")
+        ("tokens", "cls", "mean"), ("mean", "sum"), ON_A_GPU
     ):
-        yield Call(
-            fastkd.CosNCELoss,
-            {"student": [learns(4, 16, 48)] * 3, "teacher": [given(4, 16, 64)] * 3},
-            {"student_dim": 48, "teacher_dim": 64, "pool": pool, "reduction": reduction}
-            | {"backend": backend},
-        )
+        sizes = {"student_dim": 48, "teacher_dim": 64}
+        options = {"pool": pool, "reduction": reduction, "backend": backend}
+        inputs = pair(4, 16, 48, teacher=(4, 16, 64), layers=3)
+        yield Call(fastkd.CosNCELoss, inputs, sizes | options)
     for reduction, backend, masked, B in itertools.product(
-        ("mean", "sum", "none"), ("auto", "torch", "triton"), BOTH, (6, 17)
+        ("mean", "sum", "none"), ON_A_GPU, BOTH, (6, 17)
     ):
-        inputs = {"student": learns(B, 3, 16), "teacher": given(B, 3, 16), "weights": given(B, 3)}
-        yield Call(
-            fastkd.cos_nce_loss,
-            inputs | mask_of(B, 3, masked=masked),
-            {"reduction": reduction, "backend": backend},
-        )
-    for labelled, shape in itertools.product(
+        inputs = pair(B, 3, 16) | {"weights": given(B, 3)} | mask_of(B, 3, masked=masked)
+        yield Call(fastkd.cos_nce_loss, inputs, {"reduction": reduction, "backend": backend})
+    for labelled, size in itertools.product(
         BOTH, ((2, 48), (1, 48), (33, 1, 768), (2**17, 32, 768), (64, 2**20, 64))
     ):
-        for backend in ("torch", "triton") if len(shape) == 2 else ("auto",):
-            yield Call(
-                fastkd.cos_nce_loss,
-                {
-                    "student": learns(*shape),
-                    "teacher": given(*shape),
-                    "labels": numbers(shape[0]) if labelled else None,
-                },
-                {"backend": backend},
-            )
+        inputs = pair(*size) | {"labels": numbers(size[0]) if labelled else None}
+        for backend in ("torch", "triton") if len(size) == 2 else ("auto",):
+            yield Call(fastkd.cos_nce_loss, inputs, {"backend": backend})

@@ -5,7 +5,18 @@ import itertools
 import torch
 
 import fastkd
-from tools.calls import ALL_TYPES, HALF_AND_FULL, Call, Calls, Made, given, learns, numbers
+from tools.calls import (
+    ALL_TYPES,
+    HALF_AND_FULL,
+    ON_A_GPU,
+    Call,
+    Calls,
+    Made,
+    given,
+    learns,
+    numbers,
+    pair,
+)  # fmt: skip
 
 
 def calls() -> Calls:
@@ -40,62 +51,28 @@ def calls() -> Calls:
         yield Call(fastkd.knn_feature_loss, inputs, {"k": 4})
     others = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, *HALF_AND_FULL)
     for kind, tolerance, reduction in itertools.product(others, (None, 1), ("sum", "mean", "none")):
+        inputs = pair(65, 16) | {"student_labels": numbers(65, dtype=kind)}
+        options = {"tolerance": tolerance, "reduction": reduction}
         for backend in ("torch", "triton"):
-            yield Call(
-                fastkd.knn_feature_loss,
-                {
-                    "student": learns(65, 16),
-                    "teacher": given(65, 16),
-                    "student_labels": numbers(65, dtype=kind),
-                },
-                {"tolerance": tolerance, "reduction": reduction, "backend": backend},
-            )
-    for reduction, backend in itertools.product(
-        ("sum", "mean", "none"), ("auto", "torch", "triton")
-    ):
+            yield Call(fastkd.knn_feature_loss, inputs, options | {"backend": backend})
+    for reduction, backend in itertools.product(("sum", "mean", "none"), ON_A_GPU):
         weighted = rows(65, 65, 16, torch.int64, torch.float32) | {"weights": given(65)}
         options = {"reduction": reduction, "backend": backend}
         yield Call(fastkd.knn_feature_loss, weighted, options)
+    samples = {"labels": numbers(8), "mask": numbers(8, 16)}
     for pool, reduction, backend in itertools.product(
-        ("cls", "mean", "tokens"), ("sum", "mean", "none"), ("auto", "torch", "triton")
+        ("cls", "mean", "tokens"), ("sum", "mean", "none"), ON_A_GPU
     ):
-        yield Call(
-            fastkd.IntraClassKNNLoss,
-            {
-                "student": learns(8, 16, 48),
-                "teacher": given(8, 16, 64),
-                "labels": numbers(8),
-                "mask": numbers(8, 16),
-            },
-            {
-                "k": 2,
-                "student_dim": 48,
-                "teacher_dim": 64,
-                "pool": pool,
-                "reduction": reduction,
-                "backend": backend,
-            },
-        )
-    yield Call(
-        fastkd.IntraClassKNNLoss,
-        {
-            "student": learns(8, 16, 48),
-            "teacher": given(300, 20, 48),
-            "labels": numbers(8),
-            "mask": numbers(8, 16),
-            "teacher_labels": numbers(300),
-            "teacher_mask": numbers(300, 20),
-        },
-        {},
-    )
+        inputs = pair(8, 16, 48, teacher=(8, 16, 64)) | samples
+        options = {"k": 2, "student_dim": 48, "teacher_dim": 64, "pool": pool}
+        options |= {"reduction": reduction, "backend": backend}
+        yield Call(fastkd.IntraClassKNNLoss, inputs, options)
+    bank = {"teacher_labels": numbers(300), "teacher_mask": numbers(300, 20)}
+    inputs = pair(8, 16, 48, teacher=(300, 20, 48)) | samples | bank
+    yield Call(fastkd.IntraClassKNNLoss, inputs, {})
     for dtype in ALL_TYPES:
-        yield Call(
-            fastkd.FeatureQueue,
-            {"features": given(8, 16, dtype=dtype), "labels": numbers(8), "mask": numbers(8)},
-            {"size": 32, "dim": 16, "dtype": dtype, "label_dtype": torch.int64},
-        )
-        yield Call(
-            fastkd.intra_class_similarity,
-            {"features": learns(8, 16, dtype=dtype), "labels": numbers(8)},
-            {},
-        )
+        inputs = {"features": given(8, 16, dtype=dtype), "labels": numbers(8), "mask": numbers(8)}
+        options = {"size": 32, "dim": 16, "dtype": dtype, "label_dtype": torch.int64}
+        yield Call(fastkd.FeatureQueue, inputs, options)
+        inputs = {"features": learns(8, 16, dtype=dtype), "labels": numbers(8)}
+        yield Call(fastkd.intra_class_similarity, inputs, {})
