@@ -1,23 +1,25 @@
-"""The stage ``measure`` of `tools.gpu_check`: what a GPU has to show, in order of worth.
+"""The stage ``measure`` of `tools.gpu_check`: measurements on a GPU, the most valuable first.
 
-`items` lists what is measured: (a) the extension, (b) whole training steps, (c) README's rows,
+`items` lists them: (a) the extension, (b) whole training steps, (c) README's rows,
 eager and in CUDA graphs, with masks, (d) neighbours, Cayley maps and roots, (e) LM heads beside
-other packages, (f) what no CPU shows. Each result is a line of measure.jsonl in ``--out`` as soon
-as it is there, and what is there is not measured again. An item begins if the length that it had in
-the last run (or in the file of a machine of bench/results/measure) fits into what is left, and ends
-after three times that.
+other packages, (f) checks that need a GPU. Each result is written at once, as a line of
+measure.jsonl in ``--out``; items with a line are not measured again. An item starts if its seconds
+in the last run (or in a file of bench/results/measure) fit into the remaining time, and ends after
+three times that.
 
 At the end bench-measure.json has the benchmarks in the layout that ``python -m bench.report``
-reads, and measure.json the steps, the checks and every length. ``--tiny`` runs all at tiny sizes,
-on a CPU in Triton's interpreter: what is mistyped is found before a GPU is there.
+reads, and measure.json the steps, the checks and the seconds of each item. ``--tiny`` runs all
+items at tiny sizes, on a CPU in Triton's interpreter, to find mistakes before a GPU is used.
 """
 
 import argparse
 import contextlib
 import datetime
 import functools
+import io
 import json
 import os
+import runpy
 import signal
 import statistics
 import subprocess
@@ -53,13 +55,13 @@ from fastkd._core import dispatch, extension
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = RESULTS / "measure"  # a file for each machine: seconds by item
 PATIENCE = 3  # times an item's length, after which it ends
-# Own backends that a row is measured with; the others are a CPU's.
+# fastkd's backends on a GPU.
 OWN = ("fastkd triton", "fastkd", GRAPH)
 BESIDE = (REFERENCE, COMPILED, COMPILED_GRAPH)
 
 
 class Stop(Exception):
-    """Nothing that follows would be worth its time."""
+    """The following items would be worthless."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Item:
-    """Something measured: ``work`` returns what a JSON line holds."""
+    """A measurement: ``work`` returns the JSON of its result."""
 
     name: str
-    seconds: float  # where no run is known
+    seconds: float  # if no earlier run is known
     work: Callable[[Run], dict[str, Any]]
 
 
@@ -97,7 +99,7 @@ def loaded(run: Run) -> dict[str, Any]:
 
 
 def step(case: Case, provider: Provider, run: Run) -> dict[str, Any]:
-    """ms of a step, of the host until all is launched, and of the GPU's kernels."""
+    """Milliseconds of a step, of the host until all is launched, and of the GPU's kernels."""
     case = run.size(case)
     torch.manual_seed(0)
     inputs = case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
@@ -137,7 +139,7 @@ def kernel_milliseconds(bound: Bound) -> float:
 
 
 def row(case: Case, run: Run) -> dict[str, Any]:
-    """Benchmarks of a case's providers, as pytest-benchmark writes them, and those refused."""
+    """Benchmarks of a case's providers, as pytest-benchmark writes them, and refused providers."""
     case = run.size(case)
     chosen = [p for p in case.providers if p.name in (*OWN, *BESIDE) or not _own(p)]
     if run.tiny:  # compiling takes seconds each, and shows nothing of a typing error
@@ -165,7 +167,7 @@ def row(case: Case, run: Run) -> dict[str, Any]:
 
 
 def run_once(group: Group) -> None:
-    """Check the providers, and note that as their time."""
+    """Check the providers, with the check's time as their sample."""
     for provider in group.providers:
         start = time.perf_counter()
         if reason := group.check(provider):
@@ -202,7 +204,7 @@ def pair(run: Run, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def losses(student: Tensor, teacher: Tensor, mask: Tensor) -> list[Tensor]:
-    """Some losses and their gradients, by Triton."""
+    """Losses and gradients of three Triton kernels."""
     found = []
     for function in (fastkd.relation_loss, fastkd.hidden_state_loss, fastkd.cos_nce_loss):
         loss = function(student, teacher, mask=mask, backend="triton")
@@ -217,7 +219,7 @@ def same(found: list[Tensor], right: list[Tensor]) -> None:
 
 
 def other_stream(run: Run) -> dict[str, Any]:
-    """Losses on a stream that isn't the default one, three times: written, recorded, repeated."""
+    """Compute losses three times on another stream: first call, recorded plan, replayed plan."""
     right = losses(*pair(run))
     stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
     context = torch.cuda.stream(stream) if stream else contextlib.nullcontext()
@@ -228,7 +230,7 @@ def other_stream(run: Run) -> dict[str, Any]:
 
 
 def two_threads(run: Run) -> dict[str, Any]:
-    """Losses of other inputs in two threads at a time."""
+    """Compute losses of different inputs in two threads at a time."""
     rights = [losses(*pair(run, seed)) for seed in range(2)]
     problems: list[BaseException] = []
 
@@ -252,7 +254,7 @@ def two_threads(run: Run) -> dict[str, Any]:
 
 
 def large_tensors(run: Run) -> dict[str, Any]:
-    """More than 2³¹ logits: the last rows have the losses that they have alone."""
+    """More than 2³¹ logits: the last rows have the same losses as without the others."""
     rows, V = (6, 40) if run.tiny else (16896, 2**17)
     new = functools.partial(torch.randn, V, device=DEVICE, dtype=torch.bfloat16)
     student, teacher = (new().repeat(rows, 1) for _ in range(2))
@@ -271,7 +273,7 @@ def large_tensors(run: Run) -> dict[str, Any]:
 
 
 def deterministic(run: Run) -> dict[str, Any]:
-    """PyTorch's deterministic mode changes no bit, and raises nothing."""
+    """PyTorch's deterministic mode changes no bit and raises no error."""
     right = losses(*pair(run))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -304,22 +306,36 @@ def reduce_overhead(run: Run) -> dict[str, Any]:
 
 def random_calls(run: Run) -> dict[str, Any]:
     """`tests.fuzz` against float64, from another seed than the tests'."""
-    return reported("tests.fuzz", f"--seconds={1 if run.tiny else 15}", "--seed=90000")
+    return reported(run, "tests.fuzz", f"--seconds={0.1 if run.tiny else 15}", "--seed=90000")
 
 
 def planned(run: Run) -> dict[str, Any]:
-    """Random calls from plans have the bits of the calls as written."""
+    """Random calls replayed from plans have the same bits as without plans."""
     count = 2 if run.tiny else 60
-    return reported("tests.kernels.planned", f"--device={DEVICE}", f"--sequences={count}")
+    return reported(run, "tests.kernels.planned", f"--device={DEVICE}", f"--sequences={count}")
 
 
-def reported(module: str, *arguments: str) -> dict[str, Any]:
-    """Last line of a module's output, which ends with 0."""
-    command = [sys.executable, "-m", module, *arguments]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(process.stdout[-500:] or process.stderr[-500:])
-    return {"report": process.stdout.splitlines()[-1]}
+def reported(run: Run, module: str, *arguments: str) -> dict[str, Any]:
+    """Last line that a command prints; a failed command raises RuntimeError with its output.
+
+    The command has a process of its own, except for tiny sizes: imports take seconds.
+    """
+    if run.tiny:
+        output, status = io.StringIO(), None
+        argv = mock.patch.object(sys, "argv", [module, *arguments])
+        with argv, contextlib.redirect_stdout(output):
+            try:
+                runpy.run_module(module, run_name="__main__")
+            except SystemExit as end:
+                status = end.code
+        text = output.getvalue()
+    else:
+        command = [sys.executable, "-m", module, *arguments]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        status, text = process.returncode, process.stdout or process.stderr
+    if status:
+        raise RuntimeError(text[-500:])
+    return {"report": text.splitlines()[-1]}
 
 
 CHECKS = (other_stream, two_threads, large_tensors, deterministic, reduce_overhead, random_calls,
@@ -373,7 +389,7 @@ def _file_of(name: str) -> str:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Lines of an earlier call by name: what it has measured is not measured again."""
+    """Lines of an earlier call, by item."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -399,7 +415,7 @@ def alarm(seconds: float) -> Iterator[None]:
 def measure(
     chosen: list[Item], run: Run, out: Path, seconds: float, expected: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """Measure what is not in ``out`` yet, as far as it fits; returns all lines that are there."""
+    """Measure the items without a line in ``out`` that fit into the time; return all lines."""
     path = out / "measure.jsonl"
     end = time.monotonic() + seconds
     known = read(path)
@@ -467,7 +483,7 @@ def write(lines: list[dict[str, Any]], out: Path) -> None:
 
 @contextlib.contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """Inside, what a CUDA graph would replay runs eagerly."""
+    """Context in which steps run eagerly instead of in CUDA graphs."""
     with mock.patch.object(cases_of_bench, "GraphBound", lambda bound: bound):
         yield
 

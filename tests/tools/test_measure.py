@@ -1,11 +1,7 @@
 """The stage ``measure`` of ``make gpu-check`` runs at tiny sizes, and keeps to its time."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,16 +12,12 @@ from bench import report
 from tools import measure
 from tools.measure import Item, Run
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = Run(tiny=True)
 
 
-def test_every_item_runs_at_tiny_sizes(tmp_path):
+def test_every_item_runs_at_tiny_sizes(tmp_path, capsys):
     """In Triton's interpreter; a second call measures nothing again."""
-    command = [sys.executable, "-m", "tools.measure", "--tiny", "--out", str(tmp_path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    first = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-2000:]
+    assert measure.main(["--tiny", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
     lines = (tmp_path / "measure.jsonl").read_text()
     names = [json.loads(line)["name"] for line in lines.splitlines()]
     assert names == [item.name for item in measure.items()]
