@@ -70,6 +70,7 @@ test-all: test
 	$(BIN)/python -W ignore -m tools.executed.forms --capability 80
 	$(BIN)/python -W ignore -m tools.executed.forms --capability 90
 	$(BIN)/python -m tools.compile_report --every
+	$(BIN)/python -m tools.cuda_source
 
 # The suite's core against other torches: make test-torch VERSION=2.15.0 [ARGS="--transformers 5.0.0"]
 test-torch: $(VENV)/installed

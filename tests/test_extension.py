@@ -218,4 +218,4 @@ def test_cuda_source_compiles_without_spills():
     nvcc = recipe.find_nvcc()
     if nvcc is None:
         pytest.skip("nvcc is not installed, so csrc/linalg/roots.cu was not compiled")
-    assert not cuda_source.problems(nvcc)
+    assert not cuda_source.problems(nvcc, ["90"])  # `make test-all` compiles for all

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,24 +19,23 @@ from fastkd._core.atomic_files import write_file
 from tools.compile_report import ROOT
 
 SOURCE = "csrc/linalg/roots.cu"
-# Of both types, of a warp and of a block.
-KERNELS = 2 * 2 * len(recipe.GPU_ARCHITECTURES)
+KERNELS = 2 * 2  # for both dtypes, by one warp or by a block
 
 
-def problems(nvcc: str) -> str:
-    """Errors of nvcc, or the kernels that spill registers."""
+def problems(nvcc: str, architectures: Sequence[str] = recipe.GPU_ARCHITECTURES) -> str:
+    """Output of nvcc if it fails or a kernel spills registers, else ""."""
     command = [*_command(nvcc), "-Xptxas=-v", "-c", SOURCE]
-    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in recipe.GPU_ARCHITECTURES]
+    command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     with tempfile.TemporaryDirectory() as folder:
         command += ["-o", f"{folder}/roots.o"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    frames = done.stderr.count("bytes stack frame")
+    count, frames = KERNELS * len(architectures), done.stderr.count("bytes stack frame")
     clean = done.stderr.count("0 bytes stack frame, 0 bytes spill stores")
-    return "" if done.returncode == 0 and frames == clean == KERNELS else done.stderr
+    return "" if done.returncode == 0 and frames == clean == count else done.stderr
 
 
 def ptx(nvcc: str, capability: int) -> str:
-    """The source as PTX, which is compiled once for each state of it."""
+    """The source as PTX, cached by the state of the sources."""
     file = ROOT / "build" / "ptx" / f"roots-{capability}-{state(nvcc)}.ptx"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
