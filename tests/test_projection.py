@@ -282,16 +282,6 @@ def test_projection_under_autocast():
         assert torch.equal(under, module(x))
 
 
-def test_projection_compiles_as_one_graph():
-    module = randomise(OrthogonalProjection(6, 4).double())
-    for rows in (3, 30):
-        x = torch.randn(rows, 6, dtype=torch.float64)
-        compiled, _ = counted(module)
-        expected = torch.autograd.grad(module(x).cos().sum(), module.raw)
-        actual = torch.autograd.grad(compiled(x).cos().sum(), module.raw)
-        torch.testing.assert_close(actual, expected)
-
-
 def test_projection_factorises_on_the_cpu():
     projection = randomise(OrthogonalProjection(4, 4))
     x = torch.randn(3, 4)
@@ -514,9 +504,10 @@ def test_cayley_sizes_share_two_graphs(make):
 @pytest.mark.parametrize("is_orthogonal", [True, False])
 def test_projection_sizes_share_two_graphs(device, is_orthogonal):
     """Up to as many rows as columns; more are multiplied by W, one more graph."""
-    module = OrthogonalProjection(16, 16, orthogonal=is_orthogonal, backend="torch").to(device)
-    calls = [(learns(2, n, 16, device=device),) for n in (4, 5, 7, 8)]
-    assert count_graphs(module, calls, rtol=1e-4, atol=1e-5) <= 2
+    module = OrthogonalProjection(16, 12, orthogonal=is_orthogonal, backend="torch").to(device)
+    randomise(module)
+    calls = [(learns(2, n, 16, device=device),) for n in (4, 5, 7, 8, 30)]
+    assert count_graphs(module, calls, rtol=1e-4, atol=1e-5) <= 3
 
 
 def test_dual_loss_sizes_share_two_graphs(device):

@@ -21,7 +21,8 @@ METHODS = ["labels", "soft_targets", "fcd", "lrc_bert", "mc3kd", "lrkd"]
 
 def both(family, head, method, layers=(1, 3)):
     """A distiller by heads, and one by all logits."""
-    teacher = support.model_of(family, head).double().eval()
+    teacher = support.model_of(family, head).double()
+    teacher = student_from_teacher(teacher, range(1, max(layers) + 1)).eval()
     student = student_from_teacher(teacher, layers)
     with torch.no_grad():
         for p in student.parameters():

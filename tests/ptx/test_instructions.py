@@ -565,7 +565,7 @@ def test_products_of_a_warp(kind):
 
 
 def test_atomics():
-    """Of all threads at one place, and counts of what they request."""
+    """Atomics of all threads at one address, and the counts of requested bytes."""
     body = """
     mov.u32 %r79, %tid.x;
     ld.param.u64 %d1, [p0];
