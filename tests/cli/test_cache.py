@@ -231,7 +231,7 @@ def test_verify_prints_a_table(call, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_foreseen(call, tmp_path, monkeypatch):
-    """It ended in the middle, and spoke of an earlier version where there was none."""
+    """Before the first batch; without an earlier cache the sentence names none."""
     out, free = tmp_path / "cache", [2**14]
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free[0]))

@@ -199,7 +199,7 @@ REAL = {
 }  # fmt: skip
 
 
-# What adds the same to all that a softmax compares has no gradient but rounding's.
+# A constant added to all inputs of a softmax has a gradient of rounding errors only.
 UNDECIDED = {"question-answering": ("qa_outputs.bias", "layer.1.output.LayerNorm.bias")}
 
 

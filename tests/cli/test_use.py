@@ -261,7 +261,7 @@ def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
     )  # fmt: skip
     data = ("--train", folder / "train.tsv", "--eval", folder / "dev.tsv")
     assert "--method labels" in run(*common, *data, "--method", "labels", expect=2)
-    # A line is one text, whatever the columns of the other files are called.
+    # A line is one text.
     found = run(*common, *data, "--task", "mrpc", "--text-column", "sentence",
                 "--text-pair-column", "sentence", "--label-column", "label", expect=2)  # fmt: skip
     assert "more.txt: a .txt file has one text a line" in found
@@ -386,12 +386,6 @@ def test_numbers_as_labels_of_named_classes(folder, tmp_path):
     assert run("evaluate", model=swapped, data=numbers, label_order="1,0") == scores
     error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
     assert "--label-order 1: must name the data's label for each class" in error
-    # The same in `distill`, before training.
-    words = {"train": numbers, "eval": numbers, "out": tmp_path / "x", "max_length": 16}
-    error = run("distill", **words, teacher=swapped, expect=2)
-    assert f"--teacher {swapped}: label 0 is the model's class 'pos'" in error
-    told = run("distill", **words, teacher=student, device="cpu", epochs=0.2)
-    assert "numbers of the model's classes: 0 is 'neg', 1 is 'pos'" in told
     # Rows that are marked as having no label.
     lines = [f"{text}\t{label}" for text, label in rows] + ["good film\t-100"] * 3
     (tmp_path / "bare.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
