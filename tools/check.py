@@ -1,7 +1,7 @@
-"""What a change needs while it is made: `make check`.
+"""`make check`: a fast part of the tests, for use while changing code.
 
-Each test once a backend, of the files that neither train, nor start processes, nor compile for
-long; of what reads the sources, all. `make test` has the rest, and every parameter.
+One set of parameters for each test and backend, in files that do not train, start processes or
+compile for long; files that read the sources run with all parameters. `make test` runs everything.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The core, which other versions run too, is every test but these, with few parameters each.
+# Not part of the core, which tools/versions.py runs too.
 LEFT_OUT = {
     "tests/test_install.py": "builds wheels of its own",
     "tests/test_house.py": "reads the sources, not the package",
@@ -35,11 +35,11 @@ LEFT_OUT = {
     "tests/study": "minutes of training",
     "tests/test_examples.py": "wants packages of its own",
 }
-# And those with such names, which take minutes.
+# Words in the names of tests that take minutes.
 SLOW = "inductor or repeated_layer or number_of_threads or edges"
-# Their parameters are files, commands and names, in any of which a change may be.
+# Run with all parameters, which are files, commands and names.
 WHOLE = ("tests/test_house.py", "tests/test_docs.py", "tests/test_contract.py")
-# Beside what versions of torch go without: what trains, and what compiles.
+# Left out by `make check` only: tests that train, and below tests that compile.
 TRAINS = (
     "tests/cli", "tests/train/tasks", "tests/train/test_lora.py", "tests/integrations",
     "tests/distill/test_trainer.py", "tests/distill/test_one_curve.py", "tests/test_examples.py",

@@ -1,11 +1,11 @@
 """Compile every Triton kernel ahead of time, without a GPU, and report the resources it uses.
 
 ``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
-``kernels/``, all by default. The forms are those that the calls of `tools.calls` start, recorded on
-a GPU that is not there (tools/dry_cuda.py): two of each kernel and architecture, or all with
-``--every``. The exit status is 1 where a form spills registers, needs more shared memory than the
-architecture has, or has matrix products and doesn't use the tensor cores; with ``--json`` only the
-rows report it. Rows are kept in ``build/compiled`` until the form's source changes.
+``kernels/``, all by default. The forms are those that the calls of `tools.calls` launch, recorded
+without a GPU by tools/dry_cuda.py: two of each kernel and architecture, or all with ``--every``.
+The exit status is 1 if a form spills registers, needs more shared memory than the architecture
+has, or has matrix products without tensor cores; with ``--json`` only the rows report it. Rows are
+kept in ``build/compiled`` until the form's source changes.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
 class Form(NamedTuple):
-    """One compiled form of a kernel, as Triton's compiler is asked for it."""
+    """Arguments of Triton's compiler for one form of a kernel."""
 
     module: str
     name: str
@@ -58,7 +58,7 @@ class Form(NamedTuple):
         attributes: dict[tuple[int, ...], list],
         options: Any,
     ) -> "Form":
-        """From what a launch hands to JITFunction._do_compile."""
+        """The form of a launch, from the arguments of JITFunction._do_compile."""
         names = list(signature)
         return cls.unpacked(
             [
@@ -74,7 +74,7 @@ class Form(NamedTuple):
 
     @classmethod
     def unpacked(cls, fields: list) -> "Form":
-        """From JSON, which knows lists only."""
+        """The form from JSON's lists."""
         return cls(*_tuples(fields))
 
     @property
@@ -82,7 +82,7 @@ class Form(NamedTuple):
         return getattr(importlib.import_module(self.module), self.name)
 
     def compiled(self) -> Any:
-        """By Triton, for its architecture; Triton keeps what it has compiled before."""
+        """Triton's compiled kernel for the form's architecture; Triton caches it."""
         from triton import compile
         from triton.backends.compiler import GPUTarget
 
@@ -139,7 +139,7 @@ def recorded(loss: str) -> list[Form]:
 
 
 def walked(loss: str) -> dict[str, Any]:
-    """What `tools.dry_cuda` finds out about a loss: problems of its calls, and their forms."""
+    """`tools.dry_cuda.report` of a loss: problems of its calls, and their forms."""
     from filelock import FileLock
 
     KEPT.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ def walked(loss: str) -> dict[str, Any]:
 
 
 def not_interpreted(module: str, *arguments: str) -> str:
-    """Output of ``python -m module``, away from Triton's interpreter, where nothing is compiled."""
+    """Output of ``python -m module`` without Triton's interpreter, which compiles nothing."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module, *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -182,13 +182,13 @@ def _versions() -> str:
 
 
 def key(form: Form) -> str:
-    """A form and its kernel's code, whatever the file is called."""
+    """Cache key of a form: its fields and its kernel's code, without the file name."""
     return f"{form.kernel.cache_key} {form._replace(module='')}"
 
 
 @functools.cache
 def _ask_for_keys() -> None:
-    """Compute all keys in one order: a key depends on which functions had one before it."""
+    """Compute all keys in one order: a key depends on the keys computed before it."""
     from triton.runtime.jit import JITFunction
 
     functions = [
@@ -204,7 +204,7 @@ def _ask_for_keys() -> None:
 
 
 def strip(function: Any) -> None:
-    """Remove what changes a function's key but not its code: docstring, comments, first line."""
+    """Remove docstring, comments and first line, which change the key but not the code."""
     tree = function.parse()
     body = tree.body[0].body
     if ast.get_docstring(tree.body[0]) is not None:
@@ -247,14 +247,14 @@ def _compiled(form: Form) -> dict[str, Any]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first error, in a function that the kernel calls."""
+    """The innermost error, raised in a function that the kernel calls."""
     while deeper := error.__cause__ or error.__context__:
         error = deeper
     return error
 
 
 def describe(form: Form) -> str:
-    """Pointer types, fixed values and alignment, as short as they still tell forms apart."""
+    """Short text of a form: pointer types, fixed values and alignment."""
     parts = [
         part
         for _, kind in form.types

@@ -58,7 +58,7 @@ def lines() -> Iterator[str]:
     for loss in LOSSES:
         yield f"# {loss.module.removeprefix('fastkd.').replace('.', '/')}.py"
         yield from map(signature, (*loss.with_reference, *loss.without_reference, *loss.modules))
-    yield "# What soft targets are told"
+    yield "# Arguments of soft targets"
     yield from map(signature, PARTS)
 
 

@@ -1,11 +1,10 @@
 """The GPU path without a GPU: public calls on tensors that have shapes and a CUDA device, no data.
 
-Everything runs but the arithmetic: checks, the choice of backend, forward and backward of the
-autograd functions, every launch of a kernel up to where Triton would compile it.
-``python -m tools.dry_cuda [LOSS ...]`` prints, as JSON, what went wrong in each of the losses'
-`calls` (all by default), and the forms of kernels that they start. Two things would go wrong: a
-tensor on another device, and waiting for the GPU, which a value read by the host, a copy to or from
-the CPU, or a solver that looks at errors does.
+Everything runs except the arithmetic: checks, the choice of backend, forward and backward of the
+autograd functions, and each kernel launch up to Triton's compiler. ``python -m tools.dry_cuda [LOSS
+...]`` prints, as JSON, the problems of each loss's `calls` (all losses by default) and the kernel
+forms that they launch. Problems are a tensor on another device, and waiting for the GPU: a value
+read by the host, a copy to or from the CPU, or a solver that checks for errors.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from tools import calls
 from tools.calls import Call, learns
 from tools.compile_report import SHARED_MEMORY, Form, walked
 
-# Operations that wait for the device, as PyTorch's documentation of them says.
+# Operations that wait for the device, according to PyTorch's documentation.
 WAITING = {
     "_linalg_check_errors",
     "_linalg_eigh",
@@ -40,17 +39,17 @@ WAITING = {
     "masked_select",
     "nonzero",
 }
-# Blocks' and groups' edges in the second and third dimension of a launch.
+# Largest second and third dimension of a launch grid.
 LARGEST_GRID = 65535
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# Where PyTorch has a tensor, whatever is said of it.
+# PyTorch's own getters, which the patches below replace.
 DEVICE, IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
 
-# Compute capabilities; what does not depend on them is seen on the first alone.
+# Compute capabilities. Calls that do not read the capability run on the first only.
 FIRST, *OTHERS = sorted(SHARED_MEMORY, key=lambda capability: capability != 90)
 
-# Mistakes that have to be found, with a tensor (3, 3).
+# Planted mistakes that the walk must find; the tensor has shape (3, 3).
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
     "a value read": lambda x: x.sum().item(),
     "a choice": lambda x: bool(x.isnan().any()),
@@ -68,14 +67,14 @@ class Waited(Exception):
 
 
 class _OnMeta(TorchDispatchMode):
-    """What is asked for on CUDA is made on the meta device, and every operation on it looked at.
+    """Mode that creates CUDA tensors on the meta device and checks every operation on them.
 
-    PyTorch finds out once what an operation makes of tensors of some shapes: it takes long.
+    Results are cached by operation and shapes, because shape inference is slow.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside = False  # an operation of PyTorch, which has to know where its tensors are
+        self.inside = False  # inside an operation, which needs the real device
         self.known: dict[Any, Any] = {}
 
     def device_of(self, x: Tensor) -> torch.device:
@@ -101,7 +100,7 @@ class _OnMeta(TorchDispatchMode):
             self.inside = False
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Of an operation, by what is known of it where that is one tensor, new or written to."""
+        """Result of an operation, from the cache if it is one tensor, new or written in place."""
         if func.is_view:
             return func(*args, **kwargs)
         key = (func, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items())))
@@ -127,21 +126,21 @@ def _leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _described(x: Any) -> Any:
-    """All that decides about an operation's result."""
+    """Key of an argument: everything that determines the shape of an operation's result."""
     if isinstance(x, Tensor):
         return IS_META(x), x.shape, x.stride(), x.dtype
     return tuple(map(_described, x)) if isinstance(x, (list, tuple)) else (type(x), x)
 
 
 def waits(operation: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether an operation waits for the device: those do that count what a mask selects."""
+    """Whether an operation waits for the device, as those that count a mask's entries do."""
     if operation._opname in ("index", "index_put", "index_put_"):
         return any(x is not None and x.dtype == torch.bool for x in arguments[1])
     return operation._opname in WAITING
 
 
 class _Context:
-    """Stands for an autograd function's; the engine itself needs a real device."""
+    """Context of an autograd function; autograd's engine needs a real device."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self.needs_input_grad = tuple(isinstance(x, Tensor) and x.requires_grad for x in arguments)
@@ -159,7 +158,7 @@ class _Context:
 
 @torch.no_grad()
 def forward_and_backward(cls: Any, *arguments: Any) -> Any:
-    """What ``cls.apply`` and the engine would do."""
+    """Result of ``cls.apply``; the backward pass runs too, as in autograd's engine."""
     context = _Context(arguments)
     results = cls.forward(context, *arguments)
     outputs = results if isinstance(results, tuple) else (results,)
@@ -168,7 +167,7 @@ def forward_and_backward(cls: Any, *arguments: Any) -> Any:
         assert output.device.type == "cuda", f"{cls.__name__} returns a tensor on {output.device}"
     if any(context.needs_input_grad):
         upstream = (None if x is None else torch.empty_like(x) for x in outputs)
-        # No other pass follows; outside of the engine torch says that one may.
+        # Outside of the engine torch expects a second backward pass; here none follows.
         kept = "_get_current_graph_task_keep_graph"
         with mock.patch.object(torch._C._autograd, kept, lambda: False):
             grads = cls.backward(context, *upstream)
@@ -184,26 +183,26 @@ def forward_and_backward(cls: Any, *arguments: Any) -> Any:
 
 
 def columns_on_device(match: VocabularyMatch, device: torch.device) -> tuple[Tensor, ...]:
-    """In place of a match's own columns, which are copied to a device once, at its first call."""
+    """Columns of a match without the copy to the device that its first call makes."""
     n = len(match.student_ids)
     sizes = match.student_size, match.student_size - n, match.teacher_size - n
     return tuple(torch.empty(size, dtype=torch.int64, device=device) for size in sizes)
 
 
 class Device:
-    """A GPU that is not there, also as Triton's driver: it compiles, and runs nothing."""
+    """Pretended GPU and Triton driver: launches record their forms and run nothing."""
 
     def __init__(self) -> None:
         self.capability = FIRST
-        self.asked = False  # whether a launcher chose by the capability
-        self.forms: dict[Form, None] = {}  # of what launches start, in order
+        self.asked = False  # whether a launcher read the capability
+        self.forms: dict[Form, None] = {}  # launched forms, in order
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
         self.asked = True
         return divmod(self.capability, 10)
 
     def get_current_device(self) -> int:
-        return self.capability  # what Triton keeps for one architecture serves no other
+        return self.capability  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -212,20 +211,20 @@ class Device:
         return GPUTarget("cuda", self.capability, 32)
 
     def compile(self, kernel: JITFunction, key, signature, device, constexprs, options, *rest):
-        """In place of Triton's own, which a launch of a new form comes to; Triton keeps it."""
+        """The form of a launch, in place of a compiled kernel; Triton caches it."""
         form = Form.from_launch(kernel, self.capability, signature, constexprs, rest[0], options)
         kernel.device_caches[device][0][key] = form
         return form
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, CUDA tensors have no data and kernels don't run."""
+        """Context in which CUDA tensors have no data and kernels do not run."""
         nothing = contextlib.nullcontext
         run = JITFunction.run
 
         def checked(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             check_launch(kernel, args, grid)
-            # A launch that warms up ends where it has what is compiled.
+            # A warm-up launch returns the compiled kernel, here the form.
             self.forms[run(kernel, *args, grid=grid, warmup=True, **kwargs)] = None
 
         tensors = _OnMeta()
@@ -252,7 +251,7 @@ class Device:
 
 
 def check_launch(kernel: JITFunction, args: Iterable[Any], grid: Iterable[int]) -> None:
-    """Tensors on the device, a grid that CUDA takes; the rest Triton checks itself."""
+    """Assert that tensors are on the device and that CUDA accepts the grid."""
     for argument in args:
         for x in argument if isinstance(argument, (tuple, list)) else (argument,):
             on_device = not isinstance(x, Tensor) or x.device.type == "cuda"
@@ -263,7 +262,7 @@ def check_launch(kernel: JITFunction, args: Iterable[Any], grid: Iterable[int]) 
 
 
 def problem(call: Callable[..., Any], *arguments: Any) -> str | None:
-    """Type and message of what a call raises."""
+    """Type and message of the exception that a call raises, or None."""
     try:
         call(*arguments)
     except Exception as error:
@@ -272,7 +271,7 @@ def problem(call: Callable[..., Any], *arguments: Any) -> str | None:
 
 
 def walk(calls: Iterable[Call]) -> dict[str, Any]:
-    """Problems by call, arguments that are given, forms started on every architecture."""
+    """Problems by call, passed arguments by function, and forms on every architecture."""
     device = Device()
     problems: dict[str, str] = {}
     given: dict[str, set[str]] = {}
@@ -298,7 +297,7 @@ def walk(calls: Iterable[Call]) -> dict[str, Any]:
 
 
 def report(loss: str) -> dict[str, Any]:
-    """Planted mistakes that are found, and what there is to say of a loss's calls."""
+    """Planted mistakes that were found, and `walk` of a loss's calls."""
     with Device().running():
         found = [name for name, call in PLANTED.items() if problem(call, learns(3, 3).tensor())]
     return {"planted": found, **walk(calls.of(loss))}

@@ -1,12 +1,11 @@
 """``make gpu-check``: everything that only a GPU can show, within a given time.
 
-The stages are `STAGES`, in the order of what they teach; ``--only tests,graphs`` chooses among
-them. All of one call together end after ``--minutes``: each gets a share of what is left, and what
-it does not need goes to the next. Every result is written to ``--out`` as soon as it is there, and
-``--resume`` goes on where a call ended. A stage that fails doesn't stop the others; the exit status
-says whether all passed. ``make gpu-check`` twice, with ``--only build,tests,graphs`` and with
-``--only bench``, is the whole of it. ``--only measure`` is what is worth
-most, in a quarter of an hour.
+The stages are `STAGES`; ``--only tests,graphs`` selects some. A call ends after ``--minutes``: each
+stage gets a fraction of the remaining time and leaves unused time to the next. Results are written
+to ``--out`` at once, and ``--resume`` continues an earlier call. A failed stage does not stop the
+others; the exit status is 0 if all passed. Everything takes two calls, ``--only
+build,tests,graphs`` and ``--only bench``. ``--only measure`` has the most valuable results, in a
+quarter of an hour.
 """
 
 import argparse
@@ -63,12 +62,12 @@ class Job:
 
 
 def build(job: Job) -> bool:
-    """The extension in place; without it the package runs on PyTorch code."""
+    """Build the extension in place; without it the package runs on PyTorch code."""
     return command(job, sys.executable, "setup.py", "-q", "build_ext", "--inplace")
 
 
 def tests(job: Job) -> bool:
-    """The parity suite, whose ``device`` fixture takes CUDA here, and tests marked gpu."""
+    """Run the parity tests on CUDA, and the tests marked gpu."""
     results = job.out / "tests.jsonl"
     if not job.options.resume:
         results.unlink(missing_ok=True)
@@ -80,7 +79,7 @@ def tests(job: Job) -> bool:
 
 
 def graphs(job: Job) -> bool:
-    """Every case captured in a CUDA graph; a failed capture takes its process along, no more."""
+    """Capture every case in a CUDA graph; a failed capture ends only its own process."""
     results = job.out / "graphs.jsonl"
     known = read_lines(results) if job.options.resume else {}
     if not known:
@@ -102,7 +101,7 @@ def graphs(job: Job) -> bool:
 
 
 def bits(job: Job) -> bool:
-    """Values and gradients of two processes, bit by bit."""
+    """Compare values and gradients of two processes bit by bit."""
     arguments = [sys.executable, "-m", "tools.gpu_check", "--digest", "full"]
     outputs = []
     for _ in range(2):
@@ -123,7 +122,7 @@ def bits(job: Job) -> bool:
 
 
 def bench(job: Job) -> bool:
-    """The GPU sets by priority, a result file each; what an interrupted set has is in it too."""
+    """Run the benchmark sets for GPUs by priority, with a result file each."""
     end = time.monotonic() + job.seconds - STOPPING
     environment = {"FASTKD_COMMIT": job.options.commit} if job.options.commit else {}
     finished = True
@@ -142,14 +141,14 @@ def bench(job: Job) -> bool:
 
 
 def measure(job: Job) -> bool:
-    """The quarter of an hour of `tools.measure`; what its folder has is not measured again."""
+    """Run `tools.measure`, which skips items with results in the folder."""
     commit = ["--commit", job.options.commit] if job.options.commit else []
     seconds = f"--seconds={job.seconds - STOPPING:.0f}"
     return command(job, sys.executable, "-m", "tools.measure", f"--out={job.out}", seconds, *commit)
 
 
 def kernels(job: Job) -> bool:
-    """How long each kernel runs at the benchmarks' sizes, most of which are compiled by now."""
+    """Measure the run time of each kernel at the benchmarks' sizes."""
     commit = ["--commit", job.options.commit] if job.options.commit else []
     seconds = f"--seconds={job.seconds - STOPPING:.0f}"
     own = [sys.executable, "-m", "bench.kernel_times", f"--out={job.out / 'kernels.json'}"]
@@ -157,7 +156,7 @@ def kernels(job: Job) -> bool:
 
 
 def sanitizer(job: Job) -> bool:
-    """Every Triton kernel under compute-sanitizer's memcheck, at toy sizes."""
+    """Run every Triton kernel under compute-sanitizer's memcheck, at toy sizes."""
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
@@ -172,11 +171,11 @@ def sanitizer(job: Job) -> bool:
 
 
 def machine(job: Job) -> bool:
-    """The GPU's results against the same compiled code executed on the CPU by `tools.executed`."""
+    """Compare the GPU's results with the same compiled code executed by `tools.executed`."""
     return command(job, sys.executable, "-m", "tools.gpu_check", "--machine")
 
 
-# Name → what it does and its share of the time.
+# Name → function and weight of its share of the time.
 STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "build": (build, 1),
     "tests": (tests, 5),
@@ -188,7 +187,7 @@ STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "sanitizer": (sanitizer, 2),
     "measure": (measure, 8),
 }
-# The others measure and check the same at more sizes.
+# Stages of their own: the others measure and check the same at more sizes.
 ALONE = ("measure",)
 
 
@@ -241,11 +240,11 @@ def command(job: Job, *arguments: str, environment: dict[str, str] | None = None
 def ask_children(
     command: list[str], questions: list[str], seconds: float, workers: int, patience: float
 ) -> Iterator[tuple[str, str]]:
-    """Each question with its answer, a line from one of several processes that read and answer.
+    """(question, answer) pairs from ``workers`` processes that read a line and answer with a line.
 
-    A process that ends without an answer, or gives none in ``patience`` seconds, is the answer.
-    Behind one that isn't empty the next question gets a new process. What is not asked after
-    ``seconds`` is left out.
+    If a process ends, or does not answer within ``patience`` seconds, the answer says so. After an
+    answer that is not empty the next question gets a new process. Questions left after ``seconds``
+    are omitted.
     """
     end = time.monotonic() + seconds
     idle: list[subprocess.Popen[str]] = []
@@ -301,7 +300,7 @@ def chosen(names: str) -> list[str]:
 
 
 def pairs() -> dict[str, tuple[Case, Provider]]:
-    """Toy sizes of every loss, title and dtype, and the BERT sizes, with fastkd's own backends."""
+    """Cases with fastkd's backends: each loss, title and dtype at toy sizes, and BERT's sizes."""
     cases = [suite.toy(case) for case in suite.every_case()] + suite.cases(["bert"])
     return {
         f"{case.set} {case.key} {provider.name}": (case, provider)
@@ -311,13 +310,13 @@ def pairs() -> dict[str, tuple[Case, Provider]]:
 
 
 def waits(case: Case) -> bool:
-    """Whether PyTorch computes the case's eigenvectors: it waits for the device, uncapturably."""
+    """Whether PyTorch computes eigenvectors, which waits for the device and can't be captured."""
     sizes = case.sizes
     return case.loss == "linalg" and not extension.kernel_is_faster(sizes["n"], sizes["batch"])
 
 
 def capture(device: torch.device) -> None:
-    """Answer each line of the standard input: what is wrong with that case in a graph."""
+    """Print the problem of each case named on standard input when captured in a graph."""
     known = pairs()
     for line in sys.stdin:
         case, provider = known[line.rstrip("\n")]
@@ -331,7 +330,7 @@ def capture(device: torch.device) -> None:
 
 
 def graph_problem(case: Case, provider: Provider, device: torch.device) -> str:
-    """What is wrong with values and gradients of the replayed graph; "" if nothing is."""
+    """Problem of the replayed graph's values and gradients; "" if they are right."""
     if provider.why_not(device) is not None:
         return ""
     bound = provider.bind(case.make(device=device, dtype=case.dtype, **case.sizes))
@@ -388,7 +387,7 @@ def step(case: Case, provider: Provider, inputs: dict[str, Any]) -> list[Tensor]
 
 
 def against_machine(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Each toy case with Triton kernels, and what is wrong with the device's results or ""."""
+    """Each toy case with Triton kernels, and the problem of the device's results or ""."""
     from tools.executed import executing
     from tools.ptx.memory import Hazard
 

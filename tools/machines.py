@@ -1,8 +1,8 @@
-"""The suite's core as other processors run it: `make test-machines`.
+"""`make test-machines`: the losses' tests with the code paths of other processors.
 
-PyTorch, MKL, oneDNN and the extension choose their code by the processor, and can be set to run
-the code of an older one. The order of sums changes the last bits: a test that passes on some of
-them only is a wrong test, or a wrong loss.
+PyTorch, MKL, oneDNN and the extension choose code by processor, and settings select the code of an
+older one. The order of sums changes the last bits: if a test passes on some processors only, the
+test or the loss is wrong.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-# By name: variables of the environment, the number of threads among them.
+# Environment variables by setting; they include the number of threads.
 SETTINGS: dict[str, dict[str, str]] = {
     "aten-default": {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
     "aten-avx2": {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "2"},
@@ -45,7 +45,7 @@ CORE = [f"tests/test_{name}.py" for name in LOSSES.split()]
 
 
 def playable() -> list[str]:
-    """Settings that this processor has the instructions for."""
+    """Settings that this processor can run."""
     has = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}.get(torch.backends.cpu.get_cpu_capability(), 0)
     return [
         name
@@ -55,7 +55,7 @@ def playable() -> list[str]:
 
 
 def turn(names: list[str]) -> str:
-    """One of them by the commit: the same wherever it is tested."""
+    """One of the names, chosen by the commit."""
     commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
     return names[int(commit, 16) % len(names)]
 

@@ -19,7 +19,7 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 class _Replacing:
-    """Whether a replaced kernel runs: kernels call each other."""
+    """Whether a replaced kernel is running; kernels call each other."""
 
     now = False
 

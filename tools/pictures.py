@@ -1,6 +1,6 @@
-"""The drawings of the site, from the losses themselves: `python -m tools.pictures` writes them all.
+"""`python -m tools.pictures` draws the site's pictures by calling the losses.
 
-That of the start page is of `docs/pictures/demo.json`, which is what `fastkd demo` wrote.
+The start page's picture shows `docs/pictures/demo.json`, written by `fastkd demo`.
 """
 
 import argparse
@@ -263,7 +263,7 @@ def selection() -> Figure:
 
 
 def roots() -> Figure:
-    """What the root of a small matrix goes through, on one."""
+    """Steps of the root of a small matrix."""
     torch.manual_seed(0)
     x = torch.randn(12, 12, dtype=torch.float64)
     a = x @ x.mT

@@ -1,10 +1,9 @@
-"""What a release needs, line by line: `make release-check`, exit status 1 if something is missing.
+"""`make release-check`: checks before a release; exit status 1 if one fails.
 
-It builds the source distribution and, from that, the wheel, or takes one with `--wheel`; looks into
-both; asks auditwheel on which systems the wheel runs; compiles the extension by clang, for other
-systems too; and installs the wheel into an empty environment, which sees
-this one's torch and other packages but not its fastkd, for `fastkd doctor` and a short demo.
-Nothing is uploaded, and nothing is tagged.
+It builds the source distribution and from that the wheel (or reads `--wheel`), checks the contents
+of both, checks the wheel's platform by auditwheel, compiles the extension by clang for several
+systems, and installs the wheel into a new environment with this one's packages, where `fastkd
+doctor` and a short demo run. It uploads and tags nothing.
 """
 
 import argparse

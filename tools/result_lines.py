@@ -1,6 +1,6 @@
 """pytest plugin: a JSON line for every test as soon as it ends, and none twice.
 
-The file stands in FASTKD_RESULT_LINES. Tests that passed in it before are left out.
+FASTKD_RESULT_LINES names the file. Tests that it lists as passed are left out.
 """
 
 import json

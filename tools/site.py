@@ -1,7 +1,7 @@
-"""What `make docs` adds to the pages in docs/: equations, and the files that pages link to.
+"""mkdocs hooks of `make docs`: equations, and pages for linked files.
 
-A page says ```math and TeX, as code hosts show it; here matplotlib draws it, so that a reader's
-browser loads nothing from a network. A link that leaves docs/ gets a page with that file.
+matplotlib draws the pages' ```math blocks, so that a browser needs no network. A file outside of
+docs/ that a page links to gets a page of its own.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""pytest plugin that runs a test with a few of its parameters for each backend.
-
-Versions differ in what an operation does, not in what it does to the fortieth shape.
-"""
+"""pytest plugin that runs each test with a few of its parameters, for each backend."""
 
 import collections
 import hashlib

@@ -104,7 +104,7 @@ def test_leaves_are_found_in_lists():
 
 
 def test_ratios_do_not_depend_on_the_machines_speed(monkeypatch):
-    """A provider that takes half the time does so in every round, whatever the machine's speed."""
+    """A provider that takes half the time does so in every round, at any speed of the machine."""
 
     class Clock:
         now, steps = 0.0, 0

@@ -54,7 +54,7 @@ def start_by_fork(monkeypatch):
 
 def _rank(function, rank, world, directory, arguments):
     torch.set_num_threads(1)
-    # What accelerate, and with it transformers.Trainer, reads.
+    # accelerate and transformers.Trainer read these variables.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",

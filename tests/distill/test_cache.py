@@ -212,7 +212,7 @@ def test_an_interrupted_cache_is_completed(tmp_path):
     calls = []
     teacher.register_forward_pre_hook(lambda module, args: calls.append(1))
     assert len(distiller.cache_teacher(data, tmp_path)) == 18
-    # Once to look at the outputs, once for the batch that was missing.
+    # One call inspects the outputs, one computes the missing batch.
     assert len(calls) == 2
     expected = losses_and_gradients(distiller.eval(), data)
     cached = Distiller(TeacherCache(tmp_path), distiller.student, method_of("fcd")).eval()

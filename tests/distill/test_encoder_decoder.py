@@ -108,7 +108,7 @@ def test_micro_batches_add_up_to_the_whole_batch():
 
 @pytest.mark.parametrize("method", ["fcd", "soft_targets"])
 def test_a_cache_equals_its_teacher(tmp_path, method):
-    """Of the same samples in another order, padded further on both sides."""
+    """The same samples in another order, with more padding on both sides."""
     distiller = distiller_of("t5", method)
     data = data_of("t5", "written words")
     cache = distiller.cache_teacher([data], tmp_path)

@@ -78,7 +78,7 @@ def test_one_hot_rows(tmp_path, number):
     assert corpus.names == ["0", "1"]
     assert list(corpus.train.column("label")) == [["0"], ["1"], [], ["0", "1"]]
     assert "labels are one-hot, 2 zeros and ones for each row" in " ".join(describe(corpus))
-    # Of a finished model the lists are in the order of its classes.
+    # With a finished model the lists have the order of its classes.
     found = MultiLabel(("good", "bad")).read_labels(corpus_rows(path))
     assert list(found.rows.column("label")) == [["good"], ["bad"], [], ["good", "bad"]]
     assert "0 is 'good', 1 is 'bad'" in " ".join(found.notes)

@@ -1,11 +1,11 @@
-"""What a launch costs, counted while it runs."""
+"""Counters of instructions and memory accesses of a launch."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-# Opcode → class; what has a type is "float", "double" or "integer" by that.
+# Opcode → class; other opcodes are "float", "double" or "integer" by their type.
 CLASSES = {
     **dict.fromkeys(("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt", "div"), "special"),
     **dict.fromkeys(("mov", "selp", "prmt", "cvta"), "move"),
@@ -39,7 +39,7 @@ def class_of(instruction: Any) -> str:
 
 @dataclass
 class Counts:
-    """Of one launch; instructions are of a warp each, predicated ones too."""
+    """Counts of one launch. Instructions are counted for each warp, predicated ones too."""
 
     instructions: int = 0
     by_class: dict[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Counts:
 
 
 class Counter:
-    """Counts in the making."""
+    """Counts while a launch runs."""
 
     def __init__(self) -> None:
         self.result = Counts()

@@ -1,4 +1,4 @@
-"""From an instruction to what runs it: a function of the machine and a mask of threads."""
+"""Decoders: from an instruction to a function of the machine and a mask of threads."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from .machine import Machine, Program
 
 Run = Callable[["Machine", Any], None]
-# Opcode → what makes a run of an instruction of a program.
+# Opcode → decoder.
 DECODERS: dict[str, Callable[[Instruction, "Program"], Run]] = {}
 
 
 def decodes(*opcodes: str) -> Callable:
-    """Decorate what decodes instructions of these names."""
+    """Decorator that registers a decoder for these opcodes."""
 
     def register(decoder: Callable) -> Callable:
         DECODERS.update(dict.fromkeys(opcodes, decoder))
@@ -58,7 +58,7 @@ def decode(instruction: Instruction, program: "Program") -> Run:
 
 
 def space_of(instruction: Instruction) -> str | None:
-    """Of what reads or writes memory: "global", "shared", "param", "local" or "generic"."""
+    """State space of a memory access: "global", "shared", "param", "local" or "generic"."""
     if instruction.opcode in ("ldmatrix", "stmatrix"):
         return "shared"
     if instruction.opcode not in ("ld", "st", "atom", "red"):
@@ -78,7 +78,7 @@ def touches(instruction: Instruction, space: str) -> bool:
 
 
 def access_size(instruction: Instruction) -> int:
-    """Bytes that a thread reads or writes at least at once."""
+    """Smallest number of bytes that a thread reads or writes at once."""
     if instruction.opcode in ("ldmatrix", "stmatrix"):
         return 16
     if instruction.opcode == "cp":

@@ -1,8 +1,8 @@
-"""CTAs of one launch, run together: every register an array over their threads.
+"""Execution of several CTAs together: each register is an array over their threads.
 
-All threads start as one group. A branch that they leave on both sides makes two groups, of which
-the one with the lower place in the program runs until it meets the other. A ``.sync`` instruction
-waits for the threads that its mask names, a barrier for the whole CTA.
+All threads start as one group. A divergent branch splits a group in two; the group at the lower
+address runs until it meets the other. A ``.sync`` instruction waits for the threads of its mask, a
+barrier for the whole CTA.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""Global and shared memory, and who touched what when: here hazards are found.
+"""Global and shared memory with a record of accesses, from which hazards are found.
 
-Beside the bytes lie shadows, arrays with an element for each `grain` bytes, the shortest access of
-the program. Times within a CTA are barriers passed: of two accesses in one such epoch neither
-comes first, unless both are of one thread, or of one warp with a ``bar.warp.sync`` between them.
+Shadow arrays have an element for each `grain` bytes, the shortest access of the program. Time
+within a CTA is the number of barriers passed, its epoch. Two accesses in one epoch are unordered,
+unless both are by one thread, or by one warp with a ``bar.warp.sync`` between them.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ MANY = -1  # in place of a CTA
 
 
 class Hazard(Exception):
-    """What a program may not rely on, where it happened.
+    """Undefined behaviour of a program, and its place.
 
     ``kind`` is "bounds" (an address outside every tensor or the shared memory), "alignment",
     "unwritten" (reading what nobody wrote), "race" (two threads of a CTA, one of them writing,

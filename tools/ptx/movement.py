@@ -19,7 +19,7 @@ IGNORED = {
 
 
 def known_words(x: Instruction, *more: str) -> bool:
-    """Whether nothing is said of an access that would be missed."""
+    """Whether all modifiers of an access are supported."""
     spaces = ("global", "shared", "shared::cta", "param", "v2", "v4", "v8")
     return all(
         word in IGNORED or word in spaces or word in more or is_type(word)
@@ -29,7 +29,7 @@ def known_words(x: Instruction, *more: str) -> bool:
 
 
 def address_of(x: Address, program: Any) -> Callable[[Any], np.ndarray]:
-    """Addresses (threads,) that an operand stands for."""
+    """Addresses (threads,) of an operand."""
     base, offset = x
     if isinstance(base, (Immediate, Symbol)):
         start = base.bits if isinstance(base, Immediate) else program.entry.symbols[base.name]
@@ -274,7 +274,7 @@ def commit(m: Any, mask: Any) -> None:
 
 
 def wait(m: Any, mask: Any, pending: int) -> None:
-    """Until at most so many groups of a thread are under way."""
+    """Wait until at most this number of a thread's groups is pending."""
     done = np.maximum(m.copies_done, m.copies_committed - pending)
     if mask is not None:
         done = np.where(mask, done, m.copies_done)

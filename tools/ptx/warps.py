@@ -1,4 +1,4 @@
-"""What the threads of a warp do together, and barriers."""
+"""Warp instructions and barriers."""
 
 from typing import Any
 
