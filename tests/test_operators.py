@@ -1,7 +1,6 @@
 """The C++ operators called directly, as exported and compiled graphs call them."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,11 +101,6 @@ CALLS = {
         STATES,
     ),
 }
-if extension.MKL:
-    CALLS["cca"] = (
-        (cube, cube, torch.ones(6, 4).bool()),
-        dict(ridge_s=0.1, ridge_t=0.1, top_k=0, gradient=True),
-    )
 if extension.CPU and OPS.has_half_product():
     half = x.bfloat16()
     CALLS["half_product"] = (torch.empty(6, 6), half, half.T, False), {}
@@ -203,27 +197,3 @@ except MemoryError as error:
     print("MemoryError", error)
 """
     assert run(code) == "MemoryError std::bad_alloc\n"
-
-
-@pytest.mark.skipif(not extension.MKL or sys.platform != "linux", reason="torch has no MKL here")
-def test_lapack_is_loaded_from_torchs_library(tmp_path, capsys):
-    """Even if another BLAS with the same symbols was loaded first."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    names = "dgemm_", "sgemm_", "dtrsm_", "dpotrf_", "dsyevd_", "dgesdd_"
-    source = tmp_path / "blas.cpp"
-    source.write_text(
-        "".join(f'extern "C" void {name}() {{ __builtin_trap(); }}\n' for name in names)
-    )
-    library = tmp_path / "blas.so"
-    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
-    code = """
-import torch
-from fastkd._core import extension
-x, y = torch.arange(120.0).double().sin().view(2, 1, 12, 5).unbind()
-print(torch.ops.fastkd_cpp.cca(x, y, None, 0.1, 0.1, 0, True))
-"""
-    found = run(code, LD_PRELOAD=str(library))
-    exec(code)
-    assert found == capsys.readouterr().out

@@ -19,7 +19,7 @@ from fastkd._core.atomic_files import write_file
 from tools.compile_report import ROOT
 
 SOURCE = "csrc/linalg/roots.cu"
-KERNELS = 2 * 2  # for both dtypes, by one warp or by a block
+KERNELS = 2  # by one warp or by a block
 
 
 def problems(nvcc: str, architectures: Sequence[str] = recipe.GPU_ARCHITECTURES) -> str:

@@ -1,8 +1,6 @@
 // Eigenvalues and eigenvectors of one symmetric matrix by several lanes: the threads of a CUDA
 // block or warp, one lane on a CPU, or CPU threads, by which tests run a block's code. Householder
-// reflections to tridiagonal form, then implicit QL with Wilkinson shifts. Always in double
-// precision: on a CPU that takes a third longer than float, and float results are correct to their
-// last digit.
+// reflections to tridiagonal form, then implicit QL with Wilkinson shifts.
 //
 // A block: for reflections and their product each warp has rows, and its lanes have the row's
 // elements. Lane 0 computes the rotations of the next sweep while the other lanes apply those of
@@ -89,14 +87,14 @@ struct EigenScratch {
 
 // a ← (A + Aᵀ)/2 divided by the sum of its magnitudes, so that squares do not overflow. Returns the
 // sum, which is NaN or inf if the matrix has a NaN or inf.
-template <typename T, typename Lanes>
-FASTKD_HOST_DEVICE double load(const T* in, const EigenScratch& s, const Lanes& lanes) {
+template <typename Lanes>
+FASTKD_HOST_DEVICE double load(const double* in, const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
   const int lane = lanes.index % Lanes::kWarp;
   double total = 0;
   for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
     for (int64_t j = lane; j < n; j += Lanes::kWarp) {
-      const double x = double(in[i * n + j]) / 2 + double(in[j * n + i]) / 2;
+      const double x = in[i * n + j] / 2 + in[j * n + i] / 2;
       total += fabs(x);
       s.a[i * n + j] = x;
     }
@@ -434,8 +432,8 @@ FASTKD_HOST_DEVICE bool diagonalise_ahead(const EigenScratch& s, const Lanes& la
 
 // Solves ``in`` = rowsᵀ·diag(scale·diagonal)·rows, eigenvalues unordered. Returns scale; NaN if the
 // matrix has a NaN or inf, or the iteration fails.
-template <typename T, typename Lanes>
-FASTKD_HOST_DEVICE double eigen(const T* in, const EigenScratch& s, const Lanes& lanes) {
+template <typename Lanes>
+FASTKD_HOST_DEVICE double eigen(const double* in, const EigenScratch& s, const Lanes& lanes) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const double scale = load(in, s, lanes);
   if (!(scale <= std::numeric_limits<double>::max())) return nan;  // the same in every lane

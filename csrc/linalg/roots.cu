@@ -1,4 +1,4 @@
-// The matrix roots on CUDA: one block per matrix, or one warp for small matrices. The host never
+// Eigenvectors of symmetric matrices on CUDA: one block per matrix, or one warp for small matrices. The host never
 // waits for the device. A matrix and its eigenvectors are in shared memory if they fit.
 #include "base/module.h"
 
@@ -50,11 +50,11 @@ struct BlockLanes : WarpLanes {
 
 // ``scratch`` (batch, bytes) holds what does not fit into shared memory: nothing, the matrices or
 // everything.
-template <typename T, typename Lanes>
+template <typename Lanes>
 __global__ void __launch_bounds__(Lanes::count, 1)
-    eigen_roots_kernel(const T* __restrict__ in, int64_t n, Options options, T* __restrict__ root,
-                       T* __restrict__ values, T* __restrict__ vectors, unsigned char* scratch,
-                       int64_t bytes, bool vectors_in_shared) {
+    eigen_kernel(const double* __restrict__ in, int64_t n, double* __restrict__ values,
+                 double* __restrict__ vectors, unsigned char* scratch, int64_t bytes,
+                 bool vectors_in_shared) {
   extern __shared__ __align__(16) unsigned char memory[];
   const int64_t item = blockIdx.x, size = n * n;
   const Lanes lanes{int(threadIdx.x)};
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(Lanes::count, 1)
   unsigned char* matrices = all_in_shared ? memory : scratch + item * bytes;
   unsigned char* rest = matrices + EigenScratch::matrices_size(n);
   if (!all_in_shared && vectors_in_shared) rest = memory;
-  decompose<T>(in + item * size, options, root ? root + item * size : root, values + item * n,
-               vectors + item * size, EigenScratch(n, matrices, rest), lanes);
+  decompose(in + item * size, values + item * n, vectors + item * size,
+            EigenScratch(n, matrices, rest), lanes);
 }
 
 // Lets launches of a kernel use ``most`` bytes of shared memory. The setting is process-wide:
@@ -79,12 +79,10 @@ void allow_shared_memory(Kernel* kernel, int device, int most) {
   allowed.insert({kernel, device});
 }
 
-template <typename T>
-void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root, T* values,
-            T* vectors) {
-  const auto [batch, n] = sizes;
+void launch(const Tensor& a, const double* in, int64_t batch, int64_t n, double* values,
+            double* vectors) {
   const bool small = n <= WarpLanes::kWarp;
-  const auto kernel = small ? eigen_roots_kernel<T, WarpLanes> : eigen_roots_kernel<T, BlockLanes>;
+  const auto kernel = small ? eigen_kernel<WarpLanes> : eigen_kernel<BlockLanes>;
   const int lanes = small ? WarpLanes::count : BlockLanes::count;
   int device = 0, most = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
@@ -105,39 +103,17 @@ void launch(const T* in, const Tensor& a, Sizes sizes, Options options, T* root,
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   kernel<<<unsigned(batch), lanes, shared, cudaStream_t(stream)>>>(
-      in, n, options, root, values, vectors, scratch, int64_t(bytes), vectors_in_shared);
+      in, n, values, vectors, scratch, int64_t(bytes), vectors_in_shared);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-Roots roots_cuda(const Tensor& a, Options options) {
+Eigen eigh_cuda(const Tensor& a) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  return each_type(a, [&](const auto* in, Sizes sizes, auto*... results) {
-    launch(in, a, sizes, options, results...);
-  });
-}
-
-Roots sqrtm_cuda(const Tensor& a) { return roots_cuda(a, {false, 0}); }
-
-Roots inv_sqrtm_cuda(const Tensor& a, double ridge) { return roots_cuda(a, {true, ridge}); }
-
-Eigen eigh_cuda(const Tensor& input) {
-  const Sizes sizes = check_square_float64(input);
-  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  const Tensor a = torch::stable::contiguous(input);
-  const Eigen eigen = allocate_eigen(a);
-  if (sizes.batch == 0 || sizes.n == 0) return eigen;
-  const auto& [values, vectors] = eigen;
-  launch<double>(a.const_data_ptr<double>(), a, sizes, {}, nullptr,
-                 values.mutable_data_ptr<double>(), vectors.mutable_data_ptr<double>());
-  return eigen;
+  return decompose_all(a, [&](auto... arguments) { launch(a, arguments...); });
 }
 
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_IMPL(fastkd, CUDA, m) {
-  m.impl("sqrtm", TORCH_BOX(&fastkd::sqrtm_cuda));
-  m.impl("inv_sqrtm", TORCH_BOX(&fastkd::inv_sqrtm_cuda));
-  m.impl("eigh", TORCH_BOX(&fastkd::eigh_cuda));
-}
+STABLE_TORCH_LIBRARY_IMPL(fastkd, CUDA, m) { m.impl("eigh", TORCH_BOX(&fastkd::eigh_cuda)); }
 
 FASTKD_PYTHON_MODULE(_C_cuda)

@@ -1,7 +1,6 @@
 // Kernel of roots.cpp; see base/each_processor.h. The compiler vectorises its loops.
 
-template <typename T>
-FASTKD_KERNEL void roots_of(const T* in, Options options, T* root, T* values, T* vectors,
+FASTKD_KERNEL void eigen_of(const double* in, double* values, double* vectors,
                             const EigenScratch& scratch) {
-  decompose(in, options, root, values, vectors, scratch, OneLane());
+  decompose(in, values, vectors, scratch, OneLane());
 }

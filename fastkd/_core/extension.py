@@ -21,11 +21,6 @@ def _eigh_meta(a: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape[:-1]), a.new_empty(a.shape)
 
 
-def _roots_meta(a: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes of root, eigenvalues and eigenvectors."""
-    return a.new_empty(a.shape), *_eigh_meta(a)
-
-
 def _layer_norm_mse_meta(
     x: Tensor,
     y: Tensor,
@@ -52,21 +47,6 @@ def _relation_terms_meta(
     """Shapes of the two weighted losses and of the student's gradient."""
     terms = student.new_empty(2, dtype=_scalar(student).dtype)
     return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if gradient else [terms]
-
-
-def _cca_meta(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    ridge_s: float,
-    ridge_t: float,
-    top_k: int,
-    gradient: bool,
-) -> list[Tensor]:
-    """Shapes of the items' correlations and of the gradient."""
-    correlations = student.new_empty(student.shape[0], dtype=torch.float64)
-    dx = student.new_empty(student.shape, dtype=_scalar(student).dtype)
-    return [correlations, dx] if gradient else [correlations]
 
 
 def _scalar(x: Tensor) -> Tensor:
@@ -125,7 +105,6 @@ CPP_OPERATORS = {
     "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "relation_terms": _relation_terms_meta,
     "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
-    "cca": _cca_meta,
     "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
     "cross_entropy_of_states": _states_meta,
     "half_product": lambda *matrices, unit="fastest": None,
@@ -134,8 +113,6 @@ CPP_OPERATORS = {
 
 # A library of an older build lacks operators.
 CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in CPP_OPERATORS)
-# Not every build of torch contains MKL.
-MKL = CPU and bool(torch.ops.fastkd_cpp.has_mkl())
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 LEAST_CAPABILITY = (8, 0)
@@ -177,15 +154,7 @@ def kernel_is_faster(n: int, batch: int) -> bool:
     return n <= KERNEL_LARGEST and n * n <= KERNEL_LARGEST_SQUARE * max(batch, 1)
 
 
-def eigh(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, ascending, and eigenvectors of symmetric float64 matrices on a GPU."""
-    by_kernel = kernel_is_faster(a.shape[-1], a.shape[:-2].numel())
-    return torch.ops.fastkd.eigh(a) if by_kernel else torch.linalg.eigh(a)
-
-
 if CPU:
     for name, shapes in CPP_OPERATORS.items():
         torch.library.register_fake(f"fastkd_cpp::{name}")(shapes)
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
-    for name in ("sqrtm", "inv_sqrtm"):
-        torch.library.register_fake(f"fastkd::{name}")(_roots_meta)

@@ -33,18 +33,14 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def roots_by_threads(a: Tensor, inverse: bool, ridge: float, warps: int) -> tuple[Tensor, ...]:
-    """(root, values, vectors) of ``a`` (*, n, n), as ``torch.ops.fastkd.sqrtm`` returns them.
+def eigh_by_threads(a: Tensor, warps: int) -> tuple[Tensor, Tensor]:
+    """(values, vectors) of ``a`` (*, n, n), as ``torch.ops.fastkd.eigh`` returns them.
 
     ``warps``: of a CUDA block; 0 for one warp without a block, as small matrices have it.
     """
     a = a.contiguous()
-    n, wide = a.shape[-1], a.dtype == torch.float64
-    root, values, vectors = torch.empty_like(a), a.new_empty(a.shape[:-1]), torch.empty_like(a)
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (root, values, vectors))
-    sizes = ctypes.c_int64(a[..., 0, 0].numel()), ctypes.c_int64(n)
-    _library().roots_by_threads(
-        ctypes.c_void_p(a.data_ptr()), *sizes, ctypes.c_bool(wide), ctypes.c_bool(inverse),
-        ctypes.c_double(ridge), ctypes.c_int(warps), *pointers,
-    )  # fmt: skip
-    return root, values, vectors
+    values, vectors = a.new_empty(a.shape[:-1]), torch.empty_like(a)
+    sizes = ctypes.c_int64(a[..., 0, 0].numel()), ctypes.c_int64(a.shape[-1])
+    results = (ctypes.c_void_p(x.data_ptr()) for x in (values, vectors))
+    _library().eigh_by_threads(ctypes.c_void_p(a.data_ptr()), *sizes, ctypes.c_int(warps), *results)
+    return values, vectors
