@@ -21,7 +21,8 @@ from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "distill.md"
-PLAN = re.search(r"```toml\n(.*?\[stages\..*?)```", PAGE.read_text(), re.DOTALL)[1]
+BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+(PLAN,) = (block for block in BLOCKS if "[stages." in block)
 
 
 @pytest.fixture(scope="module")
