@@ -32,7 +32,7 @@ METHODS = {
     "question-answering": Choice("soft_targets", _LIKE + "token-classification"),
     "regression": Choice("fcd", "above soft targets beyond noise, cheaper than MC3KD"),
     "seq2seq": Choice("fcd", _LIKE + "causal-lm"),
-    "token-classification": Choice("soft_targets", "nothing is above it beyond noise, one seed"),
+    "token-classification": Choice("soft_targets", "nothing is above it beyond noise"),
 }
 
 
