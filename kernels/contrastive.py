@@ -19,7 +19,7 @@ Data path of 17 to 32 samples whose negatives are those of the batch, without la
 `cos_nce_batch_kernel` visits a position: it reads the rows of both sides for their norms, again
 from the caches for S and the two cosines, and a third time for S and the gradient. Other kernels
 and bytes are the same: 3Es while the rows that are visited at a time fit the L2 cache, as at D 768,
-and 7Es at most, where they don't. About 25E operations. Bound by latency at D 768.
+and 7Es at most, where they don't. About 25E operations. Bound by sums in shared memory at D 768.
 
 Data path of other calls. `cos_nce_norm_kernel` reads every row once for 1/‖x‖. A second kernel
 reads the teacher (or the given negatives) and computes S and the number of negatives.
@@ -83,8 +83,8 @@ WARPS = 528  # fewer leave processors of a large GPU idle
 
 # Most samples of a batch whose positions are visited once; twice as many without labels.
 SMALL_BATCH = 16
-# Samples of a tile there: 16 elements of each side a thread, and 8 where each has an address.
-BATCH_BLOCKS = {"BLOCK_I": 2 * SMALL_BATCH, "num_warps": 8}
+# Samples of a tile there. Few warps share the sum over samples, which they add in shared memory.
+BATCH_BLOCKS = {"BLOCK_I": 2 * SMALL_BATCH, "num_warps": 4}
 
 
 def position_blocks(dtype: torch.dtype, aligned: bool) -> dict[str, int]:
@@ -914,7 +914,7 @@ def cos_nce_positions(
         flags |= position_blocks(students[0].dtype, aligned)
         flags["WIDEN"] = students[0].dtype == torch.bfloat16 and triton_interpreted()
     else:
-        flags |= {**BATCH_BLOCKS, "BLOCK_D": 128 if aligned else 64}
+        flags |= {**BATCH_BLOCKS, "BLOCK_D": 128 if aligned else 32}
     launch_kernel(
         cos_nce_position_kernel if small else cos_nce_batch_kernel,
         (programs, layers),
