@@ -136,6 +136,7 @@ class Embeddings(Method):
     """
 
     across_samples = ("contrast", "samples", "correlations")
+    head_terms = ("task", "soft")
     headless = MappingProxyType({"task_weight": 0.0})
 
     def __init__(
@@ -244,7 +245,7 @@ class GOLD(Method):
     Terms: task, merged, likelihood.
     """
 
-    logit_terms = ("task", "merged", "likelihood")
+    logit_terms = head_terms = ("task", "merged", "likelihood")
     merges_spans = True
 
     def __init__(

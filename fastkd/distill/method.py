@@ -85,6 +85,10 @@ class Method(nn.Module):
     #: Terms that read logits. Each is a mean over independent items, by ``step.mean``. If only the
     #: task term has a weight, the teacher's logits are not computed.
     logit_terms: tuple[str, ...] = ("task", "soft")
+    #: Those of `logit_terms` that read hidden states and LM heads of language models. If all with
+    #: a weight are named here, no logits are computed. A subclass that defines such a term, or
+    #: `compute` or `forward`, reads logits there, unless it sets ``head_terms`` itself.
+    head_terms: tuple[str, ...] = ("task", "soft")
     #: Whether a term reads the teacher's outputs; otherwise the teacher doesn't run.
     uses_teacher: bool = True
     #: Terms that compare samples with each other; a micro-batch alone changes their value.
@@ -112,6 +116,16 @@ class Method(nn.Module):
     headless: Mapping[str, Any] = {}
     #: Remedy in the error for a model without a head.
     _without_head: str = "set the weights of these terms to 0"
+    #: What subclasses of the class that defines `compute` define; it computes no such term.
+    _own_terms: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own, whole = vars(cls), "compute" in vars(cls)
+        cls._own_terms = frozenset() if whole else cls._own_terms | {*own}
+        if "head_terms" not in own:
+            whole |= "forward" in own
+            cls.head_terms = tuple(x for x in cls.head_terms if not whole and x not in own)
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,27 +165,13 @@ class Method(nn.Module):
             raise ValueError(
                 f"method: this {name} was built for models of other sizes; make a new {name}"
             )
-        both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
-        names = {*both_ends[0], *both_ends[1]}
         if type(self).compute is Method.compute:
-            for term in names:
+            for term in {**self.weights(0.0), **self.weights(1.0)}:
                 if not callable(getattr(self, term, None)):
                     raise TypeError(
                         f"{name}.weights: {term!r} is not a term; define the method {term}(step)"
                     )
-        kinds = type(self).__mro__
-        owner = next(i for i, kind in enumerate(kinds) if "compute" in vars(kind))
-        for term in names - {"task", "soft"}:
-            if kinds[owner] is not Method and any(term in vars(k) for k in kinds[:owner]):
-                raise TypeError(
-                    f"{name}.{term}: {kinds[owner].__name__} computes this term in compute(), "
-                    "which doesn't call the method; override compute instead"
-                )
-        # A user's own term may read logits, so only fastkd's own terms use LM-head inputs.
-        made = [type(self).forward, type(self).compute, *(getattr(self, x, None) for x in names)]
-        self.uses_lm_head = all(
-            x is None or (x.__module__ or "").startswith("fastkd.") for x in made
-        )
+        self.uses_lm_head = {*self._weighted_logit_terms()} <= {*self.head_terms}
         self.check(teacher, student)
         if self._built_for is None:
             self.choose_layers(teacher, student)
@@ -186,12 +186,15 @@ class Method(nn.Module):
 
     def check(self, teacher: Model, student: Backbone) -> None:
         """Raise unless the models' heads have what the method's terms compare."""
-        name, both_ends = type(self).__name__, [self.weights(progress) for progress in (0.0, 1.0)]
+        name, on_output = type(self).__name__, self._weighted_logit_terms()
         _check_same_kind(teacher, student)
-        on_output = [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
         _check_head(student, on_output, name, self._without_head)
         if "soft" in on_output:
             _check_same_head(teacher, student, name)
+
+    def _weighted_logit_terms(self) -> list[str]:
+        both_ends = [self.weights(progress) for progress in (0.0, 1.0)]
+        return [t for t in self.logit_terms if any(weights.get(t) for weights in both_ends)]
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         """Set the layers to capture from both models; none by default."""
@@ -266,7 +269,8 @@ class Method(nn.Module):
             weights["task"] = weights["task"] * self.label_share
         if not weights:
             return None, {}
-        loss, terms = self.compute(step, weights)
+        own = self._own_terms - {*self.head_terms}
+        loss, terms = self.compute(step, {x: w for x, w in weights.items() if x not in own})
         for name, weight in weights.items():
             if name not in terms:
                 term = getattr(self, name)(step)
@@ -279,8 +283,9 @@ class Method(nn.Module):
         """Weighted sum of terms that one computation returns, and each unweighted, detached.
 
         These are "task" and "soft" of language models, from one pass over hidden states and heads.
-        A subclass adds its own to the result of ``super().compute``. `forward` adds the terms of
-        ``weights`` that are left, each by the method of its name.
+        A subclass adds its own to the result of ``super().compute``. `forward` adds the terms
+        of ``weights`` that are left, and those that a subclass of this class defines, each by the
+        method of its name.
         """
         predictions = {name: weights[name] for name in ("task", "soft") if name in weights}
         heads = step.student.head_inputs is not None and (

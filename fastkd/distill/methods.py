@@ -45,6 +45,8 @@ from fastkd.models.inputs import Batches
 
 
 class _Soft(Method):
+    head_terms = ("task", "soft")
+
     temperature: float
     divergence: DivergenceWord
     scale_by_t2: bool
@@ -92,6 +94,7 @@ class FCD(_Soft):
     """
 
     across_samples = ("samples",)
+    head_terms = ("task", "soft")
     paper = MappingProxyType({"soft_weight": 0.0})
     headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import GPT2LMHeadModel
 
 from fastkd import FCDLoss, distill
 from fastkd.distill import (
@@ -24,7 +25,7 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
-from tests.distill.models import batch, classifier
+from tests.distill.models import batch, classifier, model
 from tests.losses.relation import relation
 
 TEACHER_LAYERS = [2, 4]
@@ -417,10 +418,26 @@ def test_a_method_serves_models_of_one_size():
         Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)
 
 
-def test_a_term_that_compute_does_not_call_is_an_error():
-    class Doubled(FCD):
+def test_a_method_of_its_name_computes_a_term_of_the_base_class():
+    class Constant(FCD):
         def samples(self, step):
-            return step.student.hidden[1].new_zeros(())
+            return step.student.hidden[1].new_full((), 7.0)
 
-    with pytest.raises(TypeError, match=r"Doubled\.samples: FCD computes this term"):
-        Distiller(*pair("bert"), Doubled())
+    out = Distiller(*pair("bert"), Constant()).eval()(**batch())
+    terms = [out.terms[name] for name in ("task", "soft", "tokens", "samples")]
+    assert terms[-1] == 7 and terms[-2] > 0
+    torch.testing.assert_close(out.loss.detach(), torch.stack(terms).sum())
+
+
+def test_the_package_of_a_method_does_not_matter():
+    """A subclass that reads no logits itself needs none, whichever module defines it."""
+    teacher = model(GPT2LMHeadModel, "gpt2")
+    student = student_from_teacher(teacher, [1])
+
+    class Own(FCD):
+        def soft(self, step):
+            return super().soft(step)
+
+    assert Distiller(teacher, student, type("Mine", (FCD,), {})()).uses_lm_head
+    assert not Distiller(teacher, student, Own()).uses_lm_head
+    assert Distiller(teacher, student, Own(soft_weight=0.0)).uses_lm_head
