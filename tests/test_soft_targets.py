@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastkd import CrossEntropy, Divergence
-from fastkd.lm import row_losses
+from fastkd._core import fallback
 from fastkd.lm.linear_soft_targets import _ChunkedPass
 from fastkd.lm.soft_targets import (
     DIVERGENCES,
@@ -185,9 +185,10 @@ def test_ragged_shapes(backend, device, divergence, shape):
 @divergences
 def test_chunks_do_not_change_the_result(divergence, monkeypatch):
     student, teacher = make_logits(7, 10)
-    whole = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
-    monkeypatch.setattr(row_losses, "CHUNK_LOGITS", 20)
-    chunked = value_and_grad(soft_target_loss, student, teacher, divergence=divergence)
+    loss = functools.partial(soft_target_loss, backend="torch", divergence=divergence)
+    whole = value_and_grad(loss, student, teacher)
+    monkeypatch.setattr(fallback, "_chunks", lambda *_: 4)
+    chunked = value_and_grad(loss, student, teacher)
     torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
 
 
@@ -569,15 +570,15 @@ def test_adaptive_kl_is_infinite_for_tokens_of_probability_zero(backend, device,
 
 
 def test_infinite_kl_of_weight_0_has_no_effect(backend, device):
-    """The head, one token, has no gap, so the infinite forward KL has weight 0."""
-    teacher = torch.tensor([[0.5, 0.25, 0.25]], device=device).log()
-    student = torch.tensor([[0.5, 0.5, 0.0]], device=device).log()
+    """The head, one token, has no gap in float64, so the infinite forward KL has weight 0."""
+    teacher = torch.tensor([[0.0, -50.0]], device=device)
+    student = torch.tensor([[0.0, -torch.inf]], device=device)
     options = dict(divergence="adaptive_kl", backend=backend)
     value, grad = value_and_grad(soft_target_loss, student, teacher, **options)
-    assert value.item() == pytest.approx(0.5 * math.log(2))
+    assert value.item() == pytest.approx(0, abs=1e-12)
     assert grad.isfinite().all()
     reference = soft_target_loss_ref(student, teacher, divergence="adaptive_kl")
-    assert reference.item() == pytest.approx(value.item())
+    assert reference.item() == pytest.approx(value.item(), abs=1e-12)
 
 
 def test_divergence_is_infinite_for_tokens_of_probability_zero(backend, device):
@@ -743,8 +744,12 @@ def test_no_view_between_loss_and_logits(backend, device):
     """A view would cost the backward pass of a small loss as much as the gradient."""
     student, teacher = make_logits(3, 7, dtype=torch.float32, device=device)
     loss = soft_target_loss(student.requires_grad_(), teacher, backend=backend)
-    found = [type(x).__name__ for x, _ in loss.grad_fn.next_functions if x]
-    assert found == ["AccumulateGrad"]
+    node, found = loss.grad_fn, []
+    while type(node).__name__ != "AccumulateGrad":
+        found.append(type(node).__name__)
+        ((node, _),) = [x for x in node.next_functions if x[0]]
+    assert len(found) == 1 or backend == "torch"
+    assert not any("View" in name for name in found)
 
 
 def test_student_and_teacher_with_shared_storage(backend, device):

@@ -1,6 +1,7 @@
 """Losses where no kernel runs: the reference in float64, a chunk of groups at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -43,28 +44,47 @@ class _ByReference(GradientInForward):
     @staticmethod
     def forward(ctx, *arguments):
         call, *tensors = arguments
-        groups = tensors[0].shape[0]
         learns = ctx.needs_input_grad[1:]
-        learning = [x for x, needed in zip(tensors, learns, strict=True) if needed]
-        gradients = [torch.empty_like(x, dtype=working_dtype(x)) for x in learning]
-        chunks = _chunks(tensors[0], groups * call.entries)
-        step = (groups + chunks - 1) // chunks
-        found = []
-        with autocast_off(tensors[0]):
-            for i in range(chunks):
-                part = slice(i * step, (i + 1) * step)
-                given = []
-                for x in tensors:  # a comprehension would fix the sizes in a compiled graph
-                    if x is not None:
-                        x = x[part].to(wide_dtype(x)) if x.is_floating_point() else x[part]
-                    given.append(x)
-                losses, pulled = _with_gradients(call.losses, given, learns)
-                found.append(losses)
-                for gradient, x in zip(gradients, pulled, strict=True):
-                    gradient[part] = x
+        losses, gradients = in_chunks(call.losses, call.entries, tensors, learns)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [x.dtype for x in learning]
-        return torch.cat(found).to(working_dtype(tensors[0]))
+        ctx.dtypes = [x.dtype for x, needed in zip(tensors, learns, strict=True) if needed]
+        return losses
+
+
+def in_chunks(
+    losses: Callable[..., Tensor],
+    entries: int,
+    tensors: Sequence[Tensor | None],
+    learns: Sequence[bool],
+    out: Sequence[Tensor] = (),
+) -> tuple[Tensor, list[Tensor]]:
+    """Losses (G,) and gradients of their sum, without a graph; arguments as in `by_reference`.
+
+    Args:
+        learns: which tensors need a gradient.
+        out: for the gradients, if given; it may be the tensors themselves.
+    """
+    first = tensors[0]
+    assert first is not None
+    groups = first.shape[0]
+    learning = [x for x, needed in zip(tensors, learns, strict=True) if needed and x is not None]
+    gradients = list(out) or [torch.empty_like(x, dtype=working_dtype(x)) for x in learning]
+    chunks = _chunks(first, groups * entries)
+    step = (groups + chunks - 1) // chunks
+    found = []
+    with autocast_off(first):
+        for i in range(chunks):
+            part = slice(i * step, (i + 1) * step)
+            given = []
+            for x in tensors:  # a comprehension would fix the sizes in a compiled graph
+                if x is not None:
+                    x = x[part].to(wide_dtype(x)) if x.is_floating_point() else x[part]
+                given.append(x)
+            of_part, pulled = _with_gradients(losses, given, learns)
+            found.append(of_part)
+            for gradient, x in zip(gradients, pulled, strict=True):
+                gradient[part] = x
+    return torch.cat(found).to(working_dtype(first)), gradients
 
 
 def _with_gradients(losses, given, learns):
@@ -81,12 +101,23 @@ def _with_gradients(losses, given, learns):
         found, pull_back = torch.func.vjp(of, *learning)
         return found, pull_back(torch.ones_like(found))
     # Hooks on saved tensors, as checkpointing sets them, are for the graph around this function;
-    # the innermost ones alone are called.
+    # the innermost ones alone are called. An output saved with its graph would hold itself.
     learning = [x.detach().requires_grad_() for x in learning]
-    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+    with _autograd(), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
         found = of(*learning)
         gradients = torch.autograd.grad(found.sum(), learning)
     return found.detach(), gradients
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Context with autograd, also inside a custom operator, which runs below it."""
+    key, set_of = torch._C.DispatchKey, torch._C.DispatchKeySet
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    exclude = exclude - set_of(key.AutogradFunctionality) - set_of(key.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        yield
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -18,7 +18,6 @@ from fastkd._core.numerics import (
     once_differentiable,
     save_for_backward,
     times_upstream,
-    upcast,
     values_readable,
     working_dtype,
 )
@@ -35,8 +34,7 @@ from fastkd.lm.matched_tokens import matched_rows
 from fastkd.lm.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
-    cross_entropy_by_kernel,
-    cross_entropy_rows,
+    cross_entropy,
     divergence_in_place,
     entropy_and_accuracy,
     log_mass_of,
@@ -548,7 +546,6 @@ class _ChunkedPass:
         self.columns = [x for x in columns if x is not None]
         self.draft = None if options.unmatched else columns[0]
         self.options, self.runs_on = options, runs_on
-        self.by_kernels = runs_on != "torch"
         assert student[1] is not None
         self.V = V = options.vocabulary or len(student[1])
         self.student = _HeadOnStates(student, options.student, V)
@@ -636,7 +633,7 @@ class _ChunkedPass:
             grad = self.fill(student[rows], targets, terms[:, rows], of_rows, part)
         if upstream is not None:
             grad = grad if self.rounds else student
-            self.back(chunk, grad, None if self.by_kernels else upstream[:, None])
+            self.back(chunk, grad)
 
     def shared_targets(
         self, teacher: list[Tensor], given: Positions
@@ -665,7 +662,6 @@ class _ChunkedPass:
         Returns the gradient, which is another tensor where the kernel rounds it.
 
         ``teacher`` is logits, of the rows ``given.teacher_rows`` if there are any, or a top k.
-        Kernels multiply the gradient by the upstream gradient (R,); with PyTorch `back` does.
         """
         options, labels, needs_grad = self.options, given.labels, upstream is not None
         self.student.finish(student)
@@ -687,8 +683,7 @@ class _ChunkedPass:
         slope = self.student.slope(student) if needs_grad else None
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         has_task = needs_grad and labels is not None and options.task_weight != 0
-        of_kernels = upstream if self.by_kernels else None
-        task_weights = _times(of_kernels, given.task_weights)
+        task_weights = _times(upstream, given.task_weights)
         grad = None
         if labels is not None:
             out = student if has_task and not teacher else None
@@ -699,7 +694,7 @@ class _ChunkedPass:
                 return grad
         if teacher:
             ratio = self.ratio(student, given)
-            soft_weights = _times(_times(of_kernels, given.soft_weights), ratio)
+            soft_weights = _times(_times(upstream, given.soft_weights), ratio)
             mask = given.mask
             if given.soft_mask is not None:
                 mask = given.soft_mask if mask is None else mask & given.soft_mask
@@ -712,19 +707,14 @@ class _ChunkedPass:
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:
             return student
-        factor: float | Tensor = 1.0 if self.by_kernels else options.task_weight
-        if not self.by_kernels and given.task_weights is not None:
-            factor = given.task_weights[:, None] * factor
         if grad is None:
             if not has_soft:
                 student.zero_()
         elif not has_soft:
-            if grad is not student or isinstance(factor, Tensor) or factor != 1:
-                torch.mul(grad, factor, out=student)
-        elif isinstance(factor, Tensor):
-            student.addcmul_(grad, factor)
+            if grad is not student:
+                student.copy_(grad)
         else:
-            student.add_(grad, alpha=factor)
+            student.add_(grad)
         if slope is not None:
             student *= slope
         if options.student.scale != 1:
@@ -741,16 +731,14 @@ class _ChunkedPass:
     ) -> tuple[Tensor, Tensor | None]:
         """Cross-entropies (R,) and, if needed, their gradient, written to ``out`` if given.
 
-        Kernels multiply the gradient by the weights (R,) and by the task's weight.
+        The gradient is multiplied by the weights (R,) and by the task's weight.
         """
         task, weight = self.options.task, self.options.task_weight
-        if not self.by_kernels:
-            return cross_entropy_rows(student, labels, needs_grad, task, out)
         if needs_grad and out is None:
             out = torch.empty_like(student)
         if weights is not None and weight != 1:
             weights = weights * weight
-        return cross_entropy_by_kernel(self.runs_on, student, labels, task, weights, out), out
+        return cross_entropy(self.runs_on, student, labels, task, weights, out), out
 
     def fill_terms(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor
@@ -796,9 +784,9 @@ class _ChunkedPass:
 
     def log_probs(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Log-probabilities (R,) of one token for each row of logits (R, V), at temperature 1."""
-        if self.by_kernels:
+        if self.runs_on != "torch":
             plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
-            return -cross_entropy_by_kernel(self.runs_on, logits, ids, plain)
+            return -cross_entropy(self.runs_on, logits, ids, plain)
         return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
     def ratio(self, student: Tensor, given: Positions) -> Tensor | None:
@@ -834,7 +822,7 @@ class _ChunkedPass:
             mask=mask,
             weights=weights,
         )
-        if not self.options.unmatched or self.runs_on == "cpp":
+        if not self.options.unmatched or self.runs_on != "triton":
             return divergence(
                 student,
                 teacher,
@@ -859,18 +847,12 @@ class _ChunkedPass:
             factor,
         )
 
-    def back(self, chunk: slice, grad: Tensor, weights: Tensor | None) -> None:
-        """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products.
-
-        Weights (R, 1) multiply the states, which have fewer columns than the gradient, unless
-        half-precision states would round them.
-        """
+    def back(self, chunk: slice, grad: Tensor) -> None:
+        """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products."""
         states, head = self.student.states, self.student.weights
-        if weights is not None and any(multiplied_in_half(x) for x in states):
-            grad, weights = grad.mul_(weights), None
         bias = 2 * len(states)
         if bias in self.grads:
-            self.grads[bias][: self.V] += (grad if weights is None else grad * weights).sum(0)
+            self.grads[bias][: self.V] += grad.sum(0)
         if not self.grads.keys() - {bias}:
             return
         scaled = {x.dtype: scaled_for_products(grad, x.dtype) for x in states}
@@ -878,10 +860,7 @@ class _ChunkedPass:
             scaled_grad, factor = scaled[x.dtype]
             if 2 * i in self.grads:
                 part = product_back(scaled_grad, w)
-                for scale in (weights, factor):
-                    part = part if scale is None else part.mul_(scale)
-                self.grads[2 * i][chunk] = part
+                self.grads[2 * i][chunk] = part if factor is None else part.mul_(factor)
             if 2 * i + 1 in self.grads:
-                x = x[chunk] if weights is None else upcast(x[chunk]) * weights
                 total = self.grads[2 * i + 1][: self.V]
-                add_product(total, scaled_grad, x, factor, first=chunk.start == 0)
+                add_product(total, scaled_grad, x[chunk], factor, first=chunk.start == 0)

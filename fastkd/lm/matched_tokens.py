@@ -154,11 +154,16 @@ def matched_soft_targets(
                 mask=real,
                 weights=of_rows,
             )
+            own = logits.to(values.dtype, copy=True)
+            own = own if gradient is None else gradient[chunk].copy_(logits)
+            if runs_on == "torch":
+                values[chunk] = divergence(
+                    own, [targets], teacher_of=columns[0], unmatched=unmatched
+                )
+                continue
             values[chunk] = matched_rows(
                 divergence,
-                logits.to(values.dtype, copy=True)
-                if gradient is None
-                else gradient[chunk].copy_(logits),
+                own,
                 targets,
                 columns,
                 unmatched,

@@ -1,55 +1,19 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fastkd._core.numerics import autocast_off, upcast, values_readable, working_dtype
-from fastkd.lm.divergences import row_divergence
+from fastkd._core.fallback import in_chunks
+from fastkd._core.numerics import upcast, values_readable
+from fastkd.lm import reference
+from fastkd.lm.reference import CrossEntropyOptions, SoftTargetOptions
 
 # Logits of one chunk on the CPU: few enough that its buffers stay near the cache, and enough that
 # threads don't wait for each other after every small operation.
 CHUNK_LOGITS = 1 << 21
-
-
-@dataclass(frozen=True)
-class SoftTargetOptions:
-    """Options of the divergence of a row."""
-
-    form: str  # Divergence.form
-    coefficient: float
-    temperature: float
-    scale: float  # τ² or 1
-    tail: str = ""  # `fastkd.lm.targets.TopK.tail`; "" for a teacher of logits
-
-    @property
-    def per_row(self) -> tuple[str, float, float, float]:
-        """Options that the kernels take."""
-        return self.form, self.temperature, self.scale, self.coefficient
-
-
-def soft_target_rows(
-    student: Tensor,
-    teacher: list[Tensor],
-    needs_grad: bool,
-    soft: SoftTargetOptions,
-    log_mass: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Divergences (R,) of logits (R, V), and gradients with respect to student/τ, without scale.
-
-    ``teacher`` is logits (R, V), or ids and log-probabilities (R, K). With ``log_mass`` (R,) the
-    teacher has more tokens, and the logits' tokens together this probability: for divergences of
-    Σ min(p_t, p_s), in which the student's probability of all other tokens is 0.
-    """
-    log_ps = log_softmax(student, soft.temperature)
-    if soft.tail:
-        ids, log_probs = teacher
-        return _from_top_k(log_ps, ids, log_probs, needs_grad, soft)
-    log_pt = log_softmax(teacher[0], soft.temperature)
-    if log_mass is not None:
-        log_pt += log_mass[:, None]
-    return row_divergence(soft.form, soft.coefficient, log_ps, log_pt, needs_grad)
 
 
 def divergence_in_place(
@@ -71,11 +35,20 @@ def divergence_in_place(
 
     If needed, their gradient times ``weight`` and weights (R,) overwrites ``student``. Kernels need
     the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
-    those of `soft_target_rows`. In C++ the teacher's logits may be (T, V), with ``teacher_rows``
-    (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms of
-    `linear_soft_targets.TERMS` from "entropy" on. ``teacher_of`` and ``unmatched`` then compare two
-    vocabularies: the first of `fastkd.VocabularyMatch.columns`, and what becomes of the others.
+    those of `reference.soft_target_rows`. In C++ the teacher's logits may be (T, V), with
+    ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms
+    of `linear_soft_targets.TERMS` from "entropy" on. In C++ and PyTorch ``teacher_of`` and
+    ``unmatched`` compare two vocabularies: the first of `fastkd.VocabularyMatch.columns`, and what
+    becomes of the others.
     """
+    if runs_on == "torch":
+        match = None if teacher_of is None else _match_of(teacher_of, teacher[0].shape[-1])
+        losses = functools.partial(
+            reference_rows, soft=soft, match=match, unmatched=unmatched, stored=teacher[-1].dtype
+        )
+        factor = weight if weights is None else weights[:, None] * weight
+        out = student if needs_grad else None
+        return _by_reference(losses, student, out, factor, mask, log_mass, *teacher)
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
         if soft.form == "reverse_kl":
@@ -85,17 +58,7 @@ def divergence_in_place(
         kl = divergence_in_place(*call, weights, teacher_rows=teacher_rows)
         return mass * kl + soft.scale * torch.xlogy(mass, mass)
     loss: Tensor
-    if runs_on == "torch":
-        value, grad = soft_target_rows(student, teacher, needs_grad, soft, log_mass)
-        if grad is not None:
-            factor: float | Tensor = weight * soft.scale / soft.temperature
-            factor = factor if weights is None else weights[:, None] * factor
-            torch.mul(grad, factor, out=student)
-            if mask is not None:
-                student.masked_fill_(~mask[:, None], 0)
-        loss = value * soft.scale
-        loss = loss if mask is None else loss.masked_fill(~mask, 0)
-    elif runs_on == "cpp":
+    if runs_on == "cpp":
         if weights is not None and weight != 1:
             weights = weights * weight
         ids = teacher[0] if soft.tail else None
@@ -149,91 +112,55 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(z if temperature == 1 else z / temperature, -1)
 
 
-def _from_top_k(
-    log_ps: Tensor, ids: Tensor, log_probs: Tensor, needs_grad: bool, soft: SoftTargetOptions
-) -> tuple[Tensor, Tensor | None]:
-    """Divergence over a teacher's k tokens and, for the tail "bucket", all others as one outcome.
-
-    Let g be the gradient with respect to the logits of these K + 1 outcomes, the student's log q.
-    A token of probability p in outcome j gets g_j p/q_j, which is g_j for an outcome of one token.
-    """
-    given, log_probs = log_probs, log_probs.to(log_ps.dtype)
-    absent = log_probs == -torch.inf
-    log_qs = log_ps.gather(-1, ids).masked_fill_(absent, -torch.inf)
-    if soft.tail == "renormalise":
-        log_qs, log_qt = log_qs.log_softmax(-1), log_probs.log_softmax(-1)
-        value, g = row_divergence(soft.form, soft.coefficient, log_qs, log_qt, needs_grad)
-        if g is None:
-            return value, None
-        return value, torch.zeros_like(log_ps).scatter_add_(-1, ids, g.masked_fill_(absent, 0))
-    # An unused entry has any id, maybe one of the k tokens: it must not remove a token.
-    removed = torch.full_like(log_qs, -torch.inf).masked_fill_(absent, torch.inf)
-    rest = log_ps.scatter_reduce(-1, ids, removed, "amin")
-    log_tail = rest.logsumexp(-1, keepdim=True)
-    log_qs = torch.cat([log_qs, log_tail], -1)
-    log_rest = probability_of_rest(given, log_ps.shape[-1], log_tail > -torch.inf).log()
-    log_qt = torch.cat([given.double(), log_rest], -1).log_softmax(-1).to(log_ps.dtype)
-    value, g = row_divergence(soft.form, soft.coefficient, log_qs, log_qt, needs_grad)
-    if g is None:
-        return value, None
-    # A tail of probability 0 has no gradient to distribute.
-    log_tail = log_tail.masked_fill(log_tail == -torch.inf, 0)
-    grad = (rest - log_tail).exp_().mul_(g[:, -1:])
-    return value, grad.scatter_add_(-1, ids, g[:, :-1].masked_fill(absent, 0))
-
-
-def probability_of_rest(log_probs: Tensor, V: int, in_student: Tensor) -> Tensor:
-    """Probability (..., 1) of all but the k tokens of a vocabulary of V, in float64.
-
-    1 minus the sum, which rounding makes 0 or negative for a confident teacher; reverse KL would be
-    infinite. So it is at least what rounding can hide: half an ε of float32's (float64's) sum, and
-    of each stored log-probability. ``in_student`` (..., 1): whether the student's rest isn't 0.
-    """
-    log_p, used = log_probs.double(), log_probs != -torch.inf
-    eps = torch.finfo(log_probs.dtype).eps
-    entropy = torch.special.entr(log_p.exp()).sum(-1, keepdim=True)
-    least = (min(eps, torch.finfo(torch.float32).eps) + eps * entropy) / 2
-    rest = 1 - log_p.exp().sum(-1, keepdim=True)
-    rest = torch.where(rest > least, rest, least * in_student)
-    return rest.masked_fill(used.sum(-1, keepdim=True) == V, 0)
-
-
-def scaled_soft_rows(
+def reference_rows(
     student: Tensor,
-    teacher: list[Tensor],
     mask: Tensor | None,
-    needs_grad: bool,
+    log_mass: Tensor | None,
+    *teacher: Tensor,
     soft: SoftTargetOptions,
-    divisor: Tensor | int,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Loss (R,) of each row times its weight, and its gradient (R, V) over ``divisor``.
+    match: list[Tensor] | None = None,
+    unmatched: str = "",
+    stored: torch.dtype = torch.float64,
+) -> Tensor:
+    """Divergences (R,), 0 where the mask (R,) is False, for `fastkd._core.fallback`."""
+    targets = list(teacher)
+    if mask is not None:
+        student = student.where(mask[:, None], 0)
+        targets = targets if soft.tail else [x.where(mask[:, None], 0) for x in targets]
+    loss = reference.soft_target_rows(
+        student,
+        targets,
+        soft,
+        match=match,
+        unmatched=unmatched,
+        log_mass=log_mass,
+        stored=stored,
+    )
+    return loss if mask is None else loss.where(mask, 0)
 
-    Both are 0 where masked; the weights (R,) must be too.
 
-    The gradient stays in the working dtype: in half precision small probabilities would underflow
-    before the loss scale is multiplied in.
-    """
-    factor = soft.scale / soft.temperature / divisor
-    factors = None if weights is None else weights[:, None] * factor
-    dtype = working_dtype(student)
-    loss = student.new_empty(len(student), dtype=dtype)
-    dstudent = student.new_empty(student.shape, dtype=dtype) if needs_grad else None
-    with autocast_off(student):
-        for chunk in row_chunks(student):
-            logits = _unmasked(student[chunk], mask, chunk)
-            targets = [x[chunk] if soft.tail else _unmasked(x[chunk], mask, chunk) for x in teacher]
-            value, grad = soft_target_rows(logits, targets, needs_grad, soft)
-            loss[chunk] = value * soft.scale
-            if dstudent is not None and grad is not None:
-                torch.mul(grad, factor if factors is None else factors[chunk], out=dstudent[chunk])
-                if mask is not None:
-                    dstudent[chunk].masked_fill_(~mask[chunk, None], 0)
-        if weights is not None:
-            loss *= weights
-        if mask is not None:
-            loss = loss.masked_fill(~mask, 0)
-    return loss, dstudent
+def _match_of(teacher_of: Tensor, V: int) -> list[Tensor]:
+    """Matched and unmatched ids of student and teacher, of a teacher of V tokens."""
+    matched = teacher_of >= 0
+    theirs = teacher_of[matched]
+    unused = torch.ones(V, dtype=torch.bool, device=theirs.device).index_fill_(0, theirs, False)
+    return [matched.nonzero()[:, 0], theirs, (~matched).nonzero()[:, 0], unused.nonzero()[:, 0]]
+
+
+def _by_reference(
+    rows: Callable[..., Tensor],
+    logits: Tensor,
+    out: Tensor | None,
+    factor: float | Tensor,
+    *given: Tensor | None,
+) -> Tensor:
+    """Losses (R,) of logits; with ``out`` their gradient times a number or (R, 1) is stored."""
+    entries = logits.shape[-1] + sum(x.shape[-1] for x in given if x is not None and x.dim() > 1)
+    tensors, learns = [logits, *given], [out is not None, *[False] * len(given)]
+    loss, _ = in_chunks(rows, entries, tensors, learns, [] if out is None else [out])
+    if out is not None:
+        out *= factor
+    return loss
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
@@ -245,52 +172,7 @@ def row_chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _unmasked(x: Tensor, mask: Tensor | None, chunk: slice) -> Tensor:
-    return x if mask is None else x.masked_fill(~mask[chunk, None], 0)
-
-
-@dataclass(frozen=True)
-class CrossEntropyOptions:
-    """Options of the cross-entropy of a row; see `fastkd.lm.targets.CrossEntropy`."""
-
-    label_smoothing: float
-    z_loss: float
-
-
-def cross_entropy_rows(
-    student: Tensor,
-    labels: Tensor,
-    needs_grad: bool,
-    task: CrossEntropyOptions,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy (R,) of logits (R, V) with labels (R,), and its gradient.
-
-    The gradient is written to ``out``, if given, which may be ``student``.
-    """
-    smoothing, V = task.label_smoothing, student.shape[-1]
-    top = student.amax(-1)
-    depth = top - student.gather(-1, labels[:, None])[:, 0]
-    if smoothing:
-        depth = (1 - smoothing) * depth + smoothing * (top - student.sum(-1) / V)
-    grad = torch.sub(student, top[:, None], out=out).exp_()
-    total = grad.sum(-1)
-    log_total = total.log()
-    value, factor = depth + log_total, total.reciprocal()
-    if task.z_loss:
-        log_z = top + log_total
-        value = value + task.z_loss * log_z.square()
-        factor = factor * (1 + 2 * task.z_loss * log_z)
-    if not needs_grad:
-        return value, None
-    grad.mul_(factor[:, None])
-    if smoothing:
-        grad.sub_(smoothing / V)
-    label = torch.full_like(value, smoothing - 1)
-    return value, grad.scatter_add_(-1, labels[:, None], label[:, None])
-
-
-def cross_entropy_by_kernel(
+def cross_entropy(
     runs_on: str,
     student: Tensor,
     labels: Tensor,
@@ -298,17 +180,22 @@ def cross_entropy_by_kernel(
     weights: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy (R,) of logits (R, V) with labels (R,), in C++ or Triton.
+    """Cross-entropy (R,) of logits (R, V) with labels (R,).
 
     With ``out``, which may be ``student``, its gradient times weights (R,) is written there.
     """
+    if runs_on == "torch":
+        rows = functools.partial(reference.cross_entropy_rows, task=task)
+        return _by_reference(
+            rows, student, out, 1.0 if weights is None else weights[:, None], labels
+        )
     options = task.label_smoothing, task.z_loss
     if runs_on == "cpp":
         loss: Tensor = torch.ops.fastkd_cpp.cross_entropy(student, labels, out, weights, *options)
         return loss
-    from fastkd.kernels.cross_entropy import cross_entropy
+    from fastkd.kernels import cross_entropy as kernels
 
-    return cross_entropy(student, labels, weights, out, *options)
+    return kernels.cross_entropy(student, labels, weights, out, *options)
 
 
 def entropy_and_accuracy(student: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Soft targets: divergence between the softened output distributions of teacher and student."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fastkd._core.checks import (
     checked_weights,
 )
 from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     apply,
     as_rows,
@@ -35,7 +37,7 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.plans import planned
-from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord, mass_by_first
+from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import (
     CHUNK_BYTES,
@@ -49,12 +51,14 @@ from fastkd.lm.linear_soft_targets import (
     Positions,
 )
 from fastkd.lm.matched_tokens import matched_soft_targets
-from fastkd.lm.row_losses import (
+from fastkd.lm.reference import (
     CrossEntropyOptions,
     SoftTargetOptions,
-    probability_of_rest,
-    scaled_soft_rows,
+    cross_entropy_rows,
+    divergence_rows,
+    soft_target_rows,
 )
+from fastkd.lm.row_losses import reference_rows
 from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
@@ -88,150 +92,37 @@ def soft_target_loss_ref(
     real = mask.bool()[..., None]  # (..., 1)
     match, n = (vocabulary, None) if isinstance(vocabulary, VocabularyMatch) else (None, vocabulary)
     student = upcast(student_logits)[..., :n].where(real, 0)
-    log_ps = torch.log_softmax(student / temperature, dim=-1)
-    distance: float | Tensor = 0.0
+    scale, pairs, tail, stored = temperature**2 if scale_by_t2 else 1.0, None, "", student.dtype
     if isinstance(teacher_logits, TopK):
-        log_ps, log_pt = _outcomes_ref(log_ps, teacher_logits, real)
+        tail, stored = teacher_logits.tail, teacher_logits.log_probs.dtype
+        K = teacher_logits.ids.shape[-1]
+        teacher = [
+            teacher_logits.ids.long().where(real, 0),
+            teacher_logits.log_probs.where(real, -math.log(2 * K)),
+        ]
     else:
-        teacher = upcast(teacher_logits)[..., :n].where(real, 0)
-        log_pt = torch.log_softmax(teacher / temperature, dim=-1)
+        teacher = [upcast(teacher_logits)[..., :n].where(real, 0)]
     if match is not None:
-        if unmatched == "sorted":
-            distance = _sorted_distance_ref(log_ps, log_pt, match)
-        log_ps, log_pt = _matched_ref(log_ps, log_pt, match, unmatched)
-    loss = _divergence_ref(log_ps, log_pt, divergence) + distance
-    loss = loss * (temperature**2 if scale_by_t2 else 1.0)
+        order = match.student_ids.argsort()
+        pairs = (
+            match.student_ids[order],
+            match.teacher_ids[order],
+            *match.columns(student.device)[1:],
+        )
+    soft = SoftTargetOptions(*_form_of(divergence), temperature, scale, tail)
+    loss = soft_target_rows(student, teacher, soft, match=pairs, unmatched=unmatched, stored=stored)
     return _reduced_ref(
         _at_positions_ref(loss, weights, real[..., 0]), real, reduction, denominator
     )
 
 
+def _form_of(divergence: DivergenceWord | Divergence) -> tuple[str, float]:
+    return divergence.form if isinstance(divergence, Divergence) else FORMS[divergence]
+
+
 def _at_positions_ref(loss: Tensor, weights: Tensor | None, real: Tensor) -> Tensor:
     """Losses (...) times the weights of their positions; 0 where masked."""
     return (loss if weights is None else loss * weights.to(loss.dtype)).where(real, 0)
-
-
-def _divergence_ref(
-    log_ps: Tensor, log_pt: Tensor, divergence: DivergenceWord | Divergence
-) -> Tensor:
-    if not isinstance(divergence, Divergence):
-        divergence = Divergence(divergence)
-    name, beta, skew, mix = divergence.name, divergence.beta, divergence.skew, divergence.mix
-    p_s, p_t = log_ps.exp(), log_pt.exp()
-    if name == "forward_kl" or (name == "js" and beta == 0):
-        return _kl_ref(p_t, log_pt, log_ps)
-    if name == "reverse_kl" or (name == "js" and beta == 1):
-        return _kl_ref(p_s, log_ps, log_pt)
-    if name == "js":
-        log_m = _log_mixture_ref(log_pt, log_ps, beta)
-        forward, reverse = _kl_ref(p_t, log_pt, log_m), _kl_ref(p_s, log_ps, log_m)
-        return beta * forward + (1 - beta) * reverse
-    if name == "skew_kl":
-        return _kl_ref(p_t, log_pt, _log_mixture_ref(log_pt, log_ps, skew))
-    if name == "skew_reverse_kl":
-        return _kl_ref(p_s, log_ps, _log_mixture_ref(log_ps, log_pt, skew))
-    total_variation = (p_t - p_s).abs().sum(-1) / 2
-    if name == "total_variation":
-        return total_variation
-    acceptance = torch.minimum(p_t, p_s).sum(-1)
-    if name == "negative_log_acceptance":
-        # Fill it too: in a backward pass 1/0 · 0 would be NaN.
-        never = acceptance == 0
-        return -torch.where(never, 1, acceptance).log().masked_fill(never, -torch.inf)
-    if name == "lk":
-        weight = torch.exp(-divergence.rate * acceptance.detach())  # λ
-        kl = _weighted_ref(weight, _kl_ref(p_t, log_pt, log_ps))
-        return kl + (1 - weight) * total_variation
-    weight = torch.tensor(mix, dtype=p_s.dtype, device=p_s.device)
-    if name == "adaptive_kl":
-        gap = (p_t - p_s).detach().abs()
-        ranked, order = p_t.sort(dim=-1, descending=True, stable=True)
-        mass = mass_by_first(ranked)
-        in_head = mass <= mass[..., -1:] / 2  # μ = ½ (Wu et al. 2024)
-        in_head[..., 0] = True
-        gap = gap.gather(-1, order)
-        g_head, g_tail = gap.where(in_head, 0).sum(-1), gap.where(~in_head, 0).sum(-1)
-        weight = torch.where(g_head + g_tail > 0, g_head / (g_head + g_tail), 0.5)
-    forward_kl, reverse_kl = _kl_ref(p_t, log_pt, log_ps), _kl_ref(p_s, log_ps, log_pt)
-    return _weighted_ref(weight, forward_kl) + _weighted_ref(1 - weight, reverse_kl)
-
-
-def _outcomes_ref(log_ps: Tensor, top: TopK, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the k tokens and, for "bucket", of all others: student and teacher."""
-    log_probs = top.log_probs.to(log_ps.dtype).where(real, -math.log(2 * top.ids.shape[-1]))
-    absent = log_probs == -torch.inf
-    ids = top.ids.long().where(real & ~absent, 0)
-    q_s = log_ps.exp().gather(-1, ids).masked_fill(absent, 0)
-    q_t = log_probs.exp()
-    if top.tail == "bucket":
-        one_hot = torch.zeros_like(log_ps).scatter_add(-1, ids, (~absent).to(log_ps.dtype))
-        of_student = log_ps.exp().masked_fill(one_hot > 0, 0).sum(-1, keepdim=True)
-        given = top.log_probs.where(real, -math.log(2 * top.ids.shape[-1]))
-        of_teacher = probability_of_rest(given, log_ps.shape[-1], of_student > 0)
-        q_s, q_t = torch.cat([q_s, of_student], -1), torch.cat([q_t, of_teacher.to(q_t.dtype)], -1)
-    q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
-    log_qs, log_qt = (
-        torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t)
-    )
-    return log_qs, log_qt
-
-
-def _matched_ref(
-    log_ps: Tensor, log_pt: Tensor, match: VocabularyMatch, unmatched: Unmatched
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the matched tokens and, unless renormalised, of all others together."""
-    order = match.student_ids.argsort()
-    outcomes = []
-    for log_p, ids in ((log_ps, match.student_ids), (log_pt, match.teacher_ids)):
-        log_q = log_p[..., ids[order]]
-        if unmatched == "renormalise":
-            log_q = log_q.log_softmax(-1)
-        else:
-            rest = _unmatched_ref(log_p, ids).logsumexp(-1, keepdim=True)
-            log_q = torch.cat([log_q, rest], -1)
-        outcomes.append(log_q)
-    return outcomes[0], outcomes[1]
-
-
-def _sorted_distance_ref(log_ps: Tensor, log_pt: Tensor, match: VocabularyMatch) -> Tensor:
-    """Σ_k |s_k − t_k| of the unmatched probabilities, sorted and padded with zeros."""
-    pairs = (log_ps, match.student_ids), (log_pt, match.teacher_ids)
-    s, t = (_unmatched_ref(x, ids).exp() for x, ids in pairs)
-    s, t = (x.sort(dim=-1, descending=True, stable=True)[0] for x in (s, t))
-    if 0 in (s.shape[-1], t.shape[-1]):
-        return torch.zeros_like(log_ps[..., 0])
-    longest = max(s.shape[-1], t.shape[-1])
-    s, t = (nn.functional.pad(x, (0, longest - x.shape[-1])) for x in (s, t))
-    return (s - t).abs().sum(-1)
-
-
-def _unmatched_ref(log_p: Tensor, ids: Tensor) -> Tensor:
-    """The columns of log_p that ``ids`` doesn't have."""
-    left = torch.ones(log_p.shape[-1], dtype=torch.bool).index_fill(0, ids, False)
-    return log_p[..., left.to(log_p.device)]
-
-
-def _log_mixture_ref(log_p: Tensor, log_q: Tensor, weight: float) -> Tensor:
-    """log(weight·p + (1 − weight)·q)."""
-    if weight in (0, 1):
-        return log_p if weight else log_q
-    # In a backward pass the logarithm of 0 + 0 would be NaN.
-    neither = (log_p == -torch.inf) & (log_q == -torch.inf)
-    log_p, log_q = (x.masked_fill(neither, 0) for x in (log_p, log_q))
-    mixture = torch.logaddexp(log_p + math.log(weight), log_q + math.log(1 - weight))
-    return mixture.masked_fill(neither, -torch.inf)
-
-
-def _kl_ref(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p ‖ q) = Σ p (log p − log q), where 0 · log 0 = 0."""
-    # Fill the difference too: in a backward pass 0 · inf would be NaN.
-    nothing = p == 0
-    return (p * (log_p - log_q).masked_fill(nothing, 0)).sum(-1)
-
-
-def _weighted_ref(weight: Tensor, loss: Tensor) -> Tensor:
-    """weight · loss, where a weight of 0 gives 0 even if the loss is infinite."""
-    return (weight * loss).masked_fill(weight == 0, 0)
 
 
 def _reduced_ref(
@@ -336,6 +227,15 @@ def soft_target_loss(
     mask, weights = (None if x is None else x.flatten() for x in (mask, weights))
     runs_on = backend_of(backend, "soft_target_loss", student)
     soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
+    if runs_on == "torch" and match is None:
+        stored = rows[-1].dtype
+        losses = functools.partial(reference_rows, soft=soft, stored=stored)
+        entries = V + rows[-1].shape[-1]
+        loss = by_reference(losses, entries, student, mask, None, *rows)
+        loss = loss if weights is None else loss * weights
+        if reduction != "none":
+            loss = loss.sum() / _divisor(student, mask, reduction, denominator)
+        return loss.reshape(leading) if reduction == "none" else loss
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
     function: type[torch.autograd.Function] = _SoftTargets
     if runs_on == "triton" and match is None:
@@ -439,7 +339,7 @@ def _check_options(
     if not isinstance(divergence, Divergence):
         check_choice("divergence", divergence, DIVERGENCES)
     check_choice("reduction", reduction, REDUCTIONS)
-    return divergence.form if isinstance(divergence, Divergence) else FORMS[divergence]
+    return _form_of(divergence)
 
 
 def _denominator(denominator: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:
@@ -480,7 +380,7 @@ class _Options:
 
 
 class _SoftTargets(torch.autograd.Function):
-    """Loss and gradient in one pass over the logits, in PyTorch or C++."""
+    """Loss and gradient in one pass over the logits, in C++; two vocabularies by any backend."""
 
     @staticmethod
     def forward(ctx, options, student, mask, denominator, weights, *teacher):
@@ -510,8 +410,7 @@ class _SoftTargets(torch.autograd.Function):
             )
             dstudent = gradient[0] if needs_grad else None
         else:
-            rows_of = _matched_soft_targets if options.unmatched else _torch_soft_targets
-            loss, dstudent = rows_of(
+            loss, dstudent = _matched_soft_targets(
                 student, list(teacher), mask, denominator, weights, needs_grad, options
             )
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
@@ -525,23 +424,6 @@ class _SoftTargets(torch.autograd.Function):
             grad = (grad if mask is None else grad.masked_fill(~mask, 0))[:, None]
         dstudent = times_upstream(dstudent, grad, ctx.dtype)
         return None, dstudent, None, None, None, *[None] * ctx.teachers
-
-
-def _torch_soft_targets(
-    student: Tensor,
-    teacher: list[Tensor],
-    mask: Tensor | None,
-    denominator: Tensor | None,
-    weights: Tensor | None,
-    needs_grad: bool,
-    options: _Options,
-) -> tuple[Tensor, Tensor | None]:
-    """The reduced loss and its gradient (R, V) in the working dtype."""
-    divisor = _divisor(student, mask, options.reduction, denominator)
-    loss, dstudent = scaled_soft_rows(
-        student, teacher, mask, needs_grad, options.soft, divisor, weights
-    )
-    return (loss if options.reduction == "none" else loss.sum() / divisor), dstudent
 
 
 def _divisor(
@@ -566,7 +448,7 @@ def _matched_soft_targets(
     needs_grad: bool,
     options: _Options,
 ) -> tuple[Tensor, Tensor | None]:
-    """`_torch_soft_targets` of two vocabularies, in PyTorch or Triton."""
+    """The reduced loss of two vocabularies in PyTorch or Triton, and its gradient (R, V)."""
     logits, *columns = teacher
     soft = options.soft
     divisor = _divisor(student, mask, options.reduction, denominator)
@@ -743,7 +625,7 @@ def _whole_mass_ref(
     log_pt = (teacher.where(mask[..., None], 0) / temperature).log_softmax(-1)[..., ids]
     log_ps = (student / temperature).log_softmax(-1)
     name = divergence.name if isinstance(divergence, Divergence) else divergence
-    loss = _divergence_ref(log_ps, log_pt, divergence)
+    loss = divergence_rows(log_ps, log_pt, *_form_of(divergence))
     if name == "total_variation":
         loss = loss + (1 - log_pt.exp().sum(-1)) / 2
     return _at_positions_ref(loss * (temperature**2 if scale_by_t2 else 1.0), weights, mask)
@@ -786,10 +668,8 @@ def _task_ref(logits: Tensor, mask: Tensor, task: CrossEntropy | None) -> tuple[
     if task is None:
         return torch.zeros_like(entropy), entropy, torch.zeros_like(entropy)
     labels = task.labels.long().where(mask, 0)[..., None]
-    loss = -(1 - task.label_smoothing) * log_p.gather(-1, labels)[..., 0]
-    if task.label_smoothing:
-        loss = loss - task.label_smoothing * log_p.mean(-1)
-    loss = loss + task.z_loss * logits.logsumexp(-1).square()
+    options = CrossEntropyOptions(task.label_smoothing, task.z_loss)
+    loss = cross_entropy_rows(logits, labels[..., 0], options)
     return loss, entropy, (logits.argmax(-1) == labels[..., 0]).to(loss.dtype)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fastkd
@@ -230,6 +231,14 @@ def random_soft_targets(draw: Draw) -> Case:
         slope=lambda x: gradient_terms(x, teacher.double(), **options) * mask / (largest * count),
         unsure=nearly_held(student, teacher, options["temperature"], working) & mask,
     )
+
+
+def cross_entropies(logits, labels, smoothing, z_loss, weights) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, and the gradient of their weighted sum, by torch's function."""
+    z = logits.detach().clone().requires_grad_()
+    value = F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing)
+    value = value + z_loss * z.logsumexp(-1).square() if z_loss else value
+    return value.detach(), torch.autograd.grad(value, z, weights.to(z))[0]
 
 
 def _any_divergence(draw: Draw) -> str | Divergence:
