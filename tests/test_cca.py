@@ -542,6 +542,25 @@ def test_nan_in_real_data_gives_nan(size, value, dtype, backend):
         assert canonical_correlations(*pair)[1].isnan().all()
 
 
+@pytest.mark.usefixtures("tensors_on_cpu")
+@pytest.mark.parametrize(
+    "m, options", [(30, {"ridge": 0.0}), (30, {"top_k": 2}), (4, {"top_k": 2})]
+)
+def test_eigenvectors_where_values_are_not_read(m, options, monkeypatch):
+    """As on a GPU, by PyTorch's SVD; NaN stays in its item."""
+    student, teacher = related(3, m, dims=(5, 5))
+    options = options | {"reduction": "none"}
+    expected = value_and_grad(cca_loss, student, teacher, **options)
+    for module in (roots, cca_solver):
+        monkeypatch.setattr(module, "values_readable", lambda x: False)
+    student[1, 2, 0] = torch.nan
+    value, grad = value_and_grad(cca_loss, student, teacher, **options)
+    for item in (0, 2):
+        assert relative_error(value[item], expected[0][item]) <= 1e-12
+        assert relative_error(grad[item], expected[1][item]) <= 1e-9
+    assert value[1].isnan() and grad[1].isnan().all()
+
+
 # Every pair of these.
 @pytest.mark.parametrize(
     "shape, ridge, dtype, kind",

@@ -208,7 +208,8 @@ def left_roots(sides: list[Tensor], refine: bool) -> list[tuple[Tensor, Tensor]]
 def _svd(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     bad = _not_finite(m)
     left, values, right = torch.linalg.svd(m.masked_fill(bad, 0.0), full_matrices=False)
-    return left, values.masked_fill(bad[..., 0], torch.nan), right.mT
+    values = values.masked_fill_(bad[..., 0], torch.nan)
+    return left.masked_fill_(bad, torch.nan), values, right.mT
 
 
 def _descending(square: Tensor) -> tuple[Tensor, Tensor]:
