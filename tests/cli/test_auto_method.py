@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from fastkd.distill.baselines import NAMES
+from fastkd.study import grid
+from fastkd.study.study_settings import StudySettings
 from fastkd.train import auto_method, tasks
 from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
+from fastkd.train.settings import DistillOptions
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
@@ -90,7 +93,9 @@ def test_what_belongs_to_one_method_needs_its_name(tmp_path, command, flags):
     assert f"--{next(iter(flags))} needs --method NAME" in error
 
 
-def test_a_study_names_its_methods(tmp_path):
-    error = run("study", methods="labels,auto", tasks="docstrings=docstrings", out=tmp_path,
-                expect=2)  # fmt: skip
-    assert "--method auto is of one run; name the methods to compare" in error
+def test_auto_is_a_method_of_a_study(tmp_path):
+    """Its runs take the method of their task, as any `fastkd distill`."""
+    found = grid.read(StudySettings(methods="labels,auto", tasks={"x": "docstrings"}, out=tmp_path))
+    assert found.variants == ["labels", "auto"] and found.cells[-1].options["method"] == "auto"
+    for cell in found.cells:
+        DistillOptions(**cell.options)
