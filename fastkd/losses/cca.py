@@ -96,7 +96,7 @@ def cca_loss(
     L = −‖Σ_tt^{−½} Σ_ts Σ_ss^{−½}‖_* (MC3KD, eqs. 4-7), with Σ_ss = S̄ᵀS̄/(m−1) + r_s·I and
     likewise Σ_tt. Each index of the leading dimensions has its own loss. With ``top_k`` only the
     largest correlations count. With ``ridge=0`` directions without variance are left out. Both need
-    eigenvectors; PyTorch computes those of large matrices, and waits for a GPU.
+    eigenvectors, which PyTorch computes; on a GPU it waits for them.
 
     Args:
         student: (*, m, Ds), m observations.

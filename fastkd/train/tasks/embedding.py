@@ -125,7 +125,8 @@ class Embedding(Task):
                 "pass --text-pair-column for the second"
             )
         negatives = " or ".join(_negatives(columns, record))
-        return TextColumns(columns.text, columns.pair, columns.label, columns.header, negatives)
+        names = columns.text, columns.pair, columns.label, columns.header, columns.teacher
+        return TextColumns(*names, negatives)
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
