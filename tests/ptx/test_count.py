@@ -45,11 +45,11 @@ def test_forward_kl_reads_and_writes_each_byte_once():
 @of_compiled_code
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_over_rows_have_no_bank_conflicts(dtype):
-    student = torch.randn(32, 256, dtype=dtype, requires_grad=True)
+    student = torch.randn(40, 256, dtype=dtype, requires_grad=True)
     teacher, labels = torch.randn(40, 256, dtype=dtype), torch.arange(40) % 2
     with executing(90) as launches:
-        knn_feature_loss(student, teacher, labels[:32], labels, backend="triton")
-        cos_nce_loss(student[:, None], teacher[:32, None], backend="triton")
+        knn_feature_loss(student, teacher, labels, labels, backend="triton")
+        cos_nce_loss(student[:, None], teacher[:, None], backend="triton")
     found = count.costs(launches, student.numel())
     conflicts = {cost.kernel: cost.counts.shared_conflicts for cost in found}
     assert conflicts["knn_search_kernel"] == conflicts["cos_nce_sum_kernel"] == 0
