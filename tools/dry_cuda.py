@@ -85,7 +85,7 @@ class _OnMeta(TorchDispatchMode):
         tensors = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
         here = any(map(IS_META, tensors))
         device = kwargs.get("device")
-        if device is not None and device.type == "cuda":
+        if device is not None and device.type in ("cuda", "meta"):  # autograd's own say "meta"
             kwargs = {**kwargs, "device": META}
         elif here and (device is not None or waits(func, args)):
             raise Waited(f"{func} waits for the device")
@@ -283,6 +283,8 @@ def walk(calls: Iterable[Call]) -> dict[str, Any]:
                 device.asked = False
                 device.forms.clear()
                 found = problem(call.run)
+                if call.waits:
+                    found = None if (found or "").startswith(Waited.__name__) else "doesn't wait"
                 if found:
                     problems[str(call)] = found
                 forms.update(device.forms)

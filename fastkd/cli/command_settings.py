@@ -6,6 +6,7 @@ from pathlib import Path
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue_server import TASKS
+from fastkd.train.hub import is_served
 from fastkd.train.options import (
     Checked,
     data_option,
@@ -41,6 +42,11 @@ class CacheSettings(Pairing):
     teacher_model: str | None = model_option(
         None, "Name of the model, where --teacher is a server's URL.", metavar="NAME"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher_model is not None and not is_served(self.teacher):
+            raise InputError("--teacher-model needs --teacher URL, a server")
 
 
 @dataclass(kw_only=True)

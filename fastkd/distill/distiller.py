@@ -301,7 +301,6 @@ class Distiller(InGroup):
                 prediction per token: factors of the labels' losses, in soft and task terms. Like a
                 label, a weight belongs to the token at its position. The means divide by the number
                 of positions that count, as without weights.
-            teacher_id: with `ByRow`, each row's teacher: B names, or a tensor (B,) of numbers.
             inputs: the models' other inputs, such as ``attention_mask``, (B, N), or (B, C, N) for
                 the C choices of a question, each a sample. If any name begins with ``teacher_``
                 (``teacher_input_ids``, ``teacher_pixel_values``), the teacher gets these inputs
@@ -311,6 +310,8 @@ class Distiller(InGroup):
                 number of the text span of each token, −1 for none. They compare spans then. Soft
                 targets of tokens need spans of one token each, the same token in both models, and
                 ``labels``: the predictions of these tokens are compared, in task terms too.
+                With `ByRow` ``teacher_id`` has each row's teacher: B names, or a tensor (B,) of
+                numbers.
         """
         if getattr(self, "_is_replica", False):
             raise ValueError(

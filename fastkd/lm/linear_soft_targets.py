@@ -829,7 +829,7 @@ class _ChunkedPass:
                 log_mass=log_mass,
                 teacher_rows=teacher_rows,
                 terms=terms,
-                teacher_of=self.columns[0] if self.options.unmatched else None,
+                columns=self.columns if self.options.unmatched else None,
                 unmatched=self.options.unmatched,
             )
         factor: Tensor | float | None = None

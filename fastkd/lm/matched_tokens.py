@@ -157,9 +157,7 @@ def matched_soft_targets(
             own = logits.to(values.dtype, copy=True)
             own = own if gradient is None else gradient[chunk].copy_(logits)
             if runs_on == "torch":
-                values[chunk] = divergence(
-                    own, [targets], teacher_of=columns[0], unmatched=unmatched
-                )
+                values[chunk] = divergence(own, [targets], columns=columns, unmatched=unmatched)
                 continue
             values[chunk] = matched_rows(
                 divergence,

@@ -28,7 +28,7 @@ def divergence_in_place(
     log_mass: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     terms: tuple[Tensor | None, Tensor] | None = None,
-    teacher_of: Tensor | None = None,
+    columns: list[Tensor] | None = None,
     unmatched: str = "",
 ) -> Tensor:
     """Divergences (R,) of logits in the working dtype, by any backend.
@@ -37,12 +37,11 @@ def divergence_in_place(
     the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
     those of `reference.soft_target_rows`. In C++ the teacher's logits may be (T, V), with
     ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms
-    of `linear_soft_targets.TERMS` from "entropy" on. In C++ and PyTorch ``teacher_of`` and
-    ``unmatched`` compare two vocabularies: the first of `fastkd.VocabularyMatch.columns`, and what
-    becomes of the others.
+    of `linear_soft_targets.TERMS` from "entropy" on. In C++ and PyTorch ``columns``, those of
+    `fastkd.VocabularyMatch.columns`, and ``unmatched`` compare two vocabularies.
     """
     if runs_on == "torch":
-        match = None if teacher_of is None else _match_of(teacher_of, teacher[0].shape[-1])
+        match = None if columns is None else _match_of(*columns)
         losses = functools.partial(
             reference_rows, soft=soft, match=match, unmatched=unmatched, stored=teacher[-1].dtype
         )
@@ -65,7 +64,11 @@ def divergence_in_place(
         rows = student, teacher[-1], ids, mask, weights if needs_grad else None
         options = *soft.per_row, soft.tail == "bucket", log_mass, teacher_rows
         loss = torch.ops.fastkd_cpp.soft_target_rows(
-            *rows, *options, *(terms or (None, None)), teacher_of, unmatched
+            *rows,
+            *options,
+            *(terms or (None, None)),
+            None if columns is None else columns[0],
+            unmatched,
         )
     else:
         loss = _triton_in_place(
@@ -139,12 +142,10 @@ def reference_rows(
     return loss if mask is None else loss.where(mask, 0)
 
 
-def _match_of(teacher_of: Tensor, V: int) -> list[Tensor]:
-    """Matched and unmatched ids of student and teacher, of a teacher of V tokens."""
-    matched = teacher_of >= 0
-    theirs = teacher_of[matched]
-    unused = torch.ones(V, dtype=torch.bool, device=theirs.device).index_fill_(0, theirs, False)
-    return [matched.nonzero()[:, 0], theirs, (~matched).nonzero()[:, 0], unused.nonzero()[:, 0]]
+def _match_of(teacher_of: Tensor, ours: Tensor, theirs: Tensor) -> list[Tensor]:
+    """Matched and unmatched ids of student and teacher, without waiting for their number."""
+    matched = (teacher_of < 0).argsort(stable=True)[: len(teacher_of) - len(ours)]
+    return [matched, teacher_of[matched], ours, theirs]
 
 
 def _by_reference(

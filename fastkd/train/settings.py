@@ -465,6 +465,8 @@ class DistillOptions(TrainingOptions, Pairing):
              "each other: a process without rows cannot take part in generating text"),
             (not self.finetune_teacher and given(self, "teacher_learning_rate"),
              "--teacher-learning-rate needs --finetune-teacher EPOCHS"),
+            (self.teachers is None and given(self, "teacher_column"),
+             "--teacher-column needs --teachers FILE"),
             (not is_served(self.teacher) and given(self, "teacher_model", "top_k"),
              "--teacher-model and --top-k need --teacher URL, a server"),
         ):  # fmt: skip

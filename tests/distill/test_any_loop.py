@@ -26,7 +26,7 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     names = {"__name__": "any_loop"}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), names)
-    assert len(BLOCKS) == 12
+    assert len(BLOCKS) == 13
     printed = capsys.readouterr().out
     assert all(way in printed for way in ("cached teacher", "resumed in the middle"))
     assert "differs" not in printed

@@ -184,7 +184,7 @@ def test_a_short_run_of_a_schedule_is_reported(tmp_path):
         finetune_teacher=2, batch_size=10, device="cpu", out=tmp_path / "out", **rows,
     )  # fmt: skip
     assert "warning: LRCBERT trains soft, task only near the end of its schedule" in output
-    assert "the last of 4 steps is at 75% of the training" in output
+    assert "beyond the last of 4 steps (at 75%)" in output
     steps = {}
     for name in ("student", "teacher"):
         report = json.loads((tmp_path / "out" / name / "fastkd.json").read_text())

@@ -82,6 +82,7 @@ class Call(NamedTuple):
     options: dict[str, Any]
     precision: str = "highest"  # of float32 matrix products
     dtype: torch.dtype = torch.float32  # of the Module's parameters
+    waits: bool = False  # for the device, as its documentation says
 
     def run(self) -> None:
         """Run forward and backward pass."""
