@@ -9,7 +9,7 @@ import transformers as t
 from torch.nn import functional as F
 
 from fastkd import VocabularyMatch, soft_target_loss
-from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache, TwoTokenizers
+from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, TeacherCache, TwoTokenizers
 from fastkd.distill.verify import verify
 from tests.distill.processes import start_by_fork
 
@@ -104,6 +104,24 @@ def test_without_labels(models):
     )
     out = distiller(**data(labels=False))
     torch.testing.assert_close(out.terms["soft"], by_hand(models, data()).detach())
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_a_teacher_for_each_row(models, keep_logits):
+    teacher, student, match = models
+    teachers = {"a": teacher, "b": decoder(match.teacher_size + 3, 16)}
+    options = {"tokenizers": match, "keep_logits": keep_logits}
+    batch, rows = data(), {"a": [0, 2], "b": [1]}
+    both = Distiller(ByRow(teachers), student, SoftTargets(temperature=2.0), **options)
+    out, expected, total = both(**batch, teacher_id=["a", "b", "a"]), 0.0, 0
+    for name, own in rows.items():
+        alone = Distiller(teachers[name], student, SoftTargets(temperature=2.0), **options)
+        part = {key: x[own] for key, x in batch.items()}
+        count = int(alone.count_items(part))
+        expected, total = expected + count * alone(**part).loss, total + count
+    torch.testing.assert_close(out.loss, expected / total)
+    grads = [torch.autograd.grad(x, student.lm_head.weight)[0] for x in (out.loss, expected)]
+    torch.testing.assert_close(grads[0], grads[1] / total)
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
