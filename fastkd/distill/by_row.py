@@ -168,14 +168,13 @@ class RowOutputs(Outputs):
         fields = {field.name: getattr(merged, field.name) for field in dataclasses.fields(Outputs)}
         if any(x.at_head for x in outputs):
             return cls(**fields, parts=tuple(parts))
-        logits = [x.logits for x in outputs]
+        logits: list[Any] = [x.logits for x in outputs]
         if logits[0] is None:
             return merged
         back = torch.cat([part.rows for part in parts]).argsort()
         if isinstance(logits[0], tuple):
-            pairs = zip(*logits, strict=True)  # type: ignore[arg-type]
-            both: Any = tuple(torch.cat(ends)[back] for ends in pairs)
+            both: Any = tuple(torch.cat(ends)[back] for ends in zip(*logits, strict=True))
             return dataclasses.replace(merged, logits=both)
-        if len({x.shape[1:] for x in logits}) > 1:  # type: ignore[union-attr]
+        if len({x.shape[1:] for x in logits}) > 1:
             return cls(**fields, parts=tuple(parts))
-        return dataclasses.replace(merged, logits=torch.cat(logits)[back])  # type: ignore[arg-type]
+        return dataclasses.replace(merged, logits=torch.cat(logits)[back])

@@ -368,7 +368,7 @@ class Teachers:
         if self.several or self.by_row:
             raise ValueError(
                 "teacher: several teachers are cached one by one; call Distiller(teacher, student, "
-                "method).cache_teacher(...) for each, then pass Distiller([cache, ...], ...)"
+                "method).cache_teacher(...) for each, then pass the caches in their place"
             )
         if isinstance(self.each[0].module, OutputSource):
             return self.each[0].model, self.each[0].module

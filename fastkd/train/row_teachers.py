@@ -16,7 +16,7 @@ from typing import Any
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import read_options_file, resolve_path
 
-KINDS = {"model": str, "url": str, "top_k": int, "cache": str}
+KINDS: dict[str, type] = {"model": str, "url": str, "top_k": int, "cache": str}
 
 
 def teachers_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -28,7 +28,7 @@ def teachers_of(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, Mapping):
             raise InputError(f"{where} must be a directory, or a table with url or cache")
         for key, value in entry.items():
-            if not isinstance(value, KINDS.get(key, ())):  # type: ignore[arg-type]
+            if not isinstance(value, KINDS.get(key, type(None))):
                 raise InputError(f"{where}: {key} = {value!r:.40}; {nearest(key, KINDS)}")
         kind = [key for key in ("url", "cache", "model") if key in entry][:1]
         if (

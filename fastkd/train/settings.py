@@ -488,7 +488,7 @@ class DistillOptions(TrainingOptions, Pairing):
 
     @property
     def columns(self) -> Columns:
-        """The given columns, with that of the teachers if each row has its own."""
+        """The given columns; with --teachers also the column of each row's teacher."""
         return replace(super().columns, teacher=self.teacher_column if self.teachers else None)
 
     def _check_teachers(self) -> None:

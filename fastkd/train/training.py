@@ -28,9 +28,9 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
-    The ``run`` scores the ``model`` every ``every`` steps, or after each epoch, and prints a line
-    if ``printed``. ``save_best(entry, history)`` is called after the best evaluation so far. The
-    evaluations are stored in the trainer's own log, so that a resumed run has them.
+    The ``run`` scores the ``model`` after each epoch and prints a line. ``save_best(entry,
+    history)`` is called after the best evaluation so far. The evaluations are stored in the
+    trainer's own log, so that a resumed run has them.
     """
 
     def __init__(
@@ -41,13 +41,10 @@ class TrainingCallback(TrainerCallback):
         steps_in_epoch: int,
         checkpoints: Checkpoints | None = None,
         save_best: Callable[[dict[str, Any], list[dict]], None] | None = None,
-        every: int | None = None,
-        printed: bool = True,
     ):
         self.run, self.model, self.title = run, model, title
         self.display, self.steps_in_epoch = run.display, steps_in_epoch
         self.checkpoints, self.save_best = checkpoints, save_best
-        self.every, self.printed = every, printed
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
         self.stopping = False
@@ -104,12 +101,9 @@ class TrainingCallback(TrainerCallback):
         if (due or self.signum) and not ends_epoch:
             control.should_save = True
             self.stopping = self.signum is not None
-        if self.every and state.global_step % self.every == 0:
-            self._evaluate(state)
 
     def on_epoch_end(self, args, state, control, **_):
-        if not self.every or state.global_step == state.max_steps:
-            self._evaluate(state)
+        self._evaluate(state)
         self.sync_signals()
         self.stopping = self.signum is not None
 
@@ -149,12 +143,9 @@ class TrainingCallback(TrainerCallback):
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
-        if not self.printed:
-            return
-        when = f"step {state.global_step}" if self.every else f"epoch {entry['epoch']:g}"
         mark = "  (best so far)" if entry["best"] and self.save_best else ""
         self.display.say(
-            f"{self.title}  {when}:  {format_scores(entry['scores'])}"
+            f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
         )
 

@@ -112,7 +112,8 @@ def methods():
 def test_one_teacher_under_two_names_is_one_teacher(method):
     (teacher, _), student = of_head("classifier")
     data, results = batch(rows=5), []
-    for taught, own in ((teacher, {}), (ByRow(dict.fromkeys("ab", teacher)), {"teacher_id": NUMBERS})):  # fmt: skip # noqa: E501
+    both = ByRow(dict.fromkeys("ab", teacher))
+    for taught, own in ((teacher, {}), (both, {"teacher_id": NUMBERS})):
         torch.manual_seed(2)
         out, gradients = step(Distiller(taught, student, method), {**data, **own})
         results.append((out.loss.detach(), gradients))
