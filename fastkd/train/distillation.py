@@ -156,7 +156,10 @@ class Distillation:
             corpus = data.load(config, finished_task(config))
             if config.labelled is not None:
                 corpus = data.few_labels(corpus, config.labelled, config.seed)
-        if config.method == "labels":  # unlabelled rows have no loss
+        #: Number of rows without a loss.
+        self.unread = 0
+        if config.method == "labels" and corpus.unlabelled is not None:
+            self.unread = len(corpus.unlabelled)
             corpus = dataclasses.replace(corpus, unlabelled=None)
         for line in data.describe(corpus):
             display.say(line)
@@ -362,7 +365,8 @@ class Distillation:
         }
         options = self._saving_options(out.student, student, report)
         began = time.perf_counter()
-        history = run.train(distiller, config.method, on_policy=config.on_policy, **options)
+        options |= {"unread": self.unread, "on_policy": config.on_policy}
+        history = run.train(distiller, config.method, **options)
         if run.served:
             report["served_teacher"] = ", ".join(x.throughput() for x in run.served)
             self.display.say(report["served_teacher"])

@@ -284,13 +284,16 @@ class Run:
         on_policy: float = 0.0,
         checkpoints: Checkpoints | None = None,
         log_directory: Path | None = None,
+        unread: int = 0,
         **options: Any,
     ) -> list[dict]:
         """Train the student of ``distiller``; returns its evaluations.
 
-        With ``checkpoints`` the training can be cut off at any time and continued to the same
-        result. In a fraction ``on_policy`` of the steps the student trains on text that it
-        generates. ``options`` are those of `TrainingCallback`.
+        They follow each epoch. Where the method leaves out ``unread`` unlabelled rows, they are as
+        far apart as those of a method that reads them. With ``checkpoints`` the training can be
+        cut off at any time and continued to the same result. In a fraction ``on_policy`` of the
+        steps the student trains on text that it generates. ``options`` are those of
+        `TrainingCallback`.
         """
         rows = self.all_rows if rows is None else rows  # rows may be an empty set
         config = training_config or self.training_config
@@ -299,7 +302,10 @@ class Run:
             distiller.to(self.device)
         order = LabelledOrder(rows.labelled, config.batch_size, config.labelled_share)
         total, in_epoch = config.steps(order.rows)
-        watcher = TrainingCallback(self, distiller.student, title, in_epoch, checkpoints, **options)
+        labelled = np.concatenate([rows.labelled, np.zeros(unread, bool)])
+        everything = LabelledOrder(labelled, config.batch_size, config.labelled_share)
+        between = in_epoch * max(1, round(config.steps(everything.rows)[1] / in_epoch))
+        watcher = TrainingCallback(self, distiller.student, title, between, checkpoints, **options)
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: watcher.track.stop())
             if checkpoints is None:

@@ -28,9 +28,9 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
-    The ``run`` scores the ``model`` after each epoch and prints a line. ``save_best(entry,
-    history)`` is called after the best evaluation so far. The evaluations are stored in the
-    trainer's own log, so that a resumed run has them.
+    The ``run`` scores the ``model`` every ``steps_between`` steps (whole epochs) and after the last
+    step, and prints a line. ``save_best(entry, history)`` is called after the best evaluation so
+    far. The evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class TrainingCallback(TrainerCallback):
         run: Any,
         model: Any,
         title: str,
-        steps_in_epoch: int,
+        steps_between: int,
         checkpoints: Checkpoints | None = None,
         save_best: Callable[[dict[str, Any], list[dict]], None] | None = None,
     ):
         self.run, self.model, self.title = run, model, title
-        self.display, self.steps_in_epoch = run.display, steps_in_epoch
+        self.display, self.steps_between = run.display, steps_between
         self.checkpoints, self.save_best = checkpoints, save_best
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
@@ -90,19 +90,23 @@ class TrainingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.sync_signals()
-        # At the end of an epoch, also of a last partial one, the checkpoint follows the evaluation
-        # of on_epoch_end.
-        ends_epoch = state.global_step % self.steps_in_epoch == 0
-        ends_epoch |= state.global_step == state.max_steps
         every = self.checkpoints.every if self.checkpoints else None
         due = every and state.global_step % every == 0
         # An evaluation reports the losses of all steps before it, also after resuming.
-        control.should_log |= bool(due or self.signum or ends_epoch)
-        if (due or self.signum) and not ends_epoch:
+        control.should_log |= bool(due or self.signum or self._evaluates_after(state))
+        # The checkpoint of an evaluation follows it, in on_epoch_end.
+        if (due or self.signum) and not self._evaluates_after(state):
             control.should_save = True
             self.stopping = self.signum is not None
 
+    def _evaluates_after(self, state) -> bool:
+        step = state.global_step
+        return step % self.steps_between == 0 or step == state.max_steps
+
     def on_epoch_end(self, args, state, control, **_):
+        if not self._evaluates_after(state):
+            control.should_save = False
+            return
         self._evaluate(state)
         self.sync_signals()
         self.stopping = self.signum is not None

@@ -95,3 +95,16 @@ def test_mistakes(folder, tmp_path):
     error = run("evaluate", model=folder / "teacher", data=folder / "dev.tsv", metric="agreement",
                 expect=2)  # fmt: skip
     assert "agreement compares with the teacher, and there is none" in error
+
+
+def test_labels_of_few_rows_are_evaluated_as_often_as_other_methods(folder, tmp_path):
+    """An epoch of the labelled rows alone is one step, and each was followed by an evaluation."""
+    write_tsv(tmp_path / "train.tsv", 40, 0, label=lambda y: ["bad", "good"][y])
+    found = {}
+    for method in ("labels", "soft_targets"):
+        rows = {"train": tmp_path / "train.tsv", "eval": folder / "dev.tsv", "labelled": 8}
+        budget = {"steps": 12, "epochs": None}
+        distill(folder, unlabelled=None, **rows, **budget, method=method, out=tmp_path / method)
+        report = json.loads((tmp_path / method / "student/fastkd.json").read_text())
+        found[method] = [entry["step"] for entry in report["history"]]
+    assert found["labels"] == found["soft_targets"] == [6, 12]
