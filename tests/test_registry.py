@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import fastkd
 from bench import suite
 from fastkd import functional
 from fastkd._core.registry import LOSSES
+from fastkd.cli.doctor import inputs_of
 from tests.losses import FILES, subjects
 from tools import calls
 from tools.contract import PARTS
@@ -78,7 +78,7 @@ class TestRow:
 
     def test_loss_is_a_subject_of_the_promises(self, loss):
         """It is a subject of tests/test_promises.py, unless it compares attention maps."""
-        inputs = [make(torch.Generator())[0][0] for make in loss.functions.values()]
+        inputs = [inputs_of(function)[0][0] for function in loss.functions]
         asked = {subject.name.split()[0] for subject in subjects("torch")}
         if all(x.dim() <= 3 for x in inputs):
             for name in announced(loss):
@@ -102,7 +102,7 @@ def test_the_readme_lists_every_loss():
         return ", ".join(f"`{name}`" for name in names)
 
     table = [
-        f"| {loss.title} | {loss.paper} | {code(loss.functions)} | "
+        f"| {code(loss.functions)} | "
         f"{code(name for name in loss.modules if name.endswith('Loss'))} |"
         for loss in LOSSES
         if loss.functions
