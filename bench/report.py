@@ -84,8 +84,8 @@ def join(paths: Iterable[Path], folder: Path = RESULTS) -> Path:
 
 
 def best(providers: dict[str, Any]) -> dict[str, Any]:
-    """The fastest of fastkd's backends, or an empty entry."""
-    own = [p for name, p in providers.items() if name.startswith("fastkd")]
+    """The fastest of fastkd's backends outside of CUDA graphs, or an empty entry."""
+    own = [p for name, p in providers.items() if name.startswith("fastkd") and name != GRAPH]
     return min(own, key=lambda p: p["ms"], default={})
 
 
@@ -182,7 +182,7 @@ def _headline_table(result: dict[str, Any] | None, sets: Sequence[str]) -> str:
     for case in (c for c in suite.cases(sets) if c.headline):
         group = result["groups"].get(case.key, {}) if result else {}
         graph = group.get(GRAPH, {})
-        own = best({name: p for name, p in group.items() if name != GRAPH})
+        own = best(group)
         reference = group.get(REFERENCE, {})
         cells = (
             milliseconds(reference), milliseconds(own), *([milliseconds(graph)] * of_gpu),
@@ -207,21 +207,25 @@ def fill(text: str, part: str, start: str = START, end: str = END) -> str:
 
 
 def headlines(result: dict[str, Any]) -> str:
-    """The headline groups of one machine."""
-    rows = []
+    """The headline groups of one machine; CUDA graphs are compared with CUDA graphs."""
+    rows, of_gpu = [], "gpu" in result["machine_info"]
     for providers in result["groups"].values():
         reference = providers.get(REFERENCE, {})
         if reference.get("headline"):
             own = best(providers)
-            floor = f"{own['ms'] / floor_ms(result, own):.1f}" if own else ""
+            timed = providers.get(GRAPH, own)
+            floor = f"{timed['ms'] / floor_ms(result, timed):.1f}" if timed else ""
+            graphs = [milliseconds(providers.get(name, {})) for name in (COMPILED_GRAPH, GRAPH)]
             rows.append((
                 f"{reference['loss']}: {reference['title']}", sizes(reference),
                 milliseconds(reference), milliseconds(providers.get(COMPILED, {})),
                 milliseconds(own), own.get("backend", "").removeprefix("fastkd").strip(" ,"),
                 faster(own), floor, mebibytes(own), memory(own, reference), error(own),
+                *graphs * of_gpu,
             ))  # fmt: skip
     columns = "loss | sizes | reference ms | torch.compile ms | fastkd ms | backend | vs reference "
-    return table(columns + "| × floor | MiB | of the reference's | error", rows)
+    columns += "| × floor | MiB | of the reference's | error"
+    return table(columns + " | torch.compile, graph | fastkd, graph" * of_gpu, rows)
 
 
 def peers(result: dict[str, Any]) -> str:

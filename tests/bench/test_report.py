@@ -70,6 +70,8 @@ def test_pages_contain_the_measured_figures(pages, tmp_path):
     assert "| contrastive: tokens | B=32 N=128 D=768, fp32 |  |  |  |  |  |" in readme
     assert readme.index("Some GPU, torch 2.13.0") < readme.index("A CPU, 2 threads")
     assert "V=152064, bf16 | 40 | 4 | 3 | 10.0× ± 10% |  | 100% |" in readme
+    assert "V=152064, bf16 | 40 |  | 4 | triton | 10.0× ± 10% |" in page
+    assert "| 1e-06 |  | 3 |" in page  # graphs beside graphs
     assert page.index("## Some GPU") < page.index("## A CPU, 2 threads")
     assert page.index("## A CPU, 2 threads") < page.index("## A CPU, 1 thread")
     assert "| pykeops | 11 | 2.75 | 4.0× ± 10% |" in page
