@@ -105,16 +105,18 @@ def _distances(
     return gamma.masked_fill(mask.sum(1) < 2, 0)  # one token alone has no relation
 
 
-def _by_differences(F_hat: Tensor, mask: Tensor) -> Tensor:
-    """F̂F̂ᵀ of unit rows, whose gradient multiplies differences of rows.
+def _by_differences(unit: bool, F_hat: Tensor, mask: Tensor) -> Tensor:
+    """F̂F̂ᵀ of rows, ``unit`` or of any length, from products of their differences.
 
     With u = f − f_1, f_i·f_j is u_i·u_j + (‖f_i‖² − ‖u_i‖² + ‖f_j‖² − ‖u_j‖²)/2, and lengths of
-    unit rows are constants. F̂F̂ᵀ as a product would multiply rounding errors of equal rows by 1/eps.
+    unit rows are constants. The product F̂F̂ᵀ rounds the entries of equal rows unlike each other, as
+    the BLAS library does, and Pearson's correlation would multiply these errors by 1/eps.
     """
     first = mask & (mask.cumsum(1) == 1)
     u = F_hat - F_hat.detach().masked_fill(~first[..., None], 0).sum(1, keepdim=True)
     length = F_hat.square().sum(-1)
-    length = torch.where(length > 0.5, length.detach(), length)  # a row of zeros isn't of length 1
+    if unit:  # a row of zeros isn't of length 1
+        length = torch.where(length > 0.5, length.detach(), length)
     rest = (length - u.square().sum(-1)) / 2
     return u @ u.mT + rest[:, :, None] + rest[:, None, :]
 
@@ -403,7 +405,7 @@ def _by_reference(
     if mask is None:
         mask = first.new_ones(first.shape[:2], dtype=torch.bool)
     normalize = options.normalize
-    relations = _by_differences if normalize == "l2" else _products
+    relations = functools.partial(_by_differences, normalize == "l2")
     if normalize == "l2" and first.dtype == torch.float16:
         normalize = "l2 of float16"
     choices = relations, normalize, options.distance, options.temperature, options.eps
