@@ -19,24 +19,18 @@ from fastkd.cli.display import RichDisplay
 from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
-from fastkd.train import data, processes
-from fastkd.train.auto_method import SettingsT, settled
+from fastkd.train import processes
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
-from fastkd.train.hub import is_served
+from fastkd.train.job import Job, save_model
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
-    finished_task,
-    load_teacher,
-    load_tokenizers,
     make_method,
-    served_teacher,
 )
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
-from fastkd.train.run import Run, assemble, save_model, select
-from fastkd.train.run_directory import corpus_fingerprints, size_text
+from fastkd.train.run_directory import row_fingerprints, size_text
 from fastkd.train.saving import LOCK, MANIFEST, free_bytes, locked, saving, write_json
 from fastkd.train.settings import AUTO
 
@@ -60,46 +54,48 @@ def write(settings: CacheSettings, console: Console) -> None:
                 raise InputError(
                     f"--out {out} holds other files than a cache's; give another --out"
                 )
-            run, settings = load(settings, settings.batch_size, display)
-            selected = select(settings, run)
-            distiller = assemble(settings, run, selected).to(run.device)
+            job = begin(settings, settings.batch_size, display)
+            job.load()
+            nn.Module.to(job.teacher, job.device)
+            selected = job.select()
+            distiller = job.assemble(selected).to(job.device)
         processes.on_first_process(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
-        rows, size = run.all_rows, settings.batch_size
-        first = rows.batches(run.collate, size, rows.by_length, device=run.device)
+        rows, size = job.all_rows, settings.batch_size
+        first = rows.batches(job.collate, size, rows.by_length, device=job.device)
         distiller.prepare(itertools.islice(first, 64))
-        scores, judged = dict[str, float](), sum(map(len, run.eval_rows.values()))
-        if run.teacher_model is not None:  # a server has no scores
+        scores, judged = dict[str, float](), sum(map(len, job.eval_rows.values()))
+        if job.teacher_model is not None:  # a server has no scores
             display.say(f"the teacher's scores, on {judged} evaluation rows ...")
-            scores = run.score(run.teacher, who="teacher")
-        number, own = rows.shared(run.collate, size, run.device)
+            scores = job.score(job.teacher, who="teacher")
+        number, own = rows.shared(job.collate, size, job.device)
         own = counted(own, display, "teacher", number)
-        read = run.teacher_tokenizer or run.tokenizer
-        processes.on_first_process(lambda: check_room(settings, run, distiller))
-        with processes.errors_on_all(), saving(out, KEPT), run.training_config.autocast():
+        read = job.teacher_tokenizer or job.tokenizer
+        processes.on_first_process(lambda: check_room(settings, job, distiller))
+        with processes.errors_on_all(), saving(out, KEPT), job.training_config.autocast():
             try:
                 if number:
                     distiller.cache_teacher(own, out, tokenizer=read, top_k=settings.top_k)
             except ValueError as error:  # another teacher's cache, or a method that has none
                 path = str(error).startswith(str(out))
-                option = f"--method {settings.method}:"
+                option = f"--method {job.settings.method}:"
                 if str(error).startswith("top_k"):
                     option = "--top-k:"
                 what = "--out" if path else option
                 raise InputError(f"{what} {error}") from error
-        processes.on_first_process(lambda: _complete(settings, run, distiller, scores, selected))
+        processes.on_first_process(lambda: _complete(settings, job, distiller, scores, selected))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
 
 
-def check_room(settings: CacheSettings, run: Run, distiller: Distiller) -> None:
+def check_room(settings: CacheSettings, job: Job, distiller: Distiller) -> None:
     """Raise if the disk lacks room for the cache, by the outputs on rows of all lengths."""
-    rows, out = run.all_rows, settings.out
+    rows, out = job.all_rows, settings.out
     order = rows.by_length
     some = order[:: max(1, len(order) // settings.batch_size)][: settings.batch_size]
-    batches = rows.batches(run.collate, len(some), some, device=run.device)
-    with tempfile.TemporaryDirectory() as folder, run.training_config.autocast():
+    batches = rows.batches(job.collate, len(some), some, device=job.device)
+    with tempfile.TemporaryDirectory() as folder, job.training_config.autocast():
         try:
             distiller.cache_teacher(batches, folder, top_k=settings.top_k)
         except ValueError:  # which the cache itself raises
@@ -129,10 +125,8 @@ def _remove_partial(out: Path) -> None:
         path.unlink()
 
 
-def load(
-    settings: SettingsT, batch_size: int, display: Display, fresh_head: bool = False
-) -> tuple[Run, SettingsT]:
-    """Rows and teacher, see `load_teacher`, and the settings with the method that auto takes."""
+def begin(settings: Any, batch_size: int, display: Display) -> Job:
+    """The rows of a command that trains nothing; `Job.load` loads its teacher."""
     training_config = TrainingConfig(
         batch_size=batch_size * world_size(),
         precision=settings.precision,
@@ -141,23 +135,7 @@ def load(
     )
     if settings.method != AUTO:
         make_method(settings.method, settings.options, settings.preset)
-    corpus = data.load(settings, finished_task(settings))
-    teacher: Any
-    if is_served(settings.teacher) and isinstance(settings, CacheSettings):
-        (teacher, tokenizer), teachers = served_teacher(settings), None
-    else:
-        tokenizer, teachers = load_tokenizers(settings, corpus, display)
-        read = teachers or tokenizer
-        teacher, corpus = load_teacher(settings, settings.teacher, corpus, read, fresh_head)
-    nn.Module.to(teacher, training_config.device)
-    length = settings.max_length
-    settings, why = settled(settings, corpus.task, own_tokens=teachers is not None)
-    if why:
-        display.say(why)
-    run = Run(
-        corpus, tokenizer, teacher, training_config, length, display, teacher_tokenizer=teachers
-    )
-    return run, settings
+    return Job(settings, training_config, display)
 
 
 def sizes_of(teacher: Any) -> dict[str, int]:
@@ -170,21 +148,21 @@ def sizes_of(teacher: Any) -> dict[str, int]:
 
 def _complete(
     settings: CacheSettings,
-    run: Run,
+    job: Job,
     distiller: Distiller,
     scores: dict[str, float],
     selected: list[int] | None,
 ) -> None:
     student: Any = distiller.student
-    save_model(settings.out / STUDENT, student, run.tokenizer, {}, run.task)
-    if run.teacher_tokenizer is not None:
-        run.teacher_tokenizer.save_pretrained(settings.out / TEACHERS_TOKENIZER)
+    save_model(settings.out / STUDENT, student, job.tokenizer, {}, job.task)
+    if job.teacher_tokenizer is not None:
+        job.teacher_tokenizer.save_pretrained(settings.out / TEACHERS_TOKENIZER)
     with saving(settings.out, KEPT):
         report = {
-            "settings": {**as_json(settings), "max_length": run.max_length},
-            "fingerprints": corpus_fingerprints(run.corpus),
+            "settings": {**as_json(settings), "max_length": job.max_length},
+            "fingerprints": row_fingerprints(job.corpus),
             "teacher": scores,
-            **sizes_of(run.teacher_model),
+            **sizes_of(job.teacher_model),
             "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }

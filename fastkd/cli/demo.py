@@ -37,9 +37,9 @@ from fastkd.train.computation import choose_device
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
+from fastkd.train.job import Job
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
-from fastkd.train.run import Run
 from fastkd.train.saving import MANIFEST, locked, move_directory, read_json, write_json
 
 LABELS_ONLY = "labels"
@@ -196,19 +196,19 @@ def _report(runs: GridRuns, size: Size) -> dict[str, Any]:
 def _keep_best(report: dict[str, Any], runs: GridRuns, size: Size, out: Path) -> None:
     """Train the best student again, the same bits; save it, time it, draw what it sees."""
 
-    def draw(run: Run, student: PreTrainedModel) -> dict[str, Any]:
-        seconds = run.seconds_a_batch(student, size.timing_rounds)
+    def draw(job: Job, student: PreTrainedModel) -> dict[str, Any]:
+        seconds = job.seconds_a_batch(student, size.timing_rounds)
         report["speedup"] = seconds["teacher"] / seconds["student"]
-        held_out = run.eval_rows[""]
-        batch = run.collate([held_out[int(held_out.lengths.argmax())]])
-        inputs = {k: v.to(run.device) for k, v in batch.items() if k != "labels"}
-        tokens = run.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+        held_out = job.eval_rows[""]
+        batch = job.collate([held_out[int(held_out.lengths.argmax())]])
+        inputs = {k: v.to(job.device) for k, v in batch.items() if k != "labels"}
+        tokens = job.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
 
         def features(model: nn.Module) -> torch.Tensor:
             with torch.no_grad():
                 return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
 
-        pair = features(student), features(run.teacher)
+        pair = features(student), features(job.teacher)
         plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
         return {}
 

@@ -4,13 +4,12 @@ import dataclasses
 
 from rich.console import Console
 
-from fastkd.cli.cache_command import load
+from fastkd.cli.cache_command import begin
 from fastkd.cli.command_settings import VerifySettings
 from fastkd.cli.display import RichDisplay
 from fastkd.distill import verify as checks
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted
-from fastkd.train.run import assemble, select
 
 
 def verify(settings: VerifySettings, console: Console) -> bool:
@@ -23,11 +22,12 @@ def verify(settings: VerifySettings, console: Console) -> bool:
         # No row is evaluated, but a corpus has some.
         evals = settings.evals or settings.train
         few = dataclasses.replace(settings, max_train_rows=settings.rows, evals=evals)
-        run, few = load(few, settings.rows, display, fresh_head=True)
-        distiller = assemble(few, run, select(few, run)).to(run.device)
-        rows = run.train_rows
-        inputs = next(rows.batches(run.collate, len(rows), device=run.device))
-        display.say(f"{len(rows)} rows, device {run.device}, float64, without dropout")
+        job = begin(few, settings.rows, display)
+        job.load(fresh_head=True)
+        distiller = job.assemble(job.select()).to(job.device)
+        rows = job.train_rows
+        inputs = next(rows.batches(job.collate, len(rows), device=job.device))
+        display.say(f"{len(rows)} rows, device {job.device}, float64, without dropout")
         try:
             distiller.prepare([inputs])
             number, each = checks.begin(distiller, inputs, ranks=settings.ranks)

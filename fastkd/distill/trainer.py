@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fastkd._core.checks import check_fraction, check_positive_int
 from fastkd._core.extras import require
 from fastkd._core.warn import warn_caller
-from fastkd.distill.distiller import Distiller
+from fastkd.distill.distiller import Distiller, DistillerOutput
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.labelled_order import LABELLED_SHARE, LabelledOrder, has_label
 from fastkd.distill.method import Method
@@ -29,8 +28,9 @@ transformers = require("transformers", "train")
 Trainer: Any = transformers.Trainer
 TrainerCallback: Any = transformers.TrainerCallback
 
-# Entry of a batch with the scale of its label loss.
-LABEL_SHARE = "label_share_of_step"
+# Entries of a batch: the scale of its label loss, and the weight of its mean loss in the mean over
+# the processes, where one has other numbers of rows than the others.
+LABEL_SHARE, SHARE = "label_share_of_step", "share_of_step"
 METHOD_FILE = "method.pt"
 # State of the averaging teachers, by their names in the Distiller's teacher.
 AVERAGE_FILE = "ema_teacher.pt"
@@ -113,6 +113,14 @@ class DistillationTrainer(Trainer):
     """
 
     _signature_columns: list[str] | None
+    #: Number of micro-batches in which a process computes its rows of a batch, by
+    #: `Distiller.accumulate`.
+    accumulate = 1
+    #: Weight of the mean loss of the current batch.
+    _share: Any = 1.0
+    # Losses of its micro-batches, which add up to the batch's, and their number.
+    _parts: Iterator[DistillerOutput] | None = None
+    _num_parts = 1
 
     def __init__(
         self,
@@ -173,17 +181,19 @@ class DistillationTrainer(Trainer):
         """Batches for `Distiller.prepare`."""
         return self.get_train_dataloader()
 
+    def _larger_batch(self) -> str:
+        """Remedy of `_warn_of_accumulation`."""
+        return "use a larger batch, or Distiller.accumulate in your own loop"
+
     def _warn_of_accumulation(self) -> None:
         """Warn if terms that compare samples compare those of one accumulated batch only."""
         steps, method = self.args.gradient_accumulation_steps, self.distiller.method
         weights = [method.weights(progress) for progress in (0.0, 1.0)]
         terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
         if steps > 1 and terms and self.is_world_process_zero():
-            warnings.warn(
+            self.warn(
                 f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
-                f"({', '.join(terms)}) within each accumulated batch only; use a larger batch, "
-                "or Distiller.accumulate in your own loop",
-                stacklevel=2,
+                f"({', '.join(terms)}) within each accumulated batch only; {self._larger_batch()}"
             )
 
     def _check_averages(self) -> None:
@@ -204,6 +214,27 @@ class DistillationTrainer(Trainer):
         self._take(model)
         return model
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
+        inputs = self._prepare_inputs(dict(inputs))
+        self._share = inputs.pop(SHARE, 1.0)
+        label_share = inputs.pop(LABEL_SHARE, None)
+        if label_share is not None:
+            label_share = label_share / (self._share or 1)
+        self.distiller.method.label_share = label_share
+        if self.accumulate == 1:
+            return super().training_step(model, inputs, *args)
+        rows = len(next(iter(inputs.values())))
+        if self.args.world_size > 1:  # the same number of micro-batches in all processes
+            rows = int(self.accelerator.gather(torch.tensor([rows], device=self.args.device)).min())
+        self._num_parts = max(1, min(self.accumulate, rows))
+        split = (x.tensor_split(self._num_parts) for x in inputs.values())
+        parts = [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
+        self._parts = self.distiller.accumulate(parts, model)
+        losses = [super(DistillationTrainer, self).training_step(model, x, *args) for x in parts]
+        self._parts, self._num_parts = None, 1
+        return torch.stack(losses).sum()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -211,23 +242,29 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The distiller's loss in training, the student's own in evaluation."""
+        """The distiller's loss in training, the student's own in evaluation.
+
+        For a micro-batch it is the micro-batch's term of the whole batch's loss.
+        """
         if model is self.distiller.student:
             return super().compute_loss(model, inputs, return_outputs)
         self._set_progress()
-        inputs = dict(inputs)
-        if LABEL_SHARE in inputs:
-            self.distiller.method.label_share = inputs.pop(LABEL_SHARE)
+        if self._parts is not None:
+            output = next(self._parts)
+            self._note(output.terms)
+            return output.loss
         loss_scale = 1.0
         if num_items_in_batch is not None:
             # With num_items_in_batch Trainer does not divide by the number of accumulated batches.
             batches = self.current_gradient_accumulation_steps
             shares = self.args.world_size if self.args.average_tokens_across_devices else 1
-            inputs = {**inputs, "num_items": num_items_in_batch / (batches * shares)}
+            # A loss divided by the number of items of all processes already has its share.
+            items = num_items_in_batch * self._share
+            inputs = {**inputs, "num_items": items / (batches * shares)}
             loss_scale = 1 / batches
         output = model(**inputs)
         self._note(output.terms)
-        loss = loss_scale * output.loss
+        loss = self._share * (loss_scale * output.loss)
         return (loss, output) if return_outputs else loss
 
     def warn(self, message: str) -> None:
@@ -237,15 +274,16 @@ class DistillationTrainer(Trainer):
     def _set_progress(self) -> None:
         self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
-    def _note(self, terms: dict[str, Tensor], parts: int = 1) -> None:
-        """Add a batch's terms to the sums of the next log, weighted by its fraction of a step.
+    def _note(self, terms: dict[str, Tensor]) -> None:
+        """Add terms to the sums of the next log, weighted by the batch's fraction of a step.
 
-        ``parts``: number of micro-batches of the batch, whose terms add up to the batch's.
+        The terms of micro-batches add up to the batch's.
         """
         share = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         for name, value in terms.items():
             total, count = self._logged.get(name, (0, 0))
-            self._logged[name] = total + value * share, count + share / parts
+            total = total + value * self._share * share
+            self._logged[name] = total, count + share / self._num_parts
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -296,6 +334,8 @@ class DistillationTrainer(Trainer):
 
     def _count_labels(self, batch: dict[str, Any]) -> tuple[int, int]:
         """Number of labels of a batch, and of the rows' places for one."""
+        if not batch.get(SHARE, 1.0):  # a process without rows left repeats some
+            return 0, 0
         labels = batch.get("labels", batch.get("start_positions"))
         if not isinstance(labels, Tensor):
             return 0, 0
@@ -307,7 +347,7 @@ class DistillationTrainer(Trainer):
         return int(known.sum()), labels.numel()
 
     def _items(self, batch: dict[str, Any]) -> Tensor:
-        return self.distiller.count_items(batch)
+        return self.distiller.count_items(batch) * (batch.get(SHARE, 1.0) > 0)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer.evaluation_loop``; the weights stay as they were.

@@ -34,10 +34,10 @@ from fastkd.train.computation import choose_device
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.hub import is_served
+from fastkd.train.job import Job
 from fastkd.train.models import check_depth, finished_task, load
 from fastkd.train.options import errors_with_file_keys
 from fastkd.train.progress import Display, Track, clock, format_scores
-from fastkd.train.run import Run
 from fastkd.train.saving import find_damage, read_json, write_json
 from fastkd.train.settings import DistillOptions
 
@@ -72,18 +72,18 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def measured(run: Run, student: PreTrainedModel) -> dict[str, Any]:
+def measured(job: Job, student: PreTrainedModel) -> dict[str, Any]:
     """Predictions of the best student, the right ones, and the similarities of its layers."""
-    rows, task = run.eval_rows[""], run.task
-    labels, names = run.corpus.train.labels, run.corpus.names
+    rows, task = job.eval_rows[""], job.task
+    labels, names = job.corpus.train.labels, job.corpus.names
     references = task.references(rows)
     one_class = names is not None and bool(references) and isinstance(references[0], int)
     found: dict[str, Any] = {
-        "predictions": task.short_answers(run.answers[""], rows),
+        "predictions": task.short_answers(job.answers[""], rows),
         "references": references,
         "classes": names if one_class else [],
-        "warnings": run.warnings,
-        **similarities(run, student),
+        "warnings": job.warnings,
+        **similarities(job, student),
     }
     if one_class and labels is not None:
         found["training_rows"] = np.bincount(labels, minlength=len(names or [])).tolist()

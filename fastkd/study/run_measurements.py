@@ -15,7 +15,7 @@ from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.models.backbone import Backbone
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.run import Run
+from fastkd.train.job import Job
 
 SIMILARITY_ROWS = 256
 
@@ -31,17 +31,17 @@ def without_labels(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     return backbone.with_decoder_inputs({**inputs, "decoder_attention_mask": mask}, labels)
 
 
-def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
+def similarities(job: Job, student: PreTrainedModel) -> dict[str, float]:
     """RCCC and, if each row has one class, M_ICS of ``student`` on the first held-out rows.
 
     RCCC is from MC3KD, section 3.2, and M_ICS from intra-class KNN, section 2.
     """
-    rows = run.eval_rows[""]
+    rows = job.eval_rows[""]
     first = range(min(SIMILARITY_ROWS, len(rows)))
-    batches = list(rows.batches(run.collate, 32, first, device=run.device))
+    batches = list(rows.batches(job.collate, 32, first, device=job.device))
     inputs = [without_labels(student, batch) for batch in batches]
     found = {"rccc": rccc(svcca_matrix(student, inputs))}
-    if run.corpus.names is not None and batches[0]["labels"].dim() == 1:
+    if job.corpus.names is not None and batches[0]["labels"].dim() == 1:
         by_layer = layer_intra_class_similarity(student, batches)
         found["intra_class_similarity"] = float(by_layer[-1])
     return found

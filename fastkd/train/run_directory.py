@@ -6,6 +6,7 @@ unfinished/   a run in progress, described by its manifest; --resume continues i
 """
 
 import contextlib
+import json
 import secrets
 import shutil
 from collections.abc import Callable
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.trainer import METHOD_FILE
 from fastkd.distributed import world_size
+from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import processes
-from fastkd.train.arrow_rows import Rows, fingerprint
+from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError
+from fastkd.train.models import STUDENT
 from fastkd.train.options import defaults_of, options_of
+from fastkd.train.progress import Display
 from fastkd.train.saving import (
     MANIFEST,
     discard,
@@ -215,12 +220,13 @@ class RunDirectory:
             self._clear()
             self.manifest = {}
 
-    def begin(self, prints: dict[str, str]) -> None:
-        """Start a run with these fingerprints, or check that the run to resume has them.
+    def begin(self, inputs: dict[str, Any]) -> None:
+        """Start a run with these ``inputs``, or check that the run to resume has the same.
 
-        All processes call this method. A fingerprint that can no longer be computed, such as that
-        of a teacher that has since been fine-tuned, is left out of ``prints``.
+        All processes call this method. An input that no longer exists, such as a teacher that has
+        since been fine-tuned, is left out.
         """
+        prints = {name: _fingerprint_of(value) for name, value in inputs.items()}
         everywhere = processes.all_gather(prints)
         for number, others in enumerate(everywhere):
             for name, value in everywhere[0].items():
@@ -273,6 +279,12 @@ class RunDirectory:
                 f"and the disk has {size_text(free)} left"
             )
 
+    def report_moved_files(self, display: Display) -> None:
+        """Print where files were moved that fastkd did not write."""
+        if self.kept is not None:
+            display.say(f"{self.kept}: files that fastkd did not write, or that have changed")
+            self.kept = None
+
     def finish(self) -> None:
         """Move the results to --out and remove the rest; may be interrupted and repeated."""
         for name in RESULTS:
@@ -301,26 +313,45 @@ def _run_manifest(directory: Path) -> dict[str, Any]:
     return found if all(isinstance(found.get(k), kind) for k, kind in kinds.items()) else {}
 
 
-def rows_fingerprint(rows: Rows) -> str:
-    """Fingerprint of texts and labels, independent of their source."""
-    return fingerprint(repr(row).encode() for row in rows.contents())
+def is_complete(directory: Path) -> bool:
+    """Whether ``directory`` holds a complete, intact model."""
+    report = read_manifest(directory)
+    return bool(report and report.get("complete")) and find_damage(directory) is None
 
 
-def corpus_fingerprints(corpus: Corpus) -> dict[str, str]:
-    """Fingerprints of all sets of rows, by their name in messages."""
-    evals = (rows_fingerprint(rows).encode() for rows in corpus.evals.values())
-    prints = {
-        "training rows": rows_fingerprint(corpus.train),
-        EVAL_ROWS: fingerprint(evals),
+def rows_of(corpus: Corpus) -> dict[str, Any]:
+    """All sets of rows, by their names in messages."""
+    sets = {
+        "training rows": corpus.train,
+        EVAL_ROWS: [*corpus.evals.values()],
+        "test rows": corpus.test,
+        "unlabelled rows": corpus.unlabelled,
     }
-    if corpus.test is not None:
-        prints["test rows"] = rows_fingerprint(corpus.test)
-    if corpus.unlabelled is not None:
-        prints["unlabelled rows"] = rows_fingerprint(corpus.unlabelled)
-    return prints
+    return {name: rows for name, rows in sets.items() if rows is not None}
+
+
+def row_fingerprints(corpus: Corpus) -> dict[str, str]:
+    """Fingerprints of all sets of rows."""
+    return {name: _fingerprint_of(rows) for name, rows in rows_of(corpus).items()}
 
 
 def model_fingerprint(model: nn.Module) -> str:
     """Fingerprint of all weights."""
     weights = (value.detach().cpu().contiguous() for value in model.state_dict().values())
     return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)
+
+
+def _fingerprint_of(value: Any) -> str:
+    """Fingerprint of rows (texts and labels, whatever their source), models or a tokenizer."""
+    if isinstance(value, Rows):
+        return fingerprint(repr(row).encode() for row in value.contents())
+    if isinstance(value, list):
+        return fingerprint(_fingerprint_of(part).encode() for part in value)
+    if isinstance(value, TeacherCache):
+        student = (read_manifest(value.path / STUDENT) or {}).get("files")
+        return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
+    if isinstance(value, ServedTeacher):
+        return fingerprint([json.dumps(value.configuration()).encode()])
+    if isinstance(value, nn.Module):
+        return model_fingerprint(value)
+    return tokenizer_fingerprint(value)

@@ -1,5 +1,6 @@
-"""Trainer of a run, whose steps have the same rows for any number of processes."""
+"""Trainer of a job, whose steps have the same rows for any number of processes."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,22 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from fastkd.distill.distiller import Distiller, DistillerOutput
+from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
-from fastkd.distill.trainer import LABEL_SHARE, DistillationTrainer
+from fastkd.distill.trainer import SHARE, DistillationTrainer
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.batch import split_inputs
-from fastkd.train import processes
+from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import TEACHER_PREFIX
 from fastkd.train.saving import saving
 from fastkd.train.tasks.base import Task
 from fastkd.train.training import COUNTS
 
-# Key in a batch: weight of its mean loss in the mean over the processes.
-SHARE = "share_of_step"
 # Shares of steps add up to whole ones, to rounding.
 ROUNDING = 1e-9
 
@@ -126,26 +126,16 @@ class TwoTokenizerCollator:
         return batch
 
 
-@dataclass(frozen=True)
-class OnPolicy:
-    """Training on text that the student generates, in a fraction ``share`` of the steps.
-
-    ``draw(student, batch, seed=...)`` is `Task.generated`, which returns the rows. The text depends
-    on weights, seed, step and row alone.
-    """
-
-    share: float
-    draw: Callable[..., list[dict[str, Any]]]
-
-    def at(self, step: int) -> bool:
-        """Whether ``step`` (from 0) trains on generated text; such steps are spread evenly."""
-        return int((step + 1) * self.share + ROUNDING) > int(step * self.share + ROUNDING)
+def is_on_policy(step: int, share: float) -> bool:
+    """Whether ``step`` (from 0) is one of a fraction ``share`` of the steps, spread evenly."""
+    return int((step + 1) * share + ROUNDING) > int(step * share + ROUNDING)
 
 
 class StepTrainer(DistillationTrainer):
     """`DistillationTrainer` of batches in a given ``order``, the same for any number of processes.
 
-    A process computes its rows of a batch in ``accumulate`` micro-batches.
+    In a fraction ``on_policy`` of the steps the student trains on text that it generates by
+    ``generated``, see `Task.generated`. The text depends on weights, seed, step and row alone.
     """
 
     def __init__(
@@ -153,25 +143,24 @@ class StepTrainer(DistillationTrainer):
         *args: Any,
         order: LabelledOrder,
         say: Callable[[str], None],
-        accumulate: int = 1,
-        on_policy: OnPolicy | None = None,
+        on_policy: float = 0.0,
+        generated: Callable[..., list[dict[str, Any]]] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        given = self.args
+        config = self.args
         self.steps = StepSampler(
-            order, given.seed, given.process_index, given.world_size, self._epoch
+            order, config.seed, config.process_index, config.world_size, self._epoch
         )
-        self.say, self.accumulate, self.on_policy = say, accumulate, on_policy
-        self.gather = self.distiller.gather
-        #: Weight of the mean loss of the rows in work.
-        self.share: Any = 1.0
-        # Losses of the micro-batches of a step, which add up to the whole step's, and their number.
-        self.losses: Iterator[DistillerOutput] | None = None
-        self.parts = 1
+        self.say, self.accumulate = say, config.accumulate
+        self.on_policy, self.generated = on_policy, generated
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}")
+
+    def _larger_batch(self) -> str:
+        batches, rows = self.args.gradient_accumulation_steps, self.steps.order.batch
+        return f"--batch-size {rows * batches} --accumulate {batches} compares all rows of a step"
 
     def _epoch(self) -> int:
         """The epoch of the next step."""
@@ -183,7 +172,7 @@ class StepTrainer(DistillationTrainer):
         args = self.args
         loader = DataLoader if self.on_policy else functools.partial(_Ahead, self.distiller)
         return loader(
-            _BatchDataset(self.train_dataset, self.data_collator, self.gather),
+            _BatchDataset(self.train_dataset, self.data_collator, self.distiller.gather),
             batch_sampler=steps,  # type: ignore[arg-type]
             collate_fn=dict,  # the batch itself
             num_workers=args.dataloader_num_workers,
@@ -201,19 +190,6 @@ class StepTrainer(DistillationTrainer):
         for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
             yield {name: x for name, x in batch.items() if name != SHARE}
 
-    def _warn_of_accumulation(self) -> None:
-        """Print a line that names the command's options, instead of a warning."""
-        batches, rows = self.args.gradient_accumulation_steps, self.steps.order.batch
-        method = self.distiller.method
-        weights = [method.weights(progress) for progress in (0.0, 1.0)]
-        terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
-        if batches > 1 and terms:
-            self.say(
-                f"gradient_accumulation_steps: {' and '.join(terms)} compares the {rows} rows of a "
-                f"batch, not the {rows * batches} of a step; --batch-size {rows * batches} "
-                f"--accumulate {batches} compares them all"
-            )
-
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
         with processes.errors_on_all(), saving(Path(self.args.output_dir)):
@@ -225,7 +201,7 @@ class StepTrainer(DistillationTrainer):
 
     def _on_policy_batches(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         step, method = self.state.global_step, self.distiller.method
-        own = self.on_policy is not None and self.on_policy.at(step)
+        own = is_on_policy(step, self.on_policy)
         # Generated text is no label.
         method.left_out = frozenset({"task"} if own else ())
         sequence = np.random.SeedSequence((self.args.seed, step))
@@ -234,62 +210,11 @@ class StepTrainer(DistillationTrainer):
             if not (own and len(batch["input_ids"])):
                 yield batch
                 continue
-            assert self.on_policy is not None
+            assert self.generated is not None
             with torch.random.fork_rng(), self.compute_loss_context_manager():
                 torch.manual_seed(seed)
-                rows = self.on_policy.draw(self.distiller.student, batch, seed=seed)
+                rows = self.generated(self.distiller.student, batch, seed=seed)
             yield {**batch, **self.data_collator(rows)}
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
-        """See ``transformers.Trainer.training_step``; runs the micro-batches of a batch."""
-        inputs = self._prepare_inputs(dict(inputs))
-        self.share = inputs.pop(SHARE, 1.0)
-        label_share = inputs.pop(LABEL_SHARE, None)
-        if label_share is not None:
-            label_share = label_share / (self.share or 1)
-        self.distiller.method.label_share = label_share
-        if self.accumulate == 1:
-            return super().training_step(model, inputs, *args)
-        rows = len(next(iter(inputs.values())))
-        # The same number in all processes.
-        self.parts = max(1, min(self.accumulate, -processes.largest(-rows)))
-        split = (x.tensor_split(self.parts) for x in inputs.values())
-        parts = [dict(zip(inputs, part, strict=True)) for part in zip(*split, strict=True)]
-        self.losses = self.distiller.accumulate(parts, model)
-        losses = [super(StepTrainer, self).training_step(model, part, *args) for part in parts]
-        self.losses = None
-        return torch.stack(losses).sum()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The mean loss of this process's rows, times their share.
-
-        For a micro-batch it is the micro-batch's term of the whole step's loss.
-        """
-        if self.losses is not None:
-            self._set_progress()
-            output = next(self.losses)
-            self._note(output.terms, self.parts)
-            return output.loss
-        if num_items_in_batch is not None:
-            # A loss divided by the number of items of all processes already has its share.
-            num_items_in_batch = num_items_in_batch * self.share
-        return self.share * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _count_labels(self, batch: dict[str, Any]) -> tuple[int, int]:
-        # A process without rows left repeats some, with a share of 0.
-        return super()._count_labels(batch) if batch.get(SHARE, 1.0) > 0 else (0, 0)
-
-    def _items(self, batch: dict[str, Any]) -> Tensor:
-        return super()._items(batch) * (batch.get(SHARE, 1.0) > 0)
-
-    def _note(self, terms: dict[str, Tensor], parts: int = 1) -> None:
-        super()._note({name: value * self.share for name, value in terms.items()}, parts)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See `DistillationTrainer.log`; the state's log also has each term's number of steps."""
@@ -297,3 +222,44 @@ class StepTrainer(DistillationTrainer):
         super().log(logs, *args, **kwargs)
         if "loss" in logs and counts:
             self.state.log_history[-1][COUNTS] = counts
+
+
+class ShardedTrainer(StepTrainer):
+    """`StepTrainer` of sharded models, with checkpoints of full models."""
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the shards are on their devices."""
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super()._wrap_model(model, *args, **kwargs)
+        # Autocast only: FSDP averages the gradients itself.
+        model = self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        vars(model)["_is_accelerate_prepared"] = True
+        return model
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        distiller = self.distiller
+        places = (distiller, "student"), (distiller, "method"), (self, "optimizer")
+        full = [sharding.full_state(getattr(*place)) for place in places]  # all processes gather
+        with contextlib.ExitStack() as stack:
+            for place, value in zip(places, full, strict=True) if processes.first() else ():
+                stack.enter_context(sharding.replaced(*place, value))
+            super()._save_checkpoint(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any) -> None:
+        distiller = self.distiller
+        student, full = distiller.student, sharding.unread(distiller.student)
+        method = sharding.StateDictProxy(distiller.method)
+        with (
+            sharding.replaced(distiller, "student", full),
+            sharding.replaced(distiller, "method", method),
+        ):
+            super()._load_from_checkpoint(resume_from_checkpoint, *args)
+        sharding.take(student, full)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+        sharding.load_optimizer(self.optimizer, read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True))
+        self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))

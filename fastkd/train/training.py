@@ -28,22 +28,22 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
-    The ``run`` scores the ``model`` every ``steps_between`` steps (whole epochs) and after the last
+    The ``job`` scores the ``model`` every ``steps_between`` steps (whole epochs) and after the last
     step, and prints a line. ``save_best(entry, history)`` is called after the best evaluation so
     far. The evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
 
     def __init__(
         self,
-        run: Any,
+        job: Any,
         model: Any,
         title: str,
         steps_between: int,
-        checkpoints: Checkpoints | None = None,
-        save_best: Callable[[dict[str, Any], list[dict]], None] | None = None,
+        checkpoints: Checkpoints,
+        save_best: Callable[[dict[str, Any], list[dict]], None],
     ):
-        self.run, self.model, self.title = run, model, title
-        self.display, self.steps_between = run.display, steps_between
+        self.job, self.model, self.title = job, model, title
+        self.display, self.steps_between = job.display, steps_between
         self.checkpoints, self.save_best = checkpoints, save_best
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
@@ -63,7 +63,7 @@ class TrainingCallback(TrainerCallback):
     @property
     def remedy(self) -> str:
         """What may help where a loss or an output isn't finite."""
-        in_half = self.run.training_config.precision != "fp32"
+        in_half = self.job.training_config.precision != "fp32"
         return "try a lower learning rate" + (" or --precision fp32" if in_half else "")
 
     def sync_signals(self) -> None:
@@ -84,13 +84,13 @@ class TrainingCallback(TrainerCallback):
                 f"the loss became {losses['loss']} by step {state.global_step} "
                 f"({format_scores(losses)}); {self.remedy}"
             )
-        note = ", ".join(x.throughput() for x in self.run.served)
+        note = ", ".join(x.throughput() for x in self.job.served)
         self.track.advance(state.global_step, losses, note)
 
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.sync_signals()
-        every = self.checkpoints.every if self.checkpoints else None
+        every = self.checkpoints.every
         due = every and state.global_step % every == 0
         # An evaluation reports the losses of all steps before it, also after resuming.
         control.should_log |= bool(due or self.signum or self._evaluates_after(state))
@@ -112,7 +112,6 @@ class TrainingCallback(TrainerCallback):
         self.stopping = self.signum is not None
 
     def on_save(self, args, state, control, **_):
-        assert self.checkpoints is not None
         complete = functools.partial(self.checkpoints.complete, state.global_step)
         processes.on_first_process(complete)
         self.display.event("checkpoint", title=self.title, step=state.global_step)
@@ -128,26 +127,26 @@ class TrainingCallback(TrainerCallback):
         entry = {
             "step": state.global_step,
             "epoch": round(state.epoch or 0.0, 6),
-            "scores": self.run.score(self.model),
+            "scores": self.job.score(self.model),
             "losses": losses_of(state.log_history),
             "seconds": began - self.started,
         }
-        metric = self.run.corpus.metrics[0]
-        sign = -1 if metric in self.run.task.lower_is_better else 1
+        metric = self.job.corpus.metrics[0]
+        sign = -1 if metric in self.job.task.lower_is_better else 1
         main = entry["scores"][metric]
         if math.isnan(main):
             raise TrainingFailed(
                 f"the model's outputs are not finite after step {state.global_step}; {self.remedy}"
             )
         entry["best"] = all(sign * main > sign * old["scores"][metric] for old in past)
-        if self.save_best is not None and entry["best"]:
+        if entry["best"]:
             self.save_best(entry, [*past, entry])
         # Seconds are those of training alone.
         self.started += time.perf_counter() - began
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
-        mark = "  (best so far)" if entry["best"] and self.save_best else ""
+        mark = "  (best so far)" if entry["best"] else ""
         self.display.say(
             f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
@@ -186,11 +185,9 @@ def ended_state(checkpoint: Path | None) -> TrainerState | None:
     return state if history and history[-1]["step"] >= state.max_steps else None
 
 
-def arguments_of(
-    training_config: TrainingConfig, folder: Path, steps: int, saves: bool
-) -> TrainingConfig:
-    """The configuration of one training; if it ``saves`` checkpoints, it writes to ``folder``."""
-    args = dataclasses.replace(training_config, save_strategy="epoch" if saves else "no")
+def arguments_of(training_config: TrainingConfig, folder: Path, steps: int) -> TrainingConfig:
+    """The configuration of one training, which writes checkpoints to ``folder``."""
+    args = dataclasses.replace(training_config, save_strategy="epoch")
     args.output_dir, args.warmup_steps = str(folder), round(args.warmup * steps)
     if "logging_steps" not in args.passed:
         args.logging_steps = max(1, min(10, steps // 50))
@@ -198,10 +195,10 @@ def arguments_of(
 
 
 @contextlib.contextmanager
-def logging_to(logs: Path | None) -> Iterator[None]:
+def logging_to(logs: Path) -> Iterator[None]:
     """Context that sends TensorBoard's files to ``logs``, unless its variable is set already."""
     name = "TENSORBOARD_LOGGING_DIR"
-    if logs is None or name in os.environ:
+    if name in os.environ:
         yield
         return
     os.environ[name] = str(logs)

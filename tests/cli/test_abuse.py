@@ -59,7 +59,7 @@ def invoke(folder, tmp_path, monkeypatch):
     def trains(*args, **kwargs):
         raise TrainingFailed("reached the training")
 
-    monkeypatch.setattr("fastkd.train.run.Run.train", trains)
+    monkeypatch.setattr("fastkd.train.job.Job.train", trains)
     monkeypatch.setattr("fastkd.cli.cache_command.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.chdir(tmp_path)

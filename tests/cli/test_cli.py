@@ -549,8 +549,8 @@ def test_what_a_step_in_parts_compares_is_said(distill, tmp_path):
     arguments = tmp_path / "args.yaml"
     arguments.write_text("gradient_accumulation_steps: 2\n")
     output = " ".join(distill(trainer_args=arguments, method="fcd").split())
-    assert "samples compares the 8 rows of a batch, not the 16 of a step" in output
-    assert "--batch-size 16 --accumulate 2 compares them all" in output
+    assert "compares samples (samples) within each accumulated batch only" in output
+    assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
     rest = {"trainer_args": arguments, "out": tmp_path / "other"}
     assert "compares the" not in distill(method="soft_targets", **rest)
     assert "exclude each other" in distill(accumulate=2, trainer_args=arguments, expect=2)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
-from fastkd.train.run import Run
+from fastkd.train.job import Job
 from tests.cli.test_cli import (
     press_ctrl_c,
     report_of,
@@ -72,7 +72,7 @@ def test_a_stage_begins_with_the_student_before(finished, monkeypatch, folder, t
 
     out = shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
     shutil.rmtree(out / "2-task")
-    monkeypatch.setattr(Run, "train", distil)
+    monkeypatch.setattr(Job, "train", distil)
     run("distill", "--resume", stages=folder / "plan.toml", out=out, expect=130)
     before = load_file(out / "1-general" / "student" / "model.safetensors")
     body = {name: value for name, value in before.items() if name.startswith("bert.")}
@@ -84,13 +84,13 @@ def test_a_stage_begins_with_the_student_before(finished, monkeypatch, folder, t
 def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
     plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
     started = []
-    original = Run.train
+    original = Job.train
 
     def distil(self, *rest, **more):
         started.append(self.train_rows)
         return original(self, *rest, **more)
 
-    monkeypatch.setattr(Run, "train", distil)
+    monkeypatch.setattr(Job, "train", distil)
     shutil.rmtree(out / "2-task")
     with monkeypatch.context() as patch:
         stop_at(patch, 3, press_ctrl_c)

@@ -21,7 +21,7 @@ from fastkd.study import docstrings, grid, grid_report, grid_runs
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
 from fastkd.train import data
-from fastkd.train import run as trained
+from fastkd.train import job as trained
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display

@@ -21,7 +21,7 @@ from fastkd.train.evaluation import score
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, Draw, prompts_of, write
-from fastkd.train.trainers import OnPolicy
+from fastkd.train.trainers import is_on_policy
 from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import run, sentences, words_of
@@ -370,7 +370,7 @@ def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
 
 def test_the_steps_on_policy_are_spread():
     for share, count in ((0.1, 100), (0.25, 250), (1 / 3, 333), (1.0, 1000)):
-        steps = [OnPolicy(share, None).at(step) for step in range(1000)]
+        steps = [is_on_policy(step, share) for step in range(1000)]
         assert sum(steps) == count
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
