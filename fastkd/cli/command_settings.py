@@ -10,10 +10,10 @@ from fastkd.train.hub import is_served
 from fastkd.train.options import (
     Checked,
     data_option,
-    given,
     model_option,
     option,
     run_option,
+    set_flags,
 )
 from fastkd.train.settings import (
     MAX_LENGTH,
@@ -118,8 +118,8 @@ class AnalyzeSettings(ColumnOptions):
         if tasks.kind_of(self.task) is not None and self.data is None and self.text is None:
             raise InputError(f"--task {self.task} needs --data FILE")
         if self.data is None:
-            columns = given(self, "text_column", "text_pair_column", "label_column", "no_header")
-            if columns:
+            names = ("text_column", "text_pair_column", "label_column", "no_header")
+            if columns := set_flags(self, *names):
                 raise InputError(f"{columns[0]} is about --data FILE")
         if self.sentence is not None and not self.sentence.strip():
             raise InputError("--sentence holds no text")
@@ -182,7 +182,7 @@ class PredictSettings(AnswerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.glue_zip is not None:
-            if more := given(self, "model", "data", "task", "glue"):
+            if more := set_flags(self, "model", "data", "task", "glue"):
                 raise InputError(f"--glue-zip and {more[0]} exclude each other")
             if self.out is None or self.out.suffix != ".zip":
                 raise InputError("--glue-zip needs --out FILE.zip")
@@ -195,7 +195,7 @@ class PredictSettings(AnswerSettings):
             tasks.check(self.task)
         elif self.task not in TASKS:
             raise InputError(f"--glue needs --task NAME, one of {', '.join(TASKS)}")
-        elif more := given(self, "out"):
+        elif more := set_flags(self, "out"):
             raise InputError(
                 f"--glue and {more[0]} exclude each other: the server's file has a name"
             )

@@ -72,8 +72,8 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
             rows = read_hub(HUB, config, split, columns, "--task", type(model.task))
         else:
             rows = model.read(path, settings.columns, task, labelled=False)
-        model.task, asked, *_ = model.task.prepare(rows, labelled=False)
-        answers = model.answers(asked, settings.max_length, stderr_display())
+        model.task, prepared, *_ = model.task.prepare(rows, labelled=False)
+        answers = model.answers(prepared, settings.max_length, stderr_display())
         found = model.task.predictions(*answers)
         if "value" in found[0]:
             content: list[str | float] = [float(row["value"]) for row in found]

@@ -13,7 +13,7 @@ from fastkd._core.numerics import Projector, upcast
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
-from fastkd.distill.methods import METHODS, AttentionMSE, SoftTargets
+from fastkd.distill.methods import AttentionMSE, SoftTargets
 from fastkd.distill.step import Step
 from fastkd.lm.heads import Head
 from fastkd.lm.log_probs import log_probs
@@ -348,4 +348,3 @@ BASELINES: dict[str, type[Method]] = {
     "gold": GOLD,
 }
 #: Names of all methods, for the commands.
-NAMES = (*METHODS, *BASELINES)

@@ -37,19 +37,15 @@ from fastkd.train.models import method_class
 from fastkd.train.options import (
     check_name,
     check_tables,
-    check_types,
     file_keys,
     fits,
-    given,
-    paths_of,
     read_options_file,
-    resolve_path,
+    set_flags,
 )
 from fastkd.train.recipes import MAKES
-from fastkd.train.settings import AUTO, OF_ALL_STAGES, ColumnOptions, DistillOptions
+from fastkd.train.settings import AUTO, ColumnOptions, DistillOptions, option_values
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
-MODELS = ("teacher", "student", "tokenizer")
 PAPERS = Path(__file__).with_name("papers")
 PAPER = "paper:"
 #: Keys of a study beside the options of `fastkd distill`.
@@ -182,10 +178,10 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
     small = settings.steps is not None and folder == PAPERS
     searching = found.get("grid", {})
     top = {k: v for k, v in found.items() if k not in OWN}
-    shared = _fields("the study", {"teacher": "packaged", **top}, folder)
+    shared = option_values("the study", {"teacher": "packaged", **top}, folder, OWN)
     common = {k: v for k, v in searching.items() if k not in file_keys(DistillOptions)}
     searched = {k: v for k, v in searching.items() if k not in common}
-    searched = _fields("grid", searched, folder)
+    searched = option_values("grid", searched, folder, OWN)
     unknown = set(common)
     if settings.teacher is not None:
         shared["teacher"] = settings.teacher
@@ -259,34 +255,6 @@ def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> di
     return run
 
 
-def _fields(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Values of options by field, from the keys of a file; lists are checked by their entries."""
-    keys = {k: n for k, n in file_keys(DistillOptions).items() if n not in OF_ALL_STAGES}
-    found, paths = {}, paths_of(DistillOptions)
-    for key, value in table.items():
-        if key not in keys:
-            raise InputError(f"{where} has no option {key!r}; {nearest(key, [*OWN, *keys])}")
-        name = keys[key]
-        many = value if isinstance(value, list) else [value]
-        if name in paths:
-            many = [resolve_path(f"{where}: {key}", each, folder) for each in many]
-        elif name in MODELS:
-            many = [_model(each, folder) for each in many]
-        for each in many:
-            if name not in paths:
-                check_types(f"{where}: ", {name: each}, DistillOptions)
-        found[name] = many if isinstance(value, list) else many[0]
-    return found
-
-
-def _model(given: Any, folder: Path) -> Any:
-    """A name on the hub, or a directory beside the file; $NAME is an environment variable."""
-    if not isinstance(given, str):
-        return given
-    path = resolve_path("", given, folder)
-    return str(path) if path.is_dir() or given.startswith((".", "$", "~")) else given
-
-
 def _entry(
     entry: str, table: Mapping[str, Any], folder: Path
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -296,7 +264,7 @@ def _entry(
     rest = {k: v for k, v in table.items() if k != "method"}
     options = {k: v for k, v in rest.items() if k in known}
     own = {k: v for k, v in rest.items() if k not in known}
-    return method, _fields(f"methods.{entry}", own, folder), options
+    return method, option_values(f"methods.{entry}", own, folder, OWN), options
 
 
 def _parameters(method: str) -> Mapping[str, Any]:
@@ -315,8 +283,8 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
     columns = {k: v for k in _COLUMNS if (v := getattr(settings, k))}
     if columns and not settings.tasks:
         raise InputError(
-            f"{given(settings, *columns)[0]}: applies to --tasks NAME=FILES only; write columns in "
-            "the study's file"
+            f"{set_flags(settings, *columns)[0]}: applies to --tasks NAME=FILES only; write "
+            "columns in the study's file"
         )
     if settings.tasks:
         tables = {
@@ -343,7 +311,7 @@ def _task(name: str, table: Mapping[str, Any], folder: Path, out: Path) -> dict[
     kind, rows = table.pop("docstrings", None), table.pop("rows", ROWS)
     if kind is None:
         named = {"task": name} if name in (*GLUE_TASKS, *NAMED_TASKS) else {}
-        return {**named, **_fields(where, table, folder)}
+        return {**named, **option_values(where, table, folder, OWN)}
     if kind not in SETS:
         raise InputError(f"{where}: docstrings must be {' or '.join(SETS)}, got {kind!r:.40}")
     if not (isinstance(rows, list) and len(rows) == 2 and all(fits(x, int) for x in rows)):
@@ -355,7 +323,7 @@ def _task(name: str, table: Mapping[str, Any], folder: Path, out: Path) -> dict[
         raise InputError(f"{where}: docstrings and {min(others)} exclude each other")
     place = out / "data" / "-".join([kind, *map(str, rows)])
     files = {"train": place / "train.jsonl", "evals": place / "eval.jsonl"}
-    return {**SETS[kind].options, **files, **_fields(where, table, folder)}
+    return {**SETS[kind].options, **files, **option_values(where, table, folder, OWN)}
 
 
 def _task_of_option(name: str, value: Any, tables: Mapping[str, Mapping]) -> dict[str, Any]:

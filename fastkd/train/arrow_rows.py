@@ -303,7 +303,7 @@ class Encoded(torch.utils.data.Dataset):
             return has_label(self.labels)
         return np.arange(len(self)) < self.ends[0]
 
-    def place(self, index: int) -> tuple[str, int]:
+    def source_of(self, index: int) -> tuple[str, int]:
         """Source and number of the (first) row that ``index`` was encoded from."""
         part = next(i for i, end in enumerate(self.ends) if index < end)
         return self.sources[part].source, self.evaluation_columns[index]["number"]

@@ -114,10 +114,10 @@ def _usage(task: type[Task], report: Mapping[str, Any], directory: str) -> str:
     )
 
 
-def _made(method: str, asked: str) -> str:
+def _made(method: str, given: str) -> str:
     if method == "labels":
         return "trained on the labels alone, and compared with the teacher"
-    by = "" if method == asked else f" (`--method {asked}`)"
+    by = "" if method == given else f" (`--method {given}`)"
     return f"distilled with the method `{method}`{by} from the teacher"
 
 

@@ -345,13 +345,13 @@ def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
 
 
 def file_columns(
-    asked: Columns,
+    requested: Columns,
     glue: Glue | None,
     path: Path,
     task: type[Task],
     labelled: bool = True,
 ) -> Columns:
-    """Columns of a file: those ``asked`` for, GLUE's, or the defaults of the task.
+    """Columns of a file: the ``requested`` ones, GLUE's, or the defaults of the task.
 
     A file of a GLUE task has GLUE's own layout, or the hub's columns if its header has them.
     """
@@ -360,17 +360,17 @@ def file_columns(
         columns = glue.file
         hub = {name for name in (glue.hub.text, glue.hub.pair) if name is not None}
         hub |= {glue.hub.label} if labelled and glue.hub.label is not None else set()
-        if asked.header and hub <= set(files.first_row(path)):
+        if requested.header and hub <= set(files.first_row(path)):
             columns = glue.hub
-    elif not asked.header:
-        needed = {"--text-column": asked.text}
+    elif not requested.header:
+        needed = {"--text-column": requested.text}
         if labelled:
-            needed["--label-column"] = asked.label
+            needed["--label-column"] = requested.label
         if None in needed.values():
             raise InputError(
                 f"--no-header needs {' and '.join(needed)} as numbers, the first being 0"
             )
-    columns = asked.over(columns)
+    columns = requested.over(columns)
     if files.kind_of(path) == ".txt":
         if columns.pair is not None:
             raise InputError(

@@ -15,7 +15,7 @@ from fastkd.train.errors import InputError, nearest
 from fastkd.train.hub import is_served
 from fastkd.train.job import Job, Measure, check_classes
 from fastkd.train.models import be_quiet, make_method
-from fastkd.train.options import given
+from fastkd.train.options import set_flags
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RunDirectory
 from fastkd.train.saving import locked
@@ -69,6 +69,15 @@ def run_distillation(
     return report
 
 
+def check_resume(config: DistillConfig) -> None:
+    """Raise if --resume names no directory."""
+    if config.resume and not config.out.exists():
+        raise InputError(
+            f"--resume: --out {config.out} does not exist; give that of the run, or leave --resume "
+            "out"
+        )
+
+
 def check(config: DistillConfig) -> None:
     """Raise for options that do not fit method, task or processes, before anything is read."""
     if config.shard and world_size() == 1:
@@ -76,12 +85,8 @@ def check(config: DistillConfig) -> None:
             "--fsdp: shards models over processes, but there is one; start several by `torchrun "
             "--nproc-per-node N -m fastkd distill ...`"
         )
-    if config.resume and not config.out.exists():
-        raise InputError(
-            f"--resume: --out {config.out} does not exist; give that of the run, or leave --resume "
-            "out"
-        )
-    for flag in given(config, "teacher_model", "top_k"):
+    check_resume(config)
+    for flag in set_flags(config, "teacher_model", "top_k"):
         if not is_served(config.teacher):
             raise InputError(f"{flag}: belongs to a --teacher that is a server's URL; leave it out")
     kind = tasks.of_file(config.kind, config.train)

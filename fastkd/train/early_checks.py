@@ -3,12 +3,13 @@
 Their imports take seconds. Whatever is not checked here is checked when it is read.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastkd.train import files, tasks
 from fastkd.train.hub import check_place, is_served
-from fastkd.train.input_columns import Columns, check_columns, settle_columns
+from fastkd.train.input_columns import check_columns, settle_columns
 from fastkd.train.options import options_of
 from fastkd.train.row_teachers import teachers_of
 
@@ -45,21 +46,21 @@ def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
     known = files.kind_of(path) in files.READERS
     if not path.exists() or (kind in PLAIN and path.is_file() and known):
         files.check_file(path, option)
-    asked = getattr(settings, "columns", None)
+    columns = getattr(settings, "columns", None)
     small = files.kind_of(path) == WHOLE and path.stat().st_size <= MOST
     quick = path.is_file() and option != "--text" and (files.kind_of(path) in QUICK or small)
-    if asked is None or not quick or kind == "question-answering":
+    if columns is None or not quick or kind == "question-answering":
         return
-    _, record = next(files.records(path, asked.header, option), (0, None))
+    _, record = next(files.records(path, columns.header, option), (0, None))
     if record is None:
         return
     # `fastkd predict` reads no label.
     labelled = labelled and hasattr(settings, "label_order")
-    asked = Columns(asked.text, asked.pair, asked.label if labelled else None, asked.header)
+    columns = replace(columns, label=columns.label if labelled else None)
     training = hasattr(settings, "train")
-    if training and asked.header and kind in PLAIN and settings.glue is None:
+    if training and columns.header and kind in PLAIN and settings.glue is None:
         # Text alone may be evaluated without labels.
-        label = asked.label or ("label" if labelled and settings.train is not None else None)
-        settle_columns(Columns(asked.text, asked.pair, label), record, str(path))
+        label = columns.label or ("label" if labelled and settings.train is not None else None)
+        settle_columns(replace(columns, label=label), record, str(path))
     else:
-        check_columns(asked, record, str(path))
+        check_columns(columns, record, str(path))

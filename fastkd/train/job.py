@@ -592,7 +592,7 @@ class Job:
             for i in range(len(batch["input_ids"])):
                 row = {name: x[i : i + 1] for name, x in batch.items()}
                 if not all(key in cache for key in distiller.sample_keys(row)):
-                    source, number = rows.place((number * ranks + rank) * size + i)
+                    source, number = rows.source_of((number * ranks + rank) * size + i)
                     raise InputError(
                         f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write "
                         "it from the same rows with the same --max-length"

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fastkd._core.extras import MissingExtra
-from fastkd.distill.baselines import BASELINES, NAMES
+from fastkd.distill.baselines import BASELINES
 from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.layers import select_layers
@@ -31,12 +31,13 @@ from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_not
 from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
-from fastkd.train.options import as_json, given
+from fastkd.train.options import as_json, set_flags
 from fastkd.train.progress import Display
+from fastkd.train.recipes import MAKES
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.same_tokens import difference, other_token, same_tokens, sample
 from fastkd.train.saving import find_damage, read_manifest
-from fastkd.train.settings import AUTO, MAX_LENGTH, SELECT, Pairing
+from fastkd.train.settings import AUTO, MAX_LENGTH, NAMES, SELECT, Pairing
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
 from fastkd.train.tasks.regression import Regression
@@ -78,11 +79,10 @@ def load(option: str, name: str, auto: Any, remote_code: bool, **options: Any) -
         raise InputError(f"{option} {name}: {reason}") from error
 
 
-def load_tokenizer(settings: Pairing) -> Any:
-    """The tokenizer of --tokenizer, or the teacher's."""
-    option = "--teacher" if settings.tokenizer is None else "--tokenizer"
-    name = settings.tokenizer or settings.teacher
-    return tokenizer_of(option, name, settings.trust_remote_code)
+def load_tokenizer(settings: Pairing, who: str = "teacher") -> Any:
+    """The tokenizer of --tokenizer, or the teacher's or student's."""
+    name = who if settings.tokenizer is None else "tokenizer"
+    return tokenizer_of(f"--{name}", getattr(settings, name), settings.trust_remote_code)
 
 
 def load_tokenizers(settings: Pairing, corpus: Corpus, display: Display) -> tuple[Any, Any]:
@@ -291,12 +291,10 @@ def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
             f"--teacher {url}: a server's model can't be cut; pass --student, which reads its "
             "tokens, and --teacher-model NAME"
         )
-    made = ("finetune_teacher", "student_layers", "student_config")
-    for flag in given(settings, *(name for name in made if hasattr(settings, name))):
+    needed = ("finetune_teacher", "student_layers", "student_config")
+    for flag in set_flags(settings, *(name for name in needed if hasattr(settings, name))):
         raise InputError(f"{flag}: needs the teacher's weights, and --teacher {url} is a server")
-    name = settings.tokenizer or settings.student
-    option = "--student" if settings.tokenizer is None else "--tokenizer"
-    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings, "student")
     if settings.method == AUTO:
         raise InputError(
             f"--teacher {url}: a server's log-probabilities have temperature 1; pass --method "
@@ -313,9 +311,7 @@ def served_teacher(settings: Any) -> tuple[ServedTeacher, Any]:
 
 def row_teachers(settings: Any, corpus: Corpus) -> tuple[ByRow, Any, Corpus]:
     """The teachers of --teachers, the tokenizer of all models, and the corpus in their order."""
-    name = settings.tokenizer or settings.student
-    option = "--student" if settings.tokenizer is None else "--tokenizer"
-    tokenizer = tokenizer_of(option, name, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings, "student")
     remote, found, order = settings.trust_remote_code, dict[str, Any](), None
     for who, entry in teachers_of(settings.teachers).items():
         if "url" in entry:
@@ -393,10 +389,6 @@ def fitting_length(max_length: int, tokenizer: Any, model: PreTrainedModel, who:
     return min(max_length, limit)
 
 
-# Options that determine the student in a cache.
-CACHED_OPTIONS = ("student_layers", "teacher_layers", "student_config", "student_weights")
-
-
 def load_cached_teacher(
     settings: Pairing, folder: Path, corpus: Corpus
 ) -> tuple[TeacherCache, dict[str, Any], Any, Any, Corpus]:
@@ -413,7 +405,7 @@ def load_cached_teacher(
         raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
     tokenizer = tokenizer_of(option, str(folder / STUDENT), settings.trust_remote_code)
     again = as_json(settings)
-    for flag in given(settings, *CACHED_OPTIONS):
+    for flag in set_flags(settings, *MAKES[1:]):
         name = flag.removeprefix("--").replace("-", "_")
         written = about["settings"][name]
         if again[name] != written:
@@ -480,8 +472,8 @@ def make_student(
             return _student_from_path(settings, settings.student, config, tokenizer, task)
         auto = getattr(transformers, task.head)
         options = attention_for(settings.method, settings.attention)
-        made = (read_manifest(cache) or {})["settings"]
-        if made["student_weights"] == "random" and made["seed"] != settings.seed:
+        written = (read_manifest(cache) or {})["settings"]
+        if written["student_weights"] == "random" and written["seed"] != settings.seed:
             config, remote = _cached_config(settings, cache), settings.trust_remote_code
             return auto.from_config(config, trust_remote_code=remote, **options)
         path, remote = str(cache / STUDENT), settings.trust_remote_code
@@ -587,11 +579,11 @@ def method_class(name: str) -> type[Method]:
         raise InputError(f"--method: {error}") from error
 
 
-def attention_for(method: str, asked: str | None) -> dict[str, Any]:
+def attention_for(method: str, attention: str | None) -> dict[str, Any]:
     """Options of ``from_pretrained`` for --attention; eager for methods with attention maps."""
-    if asked is None and method != AUTO and issubclass(method_class(method), AttentionMSE):
-        asked = "eager"
-    return {} if asked is None else {"attn_implementation": asked}
+    if attention is None and method != AUTO and issubclass(method_class(method), AttentionMSE):
+        attention = "eager"
+    return {} if attention is None else {"attn_implementation": attention}
 
 
 def make_method(

@@ -77,13 +77,6 @@ def option(default: Any, help: str, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def same_option(cls: Any, name: str, default: Any = ...) -> Any:
-    """The option ``name`` of another dataclass, with its default or another one."""
-    (found,) = (field for field in dataclasses.fields(cls) if field.name == name)
-    value = found.default if default is ... else default
-    return dataclasses.field(default=value, metadata=found.metadata)
-
-
 # Panels of several commands' help; options of the last one do not change the result.
 data_option = functools.partial(option, panel="Data")
 model_option = functools.partial(option, panel="Teacher and student")
@@ -120,7 +113,7 @@ def paths_of(cls: Any) -> list[str]:
     ]
 
 
-def given(settings: Any, *names: str) -> list[str]:
+def set_flags(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
     default, flags = defaults_of(settings), options_of(settings)
     return [flags[name].flag for name in names if getattr(settings, name) != default[name]]

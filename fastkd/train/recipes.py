@@ -169,7 +169,7 @@ RECIPES: dict[str, Recipe] = {
     ),
 }  # fmt: skip
 
-# Options that make a student. With one of them given, a recipe's student is left out.
+# Options that make a student. With one of them, a recipe's student is left out.
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 
 

@@ -291,7 +291,7 @@ def locked(out: Path) -> Iterator[None]:
     """
     path = out / LOCK
     try:
-        made = [p for p in (out, *out.parents) if not p.exists()]
+        created = [p for p in (out, *out.parents) if not p.exists()]
         out.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(path, blocking=False)
         lock.acquire()
@@ -309,7 +309,7 @@ def locked(out: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         lock.release()
-        for directory in made:
+        for directory in created:
             with contextlib.suppress(OSError):
                 directory.rmdir()
 

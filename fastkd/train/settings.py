@@ -4,24 +4,28 @@ They need no transformers, so that the help of a command is quick. `fastkd.train
 of `fastkd distill` into transformers.TrainingArguments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fastkd.train import recipes, tasks
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.hub import is_served
 from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
+    check_types,
     data_option,
-    given,
+    file_keys,
     model_option,
     option,
     options_of,
+    paths_of,
+    resolve_path,
     run_option,
+    set_flags,
     training_option,
 )
 from fastkd.train.packaged_teacher import resolved
@@ -142,8 +146,8 @@ class Source(ColumnOptions):
         super().__post_init__()
         tasks.check(self.task)
         tasks.check_metric(self.task, self.metric)
-        hub = given(self, "data", "data_config", "train_split", "eval_split")
-        files = given(self, "train", "evals")
+        hub = set_flags(self, "data", "data_config", "train_split", "eval_split")
+        files = set_flags(self, "train", "evals")
         if self.train is None and self.evals is None:
             if self.no_header:
                 raise InputError("--no-header is about files; give --train and --eval")
@@ -277,15 +281,15 @@ class Pairing(Source):
             self.teacher = resolved(self.teacher)
         if self.recipe is not None and self.preset != "paper":
             raise InputError("--recipe needs --preset paper")
-        for flag in given(self, "preset", "options") if self.method == AUTO else ():
+        for flag in set_flags(self, "preset", "options") if self.method == AUTO else ():
             raise InputError(
                 f"{flag} needs --method NAME: --method {AUTO} takes another method for another "
                 "kind of task"
             )
-        made = given(self, "student_layers", "teacher_layers", "student_config", "student_weights")
-        if self.student is not None and made:
-            raise InputError(f"--student and {made[0]} exclude each other")
-        if self.student_weights == "random" and given(self, "teacher_layers"):
+        makes = set_flags(self, *recipes.MAKES[1:])
+        if self.student is not None and makes:
+            raise InputError(f"--student and {makes[0]} exclude each other")
+        if self.student_weights == "random" and set_flags(self, "teacher_layers"):
             raise InputError("--teacher-layers and --student-weights random exclude each other")
         if "num_hidden_layers" in self.student_config:
             raise InputError("--student-config num_hidden_layers: give --student-layers")
@@ -440,8 +444,8 @@ class DistillOptions(TrainingOptions, Pairing):
             raise InputError("--resume and --overwrite exclude each other")
         if self.stages is not None:
             Checked.__post_init__(self)
-            more = given(self, *(name for name in options_of(self) if name not in OF_ALL_STAGES))
-            if more:
+            others = (name for name in options_of(self) if name not in OF_ALL_STAGES)
+            if more := set_flags(self, *others):
                 raise InputError(
                     f"--stages and {more[0]} exclude each other: it stands in the file"
                 )
@@ -463,11 +467,11 @@ class DistillOptions(TrainingOptions, Pairing):
              "take bf16"),
             (shard and self.on_policy and self.gather, "--fsdp, --gather and --on-policy exclude "
              "each other: a process without rows cannot take part in generating text"),
-            (not self.finetune_teacher and given(self, "teacher_learning_rate"),
+            (not self.finetune_teacher and set_flags(self, "teacher_learning_rate"),
              "--teacher-learning-rate needs --finetune-teacher EPOCHS"),
-            (self.teachers is None and given(self, "teacher_column"),
+            (self.teachers is None and set_flags(self, "teacher_column"),
              "--teacher-column needs --teachers FILE"),
-            (not is_served(self.teacher) and given(self, "teacher_model", "top_k"),
+            (not is_served(self.teacher) and set_flags(self, "teacher_model", "top_k"),
              "--teacher-model and --top-k need --teacher URL, a server"),
         ):  # fmt: skip
             if wrong:
@@ -493,10 +497,49 @@ class DistillOptions(TrainingOptions, Pairing):
 
     def _check_teachers(self) -> None:
         """Raise for options of one teacher."""
-        for flag in given(
+        for flag in set_flags(
             self, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher", "pack",
             "on_policy", "shard", "student_layers", "student_config",
         ):  # fmt: skip
             raise InputError(f"--teachers and {flag} exclude each other")
         if self.student is None:
             raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
+
+
+# Options that name a model: a directory, or a name on the hub.
+MODELS = ("teacher", "student", "tokenizer")
+
+
+def option_values(
+    where: str,
+    table: Mapping[str, Any],
+    folder: Path,
+    study: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Fields of `DistillOptions` by the keys of a file's ``table``, but those beside --stages.
+
+    Paths are relative to the ``folder`` of the file. ``study``: the further keys of a study's file,
+    where a value may be a list of values.
+    """
+    keys = {k: n for k, n in file_keys(DistillOptions).items() if n not in OF_ALL_STAGES}
+    found, paths = {}, paths_of(DistillOptions)
+    for key, value in table.items():
+        if key not in keys:
+            raise InputError(f"{where} has no option {key!r}; {nearest(key, [*study, *keys])}")
+        name, many = keys[key], value if study and isinstance(value, list) else [value]
+        if name in paths:
+            many = [resolve_path(f"{where}: {key}", each, folder) for each in many]
+        elif name in MODELS:
+            many = [_model_in(folder, each) for each in many]
+        for each in many if name not in paths else ():
+            check_types(f"{where}: ", {name: each}, DistillOptions)
+        found[name] = many if study and isinstance(value, list) else many[0]
+    return found
+
+
+def _model_in(folder: Path, name: Any) -> Any:
+    """A name on the hub, or a directory beside a file; $NAME is an environment variable."""
+    if not isinstance(name, str):
+        return name
+    path = resolve_path("", name, folder)
+    return str(path) if path.is_dir() or name.startswith(("$", "~")) else name

@@ -33,22 +33,16 @@ from fastkd.train.models import STUDENT, check_depth, finished_task, load
 from fastkd.train.options import (
     check_name,
     check_tables,
-    check_types,
     errors_with_file_keys,
-    file_keys,
     option,
-    paths_of,
     read_options_file,
-    resolve_path,
 )
 from fastkd.train.progress import Display
+from fastkd.train.recipes import MAKES
 from fastkd.train.run_directory import RESULTS
 from fastkd.train.saving import read_manifest
-from fastkd.train.settings import OF_ALL_STAGES
+from fastkd.train.settings import OF_ALL_STAGES, option_values
 
-MODELS = ("teacher", "student", "tokenizer")  # a directory, or a name on the hub
-# Options that make a student; later stages have one already.
-MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 LAST = "student"
 STAGES = "stages."  # of a teacher that an earlier stage trains
 
@@ -98,17 +92,17 @@ def read(settings: DistillConfig) -> list[Stage]:
         where = f"stages.{name} of {settings.stages}"
         values = _values(where, {**found, **table}, settings.stages.parent)
         assistant = _assistant(where, values.get("teacher"), stages)
-        made = next((key for key in MAKES if key in (table if assistant else values)), None)
+        makes = next((key for key in MAKES if key in (table if assistant else values)), None)
         if assistant is not None:
             values["teacher"] = str(assistant.out / "student")
-            before = None if made else before
+            before = None if makes else before
             if before == assistant.out / "student":
                 raise InputError(
                     f"{where}: teacher and student are both the student of the stage "
                     f"{assistant.name}; give student_layers, or another option that makes a student"
                 )
-        elif before is not None and made:
-            raise InputError(f"{where}: {made} is for the first stage; others take its student")
+        elif before is not None and makes:
+            raise InputError(f"{where}: {makes} is for the first stage; others take its student")
         if before is not None:
             values = {key: x for key, x in values.items() if key not in MAKES}
             values["student"] = str(before)
@@ -131,24 +125,10 @@ def _assistant(where: str, teacher: str | None, before: list[Stage]) -> Stage | 
 
 def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Fields of `DistillConfig` that a stage's table gives."""
-    keys = {
-        key: name for key, name in file_keys(DistillConfig).items() if name not in OF_ALL_STAGES
-    }
-    values, paths = {}, paths_of(DistillConfig)
-    for key, value in table.items():
+    for key in table:
         if key in OF_ALL_STAGES:
             raise InputError(f"{where}: {key} is of all stages; give it on the command line")
-        if key not in keys:
-            raise InputError(f"{where} has no option {key!r}; {nearest(key, keys)}")
-        name = keys[key]
-        if name in paths:
-            value = resolve_path(f"{where}: {key}", value, folder)
-        else:
-            check_types(f"{where}: ", {name: value}, DistillConfig)
-            if name in MODELS and (folder / value).is_dir():
-                value = str(folder / value)
-        values[name] = value
-    return values
+    return option_values(where, table, folder)
 
 
 def check(settings: DistillConfig, stages: list[Stage]) -> None:
@@ -218,11 +198,7 @@ def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
     last = settings.out / LAST
     if last.exists() and not last.is_symlink():
         raise InputError(f"--out {settings.out} holds a student of a run without --stages")
-    if settings.resume and not settings.out.exists():
-        raise InputError(
-            f"--resume: --out {settings.out} does not exist; give that of the run, or leave "
-            "--resume out"
-        )
+    distillation.check_resume(settings)
     if settings.resume or settings.overwrite:
         return
     for stage in stages:

@@ -53,7 +53,7 @@ def read_training_record(model: Path) -> TrainingRecord | None:
 
 
 def columns_of(
-    asked: Columns,
+    requested: Columns,
     task: str | None,
     path: Path,
     labelled: bool,
@@ -72,7 +72,7 @@ def columns_of(
         task = None
     then = training or TrainingRecord(NO_COLUMNS, None, None)
     before = file_columns(then.columns, GLUE_TASKS.get(then.task or ""), path, kind, labelled)
-    if (asked, task) == (NO_COLUMNS, None) and before.header:
+    if (requested, task) == (NO_COLUMNS, None) and before.header:
         _, first = next(records(path, True, "--data", readers=kind.readers), (1, {}))
         texts = {before.text, before.pair} - {None}
         lacks = texts - first.keys()
@@ -80,7 +80,7 @@ def columns_of(
         if not lacks and (before.pair is not None or first.keys() >= {*before.labels_in(first)}):
             return before
         check_separators(first, str(path))
-    columns = file_columns(asked, GLUE_TASKS.get(task or ""), path, kind, labelled)
+    columns = file_columns(requested, GLUE_TASKS.get(task or ""), path, kind, labelled)
     if before.pair is not None and columns.pair is None:
         raise InputError(
             f"{model} was trained on pairs of texts; --text-pair-column says where the second is "
@@ -109,10 +109,10 @@ class TrainedModel:
         self.model, self.tokenizer, self.task = load_trained(name, remote_code, task)
         torch.nn.Module.to(self.model, training_config.device).eval()
 
-    def read(self, path: Path, asked: Columns, task: str | None, labelled: bool) -> Rows:
+    def read(self, path: Path, requested: Columns, task: str | None, labelled: bool) -> Rows:
         """The rows of --data; unless ``labelled``, rows without text are included."""
         kind = type(self.task)
-        columns = columns_of(asked, task, path, labelled, self.name, self.training, kind)
+        columns = columns_of(requested, task, path, labelled, self.name, self.training, kind)
         return read_file(path, columns, "--data", not labelled, kind)
 
     def answers(self, rows: Rows, max_length: int | None, display: Display) -> tuple[Any, Encoded]:

@@ -280,16 +280,16 @@ class Task:
         return cls()
 
     def match(
-        self, corpus: Corpus, head: "Task | None", asked: str | None, who: str, fresh: bool = False
+        self, corpus: Corpus, head: "Task | None", order: str | None, who: str, fresh: bool = False
     ) -> Corpus:
         """``corpus`` with the model's fields, and its classes in the order of those of ``head``.
 
-        ``asked``, the value of --label-order, takes precedence. Without a ``head``, or with one
+        ``order``, the value of --label-order, takes precedence. Without a ``head``, or with one
         trained from scratch (``fresh``), any order is accepted. ``who`` prefixes errors.
         """
-        if asked is not None:
+        if order is not None:
             raise InputError(
-                f"--label-order {asked}: the labels are numbers, not classes; leave it out"
+                f"--label-order {order}: the labels are numbers, not classes; leave it out"
             )
         found = {} if head is None else {name: getattr(head, name) for name in self.of_model}
         return replace(corpus, task=replace(self, **found))
@@ -429,16 +429,16 @@ class ClassTask(Task):
         return cls(tuple(class_names(config)))
 
     def match(
-        self, corpus: Corpus, head: Task | None, asked: str | None, who: str, fresh: bool = False
+        self, corpus: Corpus, head: Task | None, order: str | None, who: str, fresh: bool = False
     ) -> Corpus:
         names = self.names
-        if asked is not None:
-            return reorder_classes(label_order(asked, names, "the data"), corpus)
+        if order is not None:
+            return reorder_classes(label_order(order, names, "the data"), corpus)
         if head is None or head.names is None:
             return corpus
-        order = by_names(names, head.names)
-        if order is not None or fresh:
-            return reorder_classes(order, corpus)
+        ordered = by_names(names, head.names)
+        if ordered is not None or fresh:
+            return reorder_classes(ordered, corpus)
         elsewhere = any(
             name in head.names and head.names.index(name) != i for i, name in enumerate(names)
         )

@@ -76,7 +76,7 @@ def test_documents_are_packed_and_their_bytes_counted(tmp_path):
     words = [tokenizer.convert_ids_to_tokens(ids) for ids in encoded.tokens["input_ids"]]
     assert words == [["good", "film", "is", end], ["bad", "film", end]]
     assert encoded.evaluation_columns["bytes"][:] == [len("  film\nis"), len(" film")]
-    assert [encoded.place(i)[1] for i in range(2)] == [1, 5]
+    assert [encoded.source_of(i)[1] for i in range(2)] == [1, 5]
     # The last of six tokens would be a row of its own.
     longer = Encoder(tokenizer, 6, TASK())(rows)
     assert [len(ids) for ids in longer.tokens["input_ids"]] == [5, 2]
