@@ -39,10 +39,16 @@ core: $(VENV)/installed
 test: style
 	$(MAKE) --jobs 3 --keep-going types tests compiled
 
+# Bytecode of all that the tests import. Without it each of their five processes would compile the
+# same modules of a new environment at the same time, for half a minute each.
+$(VENV)/bytecode: $(VENV)/installed
+	-PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests bench --collect-only > /dev/null
+	touch $@
+
 # One process more than cores, since tests wait for the commands that they start; each process has
 # one thread. Python may keep what it compiles.
 # Of the benchmarks a tiny form of each, checked and not timed.
-tests: $(VENV)/installed
+tests: $(VENV)/bytecode
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
 	  -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
 
@@ -58,7 +64,7 @@ test-compiled: $(VENV)/installed
 # cores; and the tests of tools/ptx, which run here only.
 CHOSEN := matches_reference or masks or block_edges or cold or labels_in or weights_match or same_bits \
   or top_k_of_hidden or six_layers or rows_of_many or ptx
-compiled: $(VENV)/installed
+compiled: $(VENV)/bytecode
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
 	  -p tools.spread -k "($(CHOSEN)) and not (compil or graph or sizes)" --dist worksteal \
 	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
