@@ -33,7 +33,7 @@ class Killer:
     def __init__(self):
         self.root, self.count, self.last = None, 0, None
         self.renamed = {}  # by path: number of its last rename
-        sys.addaudithook(self.hook)
+        self.hooked = False
 
     def hook(self, event, arguments):
         if self.root is None or event not in EVENTS or not self.concerns(arguments[0]):
@@ -74,6 +74,10 @@ class Killer:
         monkeypatch.setattr(module, name, wrapped)
 
     def watch_writers(self, monkeypatch):
+        # Not on import: a hook stays, and slows Dynamo and the interpreter in all other tests.
+        if not self.hooked:
+            sys.addaudithook(self.hook)
+            self.hooked = True
         self.wrap(monkeypatch, torch, "save", 1)
         self.wrap(monkeypatch, safetensors.torch, "save_file", 1)
         self.wrap(monkeypatch, transformers.modeling_utils, "safe_save_file", 1)

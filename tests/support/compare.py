@@ -45,12 +45,16 @@ def assert_accurate(
 def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Few combinations of options that contain every pair of choices of two options."""
     rows = list(itertools.product(*(range(len(choices)) for choices in options)))
-    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
-    missing, chosen = set().union(*pairs.values()), []
+    bits: dict[Any, int] = {}  # of each pair of choices
+    pairs = [
+        sum(bits.setdefault(two, 1 << len(bits)) for two in itertools.combinations(choice, 2))
+        for choice in (tuple(enumerate(row)) for row in rows)
+    ]
+    missing, chosen = (1 << len(bits)) - 1, []
     while missing:
-        row = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[row]
-        chosen.append(tuple(map(operator.getitem, options, row)))
+        number = max(range(len(rows)), key=lambda i: (pairs[i] & missing).bit_count())
+        missing &= ~pairs[number]
+        chosen.append(tuple(map(operator.getitem, options, rows[number])))
     return chosen
 
 
