@@ -220,9 +220,9 @@ def reason(error):
     return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
 
 
-def rows_of(family):
-    """(head, {method: None or why not}) of a family."""
-    for head in heads(family):
+def rows_of(family, methods=lambda number: ALL):
+    """(head, {method: None or why not}) of a family; ``methods`` of the head's number."""
+    for number, head in enumerate(heads(family)):
         data = data_of(family, head)
         try:
             teacher = model_of(family, head).eval()
@@ -232,7 +232,12 @@ def rows_of(family):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield head, {name: verdict(teacher, student, data, name, head) for name in ALL}
+            names = methods(number)
+            yield head, {name: verdict(teacher, student, data, name, head) for name in names}
+
+
+def mark(why):
+    return "yes" if why is None else "–" if why in NOT_MEANT else "no"
 
 
 def lines_of(family):
@@ -242,8 +247,8 @@ def lines_of(family):
         alike.setdefault(tuple(found.values()), []).append(head)
     for found, heads in alike.items():
         wrong = sorted({why for why in found if why not in (None, *NOT_MEANT)})
-        marks = ["yes" if why is None else "–" if why in NOT_MEANT else "no" for why in found]
-        yield f"| {family} | {', '.join(heads)} | {' | '.join(marks)} | {'; '.join(wrong)} |"
+        marks = " | ".join(map(mark, found))
+        yield f"| {family} | {', '.join(heads)} | {marks} | {'; '.join(wrong)} |"
 
 
 INTRODUCTION = f"""# What works with what
