@@ -20,7 +20,7 @@ x = torch.randn(6, 5)
 cube = torch.randn(6, 4, 5)
 maps = torch.randn(2, 3, 4, 4)
 labels = torch.arange(6)
-SOFT = "forward_kl", 1.0, 1.0, 0.0, True
+SOFT = dict(divergence="forward_kl", temperature=1.0, scale=1.0, coefficient=0.0)
 TOP = torch.tensor([[0, 3]] * 6)
 STATES = dict(count=6.0, needs_hidden=True, needs_weight=True, needs_bias=True, vocabulary=7,
               scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0, narrow=False)  # fmt: skip
@@ -34,38 +34,26 @@ CALLS = {
         (x, x, torch.ones(6).bool(), torch.rand(6)),
         dict(kind="mse", beta=1.0, reduction="mean", gradient=True),
     ),
-    "soft_target_loss": (
+    "soft_targets": (
+        (x, x, x.clone(), torch.ones(6).bool(), torch.rand(6)),
+        SOFT | dict(log_mass=torch.zeros(6), labels=labels % 5, terms=torch.empty(6, 6)),
+    ),
+    "top_k_soft_targets": (
+        (x, TOP, x[:, :2], x.clone(), torch.ones(6).bool(), torch.rand(6)),
+        SOFT | dict(bucket=True),
+    ),
+    "matched_soft_targets": (
         (
             x,
-            x[:, :2],
-            TOP,
+            x[:, :3],
+            torch.tensor([2, -1, 0, 1, -1]),
+            x.clone(),
             torch.ones(6).bool(),
-            torch.tensor(3.0),
             torch.rand(6),
-            *SOFT,
-            None,
-            "",
-            "batchmean",
-            True,
         ),
-        {},
+        SOFT | dict(unmatched="bucket"),
     ),
     "is_top_k": ((TOP, x[:, :2], torch.ones(6).bool(), 5, 10.0), {}),
-    "soft_target_rows": (
-        (
-            x.clone(),
-            x,
-            None,
-            torch.ones(6).bool(),
-            torch.rand(6),
-            *SOFT,
-            torch.zeros(6),
-            None,
-            labels % 5,
-            torch.empty(6, 6),
-        ),
-        {},
-    ),
     "cos_nce": (
         (
             cube,
@@ -120,25 +108,24 @@ def changed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
 def test_wrong_shapes_and_dtypes_are_refused(name, kind):
     """Wrong sizes, dtypes and numbers of dimensions of every tensor of every operator."""
     arguments, options = CALLS[name]
-    getattr(OPS, name)(*arguments, **options)
     schema = getattr(OPS, name).default._schema
-    for i, argument in enumerate(arguments):
-        if not isinstance(argument, torch.Tensor):
-            continue
-        wrong = (*arguments[:i], changed(argument, kind), *arguments[i + 1 :])
-        with pytest.raises(RuntimeError) as error:
-            getattr(OPS, name)(*wrong, **options)
-        named = [a.name for a in schema.arguments if f"{a.name}: " in str(error.value)]
-        assert named, error.value
+    given = dict(zip((a.name for a in schema.arguments), arguments, strict=False)) | options
+    getattr(OPS, name)(**given)
+    for argument, value in given.items():
+        if isinstance(value, torch.Tensor):
+            with pytest.raises(RuntimeError) as error:
+                getattr(OPS, name)(**given | {argument: changed(value, kind)})
+            named = [a.name for a in schema.arguments if f"{a.name}: " in str(error.value)]
+            assert named, error.value
 
 
 def test_strides_that_would_be_misread_are_refused():
     wide = torch.randn(6, 10)[:, ::2]
-    soft = None, torch.ones(6).bool(), torch.rand(6), *SOFT
+    overlapping = x[:1].expand(6, 5), torch.ones(6).bool(), torch.rand(6)
     for call in (
         lambda: OPS.layer_norm_mse(wide, x, None, 0.0, 1, True, False),
         lambda: OPS.layer_norm_mse(x, wide, None, 0.0, 1, True, False),
-        lambda: OPS.soft_target_rows(x[:1].expand(6, 5), x, *soft),  # rows written over each other
+        lambda: OPS.soft_targets(x, x, *overlapping, **SOFT),  # rows written over each other
         lambda: OPS.attention(maps.mT, maps, None, None, False, 1, "mean", False),
         lambda: OPS.relation_terms(cube.mT, cube.mT, None, None, 1.0, 0.0, 1e-8, False),
     ):
@@ -154,17 +141,16 @@ def test_indices_out_of_range_are_refused():
         with pytest.raises(RuntimeError, match=f"{name}: 6 is not an index below 6"):
             OPS.cos_nce(*wrong, **options)
     with pytest.raises(RuntimeError, match="teacher_rows: 6 is not an index below 6"):
-        OPS.soft_target_rows(x.clone(), x, None, None, None, *SOFT, teacher_rows=labels + 1)
-    rows = x.clone(), x, None, None, None, *SOFT
+        OPS.soft_targets(x, x, None, None, None, **SOFT, teacher_rows=labels + 1)
     for ids, problem in (
         ([0, 1, 2, 5, -1], "5 is not one of the 5 tokens"),
         ([0, 1, 2, -2, -1], "-2 is not one of the 5 tokens"),
         ([0, 1, 1, -1, -1], "a token is there twice"),
         ([-1] * 5, "no token has a match"),
     ):
-        match = dict(teacher_of=torch.tensor(ids), unmatched="renormalise")
+        given = x, x, torch.tensor(ids), None, None, None
         with pytest.raises(RuntimeError, match=f"teacher_of: {problem}"):
-            OPS.soft_target_rows(*rows, **match)
+            OPS.matched_soft_targets(*given, **SOFT, unmatched="renormalise")
     arguments, options = CALLS["cross_entropy_of_states"]
     with pytest.raises(RuntimeError, match="vocabulary: 9 of 8 rows"):
         OPS.cross_entropy_of_states(*arguments, **options | {"vocabulary": 9})

@@ -39,10 +39,13 @@ def check_pair(
     check_no_grad("teacher", teacher)
 
 
-def check_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
-    """Raise unless ``x`` is on the device of ``like``."""
-    if x.device != like.device:
-        raise ValueError(f"{name} is on {x.device} but {like_name} is on {like.device}")
+def check_device(
+    name: str, x: Tensor, like_name: str, like: Tensor | torch.device, verb: str = "is"
+) -> None:
+    """Raise unless ``x`` is on the device ``like``, or of ``like``."""
+    device = like if isinstance(like, torch.device) else like.device
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} but {like_name} {verb} on {device}")
 
 
 def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
@@ -87,8 +90,7 @@ def check_mask(
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(mask).__name__}")
     check_shape(name, mask, shape, f"the leading dimensions of {of}")
-    if mask.device != device:
-        raise ValueError(f"{name} is on {mask.device} but {of} is on {device}")
+    check_device(name, mask, of, device)
     if mask.dtype == torch.bool:
         real = saveable(mask)
     else:
@@ -137,18 +139,28 @@ def check_token_ids(
     name: str, ids: Tensor, shape: Sequence[int], V: int, device: torch.device
 ) -> None:
     """Raise unless ``ids`` are integers of ``shape`` on ``device``, 0 to V − 1."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {ids.dtype}")
+    check_integers(name, ids)
     check_shape(name, ids, shape, "the leading dimensions of hidden, and K tokens or none")
-    if ids.device != device:
-        raise ValueError(f"{name} is on {ids.device} but hidden is on {device}")
-    if values_readable(ids) and ids.numel():
-        least, largest = (int(x) for x in ids.aminmax())
-        if least < 0 or largest >= V:
-            wrong = least if least < 0 else largest
-            raise ValueError(f"{name} must be token ids 0 to {V - 1}, got {wrong}")
+    check_device(name, ids, "hidden", device)
+    check_ids_below(name, ids, V)
+
+
+def check_integers(name: str, x: Tensor) -> None:
+    """Raise unless ``x`` is a tensor of integers."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be integers, got {x.dtype}")
+
+
+def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None:
+    """Raise unless ``ids`` are from 0 to ``end`` - 1, where they can be read."""
+    if not values_readable(ids) or ids.numel() == 0:
+        return
+    least, largest = (int(x) for x in ids.aminmax())
+    if least < 0 or largest >= end:
+        wrong = least if least < 0 else largest
+        raise ValueError(f"{name} must be {what} 0 to {end - 1}, got {wrong}")
 
 
 def check_labels(
@@ -159,8 +171,7 @@ def check_labels(
         raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
     shape = size if isinstance(size, Sequence) else (size,)
     check_shape(name, labels, shape, "one label per row")
-    if labels.device != device:
-        raise ValueError(f"{name} is on {labels.device} but the features are on {device}")
+    check_device(name, labels, "the features", device, "are")
     if labels.dtype.is_complex:
         raise TypeError(f"{name} must be integers or real numbers, got {labels.dtype}")
 
@@ -177,10 +188,7 @@ def check_vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
         )
     if not values_readable(ids):
         return
-    least, largest = (int(x) for x in ids.aminmax())
-    if least < 0 or largest >= vocabulary:
-        wrong = least if least < 0 else largest
-        raise ValueError(f"{name} must be token ids 0 to {vocabulary - 1}, got {wrong}")
+    check_ids_below(name, ids, vocabulary)
     if int(ids.bincount().max()) > 1:
         ascending = bool((ids[1:] >= ids[:-1]).all())
         offsets = "; of offsets such as EAGLE's pass d2t + torch.arange(len(d2t))"

@@ -53,17 +53,18 @@ def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _loss_meta(
-    student: Tensor, samples: torch.Size, reduction: str, gradient: bool, wide: bool = False
-) -> list[Tensor]:
-    """Shapes of the loss (one a sample for reduction "none") and of the gradient.
+def _rows_meta(logits: Tensor, *rest: object, **options: object) -> Tensor:
+    """Shape of the losses of rows."""
+    return _scalar(logits).new_empty(logits.shape[0])
 
-    With ``wide`` the gradient has the dtype of the loss.
-    """
+
+def _loss_meta(
+    student: Tensor, samples: torch.Size, reduction: str, gradient: bool
+) -> list[Tensor]:
+    """Shapes of the loss (one a sample for reduction "none") and of the gradient."""
     loss = _scalar(student)
     loss = loss.new_empty(samples) if reduction == "none" else loss
-    dx = loss.new_empty(student.shape) if wide else _gradient(student)
-    return [loss, dx] if gradient else [loss]
+    return [loss, _gradient(student)] if gradient else [loss]
 
 
 def _gradient(x: Tensor) -> Tensor:
@@ -95,17 +96,16 @@ def _states_meta(
 CPP_OPERATORS = {
     "layer_norm_mse": _layer_norm_mse_meta,
     "hidden_states": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
-    "soft_target_loss": lambda student, *rest: _loss_meta(
-        student, student.shape[:1], rest[-2], rest[-1], wide=True
-    ),
-    "log_totals": lambda logits, temperature: _scalar(logits).new_empty(logits.shape[0]),
+    "soft_targets": _rows_meta,
+    "top_k_soft_targets": _rows_meta,
+    "matched_soft_targets": _rows_meta,
+    "log_totals": _rows_meta,
     "is_top_k": lambda *inputs: True,
-    "soft_target_rows": lambda student, *rest: student.new_empty(student.shape[0]),
     "attention": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
     "relation_terms": _relation_terms_meta,
     "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
-    "cross_entropy": lambda student, *rest: student.new_empty(student.shape[0]),
+    "cross_entropy": _rows_meta,
     "cross_entropy_of_states": _states_meta,
     "half_product": lambda *matrices, unit="fastest": None,
     "take_pages": lambda x: None,

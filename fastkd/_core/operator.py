@@ -14,15 +14,18 @@ kernels. The decorator `operator` makes it callable from an autograd.Function:
 
     apply(_Scaled, Options(factor), x)  # `fastkd._core.numerics.apply`: x may be passed twice
 
-Options are one frozen dataclass, so that ``backward`` returns one None for them. They hold no
-number computed from sizes: under torch.compile such a float compiles a graph for each size, and an
-int isn't visible in ``backward``. So ``backward`` reads sizes from its tensors, and the launcher
-divides by them.
+Options are one frozen dataclass, so that ``backward`` returns one None for them. A launcher may
+take one too; its fields are arguments of the custom operator. They hold no number computed from
+sizes: under torch.compile such a float compiles a graph for each size, and an int isn't visible in
+``backward``. So ``backward`` reads sizes from its tensors, and the launcher divides by them.
 """
 
+import dataclasses
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,8 +51,9 @@ def operator(
     """Decorate a launcher: a custom operator under torch.compile, a plain call in eager mode.
 
     In eager mode a custom operator would cost more than its kernel launches. Its schema comes from
-    the launcher's annotations, and its arguments are positional. The launcher runs on the device of
-    its first tensor; its tensors are `aligned`, except for those that it writes to.
+    the launcher's annotations, a dataclass as its fields, and its arguments are positional. The
+    launcher runs on the device of its first tensor; its tensors are `aligned`, except for those
+    that it writes to.
 
     Args:
         shapes: takes the launcher's arguments and returns empty results.
@@ -64,19 +68,68 @@ def operator(
             with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
                 return launcher(*ready)
 
-        names = launcher.__code__.co_varnames
+        written = inspect.signature(launcher)
+        kinds = {name: x.annotation for name, x in written.parameters.items()}
+        leaves = [leaf for name, kind in kinds.items() for leaf in _leaves(kind, name)]
+        signature = inspect.Signature(
+            [
+                inspect.Parameter("_".join(path), inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                                  annotation=kind)
+                for path, kind in leaves
+            ],
+            return_annotation=written.return_annotation,
+        )  # fmt: skip
+
+        def of_leaves(function: Callable[..., Any]) -> Callable[..., Any]:
+            def flat(*values: Any) -> Any:
+                rest = iter(values)
+                return function(*(_filled(kind, rest) for kind in kinds.values()))
+
+            flat.__signature__ = signature  # type: ignore[attr-defined]
+            return flat
+
         compiled = torch.library.custom_op(
-            f"fastkd::{launcher.__name__}", launch, mutates_args=[names[i] for i in mutates]
+            f"fastkd::{launcher.__name__}",
+            of_leaves(launch),
+            mutates_args=[list(kinds)[i] for i in mutates],
         )
-        compiled.register_fake(shapes)
+        compiled.register_fake(of_leaves(shapes))
 
         @functools.wraps(launcher)
         def call(*arguments: Any) -> Any:
-            return (compiled if torch.compiler.is_compiling() else launch)(*arguments)
+            if not torch.compiler.is_compiling():
+                return launch(*arguments)
+            given = dict(zip(kinds, arguments, strict=True))
+            return compiled(*(_value(given[name], path) for (name, *path), _ in leaves))
 
         return cast(Launcher, call)
 
     return decorate
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _leaves(kind: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Path and type of an argument, or of each field of a dataclass."""
+    if not dataclasses.is_dataclass(kind):
+        yield path, kind
+    else:
+        for name, of_field in _hints(kind).items():  # type: ignore[arg-type]
+            yield from _leaves(of_field, *path, name)
+
+
+def _value(x: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        x = getattr(x, name)
+    return x
+
+
+def _filled(kind: Any, values: Iterator[Any]) -> Any:
+    """An argument of the type ``kind``, from the values of its `_leaves`."""
+    if not dataclasses.is_dataclass(kind):
+        return next(values)
+    return kind(*(_filled(of_field, values) for of_field in _hints(kind).values()))  # type: ignore
 
 
 def aligned(x: Any) -> Any:

@@ -19,8 +19,7 @@ from fastkd._core.numerics import (
     working_dtype,
 )
 from fastkd._core.operator import operator
-from fastkd._core.products import add_product, product_back, scaled_for_products
-from fastkd.lm.linear_soft_targets import HeadForm, _HeadOnStates, equal_chunks
+from fastkd.lm.linear_soft_targets import HeadForm, HeadOnStates, equal_chunks
 from fastkd.lm.row_losses import log_totals
 
 
@@ -33,19 +32,13 @@ class TokenOptions:
     chunk_bytes: int
     runs_on: str  # backend of the passes over the logits: "torch" or "triton"
 
-    @property
-    def flat(self) -> tuple[float, float, float, int, str]:
-        """The options as arguments of an operator, whose types are limited."""
-        form = self.form
-        return form.scale, form.softcap, self.temperature, self.chunk_bytes, self.runs_on
-
 
 class TokenLogProbs(torch.autograd.Function):
     """log q(id) (R, K) of ids (R, K); ``tensors`` are those of `fastkd.lm.heads.Head.on`."""
 
     @staticmethod
     def forward(ctx, options, ids, *tensors):
-        values, log_total = token_log_probs(list(tensors), ids, 0, *options.flat)
+        values, log_total = token_log_probs(list(tensors), ids, 0, options)
         save_for_backward(ctx, ids, log_total, *tensors)
         ctx.options = options
         return values
@@ -56,7 +49,7 @@ class TokenLogProbs(torch.autograd.Function):
         ids, log_total, *tensors = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[2:])
         call = tensors, ids, log_total, grad.contiguous(), needs
-        found = iter(token_log_probs_backward(*call, *ctx.options.flat))
+        found = iter(token_log_probs_backward(*call, ctx.options))
         dtypes = [None if x is None else x.dtype for x in tensors]
         grads = (next(found).to(x) if need else None for x, need in zip(dtypes, needs, strict=True))
         return None, None, *grads
@@ -65,20 +58,13 @@ class TokenLogProbs(torch.autograd.Function):
 class _Chunks:
     """Logits, a chunk of positions after the other."""
 
-    def __init__(
-        self,
-        tensors: list[Tensor | None],
-        scale: float,
-        softcap: float,
-        temperature: float,
-        chunk_bytes: int,
-        runs_on: str,
-    ) -> None:
+    def __init__(self, tensors: list[Tensor | None], options: TokenOptions) -> None:
         assert tensors[0] is not None and tensors[1] is not None
         self.rows, vocabulary = len(tensors[0]), len(tensors[1])
-        self.head = _HeadOnStates(tensors, HeadForm(scale, softcap), vocabulary)
-        self.temperature, self.runs_on = temperature, runs_on
-        self.most = max(chunk_bytes // (working_dtype(tensors[0]).itemsize * vocabulary), 1)
+        self.head = HeadOnStates(tensors, options.form, vocabulary)
+        self.temperature, self.runs_on = options.temperature, options.runs_on
+        bytes_each = working_dtype(tensors[0]).itemsize * vocabulary
+        self.most = max(options.chunk_bytes // bytes_each, 1)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         for chunk in equal_chunks(self.rows, self.most):
@@ -118,11 +104,7 @@ def token_log_probs(
     tensors: list[Tensor | None],
     ids: Tensor | None,
     k: int,
-    scale: float,
-    softcap: float,
-    temperature: float,
-    chunk_bytes: int,
-    runs_on: str,
+    options: TokenOptions,
 ) -> list[Tensor]:
     """log q(id) (R, K) of ``ids`` and log Σ exp(logits/τ) (R,).
 
@@ -133,14 +115,14 @@ def token_log_probs(
     found = _shapes(tensors, ids, k)
     values, log_total = found[:2]
     with autocast_off(hidden):
-        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes, runs_on)
+        chunks = _Chunks(tensors, options)
         for chunk, logits in chunks:
             if ids is None:
                 z_of_ids, found[2][chunk] = logits.topk(k, -1)
             else:
                 z_of_ids = logits.gather(-1, ids[chunk])
             log_total[chunk] = chunks.log_total(logits)
-            values[chunk] = z_of_ids / temperature - log_total[chunk, None]
+            values[chunk] = z_of_ids / options.temperature - log_total[chunk, None]
     return found
 
 
@@ -156,11 +138,7 @@ def token_log_probs_backward(
     log_total: Tensor,
     grad: Tensor,
     needs: list[bool],
-    scale: float,
-    softcap: float,
-    temperature: float,
-    chunk_bytes: int,
-    runs_on: str,
+    options: TokenOptions,
 ) -> list[Tensor]:
     """Gradients of the tensors that need one, in the working dtype, for ``grad`` (R, K)."""
     hidden = tensors[0]
@@ -174,22 +152,14 @@ def token_log_probs_backward(
     for i in grads if len(hidden) == 0 else grads.keys() & {bias}:
         grads[i].zero_()  # each chunk adds to it; the first overwrites the others
     with autocast_off(hidden):
-        chunks = _Chunks(tensors, scale, softcap, temperature, chunk_bytes, runs_on)
+        chunks = _Chunks(tensors, options)
         head = chunks.head
         for chunk, logits in chunks:
             slope = head.slope(logits)
             # ∂/∂z = (Σ_k g_k (1[v = id_k] − q_v)) / τ, then through the cap and the scale.
-            g = grad[chunk] * (scale / temperature)
+            g = grad[chunk] * (options.form.scale / options.temperature)
             dz = chunks.softmax(logits, log_total[chunk], -g.sum(-1))
             dz.scatter_add_(-1, ids[chunk], g)
             dz = dz if slope is None else dz.mul_(slope)
-            if bias in grads:
-                grads[bias] += dz.sum(0)
-            for i, (x, w) in enumerate(zip(head.states, head.weights, strict=True)):
-                scaled, factor = scaled_for_products(dz, x.dtype)
-                if 2 * i in grads:
-                    part = product_back(scaled, w)
-                    grads[2 * i][chunk] = part if factor is None else part.mul_(factor)
-                if 2 * i + 1 in grads:
-                    add_product(grads[2 * i + 1], scaled, x[chunk], factor, first=chunk.start == 0)
+            head.back(chunk, dz, grads)
     return [grads[i] for i in sorted(grads)]

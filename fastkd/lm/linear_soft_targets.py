@@ -35,6 +35,7 @@ from fastkd.lm.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
     cross_entropy,
+    divergence_in_cpp,
     divergence_in_place,
     entropy_and_accuracy,
     log_mass_of,
@@ -78,46 +79,13 @@ class LossOptions:
     teacher: HeadForm
     vocabulary: int  # number of token ids compared, 0 for all
     chunk_bytes: int
-    terms: tuple[str, ...]  # names of the terms to compute besides the losses
+    terms: str  # names of the terms to compute besides the losses, with spaces between
     # On the CPU the gradient of a bfloat16 weight is bfloat16 if there is one chunk: it is rounded
     # once, and again if the upstream gradient isn't a power of two. Not in graphs, whose dtypes
     # must not depend on sizes.
     narrow: bool
     largest_ratio: float = 0.0  # bound of the importance ratios
     unmatched: str = ""  # of a `fastkd.VocabularyMatch`; "" for one vocabulary
-
-    def flat(self) -> tuple[str, str, str, list[float], list[int]]:
-        """The options as arguments of an operator, whose types are limited."""
-        soft, task = self.soft, self.task
-        numbers = [soft.coefficient, soft.temperature, soft.scale]
-        numbers += [task.label_smoothing, task.z_loss, self.soft_weight, self.task_weight]
-        for form in (self.student, self.teacher):
-            numbers += [form.scale, form.softcap]
-        numbers.append(self.largest_ratio)
-        terms = sum(1 << TERMS.index(name) for name in self.terms)
-        sizes = [self.vocabulary, self.chunk_bytes, terms, int(self.narrow)]
-        return soft.form, soft.tail, self.unmatched, numbers, sizes
-
-    @staticmethod
-    def of(
-        form: str, tail: str, unmatched: str, numbers: list[float], sizes: list[int]
-    ) -> "LossOptions":
-        """The inverse of `flat`."""
-        coefficient, temperature, scale, smoothing, z_loss, soft, task, *forms, ratio = numbers
-        return LossOptions(
-            SoftTargetOptions(form, coefficient, temperature, scale, tail),
-            CrossEntropyOptions(smoothing, z_loss),
-            soft,
-            task,
-            HeadForm(*forms[:2]),
-            HeadForm(*forms[2:]),
-            sizes[0],
-            sizes[1],
-            tuple(name for i, name in enumerate(TERMS) if sizes[2] >> i & 1),
-            bool(sizes[3]),
-            ratio,
-            unmatched,
-        )
 
 
 @dataclass(frozen=True)
@@ -255,7 +223,7 @@ def _run(
     """`linear_soft_targets`, without the operator's host time where no operator is needed."""
     if options.runs_on == "triton" or torch.compiler.is_compiling():
         call = student, teacher, given.tensors(), columns, upstream, needs
-        return linear_soft_targets(*call, *options.loss.flat(), options.runs_on)
+        return linear_soft_targets(*call, options.loss, options.runs_on)
     return _in_chunks(
         student, teacher, given, columns, upstream, needs, options.loss, options.runs_on
     )
@@ -298,20 +266,14 @@ def linear_soft_targets(
     columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
-    form: str,
-    tail: str,
-    unmatched: str,
-    numbers: list[float],
-    sizes: list[int],
+    options: LossOptions,
     runs_on: str,
 ) -> list[Tensor]:
     """`TERMS` of every row, and gradients of Σ upstream·loss for the student's tensors.
 
-    Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients; options are
-    `LossOptions.flat`. Terms are 0 where the mask (R,) is False. Gradients have the working dtype,
-    except for `LossOptions.narrow`.
+    Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients. Terms are 0 where the
+    mask (R,) is False. Gradients have the working dtype, except for `LossOptions.narrow`.
     """
-    options = LossOptions.of(form, tail, unmatched, numbers, sizes)
     given = Positions(*positions)
     return _in_chunks(student, teacher, given, columns, upstream, needs, options, runs_on)
 
@@ -326,7 +288,7 @@ def _in_chunks(
     options: LossOptions,
     runs_on: str,
 ) -> list[Tensor]:
-    """`linear_soft_targets` with its options unpacked."""
+    """`linear_soft_targets`, as plain code."""
     hidden = student[0]
     assert hidden is not None
     R, real = hidden.shape[0], None  # real: row numbers, if values can be read and some are masked
@@ -496,7 +458,7 @@ def _at_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, index, x)
 
 
-class _HeadOnStates:
+class HeadOnStates:
     """Logits of a head on its hidden states, for the compared part of the vocabulary."""
 
     def __init__(self, tensors: list[Tensor | None], form: HeadForm, vocabulary: int) -> None:
@@ -530,6 +492,27 @@ class _HeadOnStates:
             return None
         return (logits / self.form.softcap).square_().neg_().add_(1)
 
+    def back(self, chunk: slice, grad: Tensor, totals: dict[int, Tensor]) -> None:
+        """Add a chunk's gradients, of the tensors that ``totals`` has by their number.
+
+        ``grad`` (R, V) is the gradient of the products. The first chunk overwrites the weights'
+        totals.
+        """
+        bias, V = 2 * len(self.states), len(self.weights[0])
+        if bias in totals:
+            totals[bias][:V] += grad.sum(0)
+        if not totals.keys() - {bias}:
+            return
+        scaled = {x.dtype: scaled_for_products(grad, x.dtype) for x in self.states}
+        for i, (x, w) in enumerate(zip(self.states, self.weights, strict=True)):
+            scaled_grad, factor = scaled[x.dtype]
+            if 2 * i in totals:
+                part = product_back(scaled_grad, w)
+                totals[2 * i][chunk] = part if factor is None else part.mul_(factor)
+            if 2 * i + 1 in totals:
+                total, first = totals[2 * i + 1][:V], chunk.start == 0
+                add_product(total, scaled_grad, x[chunk], factor, first=first)
+
 
 class _ChunkedPass:
     """Terms and gradients of all positions, a chunk at a time."""
@@ -548,14 +531,14 @@ class _ChunkedPass:
         self.options, self.runs_on = options, runs_on
         assert student[1] is not None
         self.V = V = options.vocabulary or len(student[1])
-        self.student = _HeadOnStates(student, options.student, V)
+        self.student = HeadOnStates(student, options.student, V)
         self.teacher, self.top_k = None, []
         if options.soft.tail:
             self.top_k = [x for x in teacher if x is not None]
         elif teacher:
             assert teacher[1] is not None
             whole = len(teacher[1]) if self.columns else V
-            self.teacher = _HeadOnStates(teacher, options.teacher, whole)
+            self.teacher = HeadOnStates(teacher, options.teacher, whole)
         # Whether the divergence's pass writes the terms: it compares the same distributions.
         of_pair = self.teacher is not None and self.draft is None and not options.unmatched
         self.writes_terms = runs_on == "cpp" and of_pair
@@ -633,7 +616,7 @@ class _ChunkedPass:
             grad = self.fill(student[rows], targets, terms[:, rows], of_rows, part)
         if upstream is not None:
             grad = grad if self.rounds else student
-            self.back(chunk, grad)
+            self.student.back(chunk, grad, self.grads)
 
     def shared_targets(
         self, teacher: list[Tensor], given: Positions
@@ -744,9 +727,10 @@ class _ChunkedPass:
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor
     ) -> None:
         """Write the terms of logits (R, V)."""
-        if not {"entropy", "accuracy"}.isdisjoint(self.options.terms):
+        names = self.options.terms.split()
+        if not {"entropy", "accuracy"}.isdisjoint(names):
             terms[2], terms[3] = self.entropy_and_accuracy(student, labels)
-        for name in self.options.terms:
+        for name in names:
             if name not in MAIN_TERMS:
                 terms[TERMS.index(name)] = self.term(name, student, teacher, labels)
 
@@ -755,10 +739,8 @@ class _ChunkedPass:
         if self.runs_on != "cpp":
             return entropy_and_accuracy(logits, labels)
         found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))
-        form = "total_variation", 1.0, 1.0, 0.0, False
-        torch.ops.fastkd_cpp.soft_target_rows(
-            logits, logits, None, None, None, *form, labels=labels, terms=found
-        )
+        distance = SoftTargetOptions("total_variation", 0.0, temperature=1.0, scale=1.0)
+        divergence_in_cpp(logits, [logits], distance, None, None, None, terms=(labels, found))
         return found[0], found[1]
 
     def term(
@@ -846,21 +828,3 @@ class _ChunkedPass:
             soft,
             factor,
         )
-
-    def back(self, chunk: slice, grad: Tensor) -> None:
-        """Add the head's gradients, from a chunk's gradient (R, V) with respect to the products."""
-        states, head = self.student.states, self.student.weights
-        bias = 2 * len(states)
-        if bias in self.grads:
-            self.grads[bias][: self.V] += grad.sum(0)
-        if not self.grads.keys() - {bias}:
-            return
-        scaled = {x.dtype: scaled_for_products(grad, x.dtype) for x in states}
-        for i, (x, w) in enumerate(zip(states, head, strict=True)):
-            scaled_grad, factor = scaled[x.dtype]
-            if 2 * i in self.grads:
-                part = product_back(scaled_grad, w)
-                self.grads[2 * i][chunk] = part if factor is None else part.mul_(factor)
-            if 2 * i + 1 in self.grads:
-                total = self.grads[2 * i + 1][: self.V]
-                add_product(total, scaled_grad, x[chunk], factor, first=chunk.start == 0)

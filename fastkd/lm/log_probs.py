@@ -3,7 +3,13 @@
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_floating, check_number, check_positive_int, check_token_ids
+from fastkd._core.checks import (
+    check_device,
+    check_floating,
+    check_number,
+    check_positive_int,
+    check_token_ids,
+)
 from fastkd._core.dispatch import backend_of
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
 from fastkd.lm.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
@@ -77,7 +83,7 @@ def top_k(
     if k > len(head.weight):
         raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
     tensors = head.on(as_rows(hidden))
-    values, _, ids = token_log_probs(tensors, None, k, *options.flat)
+    values, _, ids = token_log_probs(tensors, None, k, options)
     shape = (*hidden.shape[:-1], k)
     return ids.reshape(shape), values.reshape(shape)
 
@@ -91,8 +97,7 @@ def _options(
         raise ValueError(
             f"hidden must have {D} features, the columns of head, got {tuple(hidden.shape)}"
         )
-    if hidden.device != head.weight.device:
-        raise ValueError(f"head is on {head.weight.device} but hidden is on {hidden.device}")
+    check_device("head", head.weight, "hidden", hidden)
     check_number("temperature", temperature, above=0)
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(hidden.is_cuda)]

@@ -123,17 +123,13 @@ def matched_soft_targets(
     weights: Tensor | None,
     columns: list[Tensor],
     unmatched: str,
-    form: str,
-    coefficient: float,
-    temperature: float,
-    scale: float,
+    soft: SoftTargetOptions,
     runs_on: str,
 ) -> list[Tensor]:
     """Values (R,) of logits (R, V_s) and (R, V_t) and, with weights (R,), the weighted gradient.
 
     Both are in the working dtype, and 0 where masked.
     """
-    soft = SoftTargetOptions(form, coefficient, temperature, scale)
     needs_grad = weights is not None
     values = student.new_empty(len(student), dtype=working_dtype(student))
     gradient = student.new_empty(student.shape, dtype=values.dtype) if needs_grad else None
@@ -166,7 +162,7 @@ def matched_soft_targets(
                 columns,
                 unmatched,
                 soft,
-                None if of_rows is None else of_rows[:, None] * (scale / temperature),
+                None if of_rows is None else of_rows[:, None] * (soft.scale / soft.temperature),
             )
     if mask is not None:
         values.masked_fill_(~mask, 0)

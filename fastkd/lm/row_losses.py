@@ -1,7 +1,8 @@
 """Losses of rows of logits: divergence from a teacher, cross-entropy with labels."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,26 +57,58 @@ def divergence_in_place(
         weights = mass if weights is None else mass * weights
         kl = divergence_in_place(*call, weights, teacher_rows=teacher_rows)
         return mass * kl + soft.scale * torch.xlogy(mass, mass)
-    loss: Tensor
     if runs_on == "cpp":
         if weights is not None and weight != 1:
             weights = weights * weight
-        ids = teacher[0] if soft.tail else None
-        rows = student, teacher[-1], ids, mask, weights if needs_grad else None
-        options = *soft.per_row, soft.tail == "bucket", log_mass, teacher_rows
-        loss = torch.ops.fastkd_cpp.soft_target_rows(
-            *rows,
-            *options,
-            *(terms or (None, None)),
-            None if columns is None else columns[0],
-            unmatched,
-        )
+        out = student if needs_grad else None
+        loss = divergence_in_cpp(
+            student, teacher, soft, out, mask, weights,
+            log_mass=log_mass, teacher_rows=teacher_rows, terms=terms,
+            columns=columns, unmatched=unmatched,
+        )  # fmt: skip
     else:
         loss = _triton_in_place(
             student, teacher, soft, weight, mask, weights if needs_grad else None, log_mass
         )
     if log_mass is not None and soft.form == "total_variation":  # half of the other tokens' mass
         loss = loss - torch.expm1(log_mass) * (soft.scale / 2)
+    return loss
+
+
+def divergence_in_cpp(
+    student: Tensor,
+    teacher: Sequence[Tensor],
+    soft: SoftTargetOptions,
+    gradient: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    *,
+    log_mass: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    terms: tuple[Tensor | None, Tensor] | None = None,
+    columns: Sequence[Tensor] | None = None,
+    unmatched: str = "",
+) -> Tensor:
+    """Divergences (R,) in C++; the gradient times weights (R,) is written to ``gradient``."""
+    operators, out = torch.ops.fastkd_cpp, (gradient, mask, weights)
+    options: dict[str, Any] = {
+        "divergence": soft.form,
+        "temperature": soft.temperature,
+        "scale": soft.scale,
+        "coefficient": soft.coefficient,
+    }
+    loss: Tensor
+    if soft.tail:
+        bucket = soft.tail == "bucket"
+        loss = operators.top_k_soft_targets(student, *teacher, *out, bucket=bucket, **options)
+    elif columns is not None:
+        options |= {"unmatched": unmatched, "teacher_rows": teacher_rows}
+        loss = operators.matched_soft_targets(student, teacher[0], columns[0], *out, **options)
+    else:
+        labels, found = terms or (None, None)
+        options |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
+        options |= {"labels": labels, "terms": found}
+        loss = operators.soft_targets(student, teacher[0], *out, **options)
     return loss
 
 

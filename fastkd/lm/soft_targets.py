@@ -9,10 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fastkd._core.allocation import empty
 from fastkd._core.checks import (
     check_choice,
     check_device,
     check_floating,
+    check_ids_below,
     check_like,
     check_mask,
     check_no_grad,
@@ -58,8 +60,8 @@ from fastkd.lm.reference import (
     divergence_rows,
     soft_target_rows,
 )
-from fastkd.lm.row_losses import reference_rows
-from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK, check_ids_below
+from fastkd.lm.row_losses import divergence_in_cpp, reference_rows
+from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
 Reduction = Literal["batchmean", "sum", "none"]
@@ -387,34 +389,29 @@ class _SoftTargets(torch.autograd.Function):
         # student (R, V), mask and weights (R,); the teacher's logits (R, V), or its ids and
         # log_probs (R, K), or its logits (R, V') and `VocabularyMatch.columns`
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
-        ctx.by_rows = options.reduction == "none"
-        soft, needs_grad = options.soft, ctx.needs_input_grad[1]
+        ctx.by_rows, needs_grad = options.reduction == "none", ctx.needs_input_grad[1]
+        divisor = _divisor(student, mask, options.reduction, denominator)
+        dtype = working_dtype(student)
+        columns = teacher[1:] if options.unmatched else None
+        factors = dstudent = None  # factors of the rows' gradients
+        if needs_grad:
+            factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
+            factors = factors if weights is None else factors * weights
         if options.runs_on == "cpp":
-            targets = teacher[0] if options.unmatched else teacher[-1]
-            loss, *gradient = torch.ops.fastkd_cpp.soft_target_loss(
-                student if student.stride(-1) == 1 else student.contiguous(),
-                targets if targets.stride(-1) == 1 else targets.contiguous(),
-                teacher[0] if soft.tail else None,
-                mask,
-                denominator,
-                weights,
-                soft.form,
-                soft.temperature,
-                soft.scale,
-                soft.coefficient,
-                soft.tail == "bucket",
-                teacher[1] if options.unmatched else None,
-                options.unmatched,
-                options.reduction,
-                needs_grad,
-            )
-            dstudent = gradient[0] if needs_grad else None
+            if needs_grad:
+                dstudent = empty(student.shape, dtype, student.device)
+            student, *targets = dense_rows(student, *(teacher[:1] if columns else teacher))
+            loss = divergence_in_cpp(
+                student, targets, options.soft, dstudent, mask, factors,
+                columns=columns, unmatched=options.unmatched,
+            )  # fmt: skip
         else:
-            loss, dstudent = _matched_soft_targets(
-                student, list(teacher), mask, denominator, weights, needs_grad, options
-            )
+            given = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
+            loss, *gradient = matched_soft_targets(*given, options.soft, options.runs_on)
+            dstudent = gradient[0] if needs_grad else None
+        loss = loss if weights is None else loss * weights
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
-        return loss
+        return loss if ctx.by_rows else loss.sum() / divisor
 
     @staticmethod
     @once_differentiable
@@ -437,41 +434,6 @@ def _divisor(
     if mask is None:
         return max(len(student), 1)
     return mask.sum().clamp(min=1).to(working_dtype(student))
-
-
-def _matched_soft_targets(
-    student: Tensor,
-    teacher: list[Tensor],
-    mask: Tensor | None,
-    denominator: Tensor | None,
-    weights: Tensor | None,
-    needs_grad: bool,
-    options: _Options,
-) -> tuple[Tensor, Tensor | None]:
-    """The reduced loss of two vocabularies in PyTorch or Triton, and its gradient (R, V)."""
-    logits, *columns = teacher
-    soft = options.soft
-    divisor = _divisor(student, mask, options.reduction, denominator)
-    factors = None
-    if needs_grad:
-        factors = student.new_ones(len(student), dtype=working_dtype(student)) / divisor
-        factors = factors if weights is None else factors * weights
-    loss, *gradient = matched_soft_targets(
-        student,
-        logits,
-        mask,
-        factors,
-        columns,
-        options.unmatched,
-        soft.form,
-        soft.coefficient,
-        soft.temperature,
-        soft.scale,
-        options.runs_on,
-    )
-    loss = loss if weights is None else loss * weights
-    total = loss if options.reduction == "none" else loss.sum() / divisor
-    return total, gradient[0] if gradient else None
 
 
 class _TritonSoftTargets(torch.autograd.Function):
@@ -813,21 +775,20 @@ def linear_soft_target_loss(
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
+    smoothing, z_loss = (task.label_smoothing, task.z_loss) if task else (0.0, 0.0)
     loss_options = LossOptions(
         SoftTargetOptions(form, coefficient, float(temperature), scale, tail),
-        CrossEntropyOptions(float(task.label_smoothing), float(task.z_loss))
-        if task
-        else CrossEntropyOptions(0.0, 0.0),
-        float(soft_weight),
-        float(task.weight) if task else 0.0,
-        student.form,
-        teacher_form,
-        n or 0,
-        chunk_bytes,
-        tuple(name for name in names if name not in ("soft", "task")),
-        not torch.compiler.is_compiling(),
-        float(ratio.at_most) if ratio else 0.0,
-        "" if match is None else unmatched,
+        CrossEntropyOptions(float(smoothing), float(z_loss)),
+        soft_weight=float(soft_weight),
+        task_weight=float(task.weight) if task else 0.0,
+        student=student.form,
+        teacher=teacher_form,
+        vocabulary=n or 0,
+        chunk_bytes=chunk_bytes,
+        terms=" ".join(name for name in names if name not in ("soft", "task")),
+        narrow=not torch.compiler.is_compiling(),
+        largest_ratio=float(ratio.at_most) if ratio else 0.0,
+        unmatched="" if match is None else unmatched,
     )
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
@@ -939,8 +900,7 @@ def _check_rows(rows: Tensor, leading: torch.Size, device: torch.device) -> None
     if rows.dtype != torch.int64:
         raise TypeError(f"rows must be int64, got {rows.dtype}")
     check_shape("rows", rows, leading, "the leading dimensions of student_hidden")
-    if rows.device != device:
-        raise ValueError(f"rows is on {rows.device} but student_hidden is on {device}")
+    check_device("rows", rows, "student_hidden", device)
 
 
 def _draft_head(

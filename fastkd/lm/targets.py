@@ -14,7 +14,9 @@ from fastkd._core.checks import (
     check_device,
     check_floating,
     check_fraction,
+    check_ids_below,
     check_int,
+    check_integers,
     check_labels,
     check_no_grad,
     check_number,
@@ -63,8 +65,6 @@ class CrossEntropy:
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.labels, Tensor):
-            raise TypeError(f"labels must be a Tensor, got {type(self.labels).__name__}")
         check_integers("labels", self.labels)
         check_number("weight", self.weight, at_least=0)
         check_fraction("label_smoothing", self.label_smoothing)
@@ -135,14 +135,9 @@ class TopK:
     def __post_init__(self) -> None:
         check_floating("log_probs", self.log_probs)
         check_no_grad("log_probs", self.log_probs)
-        if not isinstance(self.ids, Tensor):
-            raise TypeError(f"ids must be a Tensor, got {type(self.ids).__name__}")
         check_integers("ids", self.ids)
         check_shape("ids", self.ids, self.log_probs.shape, "the shape of log_probs")
-        if self.ids.device != self.log_probs.device:
-            raise ValueError(
-                f"ids is on {self.ids.device} but log_probs is on {self.log_probs.device}"
-            )
+        check_device("ids", self.ids, "log_probs", self.log_probs)
         if self.ids.shape[-1] == 0:
             raise ValueError("ids must have at least one token a position, got none")
         check_choice("tail", self.tail, get_args(Tail))
@@ -192,8 +187,7 @@ class TopK:
         """Raise unless ids are below V, at the student's positions and on its device."""
         shape = (*leading, self.ids.shape[-1])
         check_shape("ids", self.ids, shape, "the student's positions, K")
-        if self.ids.device != device:
-            raise ValueError(f"ids is on {self.ids.device} but the student is on {device}")
+        check_device("ids", self.ids, "the student", device)
         if self.ids.shape[-1] > V:
             raise ValueError(
                 f"ids has {self.ids.shape[-1]} tokens a position, but the vocabulary has {V}; "
@@ -265,8 +259,6 @@ class ImportanceRatio:
     def __post_init__(self) -> None:
         check_floating("old_log_probs", self.old_log_probs, min_ndim=0)
         check_no_grad("old_log_probs", self.old_log_probs)
-        if not isinstance(self.ids, Tensor):
-            raise TypeError(f"ids must be a Tensor, got {type(self.ids).__name__}")
         check_integers("ids", self.ids)
         check_shape("ids", self.ids, self.old_log_probs.shape, "the shape of old_log_probs")
         check_number("at_most", self.at_most, above=0)
@@ -283,19 +275,3 @@ class ImportanceRatio:
             ids, old = ids.masked_fill(~mask, 0), old.masked_fill(~mask, 0)
         check_ids_below("ids", ids, V)
         return ids, old
-
-
-def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None:
-    """Raise unless ``ids`` are from 0 to ``end`` - 1."""
-    if not values_readable(ids) or ids.numel() == 0:
-        return
-    least, largest = (int(x) for x in ids.aminmax())
-    if least < 0 or largest >= end:
-        wrong = least if least < 0 else largest
-        raise ValueError(f"{name} must be {what} 0 to {end - 1}, got {wrong}")
-
-
-def check_integers(name: str, x: Tensor) -> None:
-    """Raise unless x has an integer dtype."""
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise TypeError(f"{name} must be integers, got {x.dtype}")

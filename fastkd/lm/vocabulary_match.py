@@ -10,8 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_choice, check_positive_int
-from fastkd.lm.targets import check_ids_below, check_integers
+from fastkd._core.checks import (
+    check_choice,
+    check_ids_below,
+    check_integers,
+    check_positive_int,
+)
 
 # eos comes first: where one token has several roles, it is matched as the end of a text.
 ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")

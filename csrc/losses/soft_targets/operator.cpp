@@ -107,71 +107,6 @@ Match match_of(const Tensor& teacher_of, int64_t student, int64_t teacher,
   return match;
 }
 
-// Options that few calls have: the teacher's rows (R,) of the student's, terms (kTerms, R) to
-// compute, with labels (R,), and the match of two vocabularies.
-struct RowOptions {
-  std::optional<Tensor> teacher_rows, labels, terms, teacher_of;
-  std::string unmatched;
-};
-
-// Losses (R,) of logits (R, V), with a teacher of logits (R, V), or (T, V) with rows of it, or of
-// log-probabilities (R, k) of the tokens ``ids`` (R, k). Gradients times ``weights`` are stored in
-// ``gradient``, unless it is null.
-std::vector<double> soft_targets(const Tensor& student, const Tensor& teacher,
-                                 const std::optional<Tensor>& ids, bool bucket, const Mask& mask,
-                                 const std::string& divergence, double temperature, double scale,
-                                 double coefficient, const Rows& gradient, const Rows& weights,
-                                 const std::optional<Tensor>& log_mass = {},
-                                 const RowOptions& options = {}) {
-  const int64_t R = student.size(0), V = student.size(1);
-  Tensor tokens, labels, teacher_rows;
-  if (ids) {
-    check(teacher, "teacher", check_floating(teacher, "teacher"), {R, kAnySize});
-    check(*ids, "ids", ScalarType::Long, {R, teacher.size(1)}, Strides::kAny);
-    tokens = checked_ids(*ids, V);
-    STD_TORCH_CHECK(!options.terms && !options.teacher_rows, "a top k has no rows and no terms");
-  } else {
-    const int64_t rows = options.teacher_rows ? kAnySize : R;
-    check(teacher, "teacher", student.scalar_type(), {rows, options.teacher_of ? kAnySize : V});
-  }
-  Match match;
-  if (options.teacher_of) {
-    STD_TORCH_CHECK(!ids && !log_mass && !options.terms,
-                    "teacher_of: two vocabularies have no top k, no mass and no terms");
-    match = match_of(*options.teacher_of, V, teacher.size(1), options.unmatched);
-  }
-  check(mask, "mask", ScalarType::Bool, {R});
-  check_places(options.teacher_rows, "teacher_rows", R, teacher.size(0));
-  check_places(options.labels, "labels", R, V);
-  if (options.labels) labels = torch::stable::contiguous(*options.labels);
-  if (options.teacher_rows) teacher_rows = torch::stable::contiguous(*options.teacher_rows);
-  std::vector<double> terms;
-  if (options.terms) {
-    check(*options.terms, "terms", working_type(student), {kTerms, R}, Strides::kWritten);
-    terms.resize(R * kTerms);
-  }
-  const SoftTargets of{rows_of(student), rows_of(teacher), divergence_of(divergence), coefficient,
-                       1 / temperature,  scale,            gradient,
-                       ids ? data<const int64_t>(tokens) : nullptr, bucket,
-                       log_mass ? numbers_of(*log_mass) : Rows{},
-                       options.teacher_rows ? data<const int64_t>(teacher_rows) : nullptr,
-                       options.labels ? data<const int64_t>(labels) : nullptr,
-                       options.terms ? terms.data() : nullptr,
-                       options.teacher_of ? &match : nullptr};
-  std::vector<double> losses(R);
-  Tensor holder;
-  const bool* real = bytes_of(mask, holder);
-  const int64_t bytes = 3 * of.student.n * student.element_size();
-  each_row(losses.size(), bytes, [&](int64_t begin, int64_t end) {
-    of.fill(begin, end, real, weights, losses.data());
-  });
-  for (int k = 0; options.terms && k < kTerms; ++k) {
-    const Rows numbers = numbers_of(torch::stable::select(*options.terms, 0, k));
-    for (int64_t i = 0; i < R; ++i) numbers.put(i, terms[i * kTerms + k]);
-  }
-  return losses;
-}
-
 Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
   const Tensor result =
       torch::stable::new_empty(like, {int64_t(numbers.size())}, working_type(like));
@@ -179,69 +114,110 @@ Tensor vector_of(const std::vector<double>& numbers, const Tensor& like) {
   return result;
 }
 
-// The loss, () or with reduction "none" (R,), and if requested the student's gradient (R, V). Each
-// row's loss is multiplied by its weight, which is finite where the mask is false.
-std::vector<Tensor> soft_target_loss(const Tensor& student, const Tensor& teacher,
-                                     const std::optional<Tensor>& ids, const Mask& mask,
-                                     const std::optional<Tensor>& denominator,
-                                     const std::optional<Tensor>& weights,
-                                     const std::string& divergence, double temperature,
-                                     double scale, double coefficient, bool bucket,
-                                     const std::optional<Tensor>& teacher_of,
-                                     const std::string& unmatched, const std::string& reduction,
-                                     bool gradient) {
-  check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
-  check_numbers(denominator, "denominator");
-  check_numbers(weights, "weights", student.size(0));
-  double divisor = 1;
-  if (denominator) {
-    divisor = value_of(*denominator);
-  } else if (reduction == "batchmean") {
-    Tensor holder;
-    const bool* real = bytes_of(mask, holder);
-    const int64_t R = student.size(0);
-    divisor = double(std::max<int64_t>(1, real ? std::count(real, real + R, true) : R));
-  }
-  std::vector<double> factors(weights ? student.size(0) : 1, 1);
-  for (size_t i = 0; weights && i < factors.size(); ++i) factors[i] = numbers_of(*weights).get(i);
-  std::vector<double> slopes = factors;  // of the reduced loss, by row
-  for (double& slope : slopes) slope /= divisor;
-  const Rows given{reinterpret_cast<char*>(slopes.data()), weights ? 1 : 0, 1, Type::kDouble};
-  const Tensor dstudent =
-      new_large(student, {gradient ? student.size(0) : 0, student.size(1)}, working_type(student));
-  std::vector<double> losses =
-      soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale, coefficient,
-                   gradient ? rows_of(dstudent) : Rows{}, given, {},
-                   {{}, {}, {}, teacher_of, unmatched});
-  for (size_t i = 0; weights && i < losses.size(); ++i) losses[i] *= factors[i];
-  std::vector<Tensor> results{reduction == "none" ? vector_of(losses, student)
-                                                  : scalar(total(losses) / divisor, student)};
-  if (gradient) results.push_back(dstudent);
-  return results;
+// Numbers (R,) below ``end``, or null. ``holder`` keeps the memory alive.
+const int64_t* places_of(const std::optional<Tensor>& x, const char* name, int64_t R, int64_t end,
+                         Tensor& holder) {
+  check_places(x, name, R, end);
+  if (!x) return nullptr;
+  holder = torch::stable::contiguous(*x);
+  return data<const int64_t>(holder);
 }
 
-// Losses (R,). With weights (R,) the gradient of Σ weight·loss overwrites the student's logits. With
-// log_mass (R,) the teacher has more tokens, and these have that part of its probability. With
-// ``teacher_rows`` (R,) the teacher's logits are (T, V). Terms (kTerms, R) are written if given. With
-// ``teacher_of`` the teacher has another vocabulary; see `match_of`.
-Tensor soft_target_rows(const Tensor& student, const Tensor& teacher,
-                        const std::optional<Tensor>& ids, const Mask& mask,
-                        const std::optional<Tensor>& weights, const std::string& divergence,
-                        double temperature, double scale, double coefficient, bool bucket,
-                        const std::optional<Tensor>& log_mass,
-                        const std::optional<Tensor>& teacher_rows,
-                        const std::optional<Tensor>& labels, const std::optional<Tensor>& terms,
-                        const std::optional<Tensor>& teacher_of, const std::string& unmatched) {
-  check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize},
-        weights ? Strides::kWritten : Strides::kRows);
-  check_numbers(weights, "weights", student.size(0));
-  check_numbers(log_mass, "log_mass", student.size(0));
-  const Rows gradient = weights ? rows_of(student) : Rows{};
-  const Rows given = weights ? numbers_of(*weights) : Rows{};
-  return vector_of(soft_targets(student, teacher, ids, bucket, mask, divergence, temperature, scale,
-                                coefficient, gradient, given, log_mass,
-                                {teacher_rows, labels, terms, teacher_of, unmatched}),
-                   student);
+// What all three operators have: logits (R, V), and the divergence.
+SoftTargets divergence_from(const Tensor& student, const std::string& divergence,
+                            double temperature, double scale, double coefficient) {
+  check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
+  SoftTargets of{};
+  of.student = rows_of(student), of.divergence = divergence_of(divergence);
+  of.coefficient = coefficient, of.slope = 1 / temperature, of.scale = scale;
+  return of;
+}
+
+// Losses (R,), 0 where the mask is false. The gradient of Σ weight·loss is stored in ``gradient``
+// (R, V), which may be the student's logits; weights (R,) are finite where the mask is false.
+Tensor losses_of(SoftTargets of, const Tensor& student, const std::optional<Tensor>& gradient,
+                 const Mask& mask, const std::optional<Tensor>& weights) {
+  const int64_t R = student.size(0), V = student.size(1);
+  check(mask, "mask", ScalarType::Bool, {R});
+  check_numbers(weights, "weights", R);
+  Rows factors{};
+  if (gradient) {
+    check(*gradient, "gradient", working_type(student), {R, V}, Strides::kWritten);
+    STD_TORCH_CHECK(weights, "weights: a gradient needs those of its rows");
+    of.gradient = rows_of(*gradient), factors = numbers_of(*weights);
+  }
+  std::vector<double> losses(R);
+  Tensor holder;
+  const bool* real = bytes_of(mask, holder);
+  each_row(R, 3 * V * student.element_size(), [&](int64_t begin, int64_t end) {
+    of.fill(begin, end, real, factors, losses.data());
+  });
+  return vector_of(losses, student);
+}
+
+// Losses with a teacher of logits (R, V), or (T, V) of which ``teacher_rows`` (R,) has the rows. With
+// log_mass (R,) the teacher has more tokens, and these have that part of its probability. Terms
+// (kTerms, R), with labels (R,), are written if given.
+Tensor soft_targets(const Tensor& student, const Tensor& teacher,
+                    const std::optional<Tensor>& gradient, const Mask& mask,
+                    const std::optional<Tensor>& weights, const std::string& divergence,
+                    double temperature, double scale, double coefficient,
+                    const std::optional<Tensor>& log_mass,
+                    const std::optional<Tensor>& teacher_rows,
+                    const std::optional<Tensor>& labels, const std::optional<Tensor>& terms) {
+  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  const int64_t R = student.size(0), V = student.size(1);
+  check(teacher, "teacher", student.scalar_type(), {teacher_rows ? kAnySize : R, V});
+  check_numbers(log_mass, "log_mass", R);
+  Tensor rows, classes;
+  of.teacher = rows_of(teacher);
+  of.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
+  of.labels = places_of(labels, "labels", R, V, classes);
+  if (log_mass) of.log_masses = numbers_of(*log_mass);
+  std::vector<double> numbers;
+  if (terms) {
+    check(*terms, "terms", working_type(student), {kTerms, R}, Strides::kWritten);
+    numbers.resize(R * kTerms);
+    of.terms = numbers.data();
+  }
+  const Tensor losses = losses_of(of, student, gradient, mask, weights);
+  for (int k = 0; terms && k < kTerms; ++k) {
+    const Rows term = numbers_of(torch::stable::select(*terms, 0, k));
+    for (int64_t i = 0; i < R; ++i) term.put(i, numbers[i * kTerms + k]);
+  }
+  return losses;
+}
+
+// Losses with a teacher of log-probabilities (R, k) of the tokens ``ids`` (R, k).
+Tensor top_k_soft_targets(const Tensor& student, const Tensor& ids, const Tensor& log_probs,
+                          const std::optional<Tensor>& gradient, const Mask& mask,
+                          const std::optional<Tensor>& weights, bool bucket,
+                          const std::string& divergence, double temperature, double scale,
+                          double coefficient) {
+  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  const int64_t R = student.size(0), V = student.size(1);
+  check(log_probs, "log_probs", check_floating(log_probs, "log_probs"), {R, kAnySize});
+  check(ids, "ids", ScalarType::Long, {R, log_probs.size(1)}, Strides::kAny);
+  const Tensor tokens = checked_ids(ids, V);
+  of.teacher = rows_of(log_probs), of.ids = data<const int64_t>(tokens), of.bucket = bucket;
+  return losses_of(of, student, gradient, mask, weights);
+}
+
+// Losses with a teacher of another vocabulary, see `match_of`: logits (R, V'), or (T, V') of which
+// ``teacher_rows`` (R,) has the rows.
+Tensor matched_soft_targets(const Tensor& student, const Tensor& teacher, const Tensor& teacher_of,
+                            const std::optional<Tensor>& gradient, const Mask& mask,
+                            const std::optional<Tensor>& weights, const std::string& unmatched,
+                            const std::string& divergence, double temperature, double scale,
+                            double coefficient, const std::optional<Tensor>& teacher_rows) {
+  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  const int64_t R = student.size(0), V = student.size(1);
+  check(teacher, "teacher", student.scalar_type(), {teacher_rows ? kAnySize : R, kAnySize});
+  const Match match = match_of(teacher_of, V, teacher.size(1), unmatched);
+  Tensor rows;
+  of.teacher = rows_of(teacher), of.match = &match;
+  of.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
+  return losses_of(of, student, gradient, mask, weights);
 }
 
 // log Σ exp(z/τ) (R,) of logits (R, V).
@@ -262,20 +238,24 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def("log_totals(Tensor logits, float temperature) -> Tensor");
   m.def("is_top_k(Tensor ids, Tensor log_probs, Tensor? mask, int V, float most) -> bool");
   m.def(
-      "soft_target_loss(Tensor student, Tensor teacher, Tensor? ids, Tensor? mask,"
-      " Tensor? denominator, Tensor? weights, str divergence, float temperature, float scale,"
-      " float coefficient, bool bucket, Tensor? teacher_of, str unmatched, str reduction,"
-      " bool gradient) -> Tensor[]");
+      "soft_targets(Tensor student, Tensor teacher, Tensor(a!)? gradient, Tensor? mask,"
+      " Tensor? weights, *, str divergence, float temperature, float scale, float coefficient,"
+      " Tensor? log_mass=None, Tensor? teacher_rows=None, Tensor? labels=None,"
+      " Tensor(b!)? terms=None) -> Tensor");
   m.def(
-      "soft_target_rows(Tensor(a!) student, Tensor teacher, Tensor? ids, Tensor? mask,"
-      " Tensor? weights, str divergence, float temperature, float scale, float coefficient,"
-      " bool bucket, Tensor? log_mass=None, Tensor? teacher_rows=None, Tensor? labels=None,"
-      " Tensor(b!)? terms=None, Tensor? teacher_of=None, str unmatched='') -> Tensor");
+      "top_k_soft_targets(Tensor student, Tensor ids, Tensor log_probs, Tensor(a!)? gradient,"
+      " Tensor? mask, Tensor? weights, *, bool bucket, str divergence, float temperature,"
+      " float scale, float coefficient) -> Tensor");
+  m.def(
+      "matched_soft_targets(Tensor student, Tensor teacher, Tensor teacher_of,"
+      " Tensor(a!)? gradient, Tensor? mask, Tensor? weights, *, str unmatched, str divergence,"
+      " float temperature, float scale, float coefficient, Tensor? teacher_rows=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
   m.impl("log_totals", TORCH_BOX(&fastkd::log_totals_of_rows));
   m.impl("is_top_k", TORCH_BOX(&fastkd::is_top_k));
-  m.impl("soft_target_loss", TORCH_BOX(&fastkd::soft_target_loss));
-  m.impl("soft_target_rows", TORCH_BOX(&fastkd::soft_target_rows));
+  m.impl("soft_targets", TORCH_BOX(&fastkd::soft_targets));
+  m.impl("top_k_soft_targets", TORCH_BOX(&fastkd::top_k_soft_targets));
+  m.impl("matched_soft_targets", TORCH_BOX(&fastkd::matched_soft_targets));
 }
