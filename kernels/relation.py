@@ -58,16 +58,6 @@ from fastkd.kernels.relation_small import (
     new_kept,
 )
 
-MOST_COLUMNS_AT_ONCE = 4096  # largest D of rows that a backward program holds whole in registers
-
-
-@triton.jit
-def _row_tiles(x_rows, dx_rows, real, d, D):
-    """Tiles of both tensors as float32, 0 at padding."""
-    inside = real[:, None] & (d < D)
-    x = tl.load(x_rows + d, mask=inside, other=0.0).to(tl.float32)
-    return x, tl.load(dx_rows + d, mask=inside, other=0.0).to(tl.float32)
-
 
 @triton.jit(do_not_specialize=["rows", "N"])
 def relation_project_kernel(
@@ -83,9 +73,8 @@ def relation_project_kernel(
     stride_x_n,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    WHOLE: tl.constexpr,  # a block holds whole rows, which are read once
     BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least D: whole rows, which are read once
 ):
     """out = factor · dx, without its component along the rows that were normalised."""
     layer = tl.program_id(1).to(tl.int64)
@@ -98,30 +87,14 @@ def relation_project_kernel(
     x_rows = x_ptr + ((row // N) * stride_x_b + (row % N) * stride_x_n)[:, None]
     start = ((layer * rows + row) * D)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
-    if WHOLE:
-        x, dx = _row_tiles(x_rows, dx_ptr + start, real, d, D)
-        part = x * PART
-        products, squares, part_squares = dx * x, x * x, part * part
-    else:
-        products = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        part_squares = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-        for first in range(0, D, BLOCK_D):
-            x, dx = _row_tiles(x_rows, dx_ptr + start, real, first + d, D)
-            products += dx * x
-            squares += x * x
-            part_squares += x * PART * (x * PART)
-    scale = row_scale(tl.sum(squares, axis=1), tl.sum(part_squares, axis=1))
-    along = tl.where(scale >= LARGEST_SCALE, 0.0, tl.sum(products, axis=1) * scale)[:, None]
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if WHOLE:
-        dx = (dx - along * (x * scale[:, None])) * factor
-        tl.store(out_ptr + start + d, dx, mask=in_rows[:, None] & (d < D))
-    else:
-        for first in range(0, D, BLOCK_D):
-            x, dx = _row_tiles(x_rows, dx_ptr + start, real, first + d, D)
-            dx = (dx - along * (x * scale[:, None])) * factor
-            tl.store(out_ptr + start + first + d, dx, mask=in_rows[:, None] & (first + d < D))
+    inside = real[:, None] & (d < D)
+    x = tl.load(x_rows + d, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.load(dx_ptr + start + d, mask=inside, other=0.0).to(tl.float32)
+    part = x * PART
+    scale = row_scale(tl.sum(x * x, axis=1), tl.sum(part * part, axis=1))
+    along = tl.where(scale >= LARGEST_SCALE, 0.0, tl.sum(dx * x, axis=1) * scale)[:, None]
+    dx = (dx - along * (x * scale[:, None])) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(out_ptr + start + d, dx, mask=in_rows[:, None] & (d < D))
 
 
 def kinds(B: int, N: int, tokens: float, samples: float) -> list[int]:
@@ -261,9 +234,8 @@ def _project(
     layers, B, N, size = dx.shape
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
-    whole = size <= MOST_COLUMNS_AT_ONCE
-    block_d = max(next_power_of_2(size), 128) if whole else 128
-    block_r = max(2048 // block_d, 1)  # 32 elements a thread
+    block_d = max(next_power_of_2(size), 128)
+    block_r = max(2048 // block_d, 1)  # 32 elements a thread, of at most 1,024 threads
     launch_kernel(
         relation_project_kernel,
         (cdiv(B * N, block_r), layers),
@@ -278,8 +250,7 @@ def _project(
         *students[0].stride()[:2],
         SLOTS=slots(layers),
         HAS_MASK=mask is not None,
-        WHOLE=whole,
         BLOCK_R=block_r,
         BLOCK_D=block_d,
-        num_warps=block_r * block_d // 1024,
+        num_warps=min(block_r * block_d // 1024, 32),
     )

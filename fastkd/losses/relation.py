@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastkd._core.checks import (
     check_choice,
     check_floating,
+    check_integers,
     check_mask,
     check_number,
     check_pair,
@@ -26,6 +27,7 @@ from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
+    dense_rows,
     once_differentiable,
     reduced,
     saveable,
@@ -356,11 +358,19 @@ def _relations(
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
     call = {"normalize": options.normalize, "distance": options.distance}
     runs_on = backend_of(backend, "relation_loss", widest, **call)
-    if runs_on == "triton":
-        return _in_triton(pairs, mask, weights, options)
+    if runs_on == "torch":
+        return _by_reference(pairs, mask, weights, options)
     if runs_on == "cpp":
-        return apply(_CppRelations, options, mask, weights, *itertools.chain(*pairs))
-    return _by_reference(pairs, mask, weights, options)
+        results = [apply(_CppRelations, options, mask, weights, *pair) for pair in pairs]
+    else:
+        from fastkd.kernels.pointers import layer_groups
+
+        # Layers of one shape share their launches.
+        groups = [itertools.chain(*(pairs[i] for i in group)) for group in layer_groups(pairs)]
+        results = [apply(_TritonRelations, options, mask, weights, *group) for group in groups]
+    losses, terms = zip(*results, strict=True)
+    added = functools.partial(functools.reduce, torch.add)
+    return added(losses), None if terms[0] is None else added(terms)
 
 
 def _with_one_token(
@@ -379,22 +389,6 @@ def _with_one_token(
     mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
     mask = None if mask is None else mask[:, None]
     return [(student[:, None], teacher[:, None]) for student, teacher in pairs], mask
-
-
-def _in_triton(
-    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, options: Options
-) -> tuple[Tensor, Tensor | None]:
-    """`_relations` in Triton; layers of one shape share their launches."""
-    from fastkd.kernels.pointers import layer_groups
-
-    results = []
-    for group in layer_groups(pairs):
-        features = itertools.chain(*(pairs[i] for i in group))
-        results.append(apply(_TritonRelations, options, mask, weights, *features))
-    loss = functools.reduce(torch.add, (loss for loss, _ in results))
-    if not options.return_terms:
-        return loss, None
-    return loss, functools.reduce(torch.add, (terms for _, terms in results))
 
 
 def _by_reference(
@@ -454,10 +448,7 @@ def _across_ranks(
 
 
 def _check_segments(segments: Tensor, student: Tensor) -> None:
-    if not isinstance(segments, Tensor):
-        raise TypeError(f"segments must be a Tensor, got {type(segments).__name__}")
-    if segments.is_floating_point() or segments.is_complex() or segments.dtype == torch.bool:
-        raise TypeError(f"segments must be integers, got {segments.dtype}")
+    check_integers("segments", segments)
     check_shape("segments", segments, student.shape[:2], "the leading dimensions of student")
     if not values_readable(segments):
         raise ValueError(
@@ -491,26 +482,15 @@ class _CppRelations(GradientInForward):
     """Both kinds of relation of a layer in one operator."""
 
     @staticmethod
-    def forward(ctx, options, *tensors):
-        mask, weights, *features = tensors
-        total: Any = None
-        gradients = []
-        factors = float(options.tokens), float(options.samples)
-        pairs = zip(features[::2], features[1::2], ctx.needs_input_grad[3::2], strict=True)
-        for student, teacher, needs_grad in pairs:
-            student, teacher = (
-                x if x.stride(-1) == 1 else x.contiguous() for x in (student, teacher)
-            )
-            terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
-                student, teacher, mask, weights, *factors, options.eps, needs_grad
-            )
-            total = terms if total is None else total + terms
-            gradients += gradient
-        needs = zip(features, ctx.needs_input_grad[3:], strict=True)
-        ctx.dtypes = [x.dtype for x, needs_grad in needs if needs_grad]
-        ctx.save_for_backward(*gradients)
-        ctx.mark_non_differentiable(total)
-        return total.sum(), total
+    def forward(ctx, options, mask, weights, student, teacher):
+        factors, needs_grad = (options.tokens, options.samples), ctx.needs_input_grad[3]
+        terms, *gradient = torch.ops.fastkd_cpp.relation_terms(
+            *dense_rows(student, teacher), mask, weights, *factors, options.eps, needs_grad
+        )
+        ctx.dtypes = [student.dtype] * len(gradient)
+        ctx.save_for_backward(*gradient)
+        ctx.mark_non_differentiable(terms)
+        return terms.sum(), terms
 
 
 class _TritonRelations(torch.autograd.Function):

@@ -58,7 +58,7 @@ def test_more_layers_than_a_launch_takes(device):
 
 @pytest.mark.parametrize(("D", "masked"), [(200, False), (4096, True), (4100, True)])
 def test_rows_of_many_features(device, D, masked):
-    """A program of the backward pass holds rows of up to 4,096 features, longer ones in parts."""
+    """A program of the backward pass holds one row or several."""
     student = torch.randn(2, 5, D, device=device, requires_grad=True)
     teacher = torch.randn(2, 5, 7, device=device)
     mask = torch.tensor([[1, 1, 1, 0, 1], [0, 1, 1, 0, 1]], device=device) if masked else None

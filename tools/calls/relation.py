@@ -39,7 +39,7 @@ def calls() -> Calls:
             for precision in ("highest", "high") if dtype == torch.float32 else ("highest",):
                 inputs = layers_of(B, N, 8 if N % 2 else 16, dtype, layers, learning, masked)
                 yield Call(fastkd.FCDLoss, inputs, triton, precision)
-    # Rows that a program of the backward pass holds as they are, and ones too long for that.
+    # Rows of which a program of the backward pass holds one or several.
     widths = (256, 512, 1024, 2048, 4096, 4112)
     for D, dtype, masked, layers in itertools.product(widths, HALF_AND_FULL, BOTH, LAYERS):
         yield Call(fastkd.FCDLoss, layers_of(2, 16, D, dtype, layers, True, masked), triton)
