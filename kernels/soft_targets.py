@@ -734,8 +734,8 @@ def soft_target_kernel(
         )
 
 
-def _soft_target_shapes(student, teacher, mask, weights, denominator, reduction, *rest):
-    rows = student.shape[:1] if reduction == "none" else ()
+def _soft_target_shapes(student, teacher, mask, weights, denominator, upstream, reduction, *rest):
+    rows = () if upstream is None and reduction != "none" else student.shape[:1]
     loss = student.new_empty(rows, dtype=torch.float32)
     return [loss, student.new_empty(student.shape)] if rest[-1] else [loss]
 
@@ -747,6 +747,7 @@ def soft_targets(
     mask: Tensor | None,
     weights: Tensor | None,
     denominator: Tensor | None,
+    upstream: Tensor | None,
     reduction: str,
     divergence: str,
     temperature: float,
@@ -757,47 +758,23 @@ def soft_targets(
     """Reduced loss of logits (R, V), and with ``gradient`` its gradient (R, V).
 
     The mask (R,) is bool. Weights (R,) are factors of the rows' losses, and the 0-d denominator
-    replaces the number of real rows as the divisor of "batchmean"; both are float32.
+    replaces the number of real rows as the divisor of "batchmean"; both are float32. With
+    ``upstream``, () or (R,) for "none", the gradient is multiplied by it, and the first result has
+    no meaning.
     """
     loss = torch.empty(len(student), dtype=torch.float32, device=student.device)
     divisor, number = divisor_of(student, mask, denominator, reduction)
     dstudent = student.new_empty(student.shape) if gradient else None
-    fill(
-        student, teacher, mask, divisor, weights, loss, dstudent, divergence, temperature, scale,
-        scale / temperature / number, coefficient, temperature > HOT,
-    )  # fmt: skip
-    loss = reduced(loss, weights, divisor, number, reduction)
-    return [loss] if dstudent is None else [loss, dstudent]
-
-
-def _gradient_shapes(student, *rest):
-    return student.new_empty(student.shape)
-
-
-@operator(_gradient_shapes)
-def soft_target_gradient(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    denominator: Tensor | None,
-    upstream: Tensor,
-    reduction: str,
-    divergence: str,
-    temperature: float,
-    scale: float,
-    coefficient: float,
-) -> Tensor:
-    """Gradient (R, V) of `soft_targets` times the upstream gradient, (), or (R,) for "none"."""
-    loss = torch.empty(len(student), dtype=torch.float32, device=student.device)
-    divisor, number = divisor_of(student, mask, denominator, reduction)
-    dstudent = student.new_empty(student.shape)
-    factors = upstream if weights is None else upstream * weights
+    factors = weights
+    if upstream is not None:
+        factors = upstream if weights is None else upstream * weights
     fill(
         student, teacher, mask, divisor, factors, loss, dstudent, divergence, temperature, scale,
         scale / temperature / number, coefficient, temperature > HOT,
     )  # fmt: skip
-    return dstudent
+    if upstream is None:
+        loss = reduced(loss, weights, divisor, number, reduction)
+    return [loss] if dstudent is None else [loss, dstudent]
 
 
 def divisor_of(

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.numerics import once_differentiable, save_for_backward
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.pointers import pick
@@ -64,15 +65,50 @@ def scale_in_place(gradients: list[Tensor], upstream: Tensor) -> None:
 
 
 def scaled(gradients: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
-    """Saved gradients, of one size, for an upstream gradient of 1, times ``upstream``.
-
-    In place if it may be. ``forward`` computes and saves them. It doesn't for "none", which has
-    many upstream gradients, and in float16, which can't hold them before the loss scale is
-    multiplied in.
-    """
+    """Saved gradients, of one size, times ``upstream``; in place if that is allowed."""
     # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return [(x.float() * upstream).to(x.dtype) for x in gradients]
     if gradients:
         scale_in_place(list(gradients), upstream)
     return gradients
+
+
+class LossByKernel(torch.autograd.Function):
+    """A loss whose kernel computes the gradients too.
+
+    ``options.triton(tensors, upstream, needs)`` runs it: the loss, then gradients of the tensors
+    that need one, times ``upstream`` if that is given. With ``options.stacked`` those of the first
+    tensors are one tensor.
+
+    The forward pass computes gradients for an upstream gradient of 1, and `scaled` multiplies them.
+    It computes none for "none", which has many upstream gradients, and in float16, which can't hold
+    them before the loss scale is multiplied in: there the backward pass runs the kernel again.
+    """
+
+    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
+    # parameters.
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        half = any(x is not None and x.dtype == torch.float16 for x in tensors)
+        ctx.options, ctx.in_forward = options, options.reduction != "none" and not half
+        needs = [needed and ctx.in_forward for needed in ctx.needs_input_grad[1:]]
+        loss, *gradients = options.triton(tensors, None, needs)
+        save_for_backward(ctx, *(gradients if ctx.in_forward else tensors))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needs = ctx.needs_input_grad[1:]
+        if ctx.in_forward:
+            gradients = scaled(ctx.saved_tensors, grad)
+        else:
+            _, *gradients = ctx.options.triton(ctx.saved_tensors, grad, needs)
+        if ctx.options.stacked:
+            (stacked,) = gradients
+            found = [*stacked.unbind(), *[None] * (len(needs) - len(stacked))]
+        else:
+            rest = iter(gradients)
+            found = [next(rest) if needed else None for needed in needs]
+        return None, *(x if needed else None for x, needed in zip(found, needs, strict=True))

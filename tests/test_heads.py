@@ -453,13 +453,15 @@ def test_cross_entropy_of_one_chunk_on_the_meta_device():
     h, w, b = torch.randn(4, 6), torch.randn(9, 6), torch.randn(9)
     call = torch.ops.fastkd_cpp.cross_entropy_of_states
     rest = torch.arange(4), torch.rand(4), None
-    for count, *needs in itertools.product([0, 2], *[[False, True]] * 3):
-        more = count, *needs, 7, 1.0, 1.0, 0.0, 0.0, True
-        torch.library.opcheck(call, (h, w, b, *rest, *more), test_utils="test_faketensor")
+    numbers = dict(vocabulary=7, scale=1.0, factor=1.0, label_smoothing=0.0, z_loss=0.0)
+    names = "count", "needs_hidden", "needs_weight", "needs_bias"
+    for values in itertools.product([0, 2], *[[False, True]] * 3):
+        more = dict(zip(names, values, strict=True), **numbers, narrow=True)
+        torch.library.opcheck(call, (h, w, b, *rest), more, test_utils="test_faketensor")
     with pytest.raises(RuntimeError, match="is not one of the"):
-        call(h, w, b, torch.full((4,), 7), None, None, *more)
+        call(h, w, b, torch.full((4,), 7), None, None, **more)
     with pytest.raises(RuntimeError, match="gradients of rows need their weights"):
-        call(h, w, b, torch.arange(4), None, None, 0, *more[1:])
+        call(h, w, b, torch.arange(4), None, None, **more | {"count": 0})
 
 
 def test_terms_are_returned_by_name():

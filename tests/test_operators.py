@@ -64,9 +64,8 @@ CALLS = {
             labels,
             labels,
             torch.rand(24),
-            6,
         ),
-        dict(others=True, own_too=False, reduction="mean", gradient=True),
+        dict(classes=6, others=True, own_too=False, reduction="mean", gradient=True),
     ),
     "attention": (
         (maps, maps, torch.ones(2, 4).bool(), torch.rand(2)),

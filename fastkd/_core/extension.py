@@ -79,16 +79,18 @@ def _states_meta(
     labels: Tensor,
     weights: Tensor | None,
     denominator: Tensor | None,
+    *,
     count: float,
-    *options: object,
+    narrow: bool,
+    **options: object,
 ) -> list[Tensor]:
     """Shapes of the loss, the terms, and the requested gradients."""
     shape = () if count else (hidden.shape[0],)
     results = [_scalar(hidden).new_empty(sizes) for sizes in (shape, (4, *shape))]
-    for x, needed in zip((hidden, weight, bias), options, strict=False):
-        if x is not None and needed:
-            narrow = x is weight and options[-1] and x.dtype == torch.bfloat16
-            results.append(x.new_empty(x.shape, dtype=x.dtype if narrow else _scalar(x).dtype))
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None and options[f"needs_{name}"]:
+            rounds = narrow and x is weight and x.dtype == torch.bfloat16
+            results.append(x.new_empty(x.shape, dtype=x.dtype if rounds else _scalar(x).dtype))
     return results
 
 
@@ -102,9 +104,13 @@ CPP_OPERATORS = {
     "log_totals": _rows_meta,
     "is_top_k": lambda *inputs: True,
     "attention": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
-    "knn": lambda student, *rest: _loss_meta(student, student.shape[:1], *rest[-2:]),
+    "knn": lambda student, *rest, reduction, gradient, **options: _loss_meta(
+        student, student.shape[:1], reduction, gradient
+    ),
     "relation_terms": _relation_terms_meta,
-    "cos_nce": lambda student, *rest: _loss_meta(student, student.shape[:2], *rest[-2:]),
+    "cos_nce": lambda student, *rest, reduction, gradient, **options: _loss_meta(
+        student, student.shape[:2], reduction, gradient
+    ),
     "cross_entropy": _rows_meta,
     "cross_entropy_of_states": _states_meta,
     "half_product": lambda *matrices, unit="fastest": None,

@@ -113,9 +113,8 @@ class Positions:
         return Positions(*(None if x is None else x[rows] for x in self.tensors()))
 
 
-POSITIONS = len(fields(Positions))
 COLUMNS = 3  # tensors of `fastkd.VocabularyMatch.columns`; the first may be a draft vocabulary
-GIVEN = POSITIONS + COLUMNS
+GIVEN = len(fields(Positions)) + COLUMNS
 
 
 @dataclass(frozen=True)
@@ -134,12 +133,12 @@ class LinearSoftTargets(torch.autograd.Function):
     For reduction "none" the upstream gradient weights the rows, so the backward pass computes the
     logits again.
 
-    ``tensors`` begin with those of `Positions` and, or None, the columns of another vocabulary:
-    those of a match, or the teacher's token ids (V,) that are compared while its probabilities are
-    those of its whole vocabulary. The student's head on its hidden states follows: states (R, D)
-    and weight (V, D), further pairs of states (R, r) and weights (V, r) whose products are added,
-    and the bias (V) or None. The teacher's come last, likewise, or ids and log-probabilities (R, K)
-    of its top k, or nothing if the loss doesn't depend on the teacher.
+    ``tensors`` begin with the student's head on its hidden states: states (R, D) and weight (V, D),
+    further pairs of states (R, r) and weights (V, r) whose products are added, and the bias (V) or
+    None. The teacher's follow, likewise, or ids and log-probabilities (R, K) of its top k, or
+    nothing if the loss doesn't depend on the teacher. Then come those of `Positions` and, or None,
+    the columns of another vocabulary: those of a match, or the teacher's token ids (V,) that are
+    compared while its probabilities are those of its whole vocabulary.
     """
 
     @staticmethod
@@ -147,8 +146,7 @@ class LinearSoftTargets(torch.autograd.Function):
         ctx.options = options
         given, columns, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
-        ctx.teachers = len(teacher)
-        needs = list(ctx.needs_input_grad[2 + GIVEN :][: len(student)])
+        needs = list(ctx.needs_input_grad[2 : 2 + len(student)])
         loss_options: LossOptions = options.loss
         hidden = student[0]
         assert hidden is not None
@@ -183,7 +181,7 @@ class LinearSoftTargets(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         options, students = ctx.options, len(ctx.dtypes)
-        needs = list(ctx.needs_input_grad[2 + GIVEN :][:students])
+        needs = list(ctx.needs_input_grad[2 : 2 + students])
         if options.reduction == "none":
             given, columns, student, teacher = _arguments(ctx.saved_tensors, options)
             _, *computed = _run(options, student, teacher, given, columns, grad.contiguous(), needs)
@@ -195,20 +193,16 @@ class LinearSoftTargets(torch.autograd.Function):
             times_upstream(next(grads), grad, dtype) if need else None
             for need, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return None, None, *[None] * GIVEN, *scaled, *[None] * ctx.teachers
+        return None, None, *scaled, *(None for _ in ctx.needs_input_grad[2 + students :])
 
 
 def _arguments(
     tensors: Sequence[Tensor | None], options: CallOptions
 ) -> tuple[Positions, list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
     """Positions, columns, student and teacher of the tensors of `LinearSoftTargets`."""
-    heads, given = list(tensors[GIVEN:]), Positions(*tensors[:POSITIONS])
-    return (
-        given,
-        list(tensors[POSITIONS:GIVEN]),
-        heads[: options.students],
-        heads[options.students :],
-    )
+    heads, given, columns = tensors[:-GIVEN], tensors[-GIVEN:-COLUMNS], tensors[-COLUMNS:]
+    student, teacher = heads[: options.students], heads[options.students :]
+    return Positions(*given), list(columns), list(student), list(teacher)
 
 
 def _run(
@@ -406,14 +400,16 @@ def _cross_entropy_of_states(
         labels,
         weights,
         denominator,
-        count,
-        *needs,
-        options.vocabulary or weight.shape[0],
-        options.student.scale,
-        options.task_weight,
-        task.label_smoothing,
-        task.z_loss,
-        options.narrow,
+        count=count,
+        needs_hidden=needs[0],
+        needs_weight=needs[1],
+        needs_bias=needs[2],
+        vocabulary=options.vocabulary or weight.shape[0],
+        scale=options.student.scale,
+        factor=options.task_weight,
+        label_smoothing=task.label_smoothing,
+        z_loss=task.z_loss,
+        narrow=options.narrow,
     )
     return results
 

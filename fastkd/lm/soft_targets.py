@@ -241,7 +241,9 @@ def soft_target_loss(
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
     function: type[torch.autograd.Function] = _SoftTargets
     if runs_on == "triton" and match is None:
-        function = _TritonTopK if soft.tail else _TritonSoftTargets
+        from fastkd.kernels.upstream import LossByKernel
+
+        function = _TritonTopK if soft.tail else LossByKernel
     loss = apply(function, options, student, mask, denominator, weights, *rows)
     return loss.reshape(leading) if reduction == "none" else loss
 
@@ -379,6 +381,18 @@ class _Options:
     reduction: str
     runs_on: str
     unmatched: str  # of a `VocabularyMatch`; "" for one vocabulary
+    stacked = False
+
+    def triton(
+        self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """Of one vocabulary's logits; see `LossByKernel`."""
+        from fastkd.kernels.soft_targets import soft_targets
+
+        _, mask, denominator, weights, _ = tensors
+        student, teacher = dense_rows(tensors[0], tensors[-1])
+        given = student, teacher, mask, weights, denominator, upstream
+        return soft_targets(*given, self.reduction, *self.soft.per_row, needs[0])
 
 
 class _SoftTargets(torch.autograd.Function):
@@ -434,38 +448,6 @@ def _divisor(
     if mask is None:
         return max(len(student), 1)
     return mask.sum().clamp(min=1).to(working_dtype(student))
-
-
-class _TritonSoftTargets(torch.autograd.Function):
-    """Loss of logits, and its gradient in the same kernel; see `kernels.upstream`."""
-
-    @staticmethod
-    def forward(ctx, options, student, mask, denominator, weights, teacher):
-        from fastkd.kernels.soft_targets import soft_targets
-
-        student, teacher = dense_rows(student, teacher)
-        ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
-        ctx.options, computed = options, ctx.needs_input_grad[1] and ctx.in_forward
-        soft: SoftTargetOptions = options.soft
-        given = student, teacher, mask, weights, denominator
-        loss, *gradient = soft_targets(*given, options.reduction, *soft.per_row, computed)
-        save_for_backward(ctx, *(gradient if ctx.in_forward else given))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels.soft_targets import soft_target_gradient
-        from fastkd.kernels.upstream import scaled
-
-        if ctx.in_forward:
-            (dstudent,) = scaled(ctx.saved_tensors, grad)
-        else:
-            student, teacher, mask, weights, denominator = ctx.saved_tensors
-            given = student, teacher, mask, weights, denominator, grad
-            soft: SoftTargetOptions = ctx.options.soft
-            dstudent = soft_target_gradient(*given, ctx.options.reduction, *soft.per_row)
-        return None, dstudent, None, None, None, None
 
 
 class _TritonTopK(torch.autograd.Function):
@@ -812,7 +794,7 @@ def linear_soft_target_loss(
     given = Positions(*(None if x is None else saveable(x.flatten()) for x in of_positions))
     columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
     columns = columns if match is None else match.columns(student_hidden.device)
-    arguments = *given.tensors(), *columns, *tensors
+    arguments = *tensors, *given.tensors(), *columns
     loss, terms = apply(LinearSoftTargets, options, denominator, *arguments)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(terms), *leading)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
-    once_differentiable,
     reduced,
     saveable,
     upcast,
@@ -173,15 +172,16 @@ def _attention_layers(
         entries = first.shape[1] * first.shape[2] ** 2
         terms = [by_reference(losses, entries, *pair, real) / len(pairs) for pair in pairs]
     elif runs_on == "cpp":
-        terms = [apply(_CppAttention, options, real, weights, *pair) for pair in pairs]
+        terms = [apply(_CppAttention, options, *pair, real, weights) for pair in pairs]
     else:
         from fastkd.kernels.pointers import layer_groups
+        from fastkd.kernels.upstream import LossByKernel
 
         terms = []
         for group in layer_groups(pairs):
             students, teachers = zip(*(pairs[i] for i in group), strict=True)
-            given = real, weights, *students, *teachers
-            terms.append(apply(_TritonAttention, options, *given))
+            given = *students, *teachers, real, weights
+            terms.append(apply(LossByKernel, options, *given))
     loss = terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
     return reduced(loss, compared, reduction, weights) if runs_on == "torch" else loss
 
@@ -210,13 +210,25 @@ class _Options:
     mean: bool  # compare means over the heads
     layers: int  # number of all layers: each loss is divided by it
     reduction: str  # applied by the kernels, which compute the gradient with the loss
+    stacked = True
+
+    def triton(
+        self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """Of layers of one shape: students, teachers, mask, weights; see `LossByKernel`."""
+        from fastkd.kernels.attention import attention
+
+        maps: list[Any]
+        *maps, mask, weights = (None if x is None else x.contiguous() for x in tensors)
+        n, options = len(maps) // 2, (self.mean, self.layers, self.reduction)
+        return attention(maps[:n], maps[n:], mask, weights, upstream, *options, any(needs))
 
 
 class _CppAttention(GradientInForward):
     """Loss of one layer over the number of layers; one pass over the rows, with the gradient."""
 
     @staticmethod
-    def forward(ctx, options, mask, weights, student, teacher):
+    def forward(ctx, options, student, teacher, mask, weights):
         loss, *gradient = torch.ops.fastkd_cpp.attention(
             student.contiguous(),
             teacher.contiguous(),
@@ -225,44 +237,8 @@ class _CppAttention(GradientInForward):
             options.mean,
             options.layers,
             options.reduction,
-            ctx.needs_input_grad[3],
+            ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
         ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-
-class _TritonAttention(torch.autograd.Function):
-    """Loss of layers of one shape, and its gradients in the same kernel; see `kernels.upstream`."""
-
-    @staticmethod
-    def forward(ctx, options, *tensors):
-        from fastkd.kernels.attention import attention
-
-        mask, weights, *maps = tensors
-        mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
-        maps = [x.contiguous() for x in maps]
-        n = len(maps) // 2
-        ctx.in_forward = options.reduction != "none" and maps[0].dtype != torch.float16
-        ctx.options, computed = options, any(ctx.needs_input_grad) and ctx.in_forward
-        given = maps[:n], maps[n:], mask, weights
-        mean, layers, reduction = options.mean, options.layers, options.reduction
-        loss, *gradient = attention(*given, None, mean, layers, reduction, computed)
-        ctx.save_for_backward(*(gradient if ctx.in_forward else (mask, weights, *maps)))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels.attention import attention
-        from fastkd.kernels.upstream import scaled
-
-        n = (len(ctx.needs_input_grad) - 3) // 2
-        if ctx.in_forward:
-            gradient = scaled(ctx.saved_tensors, grad)
-        else:
-            mean, layers, reduction = ctx.options.mean, ctx.options.layers, ctx.options.reduction
-            mask, weights, *maps = ctx.saved_tensors
-            given = maps[:n], maps[n:], mask, weights
-            _, *gradient = attention(*given, grad, mean, layers, reduction, True)
-        return (None,) * 3 + gradient[0].unbind() + (None,) * n

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -532,11 +532,11 @@ class _CppCosNCE(GradientInForward):
             own,
             row_classes,
             None if weights is None else weights.flatten(),
-            classes,
-            labels is not None,
-            labels is None and negatives is None,
-            reduction,
-            ctx.needs_input_grad[1],
+            classes=classes,
+            others=labels is not None,
+            own_too=labels is None and negatives is None,
+            reduction=reduction,
+            gradient=ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
         ctx.dtypes = [student.dtype] * len(gradient)
@@ -615,6 +615,7 @@ def _triton_layers(
     """Mean loss of the layers in Triton; layers of one shape share launches."""
     from fastkd.kernels.contrastive import SMALL_BATCH
     from fastkd.kernels.pointers import layer_groups
+    from fastkd.kernels.upstream import LossByKernel
 
     student, _, negatives = layers[0]
     most = SMALL_BATCH if labels_and_masks[0] is not None else 2 * SMALL_BATCH
@@ -624,8 +625,10 @@ def _triton_layers(
         part = [layers[i] for i in group]
         features = [x for tensors in zip(*part, strict=True) for x in tensors if x is not None]
         options = _Options(reduction, len(part))
-        of = _TritonPositions if small else _TritonCosNCE
-        loss = apply(of, options, *labels_and_masks, weights, *features)
+        if small:
+            loss = apply(LossByKernel, options, *features, *labels_and_masks[:2], weights)
+        else:
+            loss = apply(_TritonCosNCE, options, *features, *labels_and_masks, weights)
         losses.append(loss if len(part) == len(layers) else loss * (len(part) / len(layers)))
     return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -643,47 +646,23 @@ def _is_at_most(size: int, limit: int) -> bool:
 class _Options:
     reduction: str
     layers: int
+    stacked = True
 
+    def triton(
+        self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """Of few samples, with the batch's negatives: students, teachers, labels, mask, weights.
 
-class _TritonPositions(torch.autograd.Function):
-    """Mean loss of layers of one shape and few samples, with the batch's negatives.
-
-    The gradient is computed in the forward pass; see `kernels.upstream`.
-    """
-
-    # *tensors as in `_CppCosNCE`.
-    @staticmethod
-    def forward(ctx, options, *tensors):
+        See `LossByKernel`.
+        """
         from fastkd.kernels.contrastive import cos_nce_positions
 
-        labels, mask, _, _, weights, *features = tensors
-        n = options.layers
+        n, (*features, labels, mask, weights) = self.layers, tensors
         students, teachers = map(_with_equal_strides, (features[:n], features[n:]))
         labels, mask = (None if x is None else x.contiguous() for x in (labels, mask))
         weights = None if weights is None else weights.float().contiguous()
-        ctx.in_forward = options.reduction != "none" and students[0].dtype != torch.float16
-        ctx.options, computed = options, any(ctx.needs_input_grad) and ctx.in_forward
-        loss, *gradient = cos_nce_positions(
-            students, teachers, labels, mask, weights, None, options.reduction, computed
-        )
-        given = labels, mask, weights, *students, *teachers
-        ctx.save_for_backward(*(gradient if ctx.in_forward else given))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels.contrastive import cos_nce_positions
-        from fastkd.kernels.upstream import scaled
-
-        n = ctx.options.layers
-        if ctx.in_forward:
-            gradient = scaled(ctx.saved_tensors, grad)
-        else:
-            labels, mask, weights, *features = ctx.saved_tensors
-            given = features[:n], features[n:], labels, mask, weights
-            _, *gradient = cos_nce_positions(*given, grad, ctx.options.reduction, True)
-        return (None,) * 6 + gradient[0].unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
+        given = students, teachers, labels, mask, weights, upstream
+        return cos_nce_positions(*given, self.reduction, any(needs))
 
 
 class _TritonCosNCE(torch.autograd.Function):
@@ -694,7 +673,7 @@ class _TritonCosNCE(torch.autograd.Function):
     def forward(ctx, options, *tensors):
         from fastkd.kernels.contrastive import cos_nce
 
-        labels, mask, negatives_labels, negatives_mask, weights, *features = tensors
+        *features, labels, mask, negatives_labels, negatives_mask, weights = tensors
         n = options.layers
         students, teachers = (
             _with_equal_strides(features[:n]),
@@ -738,7 +717,7 @@ class _TritonCosNCE(torch.autograd.Function):
         n = ctx.options.layers
         grad = grad if factor is None else grad * factor
         dx = cos_nce_gradient(features[:n], features[n:], mask, saved, grad, ctx.own_too)
-        return (None,) * 6 + dx.unbind() + (None,) * (len(ctx.needs_input_grad) - 6 - n)
+        return None, *dx.unbind(), *(None for _ in ctx.needs_input_grad[n + 1 :])
 
 
 def _with_equal_strides(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """Distance of a student's hidden states from its teacher's, position by position."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,6 @@ from fastkd._core.numerics import (
     as_rows,
     dense_rows,
     direction_ref,
-    once_differentiable,
     reduced,
     saveable,
     upcast,
@@ -133,8 +133,12 @@ def hidden_state_loss(
         losses = by_reference(choices, 2 * student.shape[-1], *rows, real)
         losses = reduced(losses, real, reduction, weights)
     else:
-        function = _CppHiddenStates if runs_on == "cpp" else _TritonHiddenStates
-        losses = apply(function, options, real, weights, *rows)
+        function: type[torch.autograd.Function] = _CppHiddenStates
+        if runs_on == "triton":
+            from fastkd.kernels.upstream import LossByKernel
+
+            function = LossByKernel
+        losses = apply(function, options, *rows, real, weights)
     return losses.reshape(leading) if reduction == "none" else losses
 
 
@@ -221,13 +225,25 @@ class _Options:
     kind: str
     beta: float
     reduction: str  # applied by the kernels, which compute the gradient with the loss
+    stacked = False
+
+    def triton(
+        self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """See `LossByKernel`."""
+        from fastkd.kernels.hidden_states import hidden_states
+
+        student, teacher = dense_rows(*tensors[:2])
+        mask, weights = (None if x is None else x.contiguous() for x in tensors[2:])
+        options = self.kind, self.beta, self.reduction
+        return hidden_states(student, teacher, mask, weights, upstream, *options, needs[0])
 
 
 class _CppHiddenStates(GradientInForward):
     """The reduced loss and its gradient, in one pass over the rows."""
 
     @staticmethod
-    def forward(ctx, options, mask, weights, student, teacher):
+    def forward(ctx, options, student, teacher, mask, weights):
         loss, *gradient = torch.ops.fastkd_cpp.hidden_states(
             *dense_rows(student, teacher),
             mask,
@@ -235,41 +251,8 @@ class _CppHiddenStates(GradientInForward):
             options.kind,
             options.beta,
             options.reduction,
-            ctx.needs_input_grad[3],
+            ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
         ctx.dtypes = [student.dtype] * len(gradient)
         return loss
-
-
-class _TritonHiddenStates(torch.autograd.Function):
-    """The reduced loss and its gradient, in one kernel; see `kernels.upstream`."""
-
-    @staticmethod
-    def forward(ctx, options, mask, weights, student, teacher):
-        from fastkd.kernels.hidden_states import hidden_states
-
-        student, teacher = dense_rows(student, teacher)
-        mask, weights = (None if x is None else x.contiguous() for x in (mask, weights))
-        ctx.in_forward = options.reduction != "none" and student.dtype != torch.float16
-        ctx.options, computed = options, ctx.needs_input_grad[3] and ctx.in_forward
-        given = student, teacher, mask, weights
-        kind, beta, reduction = options.kind, options.beta, options.reduction
-        loss, *gradient = hidden_states(*given, None, kind, beta, reduction, computed)
-        ctx.save_for_backward(*(gradient if ctx.in_forward else given))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels.hidden_states import hidden_states
-        from fastkd.kernels.upstream import scaled
-
-        if ctx.in_forward:
-            gradient = scaled(ctx.saved_tensors, grad)
-        else:
-            kind, beta, reduction = ctx.options.kind, ctx.options.beta, ctx.options.reduction
-            student, teacher, mask, weights = ctx.saved_tensors
-            given = student, teacher, mask, weights, grad
-            _, *gradient = hidden_states(*given, kind, beta, reduction, True)
-        return None, None, None, *gradient, None

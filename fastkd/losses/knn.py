@@ -451,10 +451,10 @@ class _CppKNN(GradientInForward):
             *ranges,
             count,
             weights,
-            options.k,
-            options.ignore_index,
-            options.reduction,
-            ctx.needs_input_grad[1],
+            k=options.k,
+            ignore_index=options.ignore_index,
+            reduction=options.reduction,
+            gradient=ctx.needs_input_grad[1],
         )
         ctx.save_for_backward(*gradient)
         ctx.dtypes = [student.dtype] * len(gradient)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from fastkd._core.numerics import (
     apply,
     as_rows,
     dense_rows,
-    once_differentiable,
     product,
     saveable,
     upcast,
@@ -365,8 +364,11 @@ def _layer_norm_mse(
         found = by_reference(losses, 2 * x.shape[-1], x, y)
         found = found if weights is None else found * weights
         return found.sum() / _divisor(x, options.reduction)
-    function = _CppLayerNormMSE if runs_on == "cpp" else _TritonLayerNormMSE
-    return apply(function, options, weights, x, y)
+    if runs_on == "cpp":
+        return apply(_CppLayerNormMSE, options, x, y, weights)
+    from fastkd.kernels.upstream import LossByKernel
+
+    return apply(LossByKernel, options, x, y, weights)
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -379,53 +381,31 @@ def _divisor(x: Tensor, reduction: str) -> int:
 class _Options:
     eps: float
     reduction: str
+    stacked = False
+
+    def triton(
+        self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """See `LossByKernel`."""
+        from fastkd.kernels.projection import layer_norm_mse
+
+        x, y = dense_rows(*tensors[:2])
+        divisor = _divisor(x, self.reduction)
+        return layer_norm_mse(x, y, tensors[2], upstream, self.eps, divisor, *needs[:2])
 
 
 class _CppLayerNormMSE(GradientInForward):
     """Loss and gradients of rows (R, D), in one pass over the rows."""
 
     @staticmethod
-    def forward(ctx, options, weights, x, y):
+    def forward(ctx, options, x, y, weights):
         divisor = _divisor(x, options.reduction)
         loss, *gradients = torch.ops.fastkd_cpp.layer_norm_mse(
-            *dense_rows(x, y), weights, options.eps, divisor, *ctx.needs_input_grad[2:]
+            *dense_rows(x, y), weights, options.eps, divisor, *ctx.needs_input_grad[1:3]
         )
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [x.dtype] * len(gradients)
         return loss
-
-
-class _TritonLayerNormMSE(torch.autograd.Function):
-    """Loss and gradients of rows (R, D), in one kernel; see `kernels.upstream`."""
-
-    @staticmethod
-    def forward(ctx, options, weights, x, y):
-        from fastkd.kernels.projection import layer_norm_mse
-
-        x, y = dense_rows(x, y)
-        ctx.in_forward = x.dtype != torch.float16
-        needed = ctx.needs_input_grad[2:] if ctx.in_forward else (False, False)
-        ctx.options = options
-        divisor = _divisor(x, options.reduction)
-        loss, *gradients = layer_norm_mse(x, y, weights, None, options.eps, divisor, *needed)
-        ctx.save_for_backward(*(gradients if ctx.in_forward else (x, y, weights)))
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        from fastkd.kernels.projection import layer_norm_mse
-        from fastkd.kernels.upstream import scaled
-
-        needs_dx, needs_dy = ctx.needs_input_grad[2:]
-        if ctx.in_forward:
-            gradients = scaled(ctx.saved_tensors, grad)
-        else:
-            x, y, weights = ctx.saved_tensors
-            eps, divisor = ctx.options.eps, _divisor(x, ctx.options.reduction)
-            given = x, y, weights, grad
-            _, *gradients = layer_norm_mse(*given, eps, divisor, needs_dx, needs_dy)
-        return None, None, gradients[0] if needs_dx else None, gradients[-1] if needs_dy else None
 
 
 class DualProjectionLoss(nn.Module):

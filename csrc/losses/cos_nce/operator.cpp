@@ -97,8 +97,8 @@ std::vector<Tensor> cos_nce(const Tensor& student, const Tensor& teacher, const 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "cos_nce(Tensor student, Tensor teacher, Tensor rows, Tensor? mask, Tensor? rows_mask,"
-      " Tensor? own, Tensor? segments, Tensor? weights, SymInt classes, bool others, bool own_too,"
-      " str reduction, bool gradient) -> Tensor[]");
+      " Tensor? own, Tensor? segments, Tensor? weights, *, SymInt classes, bool others,"
+      " bool own_too, str reduction, bool gradient) -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {

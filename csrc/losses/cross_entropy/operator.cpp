@@ -248,7 +248,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
       " float label_smoothing, float z_loss) -> Tensor");
   m.def(
       "cross_entropy_of_states(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels,"
-      " Tensor? weights, Tensor? denominator, float count, bool needs_hidden, bool needs_weight,"
+      " Tensor? weights, Tensor? denominator, *, float count, bool needs_hidden, bool needs_weight,"
       " bool needs_bias, int vocabulary, float scale, float factor, float label_smoothing,"
       " float z_loss, bool narrow) -> Tensor[]");
 }

@@ -76,7 +76,8 @@ std::vector<Tensor> knn(const Tensor& student, const Tensor& teacher, const Tens
 STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "knn(Tensor student, Tensor teacher, Tensor low, Tensor? high, Tensor labels, Tensor? count,"
-      " Tensor? weights, SymInt k, int ignore_index, str reduction, bool gradient) -> Tensor[]");
+      " Tensor? weights, *, SymInt k, int ignore_index, str reduction, bool gradient)"
+      " -> Tensor[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
