@@ -22,7 +22,7 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.config import TrainingConfig
 from fastkd.train.errors import InputError
-from fastkd.train.job import Job, save_model
+from fastkd.train.job import Job, save_model, sizes_of
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
@@ -138,14 +138,6 @@ def begin(settings: Any, batch_size: int, display: Display) -> Job:
     return Job(settings, training_config, display)
 
 
-def sizes_of(teacher: Any) -> dict[str, int]:
-    """Parameters and bytes of a teacher that runs here."""
-    if teacher is None:
-        return {}
-    memory = teacher.get_memory_footprint(return_buffers=False)
-    return {"parameters": teacher.num_parameters(), "bytes": memory}
-
-
 def _complete(
     settings: CacheSettings,
     job: Job,
@@ -162,7 +154,7 @@ def _complete(
             "settings": {**as_json(settings), "max_length": job.max_length},
             "fingerprints": row_fingerprints(job.corpus),
             "teacher": scores,
-            **sizes_of(job.teacher_model),
+            **({} if job.teacher_model is None else sizes_of(job.teacher)),
             "selected": selected,
             "samples": len(TeacherCache(settings.out)),
         }

@@ -10,7 +10,6 @@ from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.models import be_quiet
 from fastkd.train.options import read_options_file
 from fastkd.train.saving import check_directory
 
@@ -28,7 +27,6 @@ def run(settings: StudySettings, console: Console) -> None:
     study = grid.read(settings)
     number, together = leave_launcher()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    be_quiet()
     check_directory("--out", settings.out)
     if settings.runs is not None:
         check_directory("--runs", settings.runs)

@@ -12,10 +12,8 @@ from fastkd.models.layer_map import SCHEMES
 from fastkd.train import data, processes, tasks
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.hub import is_served
 from fastkd.train.job import Job, Measure, check_classes
 from fastkd.train.models import be_quiet, make_method
-from fastkd.train.options import set_flags
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RunDirectory
 from fastkd.train.saving import locked
@@ -86,9 +84,6 @@ def check(config: DistillConfig) -> None:
             "--nproc-per-node N -m fastkd distill ...`"
         )
     check_resume(config)
-    for flag in set_flags(config, "teacher_model", "top_k"):
-        if not is_served(config.teacher):
-            raise InputError(f"{flag}: belongs to a --teacher that is a server's URL; leave it out")
     kind = tasks.of_file(config.kind, config.train)
     if config.method != AUTO:
         method = make_method(config.method, config.options, config.preset)

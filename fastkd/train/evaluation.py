@@ -71,7 +71,10 @@ def score(task: Task, metrics: Sequence[str], answers: Any, examples: Encoded) -
     """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
     if not finite(answers):
         return dict.fromkeys(metrics, math.nan)
-    found = task.scores(metrics, answers, examples)
+    found = task.agreement(metrics, answers, examples)
+    rest = [name for name in metrics if name not in found]
+    if rest:
+        found |= task.scores(rest, answers, examples)
     return {name: float(found[name]) for name in metrics}
 
 

@@ -241,14 +241,10 @@ class Job:
 
     def _encode(self) -> None:
         """Encode all rows."""
-        tokenizer, max_length, corpus = self.tokenizer, self.max_length, self.corpus
-        encoded = train = self._encoder()
-        if self.pack:
-            train = Encoder(tokenizer, max_length, self.task.for_packing())
-        elif self.row_teachers:
-            train = Encoder(tokenizer, max_length, self.task, by_row=self.row_teachers)
-        elif self.teacher_tokenizer is not None:
-            train = Encoder(tokenizer, max_length, self.task, self.teacher_tokenizer)
+        corpus, encoded = self.corpus, self._encoder()
+        task = self.task.for_packing() if self.pack else self.task
+        more = self.teacher_tokenizer, self.row_teachers
+        train = Encoder(self.tokenizer, self.max_length, task, *more)
         self.train_rows = train(corpus.train)
         #: Rows of the teacher's fine-tuning.
         self.teacher_rows = self.train_rows
@@ -467,14 +463,16 @@ class Job:
     def _score_best(self, student: PreTrainedModel, measure: "Measure | None") -> dict[str, Any]:
         """Sizes, test scores and seconds per batch of the best student, read from its files."""
         best = self._best(self.out.student, student)
-        found: dict[str, Any] = {"parameters": {}, "bytes": {}}
-        if "parameters" in self.cached:  # not of a server's cache
-            found = {name: {"teacher": self.cached[name]} for name in found}
         models = {"teacher": self.teacher_model, "student": best}
-        for who, model in models.items():
-            if model is not None:
-                found["parameters"][who] = model.num_parameters()
-                found["bytes"][who] = model.get_memory_footprint(return_buffers=False)
+        sizes: dict[str, Mapping[str, Any]] = {
+            who: sizes_of(model) for who, model in models.items() if model is not None
+        }
+        if "parameters" in self.cached:  # not of a server's cache
+            sizes = {"teacher": self.cached, **sizes}
+        found: dict[str, Any] = {
+            name: {who: each[name] for who, each in sizes.items()}
+            for name in ("parameters", "bytes")
+        }
         if self.settings.shard:
             sharding.shard(best, self.device, trained=False)
         else:
@@ -849,6 +847,12 @@ class _Untaught(nn.Module):
         """The model whose sizes the method reads; see ``peft.PeftModel``."""
         base: nn.Module = vars(self)["model"]
         return base
+
+
+def sizes_of(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters and bytes of a model."""
+    memory = model.get_memory_footprint(return_buffers=False)
+    return {"parameters": model.num_parameters(), "bytes": memory}
 
 
 def check_classes(name: str, method: Method, task: Task | type[Task]) -> None:

@@ -26,7 +26,6 @@ from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError
 from fastkd.train.models import STUDENT
-from fastkd.train.options import defaults_of, options_of
 from fastkd.train.progress import Display
 from fastkd.train.saving import (
     MANIFEST,
@@ -121,10 +120,8 @@ class RunDirectory:
 
     def __init__(self, config: DistillConfig):
         self.path, self.resume, self.overwrite = config.out, config.resume, config.overwrite
-        #: Options of this run, and the defaults of options that an older version didn't save.
-        self.saved, defaults = config.saved(), defaults_of(config)
-        self.defaults = {meta.key: defaults[name] for name, meta in options_of(config).items()}
-        self.defaults["trainer_args"] = {}
+        #: Options on which the result depends.
+        self.saved = config.saved()
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
         #: Directory to which files in `work` were moved that fastkd did not write.
@@ -181,7 +178,7 @@ class RunDirectory:
         if not before:
             return
         for name, value in self.saved.items():
-            then = before["settings"].get(name, self.defaults.get(name))
+            then = before["settings"].get(name)
             if then != value:
                 raise InputError(
                     f"--resume: the run in {self.path} was started with {name} = {then!r}, "

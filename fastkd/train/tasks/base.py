@@ -363,7 +363,7 @@ class Task:
         return tuple(dict.fromkeys((wanted, *usual) if wanted else usual))
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        """The given metrics, and perhaps others, by name, of finite answers."""
+        """The given metrics but `agreement`'s, and perhaps others, by name, of finite answers."""
         raise NotImplementedError
 
     def agreement(

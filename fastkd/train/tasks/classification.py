@@ -166,9 +166,7 @@ class Classification(ClassTask):
         return found._replace(notes=(*found.notes, reading) if reading else found.notes)
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        found = self.agreement(metrics, answers, examples)
-        rest = [name for name in metrics if name not in found]
-        return found | (class_scores(rest, answers, examples.labels, self.positive) if rest else {})
+        return class_scores(metrics, answers, examples.labels, self.positive)
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         return useless_classes(answers.argmax(-1), examples.labels, self.names)

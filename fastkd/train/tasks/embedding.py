@@ -225,8 +225,6 @@ class Embedding(Task):
                 for other in others
             ]
             found[TRIPLES[0]] = float(np.mean(nearer))
-        if not self.teacher_metrics.isdisjoint(metrics):
-            found.update(self._agreement(answers, examples))
         return found
 
     def _ranked(self, answers: Any, examples: Encoded) -> dict[str, float]:
@@ -258,7 +256,11 @@ class Embedding(Task):
         scores = evaluator.compute_all_metrics(model)["cosine"]
         return {name: float(scores[name.replace("@10", "@k")][10]) for name in RANKED}
 
-    def _agreement(self, answers: Any, examples: Encoded) -> dict[str, float]:
+    def agreement(
+        self, metrics: Sequence[str], answers: Any, examples: Encoded
+    ) -> dict[str, float]:
+        if self.teacher_metrics.isdisjoint(metrics):
+            return {}
         if len(answers) <= NEIGHBOURS + 1:
             raise InputError(
                 f"{examples.rows.source}: {len(answers)} texts, and {', '.join(AGREEMENT)} need at "

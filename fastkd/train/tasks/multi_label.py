@@ -127,13 +127,6 @@ class MultiLabel(ListedTask):
         return {**tokens, "labels": labels}
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
-        found = self.agreement(metrics, answers, examples)
-        return found | ({} if {*metrics} <= {*found} else self._label_scores(answers, examples))
-
-    def decisions(self, answers: Any) -> Any:
-        return answers > 0
-
-    def _label_scores(self, answers: Any, examples: Encoded) -> dict[str, float]:
         scorers: Any = require("sklearn.metrics", "train")
         rows = examples.rows.column("label")
         true = np.array([[name in row for name in self.classes] for row in rows], dtype=int)
@@ -152,6 +145,9 @@ class MultiLabel(ListedTask):
             "macro_f1": f1("macro"),
             "mean_average_precision": precision,
         }
+
+    def decisions(self, answers: Any) -> Any:
+        return answers > 0
 
     def sanity_warning(self, answers: Any, examples: Encoded) -> str | None:
         if ((answers > 0) != (answers[:1] > 0)).any():
