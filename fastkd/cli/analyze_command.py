@@ -49,7 +49,7 @@ from fastkd.train.tasks.classification import Classification, row_classes
 from fastkd.train.trained_model import columns_of, read_training_record
 
 TITLES = {"svcca": "SVCCA", "pwcca": "PWCCA", "cca": "CCA", "cka": "CKA"}
-SAID = {"model": "model", "before": "student before", "student": "student"}
+MODEL_NAMES = {"model": "model", "before": "student before", "student": "student"}
 
 
 def run(settings: AnalyzeSettings, console: Console) -> None:
@@ -62,7 +62,7 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
             texts, *more = read(settings)
             models, tokenizer = load_models(settings, device)
             length = min(
-                fitting_length(settings.max_length, tokenizer, cast(Any, found), SAID[name])
+                fitting_length(settings.max_length, tokenizer, cast(Any, found), MODEL_NAMES[name])
                 for name, found in models.items()
             )
         kept = slice(settings.rows)
@@ -197,7 +197,7 @@ def analyze(
         moments, counts = stream(list(models.values()), batches, moments, classes)
     moments, counts = gathered(moments, counts, classes)
     with _about(settings):
-        check_layers(moments, counts, wanted, [SAID[name] for name in models])
+        check_layers(moments, counts, wanted, [MODEL_NAMES[name] for name in models])
     ends = torch.tensor(counts).cumsum(0).tolist()
     layers = {
         name: range(end - count, end) for name, end, count in zip(models, ends, counts, strict=True)
@@ -278,8 +278,8 @@ def _draw(path: Path, measure: str, panels: list, report: dict[str, Any]) -> Non
     # Each model alone, and comparisons with the first model, in a second row if several.
     rows: tuple[list, list] = [], []
     for a, b, values in panels:
-        heading = SAID[a] if a == b else f"{SAID[b]} against the {SAID[a]}"
-        names = (f"layer of the {SAID[a]}", f"layer of the {SAID[b]}")
+        heading = MODEL_NAMES[a] if a == b else f"{MODEL_NAMES[b]} against the {MODEL_NAMES[a]}"
+        names = (f"layer of the {MODEL_NAMES[a]}", f"layer of the {MODEL_NAMES[b]}")
         rows[a != b].append((heading, names, torch.tensor(values)))
     one = len(rows[1]) == 1
     plot_layer_panels([rows[0] + rows[1]] if one else rows, path, title=title)
@@ -308,7 +308,7 @@ def draw_sentence(
             agreement = relation_agreement(x, features["model"])
             known = len(tokens) > 1  # JSON has no NaN
             report[name]["relations"] = {k: rho if known else None for k, rho in agreement.items()}
-    shown = {SAID[name]: x for name, x in features.items()}
+    shown = {MODEL_NAMES[name]: x for name, x in features.items()}
     plot_sentence(shown, tokens, out / "relations.png")
     write_json(out / "layers.json", report)
 
@@ -334,7 +334,7 @@ def table(report: dict[str, Any]) -> str:
         agreement = [x["relations"][kind] for x in students.values()]
         rows[f"ρ of the sentence's relations, {kind}"] = [None, *agreement]
     width = max(map(len, rows))
-    heads = (SAID[name] for name in ("model", *students))
+    heads = (MODEL_NAMES[name] for name in ("model", *students))
     lines += ["", " " * width + "".join(f"{head:>16}" for head in heads)]
     for name, values in rows.items():
         cells = ("" if value is None else f"{value:.4f}" for value in values)
