@@ -71,6 +71,9 @@ class HeadForm:
 class LossOptions:
     """Options of the loss."""
 
+    reduction: str
+    runs_on: str  # backend of the row losses: "torch", "triton" or "cpp"
+    students: int  # number of tensors of the student's head
     soft: SoftTargetOptions
     task: CrossEntropyOptions
     soft_weight: float
@@ -117,16 +120,6 @@ COLUMNS = 3  # tensors of `fastkd.VocabularyMatch.columns`; the first may be a d
 GIVEN = len(fields(Positions)) + COLUMNS
 
 
-@dataclass(frozen=True)
-class CallOptions:
-    """Options of the autograd function."""
-
-    loss: LossOptions
-    reduction: str
-    runs_on: str  # backend of the row losses: "torch", "triton" or "cpp"
-    students: int  # number of tensors of the student's head
-
-
 class LinearSoftTargets(torch.autograd.Function):
     """Loss and terms, with gradients computed in the forward pass for a reduced loss.
 
@@ -147,12 +140,9 @@ class LinearSoftTargets(torch.autograd.Function):
         given, columns, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         needs = list(ctx.needs_input_grad[2 : 2 + len(student)])
-        loss_options: LossOptions = options.loss
         hidden = student[0]
         assert hidden is not None
-        one_operator = options.runs_on == "cpp" and _in_one_operator(
-            student, teacher, given, loss_options
-        )
+        one_operator = _in_one_operator(student, teacher, given, options)
         if options.reduction == "none":
             save_for_backward(ctx, *tensors)
             (rows,) = _run(options, student, teacher, given, columns, None, [False] * len(needs))
@@ -161,7 +151,7 @@ class LinearSoftTargets(torch.autograd.Function):
             count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
             with autocast_off(hidden):
                 loss, total, *grads = _cross_entropy_of_states(
-                    student, given.labels, None, denominator, count, loss_options, needs
+                    student, given.labels, None, denominator, count, options, needs
                 )
             save_for_backward(ctx, *grads)
             ctx.mark_non_differentiable(total)
@@ -175,7 +165,7 @@ class LinearSoftTargets(torch.autograd.Function):
             save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
-        return _weighted_sum(total, loss_options), total
+        return _weighted_sum(total, options), total
 
     @staticmethod
     @once_differentiable
@@ -197,7 +187,7 @@ class LinearSoftTargets(torch.autograd.Function):
 
 
 def _arguments(
-    tensors: Sequence[Tensor | None], options: CallOptions
+    tensors: Sequence[Tensor | None], options: LossOptions
 ) -> tuple[Positions, list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
     """Positions, columns, student and teacher of the tensors of `LinearSoftTargets`."""
     heads, given, columns = tensors[:-GIVEN], tensors[-GIVEN:-COLUMNS], tensors[-COLUMNS:]
@@ -206,7 +196,7 @@ def _arguments(
 
 
 def _run(
-    options: CallOptions,
+    options: LossOptions,
     student: list[Tensor | None],
     teacher: list[Tensor | None],
     given: Positions,
@@ -217,10 +207,8 @@ def _run(
     """`linear_soft_targets`, without the operator's host time where no operator is needed."""
     if options.runs_on == "triton" or torch.compiler.is_compiling():
         call = student, teacher, given.tensors(), columns, upstream, needs
-        return linear_soft_targets(*call, options.loss, options.runs_on)
-    return _in_chunks(
-        student, teacher, given, columns, upstream, needs, options.loss, options.runs_on
-    )
+        return linear_soft_targets(*call, options)
+    return _in_chunks(student, teacher, given, columns, upstream, needs, options)
 
 
 def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
@@ -261,7 +249,6 @@ def linear_soft_targets(
     upstream: Tensor | None,
     needs: list[bool],
     options: LossOptions,
-    runs_on: str,
 ) -> list[Tensor]:
     """`TERMS` of every row, and gradients of Σ upstream·loss for the student's tensors.
 
@@ -269,7 +256,7 @@ def linear_soft_targets(
     mask (R,) is False. Gradients have the working dtype, except for `LossOptions.narrow`.
     """
     given = Positions(*positions)
-    return _in_chunks(student, teacher, given, columns, upstream, needs, options, runs_on)
+    return _in_chunks(student, teacher, given, columns, upstream, needs, options)
 
 
 def _in_chunks(
@@ -280,7 +267,6 @@ def _in_chunks(
     upstream: Tensor | None,
     needs: list[bool],
     options: LossOptions,
-    runs_on: str,
 ) -> list[Tensor]:
     """`linear_soft_targets`, as plain code."""
     hidden = student[0]
@@ -310,7 +296,7 @@ def _in_chunks(
             teacher = _real_states(teacher, real, None)
     mask = given.mask
     with autocast_off(hidden):
-        if runs_on == "cpp" and _in_one_operator(student, teacher, given, options):
+        if _in_one_operator(student, teacher, given, options):
             weights = _times(upstream, given.task_weights) if any(needs) else None
             _, terms, *computed = _cross_entropy_of_states(
                 student, given.labels, weights, None, 0, options, needs
@@ -318,7 +304,7 @@ def _in_chunks(
             grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
             terms = torch.nn.functional.pad(terms, (0, 0, 0, len(TERMS) - len(terms)))
         else:
-            work = _ChunkedPass(student, teacher, columns, options, needs, runs_on)
+            work = _ChunkedPass(student, teacher, columns, options, needs)
             work.share_teacher_rows(given.teacher_rows if by_row else None)
             for chunk in work.chunks:
                 rows = None if upstream is None else upstream[chunk]
@@ -370,7 +356,7 @@ def _in_one_operator(
     """Whether one C++ operator computes all: labels alone, one chunk, a head of one product."""
     hidden, weight = student[0], student[1]
     assert hidden is not None and weight is not None
-    if given.mask is not None or torch.compiler.is_compiling():
+    if options.runs_on != "cpp" or given.mask is not None or torch.compiler.is_compiling():
         return False
     plain = given.labels is not None and len(student) == 3 and not options.student.softcap
     if not plain or teacher or options.terms or options.task_weight == 0:
@@ -520,11 +506,10 @@ class _ChunkedPass:
         columns: list[Tensor | None],
         options: LossOptions,
         needs: list[bool],
-        runs_on: str,
     ) -> None:
         self.columns = [x for x in columns if x is not None]
         self.draft = None if options.unmatched else columns[0]
-        self.options, self.runs_on = options, runs_on
+        self.options, self.runs_on = options, options.runs_on
         assert student[1] is not None
         self.V = V = options.vocabulary or len(student[1])
         self.student = HeadOnStates(student, options.student, V)
@@ -537,7 +522,7 @@ class _ChunkedPass:
             self.teacher = HeadOnStates(teacher, options.teacher, whole)
         # Whether the divergence's pass writes the terms: it compares the same distributions.
         of_pair = self.teacher is not None and self.draft is None and not options.unmatched
-        self.writes_terms = runs_on == "cpp" and of_pair
+        self.writes_terms = self.runs_on == "cpp" and of_pair
         hidden = self.student.states[0]
         heads = [self.student, *([self.teacher] if self.teacher else [])]
         double = any(x.dtype == torch.float64 for head in heads for x in head.states)
@@ -551,7 +536,7 @@ class _ChunkedPass:
         states, bias = self.student.states, 2 * len(self.student.states)
         alone = not teacher and bias not in self.grads and options.student == HeadForm()
         in_half = all(x.dtype == torch.bfloat16 for x in states)
-        self.rounds = runs_on == "triton" and alone and in_half
+        self.rounds = self.runs_on == "triton" and alone and in_half
 
     def sums(self, i: int, x: Tensor) -> Tensor:
         """Sum for the gradient of a tensor; the part that the first chunk overwrites is empty."""

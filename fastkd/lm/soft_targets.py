@@ -46,7 +46,6 @@ from fastkd.lm.linear_soft_targets import (
     MAIN_TERMS,
     TEACHER_TERMS,
     TERMS,
-    CallOptions,
     HeadForm,
     LinearSoftTargets,
     LossOptions,
@@ -757,8 +756,15 @@ def linear_soft_target_loss(
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
     check_positive_int("chunk_bytes", chunk_bytes)
+    tensors = *student_tensors, *teacher_tensors
+    double = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    wider = student_hidden.double() if double else student_hidden
+    runs_on = backend_of(backend, "linear_soft_target_loss", wider)
     smoothing, z_loss = (task.label_smoothing, task.z_loss) if task else (0.0, 0.0)
-    loss_options = LossOptions(
+    options = LossOptions(
+        reduction,
+        runs_on,
+        len(student_tensors),
         SoftTargetOptions(form, coefficient, float(temperature), scale, tail),
         CrossEntropyOptions(float(smoothing), float(z_loss)),
         soft_weight=float(soft_weight),
@@ -772,11 +778,6 @@ def linear_soft_target_loss(
         largest_ratio=float(ratio.at_most) if ratio else 0.0,
         unmatched="" if match is None else unmatched,
     )
-    tensors = *student_tensors, *teacher_tensors
-    double = any(x is not None and x.dtype == torch.float64 for x in tensors)
-    wider = student_hidden.double() if double else student_hidden
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider)
-    options = CallOptions(loss_options, reduction, runs_on, len(student_tensors))
     soft_mask = check_mask(
         soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
     )
