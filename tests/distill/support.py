@@ -220,8 +220,8 @@ def reason(error):
     return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
 
 
-def rows_of(family, methods=lambda number: ALL):
-    """(head, {method: None or why not}) of a family; ``methods`` of the head's number."""
+def rows_of(family, methods=lambda number, head: ALL):
+    """(head, {method: None or why not}) of a family; ``methods`` of the head and its number."""
     for number, head in enumerate(heads(family)):
         data = data_of(family, head)
         try:
@@ -232,7 +232,7 @@ def rows_of(family, methods=lambda number: ALL):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            names = methods(number)
+            names = methods(number, head)
             yield head, {name: verdict(teacher, student, data, name, head) for name in names}
 
 
