@@ -39,6 +39,7 @@ from fastkd.train.options import (
     check_tables,
     file_keys,
     fits,
+    lists_of,
     read_options_file,
     set_flags,
 )
@@ -46,17 +47,21 @@ from fastkd.train.recipes import MAKES
 from fastkd.train.settings import AUTO, ColumnOptions, DistillOptions, option_values
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
+#: Options whose value is a list.
+LISTS = lists_of(DistillOptions)
 PAPERS = Path(__file__).with_name("papers")
 PAPER = "paper:"
 #: Keys of a study beside the options of `fastkd distill`.
 OWN = (
     "title", "baseline", "seeds", "seconds", "cache", "select", "grid", "methods", "tasks",
-    "paper", "why_not",
+    "paper",
 )  # fmt: skip
 TYPES = {"title": str, "baseline": str, "seconds": float, "cache": bool, "grid": Mapping}
 #: Methods and options of a study that names none.
 METHODS = ("labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
 DEFAULTS = {"finetune_teacher": 3.0, "steps": 80, "learning_rate": 2e-4, "select": "none"}
+#: Options of a task that remain with other files.
+KEPT = ("task", "max_length", "metric")
 #: Training and held-out docstrings of each area, or pairs of each grade.
 ROWS = [350, 60]
 #: GLUE's own folders and files: training, evaluation and test rows that have labels.
@@ -135,8 +140,6 @@ def read(settings: StudySettings) -> Grid:
     """
     path = path_of(settings.spec)
     found = {**(DEFAULTS if path is None else read_options_file(path))}
-    if path is not None and "why_not" in found:
-        raise InputError(f"{path.stem}: {found['why_not']}")
     for name in ("seeds", "seconds"):
         if (value := getattr(settings, name)) is not None:
             found[name] = value
@@ -185,6 +188,7 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
     unknown = set(common)
     if settings.teacher is not None:
         shared["teacher"] = settings.teacher
+        shared.pop("tokenizer", None)  # of the file's teacher
     if settings.student is not None:
         shared = {k: v for k, v in shared.items() if k not in MAKES}
     cells = []
@@ -335,13 +339,13 @@ def _task_of_option(name: str, value: Any, tables: Mapping[str, Mapping]) -> dic
         return {"docstrings": "areas" if value == "docstrings" else "pairs"}
     if parts == ["hub"]:
         return {"task": name} if name in GLUE_TASKS else {"data": name}
-    if len(parts) != 2:
+    if len(parts) < 2:
         raise InputError(
-            f"--tasks {name}={value}: give files TRAIN,EVAL, or hub, docstrings, pairs"
+            f"--tasks {name}={value}: give files TRAIN,EVAL,TEST,..., or hub, docstrings, pairs"
         )
-    kept = {k: v for k, v in tables.get(name, {}).items() if k in ("task", "max_length")}
-    train, evals = (str(Path(part).absolute()) for part in parts)
-    return {**kept, "train": train, "eval": evals}
+    kept = {k: v for k, v in tables.get(name, {}).items() if k in KEPT}
+    train, evals, *tests = (str(Path(part).absolute()) for part in parts)
+    return {**kept, "train": train, "eval": evals, **({"test": tests} if tests else {})}
 
 
 def _official(root: Path, task: str) -> dict[str, Any]:
@@ -352,9 +356,9 @@ def _official(root: Path, task: str) -> dict[str, Any]:
 
 
 def _is_axis(name: str, value: Any) -> bool:
-    """Whether a value is a list of alternatives; layer numbers are one value."""
+    """Whether a value is a list of alternatives; layer numbers and test files are one value."""
     layers = name.removeprefix("--set ") == "layers" and isinstance(value, list)
-    if layers and all(isinstance(i, int) for i in value):
+    if name in LISTS or (layers and all(isinstance(i, int) for i in value)):
         return False
     return isinstance(value, list) and bool(value)
 

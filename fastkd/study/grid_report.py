@@ -252,13 +252,15 @@ def machines(found: Results) -> list[str]:
 def scores(grid: Grid, best: Results) -> Table:
     """Headings and rows: each metric of each task, mean ± standard deviation, and the mean.
 
-    The mean is over tasks; a task with several metrics counts once, by their mean.
+    The mean is over tasks; a task counts once, by the mean of its metrics (`averaged`).
     """
     good = {at: result for at, result in best.items() if "failed" not in result}
     metrics: dict[str, list[str]] = {}
+    counted: dict[str, set[str]] = {}
     for (_, task, _), result in good.items():
         kept = metrics.setdefault(task, [])
         kept += [name for name in result["scores"] if name not in kept]
+        counted[task] = {*averaged(result)}
     tasks = [task for task in grid.tasks if task in metrics]
     columns = [(task, metric) for task in tasks for metric in metrics[task]]
     rows = [["", *(f"{task} {metric}" for task, metric in columns), "mean over tasks"]]
@@ -270,14 +272,21 @@ def scores(grid: Grid, best: Results) -> Table:
                 for metric, value in result[field].items():
                     of[task].setdefault(metric, []).append(value)
         means = [
-            statistics.fmean(statistics.fmean(x) for x in of[task].values())
+            statistics.fmean(x)
             for task in tasks
-            if of[task]
+            if (x := [statistics.fmean(v) for k, v in of[task].items() if k in counted[task]])
         ]
         whole = len(means) == len(tasks) and means
         cells = [_cell(of[task].get(metric, []), name != "teacher") for task, metric in columns]
         rows.append([name, *cells, f"{statistics.fmean(means):.4f}" if whole else ""])
     return rows
+
+
+def averaged(result: Mapping[str, Any]) -> list[str]:
+    """Metrics of a task's mean: of several test files, else all; those to minimise only alone."""
+    names, lower = [*result["scores"]], result["lower_is_better"]
+    names = [name for name in names if (name in lower) == (names[0] in lower)]
+    return [x for x in names if x.endswith(tuple(result.get("tests", ())))] or names
 
 
 def _cell(values: list[float], spread: bool) -> str:
@@ -492,6 +501,10 @@ def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
     return _png(figure)
 
 
+def _option(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def plan(grid: Grid) -> Table:
     """Headings and rows of the plan: what the runs of a variant on a task have in common."""
     skipped = ("seed", "out", "options")
@@ -508,7 +521,7 @@ def plan(grid: Grid) -> Table:
                     kept = axes.setdefault(name.removeprefix("--set "), [])
                     kept += [] if value in kept else [value]
             shown = {k: v for k, v in first.items() if k not in (*skipped, *axes)}
-            options = " ".join(f"{k}={v}" for k, v in shown.items())
+            options = " ".join(f"{k}={_option(v)}" for k, v in shown.items())
             searched = "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in axes.items())
             rows.append([variant, task, str(len(cells)), options, searched])
     return rows

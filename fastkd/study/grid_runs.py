@@ -33,6 +33,7 @@ from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.computation import choose_device
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
+from fastkd.train.files import names_of
 from fastkd.train.hub import is_served
 from fastkd.train.job import Job
 from fastkd.train.models import check_depth, finished_task, load
@@ -48,7 +49,8 @@ OF_TEACHER = (
     "teacher", "task", "data", "data_config", "train_split", "eval_split", "train", "evals",
     "text_column", "text_pair_column", "label_column", "no_header", "labels", "metric",
     "max_train_rows", "max_eval_rows", "trust_remote_code", "attention", "max_length", "precision",
-    "device_name", "finetune_teacher", "teacher_learning_rate", "tokenizer",
+    "device_name", "finetune_teacher", "teacher_learning_rate", "teacher_lora", "tokenizer",
+    "max_new_tokens", "sample",
 )  # fmt: skip
 #: Field of a result file with the hash of all other fields.
 CHECKSUM = "sha256"
@@ -228,17 +230,25 @@ class GridRuns:
         finally:
             if (folder / "student").exists():
                 shutil.rmtree(folder)
-        test, kind = report.get("test", {}), tasks.named(report["task"])
+        kind, sets = tasks.named(report["task"]), names_of(config.test or [])
+        # The test rows of MNLI are its mismatched ones in GLUE's own files.
+        only = "mm" if config.glue_name == "mnli" else "test"
+        tests = {
+            who: {(f"{k}_{only}" if "" in sets else k): x for k, x in scores.items()}
+            for who, scores in report.get("test", {}).items()
+        }
+        suffixes = ["", *(f"_{name or only}" for name in sets)]
         copied = (
             "predictions", "references", "classes", "warnings", "training_rows", "rccc",
             "intra_class_similarity", "history", "rows", "parameters", "compared_layers",
         )  # fmt: skip
         return {
             **about,
-            "scores": {**report["student"], **_mismatched(test.get("student", {}))},
-            "teacher": {**report["teacher"], **_mismatched(test.get("teacher", {}))},
-            "lower_is_better": sorted(kind.lower_is_better),
-            "percent": sorted(kind.percent),
+            "scores": {**report["student"], **tests.get("student", {})},
+            "teacher": {**report["teacher"], **tests.get("teacher", {})},
+            "lower_is_better": sorted(f"{x}{y}" for x in kind.lower_is_better for y in suffixes),
+            "tests": suffixes[1:] if len(sets) > 1 else [],
+            "percent": sorted(f"{x}{y}" for x in kind.percent for y in suffixes),
             "best": report["best"]["epoch"],
             "recipe": report.get("recipe", {}),
             **{name: report[name] for name in copied if name in report},
@@ -254,7 +264,7 @@ class GridRuns:
             options["teacher"] = str(self._teacher(cell))
             options = {
                 k: v for k, v in options.items()
-                if k not in ("finetune_teacher", "teacher_learning_rate")
+                if k not in ("finetune_teacher", "teacher_learning_rate", "teacher_lora")
             }  # fmt: skip
         if self.grid.seconds is not None:
             options["training_steps"] = self._steps(options, self.grid.seconds)
@@ -319,11 +329,6 @@ def _key_of_teacher(own: Mapping[str, Any]) -> str:
 @functools.cache
 def _fingerprint(path: Path, changed: int) -> str:
     return file_fingerprint(path)
-
-
-def _mismatched(scores: Mapping[str, float]) -> dict[str, float]:
-    """Scores of the test rows, which are MNLI's mismatched ones in GLUE's own files."""
-    return {f"{name}_mm": value for name, value in scores.items()}
 
 
 def _worker(

@@ -38,7 +38,7 @@ class StudySettings(ColumnOptions):
     )
     tasks: Mapping[str, Any] = comparison_option(
         {},
-        "Data set: NAME=TRAIN,EVAL (files; NAME may be a task), NAME=hub (a GLUE task), "
+        "Data set: NAME=TRAIN,EVAL,TEST,... (files; NAME may be a task), NAME=hub (a GLUE task), "
         "NAME=docstrings or NAME=pairs (of docstrings); or names of the study's, separated by "
         "commas; repeatable.",
         metavar="NAME=FILES",

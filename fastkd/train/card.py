@@ -8,12 +8,12 @@ from typing import Any
 
 from fastkd._core.extras import require
 from fastkd.train import lora, recipes, tasks
+from fastkd.train.files import names_of
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
 from fastkd.train.tasks.base import Task
 
 CARD = "README.md"
-FILES = {"evaluation": "evals", "test": "test"}  # options with the files of scored rows
 TEXT = Path(__file__).with_name("card.md.in")
 
 
@@ -26,8 +26,6 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     method = report.get("method", settings["method"])
     sets = {"evaluation": report, "test": report.get("test", {})}
     columns = [(kind, name) for kind, found in sets.items() for name in found.get("student", {})]
-    hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
-    files = {kind: Path(settings[name] or ".").name for kind, name in FILES.items()}
     data = hub.ModelCardData(
         library_name=task.library,
         pipeline_tag=task.pipeline,
@@ -37,13 +35,14 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         eval_results=[
             hub.EvalResult(
                 task_type=task.pipeline,
-                dataset_type=files[kind] or hub_name,
-                dataset_name=files[kind] or hub_name,
+                dataset_type=dataset,
+                dataset_name=dataset,
                 dataset_split=kind,
                 metric_type=name,
                 metric_value=sets[kind]["student"][name],
             )
             for kind, name in columns
+            for dataset in [_data_set(settings, kind, name)]
         ],
     )
     scores = {}
@@ -81,6 +80,15 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:
+    """The file of a score's rows, or the data set on the hub."""
+    if kind == "evaluation":
+        hub_name = settings["task"] if settings["task"] in GLUE_TASKS else settings["data"]
+        return Path(settings["evals"] or ".").name or hub_name
+    named = names_of([Path(path) for path in settings["test"]])
+    return named[max((x for x in named if metric.endswith(x)), key=len)].name
 
 
 def _by_teacher(found: Mapping[str, Any]) -> str:

@@ -16,7 +16,15 @@ from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.computation import Computation, choose_device
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import Checked, as_json, check_types, defaults_of, paths_of
+from fastkd.train.options import (
+    Checked,
+    as_json,
+    check_types,
+    defaults_of,
+    jsonable,
+    lists_of,
+    paths_of,
+)
 from fastkd.train.settings import DistillOptions, TrainingOptions
 
 
@@ -71,7 +79,7 @@ class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: 
 
     def to_dict(self) -> dict[str, Any]:
         """See ``TrainingArguments.to_dict``; paths are strings, for trackers that write JSON."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in super().to_dict().items()}
+        return {k: jsonable(v) for k, v in super().to_dict().items()}
 
 
 @dataclass(kw_only=True)
@@ -89,7 +97,7 @@ class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
     """
 
     def __post_init__(self) -> None:
-        for name in paths_of(DistillOptions):
+        for name in {*paths_of(DistillOptions)} - {*lists_of(DistillOptions)}:
             value = getattr(self, name)
             setattr(self, name, None if value is None else Path(value))
         DistillOptions.__post_init__(self)

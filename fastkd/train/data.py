@@ -26,8 +26,6 @@ from fastkd.train.settings import Source
 from fastkd.train.tasks.base import AGREEMENT, TEXT, ClassTask, Corpus, LabelInfo, Task
 from fastkd.train.tasks.classification import Classification
 
-TEST = "test"
-
 
 def read_file(
     path: Path,
@@ -189,19 +187,19 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
         raise InputError("--train is missing: name the file to train on")
     else:
         train, evals = read(source.train, "--train"), {"": read(source.evals, "--eval")}
-    if source.test is not None:
-        evals[TEST] = read(source.test, "--test")
+    tests = {k: read(path, "--test") for k, path in files.names_of(source.test or []).items()}
     head = None if finished is None else finished.names
     order = None if source.label_order is None else source.label_order.split(",")
     if head is not None and order is not None and len(order) == len(head):
         head = [name.strip() for name in order]
     declared = None if train.classes is None else list(train.classes)
-    task = kind.fit(train, evals, LabelInfo(source.labels, glue, declared, head))
+    sets = {**evals, **{f"test {name}": rows for name, rows in tests.items()}}
+    task = kind.fit(train, sets, LabelInfo(source.labels, glue, declared, head))
     unknown = "does not occur in the training rows"
-    given = [task.read_labels(rows, unknown) for rows in (train, *evals.values())]
+    given = [task.read_labels(rows, unknown) for rows in (train, *sets.values())]
     train, *found = (one.rows for one in given)
-    evals, more = dict(zip(evals, found, strict=True)), given[0].without_labels
-    test = evals.pop(TEST, None)
+    evals, more = dict(zip(evals, found, strict=False)), given[0].without_labels
+    tests = dict(zip(tests, found[len(evals) :], strict=True))
     if source.unlabelled is not None:
         check_unlabelled(task)
         unlabelled = read(source.unlabelled, "--unlabelled", labelled=False)
@@ -211,7 +209,7 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
         {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
         task,
         task.select_metrics(source.metric, glue),
-        test,
+        tests,
         None if more is None else task.without_labels(more),
         notes=tuple(dict.fromkeys(line for one in given for line in one.notes)),
     )
@@ -280,7 +278,10 @@ def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows])
         {"": rows.sample(source.max_eval_rows, source.seed)},
         task,
         metrics,
-        None if source.test is None else task.prepare(read(source.test, "--test")).rows,
+        {
+            k: task.prepare(read(path, "--test")).rows
+            for k, path in files.names_of(source.test or []).items()
+        },
         notes=notes,
         labelled=False,
     )
@@ -324,8 +325,8 @@ def describe(corpus: Corpus) -> Iterator[str]:
     if corpus.unlabelled is not None:
         yield f"{len(corpus.unlabelled)} rows without labels"
     scored = [("evaluation", [*corpus.evals.values()])]
-    if corpus.test is not None:
-        scored.insert(0, ("test", [corpus.test]))
+    if corpus.test:
+        scored.insert(0, ("test", [*corpus.test.values()]))
     for kind, sets in scored:
         for name, rows in (("training", corpus.train), ("unlabelled", corpus.unlabelled)):
             twice = 0 if rows is None else _count_duplicates(rows, sets)

@@ -14,6 +14,7 @@ from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.job import Job, Measure, check_classes
 from fastkd.train.models import be_quiet, make_method
+from fastkd.train.options import set_flags
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RunDirectory
 from fastkd.train.saving import locked
@@ -91,6 +92,11 @@ def check(config: DistillConfig) -> None:
     layers = config.options.get("layers")
     if isinstance(layers, str) and layers not in SCHEMES:
         raise InputError(f"--set layers={layers}: {nearest(layers, SCHEMES)}")
+    for flag in set_flags(config, "max_new_tokens", "sample") if kind.generation is None else ():
+        raise InputError(
+            f"{flag}: models of --task {kind.name()} don't generate the text that is scored; "
+            "leave it out"
+        )
     if config.finetune_teacher and not kind.supervised:
         raise InputError(
             f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"

@@ -30,9 +30,10 @@ def check_inputs(settings: Any) -> None:
     """
     flags = {name: option.flag for name, option in options_of(settings).items()}
     for name in ROWS:
-        path = getattr(settings, name, None)
-        if isinstance(path, Path):
-            _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
+        value = getattr(settings, name, None)
+        for path in value if isinstance(value, list) else [value]:
+            if isinstance(path, Path):
+                _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
     if getattr(settings, "teachers", None) is not None:
         teachers_of(settings.teachers)
     for name in MODELS:

@@ -14,7 +14,7 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ def records(
         return
     for part in _files_in(path, readers) if path.is_dir() else [path]:
         yield from readers[kind_of(part)](part, option, header, blank)
+
+
+def names_of(paths: Sequence[Path]) -> dict[str, Path]:
+    """Files by name without endings: "" for a single one."""
+    if len(paths) == 1:
+        return {"": paths[0]}
+    return {Path(path.name.removesuffix(".gz")).stem: path for path in paths}
 
 
 def check_file(

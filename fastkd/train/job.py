@@ -37,6 +37,7 @@ from fastkd.train.config import TrainingConfig
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, Interrupted, TrainingFailed
 from fastkd.train.evaluation import finite, predict, score
+from fastkd.train.generation import MAX_NEW_TOKENS, Generation
 from fastkd.train.hub import is_served
 from fastkd.train.models import (
     attention_for,
@@ -133,6 +134,11 @@ class Job:
         if settings.method == "labels" and corpus.unlabelled is not None:
             self.unread = len(corpus.unlabelled)
             corpus = dataclasses.replace(corpus, unlabelled=None)
+        if corpus.task.generation is not None and hasattr(settings, "max_new_tokens"):
+            new = settings.max_new_tokens or MAX_NEW_TOKENS
+            chosen = Generation(new, settings.sample, settings.seed)
+            task = dataclasses.replace(corpus.task, generation=chosen)
+            corpus = dataclasses.replace(corpus, task=task)
         self.corpus = corpus
 
     @property
@@ -255,7 +261,7 @@ class Job:
         if corpus.unlabelled is not None:
             self.all_rows = self.train_rows.followed_by(train(corpus.unlabelled))
         self.eval_rows = {suffix: encoded(rows) for suffix, rows in corpus.evals.items()}
-        self.test_rows = {} if corpus.test is None else {"": encoded(corpus.test)}
+        self.test_rows = {suffix: encoded(rows) for suffix, rows in corpus.test.items()}
 
     def _encoder(self) -> Callable[[Rows], Encoded]:
         """The encoder of rows; with two tokenizers it also encodes for the teacher."""
@@ -441,6 +447,8 @@ class Job:
             same = prints.get(EVAL_ROWS) == self.out.manifest["fingerprints"][EVAL_ROWS]
             same = same and before.get("max_length") == self.max_length
             same = same and before.get("precision") == self.settings.precision
+            # `fastkd cache` scores greedy text.
+            same = same and self.task.generation in (None, Generation(seed=self.settings.seed))
             scores = self.cached["teacher"] if same else {}
         if any(map(math.isnan, scores.values())):
             raise InputError(f"--teacher {self.settings.teacher}: its outputs are not finite")
@@ -610,6 +618,11 @@ class Job:
         )
         teacher = self.teacher.requires_grad_(True)
         untaught = cast(Any, _Untaught(teacher))
+        if settings.teacher_lora:
+            set_seed(settings.seed)
+            adapters, head = settings.teacher_lora, self.task.head
+            teacher = lora.adapted(teacher, adapters, head, settings.teacher, "--teacher-lora")
+            self.teacher = teacher
         distiller = Distiller(untaught, teacher, Labels(), gather=settings.gather)
         if settings.shard:
             sharding.shard(teacher, self.device)

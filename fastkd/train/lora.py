@@ -1,4 +1,4 @@
-"""LoRA adapters on a student (Hu et al. 2021), by PEFT: --lora r=16,alpha=32."""
+"""LoRA adapters on student or teacher (Hu et al. 2021), by PEFT: --lora r=16,alpha=32."""
 
 import copy
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ from fastkd.train.errors import InputError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OPTION = "--lora"
 # Directory of the adapters, beside the weights into which they are merged.
 ADAPTER = "adapter"
 # PEFT's task types of transformers' heads; PEFT also trains the head of a classifier. Its wrapper
@@ -34,21 +33,21 @@ TRAINED = (
 )
 
 
-def read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``peft.LoraConfig`` from the values of --lora."""
+def read(given: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """Options of ``peft.LoraConfig`` from the values of --lora or --teacher-lora."""
     words: dict[str, Any] = {"r": 8, "alpha": 16, "targets": "all-linear", "dropout": 0.0}
     for name, value in given.items():
         if name not in words:
-            raise InputError(f"{OPTION} {name}: {nearest(name, words)}")
+            raise InputError(f"{option} {name}: {nearest(name, words)}")
         words[name] = value
     number = type(words["r"]) is int and words["r"] > 0
     if not number:
-        raise InputError(f"{OPTION} r={words['r']}: must be a whole number above 0")
+        raise InputError(f"{option} r={words['r']}: must be a whole number above 0")
     for name, bound in (("alpha", float("inf")), ("dropout", 1.0)):
         value = words[name]
         if type(value) not in (int, float) or not 0 <= value < bound:
             most = "" if bound > 1 else " and below 1"
-            raise InputError(f"{OPTION} {name}={value}: must be a number, at least 0{most}")
+            raise InputError(f"{option} {name}={value}: must be a number, at least 0{most}")
     targets = str(words["targets"])
     return {
         "r": words["r"],
@@ -59,29 +58,33 @@ def read(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapted(
-    student: "PreTrainedModel", given: Mapping[str, Any], head: str, name: str | None
+    model: "PreTrainedModel",
+    given: Mapping[str, Any],
+    head: str,
+    name: str | None,
+    option: str = "--lora",
 ) -> "PreTrainedModel":
-    """``student`` with adapters, which alone are trained (and its head, where it is new).
+    """``model`` with adapters, which alone are trained (and its head, where it is new).
 
     ``head`` is transformers' class of the model; ``name`` is its path or hub name, None for a
-    student of teacher layers.
+    student of teacher layers. Errors name ``option``.
     """
     peft: Any = require("peft", "lora")
-    body = student.base_model_prefix
-    parts = dict(student.named_modules()) if head in TRAINED else {}
+    body = model.base_model_prefix
+    parts = dict(model.named_modules()) if head in TRAINED else {}
     heads = [name for name in parts if "." not in name and name not in ("", body)]
     heads += [name for name in parts if name == f"{body}.pooler"]
     whole = [name for name in heads if [*parts[name].parameters()]]
     config = peft.LoraConfig(
-        task_type=HEADS.get(head), modules_to_save=whole or None, **read(given)
+        task_type=HEADS.get(head), modules_to_save=whole or None, **read(given, option)
     )
     try:
-        model = peft.get_peft_model(student, config)
+        found = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{OPTION}: {str(error).splitlines()[0]}") from error
+        raise InputError(f"{option}: {str(error).splitlines()[0]}") from error
     # A student of teacher layers would carry the name of the teacher, another model.
     config.base_model_name_or_path = name or ""
-    return cast("PreTrainedModel", model)
+    return cast("PreTrainedModel", found)
 
 
 def plain(student: nn.Module) -> "PreTrainedModel":

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -28,6 +29,7 @@ from fastkd.models.student import layers_to_keep, student_from_teacher, with_fir
 from fastkd.models.vocabulary import other_vocabulary
 from fastkd.train import tasks
 from fastkd.train.errors import InputError, first_line, nearest
+from fastkd.train.generation import Generation
 from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_not
 from fastkd.train.labels import by_names
 from fastkd.train.lora import TRAINED
@@ -174,7 +176,10 @@ def load_trained(
     if fresh:
         raise InputError(f"--model {name}: it has no {kind.head_name} ({fresh[0]} would be random)")
     fit_padding(model.config, tokenizer)
-    return model, tokenizer, kind.of(model.config, report)
+    found = kind.of(model.config, report)
+    if kind.generation is not None:
+        found = replace(found, generation=Generation.of(report.get("settings")))
+    return model, tokenizer, found
 
 
 def _load_weights(

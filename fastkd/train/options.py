@@ -106,11 +106,25 @@ def options_of(cls: Any) -> dict[str, Option]:
 
 
 def paths_of(cls: Any) -> list[str]:
-    """Field names of the options that are paths."""
+    """Field names of the options that are paths, or lists of paths."""
     kinds = typing.get_type_hints(cls)
     return [
-        name for name in options_of(cls) if Path in (kinds[name], *typing.get_args(kinds[name]))
+        name
+        for name in options_of(cls)
+        if {Path, list[Path]} & {kinds[name], *typing.get_args(kinds[name])}
     ]
+
+
+def lists_of(cls: Any) -> list[str]:
+    """Field names of the options whose value is a list of paths."""
+    kinds = typing.get_type_hints(cls)
+    return [name for name in options_of(cls) if list[Path] in typing.get_args(kinds[name])]
+
+
+def as_paths(given: Any) -> list[Path] | None:
+    """The value of an option that takes one path or several; None for an empty list."""
+    many = given if isinstance(given, list | tuple) else [given]
+    return [Path(each) for each in many if each is not None] or None
 
 
 def set_flags(settings: Any, *names: str) -> list[str]:
@@ -132,17 +146,18 @@ def defaults_of(settings: Any) -> dict[str, Any]:
 def as_json(settings: Any) -> dict[str, Any]:
     """The options that the result depends on, in JSON's types."""
     return {
-        meta.key: _jsonable(getattr(settings, name))
+        meta.key: jsonable(getattr(settings, name))
         for name, meta in options_of(settings).items()
         if meta.saved
     }
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """A value in JSON's types; paths are strings."""
     if isinstance(value, Mapping):
-        return {str(name): _jsonable(entry) for name, entry in value.items()}
+        return {str(name): jsonable(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(entry) for entry in value]
+        return [jsonable(entry) for entry in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -246,8 +261,13 @@ def check_name(where: str, name: str) -> None:
         raise InputError(f"{where}: letters, digits and -_. only")
 
 
-def resolve_path(where: str, given: Any, folder: Path) -> Path:
-    """A path in a file, relative to its ``folder``; $NAME is an environment variable."""
+def resolve_path(where: str, given: Any, folder: Path, several: bool = False) -> Any:
+    """A path in a file, relative to its ``folder``; $NAME is an environment variable.
+
+    ``several``: whether a list of paths is a value too.
+    """
+    if several and isinstance(given, list):
+        return [resolve_path(where, each, folder) for each in given]
     if not isinstance(given, str):
         raise InputError(f"{where} must be a path, got {given!r:.40}")
     return folder / Path(os.path.expandvars(given)).expanduser()

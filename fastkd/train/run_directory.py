@@ -321,7 +321,7 @@ def rows_of(corpus: Corpus) -> dict[str, Any]:
     sets = {
         "training rows": corpus.train,
         EVAL_ROWS: [*corpus.evals.values()],
-        "test rows": corpus.test,
+        **{f"test rows {name}".strip(): rows for name, rows in corpus.test.items()},
         "unlabelled rows": corpus.unlabelled,
     }
     return {name: rows for name, rows in sets.items() if rows is not None}

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fastkd.train import recipes, tasks
+from fastkd.train import files, recipes, tasks
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.hub import is_served
 from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
+    as_paths,
     check_types,
     data_option,
     file_keys,
+    lists_of,
     model_option,
     option,
     options_of,
@@ -113,8 +115,11 @@ class Source(ColumnOptions):
     evals: Path | None = data_option(
         None, "File of evaluation rows, which select the best student.", flag="--eval"
     )
-    test: Path | None = data_option(
-        None, "File of test rows: the selected student is scored on them once, at the end."
+    test: list[Path] | None = data_option(
+        None,
+        "File of test rows, on which the selected student is scored once, at the end; repeatable. "
+        "Scores of several files end in the file's name.",
+        metavar="PATH",
     )
     unlabelled: Path | None = data_option(
         None, "File of further training rows without labels; a .txt file has one text a line."
@@ -144,10 +149,15 @@ class Source(ColumnOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.test = as_paths(self.test)
+        if len(files.names_of(self.test or [])) < len(self.test or []):
+            raise InputError(
+                "--test: two files have one name, by which their scores are told apart; rename one"
+            )
         tasks.check(self.task)
         tasks.check_metric(self.task, self.metric)
         hub = set_flags(self, "data", "data_config", "train_split", "eval_split")
-        files = set_flags(self, "train", "evals")
+        local = set_flags(self, "train", "evals")
         if self.train is None and self.evals is None:
             if self.no_header:
                 raise InputError("--no-header is about files; give --train and --eval")
@@ -159,7 +169,7 @@ class Source(ColumnOptions):
                 )
         elif hub:
             raise InputError(
-                f"{files[0]} and {hub[0]} exclude each other: give files or a hub name"
+                f"{local[0]} and {hub[0]} exclude each other: give files or a hub name"
             )
         if self.task in GLUE_TASKS and self.data is not None:
             raise InputError("--task and --data exclude each other")
@@ -296,7 +306,7 @@ class Pairing(Source):
         if self.lora:
             from fastkd.train import lora
 
-            lora.read(self.lora)
+            lora.read(self.lora, "--lora")
             if self.student_weights == "random":
                 raise InputError(
                     "--lora and --student-weights random exclude each other: adapters alone learn"
@@ -384,6 +394,18 @@ class DistillOptions(TrainingOptions, Pairing):
         "be; --finetune-teacher reads all labels; default: all.",
         least=1,
     )
+    max_new_tokens: int | None = data_option(
+        None,
+        "Maximum number of tokens of a generated text; chat and seq2seq; default: 128.",
+        least=1,
+    )
+    sample: float = data_option(
+        0.0,
+        "Temperature at which generated text is sampled for the scores, by --seed; 0: the most "
+        "probable tokens; chat and seq2seq.",
+        metavar="TEMPERATURE",
+        least=0,
+    )
     finetune_teacher: float = model_option(
         0.0,
         "Number of epochs to fine-tune the teacher on the task first.",
@@ -392,6 +414,12 @@ class DistillOptions(TrainingOptions, Pairing):
     )
     teacher_learning_rate: float = model_option(
         5e-5, "Peak learning rate of --finetune-teacher.", above=0
+    )
+    teacher_lora: Mapping[str, Any] = model_option(
+        {},
+        "Fine-tune LoRA adapters on the teacher instead of its weights, as --lora on the student.",
+        metavar="r=16,alpha=32",
+        joined=True,
     )
     pack: bool = training_option(
         False, "Pack several conversations into each row of --max-length tokens; chat only."
@@ -467,8 +495,8 @@ class DistillOptions(TrainingOptions, Pairing):
              "take bf16"),
             (shard and self.on_policy and self.gather, "--fsdp, --gather and --on-policy exclude "
              "each other: a process without rows cannot take part in generating text"),
-            (not self.finetune_teacher and set_flags(self, "teacher_learning_rate"),
-             "--teacher-learning-rate needs --finetune-teacher EPOCHS"),
+            *((not self.finetune_teacher, f"{flag} needs --finetune-teacher EPOCHS")
+              for flag in set_flags(self, "teacher_learning_rate", "teacher_lora")),
             (self.teachers is None and set_flags(self, "teacher_column"),
              "--teacher-column needs --teachers FILE"),
             (not is_served(self.teacher) and set_flags(self, "teacher_model", "top_k"),
@@ -476,6 +504,10 @@ class DistillOptions(TrainingOptions, Pairing):
         ):  # fmt: skip
             if wrong:
                 raise InputError(message)
+        if self.teacher_lora:
+            from fastkd.train import lora
+
+            lora.read(self.teacher_lora, "--teacher-lora")
         if self.accumulate > self.batch_size:
             raise InputError(
                 f"--accumulate {self.accumulate}: a step of {self.batch_size} rows has no more "
@@ -483,7 +515,7 @@ class DistillOptions(TrainingOptions, Pairing):
             )
         if self.log_json is not None:
             log = self.log_json.absolute()
-            read = (self.train, self.evals, self.test, self.unlabelled, self.trainer_args)
+            read = (self.train, self.evals, *(self.test or ()), self.unlabelled, self.trainer_args)
             if log in [path.absolute() for path in read if path is not None]:
                 raise InputError(f"--log-json {self.log_json} is a file that the run reads")
             for name in ("student", "teacher", "unfinished"):
@@ -522,18 +554,20 @@ def option_values(
     where a value may be a list of values.
     """
     keys = {k: n for k, n in file_keys(DistillOptions).items() if n not in OF_ALL_STAGES}
-    found, paths = {}, paths_of(DistillOptions)
+    found, paths, lists = {}, paths_of(DistillOptions), lists_of(DistillOptions)
     for key, value in table.items():
         if key not in keys:
             raise InputError(f"{where} has no option {key!r}; {nearest(key, [*study, *keys])}")
-        name, many = keys[key], value if study and isinstance(value, list) else [value]
+        name, several = keys[key], isinstance(value, list) and bool(study)
+        whole = name in lists  # a list is one value
+        many = value if several and not whole else [value]
         if name in paths:
-            many = [resolve_path(f"{where}: {key}", each, folder) for each in many]
+            many = [resolve_path(f"{where}: {key}", each, folder, whole) for each in many]
         elif name in MODELS:
             many = [_model_in(folder, each) for each in many]
         for each in many if name not in paths else ():
             check_types(f"{where}: ", {name: each}, DistillOptions)
-        found[name] = many if study and isinstance(value, list) else many[0]
+        found[name] = many if several and not whole else many[0]
     return found
 
 

@@ -1112,3 +1112,21 @@ def test_every_option_has_help_and_a_default_that_passes():
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"fastkd {fastkd.__version__}\n")
+
+
+def test_scores_of_several_test_files_have_their_names(distill, tmp_path):
+    files = [write_tsv(tmp_path / name, 10, i) for i, name in enumerate(("one.tsv", "two.b.tsv"))]
+    distill("--test", files[0], "--test", files[1], epochs=1)
+    report = report_of(tmp_path / "out")
+    assert report["rows"]["test"] == 20 and len(report["settings"]["test"]) == 2
+    card = (tmp_path / "out/student/README.md").read_text()
+    for name, path in zip(("one", "two.b"), files, strict=True):
+        run("evaluate", model=tmp_path / "out/student", data=path, out=tmp_path / f"{name}.json",
+            device="cpu")  # fmt: skip
+        score = report["test"]["student"][f"accuracy_{name}"]
+        assert score == json.loads((tmp_path / f"{name}.json").read_text())["accuracy"]
+        assert f"accuracy_{name} (test)" in card and f"type: {path.name}" in card
+    (tmp_path / "c").mkdir()
+    error = distill("--test", files[0], "--test", write_tsv(tmp_path / "c/one.tsv"), expect=2,
+                    out=tmp_path / "twice")  # fmt: skip
+    assert "--test: two files have one name" in error

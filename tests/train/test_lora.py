@@ -17,10 +17,12 @@ from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
+from tests.cli.test_cli import crash, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 from tests.train.tasks.through import verified
 
+WEIGHTS = "model.safetensors"
 DEFAULTS = {
     "epochs": 2,
     "batch_size": 4,
@@ -141,7 +143,7 @@ def test_adapters_change_nothing_before_training(name):
 )
 def test_a_mistake_is_one_sentence(given, words):
     with pytest.raises(InputError, match=words):
-        lora.read(given)
+        lora.read(given, "--lora")
 
 
 def test_what_no_adapter_could_make_of_a_random_model_is_refused(chat, tmp_path):
@@ -172,3 +174,34 @@ def test_the_adapters_card_names_the_given_teacher(tmp_path):
         out=tmp_path / "out")  # fmt: skip
     card = (tmp_path / "out/student/adapter/README.md").read_text()
     assert f"base_model: {teacher}\n" in card
+
+
+def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
+    """Merged into the saved teacher, which alone teaches; the same bits after a stop."""
+    options = {
+        **chat, "epochs": 1, "finetune_teacher": 1, "teacher_lora": "r=2", "checkpoint_every": 1,
+        "teacher_learning_rate": 1e-2, "max_new_tokens": 3,
+    }  # fmt: skip
+    run("distill", **options, out=tmp_path / "whole")
+    teacher = tmp_path / "whole/teacher"
+    given, merged = (AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
+    before = given.state_dict()
+    changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
+    assert changed and all(".c_" in name and "weight" in name for name in changed)
+    both = PeftModel.from_pretrained(given, teacher / "adapter").eval()
+    ids = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, crash)  # of the teacher's three steps
+        run("distill", **options, out=tmp_path / "out", expect=130)
+    assert not (tmp_path / "out/unfinished/student").exists()
+    run("distill", "--resume", **options, out=tmp_path / "out")
+    for name in ("teacher", "student"):
+        one, other = (load_file(tmp_path / x / name / WEIGHTS) for x in ("whole", "out"))
+        assert all(torch.equal(one[key], other[key]) for key in one), name
+    for wrong, words in (
+        ({"teacher_lora": "r=0"}, "--teacher-lora r=0"),
+        ({"finetune_teacher": None, "teacher_learning_rate": None},
+         "--teacher-lora needs --finetune-teacher EPOCHS"),
+    ):  # fmt: skip
+        assert words in run("distill", **{**options, **wrong}, out=tmp_path / "no", expect=2)

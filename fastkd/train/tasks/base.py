@@ -17,6 +17,7 @@ from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.generation import Generation
 from fastkd.train.glue import Glue
 from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
 from fastkd.train.labels import (
@@ -70,7 +71,8 @@ class Corpus:
     """Training and evaluation rows with the task fitted to them.
 
     ``evals`` maps the suffix of a metric's name to its rows: "" for the main set, "mm" for MNLI
-    mismatched. ``test`` rows are scored once, at the end. ``unlabelled`` rows train all losses but
+    mismatched. ``test`` rows are scored once, at the end, also by suffix: "" for a single file,
+    else the names of the files. ``unlabelled`` rows train all losses but
     those on labels. The first of the ``metrics`` selects the best model. ``teacher_train``: rows of
     the teacher's fine-tuning, where the student reads fewer labels.
     """
@@ -79,7 +81,7 @@ class Corpus:
     evals: dict[str, Rows]
     task: "Task"
     metrics: tuple[str, ...]
-    test: Rows | None = None
+    test: Mapping[str, Rows] = dataclasses.field(default_factory=dict)
     unlabelled: Rows | None = None
     teacher_train: Rows | None = None
     #: Lines to print: how many rows have no label, ...
@@ -162,6 +164,8 @@ class Task:
     collator_class: ClassVar[str] = "DataCollatorWithPadding"
     #: Columns of `encode` for the metrics only; the model does not get them.
     evaluation_columns: ClassVar[tuple[str, ...]] = ()
+    #: How models generate the text that is scored; None for models that generate none.
+    generation: Generation | None = dataclasses.field(default=None, kw_only=True, repr=False)
     #: Method of a task that generates text: rows of ``batch`` with answers sampled from ``model``,
     #: called as ``generated(model, batch, tokenizer, seed)`` for --on-policy. A row's sample must
     #: depend on ``seed`` and that row alone.
@@ -514,7 +518,7 @@ def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:
         corpus,
         train=renumber(corpus.train),
         evals={k: renumber(rows) for k, rows in corpus.evals.items()},
-        test=corpus.test and renumber(corpus.test),
+        test={k: renumber(rows) for k, rows in corpus.test.items()},
         task=dataclasses.replace(task, classes=tuple(names)),
     )
 

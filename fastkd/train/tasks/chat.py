@@ -4,10 +4,9 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,11 +25,10 @@ from fastkd.train.conversations import (
 )
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
+from fastkd.train.generation import GREEDY, Generation
 from fastkd.train.input_columns import Columns, settle_columns
 from fastkd.train.tasks.base import TEXT, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
-
-NEW_TOKENS = 128  # maximum length of a generated answer
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class Chat(Decoder):
     The tokenizer's chat template turns them into text; the losses count the assistant's tokens. In
     a conversation longer than --max-length the last answer loses its end and the text before it its
     beginning; each keeps at least half of --max-length. Messages after the last answer are not
-    read. The loss is over all answers. ROUGE-L compares the last answer with the model's greedy
-    generation, up to `NEW_TOKENS` tokens.
+    read. The loss is over all answers. ROUGE-L compares the last answer with the model's
+    generated text, which is greedy unless `generation` samples it.
     """
 
     metrics = ("perplexity", "loss", "rouge_l")
@@ -61,6 +59,7 @@ class Chat(Decoder):
 
     #: Whether rows hold several conversations: for --pack.
     packed: bool = False
+    generation: Generation = field(default=GREEDY, kw_only=True, repr=False)
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
@@ -156,7 +155,8 @@ class Chat(Decoder):
         if not hasattr(model, "generate"):
             raise InputError(f"--onnx: --task {self.name()} generates text; ONNX files cannot")
         found = next_token_loss_sums(model, batch)
-        written = [tokens for _, tokens in write(model, prompts_of(batch), tokenizer)]
+        answers = write(model, prompts_of(batch), tokenizer, self.generation)
+        written = [tokens for _, tokens in answers]
         texts = tokenizer.batch_decode(written, skip_special_tokens=True)
         return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
 
@@ -164,7 +164,8 @@ class Chat(Decoder):
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
     ) -> list[dict[str, Any]]:
         prompts = prompts_of(batch)
-        written = iter(write(model, prompts, tokenizer, Draw(seed, prompts)))
+        generation = replace(self.generation, temperature=1.0, seed=seed)
+        written = iter(write(model, prompts, tokenizer, generation))
         rows = []
         for talks in _talks(batch):
             new = [next(written) for _ in talks]
@@ -298,54 +299,27 @@ def stops_of(tokenizer: Any) -> list[int]:
     return sorted(({*ids[runs_of(mask)[-1].start :]} & special | {tokenizer.eos_token_id}) - {None})
 
 
-class Draw:
-    """Logits processor whose likeliest token is a sample at temperature 1 (Gumbel-max).
-
-    The sample of a prompt depends on ``seed`` and that prompt alone.
-    """
-
-    def __init__(self, seed: int, prompts: list[list[int]]):
-        seeds = (np.random.SeedSequence((seed, *prompt)) for prompt in prompts)
-        self.seeds = [int(each.generate_state(1, np.uint64)[0]) for each in seeds]
-        self.generators: list[torch.Generator] = []
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.generators:
-            made = (torch.Generator(scores.device) for _ in self.seeds)
-            pairs = zip(made, self.seeds, strict=True)
-            self.generators = [generator.manual_seed(seed) for generator, seed in pairs]
-        waits = torch.empty_like(scores, dtype=torch.float64)  # in float32 too many are 0
-        for row, generator in zip(waits, self.generators, strict=True):
-            row.exponential_(generator=generator)
-        return scores.double().log_softmax(-1) - waits.log()
-
-
 def write(
-    model: Any, prompts: list[list[int]], tokenizer: Any, draw: Draw | None = None
+    model: Any, prompts: list[list[int]], tokenizer: Any, generation: Generation = GREEDY
 ) -> list[tuple[list[int], list[int]]]:
     """Each prompt, and the tokens that ``model`` generates after it, with the end token.
 
-    Generation is greedy, or sampled by ``draw``. Prompts that leave no room lose their beginning.
+    Prompts that leave no room lose their beginning.
     """
-    new = NEW_TOKENS
+    new = generation.max_new_tokens
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and positions > 0:
         new = min(new, max(1, positions // 2))
         prompts = [prompt[-(positions - new) :] for prompt in prompts]
     stops = stops_of(tokenizer)
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    # Options in a model's folder would change the samples.
-    options = {} if draw is None else {"logits_processor": [draw], "repetition_penalty": 1.0}
     with in_eval_mode(model), torch.no_grad():
         found = model.generate(
             input_ids=padded["input_ids"].to(model.device),
             attention_mask=padded["attention_mask"].to(model.device),
-            max_new_tokens=new,
             eos_token_id=stops,
             pad_token_id=tokenizer.pad_token_id,
-            do_sample=False,
-            num_beams=1,
-            **options,
+            **{**generation.options(prompts), "max_new_tokens": new},
         )
     written = found[:, padded["input_ids"].shape[1] :].tolist()
     ends = [next((i for i, t in enumerate(row, 1) if t in stops), len(row)) for row in written]

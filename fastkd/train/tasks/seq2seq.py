@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -12,21 +12,20 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
+from fastkd.train.generation import GREEDY, Generation
 from fastkd.train.input_columns import Columns, holds_text, text_of
 from fastkd.train.tasks.base import LOADING, TEXT, Task, Tokens, token_loss_sums
 
 SOURCE, TARGET = "source", "target"
-# Maximum number of new tokens of a generated text.
-LONGEST = 128
 
 
 @dataclass(frozen=True)
 class Seq2Seq(Task):
     """Columns ``source`` and ``target``, each up to --max-length tokens.
 
-    Texts are generated greedily. chrF is sacrebleu's of the whole set, 0 to 100; it compares
-    characters of any script and selects the best student. ROUGE-L is rouge-score's mean F-measure,
-    without stemming. The loss is the mean over the tokens of the targets.
+    Texts are generated greedily unless `generation` samples them. chrF is sacrebleu's of the whole
+    set, 0 to 100; it compares characters of any script and selects the best student. ROUGE-L is
+    rouge-score's mean F-measure, without stemming. The loss is the mean over the targets' tokens.
     """
 
     metrics = ("chrf", "rouge_l", "loss")
@@ -45,6 +44,8 @@ class Seq2Seq(Task):
         'ids = model.generate(**tokenizer("...", return_tensors="pt"), max_new_tokens=128)\n'
         "print(tokenizer.decode(ids[0], skip_special_tokens=True))"
     )
+
+    generation: Generation = field(default=GREEDY, kw_only=True, repr=False)
 
     @classmethod
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
@@ -67,8 +68,10 @@ class Seq2Seq(Task):
         """The generated text of a row, the sum of -log p of its target's tokens, their number."""
         writer: Any = model
         inputs = {name: x for name, x in batch.items() if name != "labels"}
-        longest = min(LONGEST, tokenizer.model_max_length)
-        ids = writer.generate(**inputs, max_new_tokens=longest, do_sample=False, num_beams=1)
+        pairs = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        options = self.generation.options([ids[real].tolist() for ids, real in pairs])
+        longest = min(self.generation.max_new_tokens, tokenizer.model_max_length)
+        ids = writer.generate(**{**inputs, **options, "max_new_tokens": longest})
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         targets = batch.get("labels")
         if targets is None:

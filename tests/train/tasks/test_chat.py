@@ -18,9 +18,10 @@ from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
+from fastkd.train.generation import Draw, Generation
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
-from fastkd.train.tasks.chat import TASK, Draw, prompts_of, write
+from fastkd.train.tasks.chat import TASK, prompts_of, write
 from fastkd.train.trainers import is_on_policy
 from tests.cli.launched import Launch, commands
 from tests.cli.test_cli import crash, stop_at
@@ -39,9 +40,9 @@ MARKS = TEMPLATE.replace(
 )
 
 
-def make_chat_teacher(path, template=TEMPLATE):
+def make_chat_teacher(path, template=TEMPLATE, longest=32):
     """A random GPT-2 and a tokenizer with a chat template."""
-    make_decoder(path)
+    make_decoder(path, longest)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
@@ -275,6 +276,32 @@ def apart(row, name):
     starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
     ends = [*starts[1:], len(row["position_ids"])]
     return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
+
+
+def test_scores_of_sampled_text(teacher, tmp_path):
+    """By --seed, the same in every batch, and in `fastkd evaluate` by the student's manifest."""
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", talks(12, i)) for i in range(2)]
+    options = {
+        "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "epochs": 1,
+        "method": "labels", "device": "cpu", "max_length": 16, "max_new_tokens": 2, "sample": 0.5,
+    }  # fmt: skip
+    run("distill", **options, out=tmp_path / "out")
+    score = read_json(tmp_path / "out/student/fastkd.json")["student"]["rouge_l"]
+    for size in (2, 32):
+        run("evaluate", model=tmp_path / "out/student", data=files[1], batch_size=size,
+            out=tmp_path / f"{size}.json", device="cpu")  # fmt: skip
+        assert read_json(tmp_path / f"{size}.json")["rouge_l"] == score
+    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out/student").eval()
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    prompts = [[2, 5 + i] for i in range(6)]
+    texts = [
+        write(model, prompts, tokenizer, Generation(2, temperature, seed))
+        for temperature, seed in ((0.0, 0), (1e-6, 0), (1e-6, 1), (3.0, 0), (3.0, 0), (3.0, 1))
+    ]
+    assert max(len(new) for _, new in texts[0]) == 2
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] != texts[5]
+    more = {**options, "task": "causal-lm", "train": files[0], "out": tmp_path / "no"}
+    assert "--max-new-tokens: models of --task causal-lm don't" in run("distill", **more, expect=2)
 
 
 def test_packed_rows_hold_the_tokens_of_the_conversations(teacher, tmp_path):

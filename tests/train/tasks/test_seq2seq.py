@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
+from fastkd.train.generation import Generation
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences
 from tests.train.tasks.through import loss_of, refused, through
@@ -65,6 +66,22 @@ def test_the_loss_is_the_mean_over_the_targets(tmp_path, files):
     encoded = Encoder(tokenizer, 16, task)(read_file(files[2], TASK.columns, "--eval", task=TASK))
     answers, expected = loss_of(task, model, tokenizer, encoded)
     assert task.scores(("loss",), answers, encoded)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_sampled_text_depends_on_seed_and_source(files):
+    model = T5ForConditionalGeneration.from_pretrained(files[0]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(files[0])
+    rows = [tokenizer(text) for text, _ in sentences(6, 0)]
+
+    def texts(rows, *generation):
+        batch = tokenizer.pad([{k: r[k] for k in ("input_ids", "attention_mask")} for r in rows],
+                              return_tensors="pt")  # fmt: skip
+        task = TASK(generation=Generation(*generation))
+        return [text for text, *_ in task.answer(model, dict(batch), tokenizer)]
+
+    drawn = texts(rows, 4, 1.0, 0)
+    assert drawn == [x for row in rows for x in texts([row], 4, 1.0, 0)] != texts(rows, 4, 1.0, 1)
+    assert texts(rows, 4, 1e-6, 0) == texts(rows, 4) and max(len(x.split()) for x in drawn) <= 4
 
 
 def test_a_mistake_is_one_sentence(tmp_path):
