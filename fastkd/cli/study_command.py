@@ -49,8 +49,7 @@ def run(settings: StudySettings, console: Console) -> None:
 
 
 def _list_papers(console: Console) -> None:
-    """Print the packaged tables, and why some can't be run."""
+    """Print the packaged tables."""
     for name in grid.names_of_papers():
         found = read_options_file(grid.PAPERS / f"{name}.toml")
-        why = f"; can't be run: {found['why_not']}" if "why_not" in found else ""
-        say(console, f"{grid.PAPER}{name}  {found['title']}{why}")
+        say(console, f"{grid.PAPER}{name}  {found['title']}")

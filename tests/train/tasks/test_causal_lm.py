@@ -26,10 +26,10 @@ from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import loss_of, refused, through
 
 
-def make_decoder(path):
+def make_decoder(path, longest=32):
     """A random GPT-2 with a tokenizer of words."""
-    make_teacher(path, head=False)
-    shape = {"vocab_size": 17, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    make_teacher(path, head=False, longest=longest)
+    shape = {"vocab_size": 17, "n_positions": longest, "n_embd": 16, "n_layer": 4, "n_head": 2}
     config = GPT2Config(**shape, **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0))
     config.bos_token_id = config.eos_token_id = 3
     torch.manual_seed(0)
