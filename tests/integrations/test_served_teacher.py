@@ -215,7 +215,7 @@ def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, monkeypatch):
     monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.5)
     teacher.save_pretrained(tmp_path)
     first = Server(tmp_path)
-    served = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=60)
+    served = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=600)
     student = student_from_teacher(teacher, [1])
     distiller = Distiller(served, copy.deepcopy(student), SoftTargets(temperature=1.0))
     inputs = batch()
