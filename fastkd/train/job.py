@@ -779,29 +779,28 @@ class Job:
         between = in_epoch * max(1, round(config.steps(everything.rows)[1] / in_epoch))
         callback = TrainingCallback(self, distiller.student, title, between, checkpoints, save_best)
         generated = self.task.generated
-        trainer = kind(
-            model=distiller,
-            args=arguments_of(config, checkpoints.incomplete, total),
-            train_dataset=rows,
-            # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
-            data_collator=functools.partial(self.collate) if self.cached else self.collate,
-            order=order,
-            say=self.display.say,
-            on_policy=settings.on_policy if target == out.student else 0.0,
-            generated=generated and functools.partial(generated, tokenizer=self.tokenizer),
-        )
-        trainer.add_callback(callback)  # after the method has prepared itself
-        for chatty in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(chatty)
-        try:
-            with (
-                receiving_signals(callback.request_stop),
-                logging_to(settings.out / "logs" / target.name),
-            ):
+        # Trackers read their directory when the trainer is made.
+        logs = settings.out / "logs" / target.name
+        with receiving_signals(callback.request_stop), logging_to(logs):
+            trainer = kind(
+                model=distiller,
+                args=arguments_of(config, checkpoints.incomplete, total),
+                train_dataset=rows,
+                # A cache holds the outputs of undrawn rows: the partial hides `for_epoch`.
+                data_collator=functools.partial(self.collate) if self.cached else self.collate,
+                order=order,
+                say=self.display.say,
+                on_policy=settings.on_policy if target == out.student else 0.0,
+                generated=generated and functools.partial(generated, tokenizer=self.tokenizer),
+            )
+            trainer.add_callback(callback)  # after the method has prepared itself
+            for chatty in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(chatty)
+            try:
                 self._run(trainer, checkpoints, config.seed)
                 callback.sync_signals()
-        finally:
-            callback.track.stop()
+            finally:
+                callback.track.stop()
         if callback.signum is not None:  # received in the last step
             raise Interrupted(trainer.state.global_step, callback.signum)
         return history_of(trainer.state.log_history)
