@@ -88,13 +88,14 @@ def divergence_in_cpp(
     terms: tuple[Tensor | None, Tensor] | None = None,
     columns: Sequence[Tensor] | None = None,
     unmatched: str = "",
+    divisor: Any = 1,
 ) -> Tensor:
-    """Divergences (R,) in C++; the gradient times weights (R,) is written to ``gradient``."""
+    """Divergences (R,) over ``divisor`` in C++; ``gradient`` gets theirs times weights (R,)."""
     operators, out = torch.ops.fastkd_cpp, (gradient, mask, weights)
     options: dict[str, Any] = {
         "divergence": soft.form,
         "temperature": soft.temperature,
-        "scale": soft.scale,
+        "scale": soft.scale / divisor,
         "coefficient": soft.coefficient,
     }
     loss: Tensor

@@ -407,8 +407,13 @@ class _SoftTargets(torch.autograd.Function):
         dtype = working_dtype(student)
         columns = teacher[1:] if options.unmatched else None
         factors = dstudent = None  # factors of the rows' gradients
+        # Small operations count in a call of few rows: the kernel divides by a number, but not in a
+        # graph, which would be of one number of rows.
+        whole = options.runs_on == "cpp" and weights is None and type(divisor) is int
+        whole = whole and values_readable(student)
         if needs_grad:
-            factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
+            factors = torch.ones(len(student), dtype=dtype, device=student.device)
+            factors = factors if whole else factors / divisor
             factors = factors if weights is None else factors * weights
         if options.runs_on == "cpp":
             if needs_grad:
@@ -416,7 +421,7 @@ class _SoftTargets(torch.autograd.Function):
             student, *targets = dense_rows(student, *(teacher[:1] if columns else teacher))
             loss = divergence_in_cpp(
                 student, targets, options.soft, dstudent, mask, factors,
-                columns=columns, unmatched=options.unmatched,
+                columns=columns, unmatched=options.unmatched, divisor=divisor if whole else 1,
             )  # fmt: skip
         else:
             given = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
@@ -424,7 +429,9 @@ class _SoftTargets(torch.autograd.Function):
             dstudent = gradient[0] if needs_grad else None
         loss = loss if weights is None else loss * weights
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
-        return loss if ctx.by_rows else loss.sum() / divisor
+        if ctx.by_rows:
+            return loss
+        return loss.sum() if whole else loss.sum() / divisor
 
     @staticmethod
     @once_differentiable
