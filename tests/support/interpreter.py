@@ -56,7 +56,6 @@ def prepare() -> None:
 def _prepare() -> None:
     _leave_out_overflow()
     _replace_language_once()
-    _work_out_types_once()
     _convert_operands_once()
     _round_bfloat16()
     if MASKS_OF_SCALARS:
@@ -103,39 +102,6 @@ def _replace_language_once() -> None:
 
     interpreter._patch_lang, interpreter._patch_attr = replace_once, replace_function
     tl.core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
-
-
-def _work_out_types_once() -> None:
-    """Cache types of results: creating a new one for each result takes half of the time."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
-    numpy_type = interpreter._get_np_dtype
-    types, of_tensors, of_arrays = {}, {}, {}
-
-    def block_type(self, element_ty, shape):
-        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
-        if key not in types:
-            make_type(self, element_ty, shape)
-            types[key] = vars(self)
-        self.__dict__ = types[key]
-
-    def tensor(self, handle, type):
-        if type.name not in of_tensors:
-            make_tensor(self, handle, type)
-            of_tensors[type.name] = {k: v for k, v in vars(self).items() if k != "handle"}
-        vars(self).update(of_tensors[type.name], handle=handle)
-
-    def np_dtype(dtype):
-        name = dtype.scalar.name
-        if name not in of_arrays:
-            of_arrays[name] = numpy_type(dtype)
-        return of_arrays[name]
-
-    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor
-    tl.block_type.to_ir = lambda self, builder: self
-    interpreter._get_np_dtype = np_dtype
 
 
 def _convert_operands_once() -> None:
