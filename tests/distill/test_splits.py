@@ -26,21 +26,32 @@ def data_of(kind="classifier"):
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def whole_batch(kind, name):
-    return taken(exact(name, kind), data_of(kind))
+def whole_batch(kind, name, options):
+    return taken(exact(name, kind, **options), data_of(kind))
 
 
 assert_equal = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=1e-10)
 
 
 # Every method, and each kind of term on tokens: on logits only, over samples, chosen layers.
-CASES = [("classifier", name) for name in (*METHODS, "pkd", "distilbert")]
-CASES += [("language model", name) for name in ("soft_targets", "fcd", "mc3kd")]
+CASES = [("classifier", name, {}) for name in (*METHODS, "pkd", "distilbert")]
+CASES += [("language model", name, {}) for name in ("soft_targets", "fcd", "mc3kd")]
+# The papers' other readings.
+CASES += [
+    ("classifier", "fcd", {"layers_reduction": "sum"}),
+    ("classifier", "knn", {"reduction": "mean"}),
+    ("classifier", "lrc_bert", {"pool": "sequence", "perturb": True}),
+    ("classifier", "lrc_bert", {"pool": "mean", "perturb": True, "perturb_norm": "batch"}),
+    ("classifier", "mc3kd", {"scale_by_t2": False, "divergence": "reverse_kl"}),
+    ("classifier", "lrkd", {"reduction": "batchmean", "start": "random"}),
+    ("classifier", "lrkd", {"reduction": "sum"}),
+]
 
 
-@pytest.mark.parametrize("kind, name", CASES)
-def test_accumulated_micro_batches_are_the_whole_batch(kind, name):
-    assert_equal(taken(exact(name, kind), cut(data_of(kind), *ENDS)), whole_batch(kind, name))
+@pytest.mark.parametrize("kind, name, options", CASES)
+def test_accumulated_micro_batches_are_the_whole_batch(kind, name, options):
+    found = taken(exact(name, kind, **options), cut(data_of(kind), *ENDS))
+    assert_equal(found, whole_batch(kind, name, options))
 
 
 def test_the_second_run_repeats_the_dropout_of_the_first():
@@ -120,35 +131,34 @@ def test_a_batch_without_rows_has_no_loss(name, tmp_path):
 
 
 def gathered(rank, ends, micro):
-    results = {}
-    for kind, name in CASES:
-        distiller = exact(name, kind, gather=True)
+    results = []
+    for kind, name, options in CASES:
+        distiller = exact(name, kind, gather=True, **options)
         model = DistributedDataParallel(distiller, find_unused_parameters=True)
         parts = cut(data_of(kind), *ends[rank])
-        results[kind, name] = taken(distiller, parts if micro else parts[0], model)
+        results.append(taken(distiller, parts if micro else parts[0], model))
     return results
 
 
 def test_gathering_processes_equal_one_process(tmp_path):
     ends = [(0, 6), (6, 9)]
     ranks = run_ranks(gathered, len(ends), tmp_path, ends, False)
-    for case in CASES:
-        expected = whole_batch(*case)
-        for rank in ranks:
-            assert_equal(rank[case], expected)
+    for case, *found in zip(CASES, *ranks, strict=True):
+        for each in found:
+            assert_equal(each, whole_batch(*case))
 
 
 def test_gathering_and_accumulating_processes_equal_one_process(tmp_path):
     ends = [(0, 2, 4, 6), (6, 9)]
     ranks = run_ranks(gathered, 2, tmp_path, ends, True)
-    for case in CASES:
+    for case, *found in zip(CASES, *ranks, strict=True):
         expected, gradients = whole_batch(*case)
         # Terms on logits are this process's shares there, and their average the whole.
         names = expected.keys() - {"total", "loss"}
-        terms = {name: sum(rank[case][0][name] for rank in ranks) / 2 for name in names}
+        terms = {name: sum(each[0][name] for each in found) / 2 for name in names}
         assert_equal(terms, {name: expected[name] for name in names})
-        for rank in ranks:
-            assert_equal(rank[case][1], gradients)
+        for _, own in found:
+            assert_equal(own, gradients)
 
 
 def knn_loss(rank, ends):
