@@ -97,6 +97,8 @@ LOSSES = (
         name="cca",
         module="fastkd.losses.cca",
         functions=("cca_loss",),
+        triton={"cca_loss": Kernels()},
+        kernel_files=("cca",),
         modules=("CCALoss",),
         without_reference=("canonical_correlations",),
     ),

@@ -4,12 +4,17 @@ Let A (m, Ds) and B (m, Dt) be the centred student and teacher features over √
 R_s R_sᵀ = (AᵀA + r_s·I)⁻¹ be any whitening of the student, R_t likewise of the teacher, and
 M = R_tᵀBᵀA R_s. Then corr = tr (MᵀM)^½ and, with the polar factor W = M (MᵀM)^{−½},
 
-    ∂corr/∂A = B·R_t W R_sᵀ − A·R_s (MᵀM)^½ R_sᵀ.
+    ∂corr/∂A = B·R_t W R_sᵀ − A·R_s (MᵀM)^½ R_sᵀ = (B − A·C)·R_t W R_sᵀ
+
+with the regression C = R_s R_sᵀ AᵀB of the teacher on the student, since (MᵀM)^½ = MᵀW. Where
+correlations are near 1 only the difference B − A·C cancels.
 
 Both roots are those of `fastkd.linalg.roots`: `singular` has them as singular values and vectors,
 `polar` as products alone, which never make the host wait for a GPU. There are two plans:
 
-- covariances, for m > D: (D, D) matrices, whitened by Cholesky factors.
+- covariances, for m > D: (D, D) matrices, whitened by Cholesky factors. On a GPU all large products
+  of half-precision and float32 features are sums of integer and float16 products
+  (`fastkd.kernels.cca`); float64 has the factors, their inverses, M and C.
 - observations, for m ≤ D: (m, m) matrices, whitened by symmetric roots: with AAᵀ = Q S² Qᵀ,
   A R_s = Q·S(S² + r)^{−½}.
 """
@@ -26,7 +31,7 @@ from torch import Tensor
 from fastkd._core import extension
 from fastkd._core.numerics import values_readable, working_dtype
 from fastkd._core.products import symmetric_product
-from fastkd.linalg.roots import left_roots, polar, singular, symmetric_roots
+from fastkd.linalg.roots import POLAR_STEPS, left_roots, polar, singular, symmetric_roots
 
 if TYPE_CHECKING:
     from fastkd.distributed import Ranks
@@ -71,6 +76,7 @@ class Options:
     dims: Sequence[int] | None = None
     # Processes that hold parts of the observations: their moments are added.
     ranks: "Ranks | None" = None
+    kernels: bool = False  # Triton kernels may run
 
 
 class Problem(NamedTuple):
@@ -90,6 +96,7 @@ class Plan(NamedTuple):
 
     observations: bool  # (m, m) matrices instead of (D, D)
     products: bool  # no step that makes the host wait: `polar`, and inverses by products
+    digits: bool = False  # products by `fastkd.kernels.cca` instead of float64
 
 
 def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
@@ -112,15 +119,17 @@ def make_plan(problem: Problem) -> Plan:
     """
     student, teacher, _, options, _, memory = problem
     m, smaller = student.shape[-2], min(student.shape[-1], teacher.shape[-1])
-    products = student.is_cuda and options.top_k is None and min(options.ridges) > 0
+    products = options.top_k is None and min(options.ridges) > 0
+    products &= student.is_cuda or options.kernels
+    digits = products and options.kernels
     # With ``ranks`` the plan must not depend on a process's own observations.
     if options.ranks is not None or memory is not None:
-        return Plan(False, products)
+        return Plan(False, products, digits)
     if not products:
         return Plan(m <= smaller, False)
     few = m <= FEW_OBSERVATIONS * smaller and student.dtype != torch.float64
     few &= extension.runs_cuda_roots(student) and extension.kernel_is_faster(m, 2 * len(student))
-    return Plan(few, True)
+    return Plan(few, True, digits)
 
 
 def solve(problem: Problem) -> Solution:
@@ -141,8 +150,10 @@ def solve(problem: Problem) -> Solution:
     correlations, gradients, moments = [], [], []
     for part, rows in _parts(problem):
         plan = make_plan(part)
-        by = _by_observations if plan.observations else _by_covariances
-        corr, ds, total = by(part, plan.products)
+        if plan.observations:
+            corr, ds, total = _by_observations(part, plan.products)
+        else:
+            corr, ds, total = _by_covariances(part, plan.products, plan.digits)
         correlations.append(corr)
         if total is not None:
             moments.append(total)
@@ -186,6 +197,7 @@ def solve_in_graph(problem: Problem) -> Solution:
         options.ridges,
         options.top_k,
         options.dims,
+        options.kernels,
         want_grad,
         list(memory or []),
     )
@@ -201,17 +213,19 @@ def _operator(
     ridges: Sequence[float],
     top_k: int | None,
     dims: Sequence[int] | None,
+    kernels: bool,
     want_grad: bool,
     memory: Sequence[Tensor],
 ) -> list[Tensor]:
     earlier = Moments(*memory) if memory else None
-    problem = Problem(student, teacher, mask, Options(ridges, top_k, dims), want_grad, earlier)
+    options = Options(ridges, top_k, dims, kernels=kernels)
+    problem = Problem(student, teacher, mask, options, want_grad, earlier)
     corr, gradient, totals = solve(problem)
     return [corr, *([] if gradient is None else [gradient]), *(totals or [])]
 
 
 @_operator.register_fake
-def _(student, teacher, mask, ridges, top_k, dims, want_grad, memory):
+def _(student, teacher, mask, ridges, top_k, dims, kernels, want_grad, memory):
     corr = student.new_empty(student.shape[0], dtype=torch.float64)
     ds = student.new_empty(student.shape, dtype=working_dtype(student))
     return [corr, *([ds] if want_grad else []), *map(torch.empty_like, memory)]
@@ -242,45 +256,31 @@ def _by_observations(problem: Problem, products: bool) -> Solution:
     (left_s, left_t), (r_s, r_t) = left_roots(sides, refine=not products), options.ridges
     white_s = _whitened_features(*left_s, r_s, student)
     white_t = _whitened_features(*left_t, r_t, teacher)
-    corr, roots = _roots(white_t.factor.mT @ white_s.factor, problem, products)
+    whitened = white_t.factor.mT @ white_s.factor  # M
+    back = white_s.back
+    if products:
+        left = polar(whitened)
+        corr, of_student = (left * whitened).sum((-2, -1)), white_s.factor @ (left.mT @ whitened)
+    else:
+        corr, (left, values, right) = _roots(whitened, problem)
+        of_student, back = white_s.factor @ (right * values.unsqueeze(-2)), right.mT @ back
     if not want_grad:
         return corr, None, None
-    of_student = roots.times_middle(roots.times_right(white_s.factor))
-    back = roots.times_right(white_s.back.mT).mT
-    weights = (white_t.factor @ roots.left - of_student) @ back * share
-    return corr, weights @ a, None
+    return corr, (white_t.factor @ left - of_student) @ back * share @ a, None
 
 
-class _Roots(NamedTuple):
-    """W = left·rightᵀ and (MᵀM)^½ = right·middle·rightᵀ."""
-
-    left: Tensor
-    right: Tensor | None  # None for I
-    middle: Tensor  # diagonal (*, k), or (*, n, n) if ``right`` is None
-
-    def times_right(self, x: Tensor) -> Tensor:
-        return x if self.right is None else x @ self.right
-
-    def times_middle(self, x: Tensor) -> Tensor:
-        return x @ self.middle if self.right is None else x * self.middle.unsqueeze(-2)
-
-
-def _roots(m: Tensor, problem: Problem, products: bool) -> tuple[Tensor, _Roots]:
-    """tr (MᵀM)^½, and what its gradient needs; of the ``top_k`` largest singular values.
+def _roots(m: Tensor, problem: Problem) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """tr (MᵀM)^½ and U, σ, V with W = UVᵀ; of the ``top_k`` largest singular values.
 
     W is zero where σ is at the level of rounding, the features' or this function's: there the loss
     has a kink, and zero is one of its subgradients.
     """
-    if products:
-        left = polar(m)
-        root = left.mT @ m
-        return _trace(root), _Roots(left, None, root)
     rounding = torch.finfo(working_dtype(problem.student)).eps
     zero = max(rounding, max(m.shape[-2:]) * torch.finfo(torch.float64).eps)
     left, values, right = (x[..., : problem.options.top_k] for x in singular(m, zero))
     left = left.masked_fill_(values.unsqueeze(-2) <= zero, 0.0)
     values = values.clamp_max(1.0)
-    return values.sum(-1), _Roots(left, right, values)
+    return values.sum(-1), (left, values, right)
 
 
 class _WhitenedFeatures(NamedTuple):
@@ -299,7 +299,7 @@ def _whitened_features(
     return _WhitenedFeatures(factor, (left * (shrink / kept).unsqueeze(-2)).mT)
 
 
-def _by_covariances(problem: Problem, products: bool) -> Solution:
+def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
     """Solve in feature space: (D, D) covariances."""
     student, teacher, _, options, want_grad, memory = problem
     ranks = options.ranks
@@ -317,10 +317,11 @@ def _by_covariances(problem: Problem, products: bool) -> Solution:
         totals.append(product.baddbmm_(moved[left].mT, moved[right]))
         return product * share
 
+    large = (_DigitProducts if digits else _Products)(a, b)
     sigmas, whitenings = [], []
     features_of = (student, teacher)
-    for i, (x, ridge, features) in enumerate(zip((a, b), options.ridges, features_of, strict=True)):
-        sigma = moment(symmetric_product(x.mT, x), i, i, i)
+    for i, (ridge, features) in enumerate(zip(options.ridges, features_of, strict=True)):
+        sigma = moment(large.scatter(i, i), i, i, i)
         if ridge > 0:
             _add_ridge(sigma, ridge)
         sigmas.append(sigma)
@@ -328,10 +329,7 @@ def _by_covariances(problem: Problem, products: bool) -> Solution:
             whitenings.append(_Whitening(_cholesky(sigma), triangular=True))
         elif not products:
             whitenings.append(_Whitening(_inverse_root(sigma, features), triangular=False))
-    if products:
-        whitenings = [_Whitening(x.mT, triangular=False) for x in _inverse_choleskies(sigmas)]
-    whiten_s, whiten_t = whitenings
-    sigma_ts = moment(b.mT @ a, 2, 1, 0)
+    sigma_ts = moment(large.scatter(1, 0), 2, 1, 0)
     combined = None
     if memory is not None:  # a NaN in one batch must not stay
         new = (count.flatten(), *means, *totals)
@@ -342,28 +340,35 @@ def _by_covariances(problem: Problem, products: bool) -> Solution:
                 for x, before in zip(new, memory, strict=True)
             )
         )
-    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
-    corr, roots = _roots(whitened, problem, products)
-    if not want_grad:
-        return corr, None, combined
     if memory is not None:
         own = count - memory.observations[:, None, None]
         share = share * count / own.clamp_min(1)
-    of_teacher = whiten_t(roots.left)  # R_t W, or R_t U
-    directions = whiten_s.factor if roots.right is None else whiten_s(roots.right)  # R_s, or R_s V
-    of_student = roots.times_middle(directions)
+    if products:
+        root_s, root_t = (x.mT for x in _inverse_choleskies(sigmas))  # R_s, R_t
+        of_student = sigma_ts @ root_s
+        whitened = root_t.mT @ of_student  # M (batch, Dt, Ds)
+        left = large.polar(whitened)
+        corr = (left * whitened).sum((-2, -1))
+        if want_grad:
+            ds = large.gradient(root_s @ of_student.mT, (root_t, left, root_s)) * share
+        return corr, ds if want_grad else None, combined
+    whiten_s, whiten_t = whitenings
+    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
+    corr, (left, values, right) = _roots(whitened, problem)
+    if not want_grad:
+        return corr, None, combined
+    of_teacher, directions = whiten_t(left), whiten_s(right)  # R_t U, R_s V
+    of_student = directions * values.unsqueeze(-2)
     last = working_dtype(student)
-    if not products and a.shape[-2] <= FEW_ROWS * a.shape[-1]:
+    if a.shape[-2] <= FEW_ROWS * a.shape[-1]:
         rows = (b @ of_teacher).baddbmm_(a, of_student, alpha=-1)
         # The cancelling terms are subtracted, so float32 is enough for the last product.
         return corr, rows.to(last) @ directions.mul_(share).mT.to(last), combined
-    # A GPU multiplies matrices of this size faster whole than by their lower blocks.
-    multiply = torch.matmul if products else symmetric_product
-    factors = [multiply(of_student, directions.mT), of_teacher @ directions.mT]  # (batch, D, Ds)
+    factors = [symmetric_product(of_student, directions.mT), of_teacher @ directions.mT]
     for x in factors:
         x *= share
-    if last == torch.float32 and roots.right is not None and memory is None and ranks is None:
-        size = _gradient_norm(roots, of_teacher, directions, options.ridges, share)
+    if last == torch.float32 and memory is None and ranks is None:
+        size = _gradient_norm(left, values, of_teacher, directions, options.ridges, share)
         if _float32_suffices(sigmas, factors, size, share):
             factors, a, b = [x.float() for x in factors], a.float(), b.float()
     ds = (b @ factors[1]).baddbmm_(a, factors[0], alpha=-1)
@@ -373,7 +378,12 @@ def _by_covariances(problem: Problem, products: bool) -> Solution:
 
 
 def _gradient_norm(
-    roots: _Roots, of_teacher: Tensor, directions: Tensor, ridges: Sequence[float], share: Tensor
+    left: Tensor,
+    values: Tensor,
+    of_teacher: Tensor,
+    directions: Tensor,
+    ridges: Sequence[float],
+    share: Tensor,
 ) -> Tensor:
     """Norm (batch) of the gradient, but for products of different columns, from (D, D) matrices.
 
@@ -381,8 +391,8 @@ def _gradient_norm(
     """
     r_s, r_t = ridges
     along_t, along_s = of_teacher.square().sum(-2), directions.square().sum(-2)
-    squares = roots.left.square().sum(-2) - r_t * along_t
-    squares = squares - (1 + r_s * along_s) * roots.middle.square()
+    squares = left.square().sum(-2) - r_t * along_t
+    squares = squares - (1 + r_s * along_s) * values.square()
     return (squares.clamp_min(0) * along_s).sum(-1).sqrt() * share.flatten().sqrt()
 
 
@@ -416,6 +426,56 @@ def _add_ridge(sigma: Tensor, ridge: float) -> None:
     diagonal = sigma.diagonal(dim1=-2, dim2=-1)
     rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
     diagonal += (rounding * diagonal).clamp_min(ridge)
+
+
+class _Products:
+    """Large products of centred features A (batch, m, Ds) and B (batch, m, Dt), in float64."""
+
+    def __init__(self, *features: Tensor):
+        self.features = features
+
+    def scatter(self, i: int, j: int) -> Tensor:
+        """Product of the transposed features i and the features j, of 0 for A and 1 for B."""
+        x, y = self.features[i], self.features[j]
+        return symmetric_product(x.mT, y) if i == j else x.mT @ y
+
+    def polar(self, m: Tensor) -> Tensor:
+        return polar(m)
+
+    def gradient(self, regression: Tensor, factors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """(B − A·regression)·R_t W R_sᵀ of the factors R_t, W and R_s."""
+        a, b = self.features
+        root_t, left, root_s = factors
+        return torch.baddbmm(b, a, regression, alpha=-1) @ (root_t @ left @ root_s.mT)
+
+
+class _DigitProducts(_Products):
+    """The same by the kernels of `fastkd.kernels.cca`."""
+
+    def __init__(self, *features: Tensor):
+        from fastkd.kernels import cca as kernels
+
+        super().__init__(*features)
+        self.kernels = kernels
+        self.digits = [kernels.split(x.mT) for x in features]
+
+    def scatter(self, i: int, j: int) -> Tensor:
+        return self.kernels.product(self.digits[i], self.digits[j], orders=7, symmetric=i == j)
+
+    def polar(self, m: Tensor) -> Tensor:
+        return self.kernels.polar(m, POLAR_STEPS)
+
+    def gradient(self, regression: Tensor, factors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        split, product = self.kernels.split, self.kernels.product
+        a, b = self.features
+        root_t, left, root_s = factors
+        # Columns have the scales: one may be much larger than all others.
+        scale = self.digits[0].scale
+        right = split((regression * scale).mT, digits=5)
+        residual = b - product(split(a, scale.mT), right, orders=5)
+        factor = product(split(product(split(root_t), split(left.mT))), split(root_s))
+        scale = self.kernels.scale_of(residual, -2)
+        return product(split(residual, scale), split((factor * scale.mT).mT))
 
 
 class _Whitening(NamedTuple):

@@ -134,9 +134,9 @@ def cca_loss(
     if top_k is not None:
         check_positive_int("top_k", top_k)
     check_choice("reduction", reduction, REDUCTIONS)
-    backend_of(backend, "cca_loss", student)
+    options = Options(ridges, top_k, kernels=_uses_kernels(backend, student, ridges, top_k))
     ranks = ranks_of(gather, group)
-    arguments = _over_ranks(student, teacher, mask, Options(ridges, top_k), ranks)
+    arguments = _over_ranks(student, teacher, mask, options, ranks)
     loss: Tensor = apply(_NegativeCorrelation, *arguments, None)[0]
     if reduction == "mean":  # items with fewer than two observations have nothing to compare
         observed = cca_solver.count_observed(student, mask, ranks).expand(loss.shape)
@@ -303,7 +303,9 @@ class CCALoss(InGroup):
             students, teachers = (_stacked(side) for side in zip(*batch, strict=True))
             masks = None if observed is None else observed.expand(students.shape[:-1])
             dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
-            options = Options(_ridge_pair(self.ridge), self.top_k, dims)
+            ridges = _ridge_pair(self.ridge)
+            kernels = _uses_kernels("auto", students, ridges, self.top_k)
+            options = Options(ridges, self.top_k, dims, kernels=kernels)
             arguments = _over_ranks(students, teachers, masks, options, ranks)
             memory = self._memory(i, students, teachers)
             loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
@@ -422,6 +424,16 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     for r in pair:
         check_number("ridge", r, at_least=0.0)
     return float(pair[0]), float(pair[1])
+
+
+def _uses_kernels(
+    backend: Backend, student: Tensor, ridges: tuple[float, float], top_k: int | None
+) -> bool:
+    """Whether Triton kernels compute the large products."""
+    unsupported = None
+    if top_k is not None or min(ridges) == 0:
+        unsupported = "ridge=0 and top_k need eigenvectors, which PyTorch computes"
+    return backend_of(backend, "cca_loss", student, unsupported) == "triton"
 
 
 def _over_ranks(
