@@ -310,7 +310,7 @@ def pairs() -> dict[str, tuple[Case, Provider]]:
 
 
 def waits(case: Case) -> bool:
-    """Whether PyTorch computes eigenvectors, which waits for the device and can't be captured."""
+    """Whether only PyTorch computes eigenvectors: it waits, and can't be captured."""
     sizes = case.sizes
     return case.loss == "linalg" and not extension.kernel_is_faster(sizes["n"], sizes["batch"])
 

@@ -124,6 +124,9 @@ CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 LEAST_CAPABILITY = (8, 0)
 # Largest n, and largest n² for each matrix of a batch, of the CUDA kernel for eigenvectors.
 KERNEL_LARGEST, KERNEL_LARGEST_SQUARE = 256, 5500
+# Largest n where it is faster than the batched solver that PyTorch has from version 2.12 on.
+KERNEL_LARGEST_BESIDE_BATCHED = 64
+BATCHED_SOLVER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -151,12 +154,14 @@ def runs_cuda_roots(x: Tensor) -> bool:
     return x.is_cuda and CUDA and why_not_gpu(x.device) is None
 
 
-def kernel_is_faster(n: int, batch: int) -> bool:
+def kernel_is_faster(n: int, batch: int, may_wait: bool = False) -> bool:
     """Whether the CUDA kernel finds eigenvectors of n×n matrices faster than PyTorch's solver.
 
-    The kernel has a block for each matrix. PyTorch decomposes one after another, up to torch 2.11,
-    and waits for the device.
+    The kernel has a block for each matrix. PyTorch waits for the device, which the capture of a
+    CUDA graph forbids, and decomposes one matrix after another up to version 2.11.
     """
+    if may_wait and BATCHED_SOLVER and not torch.cuda.is_current_stream_capturing():
+        return n <= KERNEL_LARGEST_BESIDE_BATCHED
     return n <= KERNEL_LARGEST and n * n <= KERNEL_LARGEST_SQUARE * max(batch, 1)
 
 

@@ -499,7 +499,7 @@ class _Whitening(NamedTuple):
 
 def _inverse_root(sigma: Tensor, features: Tensor) -> Tensor:
     """Eigenvectors of ``sigma`` over the roots of its eigenvalues; 0 for those of rounding size."""
-    roots, vectors = symmetric_roots(sigma)
+    roots, vectors = symmetric_roots(sigma, True)
     rounding = math.sqrt(sigma.shape[-1] * torch.finfo(torch.float64).eps)
     keep = roots > max(_zero_deviation(features, 0.0), rounding) * roots[..., -1:]
     inverse = torch.where(keep, roots, 1.0).reciprocal().masked_fill(~keep, 0.0)

@@ -121,19 +121,20 @@ def _symmetric(a: Tensor) -> Tensor:
     return 0.5 * (a + a.mT)
 
 
-def _roots_shapes(a: Tensor) -> tuple[Tensor, Tensor]:
+def _roots_shapes(a: Tensor, may_wait: bool) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape[:-1]), torch.empty_like(a, memory_format=torch.contiguous_format)
 
 
 @operator(_roots_shapes)
-def symmetric_roots(a: Tensor) -> tuple[Tensor, Tensor]:
+def symmetric_roots(a: Tensor, may_wait: bool) -> tuple[Tensor, Tensor]:
     """Roots r = √λ (*, n), ascending, and vectors Q of float64 matrices A = Q diag(λ) Qᵀ.
 
     The root is Q diag(r) Qᵀ, the inverse root Q diag(1/r) Qᵀ. `sqrtm`, `inv_sqrtm` and the
     solver of `cca_loss` have theirs from here. Small matrices are decomposed by the extension,
-    which spreads a batch over the cores, or over a GPU, and never waits; others by PyTorch.
+    which spreads a batch over the cores, or over a GPU, and never waits; others by PyTorch, which
+    waits for a GPU. With ``may_wait`` PyTorch decomposes all matrices that it is faster at.
     """
-    if _use_extension(a):
+    if _use_extension(a, may_wait):
         values, vectors = torch.ops.fastkd.eigh(a)
         return values.clamp_min(0).sqrt(), vectors
     bad = _not_finite(a)
@@ -147,10 +148,10 @@ def _not_finite(a: Tensor) -> Tensor:
     return ~a.isfinite().flatten(-2).all(-1)[..., None, None]
 
 
-def _use_extension(a: Tensor) -> bool:
+def _use_extension(a: Tensor, may_wait: bool) -> bool:
     """Whether the extension decomposes the matrices: where it takes less time than PyTorch."""
     if extension.runs_cuda_roots(a):
-        return extension.kernel_is_faster(a.shape[-1], a.shape[:-2].numel())
+        return extension.kernel_is_faster(a.shape[-1], a.shape[:-2].numel(), may_wait)
     return extension.CPU and a.device.type == "cpu" and a.shape[-1] <= CPU_LARGEST
 
 
@@ -167,7 +168,7 @@ def singular(m: Tensor, zero: float) -> tuple[Tensor, Tensor, Tensor]:
         return right, values, left
     if not values_readable(m):
         return _svd(m)
-    roots, right = _descending(symmetric_product(m.mT, m))
+    roots, right = _descending(symmetric_product(m.mT, m), may_wait=True)
     left = m @ right
     values = torch.linalg.vector_norm(left, dim=-2)
     left /= values.clamp_min(torch.finfo(m.dtype).tiny).unsqueeze(-2)
@@ -189,7 +190,7 @@ def left_roots(sides: list[Tensor], refine: bool) -> list[tuple[Tensor, Tensor]]
     """
     if refine and not values_readable(sides[0]):
         return [(values, left) for left, values, _ in map(_svd, sides)]
-    roots, left = _descending(torch.cat([symmetric_product(a, a.mT) for a in sides]))
+    roots, left = _descending(torch.cat([symmetric_product(a, a.mT) for a in sides]), refine)
     rounding = roots.shape[-1] * torch.finfo(torch.float64).eps
     if not refine:
         roots = roots.masked_fill(roots <= rounding**0.5 * roots[..., :1], 0.0)
@@ -212,8 +213,8 @@ def _svd(m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return left.masked_fill_(bad, torch.nan), values, right.mT
 
 
-def _descending(square: Tensor) -> tuple[Tensor, Tensor]:
-    roots, vectors = symmetric_roots(square)
+def _descending(square: Tensor, may_wait: bool) -> tuple[Tensor, Tensor]:
+    roots, vectors = symmetric_roots(square, may_wait)
     return roots.flip(-1), vectors.flip(-1)
 
 
@@ -270,7 +271,7 @@ class _MatrixRoot(torch.autograd.Function):
     def forward(ctx, a, inverse, ridge):
         with autocast_off(a):
             dtype = working_dtype(a)
-            roots, vectors = symmetric_roots(_symmetric(a.double()))
+            roots, vectors = symmetric_roots(_symmetric(a.double()), True)
             ctx.inverse, ctx.ridge, ctx.dtypes = inverse, ridge, (dtype, a.dtype)
             ctx.save_for_backward(roots, vectors)
             factors = _root_values(roots, inverse, ridge, dtype)
