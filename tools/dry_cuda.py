@@ -241,6 +241,7 @@ class Device:
                 (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
+                (torch.cuda, "is_current_stream_capturing", lambda: False),
                 (VocabularyMatch, "columns", columns_on_device),
                 (extension, "CUDA", extension.CPU),
                 (extension, "why_not_gpu", lambda device: None),
