@@ -38,7 +38,7 @@ def backend(x):
 def test_gpus_from_capability_8_run_kernels(gpu, capability):
     x = gpu(capability)
     assert backend(x) == "triton"
-    assert roots._use_extension(x)
+    assert roots._use_extension(x, False)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_gpus_from_capability_8_run_kernels(gpu, capability):
 def test_other_gpus_run_pytorch(gpu, facts, reason):
     x = gpu(**facts)
     assert backend(x) == "torch"
-    assert not roots._use_extension(x)
+    assert not roots._use_extension(x, False)
     with pytest.raises(dispatch.BackendUnavailable, match=reason):
         dispatch.backend_of("triton", "layer_norm_mse", x, columns=3)
 
