@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fastkd.distill.baselines import NAMES
 from fastkd.study import grid
 from fastkd.study.study_settings import StudySettings
 from fastkd.train import auto_method, tasks
 from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
-from fastkd.train.settings import DistillOptions
+from fastkd.train.settings import NAMES, DistillOptions
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at

@@ -9,8 +9,8 @@ import transformers as t
 from torch import nn
 
 from fastkd.distill import Distiller, student_from_teacher
-from fastkd.distill.baselines import NAMES
 from fastkd.models.backbone import Backbone
+from fastkd.train.settings import NAMES
 from tests.distill.models import BERT, FAMILIES, SMALL, batch_for, classifier, eager, pair, recipe
 from tests.distill.support import FAMILIES as SUPPORTED
 from tests.distill.support import data_of, model_of
