@@ -206,6 +206,7 @@ class Digits(NamedTuple):
     values: Tensor  # (B, digits, rows, columns), padded with zeros
     scale: Tensor  # (B, R, 1), or (B, 1, K)
     shape: torch.Size
+    by_row: bool
 
 
 def scale_of(x: Tensor, dim: int) -> Tensor:
@@ -226,7 +227,7 @@ def split(x: Tensor, scale: Tensor | None = None, digits: int = 4) -> Digits:
         x, *x.stride(), scale.contiguous(), values, R, K, rows, columns,
         DIGITS=digits, BY_ROW=by_row, BLOCK=size, num_warps=4,
     )  # fmt: skip
-    return Digits(values, scale, x.shape)
+    return Digits(values, scale, x.shape, by_row)
 
 
 def product(a: Digits, b: Digits, orders: int = 4, symmetric: bool = False) -> Tensor:
@@ -246,7 +247,7 @@ def product(a: Digits, b: Digits, orders: int = 4, symmetric: bool = False) -> T
     launch_kernel(digit_product_kernel, grid,
         a.values, b.values, a.scale, b.scale, out, M, N, rows, columns, a.values.shape[-1],
         A_DIGITS=a.values.shape[1], B_DIGITS=b.values.shape[1], ORDERS=orders,
-        SCALES_A=a.scale.shape[-1] == 1, SYMMETRIC=symmetric, **tile,
+        SCALES_A=a.by_row, SYMMETRIC=symmetric, **tile,
     )  # fmt: skip
     return out
 

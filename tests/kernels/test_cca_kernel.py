@@ -14,7 +14,7 @@ from fastkd.linalg.roots import POLAR_STEPS, polar
 from tests.support.compare import relative_error
 
 
-@pytest.mark.parametrize("M, N, K", [(5, 3, 40), (40, 130, 9), (33, 32, 200)])
+@pytest.mark.parametrize("M, N, K", [(5, 3, 40), (40, 130, 9), (33, 32, 200), (20, 3, 1)])
 @pytest.mark.parametrize("orders, precision", [(4, 2.0**-22), (5, 2.0**-28), (7, 2.0**-28)])
 def test_products_by_digits(M, N, K, orders, precision, device):
     a = torch.randn(2, M, K, dtype=torch.float64, device=device)
