@@ -60,7 +60,7 @@ def sqrtm(a: Tensor) -> Tensor:
 
     Args:
         a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used. PyTorch decomposes
-            large matrices on a GPU, and waits for it.
+            large matrices on a GPU (from torch 2.12 on n above 64), and waits for it.
 
     Returns:
         (*, n, n), in float64 for float64, else float32.
@@ -90,7 +90,7 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
 
     Args:
         a: (*, n, n), symmetric; only its symmetric part (A + Aᵀ)/2 is used. PyTorch decomposes
-            large matrices on a GPU, and waits for it.
+            large matrices on a GPU (from torch 2.12 on n above 64), and waits for it.
         ridge: added to every eigenvalue, at least 0.
 
     Returns:
