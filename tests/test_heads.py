@@ -1078,8 +1078,8 @@ def test_teacher_rows_are_multiplied_once(monkeypatch):
         sizes.append(result.numel() * self.states[0].shape[1])
         return result
 
-    multiply = linear_soft_targets._HeadOnStates.products
-    monkeypatch.setattr(linear_soft_targets._HeadOnStates, "products", counted)
+    multiply = linear_soft_targets.HeadOnStates.products
+    monkeypatch.setattr(linear_soft_targets.HeadOnStates, "products", counted)
     hidden, head = torch.randn(4, 32, 6), torch.randn(V, 6)
     teacher = torch.randn(40, 6), torch.randn(V, 6)  # of which 8 have no position
     rows = torch.randperm(40)[:32].expand(4, 32)

@@ -117,8 +117,8 @@ class Source(ColumnOptions):
     )
     test: list[Path] | None = data_option(
         None,
-        "File of test rows, on which the selected student is scored once, at the end; repeatable. "
-        "Scores of several files end in the file's name.",
+        "File of test rows, on which the selected student is scored once, at the end; repeatable, "
+        "and scores of several files end in the file's name.",
         metavar="PATH",
     )
     unlabelled: Path | None = data_option(

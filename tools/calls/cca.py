@@ -19,7 +19,9 @@ def calls() -> Calls:
         inputs = pair(3, m, D, teacher=(3, m, 2 * D), dtype=dtype) | {"mask": numbers(3, m)}
         options = {"ridge": ridge, "top_k": top_k}
         yield Call(fastkd.cca_loss, inputs, options, waits=waits)
-    for reduction, backend in itertools.product(("sum", "mean", "none"), ("auto", "torch")):
+    for reduction, backend in itertools.product(
+        ("sum", "mean", "none"), ("auto", "torch", "triton")
+    ):
         inputs = pair(3, 64, 8, teacher=(3, 64, 16))
         yield Call(fastkd.cca_loss, inputs, {"reduction": reduction, "backend": backend})
     for (m, D), dtype in itertools.product([(32, 768), (32, 8), (200, 8), (4096, 8)], ALL_TYPES):
