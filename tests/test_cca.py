@@ -402,7 +402,11 @@ def test_singular_vectors_from_squares_keep_small_values(values, columns):
 def test_roots_are_those_of_the_operator(m, dims, monkeypatch):
     """Each eigendecomposition of the loss is the root operator's: no other solver runs."""
     solved, operator = [], roots.symmetric_roots
-    record = lambda a, wait: solved.append(a.shape[-1]) or operator(a, wait)  # noqa: E731
+
+    def record(a, may_wait):
+        solved.append(a.shape[-1])
+        return operator(a, may_wait)
+
     for module in (roots, cca_solver):
         monkeypatch.setattr(module, "symmetric_roots", record)
 

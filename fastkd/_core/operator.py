@@ -85,7 +85,7 @@ def operator(
                 rest = iter(values)
                 return function(*(_filled(kind, rest) for kind in kinds.values()))
 
-            flat.__signature__ = signature  # type: ignore[attr-defined]
+            vars(flat)["__signature__"] = signature
             return flat
 
         compiled = torch.library.custom_op(
@@ -108,14 +108,15 @@ def operator(
 
 
 _hints = functools.cache(typing.get_type_hints)
+_has_fields: Callable[[Any], bool] = dataclasses.is_dataclass
 
 
 def _leaves(kind: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Path and type of an argument, or of each field of a dataclass."""
-    if not dataclasses.is_dataclass(kind):
+    if not _has_fields(kind):
         yield path, kind
     else:
-        for name, of_field in _hints(kind).items():  # type: ignore[arg-type]
+        for name, of_field in _hints(kind).items():
             yield from _leaves(of_field, *path, name)
 
 
@@ -127,9 +128,9 @@ def _value(x: Any, path: Sequence[str]) -> Any:
 
 def _filled(kind: Any, values: Iterator[Any]) -> Any:
     """An argument of the type ``kind``, from the values of its `_leaves`."""
-    if not dataclasses.is_dataclass(kind):
+    if not _has_fields(kind):
         return next(values)
-    return kind(*(_filled(of_field, values) for of_field in _hints(kind).values()))  # type: ignore
+    return kind(*(_filled(of_field, values) for of_field in _hints(kind).values()))
 
 
 def aligned(x: Any) -> Any:

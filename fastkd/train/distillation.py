@@ -72,8 +72,8 @@ def check_resume(config: DistillConfig) -> None:
     """Raise if --resume names no directory."""
     if config.resume and not config.out.exists():
         raise InputError(
-            f"--resume: --out {config.out} does not exist; give that of the run, or leave --resume "
-            "out"
+            f"--resume: --out {config.out} does not exist; give the directory of the run, or leave "
+            "--resume out"
         )
 
 

@@ -152,7 +152,7 @@ class Source(ColumnOptions):
         self.test = as_paths(self.test)
         if len(files.names_of(self.test or [])) < len(self.test or []):
             raise InputError(
-                "--test: two files have one name, by which their scores are told apart; rename one"
+                "--test: two files have the same name, which their scores end in; rename one"
             )
         tasks.check(self.task)
         tasks.check_metric(self.task, self.metric)

@@ -53,14 +53,18 @@ class Server:
         self.process.communicate()
 
 
-@pytest.fixture(scope="module")
-def teacher():
+def make_teacher(width=16):
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=V, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+        vocab_size=V, n_positions=32, n_embd=width, n_layer=2, n_head=2, bos_token_id=0,
         eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return make_teacher()
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +103,18 @@ def step(teacher, student, inputs, method=None):
     return out.loss.detach(), gradient
 
 
-def assert_same_step(served, teacher, inputs, method=None):
+def assert_same_step(served, teacher, inputs, method=None, oracle=None):
+    """``served`` gives the step of ``oracle``, by default of the ``teacher`` in this process."""
     student = student_from_teacher(teacher, [1])
     loss, gradient = step(served, copy.deepcopy(student), inputs, copy.deepcopy(method))
-    expected, oracle = step(teacher, student, inputs, copy.deepcopy(method))
+    expected, of_oracle = step(oracle or teacher, student, inputs, copy.deepcopy(method))
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, of_oracle, rtol=1e-4, atol=1e-6)
+
+
+def cache_of_top_k(teacher, k, folder):
+    writer = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets(temperature=1.0))
+    return writer.cache_teacher([batch()], folder / "cache", top_k=k)
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
@@ -119,14 +129,8 @@ def test_head_inputs_of_a_server_give_whole_distributions_at_any_temperature(ser
 
 
 def test_top_k_equals_a_cache_of_the_top_k(server, teacher, tmp_path):
-    inputs, student = batch(), student_from_teacher(teacher, [1])
-    method = SoftTargets(temperature=1.0)
-    written = Distiller(teacher, student, copy.deepcopy(method))
-    cache = written.cache_teacher([inputs], tmp_path / "cache", top_k=5)
-    expected, oracle = step(cache, copy.deepcopy(student), inputs)
-    loss, gradient = step(served_by(server, "vllm", top_k=5), student, inputs)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
+    cache = cache_of_top_k(teacher, 5, tmp_path)
+    assert_same_step(served_by(server, "vllm", top_k=5), teacher, batch(), oracle=cache)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -11,29 +11,28 @@ import urllib.error
 import urllib.request
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from fastkd.distill import Distiller, SoftTargets, student_from_teacher
+from fastkd.distill import student_from_teacher
 from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+from tests.integrations.test_served_teacher import (
+    V,
+    assert_same_step,
+    batch,
+    cache_of_top_k,
+    make_teacher,
+    step,
+)
 
 PYTHON = os.environ.get("FASTKD_VLLM")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="FASTKD_VLLM names no Python with vLLM"),
 ]
-V = 40
 
 
 @pytest.fixture(scope="module")
 def teacher():
-    torch.manual_seed(0)
-    # Of the heads' sizes vLLM's attention on a CPU has 32, 64, ...
-    config = GPT2Config(
-        vocab_size=V, n_positions=32, n_embd=64, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
+    return make_teacher(width=64)  # vLLM's attention on a CPU has no heads narrower than 32
 
 
 @pytest.fixture(scope="module")
@@ -67,34 +66,13 @@ def url(teacher, tmp_path_factory):
         server.wait(60)
 
 
-def batch():
-    ids = torch.randint(V, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) < torch.tensor([[9], [5], [7]])).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def step(teacher, student):
-    student.zero_grad()
-    loss = Distiller(teacher, student, SoftTargets(temperature=1.0))(**batch()).loss
-    loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
-    return loss.detach(), gradient
-
-
 @pytest.mark.parametrize("k", [V, 5])
 def test_step_equals_that_of_the_teacher_in_this_process(url, teacher, tmp_path, k):
-    student = student_from_teacher(teacher, [1])
-    here = teacher
-    if k < V:
-        writer = Distiller(teacher, student, SoftTargets(temperature=1.0))
-        here = writer.cache_teacher([batch()], tmp_path / "cache", top_k=k)
-    expected, oracle = step(here, student)
-    loss, gradient = step(ServedTeacher(url, "tiny", top_k=k), student)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient, oracle, rtol=1e-4, atol=1e-6)
+    oracle = cache_of_top_k(teacher, k, tmp_path) if k < V else teacher
+    assert_same_step(ServedTeacher(url, "tiny", top_k=k), teacher, batch(), oracle=oracle)
 
 
 def test_refusal_of_the_server_is_one_sentence(url, teacher):
     served = ServedTeacher(url, "another", top_k=5)
     with pytest.raises(ServerError, match="refuses a row of"):
-        step(served, student_from_teacher(teacher, [1]))
+        step(served, student_from_teacher(teacher, [1]), batch())
