@@ -1129,4 +1129,4 @@ def test_scores_of_several_test_files_have_their_names(distill, tmp_path):
     (tmp_path / "c").mkdir()
     error = distill("--test", files[0], "--test", write_tsv(tmp_path / "c/one.tsv"), expect=2,
                     out=tmp_path / "twice")  # fmt: skip
-    assert "--test: two files have one name" in error
+    assert "--test: two files have the same name" in error
