@@ -44,10 +44,11 @@ from fastkd.kernels.relation_rows import (
     Layers,
     Term,
     gradient_dtype,
+    load_rows,
+    padded_rows,
     padded_size,
     relation_share_kernel,
     row_scale,
-    same_layout,
     splits,
 )
 from fastkd.kernels.relation_small import (
@@ -59,18 +60,15 @@ from fastkd.kernels.relation_small import (
 )
 
 
-@triton.jit(do_not_specialize=["rows", "N"])
+@triton.jit(do_not_specialize=["rows"])
 def relation_project_kernel(
     dx_ptr,  # (layers, rows, D)
-    x_ptrs,  # layers of (B, N, D)
-    mask_ptr,  # (B, N) bytes
+    x_ptrs,  # layers of (rows, D)
+    mask_ptr,  # (rows,) bytes
     factor_ptr,
     out_ptr,  # (layers, rows, D)
     rows,
-    N,
     D,
-    stride_x_b,
-    stride_x_n,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -84,17 +82,16 @@ def relation_project_kernel(
     real = in_rows
     if HAS_MASK:
         real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
-    x_rows = x_ptr + ((row // N) * stride_x_b + (row % N) * stride_x_n)[:, None]
-    start = ((layer * rows + row) * D)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = real[:, None] & (d < D)
-    x = tl.load(x_rows + d, mask=inside, other=0.0).to(tl.float32)
-    dx = tl.load(dx_ptr + start + d, mask=inside, other=0.0).to(tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    x = load_rows(x_ptr, row, real, d, D)
+    start = layer * rows * D
+    dx = load_rows(dx_ptr + start, row, real, d, D)
     part = x * PART
     scale = row_scale(tl.sum(x * x, axis=1), tl.sum(part * part, axis=1))
     along = tl.where(scale >= LARGEST_SCALE, 0.0, tl.sum(dx * x, axis=1) * scale)[:, None]
     dx = (dx - along * (x * scale[:, None])) * tl.load(factor_ptr).to(tl.float32)
-    tl.store(out_ptr + start + d, dx, mask=in_rows[:, None] & (d < D))
+    out = out_ptr + start + (row * D)[:, None] + d[None, :]
+    tl.store(out, dx, mask=in_rows[:, None] & (d < D)[None, :])
 
 
 def kinds(B: int, N: int, tokens: float, samples: float) -> list[int]:
@@ -109,44 +106,28 @@ def kinds(B: int, N: int, tokens: float, samples: float) -> list[int]:
     return [*long, *(x for x in found if sizes[x] <= SMALL_GROUP)]
 
 
-def kept_kind(B: int, N: int, tokens: float, samples: float) -> int | None:
-    """Dimension whose gradient is computed in the backward pass, if any."""
-    last = kinds(B, N, tokens, samples)[-1:]
-    return next((over for over in last if (B, N)[over] <= SMALL_GROUP), None)
-
-
-def counts_of_losses(students: list[Tensor], tokens: float, samples: float) -> list[int]:
-    """Number of losses that `relations` returns over tokens, and over samples."""
-    B, N, _ = students[0].shape
-    related = kinds(B, N, tokens, samples)
-    return [len(students) * groups if over in related else 0 for over, groups in ((1, B), (0, N))]
-
-
-def _new_gradient(
-    students: list[Tensor], tokens: float, samples: float
-) -> tuple[Tensor | None, Kept | None]:
-    """Empty gradient of the forward pass, and what is kept for the backward pass."""
+def _new_results(students, teachers, mask, weights, tokens, samples, eps, gradient):
+    """Empty results of `relations`, and zeros where a kind has no relation."""
     x, layers = students[0], len(students)
     B, N, D = x.shape
     related = kinds(B, N, tokens, samples)
-    over = kept_kind(B, N, tokens, samples)
-    dx = kept = None
-    if over is None or len(related) > 1:
-        dx = x.new_empty((layers, B, N, padded_size(D)), dtype=gradient_dtype(x.dtype))
-    if over is not None:
-        members, groups = (B, N)[over], (B, N)[1 - over]
-        kept = new_kept(x, layers, groups, members, splits(x.dtype))
-    return dx, kept
+    new_losses = x.new_empty if len(related) == 2 else x.new_zeros
+    results = [new_losses(layers * (B + N), dtype=torch.float32)]
+    kept = [over for over in related[-1:] if (B, N)[over] <= SMALL_GROUP]
+    if gradient and len(related) > len(kept):
+        results.append(x.new_empty((layers, B, N, padded_size(D)), dtype=gradient_dtype(x.dtype)))
+    for over in kept if gradient else ():
+        results += new_kept(x, layers, (B, N)[1 - over], (B, N)[over], splits(x.dtype))
+    return results
 
 
-def _relations_shapes(students, teachers, mask, weights, tokens, samples, eps, gradient):
-    x = students[0]
-    losses = x.new_empty(sum(counts_of_losses(students, tokens, samples)), dtype=torch.float32)
-    dx, kept = _new_gradient(students, tokens, samples) if gradient else (None, None)
-    return [losses, *([] if dx is None else [dx]), *(kept or ())]
+def _parts(saved: list[Tensor]) -> tuple[Tensor | None, Kept | None]:
+    """Gradient of the forward pass, and what is kept for the backward pass."""
+    dx = saved[0] if len(saved) in (1, 4) else None
+    return dx, Kept(*saved[-3:]) if len(saved) >= 3 else None
 
 
-@operator(_relations_shapes)
+@operator(_new_results)
 def relations(
     students: list[Tensor],
     teachers: list[Tensor],
@@ -161,9 +142,10 @@ def relations(
 
     ``weights`` (B,) are factors of the samples' losses over tokens.
 
-    Returns the summands, one per group and layer, tokens first; with ``gradient`` also the tensors
-    from which `relation_gradients` computes the gradients: those of the kinds that are not kept
-    (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before P_i, and `Kept`.
+    Returns the summands: (layers, B) over tokens, then (layers, N) over samples; with ``gradient``
+    also the tensors from which `relation_gradients` computes the gradients: those of the kinds that
+    are not kept (layers, B, N, `padded_size` of Ds) for an upstream gradient of 1, before P_i, and
+    `Kept`.
     """
     B, N, _ = students[0].shape
     shares = None, None
@@ -179,36 +161,32 @@ def relations(
         of_tokens = of_tokens.expand(B) if weights is None else of_tokens * weights
         shares = of_tokens, of_terms[1, :1].expand(N)
     layers = Layers(students, teachers, mask, eps)
-    s_b, s_n, _ = layers.students[0].stride()
-    t_b, t_n, _ = layers.teachers[0].stride()
     terms = {
-        1: Term(B, N, (s_b, s_n), (t_b, t_n), (N, 1), tokens, shares[0]),
-        0: Term(N, B, (s_n, s_b), (t_n, t_b), (1, N), samples, shares[1]),
+        1: Term(B, N, (N, 1), tokens, shares[0]),
+        0: Term(N, B, (1, N), samples, shares[1]),
     }
+    results = _new_results(students, teachers, mask, weights, tokens, samples, eps, gradient)
+    losses = results[0]
+    layers.dx, kept = _parts(results[1:])
     related = kinds(B, N, tokens, samples)
-    counts = counts_of_losses(students, tokens, samples)
-    losses = students[0].new_empty(sum(counts), dtype=torch.float32)
-    dx, kept = _new_gradient(students, tokens, samples) if gradient else (None, None)
-    layers.dx = dx if dx is None or related else dx.zero_()
     for position, over in enumerate(related):
-        first_loss = 0 if over == 1 else counts[0]
+        first_loss = 0 if over == 1 else len(students) * B
         if terms[over].N > SMALL_GROUP:
             launch_long(layers, terms[over], losses, first_loss, position > 0)
         else:
             last = position == len(related) - 1
             launch_small(layers, terms[over], losses, first_loss, kept if last else None)
-    return [losses, *([] if dx is None else [dx]), *(kept or ())]
+    return results
 
 
-def _gradients_shapes(saved, students, mask, factor, tokens, samples):
-    x = students[0]
-    return x.new_empty(len(students), *x.shape)
+def _gradients_shapes(students, saved, mask, factor, tokens, samples):
+    return students[0].new_empty(len(students), *students[0].shape)
 
 
 @operator(_gradients_shapes)
 def relation_gradients(
-    saved: list[Tensor],
     students: list[Tensor],
+    saved: list[Tensor],
     mask: Tensor | None,
     factor: Tensor,
     tokens: float,
@@ -216,14 +194,17 @@ def relation_gradients(
 ) -> Tensor:
     """Gradients (layers, B, N, Ds) for the upstream gradient ``factor``, from `relations`."""
     B, N, D = students[0].shape
-    over, size = kept_kind(B, N, tokens, samples), padded_size(D)
+    size = padded_size(D)
     out = students[0].new_empty(len(students), B, N, size)
-    students = same_layout(students)
-    if over is not None:
-        *dx, a, values, mean = saved
-        launch_small_gradient(students, *(dx or [None]), Kept(a, values, mean), factor, out, over)
-    elif out.numel():
-        _project(saved[0], students, mask, factor, out)
+    students = padded_rows(students)
+    dx, kept = _parts(saved)
+    if kept is not None:
+        over = kinds(B, N, tokens, samples)[-1]
+        launch_small_gradient(students, dx, kept, factor, out, over)
+    elif dx is not None:
+        _project(dx, students, mask, factor, out)
+    else:
+        out.zero_()
     return out if size == D else out[..., :D].contiguous()
 
 
@@ -245,9 +226,7 @@ def _project(
         factor,
         out,
         B * N,
-        N,
         size,
-        *students[0].stride()[:2],
         SLOTS=slots(layers),
         HAS_MASK=mask is not None,
         BLOCK_R=block_r,

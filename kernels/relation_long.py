@@ -21,11 +21,11 @@ from fastkd.kernels.relation_rows import (
     OPERAND_SCALE,
     Layers,
     Term,
-    aligned_size,
     centring_offset,
     derivative_scale,
     gradient_dtype,
     high_part,
+    load_rows,
     low_part,
 )
 
@@ -37,14 +37,12 @@ CHUNK_ENTRIES = 2**24
 
 @triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def relation_mean_kernel(
-    x_ptr,  # (groups, N, D)
+    x_ptr,  # (rows, D)
     scale_ptr,  # rows
     mean_ptr,  # (groups, D): mean of the unit rows
     size_ptr,  # (groups,): real rows
     N,
     D,
-    stride_x_group,
-    stride_x_n,
     stride_group,
     stride_n,
     BLOCK_N: tl.constexpr,
@@ -58,12 +56,7 @@ def relation_mean_kernel(
         n = first + tl.arange(0, BLOCK_N).to(tl.int64)
         row = group * stride_group + n * stride_n
         scale = tl.load(scale_ptr + row, mask=n < N, other=0.0)
-        x = tl.load(
-            x_ptr + group * stride_x_group + n[:, None] * stride_x_n + d[None, :],
-            mask=(scale != 0)[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        totals += x * scale[:, None]
+        totals += load_rows(x_ptr, row, scale != 0, d, D) * scale[:, None]
         size += (scale != 0).to(tl.int32)
     total, count = tl.sum(totals, axis=0), tl.sum(size, axis=0)
     tl.store(
@@ -75,7 +68,7 @@ def relation_mean_kernel(
 
 @triton.jit(do_not_specialize=["first_group", "first_slot", "N", "stride_group", "stride_n"])
 def relation_centre_kernel(
-    x_ptr,  # (groups, N, D)
+    x_ptr,  # (rows, D)
     scale_ptr,
     mean_ptr,
     size_ptr,
@@ -85,8 +78,6 @@ def relation_centre_kernel(
     first_slot,
     N,
     D,
-    stride_x_group,
-    stride_x_n,
     stride_group,
     stride_n,
     SPLIT: tl.constexpr,
@@ -96,18 +87,15 @@ def relation_centre_kernel(
     slot = tl.program_id(1).to(tl.int64)
     group = first_group + slot
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale = tl.load(scale_ptr + group * stride_group + n * stride_n, mask=n < N, other=0.0)
+    row = group * stride_group + n * stride_n
+    scale = tl.load(scale_ptr + row, mask=n < N, other=0.0)
     valid = (scale != 0) & (tl.load(size_ptr + group) >= 2)
     along = tl.zeros((BLOCK_N,), tl.float32)
     squares = tl.zeros((BLOCK_N,), tl.float32)
     length = 0.0
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        x = tl.load(
-            x_ptr + group * stride_x_group + n[:, None] * stride_x_n + d[None, :],
-            mask=valid[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        x = load_rows(x_ptr, row, valid, d, D)
         mean = tl.load(mean_ptr + group * D + d, mask=d < D, other=0.0)
         centred = tl.where(valid[:, None], x * scale[:, None] - mean[None, :], 0.0)
         along += tl.sum(centred * mean[None, :], axis=1)
@@ -125,17 +113,14 @@ def relation_centre_kernel(
     tl.store(offset_ptr + N + n, squares, mask=n < N)
 
 
-@triton.jit(
-    do_not_specialize=["first_group", "N", "stride_side", "stride_size", "stride_group", "stride_n"]
-)
+@triton.jit(do_not_specialize=["first_group", "N", "stride_side", "stride_group", "stride_n"])
 def relation_offsets_kernel(
     offset_ptr,  # (2·chunk, 2, N): h and |s_i|² become u and R̃_ii
     scale_ptr,  # of this layer: (2, stride_side)
-    size_ptr,  # (2, stride_size)
+    size_ptr,
     first_group,
     N,
     stride_side,
-    stride_size,
     stride_group,
     stride_n,
     BLOCK_N: tl.constexpr,
@@ -144,7 +129,7 @@ def relation_offsets_kernel(
     side = tl.program_id(1).to(tl.int64)
     group = first_group + slot
     offset_ptr += 2 * (side * tl.num_programs(0) + slot) * N
-    size = tl.load(size_ptr + side * stride_size + group)
+    size = tl.load(size_ptr + group)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, N, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -519,11 +504,9 @@ def launch_long(
 class _Side(NamedTuple):
     """Features of one layer's student or teacher."""
 
-    x: Tensor  # (groups, N, D) by its strides
+    x: Tensor  # (rows, D)
     D: int
-    strides: tuple[int, int]
     scale: Tensor
-    size: Tensor  # (groups,): real rows
     mean: Tensor  # (groups, D)
     centred: Tensor  # (parts, chunk, N, D)
 
@@ -543,39 +526,35 @@ class _Workspace:
         self.layers, self.term, self.losses = layers, term, losses
         self.first_loss = first_loss + layer * term.groups
         self.accumulate = int(accumulate)
-        self.student, self.teacher = layers.students[layer], layers.teachers[layer]
+        student, teacher = layers.students[layer], layers.teachers[layer]
         self.scale = layers.scale[layer]  # (2, stride_side)
         self.dx = None if layers.dx is None else layers.dx[layer]
         self.blocks = cdiv(term.N, TILE)
         self.tiles = self.blocks * (self.blocks + 1) // 2
         self.side = self.blocks * TILE
         self.chunk = min(term.groups, max(1, CHUNK_ENTRIES // (self.side * self.side)))
-        self.sizes = self._empty(2, aligned_size(term.groups), dtype=torch.int32)
+        self.sizes = self._empty(term.groups, dtype=torch.int32)  # real rows of each group
         parts = 2 if layers.split else 1
-        features = (
-            (self.student, layers.Ds, term.strides_s),
-            (self.teacher, layers.Dt, term.strides_t),
-        )
+        features = zip((student, teacher), (layers.Ds, layers.Dt), self.scale, strict=True)
         self.sides = [
             _Side(
-                *(x, D, strides, self.scale[i], self.sizes[i]),
+                *(x, D, scale),
                 mean=self._empty(term.groups, D),
                 centred=self._empty(parts, self.chunk, term.N, D, dtype=torch.float16),
             )
-            for i, (x, D, strides) in enumerate(features)
+            for x, D, scale in features
         ]
         self.relations = self._empty(2, self.chunk, self.tiles, TILE, TILE)
         self.mix = self._empty(self.chunk, 2)
 
     def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.student.device)
+        return torch.empty(shape, dtype=dtype, device=self.losses.device)
 
     def take_means(self) -> None:
         """Compute the mean of each group's unit rows, and its number of real rows."""
         for side in self.sides:
             launch_kernel(relation_mean_kernel, (self.term.groups, cdiv(side.D, 64)), 
-                side.x, side.scale, side.mean, side.size, self.term.N, side.D,
-                *side.strides, *self.term.strides,
+                side.x, side.scale, side.mean, self.sizes, self.term.N, side.D, *self.term.strides,
                 BLOCK_N=64, BLOCK_D=64, num_warps=4,
             )  # fmt: skip
 
@@ -585,13 +564,13 @@ class _Workspace:
         offsets = self._empty(2, groups, 2, N)
         for i, side in enumerate(self.sides):
             launch_kernel(relation_centre_kernel, (cdiv(N, CENTRE_ROWS), groups), 
-                side.x, side.scale, side.mean, side.size, side.centred, offsets,
-                first, i * groups, N, side.D, *side.strides, *strides,
+                side.x, side.scale, side.mean, self.sizes, side.centred, offsets,
+                first, i * groups, N, side.D, *strides,
                 SPLIT=split, BLOCK_N=CENTRE_ROWS, BLOCK_D=512, num_warps=4,
             )  # fmt: skip
         launch_kernel(relation_offsets_kernel, (groups, 2), 
             offsets, self.scale, self.sizes, first, N,
-            self.layers.stride_side, self.sizes.shape[-1], *strides,
+            self.layers.stride_side, *strides,
             BLOCK_N=1024, num_warps=4,
         )  # fmt: skip
         return offsets
@@ -601,7 +580,7 @@ class _Workspace:
         term, layers, N = self.term, self.layers, self.term.N
         partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
         # Split operands need twice the memory in flight, and on an A100 (8) more registers.
-        few = layers.split and launch.capability(self.student.device) == 8
+        few = layers.split and launch.capability(self.losses.device) == 8
         launch_kernel(relation_tiles_kernel, (self.tiles, groups), 
             *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
             self.relations, partial, first, N, layers.Ds, layers.Dt, *term.strides,

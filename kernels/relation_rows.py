@@ -1,7 +1,6 @@
 """Code shared by `relation_small` and `relation_long`: rows, counts, options of a launch."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import torch
@@ -41,20 +40,22 @@ def row_scale(squares, part_squares):
     return tl.where((norm - norm == 0.0) & (scale >= SMALLEST_SCALE), scale, float("nan"))
 
 
-@triton.jit(do_not_specialize=["rows", "N", "stride_side"])
+@triton.jit
+def load_rows(x_ptr, row, valid, d, D):
+    """Features d of rows of D numbers as float32 (rows, features), 0 where not ``valid``."""
+    inside = valid[:, None] & (d < D)[None, :]
+    return tl.load(x_ptr + (row * D)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "stride_side"])
 def relation_row_scale_kernel(
-    s_ptrs,  # layers of (B, N, Ds)
-    t_ptrs,  # layers of (B, N, Dt)
-    mask_ptr,  # (B, N) bytes
-    scale_ptr,  # (layers, 2, stride_side), B·N used: 1/‖x‖, 0 at padding
+    s_ptrs,  # layers of (rows, Ds)
+    t_ptrs,  # layers of (rows, Dt)
+    mask_ptr,  # (rows,) bytes
+    scale_ptr,  # (layers, 2, stride_side), rows used: 1/‖x‖, 0 at padding
     rows,
-    N,
     Ds,
     Dt,
-    stride_s_b,
-    stride_s_n,
-    stride_t_b,
-    stride_t_n,
     stride_side,
     SLOTS: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -66,22 +67,15 @@ def relation_row_scale_kernel(
     teacher = side == 1
     x_ptr = tl.where(teacher, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
     D = tl.where(teacher, Dt, Ds)
-    stride_b = tl.where(teacher, stride_t_b, stride_s_b)
-    stride_n = tl.where(teacher, stride_t_n, stride_s_n)
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     real = row < rows
     if HAS_MASK:
         real = real & (tl.load(mask_ptr + row, mask=real, other=0) != 0)
-    start = (row // N) * stride_b + (row % N) * stride_n
     squares = tl.zeros((BLOCK_R,), tl.float32)
     part_squares = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        x = tl.load(
-            x_ptr + start[:, None] + d[None, :],
-            mask=real[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)  # (BLOCK_R, BLOCK_D)
+        x = load_rows(x_ptr, row, real, d, D)
         squares += tl.sum(x * x, axis=1)
         part = x * PART
         part_squares += tl.sum(part * part, axis=1)
@@ -163,28 +157,22 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
-def aligned_size(entries: int) -> int:
-    """Number of 4-byte ``entries``, rounded up so that the next array is aligned."""
-    return cdiv(entries, 4) * 4
-
-
 class Layers:
     """Layers of one launch: their features, mask, row scales and gradients."""
 
     def __init__(
         self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, eps: float
     ) -> None:
-        self.students, self.teachers = same_layout(students), same_layout(teachers)
+        self.students, self.teachers = padded_rows(students), padded_rows(teachers)
         self.mask, self.masked, self.eps = mask, mask is not None, eps
-        self.B, self.N, self.Ds = self.students[0].shape
-        self.Dt = self.teachers[0].shape[-1]
-        self.rows = self.B * self.N
+        B, N, self.Ds = self.students[0].shape
+        self.Dt, self.rows = self.teachers[0].shape[-1], B * N
         self.dtype = students[0].dtype
         self.split = splits(self.dtype)
         self.dx: Tensor | None = None
         self.pointers = padded(self.students), padded(self.teachers)
         self.slots = slots(len(students))
-        self.stride_side = aligned_size(self.rows)
+        self.stride_side = cdiv(self.rows, 4) * 4  # the next side is aligned, too
 
     @functools.cached_property
     def scale(self) -> Tensor:
@@ -198,11 +186,8 @@ class Layers:
             self.mask,
             scale,
             self.rows,
-            self.N,
             self.Ds,
             self.Dt,
-            *self.students[0].stride()[:2],
-            *self.teachers[0].stride()[:2],
             self.stride_side,
             SLOTS=self.slots,
             HAS_MASK=self.masked,
@@ -218,18 +203,12 @@ def padded_size(D: int) -> int:
     return cdiv(D, ALIGNMENT) * ALIGNMENT
 
 
-def same_layout(layers: list[Tensor]) -> list[Tensor]:
-    """``layers`` with equal strides, D and strides multiples of ALIGNMENT; copied if they aren't.
-
-    An address for every element would need too many registers.
-    """
-    first = layers[0]
-    D, (*strides, stride_d) = first.shape[-1], first.stride()
-    alike = stride_d == 1 and len(set(map(Tensor.stride, layers))) == 1
-    if alike and math.gcd(ALIGNMENT, D, *strides) == ALIGNMENT:
-        return layers
-    missing = padded_size(D) - D
-    return [torch.nn.functional.pad(x, (0, missing)).contiguous() for x in layers]
+def padded_rows(layers: list[Tensor]) -> list[Tensor]:
+    """``layers`` with dense rows of `padded_size` features; copied where they aren't."""
+    missing = padded_size(layers[0].shape[-1]) - layers[0].shape[-1]
+    if missing:
+        layers = [torch.nn.functional.pad(x, (0, missing)) for x in layers]
+    return [x if x.is_contiguous() else x.contiguous() for x in layers]
 
 
 class Term(NamedTuple):
@@ -237,9 +216,7 @@ class Term(NamedTuple):
 
     groups: int
     N: int
-    strides_s: tuple[int, int]  # of groups and rows
-    strides_t: tuple[int, int]
-    strides: tuple[int, int]  # the same in the (B, N) arrays
+    strides: tuple[int, int]  # of groups and their rows, in rows
     weight: float
     shares: Tensor | None  # (groups,): the groups' fractions of the average, times their weights
 

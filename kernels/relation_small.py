@@ -29,19 +29,13 @@ from fastkd.kernels.relation_rows import (
     centring_offset,
     derivative_scale,
     high_part,
+    load_rows,
     low_part,
     padded_size,
 )
 from fastkd.kernels.rounding import rounded
 
 SMALL_GROUP = 128  # largest group whose relations both fit into registers
-
-
-@triton.jit
-def _tile(x_ptr, start, rows, d, D):
-    """Features d of ``rows`` as float32, 0 elsewhere."""
-    inside = rows[:, None] & (d < D)[None, :]
-    return tl.load(x_ptr + start[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -80,7 +74,7 @@ def _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT: tl.c
 @triton.jit
 def _centred_relation(
     x_ptr,
-    start,
+    row,
     mean_ptr,
     rest_ptr,
     scale,
@@ -100,7 +94,7 @@ def _centred_relation(
         d = first + tl.arange(0, BLOCK_D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         rest = tl.load(rest_ptr + d, mask=d < D, other=0.0)
-        unit = _unit_rows(_tile(x_ptr, start, valid, d, D), scale)
+        unit = _unit_rows(load_rows(x_ptr, row, valid, d, D), scale)
         centred = _minus_of_valid(_minus_of_valid(unit, valid, mean), valid, rest)
         mean += rest
         along += tl.sum(centred * mean[None, :], axis=1)
@@ -126,8 +120,8 @@ def _centred_relation(
 
 @triton.jit(do_not_specialize=["N", "stride_side", "stride_group", "stride_n"])
 def relation_small_mean_kernel(
-    s_ptrs,  # layers of (groups, N, Ds)
-    t_ptrs,  # layers of (groups, N, Dt)
+    s_ptrs,  # layers of (rows, Ds)
+    t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side): 1/‖x‖, 0 at padding
     mean_s_ptr,  # (layers, groups, Ds): mean of the unit rows
     rest_s_ptr,  # (layers, groups, Ds): the mean's rounding error
@@ -136,11 +130,7 @@ def relation_small_mean_kernel(
     N,
     Ds,
     Dt,
-    stride_s_group,
-    stride_s_n,
-    stride_t_group,
-    stride_t_n,
-    stride_group,  # of rows in scale
+    stride_group,  # of rows
     stride_n,
     stride_side,
     SLOTS: tl.constexpr,
@@ -155,14 +145,13 @@ def relation_small_mean_kernel(
     layer = tl.program_id(1).to(tl.int64)
     teacher = tl.program_id(2) == 1
     n = tl.arange(0, BLOCK_N).to(tl.int64)
+    row = group * stride_group + n * stride_n
     scale_ptr += (2 * layer + tl.where(teacher, 1, 0)) * stride_side
-    scale = tl.load(scale_ptr + group * stride_group + n * stride_n, mask=n < N, other=0.0)
+    scale = tl.load(scale_ptr + row, mask=n < N, other=0.0)
     _, valid, share = _members(scale)
     x_ptr = tl.where(teacher, pick(t_ptrs, layer, SLOTS), pick(s_ptrs, layer, SLOTS))
-    start = group * tl.where(teacher, stride_t_group, stride_s_group)
-    start += n * tl.where(teacher, stride_t_n, stride_s_n)
     D = tl.where(teacher, Dt, Ds)
-    unit = _unit_rows(_tile(x_ptr, start, valid, d, D), scale)  # (BLOCK_N, BLOCK_D)
+    unit = _unit_rows(load_rows(x_ptr, row, valid, d, D), scale)  # (BLOCK_N, BLOCK_D)
     mean = rounded(tl.sum(unit, axis=0) * share)
     # Equal rows have no relation: their centred rows are only the mean's rounding error.
     rest = tl.sum(_minus_of_valid(unit, valid, mean), axis=0) * share
@@ -177,8 +166,8 @@ def relation_small_mean_kernel(
     ]
 )  # fmt: skip
 def relation_small_groups_kernel(
-    s_ptrs,  # layers of (groups, N, Ds)
-    t_ptrs,  # layers of (groups, N, Dt)
+    s_ptrs,  # layers of (rows, Ds)
+    t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side)
     stride_side,
     mean_s_ptr,  # (layers, groups, Ds), as the next three from `relation_small_mean_kernel`
@@ -194,11 +183,7 @@ def relation_small_groups_kernel(
     N,
     Ds,
     Dt,
-    stride_s_group,
-    stride_s_n,
-    stride_t_group,
-    stride_t_n,
-    stride_group,  # of rows in mask and dx
+    stride_group,  # of rows
     stride_n,
     first_loss,
     weight,
@@ -225,10 +210,9 @@ def relation_small_groups_kernel(
     _, valid, share = _members(scale_s)
     real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
     count = tl.maximum(real, 1).to(tl.float32)
-    start_t = group * stride_t_group + n.to(tl.int64) * stride_t_n
     means_t = (layer * groups + group) * Dt
     R_t = _centred_relation(
-        t_ptr, start_t, mean_t_ptr + means_t, rest_t_ptr + means_t, scale_t, valid, share, Dt,
+        t_ptr, row, mean_t_ptr + means_t, rest_t_ptr + means_t, scale_t, valid, share, Dt,
         SPLIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
@@ -237,13 +221,12 @@ def relation_small_groups_kernel(
     b = rounded(R_t * scale_b)
     if not SPLIT:  # halves the registers while the student's relation is computed
         b = b.to(tl.float16)
-    start_s = group * stride_s_group + n.to(tl.int64) * stride_s_n
     if KEEP:
         values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
         tl.store(values_ptr, scale_s)
     means_s = (layer * groups + group) * Ds
     R_s = _centred_relation(
-        s_ptr, start_s, mean_s_ptr + means_s, rest_s_ptr + means_s, scale_s, valid, share, Ds,
+        s_ptr, row, mean_s_ptr + means_s, rest_s_ptr + means_s, scale_s, valid, share, Ds,
         SPLIT, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
@@ -285,7 +268,7 @@ def relation_small_groups_kernel(
             dx_rows = dx_ptr + (layer * groups * N + row) * Ds
             for first in range(0, Ds, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
-                x = _tile(s_ptr, start_s, valid, d, Ds)
+                x = load_rows(s_ptr, row, valid, d, Ds)
                 mean = tl.load(mean_s_ptr + means_s + d, mask=d < Ds, other=0.0)
                 dx = _gradient_tile(x, high, low, scale_s, valid, mean, left, row_sums, SPLIT)
                 inside = in_group[:, None] & (d < Ds)[None, :]
@@ -294,7 +277,7 @@ def relation_small_groups_kernel(
 
 @triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def relation_small_gradient_kernel(
-    s_ptrs,  # layers of (groups, N, D)
+    s_ptrs,  # layers of (rows, D)
     dx_ptr,  # (layers, rows, D), if HAS_DX
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
     values_ptr,  # (layers, groups, 2, BLOCK_N)
@@ -303,9 +286,7 @@ def relation_small_gradient_kernel(
     out_ptr,  # (layers, rows, D)
     N,
     D,
-    stride_s_group,
-    stride_s_n,
-    stride_group,  # of rows in dx and out
+    stride_group,  # of rows
     stride_n,
     SLOTS: tl.constexpr,
     HAS_DX: tl.constexpr,
@@ -331,33 +312,30 @@ def relation_small_gradient_kernel(
     row_sums = tl.sum(A, axis=1) * left
     exists, valid, _ = _members(scale)
     mean_ptr += (layer * groups + group) * D
-    start = group * stride_s_group + n.to(tl.int64) * stride_s_n
     row = group * stride_group + n.to(tl.int64) * stride_n
-    rows = ((layer * groups * N + row) * D)[:, None]
+    own_layer = layer * groups * N * D
     factor = tl.load(factor_ptr).to(tl.float32)
 
     along = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        x = _tile(s_ptr, start, exists, d, D)
+        x = load_rows(s_ptr, row, exists, d, D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
         if HAS_DX:
-            inside = exists[:, None] & (d < D)[None, :]
-            dx += tl.load(dx_ptr + rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            dx += load_rows(dx_ptr + own_layer, row, exists, d, D)
         along += tl.sum(dx * x, axis=1)
     along = tl.where(scale >= LARGEST_SCALE, 0.0, along * scale)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        x = _tile(s_ptr, start, exists, d, D)
+        x = load_rows(s_ptr, row, exists, d, D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
-        inside = (n < N)[:, None] & (d < D)[None, :]
         if HAS_DX:
-            there = inside & exists[:, None]
-            dx += tl.load(dx_ptr + rows + d[None, :], mask=there, other=0.0).to(tl.float32)
+            dx += load_rows(dx_ptr + own_layer, row, exists, d, D)
         dx = (dx - along[:, None] * (x * scale[:, None])) * factor
-        tl.store(out_ptr + rows + d[None, :], dx, mask=inside)
+        out = out_ptr + own_layer + (row * D)[:, None] + d[None, :]
+        tl.store(out, dx, mask=(n < N)[:, None] & (d < D)[None, :])
 
 
 class Kept(NamedTuple):
@@ -454,8 +432,6 @@ def launch_small(
         term.N,
         layers.Ds,
         layers.Dt,
-        *term.strides_s,
-        *term.strides_t,
         *term.strides,
         layers.stride_side,
         SLOTS=layers.slots,
@@ -476,8 +452,6 @@ def launch_small(
         term.N,
         layers.Ds,
         layers.Dt,
-        *term.strides_s,
-        *term.strides_t,
         *term.strides,
         first_loss,
         term.weight if layers.masked else term.weight / term.groups,
@@ -500,7 +474,7 @@ def launch_small_gradient(
     """
     layers, *sizes, D = out.shape
     members, groups = sizes[over], sizes[1 - over]
-    strides_s, strides = students[0].stride(), (sizes[1], 1)
+    strides = sizes[1], 1
     split = kept.a.shape[2] == 2
     capability = launch.capability(out.device)
     blocks = small_blocks(members, students[0].dtype, split, capability, gradient=True)
@@ -514,8 +488,6 @@ def launch_small_gradient(
         out,
         members,
         D,
-        strides_s[1 - over],
-        strides_s[over],
         strides[1 - over],
         strides[over],
         SLOTS=slots(layers),

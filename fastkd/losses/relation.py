@@ -507,13 +507,13 @@ class _TritonRelations(torch.autograd.Function):
         losses, *saved = kernels.relations(
             students, teachers, mask, weights, *factors, options.eps, any(ctx.needs_grad)
         )
-        if saved:
+        if any(ctx.needs_grad):
             ctx.options = options
             ctx.save_for_backward(mask, *(saveable(x) for x in students), *saved)
         if not options.return_terms:
             return losses.sum(), None
-        parts = losses.split(kernels.counts_of_losses(students, *factors))
-        terms = torch.stack([part.sum() for part in parts])
+        of_tokens = len(students) * len(students[0])
+        terms = torch.stack([losses[:of_tokens].sum(), losses[of_tokens:].sum()])
         ctx.mark_non_differentiable(terms)
         return terms.sum(), terms
 
@@ -526,7 +526,7 @@ class _TritonRelations(torch.autograd.Function):
         layers = len(ctx.needs_grad)
         students, saved = rest[:layers], rest[layers:]
         factors = ctx.options.tokens, ctx.options.samples
-        gradients = kernels.relation_gradients(saved, students, mask, grad, *factors).unbind()
+        gradients = kernels.relation_gradients(students, saved, mask, grad, *factors).unbind()
         requested = zip(gradients, ctx.needs_grad, strict=True)
         pairs = ((dx if needs else None, None) for dx, needs in requested)
         return (None, None, None, *itertools.chain(*pairs))
