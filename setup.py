@@ -10,9 +10,12 @@ Environment variables:
     FASTKD_REQUIRE_EXT=1: stop where the extension can't be compiled.
     FASTKD_LABEL=cpu or cu130 (CUDA 13.0): part of the version, 0.1.0+cu130, so that two builds
         can't be confused. Where something else would be built, the build stops.
+    FASTKD_HOME=https://...: address of the repository, for the package's page: links of README
+        become absolute, and the metadata have addresses.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +152,33 @@ class Metadata(dist_info):
         super().run()
 
 
+def published(readme: str, home: str, tag: str) -> str:
+    """README with addresses in place of its links into the checkout; pictures as files."""
+
+    def absolute(link: re.Match) -> str:
+        kind = "raw" if link[1].endswith((".svg", ".png")) else "blob"
+        return f"]({home}/{kind}/{tag}/{link[1]})"
+
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", absolute, readme) if home else readme
+
+
+def page() -> dict[str, object]:
+    """Description and addresses of the package."""
+    home = os.environ.get("FASTKD_HOME", "").rstrip("/")
+    version = re.search(r'(?m)^version = "(.*)"', Path("pyproject.toml").read_text())[1]
+    paths = {
+        "Homepage": "",
+        "Documentation": f"/blob/v{version}/docs/index.md",
+        "Changelog": f"/blob/v{version}/CHANGELOG.md",
+        "Issues": "/issues",
+    }
+    return {
+        "long_description": published(Path("README.md").read_text(), home, f"v{version}"),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {name: home + path for name, path in paths.items() if home},
+    }
+
+
 def nvcc_command(nvcc: str, includes: list) -> list[str]:
     """All but architectures, input and output."""
     command = [nvcc, "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]
@@ -224,4 +254,5 @@ if __name__ == "__main__":
         ext_modules=modules,
         cmdclass={"build_ext": BuildExtension, "dist_info": Metadata, "egg_info": Labelled},
         options={"bdist_wheel": {"py_limited_api": "cp310"}} if modules and LIMITED_API else {},
+        **page(),
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import tomllib
 import torch
 import yaml
 
@@ -135,11 +136,22 @@ def test_sdist_builds_a_wheel_that_installs(source, python, tmp_path, in_haste):
     assert {"fastkd/kernels/projection.py", "csrc/linalg/roots.cu", *sources} <= names
     assert not [name for name in names if name.startswith("tests/")], "a few, without their helpers"
 
-    pip(python, "wheel", "-w", tmp_path, sdist, cwd=tmp_path, FASTKD_LABEL=LABEL, **in_haste)
+    home = "https://example.org/fastkd"
+    words = "wheel", "-w", tmp_path, sdist
+    pip(python, *words, cwd=tmp_path, FASTKD_LABEL=LABEL, FASTKD_HOME=home, **in_haste)
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(rf"fastkd-[\d.]+\+{LABEL}-cp310-abi3-\w+\.whl", wheel.name)
     with zipfile.ZipFile(wheel) as archive:
-        assert {"fastkd/_C.abi3.so", "fastkd/kernels/projection.py"} <= set(archive.namelist())
+        names = archive.namelist()
+        assert {"fastkd/_C.abi3.so", "fastkd/kernels/projection.py"} <= set(names)
+        (metadata,) = (n for n in names if n.endswith("/METADATA"))
+        page = archive.read(metadata).decode()
+    assert f"Project-URL: Homepage, {home}\n" in page and page.count("Project-URL: ") == 4
+    links = re.findall(r"\]\(([^)\s]+)\)", page.partition("\n\n")[2])
+    assert all(link.startswith(("https://", "#")) for link in links)
+    ours = [link.split("/v", 1) for link in links if link.startswith(home)]
+    assert f"{home}/raw/" in page and len(ours) > 15
+    assert all((source / path.partition("/")[2].partition("#")[0]).exists() for _, path in ours)
     pip(python, "install", wheel, cwd=tmp_path)
     _, built, file = run(python, "-c", CHECK, cwd=tmp_path).strip().splitlines()[-1].split()
     assert built == "True" and tmp_path / "env" in Path(file).parents
@@ -216,14 +228,18 @@ def test_wheel_workflow_is_consistent():
     jobs = workflow["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     labels = [s["env"]["FASTKD_LABEL"] for s in steps if "FASTKD_LABEL" in s.get("env", {})]
-    assert labels == ["cpu", "cu130"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    assert [settings["environment"]["FASTKD_LABEL"], *labels] == ["cpu", "cu130"]
+    assert set(settings["environment-pass"]) <= set(steps[2]["env"]), "what a container gets"
     assert all(("run" in step) != ("uses" in step) for step in steps)
     # The index of torch's CPU builds has few other packages.
     assert not any("PIP_INDEX_URL" in step.get("env", {}) for step in steps)
     assert all(need in jobs for job in jobs.values() for need in [job.get("needs", "cpu")])
-    kept = [s["with"]["name"] for s in steps if "upload-artifact" in s.get("uses", "")]
-    taken = [s["with"]["name"] for s in steps if "download-artifact" in s.get("uses", "")]
-    assert kept == [f"wheel-{label}" for label in labels] and set(taken) <= set(kept)
+    kept = {s["with"]["name"] for s in steps if "upload-artifact" in s.get("uses", "")}
+    taken = {s["with"]["name"] for s in steps if "download-artifact" in s.get("uses", "")}
+    systems = [row["system"] for row in jobs["cpu"]["strategy"]["matrix"]["include"]]
+    assert kept == {"wheel-cpu-${{ matrix.system }}", "wheel-cu130"}
+    assert taken <= {f"wheel-cpu-{system}" for system in systems}
 
 
 def test_old_setuptools_is_named():

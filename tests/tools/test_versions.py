@@ -17,7 +17,7 @@ from tools import check, machines
 ROOT = Path(__file__).parents[2]
 TABLE = re.findall(r"(?m)^\| (.*) \|$", (ROOT / "docs/versions.md").read_text().split("\n## ")[0])
 ROWS = [dict(zip(TABLE[0].split(" | "), row.split(" | "), strict=True)) for row in TABLE[1:]]
-PROJECT = read_configuration(ROOT / "pyproject.toml")["project"]
+PROJECT = read_configuration(ROOT / "pyproject.toml", expand=False)["project"]
 
 
 def minor(version: str) -> str:
