@@ -44,7 +44,6 @@ from fastkd._core.operator import RECORDING
 
 MOST_PLANS = 1024
 MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
-DEVICES = ("cuda",)  # types of devices whose calls are planned
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 # What only makes room, and what only reads metadata; a value that is read can't be repeated.
@@ -63,6 +62,11 @@ Program = Callable[..., Any]
 
 class _NoPlan(Exception):
     """A record can't repeat what happens in a call."""
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether calls with ``x`` are planned."""
+    return x.is_cuda
 
 
 # --- The key -------------------------------------------------------------------------------------
@@ -91,27 +95,16 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
 
 def _addresses(tensors: Sequence[Tensor]) -> Any:
     """Addresses as far as a call depends on them: mod 16, and which arguments share them."""
-    found = [x.data_ptr() for x in tensors]
-    if len(found) == 1:
-        return found[0] % 16
-    offsets = [address % 16 for address in found]
-    known = tuple(offsets) if any(offsets) else 0
-    if len(set(found)) == len(found):
+    found = [*map(Tensor.data_ptr, tensors)]
+    known: Any = 0
+    for address in found:
+        if address % 16:
+            known = tuple(x % 16 for x in found)
+            break
+    if len(found) < 2 or len(set(found)) == len(found):
         return known
-    same = [id(x) for x in tensors]
+    same = [*map(id, tensors)]
     return known, tuple(map(found.index, found)), tuple(map(same.index, same))
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """What a call depends on beside its arguments."""
-    return (
-        torch.is_grad_enabled(),
-        multiplies_in_float32(),
-        torch._C._get_deterministic_algorithms(),
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        _triton()[0].active.get_current_device(),
-    )
 
 
 @functools.cache
@@ -125,22 +118,55 @@ def _triton() -> Any:
     return driver, knobs.runtime
 
 
-def _is_plain() -> bool:
-    """Whether Triton is there, and nothing looks at or changes the operations of this thread."""
+def _surroundings() -> tuple[Any, ...] | None:
+    """What a call depends on beside its arguments.
+
+    None without Triton, or if something looks at or changes the operations of this thread.
+    """
     triton = _triton()
-    return triton is not None and not (
+    if triton is None or (
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or getattr(triton[1].launch_enter_hook, "calls", triton[1].launch_enter_hook)
         or getattr(triton[1].launch_exit_hook, "calls", triton[1].launch_exit_hook)
+    ):
+        return None
+    return (
+        torch.is_grad_enabled(),
+        multiplies_in_float32(),
+        torch._C._get_deterministic_algorithms(),
+        torch.get_default_dtype(),
+        torch._C._is_any_autocast_enabled()
+        and torch.is_autocast_enabled("cuda")
+        and torch.get_autocast_dtype("cuda"),
+        triton[0].active.get_current_device(),
     )
+
+
+def _key(of: Iterable[Any], values: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    """Key of a call of ``of``, or None if the call isn't covered, and the tensors in ``values``."""
+    tensors: list[Tensor] = []
+    surroundings = _surroundings()
+    if surroundings is None:
+        return None, tensors
+    key = [*surroundings, *of]
+    try:
+        _describe(values, key, tensors)
+        key.append(_addresses(tensors))
+    except (_NoPlan, RuntimeError):
+        return None, tensors
+    return tuple(key), tensors
 
 
 def _layouts(tensors: Iterable[Tensor | None]) -> list[Any]:
     """What tells whether saved tensors are those of the forward pass, or a hook changed them."""
-    return [None if x is None else (x.data_ptr(), x.stride(), x.dtype) for x in tensors]
+    found: list[Any] = []
+    for x in tensors:
+        if x is not None:
+            found += (x.data_ptr(), x.stride(), x.dtype)
+    return found
 
 
 # --- Recording -----------------------------------------------------------------------------------
@@ -369,11 +395,11 @@ class Recording(TorchFunctionMode):
         lines = []
         try:
             if context is not None:
-                layouts = [
-                    (_Text(f"{self.text(x)}.data_ptr()"), *layout[1:]) if layout else None
-                    for x, layout in zip(saved, _layouts(saved), strict=True)
-                ]
-                lines = [f"ctx.save_for_backward(*{self.text(saved)})"]
+                layouts = []
+                for number, x in ((self.number(x), x) for x in saved if x is not None):
+                    address = f"p{number}" if number in self.read else f"t{number}.data_ptr()"
+                    layouts += _Text(address), x.stride(), x.dtype
+                lines = [f"ctx.save_for_backward({', '.join(map(self.text, saved))})"]
                 lines += [f"ctx.layouts = {self.text(layouts)}"]
             if constant:
                 lines.append(f"ctx.mark_non_differentiable(*{self.text(constant)})")
@@ -423,7 +449,7 @@ class _Node:
         self.function, self.options = function, options
         self.forward: Program = self.record
         self.attributes: dict[str, Any] = {}  # of the context, besides tensors
-        self.backward: dict[Any, Program | None] = {}  # None: as written
+        self.backward: dict[Any, Any] = {}  # programs; False: as written
         self.plannable = False
         self.problem: str | None = None
         # Without the part of ``apply`` that is for vmap and the like.
@@ -464,26 +490,21 @@ def _forward(ctx: Any, node: _Node, *tensors: Any) -> Any:
 
 def _backward(ctx: Any, *grads: Any) -> Any:
     node, saved = ctx.node, ctx.saved_tensors
-    if node.problem or torch.is_grad_enabled() or not _is_plain():
+    key = None
+    if not node.problem and not torch.is_grad_enabled():
+        of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
+        same = _layouts(saved) == ctx.layouts
+        key, _ = _key(of, grads if same else (*saved, *grads))
+    program = False if key is None else node.backward.get(key)
+    if program:
+        return program(*saved, *grads)
+    if program is not None:
         return node.written(ctx, saved, grads)
-    key: list[Any] = [ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()]
-    found: list[Tensor] = []
-    try:
-        if _layouts(saved) != ctx.layouts:
-            _describe(saved, key, found)
-        _describe(grads, key, found)
-    except (_NoPlan, RuntimeError):
-        return node.written(ctx, saved, grads)
-    key += (_addresses(found), *_surroundings())
-    known = tuple(key)
-    if known in node.backward:
-        program = node.backward[known]
-        return program(*saved, *grads) if program else node.written(ctx, saved, grads)
     with Recording((*saved, *grads)) as recording:
         result = node.written(ctx, saved, grads)
     if len(node.backward) >= MOST_BACKWARD_PLANS:
         node.backward.clear()
-    node.backward[known] = recording.program(result)
+    node.backward[key] = recording.program(result) or False
     return result
 
 
@@ -517,27 +538,19 @@ if hasattr(os, "register_at_fork"):
 
 def planned(function: Public) -> Public:
     """Decorate a loss: calls with metadata that were seen twice run from a plan."""
-    name = f"{function.__module__}.{function.__qualname__}"
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not ENABLED:
             return function(*args, **kwargs)
-        first = next(_tensors(args or kwargs), None)
-        if first is None or first.device.type not in DEVICES or kwargs.get("gather"):
+        first = args[0] if args else None
+        if type(first) is not Tensor:
+            first = next(_tensors(args or kwargs), None)
+        if first is None or not on_gpu(first) or kwargs.get("gather"):
             return function(*args, **kwargs)
-        if getattr(RECORDING, "of", None) is not None or not _is_plain():
+        key, tensors = _key((function, *kwargs), (*args, *kwargs.values()))
+        if key is None:
             return function(*args, **kwargs)
-        key: list[Any] = [name]
-        tensors: list[Tensor] = []
-        try:
-            _describe(args, key, tensors)
-            key.append(tuple(kwargs))
-            _describe(kwargs.values(), key, tensors)
-            key += (_addresses(tensors), *_surroundings())
-        except (_NoPlan, RuntimeError):
-            return function(*args, **kwargs)
-        plan = _plan(tuple(key))
+        plan = _plan(key)
         if plan.program is not None:
             return plan.program(*tensors)
         # Inference mode shows no change of a tensor.

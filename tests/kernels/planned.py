@@ -163,7 +163,7 @@ class Pretended:
                 (JITFunction, "_do_compile", lambda *args: self.compile(*args)),
                 (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
                 (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
-                (plans, "DEVICES", ("cuda", "cpu")),
+                (plans, "on_gpu", lambda x: True),
                 (calls, "DEVICE", torch.device("cpu")),
                 *((module, "values_readable", lambda x: False) for module in _readers()),
                 *((place, name, self.allocating(getattr(place, name)))
@@ -831,7 +831,7 @@ def executed() -> list[str]:
     wrong = []
     with executing(80), contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(compiled._Kernel, "run", with_tensors))
-        stack.enter_context(mock.patch.object(plans, "DEVICES", ("cuda", "cpu")))
+        stack.enter_context(mock.patch.object(plans, "on_gpu", lambda x: True))
         for module in _readers():
             stack.enter_context(mock.patch.object(module, "values_readable", lambda x: False))
         clear()
