@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.numerics import as_rows
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv
 from fastkd.kernels.reduction import bytes_of, counted, summed
@@ -164,7 +165,8 @@ def _store(x_rows, first, x, written, D, BLOCK_D: tl.constexpr):
 
 
 def _shapes(student, teacher, mask, weights, upstream, kind, beta, reduction, gradient):
-    rows = () if upstream is None and reduction != "none" else student.shape[:1]
+    scalar = upstream is None and reduction != "none"
+    rows = () if scalar else (student.shape[:-1].numel(),)
     loss = student.new_empty(rows, dtype=torch.float32)
     return [loss, student.new_empty(student.shape)] if gradient else [loss]
 
@@ -181,15 +183,16 @@ def hidden_states(
     reduction: str,
     gradient: bool,
 ) -> list[Tensor]:
-    """Reduced loss of rows (R, D), and with ``gradient`` its gradient (R, D).
+    """Reduced loss of states (..., D), in R rows, and with ``gradient`` its gradient (..., D).
 
     The mask (R,) is bool, and the weights (R,) are float32. With ``upstream``, () or (R,) for
     "none", the gradient is multiplied by it, and the first result has no meaning.
     """
+    dx = student.new_empty(student.shape) if gradient else None
+    student, teacher = as_rows(student), as_rows(teacher)
     R, D = student.shape
     losses = torch.empty(R, dtype=torch.float32, device=student.device)
     divisor, number = counted(mask, R) if reduction == "mean" else (None, 1)
-    dx = student.new_empty(student.shape) if gradient else None
     factors = weights
     if upstream is not None:
         factors = upstream.expand(R) if weights is None else upstream * weights

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastkd._core.numerics import as_rows
 from fastkd._core.operator import launch_kernel, operator
 from fastkd.kernels.launch import cdiv, next_power_of_2
 from fastkd.kernels.reduction import summed
@@ -135,7 +136,8 @@ def layer_norm_mse_kernel(
 
 
 def _shapes(x, y, weights, upstream, eps, divisor, needs_dx, needs_dy):
-    loss = x.new_empty(() if upstream is None else x.shape[:1], dtype=torch.float32)
+    rows = () if upstream is None else (x.shape[:-1].numel(),)
+    loss = x.new_empty(rows, dtype=torch.float32)
     return [loss, *(x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed)]
 
 
@@ -150,17 +152,19 @@ def layer_norm_mse(
     needs_dx: bool,
     needs_dy: bool,
 ) -> list[Tensor]:
-    """Sum of ½‖norm(x) − norm(y)‖² / divisor over rows (R, D), and dx, dy or both, as needed.
+    """Sum of ½‖norm(x) − norm(y)‖² / divisor over the R rows of x and y (..., D), and dx, dy or
+    both, as needed.
 
     Weights (R,) are float32. With ``upstream`` () the gradients are multiplied by it, and the first
     result has no meaning.
     """
+    gradients = [x.new_empty(x.shape) for needed in (needs_dx, needs_dy) if needed]
+    x, y = as_rows(x), as_rows(y)
     R, D = x.shape
     losses = torch.empty(R, dtype=torch.float32, device=x.device)
     factors = weights
     if upstream is not None:
         factors = upstream.expand(R) if weights is None else upstream * weights
-    gradients = [x.new_empty(R, D) for needed in (needs_dx, needs_dy) if needed]
     both = len(gradients) == 2 and D <= MOST_COLUMNS_OF_BOTH
     config = blocks(D, both, x.element_size())
     # The loss is the same with its sides swapped.

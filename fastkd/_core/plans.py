@@ -129,8 +129,8 @@ def _surroundings() -> tuple[Any, ...] | None:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or getattr(triton[1].launch_enter_hook, "calls", triton[1].launch_enter_hook)
-        or getattr(triton[1].launch_exit_hook, "calls", triton[1].launch_exit_hook)
+        or getattr(triton[1].launch_enter_hook, "calls", True)
+        or getattr(triton[1].launch_exit_hook, "calls", True)
     ):
         return None
     return (
@@ -395,7 +395,7 @@ class Recording(TorchFunctionMode):
         lines = []
         try:
             if context is not None:
-                layouts = []
+                layouts: list[Any] = []
                 for number, x in ((self.number(x), x) for x in saved if x is not None):
                     address = f"p{number}" if number in self.read else f"t{number}.data_ptr()"
                     layouts += _Text(address), x.stride(), x.dtype
@@ -480,7 +480,9 @@ class _Node:
 def _node_class(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Autograd function that repeats records of ``function``, under its name."""
     methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
-    return type(function.__name__, (torch.autograd.Function,), methods)
+    node: Any = type(function.__name__, (torch.autograd.Function,), methods)
+    node._backward_cls.apply = _backward  # without PyTorch's checks of ``backward`` and ``vjp``
+    return cast(type[torch.autograd.Function], node)
 
 
 def _forward(ctx: Any, node: _Node, *tensors: Any) -> Any:
@@ -495,7 +497,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
         same = _layouts(saved) == ctx.layouts
         key, _ = _key(of, grads if same else (*saved, *grads))
-    program = False if key is None else node.backward.get(key)
+    program: Any = False if key is None else node.backward.get(key)
     if program:
         return program(*saved, *grads)
     if program is not None:
@@ -538,6 +540,7 @@ if hasattr(os, "register_at_fork"):
 
 def planned(function: Public) -> Public:
     """Decorate a loss: calls with metadata that were seen twice run from a plan."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not ENABLED:

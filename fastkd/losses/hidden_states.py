@@ -125,20 +125,21 @@ def hidden_state_loss(
     real = check_mask(mask, leading, student.device)
     weights = checked_weights(weights, leading, student, real)
     runs_on = backend_of(backend, "hidden_state_loss", student)
-    real, weights = (None if x is None else x.flatten() for x in (real, weights))
-    rows = as_rows(saveable(student)), as_rows(saveable(teacher))
     options = _Options(kind, float(beta), reduction)
+    student, teacher = saveable(student), saveable(teacher)
+    if runs_on == "triton":
+        from fastkd.kernels.upstream import LossByKernel
+
+        losses = apply(LossByKernel, options, student, teacher, real, weights)
+        return losses.reshape(leading) if reduction == "none" else losses
+    real, weights = (None if x is None else x.flatten() for x in (real, weights))
+    rows = as_rows(student), as_rows(teacher)
     if runs_on == "torch":
         choices = functools.partial(_losses, kind, options.beta)
         losses = by_reference(choices, 2 * student.shape[-1], *rows, real)
         losses = reduced(losses, real, reduction, weights)
     else:
-        function: type[torch.autograd.Function] = _CppHiddenStates
-        if runs_on == "triton":
-            from fastkd.kernels.upstream import LossByKernel
-
-            function = LossByKernel
-        losses = apply(function, options, *rows, real, weights)
+        losses = apply(_CppHiddenStates, options, *rows, real, weights)
     return losses.reshape(leading) if reduction == "none" else losses
 
 
@@ -234,7 +235,7 @@ class _Options:
         from fastkd.kernels.hidden_states import hidden_states
 
         student, teacher = dense_rows(*tensors[:2])
-        mask, weights = (None if x is None else x.contiguous() for x in tensors[2:])
+        mask, weights = (None if x is None else x.flatten().contiguous() for x in tensors[2:])
         options = self.kind, self.beta, self.reduction
         return hidden_states(student, teacher, mask, weights, upstream, *options, needs[0])
 

@@ -357,18 +357,19 @@ def layer_norm_mse(
 def _layer_norm_mse(
     x: Tensor, y: Tensor, weights: Tensor | None, options: "_Options", backend: Backend
 ) -> Tensor:
-    x, y = as_rows(saveable(x)), as_rows(saveable(y))
+    x, y = saveable(x), saveable(y)
     runs_on = backend_of(backend, "layer_norm_mse", x, columns=x.shape[-1])
+    if runs_on == "triton":
+        from fastkd.kernels.upstream import LossByKernel
+
+        return apply(LossByKernel, options, x, y, weights)
+    x, y = as_rows(x), as_rows(y)
     if runs_on == "torch":
         losses = functools.partial(_row_losses, options.eps)
         found = by_reference(losses, 2 * x.shape[-1], x, y)
         found = found if weights is None else found * weights
         return found.sum() / _divisor(x, options.reduction)
-    if runs_on == "cpp":
-        return apply(_CppLayerNormMSE, options, x, y, weights)
-    from fastkd.kernels.upstream import LossByKernel
-
-    return apply(LossByKernel, options, x, y, weights)
+    return apply(_CppLayerNormMSE, options, x, y, weights)
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
