@@ -823,12 +823,13 @@ def test_small_tail_is_computed_in_float64():
 )
 def test_tokens_that_add_up_to_1_leave_a_small_rest(name, dtype, backend):
     """Of a confident teacher's rest the least probability is what rounding can hide."""
-    logits, student = torch.randn(50, 64, dtype=torch.float64) * 12, torch.randn(50, 64)
+    rows = 8 if backend == "triton" else 50
+    logits, student = torch.randn(rows, 64, dtype=torch.float64) * 12, torch.randn(rows, 64)
     log_probs, ids = logits.log_softmax(-1).topk(16)
     top = TopK(ids, log_probs.to(dtype))
     options = dict(divergence=Divergence(name), reduction="none")
     found, grad = value_and_grad(
-        soft_target_loss, student, top, upstream=torch.ones(50), backend=backend, **options
+        soft_target_loss, student, top, upstream=torch.ones(rows), backend=backend, **options
     )
     wanted = soft_target_loss_ref(student.double(), top, **options)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)

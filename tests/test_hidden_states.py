@@ -58,9 +58,10 @@ def test_matches_reference(backend, shape, dtype, kind):
 def test_masks_weights_and_reductions(backend, reduction, kind):
     upstream = torch.randn(3, 5) if reduction == "none" else torch.tensor(-2.5)
     options = {"reduction": reduction, "kind": kind, "upstream": upstream}
-    for mask in (padding().bool(), padding(), torch.zeros(3, 5), None):
-        for weights in (None, torch.randn(3, 5), torch.zeros(3, 5)):
-            check(backend, *states(), mask, weights=weights, **options)
+    some = torch.randn(3, 5).masked_fill(torch.rand(3, 5) < 0.2, 0)
+    given = ((padding().bool(), None), (padding(), some), (torch.zeros(3, 5), some), (None, some))
+    for mask, weights in (*given, (padding(), torch.zeros(3, 5))):
+        check(backend, *states(), mask, weights=weights, **options)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 2.0])
@@ -186,7 +187,7 @@ def test_gradcheck(kind, backend_of_float64):
 
     if backend_of_float64 == "cpp" and not extension.CPU:
         pytest.skip("the extension is not built")
-    student, teacher = states(dtype=torch.float64)
+    student, teacher = states(D=3, dtype=torch.float64)
     weights = torch.randn(3, 5)
     for reduction in ("mean", "sum", "none"):
         options = {"kind": kind, "reduction": reduction, "backend": backend_of_float64}
@@ -239,13 +240,15 @@ def test_one_graph_under_compile(kind):
     compiled, graphs = counted(module)
     student, teacher = states()
     student.requires_grad_()
-    for extra in ((padding(), torch.randn(3, 5)), (padding(),), ()):
+    extras = (padding(), torch.randn(3, 5)), (padding(),), ()
+    extras = extras if kind == "mse" else extras[:1]
+    for extra in extras:
         results = []
         for function in (module, compiled):
             loss = function(student, teacher, *extra)
             results.append((loss, *torch.autograd.grad(loss, student)))
         torch.testing.assert_close(results[1], results[0])
-    assert len(graphs) == 3
+    assert len(graphs) == len(extras)
 
 
 @pytest.mark.parametrize(

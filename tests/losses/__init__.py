@@ -29,11 +29,17 @@ FILES = {
 
 
 def subjects(backend: str) -> Iterator[Subject]:
+    """Subjects of a backend. Kernels have one of each Module, whose pooling is PyTorch's."""
+    modules: set[str] = set()
     for loss in LOSSES:
         kernels = loss.cpp if backend == "cpp" else loss.triton
         if kernels or backend == "torch":
             for subject in getattr(FILES.get(loss.name), "subjects", lambda backend: ())(backend):
                 function = subject.name.split()[0]
+                if backend != "torch" and function[0].isupper():
+                    if function in modules:
+                        continue
+                    modules.add(function)
                 # Some functions of a file have no C++ kernels.
                 if backend != "cpp" or function in kernels or function not in loss.with_reference:
                     yield subject

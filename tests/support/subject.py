@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-B, N, D_S, D_T = 6, 5, 8, 12
+B, N, D_S, D_T = 6, 3, 8, 12
 Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
