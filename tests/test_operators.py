@@ -40,7 +40,7 @@ CALLS = {
     ),
     "top_k_soft_targets": (
         (x, TOP, x[:, :2], x.clone(), torch.ones(6).bool(), torch.rand(6)),
-        SOFT | dict(bucket=True),
+        SOFT | dict(bucket=True, reduction="batchmean", denominator=torch.tensor(6.0)),
     ),
     "matched_soft_targets": (
         (

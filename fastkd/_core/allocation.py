@@ -15,6 +15,7 @@ LARGE = 1 << 22
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``torch.empty`` on huge pages where the system has them: page faults cost less."""
     x = torch.empty(shape, dtype=dtype, device=device)
-    if extension.CPU and values_readable(x) and x.nbytes >= LARGE:
+    large = extension.CPU and not torch.compiler.is_compiling() and x.nbytes >= LARGE
+    if large and values_readable(x):
         torch.ops.fastkd_cpp.take_pages(x)
     return x

@@ -53,8 +53,7 @@ def why_not(
     if not triton:
         if not extension.CPU:
             return "the extension is not built"
-        on_cpu = x.device.type == "cpu"
-        return None if on_cpu else f"student is on {x.device}, and C++ kernels run on the CPU"
+        return None if x.is_cpu else f"student is on {x.device}, and C++ kernels run on the CPU"
     if not TRITON_INSTALLED:
         return "the triton package is not installed"
     if x.device.type not in triton_devices():
@@ -81,7 +80,7 @@ def backend_of(
         return backend
     runs_on = backend
     if backend == "auto":
-        runs_on = "cpp" if x.device.type == "cpu" else "triton"
+        runs_on = "cpp" if x.is_cpu else "triton"
     reason = unsupported or why_not(runs_on, function, x, call)
     if reason is None:
         return runs_on

@@ -53,9 +53,9 @@ def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _rows_meta(logits: Tensor, *rest: object, **options: object) -> Tensor:
-    """Shape of the losses of rows."""
-    return _scalar(logits).new_empty(logits.shape[0])
+def _rows_meta(logits: Tensor, *rest: object, reduction: str = "none", **options: object) -> Tensor:
+    """Shape of the losses of rows, or of their sum."""
+    return _scalar(logits).new_empty(logits.shape[:1] if reduction == "none" else ())
 
 
 def _loss_meta(

@@ -721,7 +721,7 @@ class _ChunkedPass:
             return entropy_and_accuracy(logits, labels)
         found = logits.new_empty(len(TERMS) - len(LOSSES), len(logits))
         distance = SoftTargetOptions("total_variation", 0.0, temperature=1.0, scale=1.0)
-        divergence_in_cpp(logits, [logits], distance, None, None, None, terms=(labels, found))
+        divergence_in_cpp(logits, [logits], distance, None, None, None, labels=labels, terms=found)
         return found[0], found[1]
 
     def term(

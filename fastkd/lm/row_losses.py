@@ -60,12 +60,12 @@ def divergence_in_place(
     if runs_on == "cpp":
         if weights is not None and weight != 1:
             weights = weights * weight
-        out = student if needs_grad else None
-        loss = divergence_in_cpp(
-            student, teacher, soft, out, mask, weights,
-            log_mass=log_mass, teacher_rows=teacher_rows, terms=terms,
-            columns=columns, unmatched=unmatched,
-        )  # fmt: skip
+        out, (labels, found) = student if needs_grad else None, terms or (None, None)
+        given: dict[str, Any] = {"columns": columns, "unmatched": unmatched or None}
+        given |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
+        given |= {"labels": labels, "terms": found}
+        given = {name: x for name, x in given.items() if x is not None}
+        loss = divergence_in_cpp(student, teacher, soft, out, mask, weights, **given)
     else:
         loss = _triton_in_place(
             student, teacher, soft, weight, mask, weights if needs_grad else None, log_mass
@@ -83,32 +83,24 @@ def divergence_in_cpp(
     mask: Tensor | None,
     weights: Tensor | None,
     *,
-    log_mass: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    terms: tuple[Tensor | None, Tensor] | None = None,
     columns: Sequence[Tensor] | None = None,
-    unmatched: str = "",
-    divisor: Any = 1,
+    **options: Any,
 ) -> Tensor:
-    """Divergences (R,) over ``divisor`` in C++; ``gradient`` gets theirs times weights (R,)."""
+    """Divergences (R,) in C++; the gradient times weights (R,) is written to ``gradient``.
+
+    ``options`` are other arguments of the operator: with a ``reduction`` and a ``denominator`` it
+    returns the weighted sum, and divides the gradient, too.
+    """
     operators, out = torch.ops.fastkd_cpp, (gradient, mask, weights)
-    options: dict[str, Any] = {
-        "divergence": soft.form,
-        "temperature": soft.temperature,
-        "scale": soft.scale / divisor,
-        "coefficient": soft.coefficient,
-    }
+    options["divergence"], options["coefficient"] = soft.form, soft.coefficient
+    options["temperature"], options["scale"] = soft.temperature, soft.scale
     loss: Tensor
     if soft.tail:
         bucket = soft.tail == "bucket"
         loss = operators.top_k_soft_targets(student, *teacher, *out, bucket=bucket, **options)
     elif columns is not None:
-        options |= {"unmatched": unmatched, "teacher_rows": teacher_rows}
         loss = operators.matched_soft_targets(student, teacher[0], columns[0], *out, **options)
     else:
-        labels, found = terms or (None, None)
-        options |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
-        options |= {"labels": labels, "terms": found}
         loss = operators.soft_targets(student, teacher[0], *out, **options)
     return loss
 

@@ -403,35 +403,33 @@ class _SoftTargets(torch.autograd.Function):
         # log_probs (R, K), or its logits (R, V') and `VocabularyMatch.columns`
         ctx.dtype, ctx.teachers = student.dtype, len(teacher)
         ctx.by_rows, needs_grad = options.reduction == "none", ctx.needs_input_grad[1]
-        divisor = _divisor(student, mask, options.reduction, denominator)
-        dtype = working_dtype(student)
-        columns = teacher[1:] if options.unmatched else None
-        factors = dstudent = None  # factors of the rows' gradients
-        # Small operations count in a call of few rows: the kernel divides by a number, but not in a
-        # graph, which would be of one number of rows.
-        whole = options.runs_on == "cpp" and weights is None and type(divisor) is int
-        whole = whole and values_readable(student)
-        if needs_grad:
-            factors = torch.ones(len(student), dtype=dtype, device=student.device)
-            factors = factors if whole else factors / divisor
-            factors = factors if weights is None else factors * weights
+        dtype, dstudent = working_dtype(student), None
         if options.runs_on == "cpp":
             if needs_grad:
                 dstudent = empty(student.shape, dtype, student.device)
-            student, *targets = dense_rows(student, *(teacher[:1] if columns else teacher))
-            loss = divergence_in_cpp(
-                student, targets, options.soft, dstudent, mask, factors,
-                columns=columns, unmatched=options.unmatched, divisor=divisor if whole else 1,
-            )  # fmt: skip
+            match: dict[str, Any] = {}
+            if options.unmatched:
+                match = {"columns": teacher[1:], "unmatched": options.unmatched}
+                teacher = teacher[:1]
+            student, *targets = dense_rows(student, *teacher)
+            call = student, targets, options.soft, dstudent, mask, weights
+            reduction = options.reduction
+            loss = divergence_in_cpp(*call, reduction=reduction, denominator=denominator, **match)
+            if ctx.by_rows and weights is not None:
+                loss = loss * weights
         else:
+            divisor = _divisor(student, mask, options.reduction, denominator)
+            factors = None  # of the rows' gradients
+            if needs_grad:
+                factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
+                factors = factors if weights is None else factors * weights
             given = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
             loss, *gradient = matched_soft_targets(*given, options.soft, options.runs_on)
             dstudent = gradient[0] if needs_grad else None
-        loss = loss if weights is None else loss * weights
+            loss = loss if weights is None else loss * weights
+            loss = loss if ctx.by_rows else loss.sum() / divisor
         ctx.save_for_backward(dstudent, None if mask is None or not ctx.by_rows else saveable(mask))
-        if ctx.by_rows:
-            return loss
-        return loss.sum() if whole else loss.sum() / divisor
+        return loss
 
     @staticmethod
     @once_differentiable

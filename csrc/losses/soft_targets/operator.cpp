@@ -133,26 +133,39 @@ SoftTargets divergence_from(const Tensor& student, const std::string& divergence
   return of;
 }
 
-// Losses (R,), 0 where the mask is false. The gradient of Σ weight·loss is stored in ``gradient``
-// (R, V), which may be the student's logits; weights (R,) are finite where the mask is false.
+// Losses (R,), 0 where the mask is false, or Σ weight·loss / divisor: the denominator, for
+// "batchmean" without one the number of real rows, else 1. The gradient of that sum is stored in
+// ``gradient`` (R, V), which may be the student's logits. Weights (R,) are finite where the mask is
+// false, and 1 if they are missing.
 Tensor losses_of(SoftTargets of, const Tensor& student, const std::optional<Tensor>& gradient,
-                 const Mask& mask, const std::optional<Tensor>& weights) {
+                 const Mask& mask, const std::optional<Tensor>& weights,
+                 const std::string& reduction, const std::optional<Tensor>& denominator) {
   const int64_t R = student.size(0), V = student.size(1);
   check(mask, "mask", ScalarType::Bool, {R});
   check_numbers(weights, "weights", R);
-  Rows factors{};
+  check_numbers(denominator, "denominator");
   if (gradient) {
     check(*gradient, "gradient", working_type(student), {R, V}, Strides::kWritten);
-    STD_TORCH_CHECK(weights, "weights: a gradient needs those of its rows");
-    of.gradient = rows_of(*gradient), factors = numbers_of(*weights);
+    of.gradient = rows_of(*gradient);
   }
-  std::vector<double> losses(R);
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
+  double divisor = 1;
+  if (denominator) {
+    divisor = value_of(*denominator);
+  } else if (reduction == "batchmean") {
+    divisor = double(std::max<int64_t>(1, real ? std::count(real, real + R, true) : R));
+  }
+  std::vector<double> losses(R), factors(weights ? R : 1, 1 / divisor);
+  for (int64_t i = 0; weights && i < R; ++i) factors[i] = numbers_of(*weights).get(i) / divisor;
+  const int64_t step = weights ? 1 : 0;
+  const Rows of_rows{reinterpret_cast<char*>(factors.data()), step, 1, Type::kDouble};
   each_row(R, 3 * V * student.element_size(), [&](int64_t begin, int64_t end) {
-    of.fill(begin, end, real, factors, losses.data());
+    of.fill(begin, end, real, of_rows, losses.data());
   });
-  return vector_of(losses, student);
+  if (reduction == "none") return vector_of(losses, student);
+  for (int64_t i = 0; i < R; ++i) losses[i] *= factors[i * step];
+  return scalar(total(losses), student);
 }
 
 // Losses with a teacher of logits (R, V), or (T, V) of which ``teacher_rows`` (R,) has the rows. With
@@ -162,6 +175,7 @@ Tensor soft_targets(const Tensor& student, const Tensor& teacher,
                     const std::optional<Tensor>& gradient, const Mask& mask,
                     const std::optional<Tensor>& weights, const std::string& divergence,
                     double temperature, double scale, double coefficient,
+                    const std::string& reduction, const std::optional<Tensor>& denominator,
                     const std::optional<Tensor>& log_mass,
                     const std::optional<Tensor>& teacher_rows,
                     const std::optional<Tensor>& labels, const std::optional<Tensor>& terms) {
@@ -180,7 +194,7 @@ Tensor soft_targets(const Tensor& student, const Tensor& teacher,
     numbers.resize(R * kTerms);
     of.terms = numbers.data();
   }
-  const Tensor losses = losses_of(of, student, gradient, mask, weights);
+  const Tensor losses = losses_of(of, student, gradient, mask, weights, reduction, denominator);
   for (int k = 0; terms && k < kTerms; ++k) {
     const Rows term = numbers_of(torch::stable::select(*terms, 0, k));
     for (int64_t i = 0; i < R; ++i) term.put(i, numbers[i * kTerms + k]);
@@ -193,14 +207,15 @@ Tensor top_k_soft_targets(const Tensor& student, const Tensor& ids, const Tensor
                           const std::optional<Tensor>& gradient, const Mask& mask,
                           const std::optional<Tensor>& weights, bool bucket,
                           const std::string& divergence, double temperature, double scale,
-                          double coefficient) {
+                          double coefficient, const std::string& reduction,
+                          const std::optional<Tensor>& denominator) {
   SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
   const int64_t R = student.size(0), V = student.size(1);
   check(log_probs, "log_probs", check_floating(log_probs, "log_probs"), {R, kAnySize});
   check(ids, "ids", ScalarType::Long, {R, log_probs.size(1)}, Strides::kAny);
   const Tensor tokens = checked_ids(ids, V);
   of.teacher = rows_of(log_probs), of.ids = data<const int64_t>(tokens), of.bucket = bucket;
-  return losses_of(of, student, gradient, mask, weights);
+  return losses_of(of, student, gradient, mask, weights, reduction, denominator);
 }
 
 // Losses with a teacher of another vocabulary, see `match_of`: logits (R, V'), or (T, V') of which
@@ -209,7 +224,9 @@ Tensor matched_soft_targets(const Tensor& student, const Tensor& teacher, const 
                             const std::optional<Tensor>& gradient, const Mask& mask,
                             const std::optional<Tensor>& weights, const std::string& unmatched,
                             const std::string& divergence, double temperature, double scale,
-                            double coefficient, const std::optional<Tensor>& teacher_rows) {
+                            double coefficient, const std::string& reduction,
+                            const std::optional<Tensor>& denominator,
+                            const std::optional<Tensor>& teacher_rows) {
   SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
   const int64_t R = student.size(0), V = student.size(1);
   check(teacher, "teacher", student.scalar_type(), {teacher_rows ? kAnySize : R, kAnySize});
@@ -217,7 +234,7 @@ Tensor matched_soft_targets(const Tensor& student, const Tensor& teacher, const 
   Tensor rows;
   of.teacher = rows_of(teacher), of.match = &match;
   of.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
-  return losses_of(of, student, gradient, mask, weights);
+  return losses_of(of, student, gradient, mask, weights, reduction, denominator);
 }
 
 // log Σ exp(z/τ) (R,) of logits (R, V).
@@ -240,16 +257,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastkd_cpp, m) {
   m.def(
       "soft_targets(Tensor student, Tensor teacher, Tensor(a!)? gradient, Tensor? mask,"
       " Tensor? weights, *, str divergence, float temperature, float scale, float coefficient,"
-      " Tensor? log_mass=None, Tensor? teacher_rows=None, Tensor? labels=None,"
-      " Tensor(b!)? terms=None) -> Tensor");
+      " str reduction='none', Tensor? denominator=None, Tensor? log_mass=None,"
+      " Tensor? teacher_rows=None, Tensor? labels=None, Tensor(b!)? terms=None) -> Tensor");
   m.def(
       "top_k_soft_targets(Tensor student, Tensor ids, Tensor log_probs, Tensor(a!)? gradient,"
       " Tensor? mask, Tensor? weights, *, bool bucket, str divergence, float temperature,"
-      " float scale, float coefficient) -> Tensor");
+      " float scale, float coefficient, str reduction='none', Tensor? denominator=None) -> Tensor");
   m.def(
       "matched_soft_targets(Tensor student, Tensor teacher, Tensor teacher_of,"
       " Tensor(a!)? gradient, Tensor? mask, Tensor? weights, *, str unmatched, str divergence,"
-      " float temperature, float scale, float coefficient, Tensor? teacher_rows=None) -> Tensor");
+      " float temperature, float scale, float coefficient, str reduction='none',"
+      " Tensor? denominator=None, Tensor? teacher_rows=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastkd_cpp, CPU, m) {
