@@ -2,7 +2,7 @@
 
 ``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
 ``kernels/``, all by default. The forms are those that the calls of `tools.calls` launch, recorded
-without a GPU by tools/dry_cuda.py: two of each kernel and architecture, or all with ``--every``.
+without a GPU by tools/dry_cuda.py: one of each kernel and architecture, or all with ``--every``.
 The exit status is 1 if a form spills registers, needs more shared memory than the architecture
 has, or has matrix products without tensor cores; with ``--json`` only the rows report it. Rows are
 kept in ``build/compiled`` until the form's source changes.
@@ -296,7 +296,7 @@ def problems(row: dict[str, Any], capability: int, has_products: bool) -> list[s
 
 
 def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> list[Form]:
-    """Forms of these modules for these architectures: two of each kernel, or every one."""
+    """Forms of these modules for these architectures: one of each kernel, or every one."""
     found: list[Form] = []
     wanted = set(capabilities)
     for name in names:
@@ -305,7 +305,7 @@ def chosen(names: Iterable[str], capabilities: Iterable[int], every: bool) -> li
             if form.capability in wanted:
                 groups.setdefault((form.name, form.capability), []).append(form)
         for group in groups.values():
-            found += group if every else group[:: -(-len(group) // 2)]
+            found += group if every else [group[len(group) // 2]]
     return found
 
 
@@ -333,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
-    parser.add_argument("--every", action="store_true", help="every form, not two of each kernel")
+    parser.add_argument("--every", action="store_true", help="every form, not one of each kernel")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)

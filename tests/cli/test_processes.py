@@ -42,17 +42,13 @@ RUNS: dict[str, dict] = {
         "accumulate": 2, "epochs": 1,
     },
     # Rows hold unlike many tokens with labels.
-    "text": {"task": "causal-lm", "epochs": 1},
     "masked-lm": {"task": "masked-lm", "epochs": 1},
     "question-answering": {"task": "question-answering", "epochs": 1},
-    "two tokenizers": {
-        "task": "causal-lm", "student": "student", "unmatched": "bucket", "epochs": 1,
-        "max_train_rows": 20,
-    },
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
+        # Whose steps in processes that hold whole models: tests/distill/test_two_vocabularies.py.
         "sharded, two tokenizers": {
             "task": "causal-lm", "student": "student", "unmatched": "sorted", "method": "fcd",
             "gather": True, "accumulate": 2,
@@ -370,7 +366,10 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
-    [("demo", ["--fast", "--device", "cpu"], "pictures in"), ("study", ["study.toml"], "report:")],
+    [
+        ("demo", ["--fast", "--steps", "3", "--device", "cpu"], "pictures in"),
+        ("study", ["study.toml"], "report:"),
+    ],
 )
 def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
     write_packaged(tmp_path)

@@ -162,15 +162,14 @@ def test_hidden_states_of_other_layers_are_an_error(family):
     assert all("forward" not in vars(block) for block in student.layers)
 
 
-@pytest.mark.parametrize(
-    ("family", "head", "name"),
-    [("llama", "next word", "fcd"), ("albert", "tokens", "lrkd")],
-)
-def test_a_compiled_distiller_is_the_plain_one_in_one_graph(family, head, name):
-    """Hooks and closures of one call must not serve the next, and an eager step changes nothing."""
-    data = data_of(family, head)
-    teacher = student_from_teacher(model_of(family, head), [1, 3])  # each layer takes a second
-    distiller = Distiller(teacher, student_from_teacher(teacher, [2]), recipe(name)).eval()
+def test_a_compiled_distiller_is_the_plain_one_in_one_graph():
+    """Hooks and closures of one call must not serve the next, and an eager step changes nothing.
+
+    A language model's graph: test_lm_head.py.
+    """
+    data = data_of("albert", "tokens")
+    teacher = student_from_teacher(model_of("albert", "tokens"), [1, 3])  # a layer takes a second
+    distiller = Distiller(teacher, student_from_teacher(teacher, [2]), recipe("lrkd")).eval()
     compiled, graphs = counted(distiller)
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in distiller.modules()]
     left = {key: x if x.dim() == 1 else x.flip(1) for key, x in data.items()}

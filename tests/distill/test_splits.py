@@ -26,7 +26,9 @@ def data_of(kind="classifier"):
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
 
 
-def whole_batch(kind, name, options):
+@functools.cache
+def whole_batch(case):
+    kind, name, options = CASES[case]
     return taken(exact(name, kind, **options), data_of(kind))
 
 
@@ -48,10 +50,11 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize("kind, name, options", CASES)
-def test_accumulated_micro_batches_are_the_whole_batch(kind, name, options):
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: " ".join(CASES[i][:2]))
+def test_accumulated_micro_batches_are_the_whole_batch(case):
+    kind, name, options = CASES[case]
     found = taken(exact(name, kind, **options), cut(data_of(kind), *ENDS))
-    assert_equal(found, whole_batch(kind, name, options))
+    assert_equal(found, whole_batch(case))
 
 
 def test_the_second_run_repeats_the_dropout_of_the_first():
@@ -130,34 +133,29 @@ def test_a_batch_without_rows_has_no_loss(name, tmp_path):
 # Processes
 
 
-def gathered(rank, ends, micro):
+def gathered(rank, ends):
+    """Each case's step with a process's rows in one piece, and in micro-batches."""
     results = []
     for kind, name, options in CASES:
         distiller = exact(name, kind, gather=True, **options)
         model = DistributedDataParallel(distiller, find_unused_parameters=True)
         parts = cut(data_of(kind), *ends[rank])
-        results.append(taken(distiller, parts if micro else parts[0], model))
+        (piece,) = cut(data_of(kind), ends[rank][0], ends[rank][-1])
+        results.append([taken(distiller, rows, model) for rows in (piece, parts)])
     return results
 
 
 def test_gathering_processes_equal_one_process(tmp_path):
-    ends = [(0, 6), (6, 9)]
-    ranks = run_ranks(gathered, len(ends), tmp_path, ends, False)
-    for case, *found in zip(CASES, *ranks, strict=True):
-        for each in found:
-            assert_equal(each, whole_batch(*case))
-
-
-def test_gathering_and_accumulating_processes_equal_one_process(tmp_path):
-    ends = [(0, 2, 4, 6), (6, 9)]
-    ranks = run_ranks(gathered, 2, tmp_path, ends, True)
-    for case, *found in zip(CASES, *ranks, strict=True):
-        expected, gradients = whole_batch(*case)
-        # Terms on logits are this process's shares there, and their average the whole.
+    ranks = run_ranks(gathered, 2, tmp_path, [(0, 2, 4, 6), (6, 9)])
+    for case, *found in zip(range(len(CASES)), *ranks, strict=True):
+        expected, gradients = whole_batch(case)
+        for piece, _ in found:
+            assert_equal(piece, (expected, gradients))
+        # Terms on logits of micro-batches are the process's shares; their average is the whole.
         names = expected.keys() - {"total", "loss"}
-        terms = {name: sum(each[0][name] for each in found) / 2 for name in names}
+        terms = {name: sum(parts[0][name] for _, parts in found) / 2 for name in names}
         assert_equal(terms, {name: expected[name] for name in names})
-        for _, own in found:
+        for _, (_, own) in found:
             assert_equal(own, gradients)
 
 

@@ -47,7 +47,8 @@ def test_memory_of_mc3kd_is_the_same_under_all_splits():
     distiller(**batch(rows=4)).loss.backward()
     for x in distiller.method.loss._memories[0]:
         assert x.isfinite().all() and x.count_nonzero()
-    for check in verify(distiller, batch(rows=6), ranks=0, compile_backend="eager"):
+    # Its graph: tests/test_cca.py.
+    for check in verify(distiller, batch(rows=6), ranks=0, compile_backend=None):
         if check.name == "accumulated in a plain loop":
             assert check.verdict == "by definition"
         elif check.verdict != "not here":

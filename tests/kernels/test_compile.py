@@ -18,7 +18,7 @@ def compiled():
 
 
 def test_compiles_without_spills(compiled):
-    """Two forms of each kernel on one architecture; ``make test-all`` compiles every form."""
+    """A form of each kernel on one architecture; ``make test-all`` compiles every form."""
     rows = compiled["forms"]
     known = {row["module"].rpartition(".")[2] for row in rows}
     assert known >= set(modules()), (

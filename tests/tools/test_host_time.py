@@ -2,27 +2,25 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton.backends.nvidia")
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(*arguments: str) -> str:
-    command = [sys.executable, "-m", "tools.host_time", "--repeat", "5", *arguments]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
+from tools.host_time import __main__ as host_time
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
-def test_measures_calls_and_counts_launches():
+def test_measures_calls_and_counts_launches(monkeypatch, capsys):
     names = ["hidden mse B32 mask", "forward KL 32x2"]
+    measured = host_time.measure(host_time.ROOT, 5, names)
+    monkeypatch.setattr(host_time, "measure", lambda *_: measured)
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["host_time", *arguments])
+        host_time.main()
+        return capsys.readouterr().out
+
     found = json.loads(run("--json", *names))
     assert set(found) == set(names)
     for forward, backward, launches in found.values():
