@@ -165,8 +165,13 @@ def test_strided_input(device):
     assert torch.equal(inverse, kernels.cayley_inverse(skew, [identities(skew)]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5, 5), (2, 1, 3, 3), (0, 4, 4)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((5, 5), torch.float16), ((5, 5), torch.bfloat16), ((2, 1, 3, 3), torch.float32),
+        ((0, 4, 4), torch.float32),
+    ],
+)  # fmt: skip
 def test_cayley_takes_the_products(device, shape, dtype):
     raw = torch.randn(shape, device=device).to(dtype)
     skew = (raw - raw.mT).requires_grad_()
@@ -215,8 +220,8 @@ def test_cayley_of_any_size_in_two_graphs(device):
 
 
 def test_what_is_not_skew_is_right_or_nan(device):
-    matrices = torch.randn(6, 3, 3, device=device)
-    matrices *= torch.tensor([0.1, 0.1, 1.0, 1.0, 10.0, 10.0], device=device)[:, None, None]
+    matrices = torch.randn(3, 3, 3, device=device)
+    matrices *= torch.tensor([0.1, 1.0, 10.0], device=device)[:, None, None]
     results = cayley(matrices, backend="triton"), cayley_ref(matrices.double())
     for actual, exact in zip(*results, strict=True):
         if not actual.isnan().any():

@@ -49,7 +49,7 @@ def test_nan_stays_in_its_matrix(device):
     assert not found[2].any()
 
 
-@pytest.mark.parametrize("rows, columns", [(20, 20), (40, 7), (7, 40), (140, 135)])
+@pytest.mark.parametrize("rows, columns", [(40, 7), (7, 40), (140, 135)])
 def test_polar_factor(rows, columns, device):
     m = torch.randn(2, rows, columns, dtype=torch.float64, device=device)
     m = m / torch.linalg.matrix_norm(m, ord=2, keepdim=True)

@@ -8,7 +8,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
+from fastkd.train.job import Job
 
+# A run times its models for its report: a round of passes, not five, half of all passes otherwise.
+Job.seconds_a_batch.__defaults__ = (1,)
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 
 
