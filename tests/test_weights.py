@@ -20,7 +20,7 @@ LABELS = torch.tensor([0, 1, -100, 0])
 
 
 class Weighted:
-    """A loss with inputs of 4 samples, and which of its weights belong to something that counts."""
+    """A loss, shapes of its inputs, and which of its weights belong to something that counts."""
 
     def __init__(self, name, shape, counted=None, teacher=(), like=None, **options):
         self.function, self.reference = getattr(fastkd, name), getattr(functional, f"{name}_ref")
@@ -50,7 +50,7 @@ LOSSES = {
     "relation": Weighted("relation_loss", (4, 5, 9), MASK.sum(1) >= 2, (4, 5, 7), mask=MASK),
     "relation without a mask": Weighted("relation_loss", (4, 5, 9), None, (4, 5, 7)),
     "relation by features": Weighted("relation_loss", (4, 40, 3), None, (4, 40, 2)),
-    "relation of many tokens": Weighted("relation_loss", (4, 140, 6), None, (4, 140, 5)),
+    "relation of many tokens": Weighted("relation_loss", (2, 140, 6), None, (2, 140, 5)),
     "hidden_states": Weighted("hidden_state_loss", (4, 5, 9), MASK, mask=MASK),
 }
 ONCE = {loss.function: loss for loss in reversed(LOSSES.values())}.values()  # of each function

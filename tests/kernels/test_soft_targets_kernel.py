@@ -13,7 +13,7 @@ from fastkd.lm.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import assert_accurate, value_and_grad
+from tests.support.compare import assert_accurate, every_two_meet, value_and_grad
 
 pytest.importorskip("triton")
 
@@ -148,9 +148,12 @@ def head_by_sorting(p_t):
     return order[:count]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-@pytest.mark.parametrize("vocabulary", [7, 130, 1030])
+@pytest.mark.parametrize(
+    ("dtype", "spread", "vocabulary"),
+    every_two_meet(
+        [torch.float32, torch.float16, torch.bfloat16], [0.0, 0.01, 1.0, 8.0], [7, 130, 1030]
+    ),
+)
 def test_adaptive_head_is_the_sorted_one(device, dtype, spread, vocabulary):
     # Student and teacher differ in one word, so the share of the head is the share of that word
     # and of its neighbours by renormalisation; the value then tells where the head ends.

@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_every_command_takes_it_and_the_student_goes_on(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", head=False)
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train, evals = (write_text(tmp_path / f"{i}.txt", 24, i) for i in range(2))
     report = through(tmp_path, teacher, train, evals, task="masked-lm")
     assert report["task"] == "masked-lm" and set(report["student"]) == {"masked_perplexity"}

@@ -41,7 +41,7 @@ def truth(rows, seed):
 
 
 def test_every_command_takes_it(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", head=False)
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train = write_csv(tmp_path / "train.csv", 24)
     evals = write_jsonl(tmp_path / "eval.jsonl", 24, 1)
     more = tmp_path / "more.txt"

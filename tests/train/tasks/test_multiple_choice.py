@@ -41,7 +41,7 @@ def write_swag(path, rows, seed=0):
 
 
 def test_every_command_takes_it(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", head=False)
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train = write_swag(tmp_path / "train.csv", 16)
     evals = write_jsonl(tmp_path / "eval.jsonl", 16, 1)
     more = tmp_path / "more.jsonl"

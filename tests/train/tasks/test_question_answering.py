@@ -61,7 +61,7 @@ def scored(told, truth):
 
 
 def test_every_command_takes_it(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", head=False)
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train = write_squad(tmp_path / "train.json", 12)
     evals = write_squad(tmp_path / "eval.json", 12, 1)
     report = through(tmp_path, teacher, train, evals, task="question-answering", max_length=12)

@@ -36,7 +36,7 @@ def write_conll(path, rows, seed=0):
 
 
 def test_every_command_takes_it(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", head=False)
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train, evals = (write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2))
     report = through(tmp_path, teacher, train, evals)
     assert report["task"] == "token-classification"
