@@ -128,8 +128,8 @@ def test_a_weight_of_nan_or_of_a_strided_tensor(backend, loss):
     assert loss.call(student, teacher, weights * torch.nan, backend=backend).isnan()
 
 
-# The kernels are one operator in a graph, whatever the sizes and options of the call.
-@pytest.mark.left_out(where=lambda given: given["backend"] != "torch" and given["loss"] not in ONCE)
+# One graph of each function: weights multiply the losses of all its options.
+@pytest.mark.left_out(where=lambda given: given["loss"] not in ONCE)
 @each_loss
 def test_weights_under_compile_and_autocast(backend, loss):
     student, teacher = loss.inputs()
@@ -146,7 +146,7 @@ def test_weights_under_compile_and_autocast(backend, loss):
 
 @each_loss
 def test_gradcheck(loss):
-    student, teacher = (x.double() for x in loss.inputs())
+    student, teacher = (x.double()[..., :9] for x in loss.inputs())
     weights = torch.randn(loss.counted.shape)
     student = student[:, :12] if student.shape[1] > 12 else student
     teacher = teacher[:, :12] if teacher.shape[1] > 12 else teacher

@@ -69,8 +69,7 @@ def test_many_negatives_are_added_in_two_passes(monkeypatch):
     check("triton", student, teacher, **bank, **labels)
 
 
-@pytest.mark.parametrize("layers", [1, 6])
-@pytest.mark.parametrize("batch", [4, 17, 33])
+@pytest.mark.parametrize(("layers", "batch"), [(6, 4), (6, 17), (1, 33)])
 def test_launches(layers, batch):
     students = [torch.randn(batch, 3, 8, requires_grad=True) for _ in range(layers)]
     teachers = [torch.randn(batch, 3, 8) for _ in range(layers)]

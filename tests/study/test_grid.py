@@ -60,13 +60,13 @@ LABELS = {
 
 
 def write_glue(root):
-    """Files in the shape of GLUE's own download; four steps of 32 rows are an epoch."""
+    """Files in the shape of GLUE's own download; two steps of 32 rows are an epoch."""
     for task, (folder, evals, test) in grid.FOLDERS.items():
         (root / folder).mkdir(parents=True)
         for seed, name in enumerate(("train.tsv", evals, *filter(None, [test]))):
             lines = [] if task == "cola" else ["\t".join(COLUMNS[task])]
             labels = LABELS.get(task, ("0", "1"))
-            for i, (text, label) in enumerate(sentences(12 if seed else 128, seed)):
+            for i, (text, label) in enumerate(sentences(12 if seed else 64, seed)):
                 label = labels[i % len(labels)] if len(labels) > 2 else labels[label]
                 named = {"label": label, "Quality": label, "is_duplicate": label, "score": label,
                          "gold_label": label}  # fmt: skip
@@ -284,13 +284,13 @@ GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9", "lrkd-
 
 
 def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
-    """Four steps of each variant; the tables share teachers, and runs of one kind of options."""
+    """Two steps of each variant; the tables share teachers, and runs of one kind of options."""
     for picture in ("_forest", "_curves"):  # drawn in other tests
         monkeypatch.setattr(grid_report, picture, lambda *_: b"")
     out, kinds = tmp_path_factory.mktemp("shared"), set()
     for name in GLUE_TABLES:
         options = {
-            "glue": models / "glue", "teacher": str(models / "teacher"), "steps": 4, "seeds": 1,
+            "glue": models / "glue", "teacher": str(models / "teacher"), "steps": 2, "seeds": 1,
             "device": "cpu", "tasks": {min(PLANS[name][2]): True},
             "student": str(models / "student"), "spec": Path(f"paper:{name}"),
         }  # fmt: skip
@@ -309,7 +309,7 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
         for cell in cells:
             result = runs.result(cell)
             assert "failed" not in result, (name, result)
-            assert result["options"]["training_steps"] == 4 == result["history"][-1]["step"]
+            assert result["options"]["training_steps"] == 2 == result["history"][-1]["step"]
         assert read_options_file(grid.path_of(options["spec"]))["paper"]["title"] in page
         assert ("mnli accuracy | mnli accuracy_mm |" in page) == (study.tasks == ["mnli"])
     teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]
