@@ -539,7 +539,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def planned(function: Public) -> Public:
-    """Decorate a loss: calls with metadata that were seen twice run from a plan."""
+    """Decorate a loss, or a part of one: with metadata that were seen twice it runs from a plan."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

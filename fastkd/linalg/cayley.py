@@ -7,8 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd._core.numerics import autocast_off, cast, once_differentiable, upcast
+from fastkd._core.plans import planned
 
 
+@planned
 def inverse_by_products(skew: Tensor, guess: list[Tensor]) -> Tensor:
     """(I − Q)⁻¹ of (*, n, n), starting from guesses (B₁, n, n), (B₂, n, n), … or from I."""
     from fastkd.kernels.cayley import cayley_inverse

@@ -39,7 +39,7 @@ from tools.ptx.launches import extent, flat
 from tools.ptx.memory import bytes_of
 
 FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
-LARGEST = 1 << 20  # entries of a call's inputs
+LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
 SEQUENCES = 1000
 
 
@@ -256,7 +256,8 @@ def as_written(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> A
 def small(call: calls.Call) -> bool:
     listed = (x if isinstance(x, list) else [x] for x in call.inputs.values())
     shapes = [x.shape for xs in listed for x in xs if isinstance(x, calls.Made)]
-    return sum(torch.Size(shape).numel() for shape in shapes) <= LARGEST
+    matrices = call.options.get("in_dim", 0) ** 2  # of an OrthogonalProjection
+    return sum(torch.Size(shape).numel() for shape in shapes) + matrices <= LARGEST
 
 
 def subjects(every: int) -> Iterator[tuple[str, Subject]]:
@@ -269,8 +270,8 @@ def subjects(every: int) -> Iterator[tuple[str, Subject]]:
             code = getattr(names, "__wrapped__", names).__code__
             if number % every or not small(call) or "backend" not in code.co_varnames:
                 continue
-            if call.of.__name__ in ("linear_soft_target_loss", "cayley", "OrthogonalProjection"):
-                continue  # not planned: their products take longer than the host
+            if call.of.__name__ == "linear_soft_target_loss":
+                continue  # not planned: its products take longer than the host
             yield str(call), _subject(call._replace(options=call.options | {"backend": "triton"}))
 
 
