@@ -197,16 +197,6 @@ def test_gradcheck(kind, backend_of_float64):
         )
 
 
-@each_kind
-def test_backward_twice(backend, kind):
-    student, teacher = states()
-    loss = hidden_state_loss(
-        student.requires_grad_(), teacher, padding(), kind=kind, backend=backend
-    )
-    first = torch.autograd.grad(loss, student, retain_graph=True)
-    assert torch.equal(torch.autograd.grad(loss, student)[0], first[0])
-
-
 def test_a_projection_where_widths_differ(backend):
     module = HiddenStateLoss("mse", 6, 9, backend=backend)
     student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 9)
@@ -221,16 +211,6 @@ def test_a_projection_where_widths_differ(backend):
     assert module.projector.weight.grad.abs().sum() > 0
     assert HiddenStateLoss("mse", 6, 6).projector is None
     assert HiddenStateLoss().projector is None
-
-
-def test_autocast_changes_nothing(backend):
-    student, teacher = states()
-    for kind in KINDS:
-        call = functools.partial(value_and_grad, hidden_state_loss, kind=kind, backend=backend)
-        plain = call(student, teacher, padding())
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            under = call(student, teacher, padding())
-        assert torch.equal(under[0], plain[0]) and torch.equal(under[1], plain[1])
 
 
 # The kernels are one operator in a graph: test_promises.py and test_weights.py.
