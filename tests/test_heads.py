@@ -299,13 +299,7 @@ def test_pairs_of_options_match_the_reference(
         smoothing, z_loss = task
         options["task"] = CrossEntropy(labels, 0.7, label_smoothing=smoothing, z_loss=z_loss)
     found = made(
-        linear_soft_target_loss,
-        student,
-        scale,
-        softcap,
-        given,
-        chunk_bytes=chunk_bytes,
-        **options,
+        linear_soft_target_loss, student, scale, softcap, given, chunk_bytes=chunk_bytes, **options
     )
     wanted = made(linear_soft_target_loss_ref, student, scale, softcap, given, **options)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)

@@ -66,10 +66,7 @@ PARITY += [(256, "rank-deficient"), (512, "repeated"), (768, "condition 1e+08")]
 
 @pytest.mark.parametrize("n, kind", PARITY)
 def test_parity_with_float64_eigh(n, kind, device):
-    for dtype, product_error, unit in (
-        (torch.float32, 1e-5, 1e-6),
-        (torch.float64, 1e-13, 1e-14),
-    ):
+    for dtype, product_error, unit in ((torch.float32, 1e-5, 1e-6), (torch.float64, 1e-13, 1e-14)):
         a = matrix(n, kind).to(dtype)
         root = sqrtm(a.to(device)).cpu()
         inverse = inv_sqrtm(a.to(device)).cpu()

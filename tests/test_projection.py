@@ -440,11 +440,7 @@ def test_layer_norm_mse_backward_twice(backend, device):
 
 
 @few_examples
-@given(
-    seed=st.integers(0, 10**6),
-    gain=st.floats(0.1, 10),
-    shift=st.floats(-10, 10),
-)
+@given(seed=st.integers(0, 10**6), gain=st.floats(0.1, 10), shift=st.floats(-10, 10))
 def test_layer_norm_mse_ignores_positive_affine_maps_of_rows(seed, gain, shift):
     torch.manual_seed(seed)
     x, y = make_pair(3, 9, dtype=torch.float64)

@@ -8,11 +8,7 @@ import torch
 import fastkd
 from fastkd import functional
 from tests.distill.processes import run_ranks
-from tests.support.compare import (
-    assert_matches_reference,
-    counted,
-    value_and_grad,
-)
+from tests.support.compare import assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "layer_norm_mse"  # every loss here has kernels in Triton and C++
 MASK = torch.tensor([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

@@ -43,12 +43,7 @@ from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.models import check_same_tokens, load_teacher, load_tokenizer
 from fastkd.train.options import assignments, options_of
-from fastkd.train.saving import (
-    MANIFEST,
-    find_damage,
-    recover_directory,
-    replace_directory,
-)
+from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replace_directory
 from fastkd.train.settings import Pairing, Source
 from tests.support.tiny import make_teacher, read_otherwise, run, write_tsv
 

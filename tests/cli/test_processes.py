@@ -12,11 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import run as torchrun
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-)
+from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering
 
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train.saving import find_damage

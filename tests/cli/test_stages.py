@@ -10,13 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from fastkd.train.job import Job
-from tests.cli.test_cli import (
-    press_ctrl_c,
-    report_of,
-    same_weights,
-    stop_at,
-    visible,
-)
+from tests.cli.test_cli import press_ctrl_c, report_of, same_weights, stop_at, visible
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 

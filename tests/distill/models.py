@@ -6,13 +6,7 @@ import torch
 import transformers as t
 from torch import Tensor
 
-from fastkd.distill import (
-    Distiller,
-    DistillerOutput,
-    Method,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd.distill import Distiller, DistillerOutput, Method, method_by_name, student_from_teacher
 from fastkd.distill.baselines import BASELINES
 from fastkd.distill.verify import gradients_of
 

@@ -9,13 +9,7 @@ from pathlib import Path
 import torch
 import transformers as t
 
-from fastkd.distill import (
-    METHODS,
-    AttentionMSE,
-    Distiller,
-    method_by_name,
-    student_from_teacher,
-)
+from fastkd.distill import METHODS, AttentionMSE, Distiller, method_by_name, student_from_teacher
 from tests.distill.models import BERT, CONFIGS, PADS_LEFT, SMALL, batch
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"

@@ -105,8 +105,7 @@ def test_language_models_store_the_head_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, head",
-    [("bert", "masked words"), ("electra", "masked words"), ("gemma2", "next word")],
+    "family, head", [("bert", "masked words"), ("electra", "masked words"), ("gemma2", "next word")]
 )
 def test_head_inputs_are_stored_instead_of_logits(family, head, tmp_path):
     """A masked model's head reads a transform of the last hidden states; a decoder's may cap."""

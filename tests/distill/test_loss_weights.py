@@ -47,8 +47,7 @@ def terms(distiller, given, position):
 @pytest.mark.parametrize("keep_logits", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(
-    ("family", "head"),
-    [("llama", t.AutoModelForCausalLM), ("bert", t.AutoModelForMaskedLM)],
+    ("family", "head"), [("llama", t.AutoModelForCausalLM), ("bert", t.AutoModelForMaskedLM)]
 )
 def test_each_tokens_loss_is_multiplied(family, head, left, keep_logits):
     distiller = made(family, head, keep_logits)

@@ -120,10 +120,7 @@ def test_pairs_with_a_truncated_first_text():
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words]
         return t.BertTokenizer(vocab={word: i for i, word in enumerate(words)})
 
-    two = {
-        "student": tokenizer("aa", "##aa", "x", "y"),
-        "teacher": tokenizer("aaaa", "x", "y"),
-    }
+    two = {"student": tokenizer("aa", "##aa", "x", "y"), "teacher": tokenizer("aaaa", "x", "y")}
     tokenizers = TwoTokenizers(**two, truncation="only_first", max_length=7)
     batch = tokenizers(["aaaa aaaa aaaa", "aaaa"], ["x y", "y"])
     assert batch["student_spans"].tolist() == [[-1, 0, 0, -1, 1, 2, -1], [-1, 0, 0, -1, 1, -1, -1]]

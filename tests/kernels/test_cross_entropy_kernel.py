@@ -12,11 +12,7 @@ from fastkd.lm.log_probs import log_probs_ref
 from fastkd.lm.row_losses import log_mass_of
 from fastkd.lm.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from tests.losses.soft_targets import cross_entropies
-from tests.support.compare import (
-    assert_accurate,
-    assert_matches_reference,
-    values_and_grads,
-)
+from tests.support.compare import assert_accurate, assert_matches_reference, values_and_grads
 
 pytest.importorskip("triton")
 

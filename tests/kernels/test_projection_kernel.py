@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from fastkd.losses.projection import (
-    DualProjectionLoss,
-    layer_norm_mse,
-    layer_norm_mse_ref,
-)
+from fastkd.losses.projection import DualProjectionLoss, layer_norm_mse, layer_norm_mse_ref
 
 pytest.importorskip("triton")
 
@@ -22,11 +18,7 @@ def test_few_launches(device):
     x, y = torch.randn(2, 5, 40, device=device, requires_grad=True)
     with count_launches() as launches:
         layer_norm_mse(x, y, backend="triton").backward()
-    assert launches.of_triton() == [
-        "layer_norm_mse_kernel",
-        "reduce_kernel",
-        "upstream_kernel",
-    ]
+    assert launches.of_triton() == ["layer_norm_mse_kernel", "reduce_kernel", "upstream_kernel"]
     assert len(launches) <= 8, launches
 
 

@@ -27,8 +27,7 @@ def data_set(columns, **features):
 def test_declared_classes_count(tmp_path, form):
     """The names in a file's metadata were ignored: numbers took the order of the teacher's head."""
     data = data_set(
-        {"text": ["a", "b", "c"], "label": [2, 0, 1]},
-        label=datasets.ClassLabel(names=NAMES),
+        {"text": ["a", "b", "c"], "label": [2, 0, 1]}, label=datasets.ClassLabel(names=NAMES)
     )
     path = tmp_path / "rows.parquet" if form == "parquet" else tmp_path / "rows"
     data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)

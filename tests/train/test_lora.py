@@ -23,13 +23,7 @@ from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 from tests.train.tasks.through import verified
 
 WEIGHTS = "model.safetensors"
-DEFAULTS = {
-    "epochs": 2,
-    "batch_size": 4,
-    "max_length": 16,
-    "device": "cpu",
-    "learning_rate": 1e-2,
-}
+DEFAULTS = {"epochs": 2, "batch_size": 4, "max_length": 16, "device": "cpu", "learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
