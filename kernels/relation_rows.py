@@ -161,15 +161,19 @@ class Layers:
     """Layers of one launch: their features, mask, row scales and gradients."""
 
     def __init__(
-        self, students: list[Tensor], teachers: list[Tensor], mask: Tensor | None, eps: float
+        self,
+        students: list[Tensor],
+        teachers: list[Tensor],
+        mask: Tensor | None,
+        eps: float,
+        dx: Tensor | None,
     ) -> None:
         self.students, self.teachers = padded_rows(students), padded_rows(teachers)
-        self.mask, self.masked, self.eps = mask, mask is not None, eps
+        self.mask, self.masked, self.eps, self.dx = mask, mask is not None, eps, dx
         B, N, self.Ds = self.students[0].shape
         self.Dt, self.rows = self.teachers[0].shape[-1], B * N
         self.dtype = students[0].dtype
         self.split = splits(self.dtype)
-        self.dx: Tensor | None = None
         self.pointers = padded(self.students), padded(self.teachers)
         self.slots = slots(len(students))
         self.stride_side = cdiv(self.rows, 4) * 4  # the next side is aligned, too

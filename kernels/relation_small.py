@@ -3,14 +3,13 @@
 `relation_small_mean_kernel` computes the mean of a group's unit rows for some of the features: in
 the programs of the other kernels, warps would wait for each other in each sum over rows.
 `relation_small_groups_kernel` reads the rows once, for R̃_s and R̃_t, and stores the losses. For the
-gradient of the call's last kind of relation it stores A and two numbers per row (`Kept`), far less
-than the rows; for another kind it reads the student again and writes the gradient.
-`relation_small_gradient_kernel` computes the gradient from A and the student in the backward pass,
-adds the other kind's gradient, applies P_i and the upstream gradient.
+gradient of the call's last kind of relation it stores A and two numbers per row, far less than the
+rows; for another kind it reads the student again and writes the gradient.
+`relation_small_gradient_kernel` computes the gradient from A and the student, adds the other kind's
+gradient and applies P_i.
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from fastkd._core.operator import launch_kernel
 from fastkd.kernels import launch
-from fastkd.kernels.launch import cdiv
-from fastkd.kernels.pointers import padded, pick, slots
+from fastkd.kernels.launch import cdiv, next_power_of_2
+from fastkd.kernels.pointers import pick
 from fastkd.kernels.relation_rows import (
     LARGEST_SCALE,
     OPERAND_SCALE,
@@ -31,7 +30,6 @@ from fastkd.kernels.relation_rows import (
     high_part,
     load_rows,
     low_part,
-    padded_size,
 )
 from fastkd.kernels.rounding import rounded
 
@@ -278,23 +276,21 @@ def relation_small_groups_kernel(
 @triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def relation_small_gradient_kernel(
     s_ptrs,  # layers of (rows, D)
-    dx_ptr,  # (layers, rows, D), if HAS_DX
-    a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
-    values_ptr,  # (layers, groups, 2, BLOCK_N)
     mean_ptr,  # (layers, groups, D)
-    factor_ptr,
-    out_ptr,  # (layers, rows, D)
+    a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
+    values_ptr,  # (layers, groups, 2, BLOCK_N): 1/‖x‖ of each row, and the factor of A's row
+    dx_ptr,  # (layers, rows, D), read if ADD
     N,
     D,
     stride_group,  # of rows
     stride_n,
     SLOTS: tl.constexpr,
-    HAS_DX: tl.constexpr,
+    ADD: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out = factor · (dx + A's gradient), without its component along the normalised rows."""
+    """dx (+)= A's gradient, without its component along the normalised rows."""
     group = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
@@ -313,17 +309,15 @@ def relation_small_gradient_kernel(
     exists, valid, _ = _members(scale)
     mean_ptr += (layer * groups + group) * D
     row = group * stride_group + n.to(tl.int64) * stride_n
-    own_layer = layer * groups * N * D
-    factor = tl.load(factor_ptr).to(tl.float32)
-
+    dx_ptr += layer * groups * N * D
     along = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = load_rows(s_ptr, row, exists, d, D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
-        if HAS_DX:
-            dx += load_rows(dx_ptr + own_layer, row, exists, d, D)
+        if ADD:
+            dx += load_rows(dx_ptr, row, exists, d, D)
         along += tl.sum(dx * x, axis=1)
     along = tl.where(scale >= LARGEST_SCALE, 0.0, along * scale)
     for first in range(0, D, BLOCK_D):
@@ -331,35 +325,16 @@ def relation_small_gradient_kernel(
         x = load_rows(s_ptr, row, exists, d, D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
         dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
-        if HAS_DX:
-            dx += load_rows(dx_ptr + own_layer, row, exists, d, D)
-        dx = (dx - along[:, None] * (x * scale[:, None])) * factor
-        out = out_ptr + own_layer + (row * D)[:, None] + d[None, :]
-        tl.store(out, dx, mask=(n < N)[:, None] & (d < D)[None, :])
-
-
-class Kept(NamedTuple):
-    """What the backward pass needs of one kind of relation, beside the student."""
-
-    a: Tensor  # (layers, groups, parts, n, n): A in float16, or in two parts
-    values: Tensor  # (layers, groups, 2, n): 1/‖x‖ of each row, and the factor of A's row
-    mean: Tensor  # (layers, groups, Ds): mean of the student's unit rows
-
-
-def new_kept(x: Tensor, layers: int, groups: int, N: int, split: bool) -> Kept:
-    """Empty tensors for students like x (.., D)."""
-    n, D = small_rows(N), padded_size(x.shape[-1])
-    numbers = functools.partial(x.new_empty, dtype=torch.float32)
-    a = x.new_empty(layers, groups, 2 if split else 1, n, n, dtype=torch.float16)
-    return Kept(a, numbers(layers, groups, 2, n), numbers(layers, groups, D))
+        if ADD:
+            dx += load_rows(dx_ptr, row, exists, d, D)
+        dx -= along[:, None] * (x * scale[:, None])
+        inside = (n < N)[:, None] & (d < D)[None, :]
+        tl.store(dx_ptr + (row * D)[:, None] + d[None, :], dx, mask=inside)
 
 
 def small_rows(N: int) -> int:
-    """Rows of a program's tiles: the power of 2 from 16 to SMALL_GROUP that holds N rows.
-
-    Only arithmetic: a comparison, or bits of N, would make a graph for each power or each N.
-    """
-    return 16 + sum(n * (1 + (N - n - 1) // SMALL_GROUP) for n in (16, 32, 64))  # each n below N
+    """Rows of a program's tiles: the power of 2 from 16 to SMALL_GROUP that holds N rows."""
+    return max(next_power_of_2(N), 16)
 
 
 # Fastest blocks on an H100 that spill nothing.
@@ -410,17 +385,22 @@ def small_mean_blocks(N: int) -> dict[str, int]:
 
 
 def launch_small(
-    layers: Layers, term: Term, losses: Tensor, first_loss: int, kept: Kept | None
+    layers: Layers, term: Term, losses: Tensor, first_loss: int, add: bool, last: bool
 ) -> None:
     """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`.
 
-    With ``kept`` the gradient is left to `launch_small_gradient`; else it is written, not added.
+    The ``last`` kind of relation adds its gradient, and applies P_i to the sum.
     """
-    capability = launch.capability(losses.device)
     sizes = len(layers.students), term.groups
     new = functools.partial(losses.new_empty, dtype=torch.float32)
-    mean_s = kept.mean if kept else new(*sizes, layers.Ds)
-    means = mean_s, new(*sizes, layers.Ds), *new(2, *sizes, layers.Dt)
+    means = *new(2, *sizes, layers.Ds), *new(2, *sizes, layers.Dt)
+    device = launch.capability(losses.device)
+    blocks = functools.partial(small_blocks, term.N, layers.dtype, layers.split, device)
+    keep, n = last and layers.dx is not None, small_rows(term.N)
+    a = values = None
+    if keep:
+        a = losses.new_empty(*sizes, 2 if layers.split else 1, n, n, dtype=torch.float16)
+        values = new(*sizes, 2, n)
     mean_blocks = small_mean_blocks(term.N)
     columns = cdiv(max(layers.Ds, layers.Dt), mean_blocks["BLOCK_D"])
     launch_kernel(
@@ -446,8 +426,9 @@ def launch_small(
         *means,
         term.shares,
         term.stride_share,
-        None if kept else layers.dx,
-        *(kept[:2] if kept else (None, None)),
+        None if keep else layers.dx,
+        a,
+        values,
         losses,
         term.N,
         layers.Ds,
@@ -458,40 +439,25 @@ def launch_small(
         layers.eps,
         SLOTS=layers.slots,
         HAS_MASK=layers.masked,
-        GRADIENT=layers.dx is not None and kept is None,
-        KEEP=kept is not None,
+        GRADIENT=layers.dx is not None and not keep,
+        KEEP=keep,
         SPLIT=layers.split,
-        **small_blocks(term.N, layers.dtype, layers.split, capability, gradient=False),
+        **blocks(gradient=False),
     )
-
-
-def launch_small_gradient(
-    students: list[Tensor], dx: Tensor | None, kept: Kept, factor: Tensor, out: Tensor, over: int
-) -> None:
-    """Gradient of ``kept`` relations over dimension ``over`` of (B, N), plus ``dx``, times factor.
-
-    Writes ``out`` (layers, B, N, D).
-    """
-    layers, *sizes, D = out.shape
-    members, groups = sizes[over], sizes[1 - over]
-    strides = sizes[1], 1
-    split = kept.a.shape[2] == 2
-    capability = launch.capability(out.device)
-    blocks = small_blocks(members, students[0].dtype, split, capability, gradient=True)
-    launch_kernel(
-        relation_small_gradient_kernel,
-        (groups, layers),
-        padded(students),
-        dx,
-        *kept,
-        factor,
-        out,
-        members,
-        D,
-        strides[1 - over],
-        strides[over],
-        SLOTS=slots(layers),
-        HAS_DX=dx is not None,
-        SPLIT=split,
-        **blocks,
-    )
+    if keep:
+        launch_kernel(
+            relation_small_gradient_kernel,
+            (term.groups, sizes[0]),
+            layers.pointers[0],
+            means[0],
+            a,
+            values,
+            layers.dx,
+            term.N,
+            layers.Ds,
+            *term.strides,
+            SLOTS=layers.slots,
+            ADD=add,
+            SPLIT=layers.split,
+            **blocks(gradient=True),
+        )

@@ -11,7 +11,7 @@ from torch.autograd import functional
 
 import fastkd
 from fastkd._core import allocation, extension
-from fastkd._core.numerics import sum_by_doubling, times_upstream
+from fastkd._core.numerics import multiplies_in_float32, sum_by_doubling, times_upstream
 from fastkd._core.registry import LOSSES
 from fastkd.cli.doctor import inputs_of
 from fastkd.models.outputs import Outputs
@@ -156,3 +156,23 @@ def test_deterministic_cumulative_sums(shape):
     torch.testing.assert_close(sum_by_doubling(x.T, -1), x.T.cumsum(-1))
     ones = torch.ones(1000)
     assert torch.equal(sum_by_doubling(ones, 0), torch.arange(1.0, 1001))
+
+
+@pytest.mark.parametrize("precision", ["high", "medium", "tf32"])
+def test_precision_of_float32_products_is_read(precision):
+    """By either interface; transformers' ``TrainingArguments(tf32=True)`` writes the newer one."""
+    backends = torch.backends
+    if precision != "tf32":
+        torch.set_float32_matmul_precision(precision)
+    elif hasattr(backends, "fp32_precision"):  # torch 2.9 and later
+        backends.cuda.matmul.fp32_precision = "none"  # as in a process that never wrote it
+        backends.fp32_precision = precision
+    else:
+        pytest.skip("torch has one interface")
+    try:
+        assert not multiplies_in_float32()
+    finally:
+        if precision == "tf32":
+            backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+    assert multiplies_in_float32()

@@ -1,15 +1,13 @@
 """Compile every Triton kernel ahead of time, without a GPU, and report the resources it uses.
 
-``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100] [--json]``: modules of
+``python -m tools.compile_report [module ...] [--every] [--arch 80,90,100]``: modules of
 ``kernels/``, all by default. The forms are those that the calls of `tools.calls` launch, recorded
 without a GPU by tools/dry_cuda.py: one of each kernel and architecture, or all with ``--every``.
 The exit status is 1 if a form spills registers, needs more shared memory than the architecture
-has, or has matrix products without tensor cores; with ``--json`` only the rows report it. Rows are
-kept in ``build/compiled`` until the form's source changes.
+has, or has matrix products without tensor cores.
 """
 
 import argparse
-import ast
 import functools
 import hashlib
 import importlib
@@ -148,7 +146,6 @@ def walked(loss: str) -> dict[str, Any]:
         not_interpreted("tools.dry_cuda")
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            _ask_for_keys()
             found = importlib.import_module("tools.dry_cuda").report(loss)
             write_file(file, json.dumps(found), shared=True)
     return json.loads(file.read_text())
@@ -166,65 +163,19 @@ def not_interpreted(module: str, *arguments: str) -> str:
 
 @functools.cache
 def _sources_key() -> str:
-    summary = hashlib.sha256(_versions().encode())
-    patterns = ("fastkd/*.py", "fastkd/*.so", "kernels/*.py", "tools/calls/*.py")
+    import torch
+    import triton
+
+    summary = hashlib.sha256(f"{sys.version} {torch.__version__} {triton.__version__}".encode())
+    patterns = ("fastkd/**/*.py", "fastkd/*.so", "kernels/*.py", "tools/calls/*.py")
     for pattern in (*patterns, "tools/dry_cuda.py", "tools/compile_report.py"):
         for path in sorted(ROOT.glob(pattern)):
             summary.update(path.read_bytes())
     return summary.hexdigest()[:16]
 
 
-def _versions() -> str:
-    import torch
-    import triton
-
-    return f"{sys.version} {torch.__version__} {triton.__version__}"
-
-
-def key(form: Form) -> str:
-    """Cache key of a form: its fields and its kernel's code, without the file name."""
-    return f"{form.kernel.cache_key} {form._replace(module='')}"
-
-
-@functools.cache
-def _ask_for_keys() -> None:
-    """Compute all keys in one order: a key depends on the keys computed before it."""
-    from triton.runtime.jit import JITFunction
-
-    functions = [
-        function
-        for name in modules()
-        for _, function in sorted(vars(importlib.import_module(f"fastkd.kernels.{name}")).items())
-        if isinstance(function, JITFunction)
-    ]
-    for function in functions:
-        strip(function)
-    for function in functions:
-        function.cache_key  # noqa: B018
-
-
-def strip(function: Any) -> None:
-    """Remove docstring, comments and first line, which change the key but not the code."""
-    tree = function.parse()
-    body = tree.body[0].body
-    if ast.get_docstring(tree.body[0]) is not None:
-        del body[0]
-    function.starting_line_number = 0
-    function._unsafe_update_src(ast.unparse(tree))
-
-
 def compile_one(form: Form) -> dict[str, Any]:
-    """Compile a form, unless its row is known; returns the row."""
-    _ask_for_keys()  # in a process of a pool too
-    source = f"{key(form)} {_versions()}"
-    file = KEPT / f"form-{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(_compiled(form)), shared=True)
-    return json.loads(file.read_text())
-
-
-def _compiled(form: Form) -> dict[str, Any]:
+    """Compile a form, which Triton caches; returns its row of the report."""
     row: dict[str, Any] = {
         "module": form.module,
         "kernel": form.name,
@@ -334,7 +285,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
     parser.add_argument("--arch", default=known, help=f"architectures, {known} by default")
     parser.add_argument("--every", action="store_true", help="every form, not one of each kernel")
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)
     # The interpreter replaces kernels by Python functions, which have nothing to compile.
@@ -346,9 +296,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no kernels in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
     architectures = [int(text) for text in options.arch.split(",") if text]
     rows = report(chosen(names, architectures, options.every), options.workers)
-    if options.json:
-        print(json.dumps(rows, indent=1))
-        return 0
     wrong = [row for row in rows if row["problems"]]
     print(table(rows))
     print(f"{len(rows)} compiled, {len(wrong)} with problems")

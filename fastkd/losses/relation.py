@@ -30,7 +30,7 @@ from fastkd._core.numerics import (
     dense_rows,
     once_differentiable,
     reduced,
-    saveable,
+    times_upstream,
     upcast,
     values_readable,
     working_dtype,
@@ -497,19 +497,14 @@ class _TritonRelations(torch.autograd.Function):
     """Layers of one shape, with ℓ2-normalised rows and Pearson's correlation only."""
 
     @staticmethod
-    def forward(ctx, options, *tensors):
-        from fastkd.kernels import relation as kernels
+    def forward(ctx, options, mask, weights, *features):
+        from fastkd.kernels.relation import relations
 
-        mask, weights, *features = tensors
         students, teachers = features[::2], features[1::2]
         factors = options.tokens, options.samples
-        ctx.needs_grad = ctx.needs_input_grad[3::2]
-        losses, *saved = kernels.relations(
-            students, teachers, mask, weights, *factors, options.eps, any(ctx.needs_grad)
-        )
-        if any(ctx.needs_grad):
-            ctx.options = options
-            ctx.save_for_backward(mask, *(saveable(x) for x in students), *saved)
+        ctx.dtype, gradient = students[0].dtype, any(ctx.needs_input_grad)
+        losses, *dx = relations(students, teachers, mask, weights, *factors, options.eps, gradient)
+        ctx.save_for_backward(*dx)
         if not options.return_terms:
             return losses.sum(), None
         of_tokens = len(students) * len(students[0])
@@ -520,13 +515,12 @@ class _TritonRelations(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        from fastkd.kernels import relation as kernels
+        from fastkd.kernels.upstream import scaled
 
-        mask, *rest = ctx.saved_tensors
-        layers = len(ctx.needs_grad)
-        students, saved = rest[:layers], rest[layers:]
-        factors = ctx.options.tokens, ctx.options.samples
-        gradients = kernels.relation_gradients(students, saved, mask, grad, *factors).unbind()
-        requested = zip(gradients, ctx.needs_grad, strict=True)
-        pairs = ((dx if needs else None, None) for dx, needs in requested)
-        return (None, None, None, *itertools.chain(*pairs))
+        (dx,) = ctx.saved_tensors
+        dx = scaled([dx], grad)[0] if dx.dtype == ctx.dtype else times_upstream(dx, grad, ctx.dtype)
+        needs = ctx.needs_input_grad[3::2]
+        found = (
+            (x if needed else None, None) for x, needed in zip(dx.unbind(), needs, strict=True)
+        )
+        return (None, None, None, *itertools.chain(*found))

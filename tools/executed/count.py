@@ -4,8 +4,7 @@
 backward, compiled for ``--capability``, with fastkd's kernels and with Liger's where they are
 installed. A few rows, layers or positions are executed, and times are scaled to the whole case.
 It prints a row for each kernel, per element of the student's input, and its instructions by class.
-``--page`` writes the tables into docs/kernels.md, which explains the columns. It also needs
-Automodel's kernels: ``pip install --no-deps nemo_automodel``.
+``--page`` writes the tables into docs/kernels.md, which explains the columns.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +60,6 @@ class Gpu(NamedTuple):
     memory: float  # bytes a second
     cache: float  # bytes a second from the L2 cache
     products: float  # bf16 operations a second; tf32 has half
-    capability: int = 90  # of the code that is counted
     threads: int = 2048  # of a multiprocessor
     registers: int = 65536
     shared: int = 233_472
@@ -71,7 +69,6 @@ GPUS = (
     Gpu("H100", 132, 1.83e9, 3.35e12, 5120 * 1.83e9, 989e12),
     Gpu("B200", 148, 1.85e9, 8.0e12, 2 * 5120 * 1.85e9, 2250e12),
 )
-A100 = Gpu("A100", 108, 1.41e9, 2.039e12, 5120 * 1.41e9, 312e12, capability=80)
 
 
 class Cost(NamedTuple):
@@ -208,76 +205,6 @@ def line(cost: Cost) -> str:
     return f"{cost.kernel}: {', '.join(each)}"
 
 
-class Measured(NamedTuple):
-    """A public figure of a peer's own kernels."""
-
-    work: str
-    gpu: Gpu
-    milliseconds: float
-    source: str
-    start: Callable[[int, int], None]  # of rows and a vocabulary
-    rows: int
-    vocabulary: int
-    executed: int = 4  # rows
-
-
-def jensen_shannon(rows: int, vocabulary: int) -> None:
-    from liger_kernel.transformers import LigerJSD
-
-    student, teacher = (torch.randn(rows, vocabulary).log_softmax(-1).bfloat16() for _ in "st")
-    LigerJSD(beta=0.5)(student.requires_grad_(), teacher).backward()
-
-
-def cross_entropy(rows: int, vocabulary: int) -> None:
-    from liger_kernel.ops.cross_entropy import cross_entropy_forward
-
-    logits = torch.randn(rows, vocabulary).bfloat16()
-    labels = torch.arange(rows)
-    with torch.no_grad():
-        cross_entropy_forward(
-            logits.requires_grad_(), labels, None, -100, 0.0, 0.0, "mean", None, False
-        )
-
-
-def soft_cross_entropy(rows: int, vocabulary: int) -> None:
-    """Of 80% of the rows, as in the public benchmark."""
-    from nemo_automodel.components.loss.triton.soft_cross_entropy import fused_soft_cross_entropy
-
-    student = torch.randn(1, rows, vocabulary).bfloat16()
-    teacher = torch.randn(1, rows, vocabulary).softmax(-1).bfloat16()
-    mask = (torch.arange(rows) % 5 > 0).view(1, rows, 1)
-    fused_soft_cross_entropy(student.requires_grad_(), teacher, mask).backward()
-
-
-def peers() -> tuple[Measured, ...]:
-    h100, b200 = GPUS
-    liger = "[Liger-Kernel#{0}](https://github.com/linkedin/Liger-Kernel/pull/{0})".format
-    automodel = "[Automodel#{0}](https://github.com/NVIDIA-NeMo/Automodel/pull/{0})".format
-    return (
-        Measured("Jensen-Shannon of logits, Liger", b200, 6.06, liger(1420),
-                 jensen_shannon, 8192, 128_256),
-        Measured("cross-entropy, Liger", h100, 0.7975, liger(1290), cross_entropy, 8192, 32_000),
-        Measured("soft cross-entropy, Automodel", A100, 2.00, automodel(2428),
-                 soft_cross_entropy, 8192, 32_000, executed=5),
-    )  # fmt: skip
-
-
-def calibration() -> str:
-    """Public figures of peers beside the bounds of their own kernels."""
-    rows = [["work", "GPU", "measured, ms", "bound, ms", "bound / measured", "source"]]
-    for peer in peers():
-        with executing(peer.gpu.capability) as launches:
-            peer.start(peer.executed, peer.vocabulary)
-        found = costs(launches, peer.executed * peer.vocabulary)
-        bound = 1e3 * sum(binding(peer.gpu, x)[0] for x in found) * peer.rows / peer.executed
-        rows.append([
-            f"{peer.work}, {peer.rows} × {peer.vocabulary:,}", peer.gpu.name,
-            f"{peer.milliseconds}", f"{bound:.3g}", f"{bound / peer.milliseconds:.0%}",
-            peer.source,
-        ])  # fmt: skip
-    return grid(rows)
-
-
 def write_page(text: str) -> None:
     page = PAGE.read_text()
     pattern = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
@@ -309,7 +236,6 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join([text, "", *classes, ""]), flush=True)
         found.append(text)
     if options.page:
-        found.append(f"**Public figures of peers**\n\n{calibration()}")
         write_page("\n\n".join(found))
     return 0
 

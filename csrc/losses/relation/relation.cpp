@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "base/row_norms.h"
 
@@ -34,50 +35,21 @@ namespace {
 constexpr double kShortest = 1e-12;  // torch.nn.functional.normalize divides by max(‖x‖, this)
 constexpr int64_t kRowsAtATime = 8, kRowsAhead = 3;  // added up together; prefetch distance
 
-// Stores a row in float64, times a power of 2 that keeps its squares in range; returns that power.
-double power_of_row(const Rows& x, int64_t i, std::vector<double>& wide) {
-  wide.resize(x.n);
-  const double* row = x.read(i, 0, x.n, wide.data());
-  double peak = 0;
-  for (int64_t j = 0; j < x.n; ++j) peak = std::max(peak, std::abs(row[j]));
-  const double power = std::ldexp(1.0, -std::ilogb(peak));
-  for (int64_t j = 0; j < x.n; ++j) wide[j] = row[j] * power;
-  return power;
+UnitRow unit_of(const Rows& x, int64_t i) {
+  const double norm = row_norm(x, i);
+  const double scale = std::isfinite(norm) ? 1 / std::max(norm, kShortest) : std::nan("");
+  return {norm < kShortest, scale, 0, 0};
 }
 
 template <typename W>
-UnitRow unit_of(const Rows& x, int64_t i, std::vector<double>& wide) {
-  UnitRow of{};
-  double norm = row_norm(x, i);
-  of.power = 1;
-  bool finite = std::isfinite(norm);
-  if (norm > (sizeof(W) == sizeof(float) ? 1e37 : 1e300)) {
-    W peak = 0;
-    Copies<W> copies{x.type, x.n};
-    const W* row = x.read(i, 0, x.n, copies[0]);
-    for (int64_t j = 0; j < x.n; ++j) peak = std::max(peak, std::abs(row[j]));
-    finite = std::isfinite(peak);
-    if (finite) {
-      of.power = power_of_row(x, i, wide);
-      norm = row_norm({reinterpret_cast<char*>(wide.data()), 0, x.n, Type::kDouble}, 0);
-    }
-  }
-  of.short_ = norm < kShortest;
-  of.scale = finite ? 1 / std::max(norm, kShortest) : std::nan("");
-  // 1/kShortest is beyond float16: there a short row gets the gradient of its normalised row.
-  of.derivative = of.short_ && x.type == Type::kHalf ? 1 : of.scale * of.power;
-  return of;
-}
-
-template <typename W>
-void unit_row(const Rows& x, int64_t i, const UnitRow& of, W* y, Next next) {
-  if (of.power == 1) {
-    FASTKD_CALL(times, x.read(i, 0, x.n, y), W(of.scale), x.n, y, next);
+void unit_row(const Rows& x, int64_t i, double scale, W* y, Next next) {
+  if (!(scale < std::numeric_limits<W>::min())) {
+    FASTKD_CALL(times, x.read(i, 0, x.n, y), W(scale), x.n, y, next);
     return;
   }
-  std::vector<double> wide;
-  power_of_row(x, i, wide);
-  for (int64_t j = 0; j < x.n; ++j) y[j] = W(wide[j] * of.scale);
+  std::vector<double> wide(x.n);  // W would lose digits of 1/‖x‖
+  const double* row = x.read(i, 0, x.n, wide.data());
+  for (int64_t j = 0; j < x.n; ++j) y[j] = W(row[j] * scale);
 }
 
 // Offsets u (N) of the centred relation, minus their mean.
@@ -123,7 +95,7 @@ W reciprocal(double x) {
 template <typename W>
 void RelationSide<W>::centre(int64_t N) {
   const int64_t D = x.n, room = room_of<W>(D);
-  std::vector<double> sums(room), wide;
+  std::vector<double> sums(room);
   const W *first = nullptr, *some[kRowsAtATime];
   int64_t waiting = 0;
   const auto add = [&] {
@@ -137,8 +109,8 @@ void RelationSide<W>::centre(int64_t N) {
     if (!real[i]) continue;
     // Hardware does not prefetch across a page.
     const bool more = i + kRowsAhead < N;
-    of[i] = unit_of<W>(x, i, wide);
-    unit_row(x, i, of[i], row, {more ? x.place(i + kRowsAhead, 0) : nullptr, size_of(x.type)});
+    of[i] = unit_of(x, i);
+    unit_row(x, i, of[i].scale, row, {more ? x.place(i + kRowsAhead, 0) : nullptr, size_of(x.type)});
     if (first == nullptr) first = row;
     some[waiting++] = row;
     if (waiting == kRowsAtATime) add();
@@ -206,8 +178,10 @@ void RelationSide<W>::gradient(int64_t i, const W* h, double factor, bool add, W
   }
   const UnitRow& unit = of[i];
   const double along = unit.short_ ? unit.row_sum : 0;
-  FASTKD_CALL(project_out, h, rows + i * room_of<W>(x.n), mean, x.n, factor * unit.derivative,
-              along, !unit.short_, add, dx, {reinterpret_cast<const char*>(next), sizeof(W)});
+  // 1/kShortest is beyond float16: there a short row gets the gradient of its normalised row.
+  if (!unit.short_ || x.type != Type::kHalf) factor *= unit.scale;
+  FASTKD_CALL(project_out, h, rows + i * room_of<W>(x.n), mean, x.n, factor, along, !unit.short_,
+              add, dx, {reinterpret_cast<const char*>(next), sizeof(W)});
 }
 
 template struct RelationSide<float>;

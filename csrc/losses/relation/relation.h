@@ -6,14 +6,12 @@
 
 namespace fastkd {
 
-// Normalisation of a row: x·power·scale has length 1. power is 1, except for rows near the largest
-// number.
+// Normalisation of a row: x·scale has length 1.
 struct UnitRow {
-  bool short_;        // the norm is too small to divide by, so the row keeps another length
-  double power, scale;
-  double derivative;  // scale·power
-  double offset;      // of its relations, from the mean; for a `far` mean from its own square
-  double row_sum;     // of A in its row
+  bool short_;     // the norm is too small to divide by, so the row keeps another length
+  double scale;
+  double offset;   // of its relations, from the mean; for a `far` mean from its own square
+  double row_sum;  // of A in its row
 };
 
 // Student or teacher of a group of N rows. `centre` computes everything but ``x``, ``real`` and
