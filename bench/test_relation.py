@@ -1,57 +1,51 @@
 """FCD: relations between tokens and between samples."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastkd._core.dispatch import Backend
-from fastkd.losses.relation import FCDLoss, relation_loss, relation_loss_ref
+from fastkd.losses.relation import OVER, FCDLoss, Over, relation_loss_ref
 
 from .case import Case, Work
 from .features import features, padding
 
 LOSS = "relation"
+Layers = list[Tensor]
 
 
-def layers_ref(student: list[Tensor], teacher: list[Tensor], mask: Tensor | None = None) -> Tensor:
+def reference(
+    student: Layers, teacher: Layers, mask: Tensor | None = None, *, over: Sequence[Over]
+) -> Tensor:
     """Eq. 10 with weights 1, averaged over the layers."""
-    losses = [
-        relation_loss_ref(s, t, mask, over=over)
-        for s, t in zip(student, teacher, strict=True)
-        for over in ("tokens", "samples")
-    ]
+    pairs = zip(student, teacher, strict=True)
+    losses = [relation_loss_ref(s, t, mask, over=kind) for s, t in pairs for kind in over]
     return torch.stack(losses).sum() / len(student)
 
 
-def layers(
-    student: list[Tensor], teacher: list[Tensor], mask: Tensor | None = None, *, backend: Backend
+def fcd(
+    student: Layers,
+    teacher: Layers,
+    mask: Tensor | None = None,
+    *,
+    over: Sequence[Over],
+    backend: Backend,
 ) -> Tensor:
     """`FCDLoss` with the same weights."""
-    return FCDLoss(backend=backend)(student, teacher, mask)
+    return FCDLoss(*(float(kind in over) for kind in OVER), backend=backend)(student, teacher, mask)
 
 
-def make_layers(*, layers: int, **options) -> dict[str, list[Tensor]]:
-    """Lists of ``layers`` pairs."""
-    made = [make_pair(seed=layer, **options) for layer in range(layers)]
-    return {side: [pair[side] for pair in made] for side in ("student", "teacher")}
-
-
-def make_masked(**options) -> dict[str, Any]:
-    """`make_layers` with a quarter of the positions padded."""
-    mask = padding(options["B"], options["N"], options["device"])
-    return make_layers(**options) | {"mask": mask}
-
-
-def make_pair(*, B, N, Ds, Dt, device, dtype, seed=0) -> dict[str, Tensor]:
-    """One layer's student (B, N, Ds) and teacher (B, N, Dt)."""
-    make = functools.partial(features, device=device, dtype=dtype)
-    return {
-        "student": make(B, N, Ds, seed=2 * seed, requires_grad=True),
-        "teacher": make(B, N, Dt, seed=2 * seed + 1),
+def make(*, B, N, Ds, Dt, device, dtype, layers=1, masked=False) -> dict[str, Any]:
+    """Lists of student (B, N, Ds) and teacher (B, N, Dt) features, with a quarter padded."""
+    new = functools.partial(features, device=device, dtype=dtype)
+    inputs: dict[str, Any] = {
+        "student": [new(B, N, Ds, seed=2 * i, requires_grad=True) for i in range(layers)],
+        "teacher": [new(B, N, Dt, seed=2 * i + 1) for i in range(layers)],
     }
+    return inputs | ({"mask": padding(B, N, device)} if masked else {})
 
 
 def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
@@ -61,21 +55,17 @@ def operations(groups: int, members: int, Ds: int, Dt: int) -> int:
     return groups * min(relation_side, feature_side)
 
 
-def cost(over: str, *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
-    """Case of relations between "tokens", "samples", or for a list of layers "tokens + samples"."""
+def cost(over: Sequence[str], *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
+    """Entries moved and operations."""
     kinds = {"tokens": operations(B, N, Ds, Dt), "samples": operations(N, B, Ds, Dt)}
-    return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over.split(" + "))
+    return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over)
 
 
-def case(set: str, over: str, *more: Any, masked: bool = False, **rest: Any) -> Case:
-    name, least = "relation_loss", functools.partial(cost, over)
-    work = Work(LOSS, over, make_layers, layers_ref, layers, name, least)
-    if over in ("tokens", "samples"):
-        functions = relation_loss_ref, relation_loss, name
-        work = Work(LOSS, over, make_pair, *functions, least, options={"over": over})
-    if masked:
-        work = Work(LOSS, f"{over}, mask", make_masked, layers_ref, layers, name, least)
-    return work.case(set, *more, **rest)
+def case(set: str, title: str, *more: Any, masked: bool = False, **rest: Any) -> Case:
+    inputs, over = functools.partial(make, masked=masked), title.split(" + ")
+    given = reference, fcd, "relation_loss", functools.partial(cost, over)
+    title = f"{title}, mask" if masked else title
+    return Work(LOSS, title, inputs, *given, options={"over": over}).case(set, *more, **rest)
 
 
 def cases() -> Iterator[Case]:

@@ -118,18 +118,16 @@ def relations(
     """
     B, N, D = students[0].shape
     related = kinds(B, N, tokens, samples)
-    shares = None, None
+    of_tokens = of_samples = None  # shares in the averages
     if weights is not None and mask is None:  # with a mask a group's weight is read from memory
         mask = torch.ones(B, N, dtype=torch.bool, device=students[0].device)
     if mask is not None:
         mask = mask.contiguous().view(torch.uint8)
-        of_terms = mask.new_empty((2, 4), dtype=torch.float32)
-        launch_kernel(
-            relation_share_kernel, (2,), mask, of_terms, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8
-        )
-        of_tokens = of_terms[0, :1]
-        of_tokens = of_tokens.expand(B) if weights is None else of_tokens * weights
-        shares = of_tokens, of_terms[1, :1].expand(N)
+        of_tokens, of_samples = (mask.new_empty(n, dtype=torch.float32) for n in (B, N))
+        launch_kernel(relation_share_kernel, (2,),
+            mask, of_tokens, of_samples, B, N, BLOCK_G=32, BLOCK_N=128, num_warps=8,
+        )  # fmt: skip
+        of_tokens = of_tokens if weights is None else of_tokens * weights
     new = students[0].new_empty if len(related) == 2 else students[0].new_zeros
     losses = new(len(students) * (B + N), dtype=torch.float32)
     dx = None
@@ -137,18 +135,17 @@ def relations(
         new = students[0].new_empty if related else students[0].new_zeros
         size = len(students), B, N, padded_size(D)
         dx = new(size, dtype=gradient_dtype(students[0].dtype))
-    layers = Layers(students, teachers, mask, eps, dx)
+    layers = Layers(students, teachers, mask, eps, losses, dx)
     terms = {
-        1: Term(B, N, (N, 1), tokens, shares[0]),
-        0: Term(N, B, (1, N), samples, shares[1]),
+        1: Term(B, N, (N, 1), 0, tokens, of_tokens),
+        0: Term(N, B, (1, N), len(students) * B, samples, of_samples),
     }
-    for position, over in enumerate(related):
-        first_loss = 0 if over == 1 else len(students) * B
-        last = position == len(related) - 1
+    for over in related:
+        add, last = over != related[0], over == related[-1]
         if terms[over].N <= SMALL_GROUP:
-            launch_small(layers, terms[over], losses, first_loss, position > 0, last)
+            launch_small(layers, terms[over], add, last)
             continue
-        launch_long(layers, terms[over], losses, first_loss, position > 0)
+        launch_long(layers, terms[over], add)
         if last and dx is not None:
             _project(layers, dx)
     if dx is None:

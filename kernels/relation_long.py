@@ -5,12 +5,11 @@ Centred rows (`relation_centre_kernel`), lower-triangle tiles of both relations 
 (`relation_gradient_kernel`).
 """
 
-from typing import NamedTuple
+import functools
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fastkd._core.operator import launch_kernel
 from fastkd.kernels import launch
@@ -256,7 +255,6 @@ def relation_tiles_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_share",
         "first_group",
         "first_loss",
         "groups",
@@ -272,7 +270,6 @@ def relation_coefficients_kernel(
     scale_ptr,  # of the student
     size_ptr,
     shares_ptr,  # (groups,)
-    stride_share,
     mix_ptr,  # (chunk, 2): A = mix_t·R̃_t + mix_s·R̃_s
     coefficient_ptr,  # (chunk, 2, N): what multiplies A·s and s of each row
     loss_ptr,  # from first_loss on (groups,)
@@ -293,9 +290,7 @@ def relation_coefficients_kernel(
     group = first_group + slot
     size = tl.load(size_ptr + group)
     usable = size >= 2
-    weight *= (
-        tl.load(shares_ptr + group * stride_share) if HAS_MASK else tl.div_rn(1.0, groups * 1.0)
-    )
+    weight *= tl.load(shares_ptr + group) if HAS_MASK else tl.div_rn(1.0, groups * 1.0)
     partial_ptr += slot * 3 * tiles
     covariance = tl.zeros((BLOCK_N,), tl.float64)
     square_s = tl.zeros((BLOCK_N,), tl.float64)
@@ -383,50 +378,6 @@ def relation_difference_kernel(
             tl.store(a_ptr + low_parts + j[:, None] * side + i[None, :], low_part(mirrored))
 
 
-@triton.jit
-def _write_gradient(
-    dx,  # (rows, features): A's product with the centred rows
-    n,
-    d,
-    centred_ptr,  # (N, D)
-    centred_low,
-    mean_ptr,
-    scale_ptr,
-    coefficient_ptr,
-    dx_ptr,
-    group,
-    slot,
-    N,
-    D,
-    stride_group,
-    stride_n,
-    accumulate,
-    HALF: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Write a tile of the gradient before P_i, or add it."""
-    in_group, inside_d = n < N, d < D
-    inside = in_group[:, None] & inside_d[None, :]
-    row = group * stride_group + n.to(tl.int64) * stride_n
-    scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
-    valid = inside & (scale != 0)[:, None]
-    own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
-    centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
-    if SPLIT:
-        centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
-    centred /= OPERAND_SCALE
-    mean = tl.load(mean_ptr + group * D + d, mask=inside_d, other=0.0)
-    centred = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
-    coefficient_ptr += slot * 2 * N + n
-    dx *= tl.load(coefficient_ptr, mask=in_group, other=0.0)[:, None]
-    dx -= tl.load(coefficient_ptr + N, mask=in_group, other=0.0)[:, None] * centred
-    dx *= derivative_scale(scale, HALF)[:, None]
-    dx = tl.where(valid, dx, 0.0)
-    dx_rows = dx_ptr + row[:, None] * D + d[None, :]
-    dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
-    tl.store(dx_rows, dx, mask=inside)
-
-
 @triton.jit(do_not_specialize=["first_group", "N", "stride_group", "stride_n", "accumulate"])
 def relation_gradient_kernel(
     a_ptr,  # (parts, chunk, side, side)
@@ -440,7 +391,7 @@ def relation_gradient_kernel(
     D,
     stride_group,
     stride_n,
-    accumulate,
+    accumulate,  # whether to add to dx, before P_i
     HALF: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -470,149 +421,100 @@ def relation_gradient_kernel(
             dx = tl.dot(tl.load(a_rows + a_low + first), b, dx)
             dx = tl.dot(a, tl.load(b_rows + centred_low, mask=inside, other=0.0), dx)
 
+    in_group = n < N
+    row = group * stride_group + n.to(tl.int64) * stride_n
+    scale = tl.load(scale_ptr + row, mask=in_group, other=0.0)
+    coefficient_ptr += slot * 2 * N + n
+    of_product = tl.load(coefficient_ptr, mask=in_group, other=0.0)
+    of_row = tl.load(coefficient_ptr + N, mask=in_group, other=0.0)
     # One quarter of the columns after the other: their rows need registers, too.
     left, right = halves(dx)
     parts = halves(left) + halves(right)
     quarter: tl.constexpr = BLOCK_D // 4
     for part in tl.static_range(4):
         d = tl.program_id(1) * BLOCK_D + part * quarter + tl.arange(0, quarter)
-        _write_gradient(
-            parts[part], n, d, centred_ptr, centred_low, mean_ptr, scale_ptr, coefficient_ptr,
-            dx_ptr, group, slot, N, D, stride_group, stride_n, accumulate, HALF, SPLIT,
-        )  # fmt: skip
+        inside = in_group[:, None] & (d < D)[None, :]
+        own = centred_ptr + n.to(tl.int64)[:, None] * D + d[None, :]
+        centred = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+        if SPLIT:
+            centred += tl.load(own + centred_low, mask=inside, other=0.0).to(tl.float32)
+        centred /= OPERAND_SCALE
+        mean = tl.load(mean_ptr + group * D + d, mask=d < D, other=0.0)
+        centred = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
+        dx = parts[part] * of_product[:, None] - of_row[:, None] * centred
+        dx *= derivative_scale(scale, HALF)[:, None]
+        dx = tl.where(inside & (scale != 0)[:, None], dx, 0.0)
+        dx_rows = dx_ptr + row[:, None] * D + d[None, :]
+        dx += tl.load(dx_rows, mask=inside & (accumulate != 0), other=0.0).to(tl.float32)
+        tl.store(dx_rows, dx, mask=inside)
 
 
-def launch_long(
-    layers: Layers, term: Term, losses: Tensor, first_loss: int, accumulate: bool
-) -> None:
+def launch_long(layers: Layers, term: Term, add: bool) -> None:
     """Compute the relations layer by layer, with as many groups at a time as the workspace holds.
 
-    ``losses`` (layers, groups) are written from ``first_loss`` on. With ``accumulate`` the gradient
-    is added to the stored one.
+    With ``add`` the gradient is added to the stored one.
     """
+    N, split, losses, dx = term.N, layers.split, layers.losses, layers.dx
+    blocks, parts = cdiv(N, TILE), 2 if split else 1
+    tiles, side = blocks * (blocks + 1) // 2, blocks * TILE
+    chunk = min(term.groups, max(1, CHUNK_ENTRIES // (side * side)))
+    new = functools.partial(losses.new_empty, dtype=torch.float32)
+    half = functools.partial(losses.new_empty, dtype=torch.float16)
+    sizes = losses.new_empty(term.groups, dtype=torch.int32)  # real rows of each group
+    means = [new(term.groups, D) for D in (layers.Ds, layers.Dt)]
+    centred = [half(parts, chunk, N, D) for D in (layers.Ds, layers.Dt)]
+    offsets = new(2, chunk, 2, N)  # of student and teacher: u and R̃_ii of each row
+    relations, mix, coefficients = new(2, chunk, tiles, TILE, TILE), new(chunk, 2), new(chunk, 2, N)
+    partial = losses.new_empty(chunk, 3, tiles, dtype=torch.float64)
+    a = None if dx is None else half(parts, chunk, side, side)
+    # Split operands need twice the memory in flight, and on an A100 (8) more registers.
+    few = split and launch.capability(losses.device) == 8
+    tile_d = 16 if few else 32 if split else 64
+    wide = gradient_dtype(layers.dtype) == torch.float32
+    block_d = 64 if wide else 128  # the rows are read at the end
     for layer in range(len(layers.students)):
-        work = _Workspace(layers, term, losses, first_loss, accumulate, layer)
-        work.take_means()
-        for first in range(0, term.groups, work.chunk):
-            groups = min(work.chunk, term.groups - first)
-            offsets = work.centre(first, groups)
-            coefficients = work.correlate(first, groups, offsets)
-            if work.dx is not None:
-                work.differentiate(first, groups, coefficients)
-
-
-class _Side(NamedTuple):
-    """Features of one layer's student or teacher."""
-
-    x: Tensor  # (rows, D)
-    D: int
-    scale: Tensor
-    mean: Tensor  # (groups, D)
-    centred: Tensor  # (parts, chunk, N, D)
-
-
-class _Workspace:
-    """Buffers for the relations of one layer, and the launches that write them."""
-
-    def __init__(
-        self,
-        layers: Layers,
-        term: Term,
-        losses: Tensor,
-        first_loss: int,
-        accumulate: bool,
-        layer: int,
-    ) -> None:
-        self.layers, self.term, self.losses = layers, term, losses
-        self.first_loss = first_loss + layer * term.groups
-        self.accumulate = int(accumulate)
-        student, teacher = layers.students[layer], layers.teachers[layer]
-        self.scale = layers.scale[layer]  # (2, stride_side)
-        self.dx = None if layers.dx is None else layers.dx[layer]
-        self.blocks = cdiv(term.N, TILE)
-        self.tiles = self.blocks * (self.blocks + 1) // 2
-        self.side = self.blocks * TILE
-        self.chunk = min(term.groups, max(1, CHUNK_ENTRIES // (self.side * self.side)))
-        self.sizes = self._empty(term.groups, dtype=torch.int32)  # real rows of each group
-        parts = 2 if layers.split else 1
-        features = zip((student, teacher), (layers.Ds, layers.Dt), self.scale, strict=True)
-        self.sides = [
-            _Side(
-                *(x, D, scale),
-                mean=self._empty(term.groups, D),
-                centred=self._empty(parts, self.chunk, term.N, D, dtype=torch.float16),
-            )
-            for x, D, scale in features
-        ]
-        self.relations = self._empty(2, self.chunk, self.tiles, TILE, TILE)
-        self.mix = self._empty(self.chunk, 2)
-
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.losses.device)
-
-    def take_means(self) -> None:
-        """Compute the mean of each group's unit rows, and its number of real rows."""
-        for side in self.sides:
-            launch_kernel(relation_mean_kernel, (self.term.groups, cdiv(side.D, 64)), 
-                side.x, side.scale, side.mean, self.sizes, self.term.N, side.D, *self.term.strides,
+        scale = layers.scale[layer]
+        pair = layers.students[layer], layers.teachers[layer]
+        for x, of_side, mean in zip(pair, scale, means, strict=True):
+            D = x.shape[-1]
+            launch_kernel(relation_mean_kernel, (term.groups, cdiv(D, 64)),
+                x, of_side, mean, sizes, N, D, *term.strides,
                 BLOCK_N=64, BLOCK_D=64, num_warps=4,
             )  # fmt: skip
-
-    def centre(self, first: int, groups: int) -> Tensor:
-        """Centre student and teacher rows; returns u and R̃_ii of each row, (2, groups, 2, N)."""
-        N, split, strides = self.term.N, self.layers.split, self.term.strides
-        offsets = self._empty(2, groups, 2, N)
-        for i, side in enumerate(self.sides):
-            launch_kernel(relation_centre_kernel, (cdiv(N, CENTRE_ROWS), groups), 
-                side.x, side.scale, side.mean, self.sizes, side.centred, offsets,
-                first, i * groups, N, side.D, *strides,
-                SPLIT=split, BLOCK_N=CENTRE_ROWS, BLOCK_D=512, num_warps=4,
+        for first in range(0, term.groups, chunk):
+            groups = min(chunk, term.groups - first)
+            for i, x in enumerate(pair):
+                launch_kernel(relation_centre_kernel, (cdiv(N, CENTRE_ROWS), groups),
+                    x, scale[i], means[i], sizes, centred[i], offsets,
+                    first, i * groups, N, x.shape[-1], *term.strides,
+                    SPLIT=split, BLOCK_N=CENTRE_ROWS, BLOCK_D=512, num_warps=4,
+                )  # fmt: skip
+            launch_kernel(relation_offsets_kernel, (groups, 2),
+                offsets, scale, sizes, first, N, layers.stride_side, *term.strides,
+                BLOCK_N=1024, num_warps=4,
             )  # fmt: skip
-        launch_kernel(relation_offsets_kernel, (groups, 2), 
-            offsets, self.scale, self.sizes, first, N,
-            self.layers.stride_side, *strides,
-            BLOCK_N=1024, num_warps=4,
-        )  # fmt: skip
-        return offsets
-
-    def correlate(self, first: int, groups: int, offsets: Tensor) -> Tensor:
-        """Compute both relations, the losses, and the gradient's coefficients (groups, 2, N)."""
-        term, layers, N = self.term, self.layers, self.term.N
-        partial = self._empty(groups, 3, self.tiles, dtype=torch.float64)
-        # Split operands need twice the memory in flight, and on an A100 (8) more registers.
-        few = layers.split and launch.capability(self.losses.device) == 8
-        launch_kernel(relation_tiles_kernel, (self.tiles, groups), 
-            *(side.centred for side in self.sides), offsets, self.scale, self.sizes,
-            self.relations, partial, first, N, layers.Ds, layers.Dt, *term.strides,
-            SPLIT=layers.split, TILE=TILE, BLOCK_D=16 if few else 32 if layers.split else 64,
-            num_warps=8, num_stages=4,
-        )  # fmt: skip
-        coefficients = self._empty(groups, 2, N)
-        launch_kernel(relation_coefficients_kernel, (groups,), 
-            partial, offsets, self.scale, self.sizes, term.shares, term.stride_share,
-            self.mix, coefficients, self.losses,
-            first, self.first_loss, term.groups, N, self.tiles, *term.strides,
-            term.weight, layers.eps,
-            HAS_MASK=layers.masked, GRADIENT=self.dx is not None,
-            BLOCK_N=1024, num_warps=8,
-        )  # fmt: skip
-        return coefficients
-
-    def differentiate(self, first: int, groups: int, coefficients: Tensor) -> None:
-        """Compute A from the relations, and the gradient."""
-        term, split, N, Ds = self.term, self.layers.split, self.term.N, self.layers.Ds
-        parts = 2 if split else 1
-        a = self._empty(parts, groups, self.side, self.side, dtype=torch.float16)
-        launch_kernel(relation_difference_kernel, (self.tiles, TILE // 32, groups), 
-            self.relations, self.mix, self.scale, a, first, N, *term.strides,
-            SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
-        )  # fmt: skip
-        wide = gradient_dtype(self.layers.dtype) == torch.float32
-        block_d = 64 if wide else 128  # the rows are read at the end
-        launch_kernel(relation_gradient_kernel, (self.blocks, cdiv(Ds, block_d), groups), 
-            a, self.sides[0].centred, self.sides[0].mean, self.scale, coefficients, self.dx,
-            first, N, Ds, *term.strides, self.accumulate,
-            HALF=self.layers.dtype == torch.float16, SPLIT=split,
-            BLOCK_N=TILE, BLOCK_D=block_d, BLOCK_K=32 if split else 64,
-            num_warps=8, num_stages=3,
-        )  # fmt: skip
+            launch_kernel(relation_tiles_kernel, (tiles, groups),
+                *centred, offsets, scale, sizes, relations, partial,
+                first, N, layers.Ds, layers.Dt, *term.strides,
+                SPLIT=split, TILE=TILE, BLOCK_D=tile_d, num_warps=8, num_stages=4,
+            )  # fmt: skip
+            launch_kernel(relation_coefficients_kernel, (groups,),
+                partial, offsets, scale, sizes, term.shares,
+                mix, coefficients, losses, first, term.first_loss + layer * term.groups,
+                term.groups, N, tiles, *term.strides, term.weight, layers.eps,
+                HAS_MASK=layers.masked, GRADIENT=dx is not None,
+                BLOCK_N=1024, num_warps=8,
+            )  # fmt: skip
+            if dx is None:
+                continue
+            launch_kernel(relation_difference_kernel, (tiles, TILE // 32, groups),
+                relations, mix, scale, a, first, N, *term.strides,
+                SPLIT=split, TILE=TILE, BLOCK=32, num_warps=4,
+            )  # fmt: skip
+            launch_kernel(relation_gradient_kernel, (blocks, cdiv(layers.Ds, block_d), groups),
+                a, centred[0], means[0], scale, coefficients, dx[layer],
+                first, N, layers.Ds, *term.strides, int(add),
+                HALF=layers.dtype == torch.float16, SPLIT=split,
+                BLOCK_N=TILE, BLOCK_D=block_d, BLOCK_K=32 if split else 64,
+                num_warps=8, num_stages=3,
+            )  # fmt: skip

@@ -87,7 +87,8 @@ def relation_row_scale_kernel(
 @triton.jit(do_not_specialize=["B", "N"])
 def relation_share_kernel(
     mask_ptr,  # (B, N) bytes
-    shares_ptr,  # (2, 4): the share of a sample in the average, then that of a position
+    tokens_ptr,  # (B,): share of each sample in the average
+    samples_ptr,  # (N,): share of each position
     B,
     N,
     BLOCK_G: tl.constexpr,
@@ -112,7 +113,9 @@ def relation_share_kernel(
             real += tl.sum((mask != 0).to(tl.int32), axis=1)
         counted += (real >= 2).to(tl.int32)
     share = tl.div_rn(1.0, tl.maximum(tl.sum(counted, axis=0), 1).to(tl.float32))
-    tl.store(shares_ptr + 4 * tl.program_id(0), share)
+    for first_group in range(0, groups, BLOCK_G):
+        g = first_group + tl.arange(0, BLOCK_G)
+        tl.store(tl.where(over_samples, samples_ptr, tokens_ptr) + g, share, mask=g < groups)
 
 
 @triton.jit
@@ -147,11 +150,6 @@ def derivative_scale(scale, HALF: tl.constexpr):
     return tl.where(scale >= LARGEST_SCALE, 1.0, scale) if HALF else scale
 
 
-def splits(dtype: torch.dtype) -> bool:
-    """Whether float32 is split into two float16 parts: products of float32 aren't to be rounded."""
-    return dtype == torch.float32 and multiplies_in_float32()
-
-
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of the gradient before the upstream gradient is known: float16 would underflow."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -166,14 +164,17 @@ class Layers:
         teachers: list[Tensor],
         mask: Tensor | None,
         eps: float,
+        losses: Tensor,
         dx: Tensor | None,
     ) -> None:
         self.students, self.teachers = padded_rows(students), padded_rows(teachers)
-        self.mask, self.masked, self.eps, self.dx = mask, mask is not None, eps, dx
+        self.mask, self.masked, self.eps = mask, mask is not None, eps
+        self.losses, self.dx = losses, dx
         B, N, self.Ds = self.students[0].shape
         self.Dt, self.rows = self.teachers[0].shape[-1], B * N
         self.dtype = students[0].dtype
-        self.split = splits(self.dtype)
+        # Products of float32 aren't to be rounded: they are split into two float16 parts.
+        self.split = self.dtype == torch.float32 and multiplies_in_float32()
         self.pointers = padded(self.students), padded(self.teachers)
         self.slots = slots(len(students))
         self.stride_side = cdiv(self.rows, 4) * 4  # the next side is aligned, too
@@ -221,10 +222,6 @@ class Term(NamedTuple):
     groups: int
     N: int
     strides: tuple[int, int]  # of groups and their rows, in rows
+    first_loss: int  # place in the losses
     weight: float
     shares: Tensor | None  # (groups,): the groups' fractions of the average, times their weights
-
-    @property
-    def stride_share(self) -> int:
-        """Stride of ``shares``: 0 if all groups have the same."""
-        return 0 if self.shares is None else self.shares.stride(0)

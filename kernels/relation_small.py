@@ -14,7 +14,6 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fastkd._core.operator import launch_kernel
 from fastkd.kernels import launch
@@ -74,7 +73,6 @@ def _centred_relation(
     x_ptr,
     row,
     mean_ptr,
-    rest_ptr,
     scale,
     valid,
     share,
@@ -91,7 +89,7 @@ def _centred_relation(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-        rest = tl.load(rest_ptr + d, mask=d < D, other=0.0)
+        rest = tl.load(mean_ptr + D + d, mask=d < D, other=0.0)
         unit = _unit_rows(load_rows(x_ptr, row, valid, d, D), scale)
         centred = _minus_of_valid(_minus_of_valid(unit, valid, mean), valid, rest)
         mean += rest
@@ -121,10 +119,8 @@ def relation_small_mean_kernel(
     s_ptrs,  # layers of (rows, Ds)
     t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side): 1/‖x‖, 0 at padding
-    mean_s_ptr,  # (layers, groups, Ds): mean of the unit rows
-    rest_s_ptr,  # (layers, groups, Ds): the mean's rounding error
-    mean_t_ptr,  # (layers, groups, Dt)
-    rest_t_ptr,  # (layers, groups, Dt)
+    mean_s_ptr,  # (layers, groups, 2, Ds): mean of the unit rows, and its rounding error
+    mean_t_ptr,  # (layers, groups, 2, Dt)
     N,
     Ds,
     Dt,
@@ -153,14 +149,14 @@ def relation_small_mean_kernel(
     mean = rounded(tl.sum(unit, axis=0) * share)
     # Equal rows have no relation: their centred rows are only the mean's rounding error.
     rest = tl.sum(_minus_of_valid(unit, valid, mean), axis=0) * share
-    out = (layer * groups + group) * D + d
-    tl.store(tl.where(teacher, mean_t_ptr, mean_s_ptr) + out, mean, mask=d < D)
-    tl.store(tl.where(teacher, rest_t_ptr, rest_s_ptr) + out, rest, mask=d < D)
+    out = tl.where(teacher, mean_t_ptr, mean_s_ptr) + 2 * (layer * groups + group) * D + d
+    tl.store(out, mean, mask=d < D)
+    tl.store(out + D, rest, mask=d < D)
 
 
 @triton.jit(
     do_not_specialize=[
-        "N", "stride_side", "stride_share", "stride_group", "stride_n", "first_loss"
+        "N", "stride_side", "stride_group", "stride_n", "first_loss"
     ]
 )  # fmt: skip
 def relation_small_groups_kernel(
@@ -168,12 +164,9 @@ def relation_small_groups_kernel(
     t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side)
     stride_side,
-    mean_s_ptr,  # (layers, groups, Ds), as the next three from `relation_small_mean_kernel`
-    rest_s_ptr,
-    mean_t_ptr,
-    rest_t_ptr,
+    mean_s_ptr,  # (layers, groups, 2, Ds), from `relation_small_mean_kernel`
+    mean_t_ptr,  # (layers, groups, 2, Dt)
     shares_ptr,  # (groups,): the groups' shares in the average, times their weights
-    stride_share,  # 0 if all groups have the same
     dx_ptr,  # (layers, rows, Ds), if GRADIENT
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N), if KEEP
     values_ptr,  # (layers, groups, 2, BLOCK_N), if KEEP
@@ -208,11 +201,10 @@ def relation_small_groups_kernel(
     _, valid, share = _members(scale_s)
     real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
     count = tl.maximum(real, 1).to(tl.float32)
-    means_t = (layer * groups + group) * Dt
+    mean_t_ptr += 2 * (layer * groups + group) * Dt
     R_t = _centred_relation(
-        t_ptr, row, mean_t_ptr + means_t, rest_t_ptr + means_t, scale_t, valid, share, Dt,
-        SPLIT, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        t_ptr, row, mean_t_ptr, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D
+    )
     # a = R̃_s/σ_s and b = R̃_t/σ_t, both times n: entries near 1.
     sigma_t = tl.sqrt(tl.sum(R_t * R_t))
     scale_b = tl.where(sigma_t > 0, count / sigma_t, 0.0)
@@ -222,11 +214,10 @@ def relation_small_groups_kernel(
     if KEEP:
         values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
         tl.store(values_ptr, scale_s)
-    means_s = (layer * groups + group) * Ds
+    mean_s_ptr += 2 * (layer * groups + group) * Ds
     R_s = _centred_relation(
-        s_ptr, row, mean_s_ptr + means_s, rest_s_ptr + means_s, scale_s, valid, share, Ds,
-        SPLIT, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        s_ptr, row, mean_s_ptr, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D
+    )
     sigma_s = tl.sqrt(tl.sum(R_s * R_s))
     scale_a = tl.where(sigma_s > 0, count / sigma_s, 0.0)
     a = rounded(R_s * scale_a)
@@ -237,7 +228,7 @@ def relation_small_groups_kernel(
     loss = sigma_s * sigma_t * tl.sum(difference * difference) / (2 * count * count)
     loss = tl.where(denominator == eps, 1.0, (loss + eps) / denominator)
     if HAS_MASK:
-        weight *= tl.load(shares_ptr + group * stride_share)
+        weight *= tl.load(shares_ptr + group)
     weight = tl.where(real >= 2, weight, 0.0)
     tl.store(
         loss_ptr + first_loss + layer * groups + group, tl.where(real >= 2, weight * loss, 0.0)
@@ -267,7 +258,7 @@ def relation_small_groups_kernel(
             for first in range(0, Ds, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
                 x = load_rows(s_ptr, row, valid, d, Ds)
-                mean = tl.load(mean_s_ptr + means_s + d, mask=d < Ds, other=0.0)
+                mean = tl.load(mean_s_ptr + d, mask=d < Ds, other=0.0)
                 dx = _gradient_tile(x, high, low, scale_s, valid, mean, left, row_sums, SPLIT)
                 inside = in_group[:, None] & (d < Ds)[None, :]
                 tl.store(dx_rows[:, None] + d[None, :], dx, mask=inside)
@@ -276,7 +267,7 @@ def relation_small_groups_kernel(
 @triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def relation_small_gradient_kernel(
     s_ptrs,  # layers of (rows, D)
-    mean_ptr,  # (layers, groups, D)
+    mean_ptr,  # (layers, groups, 2, D)
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
     values_ptr,  # (layers, groups, 2, BLOCK_N): 1/‖x‖ of each row, and the factor of A's row
     dx_ptr,  # (layers, rows, D), read if ADD
@@ -307,7 +298,7 @@ def relation_small_gradient_kernel(
     A = high.to(tl.float32) + low if SPLIT else high.to(tl.float32)
     row_sums = tl.sum(A, axis=1) * left
     exists, valid, _ = _members(scale)
-    mean_ptr += (layer * groups + group) * D
+    mean_ptr += 2 * (layer * groups + group) * D
     row = group * stride_group + n.to(tl.int64) * stride_n
     dx_ptr += layer * groups * N * D
     along = tl.zeros((BLOCK_N,), tl.float32)
@@ -330,11 +321,6 @@ def relation_small_gradient_kernel(
         dx -= along[:, None] * (x * scale[:, None])
         inside = (n < N)[:, None] & (d < D)[None, :]
         tl.store(dx_ptr + (row * D)[:, None] + d[None, :], dx, mask=inside)
-
-
-def small_rows(N: int) -> int:
-    """Rows of a program's tiles: the power of 2 from 16 to SMALL_GROUP that holds N rows."""
-    return max(next_power_of_2(N), 16)
 
 
 # Fastest blocks on an H100 that spill nothing.
@@ -361,7 +347,7 @@ def small_blocks(
     Blackwell (10) reads accumulators from tensor memory all at once, which leaves no registers for
     loads in flight, and too few for split float32. An A100 (8) spills with three steps in flight.
     """
-    n = small_rows(N)
+    n = max(next_power_of_2(N), 16)
     measured = HOPPER.get((n, split, gradient)) if split or dtype != torch.float32 else None
     if capability == 9 and measured:
         d, warps, stages = measured
@@ -378,31 +364,23 @@ def small_blocks(
     return {"BLOCK_N": n, "BLOCK_D": d, "num_warps": warps, "num_stages": stages, **bound}
 
 
-def small_mean_blocks(N: int) -> dict[str, int]:
-    """Blocks of the means: one warp, since sums over rows of several pass through shared memory."""
-    n = small_rows(N)
-    return {"BLOCK_N": n, "BLOCK_D": (4096 if n > 32 else 2048) // n, "num_warps": 1}
-
-
-def launch_small(
-    layers: Layers, term: Term, losses: Tensor, first_loss: int, add: bool, last: bool
-) -> None:
+def launch_small(layers: Layers, term: Term, add: bool, last: bool) -> None:
     """Relations of up to SMALL_GROUP rows, all layers in one launch; see `launch_long`.
 
     The ``last`` kind of relation adds its gradient, and applies P_i to the sum.
     """
     sizes = len(layers.students), term.groups
-    new = functools.partial(losses.new_empty, dtype=torch.float32)
-    means = *new(2, *sizes, layers.Ds), *new(2, *sizes, layers.Dt)
-    device = launch.capability(losses.device)
+    new = functools.partial(layers.losses.new_empty, dtype=torch.float32)
+    means = new(*sizes, 2, layers.Ds), new(*sizes, 2, layers.Dt)
+    device = launch.capability(layers.losses.device)
     blocks = functools.partial(small_blocks, term.N, layers.dtype, layers.split, device)
-    keep, n = last and layers.dx is not None, small_rows(term.N)
+    keep, n = last and layers.dx is not None, blocks(gradient=False)["BLOCK_N"]
     a = values = None
     if keep:
-        a = losses.new_empty(*sizes, 2 if layers.split else 1, n, n, dtype=torch.float16)
+        a = layers.losses.new_empty(*sizes, 2 if layers.split else 1, n, n, dtype=torch.float16)
         values = new(*sizes, 2, n)
-    mean_blocks = small_mean_blocks(term.N)
-    columns = cdiv(max(layers.Ds, layers.Dt), mean_blocks["BLOCK_D"])
+    mean_d = (4096 if n > 32 else 2048) // n
+    columns = cdiv(max(layers.Ds, layers.Dt), mean_d)
     launch_kernel(
         relation_small_mean_kernel,
         (term.groups * columns, sizes[0], 2),
@@ -415,7 +393,9 @@ def launch_small(
         *term.strides,
         layers.stride_side,
         SLOTS=layers.slots,
-        **mean_blocks,
+        BLOCK_N=n,
+        BLOCK_D=mean_d,
+        num_warps=1,  # sums over rows of several pass through shared memory
     )
     launch_kernel(
         relation_small_groups_kernel,
@@ -425,16 +405,15 @@ def launch_small(
         layers.stride_side,
         *means,
         term.shares,
-        term.stride_share,
         None if keep else layers.dx,
         a,
         values,
-        losses,
+        layers.losses,
         term.N,
         layers.Ds,
         layers.Dt,
         *term.strides,
-        first_loss,
+        term.first_loss,
         term.weight if layers.masked else term.weight / term.groups,
         layers.eps,
         SLOTS=layers.slots,

@@ -141,27 +141,18 @@ def test_matches_reference_at_every_length(backend, device, over, members):
 
 # Lengths of tiles without a mask are above.
 @pytest.mark.left_out(where=lambda given: in_tiles(given) and given["kind"] in ("none", "full"))
-@pytest.mark.parametrize(("kind", "over", "members"), every_two_meet(MASKS, OVER, SIZES))
-def test_masks(backend, device, over, kind, members):
-    student, teacher = pair_of(over, 2, members, 12, 9, device=device)
+@pytest.mark.within_kernels
+@pytest.mark.parametrize(
+    ("kind", "dtype", "over", "members"), every_two_meet(MASKS, DTYPES, OVER, SIZES)
+)
+def test_masks_and_dtypes(backend, device, kind, dtype, over, members):
+    student, teacher = pair_of(over, 2, members, 48, 20, 0.5, dtype, device)
     mask = make_mask(kind, *student.shape[:2], device)
     check(student, teacher, mask, backend, over=over, upstream=-3.0)
     if kind == "random":
         options = dict(over=over, backend=backend)
         found, wanted = (relation_loss(student, teacher, x, **options) for x in (mask.long(), mask))
         assert torch.equal(found, wanted)
-
-
-@pytest.mark.within_kernels
-@pytest.mark.parametrize(
-    ("dtype", "size", "over"),
-    every_two_meet(DTYPES, [(33, False), (33, True), (140, True)], OVER),
-)
-def test_matches_reference_in_every_dtype(backend, device, dtype, size, over):
-    members, masked = size
-    student, teacher = pair_of(over, 2, members, 48, 20, 0.5, dtype, device)
-    mask = make_mask("ragged" if masked else "none", *student.shape[:2], device)
-    check(student, teacher, mask, backend, over=over, upstream=2.5)
 
 
 @pytest.mark.within_kernels
@@ -241,7 +232,7 @@ def test_huge_rows_are_normalised(backend, device, over, normalize, size):
 @pytest.mark.within_kernels
 @pytest.mark.parametrize(("dtype", "over", "members"), every_two_meet(DTYPES, OVER, SIZES))
 def test_degenerate_features(backend, device, dtype, over, members):
-    """Constant features give ρ = 0; zero and tiny rows give the formula's finite value."""
+    """Constant features give ρ = 0, zero rows the formula's value."""
     B, N = shape_of(over, 2, members)
     good = features(B, N, 8, dtype=dtype, device=device)
     constant = good[:1, :1].expand_as(good)
@@ -366,15 +357,6 @@ def test_gradient_of_identical_rows(backend, device, over, members):
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert value.item() == pytest.approx(1)
         assert grad.abs().max() < {"triton": 1e-3, "torch": 1e-8, "cpp": 1e-8}[backend]
-
-
-@pytest.mark.parametrize("normalize", ["l2", "layer_norm", "none"])
-def test_value_of_identical_rows_of_documents(normalize):
-    """Each row's mean is a sum of its own, which some processors round differently."""
-    student = features(1, 1, 24, dtype=torch.float32).expand(2, 32, 24)
-    teacher, segments = features(2, 32, 17, dtype=torch.float32), torch.arange(64).view(2, 32) // 16
-    value = relation_loss(student, teacher, normalize=normalize, segments=segments)
-    assert value == pytest.approx(1)
 
 
 # Every normalisation and distance once. In Triton tokens and samples change their order.
@@ -556,26 +538,6 @@ def test_invariant_under_positive_affine_maps_of_the_relation(seed, a, side, ove
     expected = relation_loss_ref(student, teacher, over=over)
     actual = relation_loss(pair[0].float(), pair[1].float(), over=over)
     assert actual.item() == pytest.approx(expected.item(), rel=2e-5)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    over=st.sampled_from(OVER),
-    normalize=st.sampled_from(["l2", "none"]),
-    distance=st.sampled_from(["pearson", "mse", "kl"]),
-    N=st.sampled_from([6, 40]),
-)
-def test_invariant_under_rotation_and_order(seed, over, normalize, distance, N):
-    """Of features, and of samples and tokens."""
-    torch.manual_seed(seed)
-    student, teacher, mask = features(5, N, 8), features(5, N, 6), torch.rand(5, N) > 0.3
-    rotation = torch.linalg.qr(torch.randn(8, 8, dtype=torch.float64)).Q
-    b, n = torch.randperm(5)[:, None], torch.randperm(N)
-    moved = (student @ rotation)[b, n], teacher[b, n], mask[b, n]
-    kwargs = {"over": over, "normalize": normalize, "distance": distance}
-    found, expected = (relation_loss(*x, **kwargs) for x in (moved, (student, teacher, mask)))
-    torch.testing.assert_close(found, expected)
 
 
 PAIR = torch.randn(2, 2, 5, 8)

@@ -347,12 +347,8 @@ def _relations(
     related = None if weights is None or mask is None else mask.sum(1) >= 2
     weights = checked_weights(weights, rows[:1], first, related, remedy=remedy)
     if segments is not None:
-        _check_segments(segments, first)
-    if options.tokens == options.samples == 0:  # a zero in the graph of the students
-        segments = ranks = None
-    if segments is not None:
         pairs, mask, weights = _unpacked(pairs, mask, weights, segments)
-    if ranks is not None:
+    if ranks is not None and (options.tokens or options.samples):
         return _across_ranks(pairs, mask, weights, options, backend, ranks)
 
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
@@ -447,20 +443,17 @@ def _across_ranks(
     return tokens + samples, torch.stack((tokens, samples)).detach()
 
 
-def _check_segments(segments: Tensor, student: Tensor) -> None:
+def _unpacked(
+    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
+    """Features (B, N, D) with each document in a row of its own, and their mask and weights."""
     check_integers("segments", segments)
-    check_shape("segments", segments, student.shape[:2], "the leading dimensions of student")
+    check_shape("segments", segments, pairs[0][0].shape[:2], "the leading dimensions of student")
     if not values_readable(segments):
         raise ValueError(
             "segments: the ids can't be read on a GPU or in a graph; pass them on the CPU and "
             "outside of the graph, or give each document a row of its own"
         )
-
-
-def _unpacked(
-    pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor
-) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
-    """Features (B, N, D) with each document in a row of its own, and their mask and weights."""
     B, N = segments.shape
     token = torch.arange(B * N, device="cpu")
     # An id stands for one document per row; its tokens keep their order.

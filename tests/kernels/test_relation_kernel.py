@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 from fastkd._core import dispatch
 from fastkd.kernels import relation_long as long
-from fastkd.kernels import relation_small as small
 from fastkd.kernels.pointers import LAYERS_PER_LAUNCH
 from fastkd.losses.relation import FCDLoss, relation_loss
 from tests.kernels.launches import count_launches
@@ -30,12 +29,8 @@ def assert_alike(actual, expected, allowed=1e-5):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_six_layers_in_few_launches(device, masked, dtype):
-    """B32 N128 D768 launches the same kernels, which would be slow in the interpreter."""
-    if device.type == "cuda":
-        B, N, D = 32, 128, 768
-    else:
-        B, N, D = 3, 4, 16
-        assert max(32, 128) <= small.SMALL_GROUP
+    """Up to 128 samples and tokens the kernels are the same."""
+    B, N, D = 3, 4, 16
     students = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
     teachers = [torch.randn(B, N, D, device=device, dtype=dtype) for _ in range(6)]
     for student in students:
@@ -81,12 +76,6 @@ def test_chunks_of_long_groups(device, over, monkeypatch):
     assert_alike(*(results(loss, student, teacher) for loss in losses))
 
 
-def test_no_relation_outlives_its_chunk():
-    """The workspace of long groups does not grow with the batch."""
-    entries = long.CHUNK_ENTRIES
-    assert entries * (2 * 4 + 2) <= 2**28  # two float32 relations and A in float16
-
-
 def test_bfloat16_gradients_are_rounded_to_nearest(device):
     """Tokens', with the samples' added, and by the upstream gradient: three roundings, no bias."""
     student, teacher = torch.randn(2, 16, 16, 32, device=device, dtype=torch.bfloat16)
@@ -112,14 +101,9 @@ def test_less_precise_products_on_demand(device):
     assert relative_error(exact, expected) < relative_error(loss, expected) < 1e-3
 
 
-@pytest.mark.parametrize(
-    "options", [{"normalize": "layer_norm"}, {"normalize": "none"}, {"distance": "mse"}]
-)
-def test_options_left_to_pytorch(device, options):
+@pytest.mark.parametrize(("name", "value"), [("normalize", "layer_norm"), ("distance", "mse")])
+def test_options_left_to_pytorch(device, name, value):
     student, teacher = torch.randn(2, 2, 5, 8, device=device)
-    (name, value), *_ = options.items()
     with pytest.raises(dispatch.BackendUnavailable, match=f"support {name}='.*', got '{value}'"):
-        relation_loss(student, teacher, backend="triton", **options)
-    with pytest.raises(dispatch.BackendUnavailable, match="float64 is left to PyTorch"):
-        relation_loss(student.double(), teacher.double(), backend="triton")
-    assert relation_loss(student, teacher, **options).isfinite()
+        relation_loss(student, teacher, backend="triton", **{name: value})
+    assert relation_loss(student, teacher, **{name: value}).isfinite()

@@ -124,9 +124,6 @@ def random_fcd(draw: Draw) -> Case:
     students = {f"s{i}": draw.features(B, N, s) for i, (s, _) in enumerate(sizes)}
     teachers = {f"t{i}": draw.features(B, N, t) for i, (_, t) in enumerate(sizes)}
 
-    def call(mask: Tensor | None, **x: Tensor) -> Tensor:
-        return module([x[n] for n in students], [x[n] for n in teachers], mask)
-
     def oracle(**x: Tensor) -> Tensor:
         terms = [
             weight * relation(x[s], x[t], mask, over, "l2", "pearson", 10.0, 1e-8)
@@ -135,13 +132,12 @@ def random_fcd(draw: Draw) -> Case:
         ]
         return torch.stack(terms).sum() / layers
 
-    argument = {"mask": draw.mask_argument(mask)}
     return Case(
-        call,
+        lambda mask, **x: module([x[n] for n in students], [x[n] for n in teachers], mask),
         oracle,
         students,
         teachers,
-        argument,
+        {"mask": draw.mask_argument(mask)},
         mask=mask,
         slope=by_norm,
         products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
