@@ -493,7 +493,7 @@ class _TritonRelations(torch.autograd.Function):
     def forward(ctx, options, mask, weights, *features):
         from fastkd.kernels.relation import relations
 
-        students, teachers = features[::2], features[1::2]
+        students, teachers = list(features[::2]), list(features[1::2])
         factors = options.tokens, options.samples
         ctx.dtype, gradient = students[0].dtype, any(ctx.needs_input_grad)
         losses, *dx = relations(students, teachers, mask, weights, *factors, options.eps, gradient)
