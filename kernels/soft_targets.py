@@ -4,11 +4,11 @@ Data path. A program reads its rows in blocks of the vocabulary. Each thread kee
 sums of exponentials and the Kullback-Leibler sum of the logits that it reads, rescaled when its
 maximum grows; at the end of the row the threads combine these. So one read of student and teacher
 logits is enough for the value of either KL. All other divergences need the normalisers first and
-read the logits twice; adaptive KL finds the end of its head in between, in a few passes over the
-teacher's logits. Where a gradient is needed, the program then reads the row again and writes its
-gradient, divided by the number of real rows, which `count_kernel` counts before.
-`reduce_kernel` adds the rows' losses. No other tensor has the size of the logits.
-Logits that are computed from hidden states in chunks are overwritten by their gradient.
+read the logits twice; adaptive KL lists the teacher's tokens near the end of its head meanwhile,
+and selects it in passes over the list. Where a gradient is needed, the program then reads the row
+again and writes its gradient, divided by the number of real rows, which `count_kernel` counts
+before. `reduce_kernel` adds the rows' losses. No other tensor has the size of the logits. Logits
+that are computed from hidden states in chunks are overwritten by their gradient.
 
 The gradient is that for an upstream gradient of 1; `fastkd.kernels.upstream` multiplies it in the
 backward pass, without work if that is 1. float16 would underflow, and "none" has many upstream
@@ -22,23 +22,27 @@ Reads of the logits, with the gradient's, of which only the first has to come fr
 
     forward_kl, reverse_kl    2 of student and teacher
     the same above HOT        3 of student and teacher
-    adaptive_kl               3 of student and teacher, and about 5 of the teacher
     all others                3 of student and teacher
 
 Above the temperature HOT the losses are much smaller than the terms of a sum without normalisers:
 multiplied by τ², the sum's rounding error would be as large as the loss.
 
 With E = R·V elements of s bytes at least 3Es bytes move: 2Es read and Es written. About 40E
-instructions for a KL, 90E for js, 200E for adaptive_kl. A KL is bound by bandwidth, the others by
+instructions for a KL, 90E for js, 135E for adaptive_kl. A KL is bound by bandwidth, the others by
 instructions.
+
+The head of adaptive_kl ends where half of the teacher's mass is above. A few tokens of the row tell
+about where, and the first read adds the mass above two edges there. The second read lists the
+tokens between them, a column for each thread: 4% of 152,064 normal logits, often less of a language
+model's. Lists take at most 4 bytes a token (8 in float32) of the programs' rows, so a program has
+several rows.
 
 What comes from memory depends on the L2 cache. P programs at a time read rows of 2Vs bytes, and a
 cache of C bytes holds the fraction f = min(1, C / 2PVs) of them. Each pass but the first runs
 against the one before, so it finds that fraction in the cache and reads 2(1 − f)Es bytes from
-memory; adaptive_kl's passes over the teacher run forwards and read up to Es each where f < 1. One
-program fills a multiprocessor (two where a thread has at most 32 registers), and gradients are
-stored, and logits read for the last time, as data that is not read again. In bfloat16, with one
-program:
+memory. One program fills a multiprocessor (two where a thread has at most 32 registers), and
+gradients are stored, and logits read for the last time, as data that is not read again. In
+bfloat16, with one program:
 
     C, P                  3Es up to V = C / 2Ps     V = 128,256: KL, others    V = 152,064
     H100: 50 MB, 132       94,000                   3.5Es, 4.0Es               3.8Es, 4.5Es
@@ -76,6 +80,7 @@ LOG2_E = 1.4426950408889634
 LEAST = tl.constexpr(-200.0)  # power of 2 that is 0 in float32
 LEAST_NORMAL = tl.constexpr(-126.0)
 LONG = 16384  # longest row of which several share a multiprocessor
+PROGRAMS_OF_32_WARPS = 132  # multiprocessors of a large GPU
 HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
 # Divergences computed in one read of the logits, and divergences with another form above HOT.
 ONE_READ = ("forward_kl", "reverse_kl")
@@ -111,6 +116,8 @@ def blocks(V: int, divergence: str, element_size: int, aligned: bool) -> dict[st
     if V > LONG and (aligned or divergence != "adaptive_kl"):
         warps = 16 if divergence in HALF_THE_THREADS else 32
         logits = 8 if divergence in FEWER_AT_A_TIME else 32 // element_size
+        if divergence == "adaptive_kl":
+            logits = 16 // element_size
     lanes = 32 * warps
     config = {"BLOCK_R": 1, "BLOCK_V": logits * lanes, "LANES": lanes, "num_warps": warps}
     many = divergence in (*HALF_THE_THREADS, "js", "adaptive_kl")
@@ -219,6 +226,19 @@ def _excess(p, q, r):
 
 
 @triton.jit
+def _both_excesses(p_s, p_t, r):
+    """The `_excess` of p_s over p_t and of p_t over p_s, with r = log(p_s/p_t)."""
+    y = r * r
+    even = y * (0.5 + y * (1.0 / 24.0 + y * (1.0 / 720.0 + y * (1.0 / 40320.0))))  # cosh r − 1
+    odd = r * y * (1.0 / 6.0 + y * (1.0 / 120.0 + y * (1.0 / 5040.0)))  # sinh r − r
+    of_teacher = (p_s - p_t) - p_t * tl.where(p_t == 0.0, 0.0, r)
+    of_student = (p_t - p_s) + p_s * tl.where(p_s == 0.0, 0.0, r)
+    is_near = tl.abs(r) < 0.5
+    of_teacher = tl.where(is_near, p_t * (even + odd), of_teacher)
+    return of_teacher, tl.where(is_near, p_s * (even - odd), of_student)
+
+
+@triton.jit
 def _log_mean(r):
     """log(½(1 + e^r)), accurate also near r = 0."""
     y = r * r / 4.0
@@ -264,28 +284,98 @@ def _logit(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _edge(tries, place, around, high, low, far, SHIFT: tl.constexpr):
-    """One of four logits between high and low where the head may end.
+def _row_sums(x, y):
+    """Two (1, LANES, ...) summed over the lanes, in the registers of one sum."""
+    return tl.split(tl.sum(tl.sum(tl.join(x, y), axis=1), axis=0))
 
-    At first they are evenly spaced; then, by turns, interpolated in mass and evenly spaced in keys.
-    """
+
+@triton.jit
+def _guesses(
+    teacher_row,
+    is_real,
+    V,
+    slope,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Two logits near the end of the head, around the mean of tokens from the whole row."""
+    apart = tl.maximum(V // BLOCK_V, 1) * WIDTH
+    columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, 1) * apart + tl.arange(0, WIDTH)
+    z = _load(teacher_row, columns, V, is_real)
+    base = _base(tl.max(tl.max(_lane_max(z), axis=1), axis=0))
+    x = tl.maximum((z - base) * slope, LEAST)
+    weights = tl.exp2(x)
+    mass, moment = _row_sums(_lane_sum(weights), _lane_sum(weights * x))
+    mean = moment / (mass * slope)
+    return (
+        _logit(_key(base + 0.97 * mean, SHIFT), SHIFT),
+        _logit(_key(base + 1.03 * mean, SHIFT), SHIFT),
+    )
+
+
+@triton.jit
+def _edge(tries, place, around, far, high, low, SHIFT: tl.constexpr):
+    """One of two logits between high and low, by turns interpolated in mass and even in keys."""
     first, last = _key(low, SHIFT) + 1, _key(high, SHIFT) - 1
-    part = tl.where(tries == 0, place, tl.minimum(tl.maximum(far + around, 0.0), 1.0))
-    key = _key(high - (high - low) * part, SHIFT)
-    span = (last - first).to(tl.float32) * place
-    key = tl.where((tries > 0) & (tries % 2 == 0), last - span.to(tl.int64), key)
+    key = _key(high - (high - low) * tl.minimum(tl.maximum(far + around, 0.0), 1.0), SHIFT)
+    even = last - ((last - first).to(tl.float32) * place).to(tl.int64)
+    key = tl.where(tries % 2 == 0, key, even)
     return _logit(tl.minimum(tl.maximum(key, first), last), SHIFT)
 
 
 @triton.jit
-def _mass_above(z, edge, weights):
-    return _lane_sum(tl.where(z > edge, weights, 0.0))
+def _narrowed(edge_0, edge_1, mass_0, mass_1, more, half, high, low, above_high, above_low):
+    """Bounds of the head's end and the mass above them, from masses above two edges."""
+    mass_0, mass_1 = _row_sums(mass_0, mass_1)
+    mass_0, mass_1 = more + mass_0, more + mass_1
+    if (mass_1 > half) & (edge_1 >= low):
+        low, above_low = edge_1, mass_1
+    if (mass_0 > half) & (edge_0 >= low):
+        low, above_low = edge_0, mass_0
+    if (mass_0 <= half) & (edge_0 <= high):
+        high, above_high = edge_0, mass_0
+    if (mass_1 <= half) & (edge_1 <= high):
+        high, above_high = edge_1, mass_1
+    return high, low, above_high, above_low
+
+
+@triton.jit
+def _entry(z, place, SHIFT: tl.constexpr):
+    """A logit and its place in its lane in one integer; half precision has SHIFT bits for it."""
+    bits = z.to(tl.int32, bitcast=True)
+    return bits | place if SHIFT else (bits.to(tl.int64) << 32) | place
+
+
+@triton.jit
+def _listed(near_ptr, at, end, SHIFT: tl.constexpr):
+    """Logit and entry at a place of each list: −inf after its end."""
+    entry = tl.load(near_ptr + at, mask=at < end, other=0)
+    bits = entry >> SHIFT << SHIFT if SHIFT else entry >> 32
+    return tl.where(at < end, bits.to(tl.int32).to(tl.float32, bitcast=True), -float("inf")), entry
+
+
+@triton.jit
+def _column(entry, lane, LANES: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    place = (entry & ((1 << (SHIFT or 31)) - 1)).to(tl.int32)
+    return place // WIDTH * (LANES * WIDTH) + lane * WIDTH + place % WIDTH
+
+
+@triton.jit
+def _gap(student_row, column, z_t, chosen, base_s, sum_s, base_t, sum_t, slope):
+    """|p_t − p_s| of the chosen tokens, 0 of others."""
+    z_s = tl.load(student_row[:, None] + column, mask=chosen, other=0.0).to(tl.float32)
+    p_s = rounded(tl.exp2((z_s - base_s[:, None]) * slope) * (1.0 / sum_s[:, None]))
+    p_t = rounded(tl.exp2((z_t - base_t[:, None]) * slope) * (1.0 / sum_t[:, None]))
+    return tl.where(chosen, tl.abs(p_t - p_s), 0.0)
 
 
 @triton.jit
 def _adaptive(
     student_row,  # (1,)
     teacher_row,
+    near_ptr,  # `_entry` of the tokens near the end of the head, a list for each lane
     columns,
     is_real,
     V,
@@ -293,109 +383,126 @@ def _adaptive(
     sum_s,
     base_t,
     sum_t,
+    edge_0,
+    edge_1,
+    mass_0,  # (1, LANES): Σ exp((z_t − base_t) · slope) of the logits above an edge
+    mass_1,
     slope,
     most,  # depth of the head's end, at most, in powers of 2
     BLOCK_V: tl.constexpr,
     LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     """g_head / (g_head + g_tail), KL(p_t ‖ p_s) and KL(p_s ‖ p_t) of one row, each (1,).
 
     The head is the longest prefix of the teacher's tokens in descending order that has at most half
-    of the mass. Each pass over the row adds the mass above four logits, which bound the head's end,
-    until one token is between the bounds or all tokens there have the same logit. The first of
-    these, by index, still belong to the head.
+    of the mass. The masses above two guessed edges bound its end, and the pass over the row lists
+    the tokens between the bounds. Passes over the lists follow until one token is between the
+    bounds or all tokens there have the same logit. The first of these, by index, still belong to
+    the head.
     """
     base, total = tl.max(base_t, axis=0), tl.max(sum_t, axis=0)
     half = total * HEAD_MASS
-    high, low = base, _logit(_key(base - most / slope, SHIFT) - 1, SHIFT)
-    above_high, above_low = total * 0.0, total
-    tries = 0
+    high, low, above_high, above_low = _narrowed(
+        edge_0, edge_1, mass_0, mass_1, 0.0, half,
+        base, _logit(_key(base - most / slope, SHIFT) - 1, SHIFT), total * 0.0, total,
+    )  # fmt: skip
+
+    log_ratio = _by_row(tl.log2(sum_t / sum_s))
+    to_ps, to_pt = _by_row(1.0 / sum_s), _by_row(1.0 / sum_t)
+    none, lane = tl.zeros([1, LANES], dtype=tl.float32), tl.arange(0, LANES)[None, :]
+    g_head, g_all, forward_kl, reverse_kl, end = none, none, none, none, lane
+    for done in range(0, V, BLOCK_V):
+        start = _from_end(done, V, BLOCK_V)
+        z_t = _load(teacher_row, start + columns, V, is_real)
+        is_near = (z_t > low) & (z_t <= high)
+        place = start // LANES + columns // (LANES * WIDTH) * WIDTH + columns % WIDTH
+        entries, steps = _entry(z_t, place, SHIFT), tl.where(is_near, LANES, 0)
+        for i in tl.static_range(WIDTH):  # a store of all would have another order of the threads
+            chosen = tl.arange(0, WIDTH) == i
+            step = tl.sum(tl.where(chosen, steps, 0), axis=3)
+            at = end[:, None, :] + tl.cumsum(step, axis=1) - step
+            entry = tl.sum(tl.where(chosen, entries, 0), axis=3)
+            tl.store(near_ptr + at, entry, mask=step != 0)
+            end += tl.sum(step, axis=1)
+        z_s = _load(student_row, start + columns, V, is_real)
+        x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
+        p_s, p_t = rounded(tl.exp2(x_s) * to_ps), rounded(tl.exp2(x_t) * to_pt)
+        gap = tl.abs(p_t - p_s)
+        to_teacher, to_student = _both_excesses(p_s, p_t, ((x_s - x_t) + log_ratio) * LOG_2)
+        forward_kl += _lane_sum(to_teacher)
+        reverse_kl += _lane_sum(to_student)
+        g_all += _lane_sum(gap)
+        g_head += _lane_sum(tl.where(z_t > high, gap, 0.0))
+    tl.debug_barrier()  # other threads may read the lists
+    longest = tl.max(tl.max(end - lane, axis=1), axis=0)
+
+    more, tries = above_high, 0
     going = total > 0.0  # not in masked rows, nor with a NaN
     while going:
-        far = (half - above_high) / (above_low - above_high)
-        edge_0 = _edge(tries, 0.2, -0.125, high, low, far, SHIFT)
-        edge_1 = _edge(tries, 0.4, -0.03125, high, low, far, SHIFT)
-        edge_2 = _edge(tries, 0.6, 0.03125, high, low, far, SHIFT)
-        edge_3 = _edge(tries, 0.8, 0.125, high, low, far, SHIFT)
-        sum_0 = tl.zeros([1, LANES], dtype=tl.float32)
-        sum_1 = tl.zeros([1, LANES], dtype=tl.float32)
-        sum_2 = tl.zeros([1, LANES], dtype=tl.float32)
-        sum_3 = tl.zeros([1, LANES], dtype=tl.float32)
-        for start in range(0, V, BLOCK_V):
-            z = _load(teacher_row, start + columns, V, is_real)
-            weights = tl.exp2((z - base) * slope)
-            sum_0 += _mass_above(z, edge_0, weights)
-            sum_1 += _mass_above(z, edge_1, weights)
-            sum_2 += _mass_above(z, edge_2, weights)
-            sum_3 += _mass_above(z, edge_3, weights)
-        mass_0, mass_1 = (
-            tl.sum(tl.sum(sum_0, axis=1), axis=0),
-            tl.sum(tl.sum(sum_1, axis=1), axis=0),
-        )
-        mass_2, mass_3 = (
-            tl.sum(tl.sum(sum_2, axis=1), axis=0),
-            tl.sum(tl.sum(sum_3, axis=1), axis=0),
-        )
-        if mass_3 > half:
-            low, above_low = edge_3, mass_3
-        if mass_2 > half:
-            low, above_low = edge_2, mass_2
-        if mass_1 > half:
-            low, above_low = edge_1, mass_1
-        if mass_0 > half:
-            low, above_low = edge_0, mass_0
-        if mass_0 <= half:
-            high, above_high = edge_0, mass_0
-        if mass_1 <= half:
-            high, above_high = edge_1, mass_1
-        if mass_2 <= half:
-            high, above_high = edge_2, mass_2
-        if mass_3 <= half:
-            high, above_high = edge_3, mass_3
-        tries += 1
         lightest = tl.exp2((low - base) * slope)
         several = above_low - above_high > 1.9 * lightest
         going = several & (_key(high, SHIFT) - _key(low, SHIFT) > 1)
+        if going:
+            far = (half - above_high) / (above_low - above_high)
+            edge_0 = _edge(tries, 1 / 3, -0.05, far, high, low, SHIFT)
+            edge_1 = _edge(tries, 2 / 3, 0.05, far, high, low, SHIFT)
+            mass_0, mass_1 = none, none
+            for i in range(0, longest, LANES):
+                z, _ = _listed(near_ptr, i + lane, end, SHIFT)
+                weights = tl.exp2((z - base) * slope)
+                mass_0 += tl.where(z > edge_0, weights, 0.0)
+                mass_1 += tl.where(z > edge_1, weights, 0.0)
+            high, low, above_high, above_low = _narrowed(
+                edge_0, edge_1, mass_0, mass_1, more, half,
+                high, low, above_high, above_low,
+            )  # fmt: skip
+            tries += 1
 
     # Tokens at the head's end that fit; the first token is always in the head.
-    fit = ((half - above_high) / tl.exp2((high - base) * slope)).to(tl.int32)
+    weight = tl.exp2((high - base) * slope)
+    fit = ((half - above_high) / weight).to(tl.int32)
     fit = tl.where(above_high == 0.0, tl.maximum(fit, 1), fit)
-    end = -1  # the last of them
-    if fit > 0:
-        taken = 0
-        for start in range(0, V, BLOCK_V):
-            block = _load(teacher_row, start + columns, V, is_real)
-            equals = tl.sum(tl.sum((block == high).to(tl.int32), axis=3), axis=1)
-            count = tl.sum(tl.sum(equals, axis=1), axis=0)
-            if (taken < fit) & (taken + count >= fit):
-                place = start + tl.arange(0, BLOCK_V)[None, :]
-                z = tl.load(teacher_row[:, None] + place, mask=place < V, other=-float("inf"))
-                equal = (z.to(tl.float32) == high).to(tl.int32)
-                fits = (equal != 0) & (taken + tl.cumsum(equal, axis=1) <= fit)
-                end = tl.max(tl.max(tl.where(fits, place, -1), axis=1), axis=0)
-            taken += count
+    equal_end = lane
+    for i in range(0, longest, LANES):
+        z_t, entry = _listed(near_ptr, i + lane, end, SHIFT)
+        column = _column(entry, lane, LANES, WIDTH, SHIFT)
+        g_head += _gap(student_row, column, z_t, z_t > high, base_s, sum_s, base_t, sum_t, slope)
+        is_equal = (z_t == high) & (fit > 0)
+        tl.store(near_ptr + equal_end, entry, mask=is_equal)  # at most where it was read
+        equal_end += tl.where(is_equal, LANES, 0)
+    longest = tl.max(tl.max(equal_end - lane, axis=1), axis=0)
 
-    log_ratio = _by_row(tl.log2(sum_t / sum_s))
-    g_head = tl.zeros([1, LANES], dtype=tl.float32)
-    g_all = tl.zeros([1, LANES], dtype=tl.float32)
-    forward_kl = tl.zeros([1, LANES], dtype=tl.float32)
-    reverse_kl = tl.zeros([1, LANES], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        z_s = _load(student_row, start + columns, V, is_real)
-        z_t = _load(teacher_row, start + columns, V, is_real)
-        x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
-        p_s, p_t = tl.exp2(x_s) / _by_row(sum_s), tl.exp2(x_t) / _by_row(sum_t)
-        gap = tl.abs(p_t - p_s)
-        r = ((x_s - x_t) + log_ratio) * LOG_2
-        forward_kl += _lane_sum(_excess(p_t, p_s, r))
-        reverse_kl += _lane_sum(_excess(p_s, p_t, -r))
-        in_head = (z_t > high) | ((z_t == high) & (start + columns <= end))
-        g_all += _lane_sum(gap)
-        g_head += _lane_sum(tl.where(in_head, gap, 0.0))
-    head, every = tl.sum(g_head, axis=1), tl.sum(g_all, axis=1)
+    # The last of them, between two columns up to which there are fewer and at least as many.
+    few, of_few, last = -1, 0, V - 1
+    of_last = tl.maximum((above_low - above_high) / weight + 0.5, 0.0).to(tl.int32)
+    turn = 0
+    while (fit > 0) & (of_last > fit) & (last - few > 1):
+        part = (fit - of_few).to(tl.float32) / (of_last - of_few)
+        middle = tl.where(turn % 4 == 3, 0.5, part) * (last - few)
+        middle = few + tl.minimum(tl.maximum(middle.to(tl.int32), 1), last - few - 1)
+        count = tl.zeros([1, LANES], dtype=tl.int32)
+        for i in range(0, longest, LANES):
+            z_t, entry = _listed(near_ptr, i + lane, equal_end, SHIFT)
+            before = (z_t == high) & (_column(entry, lane, LANES, WIDTH, SHIFT) <= middle)
+            count += before.to(tl.int32)
+        of_middle = tl.sum(tl.sum(count, axis=1), axis=0)
+        if of_middle < fit:
+            few, of_few = middle, of_middle
+        else:
+            last, of_last = middle, of_middle
+        turn += 1
+    for i in range(0, longest, LANES):
+        z_t, entry = _listed(near_ptr, i + lane, equal_end, SHIFT)
+        column = _column(entry, lane, LANES, WIDTH, SHIFT)
+        chosen = (z_t == high) & (column <= last)
+        g_head += _gap(student_row, column, high, chosen, base_s, sum_s, base_t, sum_t, slope)
+    of_head, of_all = _row_sums(tl.join(g_head, forward_kl), tl.join(g_all, reverse_kl))
+    head, forward_kl = tl.split(of_head)
+    every, reverse_kl = tl.split(of_all)
     share = tl.where(every > 0.0, tl.minimum(head / every, 1.0), 0.5)
-    return share, tl.sum(forward_kl, axis=1), tl.sum(reverse_kl, axis=1)
+    return share, forward_kl, reverse_kl
 
 
 @triton.jit
@@ -497,6 +604,7 @@ def soft_target_kernel(
     factors_ptr,  # (R,) or (), of the rows' gradients; read if ``weighted``
     loss_ptr,  # (R,)
     dstudent_ptr,  # (R, V), written if ``gradient``; may be the student's logits
+    near_ptr,  # (programs, blocks · BLOCK_V), of adaptive_kl
     R,
     V,
     stride_student,
@@ -519,219 +627,243 @@ def soft_target_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_real = row < R
-    if HAS_MASK:
-        is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
-    student_row = student_ptr + row * stride_student
-    teacher_row = teacher_ptr + row * stride_teacher
     columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
     ONE_PASS: tl.constexpr = (
         DIVERGENCE == "forward_kl" or DIVERGENCE == "reverse_kl"
     ) and not IS_HOT
+    first = tl.program_id(0) * BLOCK_R
+    if DIVERGENCE == "adaptive_kl":  # programs have lists of their own, and several rows
+        last, step = R, tl.num_programs(0)
+    else:
+        first = first.to(tl.int64)
+        last, step = first + 1, BLOCK_R
+    for start_row in range(first, last, step):
+        row = start_row + tl.arange(0, BLOCK_R).to(tl.int64)
+        is_real = row < R
+        if HAS_MASK:
+            is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
+        student_row = student_ptr + row * stride_student
+        teacher_row = teacher_ptr + row * stride_teacher
 
-    # Each lane has its own maximum, so threads do not wait for each other within a row.
-    top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
-    top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
-    sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-    sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-    # Σ 2^{x_t} (x_t − x_s); for reverse_kl with s and t exchanged.
-    cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        z_s = _load(student_row, start + columns, V, is_real)
-        z_t = _load(teacher_row, start + columns, V, is_real)
-        new_s = tl.maximum(top_s, _lane_max(z_s))
-        new_t = tl.maximum(top_t, _lane_max(z_t))
-        shift_s, shift_t = _shift(top_s, new_s) * slope, _shift(top_t, new_t) * slope
-        top_s, top_t = new_s, new_t
-        x_s = (z_s - _base(top_s)[:, None, :, None]) * slope
-        x_t = (z_t - _base(top_t)[:, None, :, None]) * slope
-        w_s, w_t = tl.exp2(x_s), tl.exp2(x_t)
+        # Each lane has its own maximum, so threads do not wait for each other within a row.
+        top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+        top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+        sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        # Σ 2^{x_t} (x_t − x_s); for reverse_kl with s and t exchanged.
+        cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+        if DIVERGENCE == "adaptive_kl":
+            of_float16: tl.constexpr = 13 if teacher_ptr.dtype.element_ty == tl.float16 else 0
+            SHIFT: tl.constexpr = 16 if teacher_ptr.dtype.element_ty == tl.bfloat16 else of_float16
+            edge_0, edge_1 = _guesses(teacher_row, is_real, V, slope, BLOCK_V, LANES, WIDTH, SHIFT)
+            mass_0, mass_1 = cross, cross
+        for start in range(0, V, BLOCK_V):
+            z_s = _load(student_row, start + columns, V, is_real)
+            z_t = _load(teacher_row, start + columns, V, is_real)
+            new_s = tl.maximum(top_s, _lane_max(z_s))
+            new_t = tl.maximum(top_t, _lane_max(z_t))
+            shift_s, shift_t = _shift(top_s, new_s) * slope, _shift(top_t, new_t) * slope
+            top_s, top_t = new_s, new_t
+            x_s = (z_s - _base(top_s)[:, None, :, None]) * slope
+            x_t = (z_t - _base(top_t)[:, None, :, None]) * slope
+            w_s, w_t = tl.exp2(x_s), tl.exp2(x_t)
+            shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
+            if DIVERGENCE == "forward_kl":
+                cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
+                cross += _lane_sum(_times(w_t, x_t - x_s))
+            if DIVERGENCE == "reverse_kl":
+                cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
+                cross += _lane_sum(_times(w_s, x_s - x_t))
+            if DIVERGENCE == "adaptive_kl":
+                mass_0 = mass_0 * shrink_t + _lane_sum(tl.where(z_t > edge_0, w_t, 0.0))
+                mass_1 = mass_1 * shrink_t + _lane_sum(tl.where(z_t > edge_1, w_t, 0.0))
+            sum_s = sum_s * shrink_s + _lane_sum(w_s)
+            sum_t = sum_t * shrink_t + _lane_sum(w_t)
+
+        # The lanes are rescaled to the row's maximum.
+        row_s, row_t = tl.max(top_s, axis=1), tl.max(top_t, axis=1)
+        if DIVERGENCE == "adaptive_kl":  # its loop over rows keeps registers for each reduction
+            row_s, row_t = tl.split(tl.max(tl.join(top_s, top_t), axis=1))
+        shift_s = _shift(top_s, row_s[:, None]) * slope
+        shift_t = _shift(top_t, row_t[:, None]) * slope
+        base_s, base_t = _base(row_s), _base(row_t)
         shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
         if DIVERGENCE == "forward_kl":
             cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
-            cross += _lane_sum(_times(w_t, x_t - x_s))
         if DIVERGENCE == "reverse_kl":
             cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
-            cross += _lane_sum(_times(w_s, x_s - x_t))
-        sum_s = sum_s * shrink_s + _lane_sum(w_s)
-        sum_t = sum_t * shrink_t + _lane_sum(w_t)
-
-    # The lanes are rescaled to the row's maximum.
-    shift_s = _shift(top_s, tl.max(top_s, axis=1)[:, None]) * slope
-    shift_t = _shift(top_t, tl.max(top_t, axis=1)[:, None]) * slope
-    base_s, base_t = _base(tl.max(top_s, axis=1)), _base(tl.max(top_t, axis=1))
-    shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
-    if DIVERGENCE == "forward_kl":
-        cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
-    if DIVERGENCE == "reverse_kl":
-        cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
-    total_s = tl.sum(rounded(sum_s * shrink_s), axis=1)  # (BLOCK_R,)
-    total_t = tl.sum(rounded(sum_t * shrink_t), axis=1)
-    if HAS_MASS:  # the sum over all tokens of the teacher
-        total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
-    expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
-    share = tl.zeros([BLOCK_R], dtype=tl.float32)
-    if DIVERGENCE == "forward_kl" and ONE_PASS:
-        loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
-    elif DIVERGENCE == "reverse_kl" and ONE_PASS:
-        loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
-        expectation = loss
-    elif DIVERGENCE == "adaptive_kl":
-        share, forward_kl, expectation = _adaptive(
-            student_row,
-            teacher_row,
-            columns,
-            is_real,
-            V,
-            base_s,
-            total_s,
-            base_t,
-            total_t,
-            slope,
-            most,
-            BLOCK_V,
-            LANES,
-            16
-            if teacher_ptr.dtype.element_ty == tl.bfloat16
-            else (13 if teacher_ptr.dtype.element_ty == tl.float16 else 0),
-        )
-        loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
-    else:
-        to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        log_s, log_t = _by_row(tl.log2(total_s)), _by_row(tl.log2(total_t))
-        log_ratio = _by_row(tl.log2(total_t / total_s))
-        weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        for done in range(0, V, BLOCK_V):
-            start = _from_end(done, V, BLOCK_V)
-            z_s = _load(student_row, start + columns, V, is_real)
-            z_t = _load(teacher_row, start + columns, V, is_real)
-            x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
-            p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
-            r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
-            if IS_HOT:
-                if DIVERGENCE == "forward_kl":
-                    to_teacher += _lane_sum(_excess(p_t, p_s, r))
-                elif DIVERGENCE == "reverse_kl":
-                    to_student += _lane_sum(_excess(p_s, p_t, -r))
-                    weighed += _lane_sum(_times(p_s, r))
+        sum_s, sum_t = rounded(sum_s * shrink_s), rounded(sum_t * shrink_t)
+        total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)  # (BLOCK_R,)
+        if HAS_MASS:  # the sum over all tokens of the teacher
+            total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
+        expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
+        share = tl.zeros([BLOCK_R], dtype=tl.float32)
+        if DIVERGENCE == "forward_kl" and ONE_PASS:
+            loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
+        elif DIVERGENCE == "reverse_kl" and ONE_PASS:
+            loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
+            expectation = loss
+        elif DIVERGENCE == "adaptive_kl":
+            of_program = tl.program_id(0).to(tl.int64) * tl.cdiv(V, BLOCK_V) * BLOCK_V
+            share, forward_kl, expectation = _adaptive(
+                student_row,
+                teacher_row,
+                near_ptr + of_program,
+                columns,
+                is_real,
+                V,
+                base_s,
+                total_s,
+                base_t,
+                total_t,
+                edge_0,
+                edge_1,
+                mass_0 * shrink_t,
+                mass_1 * shrink_t,
+                slope,
+                most,
+                BLOCK_V,
+                LANES,
+                WIDTH,
+                SHIFT,
+            )
+            loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
+        else:
+            to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+            to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+            log_s, log_t = _by_row(tl.log2(total_s)), _by_row(tl.log2(total_t))
+            log_ratio = _by_row(tl.log2(total_t / total_s))
+            weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+            distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+            overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+            for done in range(0, V, BLOCK_V):
+                start = _from_end(done, V, BLOCK_V)
+                z_s = _load(student_row, start + columns, V, is_real)
+                z_t = _load(teacher_row, start + columns, V, is_real)
+                x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
+                p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
+                r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
+                if IS_HOT:
+                    if DIVERGENCE == "forward_kl":
+                        to_teacher += _lane_sum(_excess(p_t, p_s, r))
+                    elif DIVERGENCE == "reverse_kl":
+                        to_student += _lane_sum(_excess(p_s, p_t, -r))
+                        weighed += _lane_sum(_times(p_s, r))
+                    else:
+                        middle, log_middle = (p_s + p_t) * 0.5, _log_mean(-r)  # log(m/p_s)
+                        to_student += _lane_sum(_excess(p_s, middle, log_middle))
+                        to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
+                        weighed -= _lane_sum(_times(p_s, log_middle))
+                elif DIVERGENCE == "mixed":
+                    of_teacher, of_student = _both_excesses(p_s, p_t, r)
+                    to_student += _lane_sum(of_student)
+                    to_teacher += _lane_sum(of_teacher)
+                elif (
+                    DIVERGENCE == "total_variation"
+                    or DIVERGENCE == "negative_log_acceptance"
+                    or DIVERGENCE == "lk"
+                ):
+                    weighed += _lane_sum(p_s * _below(p_s, p_t))
+                    distance += _lane_sum(tl.abs(p_t - p_s))
+                    overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
+                    if DIVERGENCE == "lk":
+                        to_teacher += _lane_sum(_excess(p_t, p_s, r))
+                elif (
+                    DIVERGENCE == "skew_kl"
+                    or DIVERGENCE == "skew_reverse_kl"
+                    or DIVERGENCE == "generalized_js"
+                ):
+                    log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+                    log_m = _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)
+                    p_s, p_t, m = tl.exp2(log_ps), tl.exp2(log_pt), tl.exp2(log_m)
+                    ratio = log_ps - log_m  # log2(p_s/m)
+                    if DIVERGENCE != "skew_kl":
+                        to_student += _lane_sum(_excess(p_s, m, ratio * -LOG_2))
+                    if DIVERGENCE != "skew_reverse_kl":
+                        to_teacher += _lane_sum(_excess(p_t, m, (log_m - log_pt) * LOG_2))
+                    if DIVERGENCE == "skew_kl":
+                        weighed += _lane_sum(p_t * ((1.0 - coefficient) * tl.exp2(ratio)))
+                    elif DIVERGENCE == "skew_reverse_kl":
+                        weighed += _lane_sum(p_s * (ratio * LOG_2 - coefficient * tl.exp2(ratio)))
+                    else:
+                        weighed += _lane_sum(p_s * (ratio * LOG_2))
                 else:
-                    middle, log_middle = (p_s + p_t) * 0.5, _log_mean(-r)  # log(m/p_s)
-                    to_student += _lane_sum(_excess(p_s, middle, log_middle))
-                    to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
-                    weighed -= _lane_sum(_times(p_s, log_middle))
+                    log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+                    p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
+                    above = _above_mean(tl.abs(gap))
+                    to_student += _lane_sum(p_s * (above - tl.maximum(gap, 0.0)))
+                    to_teacher += _lane_sum(p_t * (above + tl.minimum(gap, 0.0)))
+            expectation = tl.sum(to_student, axis=1)
+            of_teacher = tl.sum(to_teacher, axis=1)
+            loss = expectation + of_teacher
+            if DIVERGENCE == "js" and not IS_HOT:
+                # The maxima hide a NaN.
+                expectation += 0.0 * (total_s + total_t)
+                loss = 0.5 * LOG_2 * tl.sum(to_student + to_teacher, axis=1) + 0.0 * expectation
+            elif DIVERGENCE == "js":
+                loss *= 0.5
+            elif DIVERGENCE == "generalized_js":
+                loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
             elif DIVERGENCE == "mixed":
-                to_student += _lane_sum(_excess(p_s, p_t, -r))
-                to_teacher += _lane_sum(_excess(p_t, p_s, r))
-            elif (
+                share += coefficient
+                loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
+            elif DIVERGENCE == "total_variation":
+                loss = tl.sum(distance, axis=1) * 0.5
+            elif DIVERGENCE == "negative_log_acceptance":
+                accepted = tl.sum(overlap, axis=1)
+                share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
+                # Not only the logarithm: the minimum of two probabilities hides a NaN.
+                loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
+            elif DIVERGENCE == "lk":
+                share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
+                loss = _times(share, of_teacher) + (1.0 - share) * (tl.sum(distance, axis=1) * 0.5)
+            if IS_HOT or (
                 DIVERGENCE == "total_variation"
                 or DIVERGENCE == "negative_log_acceptance"
                 or DIVERGENCE == "lk"
+                or DIVERGENCE == "skew_kl"
+                or DIVERGENCE == "skew_reverse_kl"
+                or DIVERGENCE == "generalized_js"
             ):
-                weighed += _lane_sum(p_s * _below(p_s, p_t))
-                distance += _lane_sum(tl.abs(p_t - p_s))
-                overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
-                if DIVERGENCE == "lk":
-                    to_teacher += _lane_sum(_excess(p_t, p_s, r))
-            elif (
+                # The gradient subtracts this mean from values with the same rounding.
+                expectation = tl.sum(weighed, axis=1)
+            if (
                 DIVERGENCE == "skew_kl"
                 or DIVERGENCE == "skew_reverse_kl"
                 or DIVERGENCE == "generalized_js"
             ):
-                log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
-                log_m = _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)
-                p_s, p_t, m = tl.exp2(log_ps), tl.exp2(log_pt), tl.exp2(log_m)
-                ratio = log_ps - log_m  # log2(p_s/m)
-                if DIVERGENCE != "skew_kl":
-                    to_student += _lane_sum(_excess(p_s, m, ratio * -LOG_2))
-                if DIVERGENCE != "skew_reverse_kl":
-                    to_teacher += _lane_sum(_excess(p_t, m, (log_m - log_pt) * LOG_2))
-                if DIVERGENCE == "skew_kl":
-                    weighed += _lane_sum(p_t * ((1.0 - coefficient) * tl.exp2(ratio)))
-                elif DIVERGENCE == "skew_reverse_kl":
-                    weighed += _lane_sum(p_s * (ratio * LOG_2 - coefficient * tl.exp2(ratio)))
-                else:
-                    weighed += _lane_sum(p_s * (ratio * LOG_2))
-            else:
-                log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
-                p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
-                above = _above_mean(tl.abs(gap))
-                to_student += _lane_sum(p_s * (above - tl.maximum(gap, 0.0)))
-                to_teacher += _lane_sum(p_t * (above + tl.minimum(gap, 0.0)))
-        expectation = tl.sum(to_student, axis=1)
-        of_teacher = tl.sum(to_teacher, axis=1)
-        loss = expectation + of_teacher
-        if DIVERGENCE == "js" and not IS_HOT:
-            # The maxima hide a NaN.
-            expectation += 0.0 * (total_s + total_t)
-            loss = 0.5 * LOG_2 * tl.sum(to_student + to_teacher, axis=1) + 0.0 * expectation
-        elif DIVERGENCE == "js":
-            loss *= 0.5
-        elif DIVERGENCE == "generalized_js":
-            loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
-        elif DIVERGENCE == "mixed":
-            share += coefficient
-            loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
-        elif DIVERGENCE == "total_variation":
-            loss = tl.sum(distance, axis=1) * 0.5
-        elif DIVERGENCE == "negative_log_acceptance":
-            accepted = tl.sum(overlap, axis=1)
-            share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
-            # Not only the logarithm: the minimum of two probabilities hides a NaN.
-            loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
-        elif DIVERGENCE == "lk":
-            share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
-            loss = _times(share, of_teacher) + (1.0 - share) * (tl.sum(distance, axis=1) * 0.5)
-        if IS_HOT or (
-            DIVERGENCE == "total_variation"
-            or DIVERGENCE == "negative_log_acceptance"
-            or DIVERGENCE == "lk"
-            or DIVERGENCE == "skew_kl"
-            or DIVERGENCE == "skew_reverse_kl"
-            or DIVERGENCE == "generalized_js"
-        ):
-            # The gradient subtracts this mean from values with the same rounding.
-            expectation = tl.sum(weighed, axis=1)
-        if (
-            DIVERGENCE == "skew_kl"
-            or DIVERGENCE == "skew_reverse_kl"
-            or DIVERGENCE == "generalized_js"
-        ):
-            # The maxima hide a NaN.
-            hidden = 0.0 * (tl.log(total_s) + tl.log(total_t))
-            loss, expectation = loss + hidden, expectation + hidden
+                # The maxima hide a NaN.
+                hidden = 0.0 * (tl.log(total_s) + tl.log(total_t))
+                loss, expectation = loss + hidden, expectation + hidden
 
-    exists = row < R
-    tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
-    if gradient != 0:
-        by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
-        by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
-        _write_gradient(
-            student_row,
-            teacher_row,
-            _by_row(dstudent_ptr + row * V),
-            columns,
-            is_real,
-            _by_row(exists),
-            V,
-            slope,
-            coefficient,
-            # In masked rows every value is finite and multiplied by 0.
-            _by_row(tl.where(is_real, by, 0.0)),
-            _by_row(base_s),
-            _by_row(tl.where(is_real, total_s, 1.0)),
-            _by_row(base_t),
-            _by_row(tl.where(is_real, total_t, 1.0)),
-            _by_row(tl.where(is_real, expectation, 0.0)),
-            _by_row(tl.where(is_real, share, 0.0)),
-            DIVERGENCE,
-            IS_HOT,
-            ONE_PASS or DIVERGENCE == "adaptive_kl",  # the pass before ended at the last block
-            BLOCK_V,
-        )
+        exists = row < R
+        tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
+        if gradient != 0:
+            by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
+            by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
+            _write_gradient(
+                student_row,
+                teacher_row,
+                _by_row(dstudent_ptr + row * V),
+                columns,
+                is_real,
+                _by_row(exists),
+                V,
+                slope,
+                coefficient,
+                # In masked rows every value is finite and multiplied by 0.
+                _by_row(tl.where(is_real, by, 0.0)),
+                _by_row(base_s),
+                _by_row(tl.where(is_real, total_s, 1.0)),
+                _by_row(base_t),
+                _by_row(tl.where(is_real, total_t, 1.0)),
+                _by_row(tl.where(is_real, expectation, 0.0)),
+                _by_row(tl.where(is_real, share, 0.0)),
+                DIVERGENCE,
+                IS_HOT,
+                ONE_PASS,  # the pass before ended at the last block
+                BLOCK_V,
+            )
 
 
 def _soft_target_shapes(student, teacher, mask, weights, denominator, upstream, reduction, *rest):
@@ -856,9 +988,16 @@ def fill(
         return
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
     config = blocks(V, divergence, student.element_size(), aligned)
+    programs, near = cdiv(R, config["BLOCK_R"]), None
+    if divergence == "adaptive_kl":
+        programs = min(R, PROGRAMS_OF_32_WARPS * (32 // config["num_warps"]))
+        near = torch.empty(
+            programs, cdiv(V, config["BLOCK_V"]) * config["BLOCK_V"], device=student.device,
+            dtype=torch.int64 if teacher.itemsize == 4 else torch.int32,
+        )  # fmt: skip
     launch_kernel(
         soft_target_kernel,
-        (cdiv(R, config["BLOCK_R"]),),
+        (programs,),
         student,
         teacher,
         bytes_of(mask),
@@ -868,6 +1007,7 @@ def fill(
         loss if factors is None else factors,
         loss,
         student if dstudent is None else dstudent,
+        near,
         R,
         V,
         student.stride(0),

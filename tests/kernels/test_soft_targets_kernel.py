@@ -172,6 +172,27 @@ def test_adaptive_head_is_the_sorted_one(device, dtype, spread, vocabulary):
     assert_accurate(value, right, torch.float32, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adaptive_heads_far_from_the_mean(device, monkeypatch, dtype):
+    """The end is guessed around the mean; here it is the first token, in the tail, or a tie.
+
+    A program has several rows, one of them masked.
+    """
+    monkeypatch.setattr(kernels, "PROGRAMS_OF_32_WARPS", 1)
+    V = 1030
+    teacher = torch.randn(6, V, device=device) / 8
+    teacher[0, 500] += 9  # more than half of the mass
+    teacher[1, 500] += 6.5  # less, with nothing between it and the tail
+    teacher[2, ::3] = teacher[2].amax() + 1  # equal logits hold more than half
+    teacher[3, :20], teacher[4, :515] = -60, torch.linspace(0.0, -0.0, 515)
+    student, teacher = torch.randn(6, V, device=device).to(dtype), teacher.to(dtype)
+    mask = torch.tensor([1, 1, 1, 1, 1, 0], device=device)
+    options = {"divergence": "adaptive_kl", "reduction": "none", "mask": mask}
+    value = soft_target_loss(student, teacher, backend="triton", **options)
+    right = soft_target_loss_ref(student.double(), teacher.double(), **options)
+    assert_accurate(value, right, torch.float32)
+
+
 @pytest.mark.parametrize(("raised", "tolerance"), [(8.0, 5e-6), (2.0, 5e-6), (0.01, 1e-3)])
 def test_adaptive_kl_of_close_distributions(device, raised, tolerance):
     """One word of 1030 differs: the KL is far smaller than the shift of the maximum in it."""

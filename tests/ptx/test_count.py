@@ -57,11 +57,11 @@ def test_sums_over_rows_have_no_bank_conflicts(dtype):
 
 @of_compiled_code
 def test_few_reads_of_the_logits():
-    """Each side for the loss and the gradient; adaptive KL thrice, and more often the teacher."""
+    """Each side for the loss and the gradient; adaptive KL also samples the teacher."""
     student, teacher = torch.randn(2, 5, 300)
     student.requires_grad_()
     row = 300 * 4 / 32  # sectors of fp32
-    sides = {"forward_kl": 4, "reverse_kl": 4, "js": 6, "adaptive_kl": 10}
+    sides = {"forward_kl": 4, "reverse_kl": 4, "js": 6, "adaptive_kl": 7}
     for divergence, reads in sides.items():
         with executing(80) as launches:
             soft_target_loss(student, teacher, divergence=divergence, backend="triton")

@@ -17,6 +17,7 @@ from tools.executed import executing
 pytestmark = of_compiled_code
 
 DIVERGENCES = (
+    "adaptive_kl",
     Divergence("total_variation"),
     Divergence("negative_log_acceptance"),
     Divergence("lk"),
