@@ -57,15 +57,15 @@ def test_sums_over_rows_have_no_bank_conflicts(dtype):
 
 @of_compiled_code
 def test_few_reads_of_the_logits():
-    """Each side for the loss and the gradient; adaptive KL also samples the teacher."""
-    student, teacher = torch.randn(2, 5, 300)
+    """Each side for the loss and the gradient; adaptive KL also samples and lists the teacher."""
+    student, teacher = torch.randn(2, 2, 3000)
     student.requires_grad_()
-    row = 300 * 4 / 32  # sectors of fp32
+    row = 3000 * 4 / 32  # sectors of fp32
     sides = {"forward_kl": 4, "reverse_kl": 4, "js": 6, "adaptive_kl": 7}
     for divergence, reads in sides.items():
         with executing(80) as launches:
             soft_target_loss(student, teacher, divergence=divergence, backend="triton")
         counts = count.costs(launches, student.numel())[0].counts
-        assert reads * 5 * row <= counts.global_sectors_read < 1.4 * reads * 5 * row
+        assert reads * 2 * row <= counts.global_sectors_read < 1.4 * reads * 2 * row
         once = counts.global_bytes_read + counts.global_bytes_written
-        assert 3 <= once / (5 * 300 * 4) < 3.3
+        assert 3 <= once / (2 * 3000 * 4) < 3.3
