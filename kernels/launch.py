@@ -16,3 +16,10 @@ def next_power_of_2(n: int) -> int:
 def capability(device: torch.device) -> int:
     """Major compute capability of a GPU; that of Hopper where Triton interprets."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H100 where Triton interprets."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -70,7 +70,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastkd._core.operator import launch_kernel, operator
-from fastkd.kernels.launch import cdiv
+from fastkd.kernels.launch import cdiv, multiprocessors
 from fastkd.kernels.reduction import bytes_of, counted, summed
 from fastkd.kernels.rounding import rounded
 
@@ -80,7 +80,6 @@ LOG2_E = 1.4426950408889634
 LEAST = tl.constexpr(-200.0)  # power of 2 that is 0 in float32
 LEAST_NORMAL = tl.constexpr(-126.0)
 LONG = 16384  # longest row of which several share a multiprocessor
-PROGRAMS_OF_32_WARPS = 132  # multiprocessors of a large GPU
 HOT = 10.0  # above this temperature losses are summed from terms as small as the loss
 # Divergences computed in one read of the logits, and divergences with another form above HOT.
 ONE_READ = ("forward_kl", "reverse_kl")
@@ -990,7 +989,7 @@ def fill(
     config = blocks(V, divergence, student.element_size(), aligned)
     programs, near = cdiv(R, config["BLOCK_R"]), None
     if divergence == "adaptive_kl":
-        programs = min(R, PROGRAMS_OF_32_WARPS * (32 // config["num_warps"]))
+        programs = min(R, multiprocessors(student.device) * (32 // config["num_warps"]))
         near = torch.empty(
             programs, cdiv(V, config["BLOCK_V"]) * config["BLOCK_V"], device=student.device,
             dtype=torch.int64 if teacher.itemsize == 4 else torch.int32,

@@ -241,6 +241,11 @@ class Device:
                 (torch.cuda, "_lazy_init", lambda: None),
                 (torch.cuda, "device_of", lambda x: nothing()),
                 (torch.cuda, "get_device_capability", self.get_device_capability),
+                (
+                    torch.cuda,
+                    "get_device_properties",
+                    lambda device: mock.Mock(multi_processor_count=132),
+                ),
                 (torch.cuda, "is_current_stream_capturing", lambda: False),
                 (VocabularyMatch, "columns", columns_on_device),
                 (extension, "CUDA", extension.CPU),

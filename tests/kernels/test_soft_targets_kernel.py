@@ -178,7 +178,7 @@ def test_adaptive_heads_far_from_the_mean(device, monkeypatch, dtype):
 
     A program has several rows, one of them masked.
     """
-    monkeypatch.setattr(kernels, "PROGRAMS_OF_32_WARPS", 1)
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     V = 1030
     teacher = torch.randn(6, V, device=device) / 8
     teacher[0, 500] += 9  # more than half of the mass
