@@ -14,8 +14,12 @@ def next_power_of_2(n: int) -> int:
 
 
 def capability(device: torch.device) -> int:
-    """Major compute capability of a GPU; that of Hopper where Triton interprets."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    """Major compute capability of a GPU; that of Hopper where Triton interprets.
+
+    Consumer Blackwell (12) has the instructions and shared memory of sm_89: 8.
+    """
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return 8 if major == 12 else major
 
 
 def multiprocessors(device: torch.device) -> int:

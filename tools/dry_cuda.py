@@ -27,7 +27,7 @@ from fastkd import VocabularyMatch
 from fastkd._core import extension
 from tools import calls
 from tools.calls import Call, learns
-from tools.compile_report import SHARED_MEMORY, Form, walked
+from tools.compile_report import EVERY, Form, walked
 
 # Operations that wait for the device, according to PyTorch's documentation.
 WAITING = {
@@ -47,7 +47,7 @@ CUDA, META = torch.device("cuda", 0), torch.device("meta")
 DEVICE, IS_META = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta"))
 
 # Compute capabilities. Calls that do not read the capability run on the first only.
-FIRST, *OTHERS = sorted(SHARED_MEMORY, key=lambda capability: capability != 90)
+FIRST, *OTHERS = sorted(EVERY, key=lambda capability: capability != 90)
 
 # Planted mistakes that the walk must find; the tensor has shape (3, 3).
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
