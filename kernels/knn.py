@@ -1,24 +1,30 @@
 """Intra-class KNN: search, loss and gradient without a matrix of all distances.
 
-Data path. A search multiplies a tile of student rows with tile after tile of the bank and keeps,
-in registers, the best 8, 16 or 64 candidates of each row by ‖t‖² − 2 s·t: k and at least seven
-more. Many student rows and a large bank are both sorted by label, so that tiles of other labels
-are skipped; `knn_norm_kernel` then computes ‖t‖² once for all tiles, and
-`knn_sorted_search_kernel` reads a copy of the bank in the order of the labels, or the rows of a
-bank of more than 4 GB in this order. `knn_search_kernel` searches all others.
+Data path. A search multiplies a tile of student rows with tile after tile of the bank. The scores
+‖t‖² − 2 s·t of a row enter BUCKETS buckets in registers: a bucket has the bank rows of one column
+of the tiles, the least score with its row, and the second least score. So a score costs six
+instructions and no sum over the tile, and at the end no row outside of the buckets' first is nearer
+than the second least score allows. Many student rows and a large bank are both sorted by label, so
+that tiles of other labels are skipped; `knn_norm_kernel` then computes ‖t‖² once for all tiles and
+copies the bank in the order of the labels, unless it has more than 4 GB, for
+`knn_sorted_search_kernel`. `knn_search_kernel` searches all others: it squares the tile that it
+multiplies, so that the bank is read once and no norms are stored.
 The part of the bank that a tile compares with is split over programs. For few and long rows, which
 would occupy one program only, the features are split instead: `knn_product_kernel` then stores
 partial products of at most 2^18 pairs.
-`knn_settle_kernel` merges the candidates of one row, compares them by direct difference in float64,
-which neither underflows nor overflows, and stores the loss, the neighbours and the factor of the
-gradient. The proof in `fastkd.losses.neighbours` shows when this choice is exact, which it almost
-always is. Otherwise the program compares all candidates within the error bound, or all rows of the
-label if these fill a list of candidates.
+`knn_settle_kernel` merges the buckets of one row to its best 8, 16 or 64 candidates, k and at least
+seven more, compares them by direct difference in float64, which neither underflows nor overflows,
+and stores the loss, the neighbours and the factor of the gradient. The proof in
+`fastkd.losses.neighbours` shows when this choice is exact, which it almost always is. Otherwise the
+program compares also the first rows of the other buckets within the error bound, and all rows of a
+bucket whose second score is within it. ROWS_AT_ONCE student rows are searched at a time: more would
+share few splits, whose buckets have many rows.
 `knn_gradient_kernel` reads the row and its neighbours again and writes the gradient, multiplied by
 the upstream gradient.
 
 With s bytes per element: the bank is read once per tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
-most of them from the L2 cache; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
+most of them from the L2 cache; buckets are 12·BUCKETS bytes per row and split, written and read
+once; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
 2·N·M·D/C operations on the tensor cores for C labels of equal size. 32 rows against 65,536 × 768 in
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
@@ -42,12 +48,18 @@ BANK_TO_SORT = 1024
 # Programs of the search that keep a large GPU busy, two for each of its 132 processors: the bank or
 # the features are split for them.
 PROGRAMS = 264
+# Student rows of one search: more would share few splits of the bank, with many rows in a bucket.
+ROWS_AT_ONCE = 4096
+# Buckets of a split: as many as the bank rows of the smallest tile.
+BUCKETS = 32
 # Largest number of pairs with stored products, and number of features from which it is faster.
 PAIRS_IN_MEMORY = 2**18
 FEATURES_TO_SPLIT = 4096
 # Bytes of a bank up to which it is copied in the order of the labels: asynchronous copies of rows
 # that lie anywhere halve the search's speed.
 MOST_BYTES_TO_COPY = 2**32
+# Elements between rows of a bank from which a tile's offsets need 64 bits: the search has 32.
+FAR_APART = 2**24
 # Most features that the tensor cores sum without a bound on the error that costs exact comparisons.
 MOST_FEATURES_AT_ONCE = 2048
 # Candidates after the k-th, which rounding may have misplaced.
@@ -71,34 +83,37 @@ def is_aligned(D: int, stride_s: int, stride_t: int) -> bool:
     return (D | stride_s | stride_t) % 16 == 0
 
 
-def search_blocks(k: int, itemsize: int) -> dict[str, int]:
+def search_blocks(M: int, itemsize: int, aligned: bool, capability: int) -> dict[str, int]:
     """Block sizes and warps of the search in a bank that is not sorted.
 
-    The bank's bandwidth is the limit: 32 rows share one read. Each step reads 128 bytes of
-    features, with three steps in flight.
+    The bank's bandwidth is the limit: 32 student rows share one read. A large bank has tiles of 128
+    rows, of which 16 kB are in flight, and a small one tiles of 32, for more programs. Tiles go
+    through registers, where they are squared, and not by the compiler's asynchronous copies.
     """
-    many = keep(k) > 16
-    block_d = (64 if itemsize == 4 and many else 128) // itemsize
-    bound = {"maxnreg": 224} if many else {}  # without one the assembler uses 128 and spills
-    return {"BLOCK_N": 32, "BLOCK_M": 32, "BLOCK_D": block_d, "num_warps": 8, **bound}
+    block_m = 32
+    if aligned and M >= 128 * PROGRAMS:
+        block_m = 128 if itemsize == 2 and capability < 10 else 64  # more would spill registers
+    tile = {"BLOCK_N": 32, "BLOCK_M": block_m, "BLOCK_D": 128 // itemsize}
+    bound = 128 if aligned and itemsize == 2 else 224  # two programs of a processor, or no spills
+    return {**tile, "num_warps": 8, "num_stages": 1, "maxnreg": bound}
 
 
-def sorted_blocks(k: int, itemsize: int, D: int, aligned: bool, capability: int) -> dict[str, int]:
+def sorted_blocks(itemsize: int, D: int, aligned: bool, capability: int) -> dict[str, int]:
     """Block sizes and warps of the search in a sorted bank.
 
-    Tiles are as large as the registers hold beside the candidates: the L2 cache's bandwidth limits
-    small ones. An A100 (8) has too few registers for the largest. float32's products in three parts
-    need most registers, and addresses of rows that are not ``aligned`` even more.
+    Tiles are as large as the registers hold beside the buckets: the L2 cache's bandwidth limits
+    small ones. Only Hopper (9) has enough registers for the largest. float32's products in three
+    parts need most registers, and addresses of rows that are not ``aligned`` even more.
     """
-    many, whole = keep(k) > 16, itemsize == 2 and D <= MOST_FEATURES_AT_ONCE
+    whole = itemsize == 2 and D <= MOST_FEATURES_AT_ONCE
     block_n, block_m = 32, 32
-    if aligned and not (many and itemsize == 4):
-        block_n = 64 if many else 128
-        block_m = 32 if itemsize == 4 else 128 if whole and not many and capability >= 9 else 64
+    if aligned:
+        block_n = 128
+        block_m = 32 if itemsize == 4 else 128 if whole and capability == 9 else 64
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
-        "BLOCK_D": (64 if itemsize == 4 and many else 128) // itemsize,
+        "BLOCK_D": 128 // itemsize,
         "WHOLE": whole,
         "num_warps": 8,
         "num_stages": 4 if whole and aligned else 3,
@@ -141,6 +156,26 @@ def _insert(score, first, best, chosen, WIDTH: tl.constexpr, KEEP: tl.constexpr)
         nearest, worst = tl.min(score, axis=1), tl.max(best, axis=1)
         better = nearest < worst
     return best, chosen
+
+
+@triton.jit
+def _collect(score, at, best, second, chosen):
+    """Enter scores (BLOCK_N, columns) of the bank's positions from ``at`` on into the buckets.
+
+    A bucket (BLOCK_N, BUCKETS) has the positions of one column, BUCKETS apart: the least of their
+    scores, its position less the column, and the second least. Of equal scores the earlier is kept.
+    """
+    if score.shape[1] > best.shape[1]:
+        left, right = halves(score)
+        best, second, chosen = _collect(left, at, best, second, chosen)
+        at += score.shape[1] // 2
+        best, second, chosen = _collect(right, at, best, second, chosen)
+    else:
+        nearer = score < best
+        second = tl.minimum(second, tl.where(nearer, best, score))
+        chosen = tl.where(nearer, at, chosen)
+        best = tl.where(nearer, score, best)
+    return best, second, chosen
 
 
 @triton.jit
@@ -203,27 +238,34 @@ def _product(
     return -product, squares
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "ignore_index"])
 def knn_norm_kernel(
     t_ptr,  # (M, D)
-    squares_ptr,  # (M,)
+    labels_ptr,  # (M,), sorted
+    t_order_ptr,  # (M,): row of each position
+    bank_ptr,  # (M, D): the rows in this order, or None
+    squares_ptr,  # (M,): ‖t‖² in this order, -inf for a label that matches nothing
     M,
     D,
     stride_t,
+    ignore_index,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    j = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    row = tl.load(t_order_ptr + j, mask=j < M, other=0)
     squares = tl.zeros((BLOCK_M,), tl.float32)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
-        t = tl.load(
-            t_ptr + j.to(tl.int64)[:, None] * stride_t + d[None, :],
-            mask=(j < M)[:, None] & (d < D)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        squares += tl.sum(t * t, axis=1)
-    tl.store(squares_ptr + j, squares, mask=j < M)
+        mask = (j < M)[:, None] & (d < D)[None, :]
+        t = tl.load(t_ptr + row[:, None] * stride_t + d[None, :], mask=mask, other=0.0)
+        if bank_ptr is not None:
+            tl.store(bank_ptr + j[:, None] * D + d[None, :], t, mask=mask)
+        squares += tl.sum(t.to(tl.float32) * t.to(tl.float32), axis=1)
+    labels = tl.load(labels_ptr + j, mask=j < M, other=0)
+    # NaNs come last, behind inf.
+    matches = (labels != ignore_index) & (labels == labels)
+    tl.store(squares_ptr + j, tl.where(matches, squares, -float("inf")), mask=j < M)
 
 
 @triton.jit(do_not_specialize=["N", "M"])
@@ -260,42 +302,70 @@ def knn_product_kernel(
 
 @triton.jit
 def _scores(product, squares):
-    """‖t‖² − 2 s·t (BLOCK_N, BLOCK_M)."""
+    """‖t‖² − 2 s·t (BLOCK_N, BLOCK_M). A score that overflows stays a candidate."""
     score = squares[None, :] - 2.0 * product
-    # A score that overflows stays a candidate. A bank row with NaN or inf becomes the first
-    # candidate, so that it is not lost. Direct differences distinguish the two cases.
-    score = tl.where(score < FAR, score, FAR)
-    return tl.where((squares < float("inf"))[None, :], score, -float("inf"))
+    return tl.where(score < FAR, score, FAR)
 
 
 @triton.jit
-def _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, candidate, KEEP: tl.constexpr):
-    slot = tl.arange(0, KEEP)[None, :]
-    offsets = (s_row[:, None] * tl.num_programs(1) + tl.program_id(1)) * KEEP + slot
-    tl.store(score_ptr + offsets, best, mask=s_mask[:, None])
-    tl.store(candidate_ptr + offsets, candidate.to(tl.int32), mask=s_mask[:, None])
+def _matching(score, squares, same):
+    """Scores of rows with the ``same`` label, inf for others.
+
+    A bank row with NaN or inf becomes the first candidate, so that it is not lost. Direct
+    differences distinguish it from a row whose square overflows.
+    """
+    score = tl.where((squares < float("inf"))[None, :], score, -float("inf"))
+    return tl.where(same, score, float("inf"))
 
 
-@triton.jit(do_not_specialize=["N", "M", "ignore_index"])
+@triton.jit
+def _store_range(bucket_ptr, i, s_mask, start, stop, BUCKETS: tl.constexpr):
+    split = i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(bucket_ptr + (split * 4 + 3) * BUCKETS, start, mask=s_mask)
+    tl.store(bucket_ptr + (split * 4 + 3) * BUCKETS + 1, stop, mask=s_mask)
+
+
+@triton.jit
+def _store_buckets(bucket_ptr, i, s_mask, best, second, chosen, BUCKETS: tl.constexpr):
+    column = tl.arange(0, BUCKETS)[None, :]
+    split = i.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    bucket_ptr += split[:, None] * (4 * BUCKETS) + column
+    tl.store(bucket_ptr, best.to(tl.int32, bitcast=True), mask=s_mask[:, None])
+    tl.store(bucket_ptr + BUCKETS, second.to(tl.int32, bitcast=True), mask=s_mask[:, None])
+    tl.store(bucket_ptr + 2 * BUCKETS, chosen + column, mask=s_mask[:, None])
+
+
+@triton.jit
+def _load_scores(bucket_ptr, bucket, splits, BUCKETS: tl.constexpr):
+    """Least and second least scores of buckets, counted over all splits."""
+    mask = bucket < splits * BUCKETS
+    bucket_ptr += bucket // BUCKETS * (4 * BUCKETS) + bucket % BUCKETS
+    score = tl.load(bucket_ptr, mask=mask, other=0).to(tl.float32, bitcast=True)
+    second = tl.load(bucket_ptr + BUCKETS, mask=mask, other=0).to(tl.float32, bitcast=True)
+    return tl.where(mask, score, float("inf")), tl.where(mask, second, float("inf"))
+
+
+@triton.jit(do_not_specialize=["first_row", "N", "M"])
 def knn_sorted_search_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D), in the order of the labels if ORDERED
     low_ptr,  # (N,): the first position that a row compares with
     high_ptr,  # (N,): the position after the last
-    labels_ptr,  # (M,), sorted
     s_order_ptr,  # (N,): row of each position
     t_order_ptr,  # (M,)
-    squares_ptr,  # (M,), in the order of t_ptr
-    score_ptr,  # (N, splits, KEEP): inf where there is no candidate
-    candidate_ptr,  # (N, splits, KEEP): rows of the bank
+    squares_ptr,  # (M,), from `knn_norm_kernel`
+    # (rows, splits, 4, BUCKETS), bits of float32 and int32: the least scores, inf if the bucket is
+    # empty, the second least, positions of the least in the sorted bank, and the split's first
+    # position and that after its last
+    bucket_ptr,
+    first_row,  # position of the first student row
     N,
     M,
     D,
     stride_s,
     stride_t,
-    ignore_index,
     ORDERED: tl.constexpr,
-    KEEP: tl.constexpr,
+    BUCKETS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -303,20 +373,24 @@ def knn_sorted_search_kernel(
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    s_mask = i < N
-    s_row = tl.load(s_order_ptr + i, mask=s_mask, other=0)
+    s_mask = first_row + i < N
+    s_row = tl.load(s_order_ptr + first_row + i, mask=s_mask, other=0)
     low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
     high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
     # The range of the bank for these rows, divided among the splits.
     compares = s_mask & (low < high)
-    begin = tl.min(tl.where(compares, low, M), axis=0)
+    begin = tl.min(tl.where(compares, low, M), axis=0) // BLOCK_M * BLOCK_M  # for wide loads
     end = tl.max(tl.where(compares, high, 0), axis=0)
     share = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCK_M) * BLOCK_M
     start = begin + tl.program_id(1) * share
     stop = tl.minimum(start + share, end)
+    _store_range(bucket_ptr, i, s_mask, start, stop, BUCKETS)
+    # All rows compare with the positions between.
+    common_low, common_high = tl.max(low, axis=0), tl.min(tl.where(s_mask, high, M), axis=0)
 
-    best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
-    chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
+    best = tl.full((BLOCK_N, BUCKETS), float("inf"), tl.float32)
+    second = tl.full((BLOCK_N, BUCKETS), float("inf"), tl.float32)
+    chosen = tl.zeros((BLOCK_N, BUCKETS), tl.int32)
     # One loop over tiles and features, so that a tile's end waits for no load of the next.
     steps = tl.cdiv(D, BLOCK_D)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -343,30 +417,23 @@ def knn_sorted_search_kernel(
             # A difference: the compiler would move a sum into the tensor core, which rounds more.
             product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
         if step % steps == steps - 1:
-            if not WHOLE:
-                product = -product
-            parts = halves(product)
-            for part in tl.static_range(2):
-                at = first + part * (BLOCK_M // 2)
-                place = at + tl.arange(0, BLOCK_M // 2)
-                inside = place < stop
-                row = _rows(t_order_ptr, place, inside, not ORDERED)
-                squares = tl.load(squares_ptr + row, mask=inside, other=0.0)
-                labels = tl.load(labels_ptr + place, mask=inside, other=0)
-                # NaNs come last, behind inf.
-                inside = inside & (labels != ignore_index) & (labels == labels)
-                same = (place[None, :] >= low[:, None]) & (place[None, :] < high[:, None])
-                same = same & inside[None, :]
-                score = tl.where(same, _scores(parts[part], squares), float("inf"))
-                best, chosen = _insert(score, at, best, chosen, BLOCK_M // 2, KEEP)
+            position = first + tl.arange(0, BLOCK_M)
+            squares = tl.load(squares_ptr + position, mask=position < stop, other=-float("inf"))
+            score = _scores(product if WHOLE else -product, squares)
+            usual = (squares > -float("inf")) & (squares < float("inf"))
+            is_usual = tl.min(usual.to(tl.int32), axis=0) > 0
+            if is_usual & (first >= common_low) & (first + BLOCK_M <= common_high):
+                best, second, chosen = _collect(score, first, best, second, chosen)
+            else:
+                same = (position[None, :] >= low[:, None]) & (position[None, :] < high[:, None])
+                score = _matching(score, squares, same & (squares != -float("inf"))[None, :])
+                best, second, chosen = _collect(score, first, best, second, chosen)
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
-    found = (best < float("inf")) & s_mask[:, None]
-    candidate = _rows(t_order_ptr, chosen, found, True)
-    _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, candidate, KEEP)
+    _store_buckets(bucket_ptr, i, s_mask, best, second, chosen, BUCKETS)
 
 
-@triton.jit(do_not_specialize=["N", "M", "product_splits", "ignore_index"])
+@triton.jit(do_not_specialize=["first_row", "N", "M", "product_splits", "ignore_index"])
 def knn_search_kernel(
     s_ptr,  # (N, D), unless FROM_PRODUCTS
     t_ptr,  # (M, D)
@@ -375,8 +442,8 @@ def knn_search_kernel(
     labels_ptr,  # (M,)
     product_ptr,  # (product_splits, N, M), if FROM_PRODUCTS
     squares_ptr,  # (product_splits, M)
-    score_ptr,  # (N, splits, KEEP): inf where there is no candidate
-    candidate_ptr,  # (N, splits, KEEP): rows of the bank
+    bucket_ptr,  # (rows, splits, 4, BUCKETS), as in `knn_sorted_search_kernel`
+    first_row,
     N,
     M,
     D,
@@ -385,15 +452,15 @@ def knn_search_kernel(
     product_splits,
     ignore_index,
     FROM_PRODUCTS: tl.constexpr,
-    KEEP: tl.constexpr,
+    BUCKETS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    s_mask = i < N
-    s_row = i.to(tl.int64)
+    s_mask = first_row + i < N
+    s_row = (first_row + i).to(tl.int64)
     low = tl.load(low_ptr + s_row, mask=s_mask, other=0)
     high = tl.load(high_ptr + s_row, mask=s_mask, other=0)
 
@@ -401,36 +468,59 @@ def knn_search_kernel(
     share = tl.cdiv(tl.cdiv(M, tl.num_programs(1)), BLOCK_M) * BLOCK_M
     start = tl.program_id(1) * share
     stop = tl.minimum(start + share, M)
+    _store_range(bucket_ptr, i, s_mask, start, stop, BUCKETS)
 
-    best = tl.full((BLOCK_N, KEEP), float("inf"), tl.float32)
-    chosen = tl.zeros((BLOCK_N, KEEP), tl.int32)
+    best = tl.full((BLOCK_N, BUCKETS), float("inf"), tl.float32)
+    second = tl.full((BLOCK_N, BUCKETS), float("inf"), tl.float32)
+    chosen = tl.zeros((BLOCK_N, BUCKETS), tl.int32)
+    if not FROM_PRODUCTS:
+        j, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+        t_offsets = j[:, None] * tl.cast(stride_t, tl.int32) + d[None, :]  # few registers
+        s_ptr += s_row[:, None] * stride_s + d[None, :]
+        mask = (start + j < stop)[:, None] & (d < D)[None, :]
+        t = tl.load(t_ptr + tl.cast(start, tl.int64) * stride_t + t_offsets, mask=mask, other=0.0)
     for first in range(start, stop, BLOCK_M):
-        j = first + tl.arange(0, BLOCK_M)
-        t_mask = j < stop
+        product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         if FROM_PRODUCTS:
-            product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            j = first + tl.arange(0, BLOCK_M)
             squares = tl.zeros((BLOCK_M,), tl.float32)
             for first_split in range(0, product_splits, SPLITS_AT_ONCE):
                 split = first_split + tl.arange(0, SPLITS_AT_ONCE)
-                there = (split < product_splits)[:, None] & t_mask[None, :]
-                offsets = (split[:, None, None] * N + i[None, :, None]) * M + j[None, None, :]
+                there = (split < product_splits)[:, None] & (j < stop)[None, :]
+                offsets = (split[:, None, None] * N + s_row[None, :, None]) * M + j[None, None, :]
                 inside = there[:, None, :] & s_mask[None, :, None]
                 product += tl.sum(tl.load(product_ptr + offsets, mask=inside, other=0.0), axis=0)
                 part = tl.load(squares_ptr + split[:, None] * M + j[None, :], mask=there, other=0.0)
                 squares += tl.sum(part, axis=0)
         else:
-            product, squares = _product(
-                s_ptr, t_ptr, s_row, j.to(tl.int64), s_mask, t_mask, 0, D, stride_s, stride_t,
-                BLOCK_N, BLOCK_M, BLOCK_D, WIDEN,
-            )  # fmt: skip
-        labels = tl.load(labels_ptr + j, mask=t_mask, other=0)
-        t_mask = t_mask & (labels != ignore_index)
+            partial = tl.zeros((BLOCK_M, BLOCK_D // 8), tl.float32)
+            for done in range(0, D, BLOCK_D):
+                # The next tile is loaded before this one is used.
+                following, after = first, done + BLOCK_D
+                if after >= D:
+                    following, after = first + BLOCK_M, 0
+                next_ptr = t_ptr + tl.cast(following, tl.int64) * stride_t + after
+                mask = (following + j < stop)[:, None] & (after + d < D)[None, :]
+                next_t = tl.load(next_ptr + t_offsets, mask=mask, other=0.0)
+                there = s_mask[:, None] & (done + d < D)[None, :]
+                s = tl.load(s_ptr + done, mask=there, other=0.0)
+                wide = tl.reshape(t.to(tl.float32), (BLOCK_M, BLOCK_D // 8, 8))
+                partial += tl.sum(wide * wide, axis=2)
+                if WIDEN:
+                    s, t = s.to(tl.float32), t.to(tl.float32)
+                # A difference: the compiler would move a sum into the tensor core, which rounds
+                # more.
+                product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
+                t = next_t
+            product, squares = -product, tl.sum(partial, axis=1)
+        position = first + tl.arange(0, BLOCK_M)
+        labels = tl.load(labels_ptr + position, mask=position < stop, other=0)
+        inside = (position < stop) & (labels != ignore_index)
         same = (labels[None, :] >= low[:, None]) & (labels[None, :] <= high[:, None])
-        same = same & s_mask[:, None] & t_mask[None, :]
-        score = tl.where(same, _scores(product, squares), float("inf"))
-        best, chosen = _insert(score, first, best, chosen, BLOCK_M, KEEP)
+        score = _matching(_scores(product, squares), squares, same & inside[None, :])
+        best, second, chosen = _collect(score, first, best, second, chosen)
 
-    _store_candidates(score_ptr, candidate_ptr, s_row, s_mask, best, chosen, KEEP)
+    _store_buckets(bucket_ptr, i, s_mask, best, second, chosen, BUCKETS)
 
 
 @triton.jit
@@ -497,20 +587,21 @@ def _choose(distance, chosen, nearest_ptr, row, k):
     return total, least
 
 
-@triton.jit(do_not_specialize=["M", "k", "splits", "ignore_index"])
+@triton.jit(do_not_specialize=["first_row", "M", "k", "splits", "ignore_index"])
 def knn_settle_kernel(
     s_ptr,  # (N, D)
     t_ptr,  # (M, D)
     low_ptr,  # (N,), as in `knn_search_kernel`
     high_ptr,  # (N,)
     labels_ptr,  # (M,)
+    s_order_ptr,  # (N,)
     t_order_ptr,  # (M,)
-    score_ptr,  # (N, splits, KEEP)
-    candidate_ptr,  # (N, splits, KEEP)
+    bucket_ptr,  # (rows, splits, 4, BUCKETS), as in `knn_sorted_search_kernel`
     count_ptr,  # (): the losses are divided by it, if at least one; or None
     loss_ptr,  # (N,)
     factor_ptr,  # (N,): of Σ_k (student - neighbour_k) in the gradient
     nearest_ptr,  # (N, k): rows of the bank, -1 where there is none
+    first_row,
     M,
     D,
     k,
@@ -521,24 +612,29 @@ def knn_settle_kernel(
     rounding,  # see `score_rounding`
     scale,  # 1 / D
     SORTED: tl.constexpr,
+    BUCKETS: tl.constexpr,
     KEEP: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    row = _rows(s_order_ptr, first_row + program, True, SORTED)
     slot = tl.arange(0, KEEP)
-    candidates = splits * KEEP
-    score_ptr += row * candidates
-    candidate_ptr += row * candidates
+    bucket_ptr += program * splits * (4 * BUCKETS)
     best = tl.full((1, KEEP), float("inf"), tl.float32)
     chosen = tl.zeros((1, KEEP), tl.int32)
-    for first in range(0, candidates, WIDTH):
-        offsets = first + tl.arange(0, WIDTH)
-        score = tl.load(score_ptr + offsets, mask=offsets < candidates, other=float("inf"))
+    second = tl.full((WIDTH,), float("inf"), tl.float32)
+    for first in range(0, splits * BUCKETS, WIDTH):
+        numbers = first + tl.arange(0, WIDTH)
+        score, following = _load_scores(bucket_ptr, numbers, splits, BUCKETS)
+        second = tl.minimum(second, following)
         best, chosen = _insert(score[None, :], first, best, chosen, WIDTH, KEEP)
     best = tl.reshape(best, (KEEP,))
     mask = best < float("inf")
-    chosen = tl.load(candidate_ptr + tl.reshape(chosen, (KEEP,)), mask=mask, other=0)
+    chosen = tl.reshape(chosen, (KEEP,))
+    place = (chosen // BUCKETS * 4 + 2) * BUCKETS + chosen % BUCKETS
+    position = tl.load(bucket_ptr + place, mask=mask, other=0)
+    chosen = _rows(t_order_ptr, position, mask, SORTED).to(tl.int32)
 
     s_ptr += row * stride_s
     distance = _distances(s_ptr, t_ptr, chosen, mask, D, stride_t, BLOCK_D)
@@ -554,36 +650,46 @@ def knn_settle_kernel(
     size = reach * (2 * norm + reach)
     limit = (kth - square).to(tl.float32) + rounding * size + D * 2.0**-122
     limit = tl.where(size < FAR, limit, float("inf"))
-    rejected = tl.max(best, axis=0)  # no row outside the candidates has a lower score
+    worst, second_least = tl.max(best, axis=0), tl.min(second, axis=0)
+    rejected = tl.minimum(worst, second_least)  # no row outside the candidates has a lower score
     if (broken == 0) & (rejected < float("inf")) & (rejected <= limit):
-        # All rows within the bound are in the splits' lists, unless a list is full of such rows.
-        full = 0
-        for split in range(0, splits):
-            score = tl.load(score_ptr + split * KEEP + slot)
-            full = tl.maximum(full, (tl.max(score, axis=0) <= limit).to(tl.int32))
+        # Rows within the bound that are no candidates: the first of a bucket, or all of a bucket
+        # whose second is within too.
         low, high = tl.load(low_ptr + row), tl.load(high_ptr + row)
-        begin, end = 0, M
-        if SORTED:
-            begin, end = low, high
-        nearest = tl.full((KEEP,), float("inf"), tl.float64)
-        chosen = LAST - slot  # distinct, and higher than any row
-        steps = tl.where(full > 0, tl.cdiv(end - begin, KEEP), splits)
-        for step in range(0, steps):
-            if full > 0:
-                j = begin + step * KEEP + slot
-                labels = tl.load(labels_ptr + j, mask=j < end, other=0)
-                mask = (j < end) & (labels != ignore_index) & (labels == labels)
-                if not SORTED:
-                    mask = mask & (labels >= low) & (labels <= high)
-                t_row = _rows(t_order_ptr, j, mask, SORTED).to(tl.int32)
-            else:
-                mask = tl.load(score_ptr + step * KEEP + slot) <= limit
-                t_row = tl.load(candidate_ptr + step * KEEP + slot, mask=mask, other=0)
-            distance = _distances(s_ptr, t_ptr, t_row, mask, D, stride_t, BLOCK_D)
-            finite = distance < float("inf")
-            broken = tl.maximum(broken, tl.max((mask & ~finite).to(tl.int32), axis=0))
-            distance = tl.where(mask & finite, distance, float("inf"))
-            nearest, chosen = _insert_exact(distance, t_row, nearest, chosen)
+        nearest = distance
+        chosen = tl.where(nearest < float("inf"), chosen, LAST - slot)  # distinct
+        for first in range(0, splits * BUCKETS, WIDTH):
+            numbers = first + tl.arange(0, WIDTH)
+            score, second = _load_scores(bucket_ptr, numbers, splits, BUCKETS)
+            is_full = (second <= limit) & (second < float("inf"))
+            others = (score <= limit) & (score >= worst) & (score < float("inf"))
+            bucket = tl.min(tl.where(is_full | others, numbers, LAST), axis=0)
+            while bucket < LAST:
+                split_ptr = bucket_ptr + bucket // BUCKETS * (4 * BUCKETS)
+                nearest_place = tl.load(split_ptr + 2 * BUCKETS + bucket % BUCKETS)
+                t_row = _rows(t_order_ptr, nearest_place, True, SORTED).to(tl.int32)
+                is_known = tl.max((chosen == t_row).to(tl.int32), axis=0) > 0
+                begin, end = nearest_place, nearest_place + 1
+                if tl.max((is_full & (numbers == bucket)).to(tl.int32), axis=0) > 0:
+                    begin = tl.load(split_ptr + 3 * BUCKETS) + bucket % BUCKETS
+                    end = tl.load(split_ptr + 3 * BUCKETS + 1)
+                for at in range(begin, end, KEEP * BUCKETS):
+                    j = at + slot * BUCKETS
+                    labels = tl.load(labels_ptr + j, mask=j < end, other=0)
+                    mask = (j < end) & (labels != ignore_index) & (labels == labels)
+                    if SORTED:
+                        mask = mask & (j >= low) & (j < high)
+                    else:
+                        mask = mask & (labels >= low) & (labels <= high)
+                    mask = mask & ~(is_known & (j == nearest_place))
+                    rows = _rows(t_order_ptr, j, mask, SORTED).to(tl.int32)
+                    distance = _distances(s_ptr, t_ptr, rows, mask, D, stride_t, BLOCK_D)
+                    finite = distance < float("inf")
+                    broken = tl.maximum(broken, tl.max((mask & ~finite).to(tl.int32), axis=0))
+                    distance = tl.where(mask & finite, distance, float("inf"))
+                    nearest, chosen = _insert_exact(distance, rows, nearest, chosen)
+                remaining = (is_full | others) & (numbers > bucket)
+                bucket = tl.min(tl.where(remaining, numbers, LAST), axis=0)
         total, kth = _choose(nearest, chosen, nearest_ptr, row, k)
 
     if count_ptr is not None:
@@ -650,56 +756,59 @@ def knn_forward(
     sizes = (D, student.stride(0), teacher.stride(0))
     from_products = D >= FEATURES_TO_SPLIT and N * M <= PAIRS_IN_MEMORY
     is_sorted = N >= ROWS_TO_SORT and M >= BANK_TO_SORT and not from_products
+    from_products |= not is_sorted and sizes[2] >= FAR_APART
     high = low if high is None else high
     itemsize, aligned = student.element_size(), is_aligned(*sizes)
+    capability = launch.capability(student.device)
     s_order = t_order = product = squares = None
     features, product_splits, chain, bank = D, 0, 64, teacher
     blocks = FROM_PRODUCT_BLOCKS
     if is_sorted:
         low, high, labels, s_order, t_order = _sort(low, high, labels)
-        if teacher.numel() * itemsize <= MOST_BYTES_TO_COPY:
-            bank = teacher.index_select(0, t_order)
-        squares = _norms(bank)
-        blocks = sorted_blocks(k, itemsize, D, aligned, launch.capability(student.device))
+        bank, squares = _ordered(teacher, labels, t_order, ignore_index)
+        blocks = sorted_blocks(itemsize, D, aligned, capability)
         chain = D if blocks["WHOLE"] else blocks["BLOCK_D"]
     elif from_products:
         product, squares, features = _products(student, teacher, sizes)
         product_splits = len(product)
     else:
-        blocks = search_blocks(k, itemsize)
+        blocks = search_blocks(M, itemsize, aligned, capability)
         chain = blocks["BLOCK_D"]
-    found = (low, high, labels, s_order, t_order, product, squares)
-    is_ordered = bank is not teacher
-    score, candidate = _search(student, bank, is_ordered, sizes, found, blocks, k, ignore_index)
-
-    loss, factor = score.new_empty(N), score.new_empty(N)
-    nearest = candidate.new_empty(N, k)
-    launch_kernel(
-        knn_settle_kernel,
-        (N,),
-        student,
-        teacher,
-        low,
-        high,
-        labels,
-        t_order,
-        score,
-        candidate,
-        count,
-        loss,
-        factor,
-        nearest,
-        M,
-        D,
-        k,
-        *sizes[1:],
-        score.shape[1],
-        ignore_index,
-        score_rounding(features, product_splits, itemsize, chain),
-        1 / D,
-        SORTED=is_sorted,
-        **settle_blocks(k, aligned, from_products),
-    )
+    rows = (low, high, labels, s_order, t_order, product, squares)
+    loss = student.new_empty(N, dtype=torch.float32)
+    factor, nearest = torch.empty_like(loss), loss.new_empty(N, k, dtype=torch.int32)
+    for first in range(0, N, ROWS_AT_ONCE):
+        found = _search(
+            student, bank, bank is not teacher, sizes, rows, blocks, first, ignore_index
+        )
+        launch_kernel(
+            knn_settle_kernel,
+            (len(found),),
+            student,
+            teacher,
+            low,
+            high,
+            labels,
+            s_order,
+            t_order,
+            found,
+            count,
+            loss,
+            factor,
+            nearest,
+            first,
+            M,
+            D,
+            k,
+            *sizes[1:],
+            found.shape[1],
+            ignore_index,
+            score_rounding(features, product_splits, itemsize, chain),
+            1 / D,
+            SORTED=is_sorted,
+            BUCKETS=BUCKETS,
+            **settle_blocks(k, found.shape[1], aligned, from_products),
+        )
     return summed(loss, None, 1) if is_sum else loss, factor, nearest
 
 
@@ -714,22 +823,30 @@ def _sort(low: Tensor, high: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return first, last, ordered, first.argsort(stable=True), t_order
 
 
-def _norms(teacher: Tensor) -> Tensor:
-    """‖t‖² of each row (M,)."""
+def _ordered(
+    teacher: Tensor, labels: Tensor, order: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """The bank in this order (M, D), unless it is large, and ‖t‖² in this order (M,)."""
     M, D = teacher.shape
+    is_copied = teacher.numel() * teacher.element_size() <= MOST_BYTES_TO_COPY
+    bank = teacher.new_empty(M, D) if is_copied else None
     squares = teacher.new_empty(M, dtype=torch.float32)
     config = norm_blocks(teacher.element_size())
     launch_kernel(
         knn_norm_kernel,
         (cdiv(M, config["BLOCK_M"]),),
         teacher,
+        labels,
+        order,
+        bank,
         squares,
         M,
         D,
         teacher.stride(0),
+        ignore_index,
         **config,
     )
-    return squares
+    return teacher if bank is None else bank, squares
 
 
 def _products(
@@ -765,35 +882,34 @@ def _search(
     bank: Tensor,
     is_ordered: bool,
     sizes: tuple[int, int, int],
-    found: tuple[Tensor | None, ...],
+    rows: tuple[Tensor | None, ...],
     blocks: dict[str, int],
-    k: int,
+    first: int,
     ignore_index: int,
-) -> tuple[Tensor, Tensor]:
-    """Scores and rows of the candidates (N, splits, KEEP)."""
+) -> Tensor:
+    """Buckets of some rows (rows, splits, 4, BUCKETS), as in `knn_sorted_search_kernel`."""
     N, M = len(student), len(bank)
-    low, high, labels, s_order, t_order, product, squares = found
-    tiles, kept, widens = cdiv(N, blocks["BLOCK_N"]), keep(k), _widens(student.dtype)
+    low, high, labels, s_order, t_order, product, squares = rows
+    count = min(N - first, ROWS_AT_ONCE)
+    tiles, widens = cdiv(count, blocks["BLOCK_N"]), _widens(student.dtype)
     # All programs run at a time.
     splits = max(min(PROGRAMS // tiles, cdiv(M, blocks["BLOCK_M"])), 1)
-    score = student.new_empty(N, splits, kept, dtype=torch.float32)
-    candidate = student.new_empty(N, splits, kept, dtype=torch.int32)
+    found = student.new_empty(count, splits, 4, BUCKETS, dtype=torch.int32)
     if s_order is not None:
         launch_kernel(
             knn_sorted_search_kernel,
             (tiles, splits),
             student,
             bank,
-            *(low, high, labels, s_order, t_order, squares),
-            score,
-            candidate,
+            *(low, high, s_order, t_order, squares),
+            found,
+            first,
             N,
             M,
             *sizes[:2],
             bank.stride(0),
-            ignore_index,
             ORDERED=is_ordered,
-            KEEP=kept,
+            BUCKETS=BUCKETS,
             WIDEN=widens,
             **blocks,
         )
@@ -803,19 +919,19 @@ def _search(
             (tiles, splits),
             *((student, bank) if product is None else (None, None)),
             *(low, high, labels, product, squares),
-            score,
-            candidate,
+            found,
+            first,
             N,
             M,
             *(sizes if product is None else (None, None, None)),
             0 if product is None else len(product),
             ignore_index,
             FROM_PRODUCTS=product is not None,
-            KEEP=kept,
+            BUCKETS=BUCKETS,
             WIDEN=product is None and widens,
             **blocks,
         )
-    return score, candidate
+    return found
 
 
 def _widens(dtype: torch.dtype) -> bool:
@@ -842,22 +958,23 @@ def score_rounding(features: int, splits: int, itemsize: int, chain: int) -> flo
 
 
 def norm_blocks(itemsize: int) -> dict[str, int]:
-    """Blocks of ‖t‖²: 16 bytes per thread, eight rows per program."""
+    """Blocks of ‖t‖² and the copy: 16 bytes per thread, eight rows per program."""
     return {"BLOCK_M": 8, "BLOCK_D": 256 * 2 // itemsize, "num_warps": 4}
 
 
-def settle_blocks(k: int, aligned: bool, is_long: bool) -> dict[str, int]:
-    """Candidates merged at a time, and features of a tile: 8 or 16 differences per thread.
+def settle_blocks(k: int, splits: int, aligned: bool, is_long: bool) -> dict[str, int]:
+    """Buckets merged at a time, and features of a tile: 8 or 16 differences per thread.
 
     A float64 difference needs two registers, and more if each has an address; these sizes do not
-    spill. With more than 8 candidates the assembler uses 56 to 128 registers and spills a few
-    values unless a bound is set. Few and long rows use four times the warps.
+    spill. Without a bound the assembler uses 56 to 128 registers and spills a few values. Few and
+    long rows use four times the warps.
     """
     tile, warps = 2048 if aligned and keep(k) == 8 else 1024, 4
     if is_long:
-        tile, warps = 4 * tile, 4 * warps
-    bound = {"maxnreg": 128 if is_long else 168} if keep(k) > 8 else {}
-    return {"KEEP": keep(k), "WIDTH": 128, "BLOCK_D": tile // keep(k), "num_warps": warps, **bound}
+        tile, warps = (4 if keep(k) == 8 else 2) * tile, 4 * warps
+    width = 128 if splits <= 16 else 1024
+    blocks = {"KEEP": keep(k), "WIDTH": width, "BLOCK_D": tile // keep(k)}
+    return {**blocks, "num_warps": warps, "maxnreg": 128 if is_long else 168}
 
 
 def _backward_shapes(student, teacher, nearest, factor, dloss):

@@ -97,8 +97,8 @@ def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
         lambda *arguments, search=kernels._search: scores.append(search(*arguments)) or scores[-1],
     )
     knn_feature_loss(student, teacher, *labels, backend="triton")
-    busy = scores[0][0].isfinite().any(2).any(0)  # of the splits
-    assert busy.sum() == -(-40 // kernels.sorted_blocks(1, 4, 4, False, 9)["BLOCK_M"])
+    busy = scores[0].view(torch.float32)[:, :, 0].isfinite().any(2).any(0)  # of the splits
+    assert busy.sum() == -(-40 // kernels.sorted_blocks(4, 4, False, 9)["BLOCK_M"])
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -135,12 +135,29 @@ def test_features_split_among_programs(monkeypatch):
     assert torch.equal(losses.isnan(), lost)
 
 
-@pytest.mark.parametrize("way", ["sorted", "sorted and split", "from products"])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_neighbours_of_one_bucket(monkeypatch, is_sorted):
+    """A bucket stores its first row only; the other neighbours are found among its rows."""
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)  # large tiles
+    monkeypatch.setattr("fastkd.kernels.knn.ROWS_AT_ONCE", 128)
+    if is_sorted:
+        sort_always(monkeypatch)
+    student, teacher = torch.randn(130, 48), 9 + torch.randn(200, 48)
+    for rank, row in enumerate((135, 71, 103, 39)):
+        teacher[row] = student[1] + 0.1 * (rank // 2)  # equal rows: the lower index first
+        teacher[row + 1] = student[129] + 0.1 * rank
+    labels = torch.zeros(130), torch.zeros(200)
+    for k in (1, 3):
+        check_against_loop(knn_feature_loss, student, teacher, *labels, k=k, backend="triton")
+
+
+@pytest.mark.parametrize("way", ["sorted", "sorted and split", "from products", "far apart"])
 def test_near_duplicates(monkeypatch, way):
     student, teacher, *labels = near_duplicates(20)
     labels[1][::3] = 1  # of another label
-    if way == "from products":
-        monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", 1)
+    if way in ("from products", "far apart"):
+        name = "FEATURES_TO_SPLIT" if way == "from products" else "FAR_APART"
+        monkeypatch.setattr(f"fastkd.kernels.knn.{name}", 1)
     else:
         sort_always(monkeypatch)
         monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 2 if way == "sorted and split" else 1)
@@ -173,10 +190,10 @@ def test_a_neighbour_whose_products_are_cut(monkeypatch, dtype):
     monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_products)
     student = torch.full((1, 256), 2.0**-6)
-    teacher = torch.zeros(30, 256)
-    teacher[23] = student * (1 - 2.0**-8)
+    teacher = torch.zeros(100, 256)
+    teacher[87] = student * (1 - 2.0**-8)
     student[:, 0] = teacher[:, 0] = 64
-    labels = torch.zeros(1), torch.zeros(30)
+    labels = torch.zeros(1), torch.zeros(100)
     kept = []
 
     def search(*arguments, search=kernels._search):
@@ -186,8 +203,7 @@ def test_a_neighbour_whose_products_are_cut(monkeypatch, dtype):
     monkeypatch.setattr("fastkd.kernels.knn._search", search)
     arguments = student.to(dtype), teacher.to(dtype), *labels
     check_against_loop(knn_feature_loss, *arguments, k=1, backend="triton")
-    _, candidates = kept[0]
-    assert 23 not in candidates
+    assert 87 not in kept[0][:, :, 2]  # first of no bucket
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
