@@ -23,7 +23,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
         monkeypatch.setattr(extension, "CUDA", True)
         return types.SimpleNamespace(
-            device=GPU, dtype=torch.float32, is_cuda=True, shape=torch.Size((3, 3))
+            device=GPU, dtype=torch.float32, is_cuda=True, is_cpu=False, shape=torch.Size((3, 3))
         )
 
     yield found
