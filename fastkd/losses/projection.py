@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd._core.checks import (
@@ -285,18 +286,19 @@ def layer_norm_mse_ref(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Eqs. 7 and 9 as written: ½‖norm(x) − norm(y)‖²; see `layer_norm_mse`."""
-    losses = _row_losses(eps, upcast(x), upcast(y))
+    norm_x, norm_y = (F.layer_norm(upcast(z), z.shape[-1:], eps=eps) for z in (x, y))
+    losses = (norm_x - norm_y).square().sum(-1) / 2
     losses = losses if weights is None else losses * weights
     return losses.sum() / _divisor(x, reduction)
 
 
 def _row_losses(eps: float, x: Tensor, y: Tensor) -> Tensor:
-    """½‖norm(x) − norm(y)‖² of each row."""
+    """½‖norm(x) − norm(y)‖² of each row, also of rows of equal numbers without ``eps``."""
     return (_normalised(x, eps) - _normalised(y, eps)).square().sum(-1) / 2
 
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
-    """`F.layer_norm`, which gives exactly 0 for a row of equal numbers, also without ``eps``."""
+    """`F.layer_norm`; a row of equal numbers gives 0, and without ``eps`` its gradient is 0."""
     centred = x - x.mean(-1, keepdim=True)
     centred = centred - centred.detach() * (x == x[..., :1]).all(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True) + eps
