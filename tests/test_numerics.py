@@ -162,13 +162,11 @@ def test_deterministic_cumulative_sums(shape):
 def test_precision_of_float32_products_is_read(precision):
     """By either interface; transformers' ``TrainingArguments(tf32=True)`` writes the newer one."""
     backends = torch.backends
-    if precision != "tf32":
-        torch.set_float32_matmul_precision(precision)
-    elif hasattr(backends, "fp32_precision"):  # torch 2.9 and later
+    if precision == "tf32":
         backends.cuda.matmul.fp32_precision = "none"  # as in a process that never wrote it
         backends.fp32_precision = precision
     else:
-        pytest.skip("torch has one interface")
+        torch.set_float32_matmul_precision(precision)
     try:
         assert not multiplies_in_float32()
     finally:

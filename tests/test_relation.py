@@ -357,6 +357,8 @@ def test_gradient_of_identical_rows(backend, device, over, members):
         value, grad = value_and_grad(relation_loss, student, teacher, over=over, backend=backend)
         assert value.item() == pytest.approx(1)
         assert grad.abs().max() < {"triton": 1e-3, "torch": 1e-8, "cpp": 1e-8}[backend]
+    for normalize in ["layer_norm", "none"] if backend == "torch" else []:
+        assert relation_loss(student, teacher, over=over, normalize=normalize) == pytest.approx(1)
 
 
 # Every normalisation and distance once. In Triton tokens and samples change their order.
