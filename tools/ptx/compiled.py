@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from .counting import Counts
 from .launches import Written, execute, extent, flat
@@ -24,7 +25,7 @@ CACHE = Path(__file__).resolve().parents[2] / "build" / "ptx"
 OnCompile = Callable[..., None]
 ALLOCATING = (
     (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
-    (Tensor, "new_empty"), (Tensor, "new_empty_strided"),
+    (Tensor, "new_empty"), (Tensor, "new_empty_strided"), (guards, "_empty_strided_cpu"),
 )  # fmt: skip
 
 
