@@ -185,20 +185,22 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     """A gradient computed in the forward pass, times the upstream gradient, in ``dtype``.
 
     ``upstream`` is () for a scalar loss, of the gradient's first dimensions for several losses, or
-    None for 1. The gradient may have a vocabulary's size: it is copied only if it changes. On the
-    CPU an upstream of 1, as ``loss.backward()`` passes it, is recognised.
+    None for 1. The gradient may have a vocabulary's size: it is changed in place where its dtype is
+    right. On the CPU an upstream of 1, as ``loss.backward()`` passes it, is recognised.
     """
+    compiling = torch.compiler.is_compiling()
+    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
+    own = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     if upstream is None:
         return gradient.to(dtype)
     if upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1:
-        found = gradient.to(dtype)
-        # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
-        kept = found is gradient and torch._C._autograd._get_current_graph_task_keep_graph()
-        return found.clone() if kept else found
+        return gradient.to(dtype, copy=gradient.dtype == dtype and not own)
     upstream = upstream.to(working_dtype(gradient))
     if upstream.dim():
         upstream = upstream[(...,) + (None,) * (gradient.dim() - upstream.dim())]
-    if working_dtype(gradient) == dtype or torch.compiler.is_compiling():
+    if own and gradient.dtype == upstream.dtype == dtype:
+        return gradient.mul_(upstream)
+    if working_dtype(gradient) == dtype or compiling:
         return (upcast(gradient) * upstream).to(dtype)
     # Chunks of rows, so that the float32 product exists for one chunk at a time.
     product = torch.empty_like(gradient, dtype=dtype)
