@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_number, check_positive_int
+from fastkd._core.checks import check_positive_int
 from fastkd._core.numerics import product, upcast
-from fastkd.distill.method import Method
-from fastkd.distill.methods import SoftTargets
+from fastkd.distill.method import WithSoftTargets
 from fastkd.distill.step import Step
-from fastkd.lm.soft_targets import DivergenceWord
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.families import reads_whole_rows
 
@@ -46,27 +45,21 @@ def relation_divergence(
     return kl / (ours.shape[1] * mask.sum(1).clamp(min=1))
 
 
-class _Relations(SoftTargets):
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Relations(WithSoftTargets):
     """Relations of one layer of both models, beside task and soft targets."""
 
     headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
-    def _set(
-        self,
-        layer: int | None,
-        task_weight: float,
-        soft_weight: float,
-        temperature: float,
-        divergence: DivergenceWord,
-        scale_by_t2: bool,
-    ) -> None:
-        Method.__init__(self)
-        for name, value in (("task_weight", task_weight), ("soft_weight", soft_weight)):
-            check_number(name, value, at_least=0)
-        if layer is not None:
-            check_positive_int("layer", layer)
-        self.layer, self.task_weight, self.soft_weight = layer, task_weight, soft_weight
-        self._set_soft(temperature, divergence, scale_by_t2)
+    layer: int | None = None
+    task_weight: float = 1.0
+    soft_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("task_weight", "soft_weight")
+        if self.layer is not None:
+            check_positive_int("layer", self.layer)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         layer = teacher.num_layers if self.layer is None else self.layer
@@ -74,10 +67,14 @@ class _Relations(SoftTargets):
             raise ValueError(f"layer={layer}: the teacher has {teacher.num_layers} layers")
         self.student_qkv, self.teacher_qkv = [student.num_layers], [layer]
 
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": self.task_weight, "soft": self.soft_weight}
+
     def _mean(self, step: Step, losses: Tensor) -> Tensor:
         return step.mean(losses.sum(), step.real.any(1).sum())
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MiniLM(_Relations):
     """Deep self-attention distillation (MiniLM, Wang et al. 2020).
 
@@ -96,30 +93,20 @@ class MiniLM(_Relations):
     Terms: task, soft, attentions, value_relations.
     """
 
-    def __init__(
-        self,
-        *,
-        attention: float = 1.0,
-        values: float = 1.0,
-        layer: int | None = None,
-        task_weight: float = 1.0,
-        soft_weight: float = 0.0,
-        temperature: float = 2.0,
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        self._set(layer, task_weight, soft_weight, temperature, divergence, scale_by_t2)
-        check_number("attention", attention, at_least=0)
-        check_number("values", values, at_least=0)
-        self.attention, self.values = attention, values
+    attention: float = 1.0
+    values: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("attention", "values")
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         super().choose_layers(teacher, student)
         self.causal = not reads_whole_rows(student.stack_config)
 
     def weights(self, progress: float) -> dict[str, float]:
-        logits = {"task": self.task_weight, "soft": self.soft_weight}
-        return {**logits, "attentions": self.attention, "value_relations": self.values}
+        relations = {"attentions": self.attention, "value_relations": self.values}
+        return {**super().weights(progress), **relations}
 
     def attentions(self, step: Step) -> Tensor:
         """L_AT, eq. 7."""
@@ -137,6 +124,7 @@ class MiniLM(_Relations):
         return self.student_qkv[0], self.teacher_qkv[0]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MiniLMv2(_Relations):
     """Multi-head self-attention relation distillation (MiniLMv2, Wang et al. 2021).
 
@@ -158,32 +146,20 @@ class MiniLMv2(_Relations):
     Terms: task, soft, query_relations, key_relations, value_relations.
     """
 
-    def __init__(
-        self,
-        *,
-        queries: float = 1.0,
-        keys: float = 1.0,
-        values: float = 1.0,
-        relation_heads: int | None = None,
-        layer: int | None = None,
-        task_weight: float = 1.0,
-        soft_weight: float = 0.0,
-        temperature: float = 2.0,
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        self._set(layer, task_weight, soft_weight, temperature, divergence, scale_by_t2)
-        for name, value in (("queries", queries), ("keys", keys), ("values", values)):
-            check_number(name, value, at_least=0)
-        if relation_heads is not None:
-            check_positive_int("relation_heads", relation_heads)
-        self.queries, self.keys, self.values = queries, keys, values
-        self.relation_heads = relation_heads
+    queries: float = 1.0
+    keys: float = 1.0
+    values: float = 1.0
+    relation_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("queries", "keys", "values")
+        if self.relation_heads is not None:
+            check_positive_int("relation_heads", self.relation_heads)
 
     def weights(self, progress: float) -> dict[str, float]:
-        logits = {"task": self.task_weight, "soft": self.soft_weight}
         relations = {"query_relations": self.queries, "key_relations": self.keys}
-        return {**logits, **relations, "value_relations": self.values}
+        return {**super().weights(progress), **relations, "value_relations": self.values}
 
     def query_relations(self, step: Step) -> Tensor:
         """L_Q."""

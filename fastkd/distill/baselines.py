@@ -1,6 +1,7 @@
 """Methods of other papers, as baselines for comparison."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import IGNORED
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PKD(SoftTargets):
     """Patient knowledge distillation (Sun et al. 2019).
 
@@ -36,20 +38,14 @@ class PKD(SoftTargets):
         alpha, temperature: {0.2, 0.5, 0.7} and {5, 10, 20} in the paper.
         beta: {10, 100, 500, 1000} in the paper.
         layers: "uniform" is PKD-skip, "top" PKD-last.
+        divergence, scale_by_t2: as in `SoftTargets`.
 
     Terms: task, soft, patient.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.5,
-        temperature: float = 5.0,
-        beta: float = 10.0,
-        layers: Layers = "uniform",
-    ) -> None:
-        super().__init__(alpha=alpha, temperature=temperature)
-        self.beta, self.layers = beta, layers
+    temperature: float = 5.0
+    beta: float = 10.0
+    layers: Layers = "uniform"
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         if teacher.hidden_size != student.hidden_size:
@@ -78,6 +74,7 @@ class PKD(SoftTargets):
         return torch.stack(total).sum()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DistilBERT(SoftTargets):
     """The losses of DistilBERT (Sanh et al. 2019), with the task loss instead of masked tokens.
 
@@ -85,15 +82,15 @@ class DistilBERT(SoftTargets):
     compared token by token.
 
     Args:
-        alpha, temperature: as in `SoftTargets`; the paper weights soft to task 5:2, with T = 2.
+        alpha, temperature, divergence, scale_by_t2: as in `SoftTargets`; the paper weights soft to
+            task 5:2, with T = 2.
         beta: weight of the cosine term; 1 in the paper, beside 5 and 2.
 
     Terms: task, soft, cosine.
     """
 
-    def __init__(self, *, alpha: float = 0.7, temperature: float = 2.0, beta: float = 0.15) -> None:
-        super().__init__(alpha=alpha, temperature=temperature)
-        self.beta = beta
+    alpha: float = 0.7
+    beta: float = 0.15
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         if teacher.hidden_size != student.hidden_size:
@@ -112,6 +109,7 @@ class DistilBERT(SoftTargets):
         return step.mean(distances.sum(), step.real.sum())
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Embeddings(Method):
     """Distillation of embedding models: one embedding per sample, compared with the teacher's.
 
@@ -139,32 +137,24 @@ class Embeddings(Method):
     head_terms = ("task", "soft")
     headless = MappingProxyType({"task_weight": 0.0})
 
-    def __init__(
-        self,
-        *,
-        cos_nce: float = 1.0,
-        cosine: float = 0.0,
-        mse: float = 0.0,
-        relations: float = 0.0,
-        cca: float = 0.0,
-        task_weight: float = 1.0,
-        pooling: Literal["mean", "cls"] = "mean",
-        unit_length: bool = True,
-        distance: Distance = "pearson",
-        ridge: Ridge = 0.1,
-    ) -> None:
+    cos_nce: float = 1.0
+    cosine: float = 0.0
+    mse: float = 0.0
+    relations: float = 0.0
+    cca: float = 0.0
+    task_weight: float = 1.0
+    pooling: Literal["mean", "cls"] = "mean"
+    unit_length: bool = True
+    distance: Distance = "pearson"
+    ridge: Ridge = 0.1
+
+    def __post_init__(self) -> None:
         super().__init__()
-        given = {"cos_nce": cos_nce, "cosine": cosine, "mse": mse, "relations": relations}
-        for name, value in {**given, "cca": cca, "task_weight": task_weight}.items():
-            check_number(name, value, at_least=0)
-        check_choice("pooling", pooling, ("mean", "cls"))
-        self.cos_nce, self.cosine, self.mse = cos_nce, cosine, mse
-        self.relations, self.cca, self.task_weight = relations, cca, task_weight
-        self.pooling, self.unit_length = pooling, unit_length
-        self.distance, self.ridge = distance, ridge
-        self.teacher_pool = pooling
-        self.relation_loss = FCDLoss(0.0, 1.0, "l2", distance)
-        self.cca_loss = CCALoss(ridge)
+        self.check_weights("cos_nce", "cosine", "mse", "relations", "cca", "task_weight")
+        check_choice("pooling", self.pooling, ("mean", "cls"))
+        self.teacher_pool = self.pooling
+        self.relation_loss = FCDLoss(0.0, 1.0, "l2", self.distance)
+        self.cca_loss = CCALoss(self.ridge)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         widths = student.hidden_size, teacher.hidden_size
@@ -224,6 +214,7 @@ class Embeddings(Method):
                 yield name, step.mean(torch.where(real, losses, 0).sum(), real.sum())
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GOLD(Method):
     """Spans of text of a teacher with another tokenizer, as in TRL's GOLD trainer.
 
@@ -248,23 +239,18 @@ class GOLD(Method):
     logit_terms = head_terms = ("task", "merged", "likelihood")
     merges_spans = True
 
-    def __init__(
-        self,
-        *,
-        task_weight: float = 0.0,
-        merged_weight: float = 1.0,
-        likelihood_weight: float = 0.0,
-        temperature: float = 1.0,
-        hybrid: bool = False,
-        beta: float = 0.5,
-        merge: Literal["observed", "bayesian"] = "observed",
-    ) -> None:
+    task_weight: float = 0.0
+    merged_weight: float = 1.0
+    likelihood_weight: float = 0.0
+    temperature: float = 1.0
+    hybrid: bool = False
+    beta: float = 0.5
+    merge: Literal["observed", "bayesian"] = "observed"
+
+    def __post_init__(self) -> None:
         super().__init__()
-        check_number("temperature", temperature, above=0)
-        check_choice("merge", merge, ("observed", "bayesian"))
-        self.task_weight, self.merged_weight = task_weight, merged_weight
-        self.likelihood_weight, self.temperature = likelihood_weight, temperature
-        self.hybrid, self.beta, self.merge = hybrid, beta, merge
+        check_number("temperature", self.temperature, above=0)
+        check_choice("merge", self.merge, ("observed", "bayesian"))
 
     def weights(self, progress: float) -> dict[str, float]:
         return {

@@ -1,19 +1,23 @@
-"""Base class of the methods: weighted loss terms, the layers they compare, trainable modules."""
+"""Base classes of the methods: weighted terms, the layers they compare, trainable modules."""
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fastkd._core.checks import check_choice, check_number
 from fastkd.distill.prediction_losses import (
     MULTI_LABEL,
     REGRESSION,
     PredictionOptions,
     head_loss,
+    soft_loss,
     task_loss,
 )
 from fastkd.distill.step import Step
+from fastkd.lm.soft_targets import DIVERGENCES, DivergenceWord
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import Batches
 from fastkd.models.layer_map import resolve_layers
@@ -310,9 +314,38 @@ class Method(nn.Module):
             )
         return {name: getattr(self, name) for name in names}
 
+    def check_weights(self, *names: str) -> None:
+        """Raise unless these options are finite numbers of at least 0."""
+        for name in names:
+            check_number(name, getattr(self, name), at_least=0)
+
     def extra_repr(self) -> str:
         names = inspect.signature(type(self)).parameters
         return ", ".join(f"{name}={getattr(self, name, ...)!r}" for name in names)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WithSoftTargets(Method):
+    """Base class of methods with the terms task and soft; their options are fields."""
+
+    head_terms = ("task", "soft")
+
+    temperature: float = 2.0
+    divergence: DivergenceWord = "forward_kl"
+    scale_by_t2: bool = True
+
+    def __post_init__(self) -> None:
+        Method.__init__(self)
+        check_number("temperature", self.temperature, above=0)
+        check_choice("divergence", self.divergence, DIVERGENCES)
+
+    @property
+    def prediction_options(self) -> PredictionOptions:
+        return PredictionOptions(self.temperature, self.divergence, self.scale_by_t2)
+
+    def soft(self, step: Step) -> Tensor:
+        """Divergence from the teacher's softened output, MSE for regression."""
+        return soft_loss(step, self.prediction_options)
 
 
 def _check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:

@@ -19,6 +19,7 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -26,47 +27,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice, check_fraction, check_number, check_positive_int
+from fastkd._core.checks import check_choice, check_fraction, check_positive_int
 from fastkd._core.numerics import Projector, upcast, zero_padding
 from fastkd._core.warn import warn_caller
 from fastkd.distill.layers import select_layers
-from fastkd.distill.method import Layers, Method
-from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
+from fastkd.distill.method import Layers, Method, WithSoftTargets
+from fastkd.distill.prediction_losses import PredictionOptions
 from fastkd.distill.step import Step
 from fastkd.distributed import world_size
-from fastkd.lm.soft_targets import DIVERGENCES, DivergenceWord
-from fastkd.losses import cca, knn
 from fastkd.losses.attention import AttentionLoss, Heads
+from fastkd.losses.cca import CCALoss
 from fastkd.losses.cos_nce import CosNCELoss, cos_nce_loss
+from fastkd.losses.knn import POOLS, IntraClassKNNLoss, Pool
 from fastkd.losses.projection import REDUCTIONS, DualProjectionLoss, Reduction
 from fastkd.losses.relation import Distance, FCDLoss, Normalize
 from fastkd.models.backbone import Backbone, Model
 from fastkd.models.inputs import Batches
 
 
-class _Soft(Method):
-    head_terms = ("task", "soft")
-
-    temperature: float
-    divergence: DivergenceWord
-    scale_by_t2: bool
-
-    def _set_soft(self, temperature: float, divergence: DivergenceWord, scale_by_t2: bool) -> None:
-        check_number("temperature", temperature, above=0)
-        check_choice("divergence", divergence, DIVERGENCES)
-        self.temperature, self.divergence = temperature, divergence
-        self.scale_by_t2 = scale_by_t2
-
-    @property
-    def prediction_options(self) -> PredictionOptions:
-        return PredictionOptions(self.temperature, self.divergence, self.scale_by_t2)
-
-    def soft(self, step: Step) -> Tensor:
-        """Divergence from the teacher's softened output, MSE for regression."""
-        return soft_loss(step, self.prediction_options)
-
-
-class FCD(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class FCD(WithSoftTargets):
     """Feature Correlation Distillation (Huang et al. 2023).
 
     L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
@@ -98,37 +78,27 @@ class FCD(_Soft):
     paper = MappingProxyType({"soft_weight": 0.0})
     headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        task_weight: float = 1.0,
-        soft_weight: float | None = None,
-        layers: Layers = "uniform",
-        normalize: Normalize = "l2",
-        distance: Distance = "pearson",
-        layers_reduction: Literal["mean", "sum"] = "mean",
-        temperature: float = 2.0,
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        super().__init__()
-        check_choice("layers_reduction", layers_reduction, ("mean", "sum"))
-        self.layers_reduction = layers_reduction
-        soft_weight = task_weight if soft_weight is None else soft_weight
-        _check_weights(alpha=alpha, beta=beta, task_weight=task_weight, soft_weight=soft_weight)
-        self.soft_weight = soft_weight
-        self._set_soft(temperature, divergence, scale_by_t2)
-        self.alpha, self.beta, self.task_weight, self.layers = alpha, beta, task_weight, layers
-        self.normalize, self.distance = normalize, distance
-        self.relations = FCDLoss(alpha, beta, normalize, distance)
+    alpha: float = 1.0
+    beta: float = 1.0
+    task_weight: float = 1.0
+    soft_weight: float | None = None
+    layers: Layers = "uniform"
+    normalize: Normalize = "l2"
+    distance: Distance = "pearson"
+    layers_reduction: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
+        self.soft_weight = self.task_weight if self.soft_weight is None else self.soft_weight
+        self.check_weights("alpha", "beta", "task_weight", "soft_weight")
+        self.relations = FCDLoss(self.alpha, self.beta, self.normalize, self.distance)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
 
     def weights(self, progress: float) -> dict[str, float]:
-        logits = {"task": self.task_weight, "soft": self.soft_weight}
+        logits = {"task": self.task_weight, "soft": self.soft_weight or 0.0}
         return {**logits, "tokens": self.alpha, "samples": self.beta}
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -157,7 +127,8 @@ class Labels(Method):
         return {"task": 1.0}
 
 
-class SoftTargets(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class SoftTargets(WithSoftTargets):
     """Plain knowledge distillation (Hinton et al. 2015; MC3KD eq. 1, LRKD eq. 1).
 
     L = (1 − alpha)·L_CE + alpha·T²·KL(p_T ‖ p_S).
@@ -171,24 +142,18 @@ class SoftTargets(_Soft):
     Terms: task, soft.
     """
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.5,
-        temperature: float = 2.0,
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        super().__init__()
-        check_fraction("alpha", alpha)
-        self.alpha = alpha
-        self._set_soft(temperature, divergence, scale_by_t2)
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("alpha", self.alpha)
 
     def weights(self, progress: float) -> dict[str, float]:
         return {"task": 1 - self.alpha, "soft": self.alpha}
 
 
-class IntraClassKNN(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class IntraClassKNN(WithSoftTargets):
     """Intra-Class Similarity-Guided Feature Distillation (Saadi et al.).
 
     L = alpha1·L_hidd + alpha2·L_soft + alpha3·L_CE. L_hidd pulls the sentence token of the
@@ -215,36 +180,28 @@ class IntraClassKNN(_Soft):
     across_samples = ("knn",)
     by_class = True
 
-    def __init__(
-        self,
-        *,
-        alpha1: float = 0.01,
-        alpha2: float = 0.5,
-        alpha3: float = 0.5,
-        k: int = 1,
-        temperature: float = 5.0,
-        tolerance: float = 0.5,
-        pool: knn.Pool = "cls",
-        reduction: Literal["sum", "mean"] = "sum",
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        super().__init__()
-        _check_weights(alpha1=alpha1, alpha2=alpha2, alpha3=alpha3)
-        check_positive_int("k", k)
-        check_number("tolerance", tolerance, at_least=0)
-        check_choice("pool", pool, ("cls", "mean", "tokens"))
-        self.alpha1, self.alpha2, self.alpha3 = alpha1, alpha2, alpha3
-        check_choice("reduction", reduction, ("sum", "mean"))
-        self.k, self.tolerance, self.pool, self.reduction = k, tolerance, pool, reduction
-        self.teacher_pool = pool
-        self._set_soft(temperature, divergence, scale_by_t2)
+    alpha1: float = 0.01
+    alpha2: float = 0.5
+    alpha3: float = 0.5
+    k: int = 1
+    temperature: float = 5.0
+    tolerance: float = 0.5
+    pool: Pool = "cls"
+    reduction: Literal["sum", "mean"] = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("alpha1", "alpha2", "alpha3", "tolerance")
+        check_positive_int("k", self.k)
+        check_choice("pool", self.pool, POOLS)
+        check_choice("reduction", self.reduction, ("sum", "mean"))
+        self.teacher_pool = self.pool
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
-        self.loss = knn.IntraClassKNNLoss(
+        self.loss = IntraClassKNNLoss(
             self.k,
             student.hidden_size,
             teacher.hidden_size,
@@ -265,7 +222,8 @@ class IntraClassKNN(_Soft):
         return loss if step.ranks is not None or self.reduction == "mean" else loss * world_size()
 
 
-class LRCBERT(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class LRCBERT(WithSoftTargets):
     """LRC-BERT: latent-representation contrastive distillation (Fu et al. 2021).
 
     L = alpha·Σ_layers COS-NCE(h_S W, h_T, H_T) + beta·L_soft + gamma·L_hard  (eqs. 3-6).
@@ -304,31 +262,24 @@ class LRCBERT(_Soft):
         {"alpha": 1.0, "beta": 1.0, "gamma": 3.0, "first_stage": 0.8, "perturb": True}
     )
 
-    def __init__(
-        self,
-        *,
-        alpha: float = 0.1,
-        beta: float = 4.0,
-        gamma: float = 1.0,
-        temperature: float = 1.1,
-        first_stage: float = 0.0,
-        perturb: bool = False,
-        pool: Literal["tokens", "sequence", "mean"] = "tokens",
-        perturb_norm: Literal["sample", "batch"] = "sample",
-        layers: Layers = "uniform",
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = False,
-    ) -> None:
-        super().__init__()
-        _check_weights(alpha=alpha, beta=beta, gamma=gamma)
-        check_fraction("first_stage", first_stage)
-        self.alpha, self.beta, self.gamma = alpha, beta, gamma
-        check_choice("pool", pool, ("tokens", "sequence", "mean"))
-        check_choice("perturb_norm", perturb_norm, ("sample", "batch"))
-        self.first_stage, self.perturb, self.layers = first_stage, perturb, layers
-        self.pool, self.perturb_norm = pool, perturb_norm
-        self.scheduled = first_stage > 0
-        self._set_soft(temperature, divergence, scale_by_t2)
+    alpha: float = 0.1
+    beta: float = 4.0
+    gamma: float = 1.0
+    temperature: float = 1.1
+    first_stage: float = 0.0
+    perturb: bool = False
+    pool: Literal["tokens", "sequence", "mean"] = "tokens"
+    perturb_norm: Literal["sample", "batch"] = "sample"
+    layers: Layers = "uniform"
+    scale_by_t2: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("alpha", "beta", "gamma")
+        check_fraction("first_stage", self.first_stage)
+        check_choice("pool", self.pool, ("tokens", "sequence", "mean"))
+        check_choice("perturb_norm", self.perturb_norm, ("sample", "batch"))
+        self.scheduled = self.first_stage > 0
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -379,7 +330,8 @@ class LRCBERT(_Soft):
         return dataclasses.replace(super().prediction_options, label_spread=spread)
 
 
-class MC3KD(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class MC3KD(WithSoftTargets):
     """MC3KD: maximising canonical correlation coefficients (Fan et al.).
 
     L = alpha·KL + (1 − alpha)·CE + beta·L_CCC  (eqs. 1, 8), L_CCC = −Σ_layers corr(T_i, S_i)
@@ -416,32 +368,24 @@ class MC3KD(_Soft):
     headless = MappingProxyType({"alpha": None})
     _without_head = "pass alpha=None"
 
-    def __init__(
-        self,
-        *,
-        alpha: float | None = 0.5,
-        beta: float = 0.01,
-        temperature: float = 20.0,
-        layers: Layers | None = None,
-        last_layer: bool = True,
-        ridge: float = 1e-4,
-        top_k: int | None = None,
-        pool: cca.Pool = "tokens",
-        memory: int | Literal["auto"] = "auto",
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        super().__init__()
-        if alpha is not None:
-            check_fraction("alpha", alpha)
-        _check_weights(beta=beta)
-        check_choice("pool", pool, ("tokens", "cls", "mean"))
-        self.alpha, self.beta, self.layers = alpha, beta, layers
-        self.last_layer = last_layer
-        self.ridge, self.top_k, self.pool, self.memory = ridge, top_k, pool, memory
-        self.teacher_pool = pool
-        self._set_soft(temperature, divergence, scale_by_t2)
-        self.loss = cca.CCALoss(ridge, top_k, pool, memory=memory, persistent=True)
+    alpha: float | None = 0.5
+    beta: float = 0.01
+    temperature: float = 20.0
+    layers: Layers | None = None
+    last_layer: bool = True
+    ridge: float = 1e-4
+    top_k: int | None = None
+    pool: Pool = "tokens"
+    memory: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha is not None:
+            check_fraction("alpha", self.alpha)
+        self.check_weights("beta")
+        self.teacher_pool = self.pool
+        options = self.ridge, self.top_k, self.pool
+        self.loss = CCALoss(*options, memory=self.memory, persistent=True)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         # Also checks the number of layers if they are selected later.
@@ -486,7 +430,8 @@ class MC3KD(_Soft):
         return len(students) * loss  # CCALoss averages
 
 
-class LRKD(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class LRKD(WithSoftTargets):
     """LRKD: learnable relational knowledge distillation.
 
     L = alpha·L_CE + (1 − alpha)·KL + beta·L_DPL  (eq. 13), with the dual projection loss between
@@ -517,32 +462,23 @@ class LRKD(_Soft):
     headless = MappingProxyType({"alpha": None})
     _without_head = "pass alpha=None"
 
-    def __init__(
-        self,
-        *,
-        alpha: float | None = 0.5,
-        beta: float = 1.0,
-        gamma: float = 0.3,
-        temperature: float = 2.0,
-        projection_layers: int = 2,
-        orthogonal: bool = True,
-        reduction: Reduction = "mean",
-        start: Literal["identity", "random"] = "identity",
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = True,
-    ) -> None:
-        super().__init__()
-        check_choice("reduction", reduction, REDUCTIONS)
-        check_choice("start", start, ("identity", "random"))
-        self.reduction, self.start = reduction, start
-        if alpha is not None:
-            check_fraction("alpha", alpha)
-        check_fraction("gamma", gamma)
-        _check_weights(beta=beta)
-        check_positive_int("projection_layers", projection_layers)
-        self.alpha, self.beta, self.gamma = alpha, beta, gamma
-        self.projection_layers, self.orthogonal = projection_layers, orthogonal
-        self._set_soft(temperature, divergence, scale_by_t2)
+    alpha: float | None = 0.5
+    beta: float = 1.0
+    gamma: float = 0.3
+    projection_layers: int = 2
+    orthogonal: bool = True
+    reduction: Reduction = "mean"
+    start: Literal["identity", "random"] = "identity"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("reduction", self.reduction, REDUCTIONS)
+        check_choice("start", self.start, ("identity", "random"))
+        if self.alpha is not None:
+            check_fraction("alpha", self.alpha)
+        check_fraction("gamma", self.gamma)
+        self.check_weights("beta")
+        check_positive_int("projection_layers", self.projection_layers)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
@@ -574,7 +510,8 @@ class LRKD(_Soft):
         return step.mean(loss * not_empty.sum(), not_empty.sum())
 
 
-class AttentionMSE(_Soft):
+@dataclass(kw_only=True, eq=False, repr=False)
+class AttentionMSE(WithSoftTargets):
     """TinyBERT's distillation of the transformer layers (Jiao et al. 2020).
 
     L = task_weight·L_CE + soft_weight·L_pred + Σ_layers (attention·L_attn + hidden·L_hidn), with
@@ -603,28 +540,19 @@ class AttentionMSE(_Soft):
 
     headless = MappingProxyType({"task_weight": 0.0, "soft_weight": 0.0})
 
-    def __init__(
-        self,
-        *,
-        attention: float = 1.0,
-        hidden: float = 1.0,
-        soft_weight: float = 1.0,
-        task_weight: float = 0.0,
-        heads: Heads = "match",
-        layers: Layers = "uniform",
-        temperature: float = 1.0,
-        divergence: DivergenceWord = "forward_kl",
-        scale_by_t2: bool = False,
-    ) -> None:
-        super().__init__()
-        _check_weights(
-            attention=attention, hidden=hidden, soft_weight=soft_weight, task_weight=task_weight
-        )
-        self.attention, self.hidden = attention, hidden
-        self.soft_weight, self.task_weight = soft_weight, task_weight
-        self.heads, self.layers = heads, layers
-        self._set_soft(temperature, divergence, scale_by_t2)
-        self.map_loss = AttentionLoss(heads)
+    attention: float = 1.0
+    hidden: float = 1.0
+    soft_weight: float = 1.0
+    task_weight: float = 0.0
+    heads: Heads = "match"
+    layers: Layers = "uniform"
+    temperature: float = 1.0
+    scale_by_t2: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_weights("attention", "hidden", "soft_weight", "task_weight")
+        self.map_loss = AttentionLoss(self.heads)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -720,8 +648,3 @@ def from_preset(kind: type[Method], preset: str, hyperparameters: Mapping[str, A
     """Method instance with the preset's hyper-parameters, overridden by ``hyperparameters``."""
     check_choice("preset", preset, get_args(Preset))
     return kind(**{**(kind.paper if preset == "paper" else {}), **hyperparameters})
-
-
-def _check_weights(**weights: float) -> None:
-    for name, value in weights.items():
-        check_number(name, value, at_least=0)
