@@ -52,7 +52,6 @@ def model(head: type, family: str, layers: int = 4, **options) -> t.PreTrainedMo
 
 
 def classifier(family: str, layers: int = 4, num_labels: int = 3, **options) -> t.PreTrainedModel:
-    """A sequence classifier."""
     head = t.AutoModelForSequenceClassification
     return model(head, family, layers, num_labels=num_labels, **options)
 
@@ -79,7 +78,6 @@ def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
 
 
 def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, Tensor]]:
-    """The output of a batch, and the gradients of its loss."""
     distiller.zero_grad()
     out = distiller(**data)
     out.loss.backward()
@@ -139,5 +137,4 @@ def batch(
 
 
 def batch_for(family: str, **options) -> dict[str, Tensor]:
-    """`batch`, padded on the side that the family expects."""
     return batch(left=family in PADS_LEFT, **options)

@@ -210,7 +210,6 @@ def verdict(teacher, student, data, name, head):
 
 
 def reason(error):
-    """Beginning of the message, without the class name."""
     return re.sub(r" \(\w+\)", "", str(error).split("; ")[0].split("\n")[0])
 
 

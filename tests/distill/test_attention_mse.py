@@ -45,15 +45,13 @@ def test_attention_mse_is_tinyberts_equations_7_to_10(family):
     torch.testing.assert_close(out.loss, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("term", ["attention", "hidden"])
+@pytest.mark.parametrize(("family", "term"), [("bert", "attention"), ("gpt2", "hidden")])
 def test_attention_mse_has_gradients_for_the_student(family, term):
     teacher, student = eager_pair(family)
     method = AttentionMSE(**{"attention": 0.0, "hidden": 0.0, "soft_weight": 0.0, term: 1.0})
-    assert type(method)(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
     Distiller(teacher, student, method)(**batch()).loss.backward()
-    blocks = [p for n, p in student.named_parameters() if p.grad is not None and p.grad.any()]
-    assert blocks and all(p.grad is None for p in teacher.parameters())
+    assert any(p.grad is not None and p.grad.any() for p in student.parameters())
+    assert all(p.grad is None for p in teacher.parameters())
     assert (method.W.weight.grad is not None) == (term == "hidden")
 
 

@@ -17,6 +17,7 @@ from fastkd.distill import (
 )
 from tests.distill.models import VOCAB, batch, classifier, model, set_dropout, step
 from tests.distill.processes import run_ranks
+from tests.support.compare import raises
 
 NAMES = ["math", "code", "code", "math", "code"]
 NUMBERS = torch.tensor([0, 1, 1, 0, 1])
@@ -66,8 +67,7 @@ def assert_equal(one, two):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("keep_logits", [False, True])
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("keep_logits", "left"), [(False, True), (True, False)])
 def test_a_mean_over_tokens_is_each_teachers_share(keep_logits, left):
     teachers, student = of_head("decoder", narrow=True)
     data, method = tokens(left), SoftTargets(alpha=0.7)
@@ -76,11 +76,10 @@ def test_a_mean_over_tokens_is_each_teachers_share(keep_logits, left):
     out, gradients = step(distiller, {**data, "teacher_id": NAMES})
     expected = alone(teachers, student, 0.7, data)
     assert_equal((out.loss.detach(), gradients), expected)
-    shares = list(distiller.accumulate(
-        {**{name: x[i : i + 2] for name, x in data.items()}, "teacher_id": NUMBERS[i : i + 2]}
-        for i in (0, 2, 4)
-    ))  # fmt: skip
-    torch.testing.assert_close(sum(x.loss.detach() for x in shares), out.loss.detach())
+    data["teacher_id"] = NUMBERS
+    parts = ({name: x[i : i + 2] for name, x in data.items()} for i in (0, 2, 4))
+    shares = [part.loss.detach() for part in distiller.accumulate(parts)]
+    torch.testing.assert_close(sum(shares), out.loss.detach())
 
 
 def test_caches_of_a_top_k(tmp_path):
@@ -97,38 +96,31 @@ def test_caches_of_a_top_k(tmp_path):
     assert_equal((out.loss.detach(), gradients), expected)
 
 
-def methods():
-    return [
-        FCD(),
-        LRCBERT(),
-        IntraClassKNN(k=1),
-        MC3KD(layers="uniform", pool="cls", memory=0),
-        Several(SoftTargets(), FCD(task_weight=0)),
-    ]
+METHODS = [
+    FCD(),
+    LRCBERT(),
+    IntraClassKNN(k=1),
+    MC3KD(layers="uniform", pool="cls", memory=0),
+    Several(SoftTargets(), FCD(task_weight=0)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
-@pytest.mark.parametrize("method", methods(), ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize("method", [*METHODS, "packed rows"], ids=str)
 def test_one_teacher_under_two_names_is_one_teacher(method):
-    (teacher, _), student = of_head("classifier")
+    packed = method == "packed rows"
+    (teacher, _), student = of_head("decoder" if packed else "classifier")
     data, results = batch(rows=5), []
+    if packed:
+        ids, method = tokens()["input_ids"], FCD()
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(5, -1)
+        data = {"input_ids": ids, "labels": ids, "position_ids": positions}
     both = ByRow(dict.fromkeys("ab", teacher))
     for taught, own in ((teacher, {}), (both, {"teacher_id": NUMBERS})):
         torch.manual_seed(2)
         out, gradients = step(Distiller(taught, student, method), {**data, **own})
         results.append((out.loss.detach(), gradients))
     assert_equal(*results)
-
-
-def test_packed_rows_of_a_decoder():
-    (teacher, _), student = of_head("decoder")
-    ids = tokens()["input_ids"]
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(5, -1)
-    data = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    out, gradients = step(Distiller(teacher, student, FCD()), data)
-    both = Distiller(ByRow({"a": teacher, "b": teacher}), student, FCD())
-    again, others = step(both, {**data, "teacher_id": NUMBERS})
-    assert_equal((out.loss.detach(), gradients), (again.loss.detach(), others))
 
 
 def test_rows_of_one_teacher_and_no_rows():
@@ -145,35 +137,24 @@ def test_rows_of_one_teacher_and_no_rows():
     assert distiller(**empty, teacher_id=[]).loss == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_teachers_are_errors(tmp_path):
+    teachers, student = of_head("classifier")
+    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, SoftTargets())
+    for given, words in (
         ({}, "teacher_id: missing; pass each row's teacher: a, b"),
         ({"teacher_id": ["a", "c"] * 2}, "'c' is none of the teachers; pass a, b, or numbers"),
         ({"teacher_id": torch.tensor([0, 2, 1, 0])}, "2 is none of the teachers"),
         ({"teacher_id": ["a", "b"]}, "names 2 rows, but labels has shape"),
-    ],
-)
-def test_wrong_teachers_are_named(given, message):
-    teachers, student = of_head("classifier")
-    distiller = Distiller(ByRow({"a": teachers[0], "b": teachers[1]}), student, SoftTargets())
-    with pytest.raises(ValueError, match=message):
-        distiller(**batch(rows=4), **given)
-
-
-def test_what_needs_one_teacher_is_refused(tmp_path):
+    ):
+        raises(words, distiller, **batch(rows=4), **given)
     teachers, student = of_head("decoder", narrow=True)
     both = ByRow({"a": teachers[0], "b": teachers[1]})
-    with pytest.raises(ValueError, match=r"FCD compares layers, and 'b' .* has other sizes"):
-        Distiller(both, student, FCD())
-    with pytest.raises(ValueError, match="MC3KD chooses layers of one teacher; pass layers="):
-        Distiller(both, student, MC3KD())
-    with pytest.raises(ValueError, match="several teachers are cached one by one"):
-        Distiller(both, student, SoftTargets()).cache_teacher([tokens()], tmp_path)
-    with pytest.raises(TypeError, match="'b' is a str"):
-        ByRow({"a": teachers[0], "b": "name"})
-    with pytest.raises(TypeError, match="pass a dictionary"):
-        ByRow(teachers)
+    raises(r"FCD compares layers, and 'b' .* has other sizes", Distiller, both, student, FCD())
+    raises("MC3KD chooses layers of one teacher; pass layers=", Distiller, both, student, MC3KD())
+    soft = Distiller(both, student, SoftTargets())
+    raises("several teachers are cached one by one", soft.cache_teacher, [tokens()], tmp_path)
+    raises("'b' is a str", ByRow, {"a": teachers[0], "b": "name"}, error=TypeError)
+    raises("pass a dictionary", ByRow, teachers, error=TypeError)
 
 
 def on_rank(rank, world):

@@ -1,5 +1,7 @@
 """Blocks of models that are no plain stack, and the errors for models without blocks."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
@@ -10,8 +12,10 @@ from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, st
 from fastkd.models.backbone import Backbone
 from fastkd.models.families import NoLayers, find_stack
 from fastkd.models.outputs import LayerRequest, model_outputs
-from tests.distill.models import BERT, SMALL, recipe
+from tests.distill.models import BERT, recipe
+from tests.distill.support import FAMILIES as SUPPORTED
 from tests.distill.support import data_of, model_of
+from tests.support.compare import raises
 
 SOUND = {
     "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "conv_dim": (8,) * 7,
@@ -24,15 +28,6 @@ TOWER = {
 SEEN = {**TOWER, "image_size": 16, "patch_size": 8}
 SAID = {**TOWER, "vocab_size": 60, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
 LABELS = torch.tensor([0, 1, 2, 0])
-
-
-def whisper(**options):
-    return t.WhisperConfig(
-        **SMALL, num_mel_bins=8, encoder_layers=4, decoder_layers=3, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, d_model=16,
-        max_source_positions=20, max_target_positions=16, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None, **options,
-    )  # fmt: skip
 
 
 def resnet():
@@ -50,12 +45,12 @@ def test_convolutions_are_not_taken_for_blocks(sounds):
     student = student_from_teacher(teacher, 7)
     assert Backbone(student).blocks_name == Backbone(teacher).blocks_name == "encoder.layers"
     sound = torch.randn(2, 2000)
+    layers = range(1, 8)
     with torch.no_grad():
         expected = student.eval()(sound, output_hidden_states=True).hidden_states
-        kept = model_outputs(
-            Backbone(student), {"input_values": sound}, LayerRequest((1, 2, 3, 4, 5, 6, 7))
-        )
-    for layer in range(1, 8):
+        inputs = {"input_values": sound}
+        kept = model_outputs(Backbone(student), inputs, LayerRequest(tuple(layers)))
+    for layer in layers:
         torch.testing.assert_close(kept.hidden[layer], expected[layer])
 
 
@@ -112,36 +107,35 @@ def test_the_last_layer_has_the_hidden_size():
     torch.testing.assert_close(teacher.lm_head(narrow), kept.logits)
 
 
-def test_perturbation_without_embeddings_is_an_error():
+def test_what_sounds_do_not_support():
+    """Perturbation without embeddings, layers that are dropped at random, and CTC."""
+    data = {"input_values": torch.randn(4, 2000), "labels": LABELS}
     config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3, layerdrop=0.0)
     teacher = t.Wav2Vec2ForSequenceClassification(config)
     distiller = Distiller(teacher, student_from_teacher(teacher, 1), recipe("lrc_bert"))
-    with pytest.raises(ValueError, match=r"student \(Wav2Vec2For.*no embeddings.*perturb=False"):
-        distiller(input_values=torch.randn(4, 2000), labels=LABELS)
-
-
-def test_randomly_dropped_layers_are_not_compared():
-    config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, num_labels=3)
+    raises(r"student \(Wav2Vec2For.*no embeddings.*perturb=False", distiller, **data)
+    teacher = t.Wav2Vec2ForCTC(config)
+    student, words = student_from_teacher(teacher, 1), r"student \(Wav2Vec2ForCTC\) has a CTC-like"
+    raises(words + " head.* support", Distiller, teacher, student, SoftTargets())
+    distiller = Distiller(teacher, student, FCD(task_weight=0))
+    assert distiller(input_values=data["input_values"]).loss.isfinite()
+    config.layerdrop = 0.1
     teacher = t.Wav2Vec2ForSequenceClassification(config)
-    data = {"input_values": torch.randn(4, 2000), "labels": LABELS}
     student = student_from_teacher(teacher, 2)
-    with pytest.raises(ValueError, match=r"skips layers .* \(layerdrop=0.1\).*layerdrop=0"):
-        Distiller(teacher, student, FCD())(**data)
+    words = r"skips layers .* \(layerdrop=0.1\).*layerdrop=0"
+    raises(words, Distiller(teacher, student, FCD()), **data)
     assert Distiller(teacher, student, LRKD())(**data).loss.isfinite()  # the last state is there
 
 
 @pytest.mark.parametrize("method", ["labels", "soft_targets"])
 def test_a_model_without_layers_learns_from_outputs(method):
     teacher, student = resnet(), resnet()
-    out = Distiller(teacher, student, recipe(method))(
-        pixel_values=torch.randn(4, 3, 32, 32), labels=LABELS
-    )
+    data = {"pixel_values": torch.randn(4, 3, 32, 32), "labels": LABELS}
+    out = Distiller(teacher, student, recipe(method))(**data)
     out.loss.backward()
     assert out.loss.isfinite() and student.classifier[1].weight.grad.any()
-    with pytest.raises(
-        ValueError, match=r"student: the configuration of ResNetFor.* compares none"
-    ):
-        Distiller(teacher, student, FCD())
+    words = r"student: the configuration of ResNetFor.* compares none"
+    raises(words, Distiller, teacher, student, FCD())
 
 
 def test_a_model_of_two_towers_is_an_error_with_its_parts():
@@ -179,29 +173,16 @@ def test_the_language_model_of_a_vision_model_is_compared():
 
 
 def test_half_of_an_encoder_decoder_is_a_separate_model():
-    encoder, decoder = WhisperEncoder(whisper()), WhisperDecoder(whisper())
+    config, data = copy.deepcopy(SUPPORTED["whisper"]), {"input_features": torch.randn(4, 8, 40)}
+    config.update({"encoder_layers": 4, "num_labels": 3})
+    encoder, decoder = WhisperEncoder(config), WhisperDecoder(config)
     assert (Backbone(encoder).num_layers, Backbone(decoder).num_layers) == (4, 3)
-    sound = torch.randn(2, 8, 40)
     student = student_from_teacher(encoder, [2, 4])
-    assert Distiller(encoder, student, FCD(task_weight=0))(input_features=sound).loss.isfinite()
-    teacher = t.WhisperForAudioClassification(whisper(num_labels=3))
+    assert Distiller(encoder, student, FCD(task_weight=0))(**data).loss.isfinite()
+    teacher = t.WhisperForAudioClassification(config)
     student = student_from_teacher(teacher, 2)
-    out = Distiller(teacher, student, SoftTargets())(
-        input_features=torch.randn(4, 8, 40), labels=LABELS
-    )
+    out = Distiller(teacher, student, SoftTargets())(**data, labels=LABELS)
     assert out.logits.shape == (4, 3) and out.loss.isfinite()
-
-
-def test_ctc_is_not_supported():
-    config = t.Wav2Vec2Config(**SOUND, num_hidden_layers=2, layerdrop=0.0)
-    teacher = t.Wav2Vec2ForCTC(config)
-    student = student_from_teacher(teacher, 1)
-    with pytest.raises(
-        ValueError, match=r"student \(Wav2Vec2ForCTC\) has a CTC-like head.* support"
-    ):
-        Distiller(teacher, student, SoftTargets())
-    features = Distiller(teacher, student, FCD(task_weight=0))(input_values=torch.randn(2, 2000))
-    assert features.loss.isfinite()
 
 
 def test_an_audio_decoder_predicts_the_next_token():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.nn import functional as F
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from fastkd import VocabularyMatch, log_probs
@@ -32,7 +33,6 @@ TEXTS = (
 
 @functools.cache
 def tokenizers():
-    """A WordPiece and a BPE of the texts."""
     made = {}
     for side, model, trainer, more in (
         ("student", models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer, 60),
@@ -71,14 +71,12 @@ def real_tokenizers():
 
 @functools.cache
 def real_texts():
-    """Paragraphs of the README."""
     page = (Path(__file__).parents[2] / "README.md").read_text()
     return tuple(text for text in page.split("\n\n") if text[0].isalpha() and 80 < len(text) < 600)
 
 
 @pytest.fixture
 def setting():
-    """Teacher, student, match and batch."""
     return make_setting(tokenizers(), TEXTS)
 
 
@@ -156,39 +154,34 @@ def test_terms_are_the_functions(setting, hybrid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("real", [False, True])
-def test_equals_trl(real):
-    """TRL's own loss, with the defaults of its configuration, on whole texts as answers."""
+def test_equals_trl():
+    """TRL's own loss, with the defaults of its configuration, on whole texts as answers.
+
+    The functions alone, and on a hybrid of matched and sorted tokens: test_merged_spans.py.
+    """
     trainer = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    both = real_tokenizers() if real else tokenizers()
-    texts = real_texts()[2:4] if real else TEXTS
+    both, texts = real_tokenizers(), real_texts()[2:4]
     teacher, student, match, batch = make_setting(both, texts)
     fields = trainer.GOLDConfig.__dataclass_fields__
     config = SimpleNamespace(**{name: f.default for name, f in fields.items()})
     loss = trainer.ULDLoss(config, both["student"], both["teacher"])
     parts = []
-    for prefix, model in (("", student), ("teacher_", teacher)):
+    for side, prefix, model in (("student", "", student), ("teacher", "teacher_", teacher)):
         ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
-        side = "teacher" if prefix else "student"
-        offsets = both[side](
-            list(texts), padding=True, return_offsets_mapping=True, return_tensors="pt",
-            add_special_tokens=False,
-        )["offset_mapping"]  # fmt: skip
+        options = {"padding": True, "return_tensors": "pt", "add_special_tokens": False}
+        encoded = both[side](list(texts), return_offsets_mapping=True, **options)
         # TRL leaves out the last token of an answer: here one after the text.
-        labels = torch.nn.functional.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
-        last = mask.sum(1, keepdim=True)
-        labels = labels.scatter(1, last, 0)
-        parts.append((model(ids, mask).logits, labels, ids, offsets))
-    logits, labels, ids, offsets = zip(*parts, strict=True)
-    pad = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in logits]
-    ids = [torch.nn.functional.pad(x, (0, 1)) for x in ids]
-    offsets = [torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in offsets]
-    expected = loss(*pad, *labels, *ids, *offsets)
+        labels = F.pad(ids.masked_fill(mask == 0, -100), (0, 1), value=-100)
+        labels = labels.scatter(1, mask.sum(1, keepdim=True), 0)
+        logits, offsets = (
+            F.pad(x, (0, 0, 0, 1)) for x in (model(ids, mask).logits, encoded["offset_mapping"])
+        )
+        parts.append((logits, labels, F.pad(ids, (0, 1)), offsets))
+        spans = batch[f"{side}_spans"]  # with spans of several tokens on either side
+        assert ((spans.diff() == 0) & (spans[:, 1:] >= 0)).any()
+    expected = loss(*(x for both in zip(*parts, strict=True) for x in both))
     found = Distiller(teacher, student, GOLD(), tokenizers=match)(**batch).loss
     torch.testing.assert_close(found, expected)
-    for side in ("student", "teacher"):  # with spans of several tokens on either side
-        spans = batch[f"{side}_spans"]
-        assert ((spans.diff() == 0) & (spans[:, 1:] >= 0)).any()
 
 
 def test_split_steps_equal_the_whole(setting):

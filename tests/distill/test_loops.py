@@ -18,7 +18,7 @@ from fastkd.models.backbone import Backbone
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import batch, classifier, eager, pair, recipe
 from tests.distill.support import data_of, method_of, model_of
-from tests.support.compare import counted
+from tests.support.compare import counted, raises
 
 
 def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
@@ -39,8 +39,6 @@ def test_a_new_distiller_trains_whatever_mode_its_models_were_in():
 
 
 class Loop(torch.nn.Module):
-    """A user's module that holds the teacher too."""
-
     def __init__(self, distiller):
         super().__init__()
         self.distiller, self.teacher = distiller, distiller.teacher
@@ -62,30 +60,26 @@ def test_a_teacher_in_train_mode_has_no_dropout(tmp_path):
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
 def test_a_replaced_model_is_an_error(name):
-    """A replaced model is refused: the optimizer would train it, the loss read the old one."""
     distiller = Distiller(*pair(), FCD())
-    old = getattr(distiller, name)
-    setattr(distiller, name, torch.nn.Sequential(old))  # around it, as wrappers do
+    setattr(distiller, name, torch.nn.Sequential(getattr(distiller, name)))  # as wrappers do
     distiller(**batch())
     setattr(distiller, name, classifier("bert", len(distiller.student_model.blocks)))
-    with pytest.raises(ValueError, match=f"the {name} was replaced .* make a new Distiller"):
-        distiller(**batch())
-    with pytest.raises(ValueError, match="DataParallel runs copies of the models"):
-        distiller._replicate_for_data_parallel()(**batch())
+    raises(f"the {name} was replaced .* make a new Distiller", distiller, **batch())
+    copied = distiller._replicate_for_data_parallel()
+    raises("DataParallel runs copies of the models", copied, **batch())
 
 
-def test_unknown_inputs_are_an_error():
-    distiller = Distiller(*pair(), FCD())
-    data = batch()
-    with pytest.raises(TypeError, match="takes no input 'lables'; did you mean 'labels'"):
-        distiller(input_ids=data["input_ids"], lables=data["labels"])
-    with pytest.raises(TypeError, match="positional"):
-        distiller(data["input_ids"])
+def test_unknown_inputs_and_adapters_of_a_teacher_are_errors():
+    distiller, ids = Distiller(*pair(), FCD()), batch()["input_ids"]
+    words = "takes no input 'lables'; did you mean 'labels'"
+    raises(words, distiller, input_ids=ids, lables=ids, error=TypeError)
+    raises("positional", distiller, ids, error=TypeError)
+    distiller.teacher.peft_config = {}
+    raises("merge_and_unload", student_from_teacher, distiller.teacher, [1])
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_unlabelled_samples_match_no_sample(reduction):
-    """The term of a batch with ignored rows is that of the batch without them."""
     method = IntraClassKNN(alpha2=0.0, alpha3=0.0, k=2, reduction=reduction)
     distiller = Distiller(*pair(), method).eval()
     data = batch(rows=8)
@@ -106,8 +100,7 @@ def test_one_compiled_student_serves_two_methods():
         out = Distiller(teacher, compiled, method).eval()(**data)
         twin = Distiller(teacher, student, method).eval()(**data)
         torch.testing.assert_close(out.loss, twin.loss)
-    with pytest.raises(ValueError, match="set perturb=False"):
-        Distiller(teacher, compiled, LRCBERT(perturb=True))(**data)
+    raises("set perturb=False", Distiller(teacher, compiled, LRCBERT(perturb=True)), **data)
 
 
 def test_the_last_layer_is_the_heads_input():
@@ -128,13 +121,6 @@ def test_the_last_layer_is_the_heads_input():
     torch.testing.assert_close(graph(**data).terms, right.terms)
 
 
-def test_a_teacher_with_adapters_must_be_merged():
-    teacher, _ = pair()
-    teacher.peft_config = {}
-    with pytest.raises(ValueError, match="merge_and_unload"):
-        student_from_teacher(teacher, [1])
-
-
 MAMBA = {"vocab_size": 60, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 3}
 RECURRENT = {
     "mamba": lambda: t.MambaConfig(**MAMBA),
@@ -152,13 +138,11 @@ def test_hidden_states_of_other_layers_are_an_error(family):
     data, method = {"input_ids": torch.randint(5, 60, (4, 6))}, FCD(task_weight=0)
     compiled = torch.compile(teacher, backend="eager")
     message = rf"teacher \({type(teacher).__name__}\) is compiled.* states 1 are not the outputs"
-    with pytest.raises(ValueError, match=message):
-        Distiller(compiled, student, method)(**data)
+    raises(message, Distiller(compiled, student, method), **data)
     # Nor an uncompiled model whose blocks call no hooks.
     distiller = Distiller(teacher, student, method)
     distiller.student_model._hooks_reach = False
-    with pytest.raises(ValueError, match=r"student .* doesn't call its blocks as modules"):
-        distiller(**data)
+    raises(r"student .* doesn't call its blocks as modules", distiller, **data)
     assert all("forward" not in vars(block) for block in student.layers)
 
 

@@ -25,8 +25,10 @@ from fastkd.distill import (
     select_layers,
     student_from_teacher,
 )
+from fastkd.distill.baselines import BASELINES
 from tests.distill.models import batch, classifier, model
 from tests.losses.relation import relation
+from tests.support.compare import raises
 
 TEACHER_LAYERS = [2, 4]
 DESIGN = (Path(__file__).parents[2] / "docs/design.md").read_text()
@@ -253,23 +255,12 @@ def test_mc3kd_is_equations_1_to_8(family, pool):
     torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_mc3kd_chooses_from_the_teachers_inputs():
-    torch.manual_seed(2)
-    teacher = classifier("bert")
-    data = batch(rows=16)
-    students = {"input_ids": torch.full((16, 10), 5)}  # of another tokenizer
-    assert select_layers(teacher, [data], 2) != select_layers(teacher, [students], 2)
-    distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD())
-    distiller.prepare([{**students, **{f"teacher_{name}": x for name, x in data.items()}}])
-    assert distiller.method.teacher_layers == select_layers(teacher, [data], 2)
-
-
 def test_mc3kd_chooses_its_layers_from_data():
     teacher, student = pair("bert")
     method = MC3KD()
     distiller = Distiller(teacher, student, method)
-    with pytest.raises(RuntimeError, match=r"call distiller.prepare\(batches\)"):
-        distiller(**batch())
+    words = r"call distiller.prepare\(batches\)"
+    raises(words, distiller, error=RuntimeError, **batch())
     batches = [batch(rows=16) for _ in range(3)]
     distiller.prepare(iter(batches))
     assert method.teacher_layers == select_layers(teacher, batches, 2)
@@ -278,6 +269,17 @@ def test_mc3kd_chooses_its_layers_from_data():
     again = Distiller(*pair("bert"), MC3KD())
     again.load_state_dict(distiller.state_dict())
     assert again.method.teacher_layers == method.teacher_layers
+
+
+def test_mc3kd_chooses_from_the_teachers_inputs():
+    torch.manual_seed(2)
+    teacher, data = classifier("bert"), batch(rows=16)
+    students = {"input_ids": torch.full((16, 10), 5)}  # of another tokenizer
+    layers = select_layers(teacher, [data], 2)
+    assert layers != select_layers(teacher, [students], 2)
+    distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), MC3KD())
+    distiller.prepare([{**students, **{f"teacher_{name}": x for name, x in data.items()}}])
+    assert distiller.method.teacher_layers == layers
 
 
 def test_lrkd_is_equations_1_to_13(family):
@@ -362,15 +364,14 @@ def test_hyperparameters_override_a_preset():
     for kind in METHODS.values():
         assert kind.paper.items() <= kind(**kind.paper).hyperparameters().items()
         assert not kind.paper.items() & kind().hyperparameters().items(), "the same as the default"
-    with pytest.raises(ValueError, match="did you mean 'paper'"):
-        method_by_name("fcd", preset="papers")
+    raises("did you mean 'paper'", method_by_name, "fcd", preset="papers")
 
 
-@pytest.mark.parametrize("name", list(METHODS))
-def test_hyperparameters_rebuild_the_method(name):
-    method = method_by_name(name)
-    assert type(method)(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
-    assert name in METHODS and type(method).__name__ in repr(method)
+@pytest.mark.parametrize("kind", [*METHODS.values(), *BASELINES.values()])
+def test_hyperparameters_rebuild_the_method(kind):
+    method = kind()
+    assert kind(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
+    assert kind.__name__ in repr(method)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +394,7 @@ def test_hyperparameters_rebuild_the_method(name):
     ],
 )
 def test_wrong_options_are_errors(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        method_by_name(name, **options)
+    raises(message, method_by_name, name, **options)
 
 
 def test_a_teacher_with_too_few_layers_is_an_error():
@@ -403,19 +403,17 @@ def test_a_teacher_with_too_few_layers_is_an_error():
         with pytest.raises(ValueError, match="student has 3 layers but the teacher only 2"):
             Distiller(teacher, student, method_by_name(name))
     deep = classifier("bert", layers=4)
-    with pytest.raises(ValueError, match="2 teacher layers for 3 student layers"):
-        Distiller(deep, student, FCD(layers=[1, 2]))
+    raises("2 teacher layers for 3 student layers", Distiller, deep, student, FCD(layers=[1, 2]))
 
 
 def test_a_method_serves_models_of_one_size():
-    method = LRKD()
-    teacher = classifier("bert")
+    method, teacher = LRKD(), classifier("bert")
     first = Distiller(teacher, student_from_teacher(teacher, [2]), method)
     weights = {k: v.clone() for k, v in first.method.state_dict().items()}
     Distiller(teacher, student_from_teacher(teacher, [2]), method)
     assert all(torch.equal(v, weights[k]) for k, v in method.state_dict().items())
-    with pytest.raises(ValueError, match="built for models of other sizes"):
-        Distiller(teacher, student_from_teacher(teacher, [2, 4]), method)
+    deeper = student_from_teacher(teacher, [2, 4])
+    raises("built for models of other sizes", Distiller, teacher, deeper, method)
 
 
 def test_a_method_of_its_name_computes_a_term_of_the_base_class():

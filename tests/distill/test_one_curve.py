@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastkd.distill import METHODS, DistillationTrainer
+from fastkd.distill import DistillationTrainer
 from fastkd.distill.verify import taken
 from tests.distill.models import cut, exact
 from tests.distill.processes import run_ranks
@@ -38,7 +38,6 @@ def rows():
 
 
 def watched(name, **options):
-    """A distiller and the list of the losses that it will give."""
     distiller = exact(name, **options)
     if hasattr(distiller.method, "first_stage"):
         distiller.method.first_stage = 0.5
@@ -126,18 +125,25 @@ def in_accelerate(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def expected():
-    return {name: plain(name) for name in METHODS}
+    return {name: plain(name) for name in ("soft_targets", *ACROSS)}
 
 
 assert_one_curve = functools.partial(torch.testing.assert_close, atol=1e-10, rtol=0)
 
 
-# fastkd's loop with every method; other loops with what a loop can get wrong: progress of a
-# schedule, parameters of the method, samples compared across processes; `verify` takes every
-# method's step in parts and resumed (tests/distill/test_verify.py).
-LOOPS = [(name, in_trainer) for name in METHODS]
+# Loops with what a loop can get wrong: progress of a schedule, parameters of the method, samples
+# compared across processes; `verify` takes every method's step in parts and resumed
+# (tests/distill/test_verify.py), and test_splits.py every method's step over processes.
+LOOPS = [(name, in_trainer) for name in ("soft_targets", "fcd", "lrc_bert", "mc3kd", "lrkd")]
 LOOPS += [(name, in_lightning) for name in ("lrc_bert", "lrkd")]
 LOOPS += [(name, in_accelerate) for name in ("lrc_bert", "fcd")]
+# Methods that compare samples, have parameters or a schedule; its second stage is another graph.
+ACROSS = ("fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
+WAYS = {
+    "static_graph": ("fcd", "knn", "mc3kd"),
+    "fsdp2": ("fcd", "lrc_bert", "lrkd"),
+    "find_unused_parameters": ACROSS,
+}
 
 
 @pytest.mark.parametrize(("name", "way"), LOOPS)
@@ -148,9 +154,7 @@ def test_loops(name, way, expected, tmp_path):
 def by_processes(rank, ends, ways):
     curves = {}
     for way in ways:
-        for name in METHODS:
-            if way == "static_graph" and name == "lrc_bert":
-                continue  # its second stage is another graph
+        for name in WAYS[way]:
             distiller, losses = watched(name, gather=True)
             if way == "fsdp2":
                 sharded(distiller, len(ends) - 1)

@@ -54,17 +54,6 @@ def test_layers_are_transformers_hidden_states(family, head):
     assert backbone.hidden_size == expected[3].shape[-1] and backbone.num_layers == 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hooks_are_removed_even_after_an_error(family):
-    model = classifier(family)
-    backbone = Backbone(model)
-    with pytest.raises(RuntimeError, match="stop"), capture(backbone, [1, 4]):
-        raise RuntimeError("stop")
-    with replaced_embeddings(backbone, lambda emb: emb):
-        pass
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_hidden_states_carry_gradients_under_checkpointing(family):
     model = classifier(family).train()
@@ -119,8 +108,6 @@ def test_sentence_token_is_read_by_the_head(family, left):
 
 
 class Spy(IntraClassKNN):
-    """Stores what the last step compared."""
-
     def knn(self, step):
         self.seen = step.pooled(self.pool, *step.last())[0]
         return super().knn(step)
@@ -181,17 +168,13 @@ def test_pooled_token_of_an_encoder_decoder(family, cached, tmp_path):
         torch.testing.assert_close(model.classification_head(token), model(**data).logits)
 
 
-def test_without_a_mask_the_last_token_is_the_last_position():
-    backbone = Backbone(classifier("gpt2"))
-    hidden = torch.randn(2, 5, 16)
-    assert torch.equal(backbone.sentence_token(hidden, None), hidden[:, -1])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaced_embeddings_reach_the_first_block(family):
     model = classifier(family)
     backbone = Backbone(model)
     inputs = inputs_for(family)
+    with pytest.raises(RuntimeError, match="stop"), capture(backbone, [1, 4]):
+        raise RuntimeError("stop")
     with torch.no_grad():
         plain = backbone.run(inputs).logits
         with replaced_embeddings(backbone, lambda emb: emb + 0) as same:
@@ -200,6 +183,7 @@ def test_replaced_embeddings_reach_the_first_block(family):
             moved = backbone.run(inputs).logits
     assert len(same) == 1 and same[0].shape[backbone.batch_dim] == 6
     assert torch.equal(unchanged, plain) and not torch.allclose(moved, plain)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_unknown_inputs_of_a_model_are_dropped():
@@ -208,6 +192,16 @@ def test_unknown_inputs_of_a_model_are_dropped():
     assert Backbone(classifier("distilbert")).run(inputs).logits.shape == (1, 3)
     cached = Backbone(classifier("llama")).run({"input_ids": ids})
     assert cached.past_key_values is None
+
+
+def test_backbones_of_few_models():
+    """XLM predicts tokens at their own positions; without a mask the last position is the last."""
+    config = t.XLMConfig(vocab_size=60, emb_dim=16, n_layers=2, n_heads=2)
+    assert not Backbone(t.XLMWithLMHeadModel(config)).causal
+    model, hidden = classifier("bert"), torch.randn(2, 5, 16)
+    assert Backbone(torch.compile(model)).base is model.bert
+    last = Backbone(classifier("gpt2")).sentence_token(hidden, None)
+    assert torch.equal(last, hidden[:, -1])
 
 
 @pytest.mark.parametrize(
@@ -253,13 +247,3 @@ def test_models_with_remote_code_declare_their_properties():
     assert reads_last_token(config)
     config.auto_map["AutoModelForMaskedLM"] = "mine.Mine"
     assert not reads_last_token(config)
-
-
-def test_xlm_predicts_tokens_at_their_own_positions():
-    config = t.XLMConfig(vocab_size=60, emb_dim=16, n_layers=2, n_heads=2)
-    assert not Backbone(t.XLMWithLMHeadModel(config)).causal
-
-
-def test_peft_like_and_compiled_models_are_unwrapped():
-    model = classifier("bert")
-    assert Backbone(torch.compile(model)).base is model.bert

@@ -12,19 +12,14 @@ from tests.distill.models import CONFIGS, batch, eager, pair, step
 from tests.distill.own_method import HiddenAndAttention, Unfinished
 from tests.distill.support import model_of
 from tests.distill.test_distiller import assert_same_step, decoders, documents, packed, padded
+from tests.support.compare import raises
 
 WITH_QKV = ["bert", "roberta", "distilbert", "electra", "deberta_v2", "gpt2", "llama"]
 
 
-def eager_pair(family, **options):
-    torch.manual_seed(0)
-    return eager(pair(family, **options))
-
-
 @pytest.mark.parametrize("family", WITH_QKV)
 def test_a_method_trains_on_states_maps_and_values(family):
-    teacher, student = eager_pair(family)
-    distiller = Distiller(teacher, student, HiddenAndAttention())
+    distiller = Distiller(*eager(pair(family)), HiddenAndAttention())
     assert "method.W.weight" in dict(distiller.named_parameters())
     data = batch(rows=8)
     optimizer = torch.optim.Adam([p for p in distiller.parameters() if p.requires_grad], lr=3e-3)
@@ -42,9 +37,8 @@ def test_a_method_trains_on_states_maps_and_values(family):
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_maps_queries_and_keys_belong_together(family):
     """softmax of queries · keys is the attention map, where positions don't enter between."""
-    teacher, student = eager_pair(
-        family, rope_parameters={"rope_type": "default", "rope_theta": 1e30}
-    )
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e30}}
+    teacher, student = eager(pair(family, **rope))
     seen = {}
     method = HiddenAndAttention()
     distiller = Distiller(teacher, student, method).eval()
@@ -82,14 +76,31 @@ def test_queries_of_self_attention_are_captured(family):
     torch.testing.assert_close(maps.attentions[1], scores.softmax(-1))
 
 
-def test_interleaved_projections_are_an_error():
+def test_models_that_do_not_show_what_a_method_asks_for_are_errors():
+    teacher, student = pair()
+    student.set_attn_implementation("eager")
+    words = r'sdpa attention .* the teacher with attn_implem.*"eager"'
+    raises(words, Distiller, teacher, student, HiddenAndAttention())
     sizes = {"vocab_size": 60, "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
-    model = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
+    interleaved = t.GPTBigCodeModel(t.GPTBigCodeConfig(**sizes, multi_query=False))
     with (
         pytest.raises(ValueError, match="doesn't show its queries"),
-        capture_qkv(Backbone(model), [1]),
+        capture_qkv(Backbone(interleaved), [1]),
     ):
         pass
+    distiller = Distiller(*eager(pair("albert")), HiddenAndAttention())
+    raises("AlbertForSequenceClassification doesn't show", distiller, **batch())
+    squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
+    inputs = {"input_ids": batch()["input_ids"]}
+    raises("SqueezeBertModel doesn't show", model_outputs, squeezed, inputs, LayerRequest(qkv=(1,)))
+
+
+def test_unfinished_methods_are_errors():
+    words = r"'nothing' is not a term; define the method nothing\(step\)"
+    raises(words, Distiller, *pair(), Unfinished(), error=TypeError)
+    words = "arguments alpha are not attributes"
+    raises(words, Unfinished().hyperparameters, error=TypeError)
+    assert "alpha" in repr(Unfinished())
 
 
 def test_packed_documents_have_separate_maps():
@@ -100,47 +111,14 @@ def test_packed_documents_have_separate_maps():
     assert_same_step(distiller, packed(texts, labels=False), expected, tolerance=1e-7)
 
 
-def test_attention_maps_need_eager_attention():
-    teacher, student = pair()
-    student.set_attn_implementation("eager")
-    with pytest.raises(
-        ValueError, match=r'sdpa attention .* the teacher with attn_implem.*"eager"'
-    ):
-        Distiller(teacher, student, HiddenAndAttention())
-
-
-def test_blocks_with_hidden_projections_are_an_error():
-    with pytest.raises(ValueError, match="AlbertForSequenceClassification doesn't show"):
-        Distiller(*eager_pair("albert"), HiddenAndAttention())(**batch())
-    squeezed = Backbone(model_of("squeezebert", "none"))  # (B, D, N), which would pass for others
-    with pytest.raises(ValueError, match="SqueezeBertModel doesn't show"):
-        model_outputs(squeezed, {"input_ids": batch()["input_ids"]}, LayerRequest(qkv=(1,)))
-
-
 def test_methods_are_found_by_name():
-    assert resolve("fcd") is FCD
     path = "tests.distill.own_method:HiddenAndAttention"
-    assert resolve(path) is HiddenAndAttention
+    assert (resolve("fcd"), resolve(path)) == (FCD, HiddenAndAttention)
     method = method_by_name(path, attention=0.5)
     assert method.hyperparameters() == {"hidden": 1.0, "attention": 0.5, "relations": 1.0}
-    with pytest.raises(ValueError, match="did you mean 'attention'"):
-        method_by_name(path, atention=1.0)
-    for name, message in [
-        ("nowhere.at_all:Class", "No module named 'nowhere'"),
-        ("tests.distill.own_method:Class", "has no attribute 'Class'"),
-        ("fdc", "did you mean 'fcd'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            resolve(name)
-    with pytest.raises(TypeError, match=r"must be a subclass of fastkd\.distill\.Method"):
-        resolve("tests.distill.own_method:not_a_method")
-
-
-def test_unfinished_methods_are_errors():
-    with pytest.raises(
-        TypeError, match=r"'nothing' is not a term; define the method nothing\(step\)"
-    ):
-        Distiller(*eager_pair("bert"), Unfinished())
-    with pytest.raises(TypeError, match="arguments alpha are not attributes"):
-        Unfinished().hyperparameters()
-    assert "alpha" in repr(Unfinished())
+    raises("did you mean 'attention'", method_by_name, path, atention=1.0)
+    raises("No module named 'nowhere'", resolve, "nowhere.at_all:Class")
+    raises("has no attribute 'Class'", resolve, "tests.distill.own_method:Class")
+    raises("did you mean 'fcd'", resolve, "fdc")
+    words, path = r"must be a subclass of fastkd\.distill\.Method", "tests.distill.own_method:"
+    raises(words, resolve, path + "not_a_method", error=TypeError)

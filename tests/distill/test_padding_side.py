@@ -15,30 +15,16 @@ from tests.distill.support import data_of, model_of
 # Positions: counted from the row's start, from the mask, by token, relative, by the masked keys,
 # in a recurrence, and without an argument for them.
 HEADS = [
-    ("bert", "none"),
-    ("bert", "sequence"),
-    ("bert", "answers"),
-    ("distilbert", "tokens"),
-    ("gpt2", "sequence"),
-    ("gpt2", "next word"),
-    ("opt", "next word"),
-    ("roberta", "masked words"),
-    ("mpnet", "sequence"),
-    ("deberta_v2", "tokens"),
-    ("albert", "sequence"),
-    ("llama", "next word"),
-    ("bloom", "next word"),
-    ("modernbert", "masked words"),
-    ("t5", "written words"),
-    ("t5", "tokens"),
-    ("bart", "sequence"),
-    ("bart", "written words"),
+    ("bert", "none"), ("bert", "sequence"), ("bert", "answers"), ("distilbert", "tokens"),
+    ("gpt2", "sequence"), ("gpt2", "next word"), ("opt", "next word"), ("roberta", "masked words"),
+    ("mpnet", "sequence"), ("deberta_v2", "tokens"), ("albert", "sequence"),
+    ("llama", "next word"), ("bloom", "next word"), ("modernbert", "masked words"),
+    ("t5", "written words"), ("t5", "tokens"), ("bart", "sequence"), ("bart", "written words"),
     ("bart", "masked words"),
-]
+]  # fmt: skip
 
 
 def padded_left(data, side=""):
-    """The same rows, rotated so that padding comes first."""
     mask = data[f"{side}attention_mask"]
     lengths = mask.sum(1, keepdim=True)
     moved = {}
@@ -58,10 +44,10 @@ def distiller_for(family, head, **options):
     return Distiller(teacher, student, method, **options).eval()
 
 
-def assert_same_gradients(found, expected, tolerance=1e-12):
+def assert_same_gradients(found, expected):
     largest = max(float(x.abs().max()) for x in expected.values())
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, atol=tolerance * largest, rtol=0)
+        torch.testing.assert_close(found[name], x, atol=1e-12 * largest, rtol=0)
 
 
 def equal_steps(distiller, one, other):
@@ -131,10 +117,7 @@ def test_passed_positions_are_read():
     left = {**padded_left(right), "position_ids": torch.arange(10)[None]}
     same = {**left, "position_ids": torch.arange(10).expand(4, 10)}
     equal_steps(distiller, left, same)
-
-
-def test_packed_rows():
-    distiller, right = distiller_for("gpt2", "next word"), data_of("gpt2", "next word")
+    # Packed rows.
     right["attention_mask"] = (torch.arange(10) < torch.tensor([[10], [8], [7], [9]])).long()
     right["position_ids"] = (torch.arange(10) % 4).expand(4, 10)
     right["labels"] = right["input_ids"].masked_fill(right["attention_mask"] == 0, -100)

@@ -8,7 +8,7 @@ from fastkd import OrthogonalProjection
 from fastkd.analysis import rccc
 from fastkd.distill import FCD, LRCBERT, LRKD, Distiller, Several, select_layers
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
-from tests.distill.models import batch, classifier, cut, set_dropout
+from tests.distill.models import batch, classifier, set_dropout
 from tests.distill.test_methods import TEACHER_LAYERS, pair
 from tests.losses.relation import relation
 from tests.support.interpreter import MARKS
@@ -30,7 +30,6 @@ def gradients(student, loss):
 
 
 def assert_equal(distiller, inputs, oracle, backend=None):
-    """The distiller's loss and gradients are those of ``oracle()``, float64."""
     for part in distiller.method.modules():
         has = hasattr(part, "backend") and not isinstance(part, OrthogonalProjection)
         if backend is not None and has:
@@ -69,7 +68,6 @@ def test_layers_of_fcd(reduction, runs_on):
 
 
 def test_two_samples_have_a_correlation_of_one():
-    """Their relation has one free number; such positions count in the mean."""
     teacher, student = pair("bert")
     method = FCD(alpha=0.0, beta=1.0, task_weight=0.0, soft_weight=0.0)
     out = Distiller(teacher, student, method).eval()(**batch(rows=2, padding=0))
@@ -137,14 +135,6 @@ def test_norm_of_equation_7(norm):
     size = g.flatten(1).norm(dim=1)[:, None, None] if norm == "sample" else g.norm()
     distiller.train()
     torch.testing.assert_close(distiller(**inputs).loss, loss_at(g / size), **EXACT)
-    distiller.student.zero_grad()
-    whole = gradients(student, distiller(**inputs).loss)
-    student.zero_grad()
-    for loss in distiller.accumulate(cut(inputs, 0, 2, 6)):
-        loss.loss.backward() if hasattr(loss, "loss") else loss.backward()
-    parts = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
-    for name, gradient in whole.items():
-        torch.testing.assert_close(parts[name], gradient, **EXACT)
 
 
 def test_several_methods_share_one_norm():
@@ -160,8 +150,9 @@ def layer_norm(x):
 
 
 @BACKENDS
-@pytest.mark.parametrize("start", ["identity", "random"])
-@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "start"), [("mean", "identity"), ("batchmean", "random"), ("sum", "identity")]
+)
 def test_equations_7_and_9_of_lrkd(reduction, start, runs_on):
     teacher, student = pair("bert")
     inputs = batch()
@@ -189,14 +180,6 @@ def test_equations_7_and_9_of_lrkd(reduction, start, runs_on):
         return (0.3 * spl + 0.7 * tpl) / count
 
     assert_equal(distiller, inputs, oracle, runs_on)
-    distiller.student.zero_grad()
-    whole = gradients(student, distiller(**inputs).loss)
-    student.zero_grad()
-    for out in distiller.accumulate(cut(inputs, 0, 2, 6)):
-        out.loss.backward()
-    for name, p in student.named_parameters():
-        if name in whole:
-            torch.testing.assert_close(p.grad, whole[name], **EXACT)
 
 
 def test_the_last_layer_of_algorithm_1(monkeypatch):
@@ -276,22 +259,6 @@ def test_minilmv2_is_its_equations(relation_heads, layer):
         return sum(w * relation_kl((s, s), (t, t), mask) for w, s, t in weights)
 
     assert_equal(Distiller(teacher, student, method), inputs, oracle)
-
-
-@pytest.mark.parametrize("kind", [MiniLM, MiniLMv2])
-def test_minilm_accumulates_and_ignores_padding(kind):
-    teacher, student = pair("bert")
-    inputs = batch()
-    distiller = Distiller(teacher, student, kind()).eval()
-    whole = gradients(student, distiller(**inputs).loss)
-    student.zero_grad()
-    for out in distiller.accumulate(cut(inputs, 0, 2, 6)):
-        out.loss.backward()
-    for name, p in student.named_parameters():
-        if name in whole:
-            torch.testing.assert_close(p.grad, whole[name], **EXACT)
-    method = kind(task_weight=0.25, soft_weight=0.5)
-    assert kind(**method.hyperparameters()).hyperparameters() == method.hyperparameters()
 
 
 def test_minilm_of_other_heads_and_families():

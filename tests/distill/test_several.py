@@ -16,6 +16,7 @@ from fastkd.distill import (
 )
 from fastkd.distill.verify import verify
 from tests.distill.models import batch, classifier, set_dropout, step
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -77,8 +78,7 @@ def test_perturbation_schedule_preparation_and_caches(tmp_path):
     data = batch(rows=4)
     method = Several(LRCBERT(first_stage=0.5, perturb=True), MC3KD(beta=0.01))
     distiller = Distiller(teachers, student, method)
-    with pytest.raises(RuntimeError, match=r"call distiller.prepare"):
-        distiller.eval()(**data)
+    raises(r"call distiller.prepare", distiller.eval(), error=RuntimeError, **data)
     distiller.train().prepare([data])
     assert method.prepared and len(method.each[1].teacher_layers) == 2
     distiller.set_progress(1.0)
@@ -92,8 +92,7 @@ def test_perturbation_schedule_preparation_and_caches(tmp_path):
     ]
     cached = Distiller(caches, student, Several(*methods())).double()(**data)
     torch.testing.assert_close(cached.loss, expected.loss)
-    with pytest.raises(ValueError, match="cached one by one"):
-        distiller.cache_teacher([data], tmp_path / "both")
+    raises("cached one by one", distiller.cache_teacher, [data], tmp_path / "both")
 
 
 def test_wrong_arguments_are_errors():
@@ -102,7 +101,5 @@ def test_wrong_arguments_are_errors():
         Distiller(teachers, student, FCD())
     with pytest.raises(ValueError, match=r"got . teachers for 3 methods"):
         Distiller(teachers, student, Several(FCD(), LRKD(), SoftTargets()))
-    with pytest.raises(TypeError, match="methods: none given"):
-        Several()
-    with pytest.raises(TypeError, match=r"methods must be .*method_by_name\('lrkd'\)"):
-        Several(FCD(), "lrkd")
+    raises("methods: none given", Several, error=TypeError)
+    raises(r"methods must be .*method_by_name\('lrkd'\)", Several, FCD(), "lrkd", error=TypeError)

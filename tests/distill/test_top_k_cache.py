@@ -15,6 +15,7 @@ from fastkd.distill import (
 from fastkd.distill.prediction_losses import PredictionOptions, soft_loss
 from tests.distill import support
 from tests.distill.test_vocabulary import data_of, pair, tokenizer
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:the student's head has")
 
@@ -68,14 +69,18 @@ def test_soft_targets_are_the_top_k_of_the_teacher(
         torch.testing.assert_close(again.loss, out.loss)
 
 
-def test_all_tokens_equal_the_teacher_itself(tmp_path):
-    teacher, student = models()
+@pytest.mark.parametrize("padded", [False, True])
+def test_all_tokens_equal_the_teacher_itself(tmp_path, padded):
+    """But for the padding of its head."""
+    teacher, student = pair(60, 64 if padded else 60)
     data = data_of()
+    with torch.no_grad():
+        teacher.lm_head.weight[60:] *= 50  # the most probable tokens, which no test reads
     live = distilled(teacher, student)
     cache = live.cache_teacher([data], tmp_path, top_k=60)
-    found = distilled(cache, student)(**data).terms
-    expected = live(**data).terms
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    options = {"tokenizers": tokenizer(60)} if padded else {}
+    found = distilled(cache, student, **options)(**data).terms
+    torch.testing.assert_close(found, live(**data).terms, rtol=1e-5, atol=1e-7)
 
 
 def test_methods_of_one_teacher_have_one_temperature(tmp_path):
@@ -93,8 +98,7 @@ def test_methods_of_one_teacher_have_one_temperature(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match=r"top_k: the methods have temperatures \[2\.0, 3\.0\]"):
         several(teacher, 3.0, 2.0).cache_teacher([data], tmp_path / "b", top_k=60)
-    with pytest.raises(ValueError, match="top_k: the methods have temperatures"):
-        several(cache, 2.0, 3.0)
+    raises("top_k: the methods have temperatures", several, cache, 2.0, 3.0)
 
 
 def test_temperature_of_a_method_of_your_own(tmp_path):
@@ -115,18 +119,6 @@ def test_temperature_of_a_method_of_your_own(tmp_path):
     torch.testing.assert_close(found, live(**data_of()).terms, rtol=1e-5, atol=1e-7)
 
 
-def test_padding_of_the_head_is_left_out(tmp_path):
-    teacher, student = pair(60, 64)
-    data = data_of()
-    with torch.no_grad():
-        teacher.lm_head.weight[60:] *= 50  # the most probable tokens, which no test reads
-    live = distilled(teacher, student)
-    cache = live.cache_teacher([data], tmp_path, top_k=60)
-    cached = distilled(cache, student, tokenizers=tokenizer(60))
-    found, expected = cached(**data).terms, live(**data).terms
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
 def test_bytes_of_a_token(tmp_path):
     teacher, student = models()
     data = data_of()
@@ -141,26 +133,23 @@ def test_bytes_of_a_token(tmp_path):
 
 def test_wrong_caches_raise_one_sentence(tmp_path):
     teacher, student = models()
-    data = data_of()
+    data = [data_of()]
     live = distilled(teacher, student)
-    cache = live.cache_teacher([data], tmp_path, top_k=5)
-    with pytest.raises(ValueError, match=r"has temperature 3\.0, but"):
-        distilled(cache, student, temperature=3.0)
-    with pytest.raises(ValueError, match=r"share 50 tokens, but .* stores log-probabilities of 60"):
-        distilled(cache, student, tokenizers=tokenizer(50))
-    with pytest.raises(ValueError, match=r"other settings \(top_k: k: \[5\], now \[6\]\)"):
-        live.cache_teacher([data], tmp_path, top_k=6)
-    with pytest.raises(ValueError, match="was written with other settings"):
-        live.cache_teacher([data], tmp_path)
-    with pytest.raises(ValueError, match="top_k must be at most 60"):
-        live.cache_teacher([data], tmp_path / "other", top_k=61)
-    with pytest.raises(ValueError, match="top_k must be at least 1"):
-        live.cache_teacher([data], tmp_path / "other", top_k=0)
-    assert not (tmp_path / "other" / "teacher.json").exists()
-
-
-def test_classifier_has_no_tokens(tmp_path):
+    cache = live.cache_teacher(data, tmp_path, top_k=5)
+    raises(r"has temperature 3\.0, but", distilled, cache, student, temperature=3.0)
+    words = r"share 50 tokens, but .* stores log-probabilities of 60"
+    raises(words, distilled, cache, student, tokenizers=tokenizer(50))
+    other = tmp_path / "other"
+    for words, path, options in (
+        (r"other settings \(top_k: k: \[5\], now \[6\]\)", tmp_path, {"top_k": 6}),
+        ("was written with other settings", tmp_path, {}),
+        ("top_k must be at most 60", other, {"top_k": 61}),
+        ("top_k must be at least 1", other, {"top_k": 0}),
+    ):
+        raises(words, live.cache_teacher, data, path, **options)
     teacher = support.model_of("bert", "sequence")
     live = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets())
-    with pytest.raises(ValueError, match="top_k: SoftTargets reads no predictions of tokens"):
-        live.cache_teacher([support.data_of("bert", "sequence")], tmp_path, top_k=2)
+    data = [support.data_of("bert", "sequence")]
+    words = "top_k: SoftTargets reads no predictions of tokens"
+    raises(words, live.cache_teacher, data, other, top_k=2)
+    assert not (other / "teacher.json").exists()

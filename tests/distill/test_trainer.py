@@ -21,6 +21,7 @@ from fastkd.distill import (
 from tests.distill.models import batch, classifier, model, pair, recipe, set_dropout
 from tests.distill.processes import run_ranks
 from tests.distill.support import model_of
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -32,7 +33,6 @@ def rows(count=32):
 
 
 def few_labels(labelled=3, count=21):
-    """Rows of which the first ones have labels."""
     data = batch(rows=count)
     data["labels"] = torch.where(torch.arange(count) < labelled, data["labels"], -100)
     return Dataset.from_dict({name: value.tolist() for name, value in data.items()})
@@ -94,13 +94,28 @@ def test_labelled_rows_of_accumulated_batches_make_up_the_whole_batchs_loss(tmp_
         torch.testing.assert_close(trained.detach(), expected, atol=1e-7, rtol=1e-5)
 
 
+class Tokens(torch.utils.data.Dataset):
+    """Rows with a label for each token; reading the whole column raises."""
+
+    column_names = ("input_ids", "labels")
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        assert isinstance(row, int), f"all of {row} was read"
+        return {"input_ids": [1, 2], "labels": [-100, 1]}
+
+
 def test_labelled_share_may_be_off_and_is_checked(tmp_path):
     run = trainer(tmp_path, SoftTargets(), few_labels())
     assert len(run.get_train_dataloader()) == 3
-    run.labelled_share = 0.0
-    assert isinstance(run._get_train_sampler(), torch.utils.data.RandomSampler)
-    with pytest.raises(ValueError, match="labelled_share must be at most 1, got 2"):
-        DistillationTrainer(model=run.distiller, labelled_share=2)
+    words = "labelled_share must be at most 1, got 2"
+    raises(words, DistillationTrainer, model=run.distiller, labelled_share=2)
+    tokens = trainer(tmp_path, SoftTargets(), few_labels())
+    run.labelled_share, tokens.train_dataset = 0.0, Tokens()
+    for one in (run, tokens):
+        assert isinstance(one._get_train_sampler(), torch.utils.data.RandomSampler)
 
 
 @pytest.mark.parametrize("labels", ["classes", "numbers", "several"])
@@ -142,25 +157,6 @@ def test_labels_of_a_step_count_alike_in_every_accumulated_batch(tmp_path, label
     assert run.state.log_history[1]["task"] == pytest.approx(float(out.terms["task"]), rel=1e-4)
 
 
-class Tokens(torch.utils.data.Dataset):
-    """Rows with a label for each token; reading the whole column raises."""
-
-    column_names = ("input_ids", "labels")
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, row):
-        assert isinstance(row, int), f"all of {row} was read"
-        return {"input_ids": [1, 2], "labels": [-100, 1]}
-
-
-def test_a_column_of_token_labels_is_not_read(tmp_path):
-    run = trainer(tmp_path, SoftTargets(), few_labels())
-    run.train_dataset = Tokens()
-    assert isinstance(run._get_train_sampler(), torch.utils.data.RandomSampler)
-
-
 def arguments(directory, **options):
     always = {"report_to": "none", "use_cpu": True, "disable_tqdm": True}
     return t.TrainingArguments(str(directory), **always, **options)
@@ -171,21 +167,16 @@ def trainer(
 ):
     torch.manual_seed(0)
     teacher = classifier("bert") if teacher is None else teacher
+    student = student_from_teacher(teacher, [2, 4])
     data = rows() if data is None else data
     given = {
         "max_steps": 6, "per_device_train_batch_size": 8, "logging_steps": 1, "save_steps": 3,
         "learning_rate": 1e-3, **options,
     }  # fmt: skip
     return DistillationTrainer(
-        teacher,
-        student_from_teacher(teacher, [2, 4]),
-        method,
-        args=arguments(directory, **given),
-        train_dataset=data,
-        eval_dataset=data,
-        prepare_batches=prepare_batches,
-        labelled_share=labelled_share,
-    )
+        teacher, student, method, args=arguments(directory, **given), train_dataset=data,
+        eval_dataset=data, prepare_batches=prepare_batches, labelled_share=labelled_share,
+    )  # fmt: skip
 
 
 def trained(*arguments, **options):
@@ -224,34 +215,24 @@ def test_layers_are_chosen_from_the_choices_of_questions(tmp_path):
 def test_an_encoder_decoder_trains_on_a_collators_batches(tmp_path):
     """Decoder inputs that it adds, or none: both are the words before the labels."""
     lengths = [(9, 6), (7, 4), (8, 3), (5, 5)] * 2
+    names = ("input_ids", "labels")
     data = [
-        {
-            "input_ids": torch.randint(5, 60, (n,)).tolist(),
-            "labels": torch.randint(5, 60, (m,)).tolist(),
-        }
-        for n, m in lengths
+        {name: torch.randint(5, 60, (n,)).tolist() for name, n in zip(names, both, strict=True)}
+        for both in lengths
     ]
     losses = []
     for adds in (True, False):
         torch.manual_seed(0)
         teacher = model_of("t5", "written words")
         student = student_from_teacher(teacher, [1, 3])
+        args = arguments(
+            tmp_path, max_steps=2, logging_steps=1, gradient_accumulation_steps=2,
+            per_device_train_batch_size=2, save_strategy="no",
+        )  # fmt: skip
         run = DistillationTrainer(
-            teacher,
-            student,
-            MC3KD(),
-            args=arguments(
-                tmp_path,
-                max_steps=2,
-                logging_steps=1,
-                gradient_accumulation_steps=2,
-                per_device_train_batch_size=2,
-                save_strategy="no",
-            ),
-            train_dataset=data,
-            eval_dataset=data,
+            teacher, student, MC3KD(), args=args, train_dataset=data, eval_dataset=data,
             data_collator=Seq2Seq(student if adds else None),
-        )
+        )  # fmt: skip
         run.train()
         losses.append([log["cca"] for log in run.state.log_history if "cca" in log])
         assert torch.tensor(run.evaluate()["eval_loss"]).isfinite()
@@ -295,17 +276,26 @@ def test_terms_are_logged_and_the_schedule_is_followed(tmp_path):
         assert mean[name] == pytest.approx(sum(values) / len(values), rel=1e-4)
 
 
-def test_checkpoints_are_students(tmp_path):
-    run = trained(tmp_path, method_by_name("lrkd"))
+def test_checkpoints_are_students_and_the_best_is_loaded_at_the_end(tmp_path):
+    run = trained(
+        tmp_path, method_by_name("lrkd"), learning_rate=0.05, eval_strategy="steps", eval_steps=3,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the untrained one, so that the last is not the best
+    )  # fmt: skip
+    assert run.model is run.distiller
+    scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
+    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}"
+    kept = torch.load(best / "method.pt")
+    method = run.distiller.method.state_dict()
+    assert all(torch.equal(value, kept[key]) for key, value in method.items())
     run.save_model(str(tmp_path / "final"))
-    for directory in (tmp_path / "checkpoint-6", tmp_path / "final"):
+    for directory in (best, tmp_path / "final"):
         student, info = t.AutoModelForSequenceClassification.from_pretrained(
             directory, output_loading_info=True
         )
         assert not info["missing_keys"] and not info["unexpected_keys"]
         for key, value in student.state_dict().items():
             assert torch.equal(value, run.distiller.student.state_dict()[key])
-    assert run.model is run.distiller
 
 
 def test_evaluation_and_prediction_run_the_student(tmp_path):
@@ -344,38 +334,23 @@ def test_an_evaluation_in_half_precision_leaves_the_weights(tmp_path):
 
 
 def test_mc3kd_is_prepared_from_training_data(tmp_path):
+    """Which changes neither the order of the data nor the training."""
     run = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no", prepare_batches=2)
     layers = run.distiller.method.teacher_layers
-    torch.manual_seed(0)
     assert len(layers) == 2 and all(1 <= i <= 4 for i in layers)
-    everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
     whole = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no")
-    assert whole.distiller.method.teacher_layers == select_layers(
-        whole.distiller.teacher, everything, 2
-    )
-
-
-def test_preparing_does_not_change_the_order_of_the_data(tmp_path):
-    chosen = trained(tmp_path, method_by_name("mc3kd"), save_strategy="no")
-    layers = chosen.distiller.method.teacher_layers
+    layers = whole.distiller.method.teacher_layers
+    everything = [{k: torch.stack([r[k] for r in rows()]) for k in rows()[0]}]
+    assert layers == select_layers(whole.distiller.teacher, everything, 2)
     given = trained(tmp_path, method_by_name("mc3kd", layers=layers), save_strategy="no")
-    for a, b in zip(chosen.distiller.parameters(), given.distiller.parameters(), strict=True):
+    for a, b in zip(whole.distiller.parameters(), given.distiller.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_columns_that_the_student_does_not_take_are_dropped(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    data = [{**{key: value.tolist() for key, value in row.items()}, "text": "x"} for row in rows(8)]
-    data = datasets.Dataset.from_list(data)
-    run = trained(tmp_path, method_by_name("fcd"), data, save_strategy="no", max_steps=1)
-    assert "text" not in next(iter(run.get_train_dataloader()))
-
-
 def with_columns(data, **columns):
-    datasets = pytest.importorskip("datasets")
     more = [{name: value(row) for name, value in columns.items()} for row in data]
     rows = [{**row, **new} for row, new in zip(data, more, strict=True)]
-    return datasets.Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])
+    return Dataset.from_list([{k: v.tolist() for k, v in row.items()} for row in rows])
 
 
 def flattened(rows):
@@ -387,21 +362,18 @@ def flattened(rows):
 
 
 def test_documents_packed_by_trl_are_separate(tmp_path):
-    datasets = pytest.importorskip("datasets")
     torch.manual_seed(0)
     teacher, student = pair("llama", head=t.LlamaForCausalLM)
-    documents = [torch.randint(1, 60, (n,)).tolist() for n in (5, 3, 6, 2)]
-    packed = [documents[0] + documents[1], documents[2] + documents[3]]
-    lengths = [[5, 3], [6, 2]]
-    data = datasets.Dataset.from_dict({"input_ids": packed, "seq_lengths": lengths})
-    apart = flattened([{"input_ids": ids} for ids in documents])
+    one, two, three, four = (torch.randint(1, 60, (n,)).tolist() for n in (5, 3, 6, 2))
+    packed = {"input_ids": [one + two, three + four], "seq_lengths": [[5, 3], [6, 2]]}
+    apart = flattened([{"input_ids": ids} for ids in (one, two, three, four)])
     expected = Distiller(teacher, student, SoftTargets())(**apart).loss.item()
-    args = arguments(
-        tmp_path, max_steps=1, save_strategy="no", logging_steps=1, per_device_train_batch_size=2
-    )
+    given = {"max_steps": 1, "save_strategy": "no", "logging_steps": 1}
+    args = arguments(tmp_path, **given, per_device_train_batch_size=2)
     run = DistillationTrainer(
-        teacher, student, SoftTargets(), args=args, train_dataset=data, data_collator=flattened
-    )
+        teacher, student, SoftTargets(), args=args, train_dataset=Dataset.from_dict(packed),
+        data_collator=flattened,
+    )  # fmt: skip
     run.train()
     assert run.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
 
@@ -530,7 +502,6 @@ def test_accumulated_batches_without_labels_make_up_the_whole_batchs_loss(tmp_pa
 
 
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
-    """The terms as the loss: of a step of one batch as much as of one of three, and of this run."""
     run = trainer(
         tmp_path, method_by_name("fcd"), gradient_accumulation_steps=3, logging_steps=4,
         save_strategy="no", learning_rate=0.1,
@@ -541,67 +512,33 @@ def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
         assert log["loss"] == pytest.approx(log["total"], rel=1e-4)
 
 
-def test_gradient_checkpointing_reaches_the_student(tmp_path):
-    run = trained(tmp_path, method_by_name("fcd"), save_strategy="no", gradient_checkpointing=True)
+def test_options_of_training_arguments_reach_the_student(tmp_path):
+    """Checkpointing and noise; a column that no model takes is dropped; no log needs no terms."""
+    data = with_columns(rows(8), text=lambda row: torch.tensor(0))
+    run = trained(
+        tmp_path, method_by_name("fcd"), data, save_strategy="no", logging_strategy="no",
+        gradient_checkpointing=True, neftune_noise_alpha=5.0,
+    )  # fmt: skip
     assert run.distiller.student.is_gradient_checkpointing
     assert not run.distiller.teacher.is_gradient_checkpointing
+    assert "text" not in next(iter(run.get_train_dataloader()))
+    assert all(total.dim() == 0 and count == 6 for total, count in run._logged.values())
+    assert set(run._logged) == {"task", "soft", "tokens", "samples", "total"}
 
 
 def test_a_ready_distiller_and_wrong_arguments(tmp_path):
     teacher, student = pair()
-    distiller = Distiller(teacher, student, SoftTargets())
-    args = arguments(tmp_path)
+    distiller, args = Distiller(teacher, student, SoftTargets()), arguments(tmp_path)
     assert DistillationTrainer(model=distiller, args=args).distiller is distiller
-    with pytest.raises(ValueError, match="pass either teacher, student and method"):
-        DistillationTrainer(teacher, args=args)
-    with pytest.raises(ValueError, match="model: pass either teacher"):
-        DistillationTrainer(teacher, model=distiller, args=args)
-    with pytest.raises(ValueError, match="prepare_batches must be at least 1"):
-        DistillationTrainer(model=distiller, args=args, prepare_batches=0)
-
-
-def test_the_best_student_and_method_are_loaded(tmp_path):
-    run = trained(
-        tmp_path,
-        method_by_name("lrkd"),
-        learning_rate=0.05,
-        eval_strategy="steps",
-        eval_steps=3,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,  # the untrained one, so that the last is not the best
-    )
-    scores = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    best = tmp_path / f"checkpoint-{3 * (scores.index(max(scores)) + 1)}"
-    student = t.AutoModelForSequenceClassification.from_pretrained(best)
-    distiller = run.distiller
-    for part, kept in (
-        (distiller.method, torch.load(best / "method.pt")),
-        (distiller.student, student.state_dict()),
+    for words, given, options in (
+        ("pass either teacher, student and method", [teacher], {}),
+        ("model: pass either teacher", [teacher], {"model": distiller}),
+        ("prepare_batches must be at least 1", [], {"model": distiller, "prepare_batches": 0}),
+        ("compute_loss_func", [], {"model": distiller, "compute_loss_func": lambda *_: None}),
     ):
-        assert all(torch.equal(value, kept[key]) for key, value in part.state_dict().items())
-
-
-def test_options_for_evaluation_only_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="label_smoothing_factor"):
-        trainer(tmp_path, method_by_name("fcd"), label_smoothing_factor=0.1)
-    with pytest.raises(ValueError, match="compute_loss_func"):
-        DistillationTrainer(
-            *pair(),
-            SoftTargets(),
-            args=arguments(tmp_path),
-            compute_loss_func=lambda *args, **kwargs: None,
-        )
-
-
-def test_neftune_reaches_the_student(tmp_path):
-    trained(tmp_path, method_by_name("fcd"), save_strategy="no", neftune_noise_alpha=5.0)
-
-
-def test_without_logs_no_terms_accumulate(tmp_path):
-    run = trained(tmp_path, method_by_name("fcd"), save_strategy="no", logging_strategy="no")
-    assert all(total.dim() == 0 and count == 6 for total, count in run._logged.values())
-    assert set(run._logged) == {"task", "soft", "tokens", "samples", "total"}
+        raises(words, DistillationTrainer, *given, args=args, **options)
+    smooth = {"label_smoothing_factor": 0.1}
+    raises("label_smoothing_factor", trainer, tmp_path, method_by_name("fcd"), **smooth)
 
 
 def logs_of(rank, directory):

@@ -9,9 +9,10 @@ import transformers as t
 from torch.nn import functional as F
 
 from fastkd import VocabularyMatch, soft_target_loss
-from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, TeacherCache, TwoTokenizers
+from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, TwoTokenizers
 from fastkd.distill.verify import verify
 from tests.distill.processes import start_by_fork
+from tests.support.compare import raises
 
 TEXTS = ["playing in the garden", "cat well in", "the well garden cat playing"]
 ZERO = torch.tensor([0])
@@ -28,16 +29,9 @@ def tokenizer(side, padding_side="right"):
 
 
 def decoder(vocabulary, hidden):
-    return t.LlamaForCausalLM(
-        t.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=0,
-        )
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = t.LlamaConfig(vocab_size=vocabulary, **sizes, num_attention_heads=2, pad_token_id=0)
+    return t.LlamaForCausalLM(config)
 
 
 @pytest.fixture
@@ -57,7 +51,6 @@ def data(left=False, labels=True):
 
 
 def by_hand(models, batch):
-    """Sum of the divergences where a span has one token on both sides, over all counted tokens."""
     teacher, student, match = models
     logits = student(batch["input_ids"], batch["attention_mask"]).logits
     logits_t = teacher(batch["teacher_input_ids"], batch["teacher_attention_mask"]).logits
@@ -75,35 +68,31 @@ def by_hand(models, batch):
     return total / count
 
 
-@pytest.mark.parametrize("keep_logits", [False, True])
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(("keep_logits", "left"), [(False, True), (True, False)])
 def test_soft_term_by_hand(models, keep_logits, left):
     teacher, student, match = models
     method = SoftTargets(temperature=2.0, alpha=0.5)
     distiller = Distiller(teacher, student, method, tokenizers=match, keep_logits=keep_logits)
-    batch = data(left)
-    out = distiller(**batch)
-    expected = by_hand(models, data())
+    out, right = distiller(**data(left)), data()
+    expected = by_hand(models, right)
     torch.testing.assert_close(out.terms["soft"], expected.detach())
-    task = F.cross_entropy(
-        student(data()["input_ids"], data()["attention_mask"]).logits[:, :-1].flatten(0, 1),
-        data()["labels"][:, 1:].flatten(),
-    )
+    logits = student(right["input_ids"], right["attention_mask"]).logits[:, :-1]
+    task = F.cross_entropy(logits.flatten(0, 1), right["labels"][:, 1:].flatten())
     torch.testing.assert_close(out.terms["task"], task.detach())  # of every token
-    grads = [
-        torch.autograd.grad(x, student.lm_head.weight)[0]
-        for x in (out.loss, 0.5 * task + 0.5 * expected)
-    ]
+    both = (out.loss, 0.5 * task + 0.5 * expected)
+    grads = [torch.autograd.grad(x, student.lm_head.weight)[0] for x in both]
     torch.testing.assert_close(*grads)
 
 
-def test_without_labels(models):
+@pytest.mark.parametrize("weight", [None, 3.0])
+def test_without_labels_and_with_loss_weights(models, weight):
     teacher, student, match = models
-    distiller = Distiller(
-        teacher, student, SoftTargets(temperature=2.0, alpha=1.0), tokenizers=match
-    )
-    out = distiller(**data(labels=False))
-    torch.testing.assert_close(out.terms["soft"], by_hand(models, data()).detach())
+    method = SoftTargets(temperature=2.0, alpha=1.0)
+    distiller = Distiller(teacher, student, method, tokenizers=match)
+    batch, expected = data(labels=weight is not None), by_hand(models, data()).detach()
+    if weight is not None:
+        batch["loss_weights"] = torch.full(batch["labels"].shape, weight)
+    torch.testing.assert_close(distiller(**batch).terms["soft"], (weight or 1) * expected)
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
@@ -145,17 +134,6 @@ def test_unpaired_tokens_have_no_effect(models, keep_logits):
         torch.testing.assert_close(found, value)
 
 
-def test_loss_weights_multiply_the_soft_targets(models):
-    teacher, student, match = models
-    distiller = Distiller(
-        teacher, student, SoftTargets(temperature=2.0, alpha=1.0), tokenizers=match
-    )
-    batch = data()
-    weights = torch.full(batch["labels"].shape, 3.0)
-    out = distiller(**batch, loss_weights=weights)
-    torch.testing.assert_close(out.terms["soft"], 3 * by_hand(models, data()).detach())
-
-
 def test_split_steps_equal_the_whole(models, monkeypatch):
     start_by_fork(monkeypatch)
     teacher, student, match = models
@@ -165,40 +143,34 @@ def test_split_steps_equal_the_whole(models, monkeypatch):
     assert checks and all(check.ok for check in checks), checks
 
 
-def test_spans_are_needed(models):
+def test_wrong_tokens_are_errors(models, tmp_path):
     teacher, student, match = models
+    batch = {k: x for k, x in data().items() if not k.startswith(("teacher", "student"))}
     distiller = Distiller(teacher, student, SoftTargets(), tokenizers=match)
-    batch = data()
-    with pytest.raises(ValueError, match="teacher_spans: the teacher has another vocabulary"):
-        distiller(input_ids=batch["input_ids"], labels=batch["labels"])
-
-
-def test_match_of_other_tokens_is_an_error(models):
-    teacher, student, _ = models
+    words = "teacher_spans: the teacher has another vocabulary"
+    raises(words, distiller, input_ids=batch["input_ids"], labels=batch["labels"])
     wrong = VocabularyMatch(torch.tensor([90]), torch.tensor([0]), 100, 100)
-    with pytest.raises(ValueError, match="student_ids must be token ids 0 to"):
-        Distiller(teacher, student, SoftTargets(), tokenizers=wrong)
-
-
-def same_step(*distillers, batch):
-    steps = []
-    for distiller in distillers:
-        out = distiller(**batch)
-        grad = torch.autograd.grad(out.loss, distiller.student.lm_head.weight)[0]
-        steps.append((out.loss.detach(), grad))
-    torch.testing.assert_close(*steps, rtol=0, atol=0)
+    words = "student_ids must be token ids 0 to"
+    raises(words, Distiller, teacher, student, SoftTargets(), tokenizers=wrong)
+    batch["input_ids"] = batch["input_ids"].clamp(max=5)
+    own = Distiller(teacher, decoder(teacher.config.vocab_size, 16), SoftTargets())
+    cache = own.cache_teacher([batch], tmp_path)
+    distiller = Distiller(cache, student, SoftTargets(), tokenizers=match)
+    raises("sample 0 of the batch is not in", distiller, error=KeyError, **data())
 
 
 @pytest.mark.parametrize("method", [SoftTargets(temperature=2.0), FCD()])
 def test_cache_of_the_teachers_own_tokens(models, method, tmp_path):
     teacher, student, match = models
     options = dict(tokenizers=match, unmatched="bucket")
-    live = Distiller(teacher, student, method, **options)
-    batch = data()
+    live, batch, steps = Distiller(teacher, student, method, **options), data(), []
     cache = live.cache_teacher([batch, batch], tmp_path)
     assert len(cache) == len(TEXTS)
     assert all(key in cache for key in live.sample_keys(batch))
-    same_step(live, Distiller(cache, student, copy.deepcopy(method), **options), batch=batch)
+    for distiller in (live, Distiller(cache, student, copy.deepcopy(method), **options)):
+        out = distiller(**batch)
+        steps.append((out.loss.detach(), *torch.autograd.grad(out.loss, student.lm_head.weight)))
+    torch.testing.assert_close(*steps, rtol=0, atol=0)
 
 
 def test_top_k_cache_of_all_tokens_is_the_bucket(models, tmp_path):
@@ -219,16 +191,15 @@ def test_unmatched_tokens_are_one_outcome(models, keep_logits):
     batch, method = data(), SoftTargets()
     match = dataclasses.replace(match, teacher_size=teacher.config.vocab_size)
     options = dict(tokenizers=match, keep_logits=keep_logits)
-    soft = {
-        unmatched: Distiller(teacher, student, method, unmatched=unmatched, **options)(**batch)
-        for unmatched in ("renormalise", "bucket", "sorted")
-    }
-    values = [out.terms["soft"].item() for out in soft.values()]
-    assert len(set(values)) == 3
+    values = set()
+    for unmatched in ("renormalise", "bucket", "sorted"):
+        distiller = Distiller(teacher, student, method, unmatched=unmatched, **options)
+        values.add(distiller(**batch).terms["soft"].item())
+    assert len(values) == 3
     labels_alone = SoftTargets(alpha=0.0)
     Distiller(teacher, student, labels_alone, unmatched="bucket", **options)(**batch)
-    with pytest.raises(ValueError, match="unmatched='bucket' needs a VocabularyMatch"):
-        Distiller(teacher, decoder(15, 8), method, unmatched="bucket")
+    words = "unmatched='bucket' needs a VocabularyMatch"
+    raises(words, Distiller, teacher, decoder(15, 8), method, unmatched="bucket")
 
 
 def test_no_prediction_of_the_teachers_first_token(models):
@@ -241,15 +212,3 @@ def test_no_prediction_of_the_teachers_first_token(models):
     first = own["teacher_spans"][:, :1]
     paired = step.spans.paired >= 0
     assert paired.any() and not (paired & (batch["student_spans"] == first)).any()
-
-
-def test_cache_of_other_tokens_is_an_error(models, tmp_path):
-    teacher, student, match = models
-    batch = {k: x for k, x in data().items() if not k.startswith(("teacher", "student"))}
-    batch["input_ids"] = batch["input_ids"].clamp(max=5)
-    Distiller(teacher, decoder(teacher.config.vocab_size, 16), SoftTargets()).cache_teacher(
-        [batch], tmp_path
-    )
-    distiller = Distiller(TeacherCache(tmp_path), student, SoftTargets(), tokenizers=match)
-    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
-        distiller(**data())

@@ -10,12 +10,12 @@ import transformers as t
 from fastkd import soft_target_loss
 from fastkd.distill import Distiller, Several, SoftTargets, TeacherCache, student_from_teacher
 from tests.distill import support
+from tests.support.compare import raises
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def tokenizer(count, **other):
-    """A tokenizer of this size with some tokens renamed."""
     words = SPECIAL + [f"word{i}" for i in range(len(SPECIAL), count)]
     return t.BertTokenizer(vocab={other.get(word, word): i for i, word in enumerate(words)})
 
@@ -68,83 +68,59 @@ def test_heads_of_two_sizes_share_the_tokens_of_the_smaller(family, head, keep_l
 def test_columns_beyond_both_tokenizers_are_not_compared():
     teacher, student = pair()
     given = tokenizer(50), tokenizer(50)
-    n = 50
-    with pytest.warns(UserWarning, match=f"first {n} are compared, which the tokenizers share"):
+    words = "first 50 are compared, which the tokenizers share"
+    with pytest.warns(UserWarning, match=words):
         distiller = Distiller(teacher, student, SoftTargets(), tokenizers=given).eval()
     before = distiller(**data_of()).terms
     with torch.no_grad():  # columns of no token
-        teacher.lm_head.weight[n:] += 3
-        student.lm_head.weight[n:] -= 2
-    torch.testing.assert_close(distiller(**data_of()).terms, before, rtol=0, atol=0)
+        teacher.lm_head.weight[50:] += 3
+        student.lm_head.weight[50:] -= 2
     out = distiller(**data_of())
+    torch.testing.assert_close(out.terms, before, rtol=0, atol=0)
     out.loss.backward()
-    assert not student.lm_head.weight.grad[n:].any()
-    assert student.lm_head.weight.grad[:n].any()
-
-
-def test_tokens_of_one_tokenizer_only_are_not_compared():
-    teacher, student = pair()
-    longer, shorter = tokenizer(57), tokenizer(50)
-    for given in ((longer, shorter), (shorter, longer)):
+    assert not student.lm_head.weight.grad[50:].any()
+    assert student.lm_head.weight.grad[:50].any()
+    # Nor tokens of one tokenizer only; one tokenizer serves both models.
+    longer, shorter, equal = tokenizer(57), tokenizer(50), pair(60, 60)
+    for models, given in (
+        ((teacher, student), (longer, shorter)), ((teacher, student), (shorter, longer)),
+        (equal, shorter),
+    ):  # fmt: skip
         with pytest.warns(UserWarning, match="the first 50 are"):
-            Distiller(teacher, student, SoftTargets(), tokenizers=given)
-
-
-def test_one_tokenizer_serves_teacher_and_student():
-    teacher, student = pair(60, 60)
-    with pytest.warns(UserWarning, match="the first 50 are"):
-        Distiller(teacher, student, SoftTargets(), tokenizers=tokenizer(50))
+            Distiller(*models, SoftTargets(), tokenizers=given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Distiller(teacher, copy.deepcopy(student), SoftTargets())
+        Distiller(equal[0], copy.deepcopy(equal[1]), SoftTargets())
 
 
-def test_one_id_with_two_tokens_is_an_error():
-    teacher, student = pair()
-    given = tokenizer(50), tokenizer(50, word7="other")
-    with pytest.raises(
-        ValueError, match="id 7 is 'word7' for the student, 'other' for the teacher"
+def test_tokenizers_that_do_not_fit_are_errors():
+    small, shifted = tokenizer(50), tokenizer(50)
+    ids = shifted.get_vocab()
+    shifted.get_vocab = lambda: {word: i + 20 for word, i in ids.items()}
+    renamed = tokenizer(50, word7="other")
+    for given, words, error in (
+        ((small, renamed), "id 7 is 'word7' for the student, 'other' for the teacher", ValueError),
+        ((small, shifted), "share only ids below 0", ValueError),
+        ([small] * 3, r"the student's and each teacher's \(2\), got 3", ValueError),
+        ("gpt2", "must be transformers tokenizers, got str", TypeError),
     ):
-        Distiller(teacher, student, SoftTargets(), tokenizers=given)
+        raises(words, Distiller, *pair(), SoftTargets(), error=error, tokenizers=given)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for change in ({"bos_token_id": 5}, dict.fromkeys(special)):
+        teacher, student = pair()
+        for name, value in change.items():
+            setattr(student.config, name, value)
+        words = r"60 labels or vocabulary entries.*pass tokenizers="
+        raises(words, Distiller, teacher, student, SoftTargets())
 
 
-def test_few_shared_ids_are_an_error():
-    teacher, student = pair()
-    small, large = tokenizer(50), tokenizer(50)
-    ids = large.get_vocab()
-    large.get_vocab = lambda: {word: i + 20 for word, i in ids.items()}
-    with pytest.raises(ValueError, match="share only ids below 0"):
-        Distiller(teacher, student, SoftTargets(), tokenizers=(small, large))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"bos_token_id": 5}, {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}],
-)
-def test_unexplained_vocabulary_sizes_are_an_error(change):
-    teacher, student = pair()
-    for name, value in change.items():
-        setattr(student.config, name, value)
-    with pytest.raises(ValueError, match=r"60 labels or vocabulary entries.*pass tokenizers="):
-        Distiller(teacher, student, SoftTargets())
-
-
-def test_an_object_that_is_no_tokenizer_is_an_error():
-    teacher, student = pair()
-    with pytest.raises(TypeError, match="must be transformers tokenizers, got str"):
-        Distiller(teacher, student, SoftTargets(), tokenizers="gpt2")
-    with pytest.raises(ValueError, match=r"the student's and each teacher's \(2\), got 3"):
-        Distiller(teacher, student, SoftTargets(), tokenizers=[tokenizer(50)] * 3)
-
-
-def test_each_teacher_of_an_ensemble_shares_its_own_tokens(tmp_path):
-    first, student = pair(60, 64)
-    second, _ = pair(60, 58)
+def test_each_teacher_of_an_ensemble_shares_its_own_tokens():
+    (first, student), (second, _) = pair(60, 64), pair(60, 58)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         distiller = Distiller([first, second], student, Several(SoftTargets(), SoftTargets()))
-    assert [str(x.message).count("the first 60") for x in said] == [1, 0]
-    assert [str(x.message).count("the first 58") for x in said] == [0, 1]
+    for count, times in ((60, [1, 0]), (58, [0, 1])):
+        assert [str(x.message).count(f"the first {count}") for x in said] == times
     distiller(**data_of()).loss.backward()
 
 
@@ -163,7 +139,6 @@ def test_a_cached_teacher(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:the student's head has")
 def test_one_cache_serves_distillers_of_several_vocabularies(tmp_path):
-    """Two Distillers with other tokenizers do not change each other."""
     (teacher, student), data = pair(60, 60), data_of()
     Distiller(teacher, student, SoftTargets()).cache_teacher([data], tmp_path)
 

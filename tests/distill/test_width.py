@@ -10,6 +10,7 @@ from torch import nn
 from fastkd.distill import student_from_teacher
 from tests.distill.models import batch, classifier, model
 from tests.distill.support import FAMILIES, model_of
+from tests.support.compare import raises
 
 CUT = (
     "albert", "bert", "roberta", "electra", "distilbert", "gpt2", "llama", "mistral", "qwen2",
@@ -36,14 +37,8 @@ def widened(small, family):
     What writes is there twice; what reads, reads the second half.
     """
     config = copy.deepcopy(small.config)
-    names = [table.get(family) for table in (HIDDEN, HEADS, INNER)]
-    for name in (
-        "hidden_size",
-        "num_attention_heads",
-        "intermediate_size",
-        "num_key_value_heads",
-        *names,
-    ):
+    names = ["hidden_size", "num_attention_heads", "intermediate_size", "num_key_value_heads"]
+    for name in (*names, *(table.get(family) for table in (HIDDEN, HEADS, INNER))):
         if getattr(config, name or "", None) is not None:
             setattr(config, name, 2 * getattr(small.config, name))
     wide = type(small)(config).eval()
@@ -87,15 +82,10 @@ def test_unused_widths_are_cut_first(family, tmp_path):
     student.save_pretrained(tmp_path)
     again = t.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert torch.equal(logits(again), logits(student))
-
-
-@pytest.mark.parametrize("family", CUT)
-def test_the_teachers_widths_give_an_equal_model(family):
-    teacher = model_of(family, "sequence")
-    student = student_from_teacher(teacher, config={"hidden_size": teacher.config.hidden_size})
-    assert torch.equal(logits(student), logits(teacher))
-    storage = {p.untyped_storage().data_ptr() for p in teacher.parameters()}
-    assert not storage & {p.untyped_storage().data_ptr() for p in student.parameters()}
+    same = student_from_teacher(small, config={"hidden_size": small.config.hidden_size})
+    assert torch.equal(logits(same), logits(small))
+    storage = {p.untyped_storage().data_ptr() for p in small.parameters()}
+    assert not storage & {p.untyped_storage().data_ptr() for p in same.parameters()}
 
 
 @pytest.mark.parametrize(
@@ -144,14 +134,12 @@ def test_queries_are_scaled_for_smaller_heads():
     bert = classifier("bert")
     student = student_from_teacher(bert, config={"hidden_size": 8})
     old, new = bert.bert.encoder.layer[0].attention, student.bert.encoder.layer[0].attention
-    rows = {0.5**0.5: "query", 1.0: "key"}
-    for factor, name in rows.items():
-        whole = {
-            round(abs(x), 4) for x in (getattr(old.self, name).weight * factor).flatten().tolist()
-        }
-        assert {
-            round(abs(x), 4) for x in getattr(new.self, name).weight.flatten().tolist()
-        } <= whole
+
+    def sizes(weight):
+        return {round(abs(x), 4) for x in weight.flatten().tolist()}
+
+    assert sizes(new.self.query.weight) <= sizes(old.self.query.weight * 0.5**0.5)
+    assert sizes(new.self.key.weight) <= sizes(old.self.key.weight)
 
     gpt2 = classifier("gpt2")
     nn.init.ones_(gpt2.transformer.h[0].attn.c_attn.weight)
@@ -166,17 +154,25 @@ def test_queries_are_scaled_for_smaller_heads():
     assert torch.equal(attention.q_proj.weight[:2], qwen.layers[0].self_attn.q_proj.weight[:4:2])
 
 
+def grouped():
+    """A LLaMA whose four query heads share two key and value heads."""
+    return model(t.LlamaModel, "llama", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+
+
+def crossed():
+    cross = {"is_decoder": True, "add_cross_attention": True}
+    return t.BertModel(t.BertConfig(**FAMILIES["bert"].to_diff_dict() | cross))
+
+
 def test_key_and_value_heads_stay_with_their_query_heads():
-    teacher = model(t.LlamaModel, "llama", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    teacher = grouped()
     attention = teacher.layers[0].self_attn
     with torch.no_grad():
         attention.o_proj.weight.view(16, 4, 4)[:, [0, 3]] *= 0.01
         attention.o_proj.weight.view(16, 4, 4)[:, 2] *= 10
     of_head = attention.q_proj.weight.view(4, 4, 16)
-    for kv_heads, kept, shared in ((None, [2, 3], [1]), (2, [1, 2], [0, 1]), (1, [2, 3], [1])):
-        sizes = {"num_attention_heads": 2}
-        if kv_heads is not None:
-            sizes["num_key_value_heads"] = kv_heads
+    for kv_heads, kept, shared in ((0, [2, 3], [1]), (2, [1, 2], [0, 1]), (1, [2, 3], [1])):
+        sizes = {"num_attention_heads": 2} | ({"num_key_value_heads": kv_heads} if kv_heads else {})
         student = student_from_teacher(teacher, config=sizes)
         assert student.config.num_key_value_heads == len(shared)
         new = student.layers[0].self_attn
@@ -246,27 +242,19 @@ def test_random_students_have_any_size(family):
         ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
         ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config: only .*random"),
         ("electra", {"hidden_size": 8}, "can't be cut to"),
+        (grouped, {"num_attention_heads": 3}, "num_attention_heads: 3 is no multiple of the 2 tha"),
+        (grouped, {"num_key_value_heads": 1}, "query heads per key and value head: 4 is more"),
+        (crossed, {"hidden_size": 8}, r"encoder.* has several attentions"),
     ],
 )  # fmt: skip
 def test_impossible_sizes_are_errors(family, sizes, words):
-    with pytest.raises(ValueError, match=words):
-        student_from_teacher(classifier(family), config=sizes)
+    teacher = classifier(family) if isinstance(family, str) else family()
+    raises(words, student_from_teacher, teacher, config=sizes)
 
 
-def test_key_and_value_heads_follow_the_query_heads():
-    teacher = model(t.LlamaModel, "llama", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-    with pytest.raises(
-        ValueError, match="num_attention_heads: 3 is no multiple of the 2 that share"
-    ):
-        student_from_teacher(teacher, config={"num_attention_heads": 3})
-    with pytest.raises(ValueError, match="query heads per key and value head: 4 is more"):
-        student_from_teacher(teacher, config={"num_key_value_heads": 1})
-    with pytest.raises(ValueError, match="layers, num_hidden_layers: both set"):
-        student_from_teacher(teacher, 2, config={"num_hidden_layers": 2})
-    with pytest.raises(ValueError, match="weights must be one of 'cut', 'random', got 'cur'"):
-        student_from_teacher(teacher, config={"hidden_size": 8}, weights="cur")
-    crossed = t.BertConfig(
-        **FAMILIES["bert"].to_diff_dict() | {"is_decoder": True, "add_cross_attention": True}
-    )
-    with pytest.raises(ValueError, match=r"encoder.* has several attentions"):
-        student_from_teacher(t.BertModel(crossed), config={"hidden_size": 8})
+def test_options_that_exclude_each_other_are_errors():
+    teacher, layers = classifier("bert"), {"num_hidden_layers": 2}
+    words = "layers, num_hidden_layers: both set"
+    raises(words, student_from_teacher, teacher, 2, config=layers)
+    words = "weights must be one of 'cut', 'random', got 'cur'"
+    raises(words, student_from_teacher, teacher, config={"hidden_size": 8}, weights="cur")

@@ -58,6 +58,14 @@ def every_two_meet(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def raises(
+    words: str, call: Callable[..., Any], *given: Any, error: Any = ValueError, **options: Any
+) -> None:
+    """Assert that ``call(*given, **options)`` raises ``error`` with a message of these words."""
+    with pytest.raises(error, match=words):
+        call(*given, **options)
+
+
 def value_and_grad(
     function: Callable[..., Tensor],
     student: Tensor,
