@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastkd
-from fastkd._core import checks
+from fastkd._core import check
 from tests.distill.processes import run_ranks
 from tests.losses import subjects
 from tests.support.compare import counted, relative_error
@@ -132,13 +132,13 @@ def test_mask_without_a_real_token_warns_once(loss):
         pytest.skip("it takes no mask")
     student, teacher = features()
     for mask in (torch.zeros(B, N, dtype=torch.bool), torch.zeros(B, N)):  # torch's, and additive
-        checks._warn_of_empty_mask.cache_clear()
+        check._warn_of_empty_mask.cache_clear()
         with pytest.warns(UserWarning, match="mask has no real token"):
             loss(student, teacher, mask)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             loss(student, teacher, mask)
-    checks._warn_of_empty_mask.cache_clear()
+    check._warn_of_empty_mask.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "CCALoss: .* observations")  # has fewer than dimensions
@@ -147,7 +147,7 @@ def test_mask_without_a_real_token_warns_once(loss):
 
 
 def test_a_mask_without_a_real_token_in_a_graph():
-    checks._warn_of_empty_mask.cache_clear()
+    check._warn_of_empty_mask.cache_clear()
     student, teacher = features()
     call, graphs = counted(fastkd.FCDLoss())
     with warnings.catch_warnings():

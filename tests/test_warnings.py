@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkd._core import checks
+from fastkd._core import check
 from fastkd.distill import LRCBERT, Distiller
 from fastkd.losses.cca import CCALoss
 from fastkd.losses.relation import FCDLoss
@@ -15,7 +15,7 @@ def saturated():
 
 
 def nothing_real():
-    checks._warn_of_empty_mask.cache_clear()
+    check._warn_of_empty_mask.cache_clear()
     FCDLoss()(torch.randn(2, 3, 4), torch.randn(2, 3, 4), torch.zeros(2, 3))
 
 

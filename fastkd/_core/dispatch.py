@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from fastkd._core import extension
-from fastkd._core.checks import check_choice
+from fastkd._core import check, extension
 from fastkd._core.registry import LOSSES
 
 Backend = Literal["auto", "torch", "triton", "cpp"]
@@ -75,7 +74,7 @@ def backend_of(
     Raises:
         BackendUnavailable: the requested backend can't run the call; the message gives the reason.
     """
-    check_choice("backend", backend, BACKENDS)
+    check.choice("backend", backend, BACKENDS)
     if backend == "torch":
         return backend
     runs_on = backend

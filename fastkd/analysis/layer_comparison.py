@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice
+from fastkd._core import check
 from fastkd.analysis.moments import Covariances, Moments
 from fastkd.analysis.similarity_measures import (
     Measure,
@@ -213,7 +213,7 @@ class IntraClassSums:
     """
 
     def __init__(self, pool: Pool = "cls") -> None:
-        check_choice("pool", pool, ("cls", "mean"))
+        check.choice("pool", pool, ("cls", "mean"))
         self.pool = pool
         self.clear()
 

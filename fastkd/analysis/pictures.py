@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fastkd._core.checks import check_floating, check_shape
+from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd.analysis.moments import EPS
 from fastkd.losses.relation import NORMALIZE, normalized
@@ -144,7 +144,7 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
         tensor([[1., 0.],
                 [0., 1.]], dtype=torch.float64)
     """
-    check_floating("features", features, ndim=2)
+    check.floating("features", features, ndim=2)
     x = features.detach().double().cpu()
     features_by_name = {name: normalized(x, name) for name in NORMALIZE}
     return {name: y @ y.T for name, y in features_by_name.items()}
@@ -165,9 +165,9 @@ def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
         >>> round(relation_agreement(2 * x, x)["l2"], 6)
         1.0
     """
-    check_floating("student", student, ndim=2)
-    check_floating("teacher", teacher, ndim=2)
-    check_shape("teacher", teacher, (len(student), teacher.shape[1]), "a row for each of student's")
+    check.floating("student", student, ndim=2)
+    check.floating("teacher", teacher, ndim=2)
+    check.shape("teacher", teacher, (len(student), teacher.shape[1]), "a row for each of student's")
     if len(student) < 2:
         return dict.fromkeys(NORMALIZE, math.nan)
     s, t = relation_maps(student), relation_maps(teacher)
@@ -282,7 +282,7 @@ def plot_relations(
     if mask is None:
         mask = torch.ones(student.shape[:2], dtype=torch.bool, device="cpu")
     else:
-        check_shape("mask", mask, student_features.shape[:-1], "the tokens of student_features")
+        check.shape("mask", mask, student_features.shape[:-1], "the tokens of student_features")
         mask = mask.detach().cpu().bool().reshape(student.shape[:2])
     rows = len(student)
     if tokens is not None and [len(x) for x in tokens] != [student.shape[1]] * rows:

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_choice, check_floating, check_number, check_shape
+from fastkd._core import check
 from fastkd.analysis.moments import EPS, Covariances, Factors, Moments
 
 Measure = Literal["svcca", "pwcca", "cca", "cka", "unbiased_cka"]
@@ -60,9 +60,9 @@ def similarity(
         >>> round(found.item(), 6)
         1.0
     """
-    check_floating("x", x, ndim=2)
-    check_floating("y", y, ndim=2)
-    check_shape("y", y, (len(x), y.shape[1]), "a row for each of x's")
+    check.floating("x", x, ndim=2)
+    check.floating("y", y, ndim=2)
+    check.shape("y", y, (len(x), y.shape[1]), "a row for each of x's")
     check_measures([measure], variance)
     moments = moments_for([measure], variance)
     moments.update([_near_one(x), _near_one(y)], [x.dtype, y.dtype])
@@ -80,8 +80,8 @@ def _near_one(x: Tensor) -> Tensor:
 def check_measures(measures: Sequence[str], variance: float) -> None:
     """Raise unless ``measures`` are known and ``variance`` is in (0, 1]."""
     for measure in measures:
-        check_choice("measure", measure, MEASURES)
-    check_number("variance", variance, above=0.0)
+        check.choice("measure", measure, MEASURES)
+    check.number("variance", variance, above=0.0)
     if variance > 1:
         raise ValueError(f"variance must be at most 1, got {variance}")
 

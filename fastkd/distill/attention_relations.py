@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd._core.numerics import product, upcast
 from fastkd.distill.method import WithSoftTargets
 from fastkd.distill.step import Step
@@ -59,7 +59,7 @@ class _Relations(WithSoftTargets):
         super().__post_init__()
         self.check_weights("task_weight", "soft_weight")
         if self.layer is not None:
-            check_positive_int("layer", self.layer)
+            check.positive_int("layer", self.layer)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         layer = teacher.num_layers if self.layer is None else self.layer
@@ -155,7 +155,7 @@ class MiniLMv2(_Relations):
         super().__post_init__()
         self.check_weights("queries", "keys", "values")
         if self.relation_heads is not None:
-            check_positive_int("relation_heads", self.relation_heads)
+            check.positive_int("relation_heads", self.relation_heads)
 
     def weights(self, progress: float) -> dict[str, float]:
         relations = {"query_relations": self.queries, "key_relations": self.keys}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastkd._core.checks import check_choice, check_number
+from fastkd._core import check
 from fastkd._core.numerics import Projector, upcast
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
@@ -151,7 +151,7 @@ class Embeddings(Method):
     def __post_init__(self) -> None:
         super().__init__()
         self.check_weights("cos_nce", "cosine", "mse", "relations", "cca", "task_weight")
-        check_choice("pooling", self.pooling, ("mean", "cls"))
+        check.choice("pooling", self.pooling, ("mean", "cls"))
         self.teacher_pool = self.pooling
         self.relation_loss = FCDLoss(0.0, 1.0, "l2", self.distance)
         self.cca_loss = CCALoss(self.ridge)
@@ -249,8 +249,8 @@ class GOLD(Method):
 
     def __post_init__(self) -> None:
         super().__init__()
-        check_number("temperature", self.temperature, above=0)
-        check_choice("merge", self.merge, ("observed", "bayesian"))
+        check.number("temperature", self.temperature, above=0)
+        check.choice("merge", self.merge, ("observed", "bayesian"))
 
     def weights(self, progress: float) -> dict[str, float]:
         return {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_floating, check_no_grad, check_shape
+from fastkd._core import check
 from fastkd.distill.method import Method
 from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens
@@ -145,10 +145,10 @@ class BatchReader:
                 "loss_weights are factors of the predictions of tokens, and the head of "
                 f"{self.student.class_name} gives one prediction a row; leave them out"
             )
-        check_floating("loss_weights", loss_weights)
-        check_no_grad("loss_weights", loss_weights)
+        check.floating("loss_weights", loss_weights)
+        check.no_grad("loss_weights", loss_weights)
         shape = batch.shape if batch.labels is None else getattr(batch.labels, "shape", ())
-        check_shape("loss_weights", loss_weights, tuple(shape or ()), "one for each label")
+        check.shape("loss_weights", loss_weights, tuple(shape or ()), "one for each label")
         return loss_weights if batch.first is None else rotate(loss_weights, batch.first, 1)
 
     def read_student(self, inputs: dict[str, Any], labels: Tensor | None = None) -> Batch:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastkd._core import check
 from fastkd._core.atomic_files import create_file, write_file
-from fastkd._core.checks import check_positive_int
 from fastkd._core.extras import require
 from fastkd.distill.method import Method
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
@@ -458,9 +458,9 @@ def write_cache(
     source: Any = None,
 ) -> TeacherCache:
     """Implementation of `Distiller.cache_teacher`; ``source`` is an `OutputSource`."""
-    check_positive_int("shard_bytes", shard_bytes)
+    check.positive_int("shard_bytes", shard_bytes)
     if top_k is not None:
-        check_positive_int("top_k", top_k)
+        check.positive_int("top_k", top_k)
     if source is None:
         teacher.model.eval()
     folder = Path(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastkd._core.checks import check_fraction
+from fastkd._core import check
 from fastkd._core.numerics import autocast_off
 from fastkd._core.warn import warn_caller
 from fastkd.distill.accumulation import WholeBatch, accumulate
@@ -181,7 +181,7 @@ class Distiller(InGroup):
 
     def set_progress(self, progress: float) -> None:
         """Set the fraction of the training that is done, 0 to 1; LRCBERT's schedule reads it."""
-        check_fraction("progress", progress)
+        check.fraction("progress", progress)
         self._progress = float(progress)
 
     def prepare(self, batches: Batches) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_fraction
+from fastkd._core import check
 from fastkd.models.blocks import Blocks
 from fastkd.models.inputs import without_adapters
 
@@ -49,7 +49,7 @@ class EMATeacher(nn.Module):
 
     def __init__(self, student: nn.Module, decay: float) -> None:
         super().__init__()
-        check_fraction("decay", decay)
+        check.fraction("decay", decay)
         if isinstance(student, Blocks):
             raise TypeError("student: EMATeacher averages transformers models, got Blocks")
         self.decay = float(decay)

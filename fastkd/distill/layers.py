@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.models.backbone import Backbone
 from fastkd.models.inputs import Batches
@@ -39,7 +39,7 @@ def select_layers(
         >>> len(select_layers(BertModel(config), [{"input_ids": ids}], 2))
         2
     """
-    check_positive_int("student_layers", student_layers)
+    check.positive_int("student_layers", student_layers)
     layers = Backbone(teacher, "teacher").num_layers
     check_enough(layers - (not last_layer), student_layers)
     correlation = adjacent_layer_cca(teacher, batches)

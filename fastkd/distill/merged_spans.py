@@ -8,15 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_fraction,
-    check_no_grad,
-    check_number,
-    check_positive_int,
-    check_shape,
-)
+from fastkd._core import check
 from fastkd._core.numerics import upcast
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import CHUNK_BYTES
@@ -95,23 +87,23 @@ def merged_span_loss(
         ("teacher", teacher_hidden, teacher, teacher_ids, teacher_spans),
     )
     for side, hidden, head, ids, spans in sides:
-        check_floating(f"{side}_hidden", hidden, 3)
+        check.floating(f"{side}_hidden", hidden, 3)
         for name, x in (("ids", ids), ("spans", spans)):
-            check_shape(f"{side}_{name}", x, hidden.shape[:2], f"the tokens of {side}_hidden")
+            check.shape(f"{side}_{name}", x, hidden.shape[:2], f"the tokens of {side}_hidden")
         if vocabulary is not None and len(head.weight) != getattr(vocabulary, f"{side}_size"):
             raise ValueError(
                 f"vocabulary has {side}_size {getattr(vocabulary, f'{side}_size')} but "
                 f"{side}_head has {len(head.weight)} entries; pass the match of these heads"
             )
-    check_no_grad("teacher_hidden", teacher_hidden)
+    check.no_grad("teacher_hidden", teacher_hidden)
     for x in teacher.tensors:
-        check_no_grad("teacher_head", x)
-    check_fraction("beta", beta)
-    check_number("temperature", temperature, above=0)
-    check_choice("kept", kept, get_args(Kept))
+        check.no_grad("teacher_head", x)
+    check.fraction("beta", beta)
+    check.number("temperature", temperature, above=0)
+    check.choice("kept", kept, get_args(Kept))
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
-    check_positive_int("chunk_bytes", chunk_bytes)
+    check.positive_int("chunk_bytes", chunk_bytes)
 
     groups, texts = _shared_spans(student_spans, teacher_spans)
     rows, factors = [], []
@@ -244,10 +236,10 @@ def span_likelihood_loss(
         ("teacher", teacher_log_probs, teacher_spans),
     )
     for side, x, spans in sides:
-        check_floating(f"{side}_log_probs", x, 2)
-        check_shape(f"{side}_spans", spans, x.shape, f"the tokens of {side}_log_probs")
-    check_no_grad("teacher_log_probs", teacher_log_probs)
-    check_number("temperature", temperature, above=0)
+        check.floating(f"{side}_log_probs", x, 2)
+        check.shape(f"{side}_spans", spans, x.shape, f"the tokens of {side}_log_probs")
+    check.no_grad("teacher_log_probs", teacher_log_probs)
+    check.number("temperature", temperature, above=0)
     groups, texts = _shared_spans(student_spans, teacher_spans)
     totals = []
     for (_, x, spans), group in zip(sides, groups, strict=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice, check_number
+from fastkd._core import check
 from fastkd.distill.prediction_losses import (
     MULTI_LABEL,
     REGRESSION,
@@ -317,7 +317,7 @@ class Method(nn.Module):
     def check_weights(self, *names: str) -> None:
         """Raise unless these options are finite numbers of at least 0."""
         for name in names:
-            check_number(name, getattr(self, name), at_least=0)
+            check.number(name, getattr(self, name), at_least=0)
 
     def extra_repr(self) -> str:
         names = inspect.signature(type(self)).parameters
@@ -336,8 +336,8 @@ class WithSoftTargets(Method):
 
     def __post_init__(self) -> None:
         Method.__init__(self)
-        check_number("temperature", self.temperature, above=0)
-        check_choice("divergence", self.divergence, DIVERGENCES)
+        check.number("temperature", self.temperature, above=0)
+        check.choice("divergence", self.divergence, DIVERGENCES)
 
     @property
     def prediction_options(self) -> PredictionOptions:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice, check_fraction, check_positive_int
+from fastkd._core import check
 from fastkd._core.numerics import Projector, upcast, zero_padding
 from fastkd._core.warn import warn_caller
 from fastkd.distill.layers import select_layers
@@ -89,7 +89,7 @@ class FCD(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
+        check.choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
         self.soft_weight = self.task_weight if self.soft_weight is None else self.soft_weight
         self.check_weights("alpha", "beta", "task_weight", "soft_weight")
         self.relations = FCDLoss(self.alpha, self.beta, self.normalize, self.distance)
@@ -146,7 +146,7 @@ class SoftTargets(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fraction("alpha", self.alpha)
+        check.fraction("alpha", self.alpha)
 
     def weights(self, progress: float) -> dict[str, float]:
         return {"task": 1 - self.alpha, "soft": self.alpha}
@@ -192,9 +192,9 @@ class IntraClassKNN(WithSoftTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_weights("alpha1", "alpha2", "alpha3", "tolerance")
-        check_positive_int("k", self.k)
-        check_choice("pool", self.pool, POOLS)
-        check_choice("reduction", self.reduction, ("sum", "mean"))
+        check.positive_int("k", self.k)
+        check.choice("pool", self.pool, POOLS)
+        check.choice("reduction", self.reduction, ("sum", "mean"))
         self.teacher_pool = self.pool
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -276,9 +276,9 @@ class LRCBERT(WithSoftTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_weights("alpha", "beta", "gamma")
-        check_fraction("first_stage", self.first_stage)
-        check_choice("pool", self.pool, ("tokens", "sequence", "mean"))
-        check_choice("perturb_norm", self.perturb_norm, ("sample", "batch"))
+        check.fraction("first_stage", self.first_stage)
+        check.choice("pool", self.pool, ("tokens", "sequence", "mean"))
+        check.choice("perturb_norm", self.perturb_norm, ("sample", "batch"))
         self.scheduled = self.first_stage > 0
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
@@ -381,7 +381,7 @@ class MC3KD(WithSoftTargets):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha is not None:
-            check_fraction("alpha", self.alpha)
+            check.fraction("alpha", self.alpha)
         self.check_weights("beta")
         self.teacher_pool = self.pool
         options = self.ridge, self.top_k, self.pool
@@ -472,13 +472,13 @@ class LRKD(WithSoftTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("reduction", self.reduction, REDUCTIONS)
-        check_choice("start", self.start, ("identity", "random"))
+        check.choice("reduction", self.reduction, REDUCTIONS)
+        check.choice("start", self.start, ("identity", "random"))
         if self.alpha is not None:
-            check_fraction("alpha", self.alpha)
-        check_fraction("gamma", self.gamma)
+            check.fraction("alpha", self.alpha)
+        check.fraction("gamma", self.gamma)
         self.check_weights("beta")
-        check_positive_int("projection_layers", self.projection_layers)
+        check.positive_int("projection_layers", self.projection_layers)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
@@ -606,7 +606,7 @@ def resolve(name: str) -> type[Method]:
         True
     """
     if ":" not in name:
-        check_choice("method", name, METHODS)
+        check.choice("method", name, METHODS)
         return METHODS[name]
     try:
         found = pkgutil.resolve_name(name)
@@ -640,11 +640,11 @@ def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: 
     kind = resolve(name)
     known = inspect.signature(kind).parameters
     for option in hyperparameters:
-        check_choice(f"hyper-parameter of {name}", option, known)
+        check.choice(f"hyper-parameter of {name}", option, known)
     return from_preset(kind, preset, hyperparameters)
 
 
 def from_preset(kind: type[Method], preset: str, hyperparameters: Mapping[str, Any]) -> Method:
     """Method instance with the preset's hyper-parameters, overridden by ``hyperparameters``."""
-    check_choice("preset", preset, get_args(Preset))
+    check.choice("preset", preset, get_args(Preset))
     return kind(**{**(kind.paper if preset == "paper" else {}), **hyperparameters})

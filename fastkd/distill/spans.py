@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_shape
+from fastkd._core import check
 from fastkd._core.numerics import values_readable
 from fastkd.models.spans import paired_positions
 
@@ -33,7 +33,7 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
     """
     sides = [student_offsets.cpu(), teacher_offsets.cpu()]
     for name, x in zip(("student_offsets", "teacher_offsets"), sides, strict=True):
-        check_shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
+        check.shape(name, x, (len(sides[0]), x.shape[1], 2), "(B, tokens, 2) of the same texts")
     spans = [torch.full(x.shape[:2], -1, device=x.device) for x in sides]
     for row in range(len(sides[0])):
         offsets = [x[row][x[row, :, 1] > x[row, :, 0]] for x in sides]  # (tokens with text, 2)

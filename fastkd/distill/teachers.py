@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_choice
+from fastkd._core import check
 from fastkd.distill.by_row import ByRow, RowOutputs, RowPart
 from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.ema import EMATeacher
@@ -301,7 +301,7 @@ class Teachers:
 
     def take_tokenizers(self, student: Backbone, tokenizers: Any, unmatched: Unmatched) -> None:
         """Assign tokenizers: one for all models, the student's and each teacher's, or a match."""
-        check_choice("unmatched", unmatched, UNMATCHED)
+        check.choice("unmatched", unmatched, UNMATCHED)
         if unmatched != "renormalise" and not isinstance(tokenizers, VocabularyMatch):
             raise ValueError(
                 f"unmatched={unmatched!r} needs a VocabularyMatch as tokenizers; pass one, or "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastkd._core.checks import check_fraction, check_positive_int
+from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd._core.warn import warn_caller
 from fastkd.distill.distiller import Distiller, DistillerOutput
@@ -134,7 +134,7 @@ class DistillationTrainer(Trainer):
         labelled_share: float = LABELLED_SHARE,
         **arguments: Any,
     ) -> None:
-        check_positive_int("prepare_batches", prepare_batches)
+        check.positive_int("prepare_batches", prepare_batches)
         parts = teacher, student, method
         ways = [
             all(given is not None for given in parts),
@@ -148,7 +148,7 @@ class DistillationTrainer(Trainer):
             )
         if ways[0]:
             model = Distiller(*parts)  # type: ignore[arg-type]
-        check_fraction("labelled_share", labelled_share)
+        check.fraction("labelled_share", labelled_share)
         self.prepare_batches, self.labelled_share = prepare_batches, labelled_share
         if model is not None:
             self._take(model)

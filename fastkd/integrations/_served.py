@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd.lm.targets import SLACK, TopK
 
 Entry = Sequence[tuple[int, float]]  # ids and log-probabilities, in any order
@@ -23,7 +23,7 @@ def positions_of(name: str, entries: Any) -> Sequence[Any]:
 
 def from_entries(name: str, entries: Sequence[Entry], k: int) -> TopK:
     """The k most probable tokens of every entry but the first, which has no log-probabilities."""
-    check_positive_int("k", k)
+    check.positive_int("k", k)
     if len(entries) < 2:
         raise ValueError(f"{name} must have at least two positions, got {len(entries)}")
     if entries[0]:

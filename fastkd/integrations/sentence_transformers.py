@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd._core.numerics import Projector, working_dtype
 from fastkd.distill.distiller import Distiller
@@ -88,7 +88,7 @@ class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
         self.dims = _checked_dims(dims, width)
         self.gather = gather
         if mini_batch_size is not None:
-            check_positive_int("mini_batch_size", mini_batch_size)
+            check.positive_int("mini_batch_size", mini_batch_size)
         self.mini_batch_size = mini_batch_size
         self.uses_gradient_cache = mini_batch_size is not None
 
@@ -174,7 +174,7 @@ def _checked_dims(dims: Sequence[int] | None, width: int | None) -> list[int] | 
     if not dims or len(set(dims)) < len(dims):
         raise ValueError(f"dims must be different lengths of embeddings, got {list(dims)}")
     for dim in dims:
-        check_positive_int("dims", dim)
+        check.positive_int("dims", dim)
         if width is not None and dim > width:
             raise ValueError(f"dims must be at most {width}, the embeddings' length, got {dim}")
     return list(dims)
@@ -310,7 +310,7 @@ class CosNCEDistillLoss(_EmbeddingLoss):
         super().__init__(model, dims, gather, mini_batch_size)
         width = model.get_embedding_dimension()
         self.teacher_dim = width if teacher_dim is None else teacher_dim
-        check_positive_int("teacher_dim", self.teacher_dim)
+        check.positive_int("teacher_dim", self.teacher_dim)
         self.projections = nn.ModuleDict(
             {
                 str(dim): Projector(dim, self.teacher_dim, bias=False, device=model.device)

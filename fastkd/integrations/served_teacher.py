@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.method import Method
@@ -138,8 +138,8 @@ class ServedTeacher(OutputSource):
                 "head, the teacher's LM head; or pass top_k"
             )
         if top_k is not None:
-            check_positive_int("top_k", top_k)
-        check_positive_int("concurrency", concurrency)
+            check.positive_int("top_k", top_k)
+        check.positive_int("concurrency", concurrency)
         self.top_k, self.hidden_states, self.temperature = top_k, hidden_states, temperature
         self.prefetch, self.timeout, self.retries = prefetch, timeout, retries
         self.concurrency = concurrency

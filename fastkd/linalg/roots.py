@@ -7,8 +7,7 @@ repeat. The roots themselves are smooth there: their derivatives are divided dif
 import torch
 from torch import Tensor
 
-from fastkd._core import extension
-from fastkd._core.checks import check_floating, check_number
+from fastkd._core import check, extension
 from fastkd._core.numerics import (
     autocast_off,
     cast,
@@ -107,12 +106,12 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
         tensor(0.2500)
     """
     _check_square(a)
-    check_number("ridge", ridge, at_least=0.0)
+    check.number("ridge", ridge, at_least=0.0)
     return _MatrixRoot.apply(a, True, float(ridge))
 
 
 def _check_square(a: Tensor) -> None:
-    check_floating("a", a, min_ndim=2)
+    check.floating("a", a, min_ndim=2)
     if a.shape[-1] != a.shape[-2]:
         raise ValueError(f"a must hold square matrices (*, n, n), got shape {tuple(a.shape)}")
 

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
-from fastkd._core.checks import check_choice, check_fraction, check_number
+from fastkd._core import check
 
 DivergenceWord = Literal["forward_kl", "reverse_kl", "adaptive_kl", "js"]
 DIVERGENCES = get_args(DivergenceWord)
@@ -57,10 +57,10 @@ class Divergence:
     rate: float = 3.0
 
     def __post_init__(self) -> None:
-        check_choice("name", self.name, NAMES)
+        check.choice("name", self.name, NAMES)
         for coefficient in ("beta", "skew", "mix"):
-            check_fraction(coefficient, getattr(self, coefficient))
-        check_number("rate", self.rate, at_least=0)
+            check.fraction(coefficient, getattr(self, coefficient))
+        check.number("rate", self.rate, at_least=0)
 
     @property
     def form(self) -> tuple[str, float]:

@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastkd._core import check
 from fastkd._core.allocation import empty
-from fastkd._core.checks import (
-    FLOATING,
-    check_device,
-    check_floating,
-    check_number,
-    check_shape,
-    check_vocabulary_part,
-)
 from fastkd._core.numerics import product, upcast, values_readable
 from fastkd.lm.linear_soft_targets import HeadForm
 
@@ -73,14 +66,14 @@ class Head:
         scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        check_floating("weight", weight, 2)
+        check.floating("weight", weight, 2)
         if bias is not None:
-            check_floating("bias", bias)
-            check_shape("bias", bias, (weight.shape[0],), "the vocabulary")
-            check_device("bias", bias, "weight", weight)
-        check_number("scale", scale)
+            check.floating("bias", bias)
+            check.shape("bias", bias, (weight.shape[0],), "the vocabulary")
+            check.device("bias", bias, "weight", weight)
+        check.number("scale", scale)
         if softcap is not None:
-            check_number("softcap", softcap, above=0)
+            check.number("softcap", softcap, above=0)
         self.weight = weight
         self.bias = bias
         self.scale = float(scale)
@@ -168,8 +161,8 @@ class Head:
 
     def subset(self, ids: Tensor) -> "Head":
         """The head of the token ids (n,) alone, in their order; gradients reach the whole head."""
-        check_vocabulary_part("ids", ids, self.weight.shape[0])
-        check_device("ids", ids, "the head", self.weight)
+        check.vocabulary_part("ids", ids, self.weight.shape[0])
+        check.device("ids", ids, "the head", self.weight)
         bias = None if self.bias is None else self.bias[ids]
         part = Head(_select(self.weight, ids), bias, self.scale, self.softcap)
         part.low_rank = tuple(
@@ -203,7 +196,7 @@ def as_head(name: str, head: Tensor | Head | None) -> Head:
         return head
     if not isinstance(head, Tensor):
         raise TypeError(f"{name} must be a Tensor or Head, got {type(head).__name__}")
-    check_floating(name, head, 2)
+    check.floating(name, head, 2)
     return Head(head)
 
 
@@ -277,7 +270,7 @@ def _dense(layer: nn.Module) -> Tensor:
         raise ValueError(
             "the model's head is partitioned by DeepSpeed's ZeRO-3; gather it, or pass the logits"
         )
-    plain = isinstance(weight, Tensor) and weight.dtype in FLOATING and weight.dim() == 2
+    plain = isinstance(weight, Tensor) and weight.dtype in check.FLOATING and weight.dim() == 2
     if not plain or not isinstance(weight, Tensor):
         kind = "no weight" if weight is None else f"a weight of {weight.dtype}"
         raise ValueError(

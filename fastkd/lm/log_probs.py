@@ -3,13 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_device,
-    check_floating,
-    check_number,
-    check_positive_int,
-    check_token_ids,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import backend_of
 from fastkd._core.numerics import apply, as_rows, saveable, upcast
 from fastkd.lm.chunked_log_probs import TokenLogProbs, TokenOptions, token_log_probs
@@ -62,7 +56,7 @@ def log_probs(
     options = _options(hidden, head, temperature, chunk_bytes)
     each = isinstance(ids, Tensor) and ids.dim() == hidden.dim()
     shape = (*hidden.shape[:-1], *(ids.shape[-1:] if each else ()))
-    check_token_ids("ids", ids, shape, len(head.weight), hidden.device)
+    check.token_ids("ids", ids, shape, len(head.weight), hidden.device)
     rows = as_rows(saveable(hidden))
     tokens = ids.long().reshape(len(rows), ids.shape[-1] if each else 1)
     return apply(TokenLogProbs, options, tokens, *head.on(rows)).reshape(ids.shape)
@@ -79,7 +73,7 @@ def top_k(
     """ids and log-probabilities (..., k) of the most probable tokens, for `fastkd.TopK.of`."""
     head = as_head("head", head)
     options = _options(hidden, head, temperature, chunk_bytes)
-    check_positive_int("k", k)
+    check.positive_int("k", k)
     if k > len(head.weight):
         raise ValueError(f"k must be at most the head's {len(head.weight)} tokens, got {k}")
     tensors = head.on(as_rows(hidden))
@@ -91,17 +85,17 @@ def top_k(
 def _options(
     hidden: Tensor, head: Head, temperature: float, chunk_bytes: int | None
 ) -> TokenOptions:
-    check_floating("hidden", hidden)
+    check.floating("hidden", hidden)
     D = head.weight.shape[1]
     if hidden.shape[-1] != D:
         raise ValueError(
             f"hidden must have {D} features, the columns of head, got {tuple(hidden.shape)}"
         )
-    check_device("head", head.weight, "hidden", hidden)
-    check_number("temperature", temperature, above=0)
+    check.device("head", head.weight, "hidden", hidden)
+    check.number("temperature", temperature, above=0)
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(hidden.is_cuda)]
-    check_positive_int("chunk_bytes", chunk_bytes)
+    check.positive_int("chunk_bytes", chunk_bytes)
     # The kernels are those of the labels' losses; on the CPU PyTorch runs.
     runs_on = backend_of("auto", "linear_soft_target_loss", hidden)
     runs_on = runs_on if runs_on == "triton" else "torch"

@@ -9,21 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fastkd._core import check
 from fastkd._core.allocation import empty
-from fastkd._core.checks import (
-    check_choice,
-    check_device,
-    check_floating,
-    check_ids_below,
-    check_like,
-    check_mask,
-    check_no_grad,
-    check_number,
-    check_positive_int,
-    check_shape,
-    check_vocabulary_part,
-    checked_weights,
-)
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
@@ -213,8 +200,8 @@ def soft_target_loss(
     form, coefficient = _check_options(temperature, divergence, reduction)
     denominator = _denominator(denominator, reduction, student_logits)
     leading, V = student_logits.shape[:-1], student_logits.shape[-1]
-    mask = check_mask(mask, leading, student_logits.device)
-    weights = checked_weights(weights, leading, student_logits, mask)
+    mask = check.mask(mask, leading, student_logits.device)
+    weights = check.weights(weights, leading, student_logits, mask)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     tail, rows = "", []
     if isinstance(teacher, TopK):
@@ -251,7 +238,7 @@ def _match_or_number(
     vocabulary: int | VocabularyMatch | None, unmatched: str
 ) -> tuple[VocabularyMatch | None, int | None]:
     """The match of two vocabularies, or the number of tokens that they share."""
-    check_choice("unmatched", unmatched, UNMATCHED)
+    check.choice("unmatched", unmatched, UNMATCHED)
     if not isinstance(vocabulary, VocabularyMatch):
         if unmatched != "renormalise":
             raise ValueError(
@@ -275,24 +262,24 @@ def _cut_logits(
     student: Tensor, teacher: Tensor | TopK, match: VocabularyMatch | None, n: int | None
 ) -> tuple[Tensor, Tensor | TopK]:
     """Student and teacher, checked, with the first ``n`` columns."""
-    check_floating("student_logits", student)
+    check.floating("student_logits", student)
     if isinstance(teacher, TopK):
         _check_no_match_of_top_k(match)
         _check_vocabularies("logits", n, student)
         return student if n is None else student[..., :n], teacher
-    check_floating("teacher_logits", teacher)
-    check_like("teacher_logits", teacher, "student_logits", student)
-    check_no_grad("teacher_logits", teacher)
+    check.floating("teacher_logits", teacher)
+    check.like("teacher_logits", teacher, "student_logits", student)
+    check.no_grad("teacher_logits", teacher)
     sizes = student.shape[-1], teacher.shape[-1]
     if match is not None:
         _check_match("logits", match, *sizes)
         shape = (*student.shape[:-1], sizes[1])
-        check_shape("teacher_logits", teacher, shape, "student_logits' positions, V'")
+        check.shape("teacher_logits", teacher, shape, "student_logits' positions, V'")
         return student, teacher
     _check_vocabularies("logits", n, student, *sizes)
     if n is not None:  # a view of all columns would cost host time
         student, teacher = student[..., :n], teacher[..., :n]
-    check_shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
+    check.shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
     return student, teacher
 
 
@@ -319,7 +306,7 @@ def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *siz
     """Check the vocabulary's ``sizes`` of student and teacher, by default of the student alone."""
     of_student, *of_teacher = sizes or (student.shape[-1],)
     if vocabulary is not None:
-        check_positive_int("vocabulary", vocabulary)
+        check.positive_int("vocabulary", vocabulary)
         least = min([of_student, *of_teacher])
         if vocabulary > least:
             raise ValueError(
@@ -338,10 +325,10 @@ def _check_options(
     temperature: float, divergence: DivergenceWord | Divergence, reduction: str
 ) -> tuple[str, float]:
     """Check the options; returns the divergence's `Divergence.form`."""
-    check_number("temperature", temperature, above=0)
+    check.number("temperature", temperature, above=0)
     if not isinstance(divergence, Divergence):
-        check_choice("divergence", divergence, DIVERGENCES)
-    check_choice("reduction", reduction, REDUCTIONS)
+        check.choice("divergence", divergence, DIVERGENCES)
+    check.choice("reduction", reduction, REDUCTIONS)
     return _form_of(divergence)
 
 
@@ -361,7 +348,7 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
             )
         if denominator.dtype == torch.bool or denominator.is_complex():
             raise TypeError(f"denominator must be a real number, got {denominator.dtype}")
-        check_no_grad("denominator", denominator)
+        check.no_grad("denominator", denominator)
         if not values_readable(denominator):
             if denominator.device.type == "meta" != like.device.type:
                 raise ValueError(
@@ -369,7 +356,7 @@ def _denominator(denominator: float | Tensor | None, reduction: str, like: Tenso
                 )
             return denominator.to(like.device, working_dtype(like), non_blocking=True)
         denominator = denominator.item()
-    check_number("denominator", denominator, above=0)
+    check.number("denominator", denominator, above=0)
     # Not torch.full, for which the compiler makes a graph for every number.
     return torch.ones((), dtype=working_dtype(like), device=like.device) * denominator
 
@@ -711,7 +698,7 @@ def linear_soft_target_loss(
     torch.Size([])
     """
     student = as_head("student_head", student_head)
-    check_choice("teacher_mass", teacher_mass, get_args(TeacherMass))
+    check.choice("teacher_mass", teacher_mass, get_args(TeacherMass))
     match, n = _match_or_number(vocabulary, unmatched)
     draft = None
     if draft_vocabulary is not None:
@@ -722,7 +709,7 @@ def linear_soft_target_loss(
     teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, match, n, draft, rows)
     form, coefficient = _check_options(temperature, divergence, reduction)
     denominator = _denominator(denominator, reduction, student_hidden)
-    check_number("soft_weight", soft_weight, at_least=0)
+    check.number("soft_weight", soft_weight, at_least=0)
     names = _names_of_terms(return_terms)
     if not isinstance(ratio, ImportanceRatio | None):
         raise TypeError(f"ratio must be an ImportanceRatio, got {type(ratio).__name__}")
@@ -743,7 +730,7 @@ def linear_soft_target_loss(
             "two; leave it out"
         )
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
-    mask = check_mask(mask, leading, student_hidden.device)
+    mask = check.mask(mask, leading, student_hidden.device)
     mask, labels = _counted(mask, task, leading, student_hidden.device, V)
     teacher_tensors: list[Tensor | None] = []
     teacher_form, tail = HeadForm(), ""
@@ -760,7 +747,7 @@ def linear_soft_target_loss(
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
-    check_positive_int("chunk_bytes", chunk_bytes)
+    check.positive_int("chunk_bytes", chunk_bytes)
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
@@ -783,19 +770,19 @@ def linear_soft_target_loss(
         largest_ratio=float(ratio.at_most) if ratio else 0.0,
         unmatched="" if match is None else unmatched,
     )
-    soft_mask = check_mask(
+    soft_mask = check.mask(
         soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
     )
     taught = mask if soft_mask is None else soft_mask if mask is None else mask & soft_mask
     soft_weights, task_weights = (
-        checked_weights(x, leading, student_hidden, counts, of="student_hidden")
+        check.weights(x, leading, student_hidden, counts, of="student_hidden")
         for x, counts in ((weights, taught), (task.weights if task else None, mask))
     )
     ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, taught)
     if rows is not None and mask is not None:
         rows = rows.masked_fill(~mask, 0)
     if rows is not None and isinstance(teacher_hidden, Tensor):
-        check_ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
+        check.ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
     of_positions = labels, mask, soft_mask, soft_weights, task_weights, rows, *ratios
     given = Positions(*(None if x is None else saveable(x.flatten()) for x in of_positions))
     columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
@@ -814,7 +801,7 @@ def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
     if isinstance(return_terms, str):
         raise TypeError(f"return_terms must be a bool or a list of names, got {return_terms!r}")
     for name in return_terms:
-        check_choice("return_terms", name, TERMS)
+        check.choice("return_terms", name, TERMS)
     return tuple(return_terms)
 
 
@@ -844,12 +831,12 @@ def _teacher(
     rows: Tensor | None,
 ) -> Head | TopK:
     """The teacher's head, or its `TopK`. Checks all inputs except the ids of a `TopK`."""
-    check_floating("student_hidden", student_hidden)
+    check.floating("student_hidden", student_hidden)
     V, D = student.weight.shape
-    check_device("student_head", student.weight, "student_hidden", student_hidden)
+    check.device("student_head", student.weight, "student_hidden", student_hidden)
     if student_hidden.shape[-1] != D:
         shape = (V, student_hidden.shape[-1])
-        check_shape("student_head", student.weight, shape, "the vocabulary, Ds")
+        check.shape("student_head", student.weight, shape, "the vocabulary, Ds")
     if isinstance(teacher_hidden, TopK):
         if teacher_head is not None:
             raise ValueError("teacher_head: a TopK has no hidden states and no head; leave it out")
@@ -861,13 +848,13 @@ def _teacher(
     if teacher_head is None:
         raise TypeError("teacher_head must be a Tensor or Head, got None")
     teacher = as_head("teacher_head", teacher_head)
-    check_floating("teacher_hidden", teacher_hidden)
-    check_device("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
-    check_device("teacher_head", teacher.weight, "student_hidden", student_hidden)
-    check_like("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
-    check_no_grad("teacher_hidden", teacher_hidden)
+    check.floating("teacher_hidden", teacher_hidden)
+    check.device("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
+    check.device("teacher_head", teacher.weight, "student_hidden", student_hidden)
+    check.like("teacher_hidden", teacher_hidden, "student_hidden", student_hidden)
+    check.no_grad("teacher_hidden", teacher_hidden)
     for x in teacher.tensors:
-        check_no_grad("teacher_head", x)
+        check.no_grad("teacher_head", x)
     if match is not None:
         _check_match("head", match, V, teacher.weight.shape[0])
     elif draft is None:
@@ -878,7 +865,7 @@ def _teacher(
     else:
         shape, meaning = (*teacher_hidden.shape[:-1], Dt), "the teacher's rows, Dt"
         _check_rows(rows, leading, student_hidden.device)
-    check_shape("teacher_hidden", teacher_hidden, shape, meaning)
+    check.shape("teacher_hidden", teacher_hidden, shape, meaning)
     return teacher
 
 
@@ -887,8 +874,8 @@ def _check_rows(rows: Tensor, leading: torch.Size, device: torch.device) -> None
         raise TypeError(f"rows must be a Tensor, got {type(rows).__name__}")
     if rows.dtype != torch.int64:
         raise TypeError(f"rows must be int64, got {rows.dtype}")
-    check_shape("rows", rows, leading, "the leading dimensions of student_hidden")
-    check_device("rows", rows, "student_hidden", device)
+    check.shape("rows", rows, leading, "the leading dimensions of student_hidden")
+    check.device("rows", rows, "student_hidden", device)
 
 
 def _draft_head(
@@ -905,9 +892,9 @@ def _draft_head(
     if vocabulary is not None:
         raise ValueError("vocabulary has no use beside draft_vocabulary; leave it out")
     teacher = as_head("teacher_head", teacher_head)
-    check_vocabulary_part("draft_vocabulary", ids, teacher.weight.shape[0])
-    check_device("draft_vocabulary", ids, "student_head", student.weight)
-    check_shape("draft_vocabulary", ids, (student.weight.shape[0],), "the student's tokens")
+    check.vocabulary_part("draft_vocabulary", ids, teacher.weight.shape[0])
+    check.device("draft_vocabulary", ids, "student_head", student.weight)
+    check.shape("draft_vocabulary", ids, (student.weight.shape[0],), "the student's tokens")
     return teacher if teacher_mass == "whole" else teacher.subset(ids)
 
 

@@ -8,20 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fastkd._core import extension
-from fastkd._core.checks import (
-    check_choice,
-    check_device,
-    check_floating,
-    check_fraction,
-    check_ids_below,
-    check_int,
-    check_integers,
-    check_labels,
-    check_no_grad,
-    check_number,
-    check_shape,
-)
+from fastkd._core import check, extension
 from fastkd._core.numerics import as_rows, values_readable, working_dtype
 from fastkd.lm.heads import Head
 from fastkd.lm.log_probs import top_k
@@ -65,11 +52,11 @@ class CrossEntropy:
     weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_integers("labels", self.labels)
-        check_number("weight", self.weight, at_least=0)
-        check_fraction("label_smoothing", self.label_smoothing)
-        check_number("z_loss", self.z_loss, at_least=0)
-        check_int("ignore_index", self.ignore_index)
+        check.integers("labels", self.labels)
+        check.number("weight", self.weight, at_least=0)
+        check.fraction("label_smoothing", self.label_smoothing)
+        check.number("z_loss", self.z_loss, at_least=0)
+        check.integer("ignore_index", self.ignore_index)
 
     def counted(
         self, V: int, shape: torch.Size, device: torch.device, mask: Tensor | None
@@ -78,7 +65,7 @@ class CrossEntropy:
 
         A position counts if the mask keeps it and it has a label; that label must be below V.
         """
-        check_labels("labels", self.labels, tuple(shape), device)
+        check.labels("labels", self.labels, tuple(shape), device)
         labels = self.labels.long()  # a narrow dtype could not represent ignore_index
         if mask is None and values_readable(labels) and labels.numel():
             least, largest = (int(x) for x in labels.aminmax())
@@ -133,14 +120,14 @@ class TopK:
     tail: Tail = "bucket"
 
     def __post_init__(self) -> None:
-        check_floating("log_probs", self.log_probs)
-        check_no_grad("log_probs", self.log_probs)
-        check_integers("ids", self.ids)
-        check_shape("ids", self.ids, self.log_probs.shape, "the shape of log_probs")
-        check_device("ids", self.ids, "log_probs", self.log_probs)
+        check.floating("log_probs", self.log_probs)
+        check.no_grad("log_probs", self.log_probs)
+        check.integers("ids", self.ids)
+        check.shape("ids", self.ids, self.log_probs.shape, "the shape of log_probs")
+        check.device("ids", self.ids, "log_probs", self.log_probs)
         if self.ids.shape[-1] == 0:
             raise ValueError("ids must have at least one token a position, got none")
-        check_choice("tail", self.tail, get_args(Tail))
+        check.choice("tail", self.tail, get_args(Tail))
 
     @staticmethod
     def of(
@@ -175,8 +162,8 @@ class TopK:
         >>> top.ids.shape, round(top.log_probs[0, 0].exp().item(), 4)
         (torch.Size([2, 2]), 0.2)
         """
-        check_floating("hidden", hidden)
-        check_no_grad("hidden", hidden)
+        check.floating("hidden", hidden)
+        check.no_grad("hidden", hidden)
         return TopK(*top_k(hidden, head, k, temperature, chunk_bytes), tail)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "TopK":
@@ -186,8 +173,8 @@ class TopK:
     def check(self, leading: torch.Size, V: int, device: torch.device, mask: Tensor | None) -> None:
         """Raise unless ids are below V, at the student's positions and on its device."""
         shape = (*leading, self.ids.shape[-1])
-        check_shape("ids", self.ids, shape, "the student's positions, K")
-        check_device("ids", self.ids, "the student", device)
+        check.shape("ids", self.ids, shape, "the student's positions, K")
+        check.device("ids", self.ids, "the student", device)
         if self.ids.shape[-1] > V:
             raise ValueError(
                 f"ids has {self.ids.shape[-1]} tokens a position, but the vocabulary has {V}; "
@@ -257,21 +244,21 @@ class ImportanceRatio:
     at_most: float
 
     def __post_init__(self) -> None:
-        check_floating("old_log_probs", self.old_log_probs, min_ndim=0)
-        check_no_grad("old_log_probs", self.old_log_probs)
-        check_integers("ids", self.ids)
-        check_shape("ids", self.ids, self.old_log_probs.shape, "the shape of old_log_probs")
-        check_number("at_most", self.at_most, above=0)
+        check.floating("old_log_probs", self.old_log_probs, min_ndim=0)
+        check.no_grad("old_log_probs", self.old_log_probs)
+        check.integers("ids", self.ids)
+        check.shape("ids", self.ids, self.old_log_probs.shape, "the shape of old_log_probs")
+        check.number("at_most", self.at_most, above=0)
 
     def rows(
         self, V: int, leading: torch.Size, like: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """ids (...) as int64 and logarithms in the working dtype of ``like``, 0 where masked."""
-        check_shape("ids", self.ids, leading, "the leading dimensions of student_hidden")
+        check.shape("ids", self.ids, leading, "the leading dimensions of student_hidden")
         for name, x in (("ids", self.ids), ("old_log_probs", self.old_log_probs)):
-            check_device(name, x, "student_hidden", like)
+            check.device(name, x, "student_hidden", like)
         ids, old = self.ids.long(), self.old_log_probs.to(working_dtype(like))
         if mask is not None:
             ids, old = ids.masked_fill(~mask, 0), old.masked_fill(~mask, 0)
-        check_ids_below("ids", ids, V)
+        check.ids_below("ids", ids, V)
         return ids, old

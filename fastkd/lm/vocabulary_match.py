@@ -10,12 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_choice,
-    check_ids_below,
-    check_integers,
-    check_positive_int,
-)
+from fastkd._core import check
 
 # eos comes first: where one token has several roles, it is matched as the end of a text.
 ROLES = ("eos", "bos", "pad", "unk", "mask", "cls", "sep")
@@ -54,7 +49,7 @@ class VocabularyMatch:
     def __post_init__(self) -> None:
         for side in ("student", "teacher"):
             size = getattr(self, f"{side}_size")
-            check_positive_int(f"{side}_size", size)
+            check.positive_int(f"{side}_size", size)
             _check_ids(f"{side}_ids", getattr(self, f"{side}_ids"), size)
         if len(self.student_ids) != len(self.teacher_ids):
             raise ValueError(
@@ -118,14 +113,14 @@ class VocabularyMatch:
         Raises:
             ValueError, TypeError: no ids, ids of another vocabulary, or an unknown side.
         """
-        check_choice("side", side, ("student", "teacher"))
+        check.choice("side", side, ("student", "teacher"))
         if isinstance(ids, str):
             raise TypeError("ids must be token ids, got a str; tokenize the text")
         tokens = torch.as_tensor(ids)
         if not tokens.numel():
             raise ValueError("ids must have at least one token, got none")
-        check_integers("ids", tokens)
-        check_ids_below("ids", tokens, getattr(self, f"{side}_size"))
+        check.integers("ids", tokens)
+        check.ids_below("ids", tokens, getattr(self, f"{side}_size"))
         matched: Tensor = getattr(self, f"{side}_ids")
         return torch.isin(tokens, matched.to(tokens.device)).double().mean().item()
 
@@ -137,8 +132,8 @@ class VocabularyMatch:
         """
         if not isinstance(teacher_ids, Tensor):
             raise TypeError(f"teacher_ids must be a Tensor, got {type(teacher_ids).__name__}")
-        check_integers("teacher_ids", teacher_ids)
-        check_ids_below("teacher_ids", teacher_ids, self.teacher_size)
+        check.integers("teacher_ids", teacher_ids)
+        check.ids_below("teacher_ids", teacher_ids, self.teacher_size)
         ours, theirs = (x.to(teacher_ids.device) for x in (self.student_ids, self.teacher_ids))
         table = torch.full((self.teacher_size,), -1, device=ours.device)
         return table.index_copy_(0, theirs, ours)[teacher_ids.long()]

@@ -8,14 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.checks import (
-    check_choice,
-    check_mask,
-    check_pair,
-    check_shape,
-    checked_weights,
-    layer_pairs,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
@@ -125,9 +118,9 @@ class AttentionLoss(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        check_choice("heads", heads, HEADS)
-        check_choice("reduction", reduction, REDUCTIONS)
-        check_choice("backend", backend, BACKENDS)
+        check.choice("heads", heads, HEADS)
+        check.choice("reduction", reduction, REDUCTIONS)
+        check.choice("backend", backend, BACKENDS)
         self.heads, self.reduction, self.backend = heads, reduction, backend
 
     def forward(
@@ -137,7 +130,7 @@ class AttentionLoss(nn.Module):
         mask: Tensor | None = None,
     ) -> Tensor:
         """The loss as a scalar, or (B,)."""
-        pairs = layer_pairs(student, teacher)
+        pairs = check.layer_pairs(student, teacher)
         return _attention_layers(pairs, mask, self.heads, None, self.reduction, self.backend)
 
     def extra_repr(self) -> str:
@@ -153,12 +146,12 @@ def _attention_layers(
     reduction: Reduction,
     backend: Backend,
 ) -> Tensor:
-    check_choice("heads", heads, HEADS)
-    check_choice("reduction", reduction, REDUCTIONS)
+    check.choice("heads", heads, HEADS)
+    check.choice("reduction", reduction, REDUCTIONS)
     for student, teacher in pairs:
         _check_maps(student, teacher, pairs[0][0], heads)
     first = pairs[0][0]
-    real = check_mask(mask, (first.shape[0], first.shape[2]), first.device)
+    real = check.mask(mask, (first.shape[0], first.shape[2]), first.device)
     pairs = [(saveable(student), saveable(teacher)) for student, teacher in pairs]
     backends = {backend_of(backend, "attention_loss", student) for student, _ in pairs}
     runs_on = backends.pop() if len(backends) == 1 else "torch"
@@ -166,7 +159,7 @@ def _attention_layers(
     compared = None
     if real is not None and (weights is not None or runs_on == "torch"):
         compared = real.any(1)
-    weights = checked_weights(weights, first.shape[:1], first, compared)
+    weights = check.weights(weights, first.shape[:1], first, compared)
     if runs_on == "torch":
         losses = functools.partial(_sample_losses, heads)
         entries = first.shape[1] * first.shape[2] ** 2
@@ -187,16 +180,16 @@ def _attention_layers(
 
 
 def _check_maps(student: Tensor, teacher: Tensor, first: Tensor, heads: Heads) -> None:
-    check_pair(student, teacher, ndim=4)
+    check.pair(student, teacher, ndim=4)
     B, H, N, _ = student.shape
-    check_shape("student", student, (B, H, N, N), "queries and keys of the same tokens")
+    check.shape("student", student, (B, H, N, N), "queries and keys of the same tokens")
     if (first.shape[0], first.shape[2]) != (B, N):
         raise ValueError(
             f"student has layers of shapes {tuple(first.shape)} and {tuple(student.shape)}; "
             "pass layers of the same samples and tokens"
         )
     H_t = teacher.shape[1]
-    check_shape("teacher", teacher, (B, H_t, N, N), "student's samples and tokens")
+    check.shape("teacher", teacher, (B, H_t, N, N), "student's samples and tokens")
     if H == 0 or H_t == 0:
         raise ValueError(f"student and teacher must have at least one head, got {H} and {H_t}")
     if heads == "match" and H_t != H:

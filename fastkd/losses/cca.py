@@ -12,18 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_int,
-    check_like,
-    check_mask,
-    check_number,
-    check_pair,
-    check_positive_int,
-    check_shape,
-    layer_pairs,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.numerics import (
     apply,
@@ -125,15 +114,15 @@ def cca_loss(
         >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
         tensor(-2.)
     """
-    check_pair(student, teacher, min_ndim=2)
-    check_shape(
+    check.pair(student, teacher, min_ndim=2)
+    check.shape(
         "teacher", teacher, (*student.shape[:-1], teacher.shape[-1]), "student's but for the size"
     )
-    mask = check_mask(mask, student.shape[:-1], student.device)
+    mask = check.mask(mask, student.shape[:-1], student.device)
     ridges = _ridge_pair(ridge)
     if top_k is not None:
-        check_positive_int("top_k", top_k)
-    check_choice("reduction", reduction, REDUCTIONS)
+        check.positive_int("top_k", top_k)
+    check.choice("reduction", reduction, REDUCTIONS)
     options = Options(ridges, top_k, kernels=_uses_kernels(backend, student, ridges, top_k))
     ranks = ranks_of(gather, group)
     arguments = _over_ranks(student, teacher, mask, options, ranks)
@@ -174,11 +163,11 @@ def canonical_correlations(
         >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
         tensor([1.])
     """
-    check_floating("x", x, min_ndim=2)
-    check_floating("y", y, min_ndim=2)
-    check_like("y", y, "x", x)
-    check_shape("y", y, (*x.shape[:-1], y.shape[-1]), "x's but for the size")
-    mask = check_mask(mask, x.shape[:-1], x.device)
+    check.floating("x", x, min_ndim=2)
+    check.floating("y", y, min_ndim=2)
+    check.like("y", y, "x", x)
+    check.shape("y", y, (*x.shape[:-1], y.shape[-1]), "x's but for the size")
+    mask = check.mask(mask, x.shape[:-1], x.device)
     with torch.no_grad(), autocast_off(x):
         values = cca_solver.correlations(x, y, mask, _ridge_pair(ridge))
         return values.to(working_dtype(x))
@@ -234,8 +223,8 @@ class CCALoss(InGroup):
         _ridge_pair(ridge)
         check_memory(memory)
         if top_k is not None:
-            check_positive_int("top_k", top_k)
-        check_choice("pool", pool, POOLS)
+            check.positive_int("top_k", top_k)
+        check.choice("pool", pool, POOLS)
         self.ridge = ridge
         self.top_k = top_k
         self.pool = pool
@@ -278,12 +267,12 @@ class CCALoss(InGroup):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Mean loss over the layers: student (B, N, Ds), teacher (B, N, Dt), mask (B, N)."""
-        pairs = layer_pairs(student, teacher)
+        pairs = check.layer_pairs(student, teacher)
         for s, t in pairs:
-            check_pair(s, t, ndim=3)
-            check_shape("student", s, (*pairs[0][0].shape[:2], s.shape[-1]), "the first layer's")
-            check_shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
-        real = check_mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
+            check.pair(s, t, ndim=3)
+            check.shape("student", s, (*pairs[0][0].shape[:2], s.shape[-1]), "the first layer's")
+            check.shape("teacher", t, (*s.shape[:2], t.shape[-1]), "student's but for the size")
+        real = check.mask(mask, pairs[0][0].shape[:2], pairs[0][0].device)
         if self.pool == "tokens":
             pooled = [(s.flatten(0, 1), t.flatten(0, 1)) for s, t in pairs]
             observed = None if real is None else real.flatten()
@@ -412,8 +401,8 @@ def check_memory(memory: int | Literal["auto"]) -> None:
     """Raise unless ``memory`` is "auto" or a number of observations, at least 0."""
     if memory == "auto":
         return
-    check_int("memory", memory)
-    check_number("memory", memory, at_least=0)
+    check.integer("memory", memory)
+    check.number("memory", memory, at_least=0)
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
@@ -422,7 +411,7 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     if len(pair) != 2:
         raise ValueError(f"ridge must be a number or a pair (student, teacher), got {ridge!r}")
     for r in pair:
-        check_number("ridge", r, at_least=0.0)
+        check.number("ridge", r, at_least=0.0)
     return float(pair[0]), float(pair[1])
 
 

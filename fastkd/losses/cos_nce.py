@@ -9,19 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_labels,
-    check_like,
-    check_mask,
-    check_no_grad,
-    check_pair,
-    check_positive_int,
-    check_shape,
-    checked_weights,
-    layer_pairs,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
@@ -200,16 +188,16 @@ def _cos_nce_layers(
     """Mean `cos_nce_loss` of the layers; reduction "none" and weights allow one layer."""
     first = students[0]
     for student, teacher in zip(students, teachers, strict=True):
-        check_pair(student, teacher, min_ndim=2)
-        check_shape("teacher", teacher, student.shape, "the shape of student")
+        check.pair(student, teacher, min_ndim=2)
+        check.shape("teacher", teacher, student.shape, "the shape of student")
         same = (*first.shape[:-1], student.shape[-1])
-        check_shape("student", student, same, "leading dimensions as in the first layer")
-    mask = check_mask(mask, first.shape[:-1], first.device)
-    weights = checked_weights(weights, first.shape[:-1], first, mask)
+        check.shape("student", student, same, "leading dimensions as in the first layer")
+    mask = check.mask(mask, first.shape[:-1], first.device)
+    weights = check.weights(weights, first.shape[:-1], first, mask)
     if labels is not None:
-        check_labels("labels", labels, first.shape[0], first.device)
+        check.labels("labels", labels, first.shape[0], first.device)
     given = _checked_given(given, students, labels)
-    check_choice("reduction", reduction, REDUCTIONS)
+    check.choice("reduction", reduction, REDUCTIONS)
     if ranks is not None:
         students, teachers, given, labels, mask, weights = _gathered(
             students, teachers, given, labels, mask, weights, ranks
@@ -340,10 +328,10 @@ class CosNCELoss(InGroup):
         group: Group = None,
     ) -> None:
         super().__init__()
-        check_positive_int("student_dim", student_dim)
-        check_positive_int("teacher_dim", teacher_dim)
-        check_choice("pool", pool, POOLS)
-        check_choice("reduction", reduction, ("mean", "sum"))
+        check.positive_int("student_dim", student_dim)
+        check.positive_int("teacher_dim", teacher_dim)
+        check.choice("pool", pool, POOLS)
+        check.choice("reduction", reduction, ("mean", "sum"))
         self.pool, self.reduction, self.backend = pool, reduction, backend
         self.gather, self.group = gather, group
         self.W = Projector(student_dim, teacher_dim, bias=False)
@@ -359,7 +347,7 @@ class CosNCELoss(InGroup):
         negatives_mask: Tensor | None = None,
         negatives_labels: Tensor | None = None,
     ) -> Tensor:
-        pairs = layer_pairs(student, teacher)
+        pairs = check.layer_pairs(student, teacher)
         given: list[Tensor] | None = None
         if negatives is not None:
             given = [negatives] if isinstance(negatives, Tensor) else list(negatives)
@@ -373,8 +361,8 @@ class CosNCELoss(InGroup):
         for i, (student, teacher) in enumerate(pairs):
             self._check(student, teacher)
             if given is not None:
-                check_floating("negatives", given[i])
-                check_like("negatives", given[i], "teacher", teacher)
+                check.floating("negatives", given[i])
+                check.like("negatives", given[i], "teacher", teacher)
             student, teacher, mask_of_layers = self._pooled(student, teacher, mask)
             students.append(self.W(student, mask_of_layers))
             teachers.append(teacher.to(students[-1].dtype))
@@ -392,7 +380,7 @@ class CosNCELoss(InGroup):
         )
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:
-        check_pair(student, teacher, min_ndim=2)
+        check.pair(student, teacher, min_ndim=2)
         sizes = (
             ("student", student, self.W.in_features),
             ("teacher", teacher, self.W.out_features),
@@ -407,15 +395,15 @@ class CosNCELoss(InGroup):
         self, student: Tensor, teacher: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Student, teacher and mask of a layer, one row per sample unless the pool is "tokens"."""
-        check_shape(
+        check.shape(
             "teacher",
             teacher,
             (*student.shape[:-1], teacher.shape[-1]),
             "student's but for the size",
         )
         if student.dim() < 3 or self.pool == "tokens":
-            return student, teacher, check_mask(mask, student.shape[:-1], student.device)
-        mask = check_mask(mask, student.shape[:2], student.device)
+            return student, teacher, check.mask(mask, student.shape[:-1], student.device)
+        mask = check.mask(mask, student.shape[:2], student.device)
         if mask is None and student.shape[1] == 0:  # without tokens: nothing real, not zero rows
             mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
         student = pool_tokens(student, mask, self.pool)
@@ -441,19 +429,19 @@ def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | N
     for negatives, student in zip(given.features, students, strict=True):
         _check_negatives(negatives, student)
         same = (*first.shape[:-1], negatives.shape[-1])
-        check_shape("negatives", negatives, same, "leading dimensions as in the first layer")
+        check.shape("negatives", negatives, same, "leading dimensions as in the first layer")
     shape = first.shape[:-1]
-    mask = check_mask(given.mask, shape, first.device, "negatives_mask", "negatives", False)
+    mask = check.mask(given.mask, shape, first.device, "negatives_mask", "negatives", False)
     if given.labels is not None:
         samples = first.dim() - students[0].dim() + 1  # (K,) or (B, K)
-        check_labels("negatives_labels", given.labels, first.shape[:samples], first.device)
+        check.labels("negatives_labels", given.labels, first.shape[:samples], first.device)
     return dataclasses.replace(given, mask=mask)
 
 
 def _check_negatives(negatives: Tensor, student: Tensor) -> None:
-    check_floating("negatives", negatives)
-    check_like("negatives", negatives, "student", student)
-    check_no_grad("negatives", negatives)
+    check.floating("negatives", negatives)
+    check.like("negatives", negatives, "student", student)
+    check.no_grad("negatives", negatives)
     shape, rest = tuple(negatives.shape), tuple(student.shape[1:])
     shared = negatives.dim() == student.dim() and shape[1:] == rest
     each = negatives.dim() == student.dim() + 1 and shape[2:] == rest

@@ -9,15 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._core.checks import (
-    check_choice,
-    check_mask,
-    check_number,
-    check_pair,
-    check_positive_int,
-    check_shape,
-    checked_weights,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
@@ -114,16 +106,16 @@ def hidden_state_loss(
     >>> [hidden_state_loss(student, teacher, kind=kind).item() for kind in KINDS]
     [2.5, 1.0, 1.0]
     """
-    check_pair(student, teacher)
-    check_shape("teacher", teacher, student.shape, "the shape of student")
+    check.pair(student, teacher)
+    check.shape("teacher", teacher, student.shape, "the shape of student")
     if student.shape[-1] == 0:
         raise ValueError(f"student must have at least one feature, got {tuple(student.shape)}")
-    check_choice("kind", kind, KINDS)
-    check_number("beta", beta, at_least=0)
-    check_choice("reduction", reduction, REDUCTIONS)
+    check.choice("kind", kind, KINDS)
+    check.number("beta", beta, at_least=0)
+    check.choice("reduction", reduction, REDUCTIONS)
     leading = student.shape[:-1]
-    real = check_mask(mask, leading, student.device)
-    weights = checked_weights(weights, leading, student, real)
+    real = check.mask(mask, leading, student.device)
+    weights = check.weights(weights, leading, student, real)
     runs_on = backend_of(backend, "hidden_state_loss", student)
     options = _Options(kind, float(beta), reduction)
     student, teacher = saveable(student), saveable(teacher)
@@ -171,10 +163,10 @@ class HiddenStateLoss(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        check_choice("kind", kind, KINDS)
-        check_number("beta", beta, at_least=0)
-        check_choice("reduction", reduction, REDUCTIONS)
-        check_choice("backend", backend, BACKENDS)
+        check.choice("kind", kind, KINDS)
+        check.number("beta", beta, at_least=0)
+        check.choice("reduction", reduction, REDUCTIONS)
+        check.choice("backend", backend, BACKENDS)
         if (student_dim is None) != (teacher_dim is None):
             raise ValueError(
                 f"student_dim is {student_dim} and teacher_dim {teacher_dim}; pass both or neither"
@@ -183,8 +175,8 @@ class HiddenStateLoss(nn.Module):
         self.reduction, self.backend = reduction, backend
         self.projector: Projector | None = None
         if student_dim is not None and teacher_dim is not None:
-            check_positive_int("student_dim", student_dim)
-            check_positive_int("teacher_dim", teacher_dim)
+            check.positive_int("student_dim", student_dim)
+            check.positive_int("teacher_dim", teacher_dim)
             if student_dim != teacher_dim:
                 self.projector = Projector(student_dim, teacher_dim)
 
@@ -197,13 +189,13 @@ class HiddenStateLoss(nn.Module):
     ) -> Tensor:
         """The loss as a scalar, or (...)."""
         if self.projector is not None:
-            check_pair(student, teacher)
+            check.pair(student, teacher)
             if student.shape[-1] != self.projector.in_features:
                 raise ValueError(
                     f"student must have student_dim={self.projector.in_features} features, "
                     f"got {student.shape[-1]}"
                 )
-            real = check_mask(mask, student.shape[:-1], student.device)
+            real = check.mask(mask, student.shape[:-1], student.device)
             student = self.projector(student, real)
             teacher = teacher.to(student.dtype)
         return hidden_state_loss(

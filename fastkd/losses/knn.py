@@ -8,17 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_int,
-    check_labels,
-    check_mask,
-    check_number,
-    check_pair,
-    check_positive_int,
-    checked_weights,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
@@ -143,7 +133,7 @@ def knn_feature_loss(
     >>> knn_feature_loss(student, bank, torch.tensor([0, 1]), torch.tensor([0, 0, 1]))
     tensor(1.)
     """
-    check_pair(student, teacher, min_ndim=2)
+    check.pair(student, teacher, min_ndim=2)
     size, bank_size = student.shape[0], teacher.shape[0]
     if student.shape[1:].numel() != teacher.shape[1:].numel():
         raise ValueError(
@@ -151,17 +141,17 @@ def knn_feature_loss(
             f"{tuple(student.shape)} and {tuple(teacher.shape)}; project one to the other's size "
             "(IntraClassKNNLoss(student_dim=..., teacher_dim=...) has a projector)"
         )
-    check_labels("student_labels", student_labels, size, student.device)
+    check.labels("student_labels", student_labels, size, student.device)
     if teacher_labels is not None:
-        check_labels("teacher_labels", teacher_labels, bank_size, student.device)
+        check.labels("teacher_labels", teacher_labels, bank_size, student.device)
     elif bank_size != size:
         raise ValueError(
             f"teacher_labels is missing: teacher has {bank_size} rows and student {size}, so "
             "student_labels can't serve both; pass the labels of the teacher's rows"
         )
-    check_positive_int("k", k)
+    check.positive_int("k", k)
     if tolerance is not None:
-        check_number("tolerance", tolerance, at_least=0)
+        check.number("tolerance", tolerance, at_least=0)
     elif (
         student_labels.is_floating_point()
         and values_readable(student_labels)
@@ -171,10 +161,10 @@ def knn_feature_loss(
             "student_labels are real numbers, of which only equal ones match; pass tolerance, the "
             "largest difference of two labels that match"
         )
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_int("ignore_index", ignore_index)
+    check.choice("reduction", reduction, REDUCTIONS)
+    check.integer("ignore_index", ignore_index)
     counted = None if weights is None else _counted(student_labels, ignore_index)
-    weights = checked_weights(weights, (size,), student, counted)
+    weights = check.weights(weights, (size,), student, counted)
 
     student, teacher = student.flatten(1), teacher.flatten(1)  # (N, D), (M, D)
     bank_labels = student_labels if teacher_labels is None else teacher_labels
@@ -257,10 +247,10 @@ class IntraClassKNNLoss(InGroup):
         group: Group = None,
     ) -> None:
         super().__init__()
-        check_positive_int("k", k)
-        check_choice("pool", pool, POOLS)
-        check_choice("reduction", reduction, REDUCTIONS)
-        check_int("ignore_index", ignore_index)
+        check.positive_int("k", k)
+        check.choice("pool", pool, POOLS)
+        check.choice("reduction", reduction, REDUCTIONS)
+        check.integer("ignore_index", ignore_index)
         self.k, self.pool = k, pool
         self.tolerance, self.ignore_index = tolerance, ignore_index
         self.reduction, self.backend = reduction, backend
@@ -279,7 +269,7 @@ class IntraClassKNNLoss(InGroup):
         mask: Tensor | None = None,
         teacher_mask: Tensor | None = None,
     ) -> Tensor:
-        check_pair(student, teacher, min_ndim=2)
+        check.pair(student, teacher, min_ndim=2)
         teacher_mask = _mask_of_teacher(student, teacher, mask, teacher_mask)
         ranks = ranks_of(self.gather, self.group)
         if ranks is not None and self.pool == "tokens":  # rows of all processes need one length
@@ -308,7 +298,7 @@ class IntraClassKNNLoss(InGroup):
         if x.dim() > 3:
             raise ValueError(f"{name} must be (B, D) or (B, N, D), got shape {tuple(x.shape)}")
         if x.dim() == 3:
-            mask = check_mask(mask, x.shape[:2], x.device)
+            mask = check.mask(mask, x.shape[:2], x.device)
             if self.pool != "tokens":
                 x, mask = pool_tokens(x, mask, self.pool), None
         else:
@@ -356,7 +346,7 @@ def _padded_to_longest(
     if x.dim() != 3:
         return x, mask
     missing = ranks.max(x.shape[1], x.device) - x.shape[1]
-    mask = check_mask(mask, x.shape[:2], x.device)
+    mask = check.mask(mask, x.shape[:2], x.device)
     if missing and mask is None:
         mask = x.new_ones(x.shape[:2], dtype=torch.bool)
     return F.pad(x, (0, 0, 0, missing)), None if mask is None else F.pad(mask, (0, missing))
@@ -382,8 +372,8 @@ def intra_class_similarity(features: Tensor, labels: Tensor) -> Tensor:
     >>> intra_class_similarity(features, torch.tensor([0, 0, 1]))
     tensor(0.6667)
     """
-    check_floating("features", features, ndim=2)
-    check_labels("labels", labels, features.shape[0], features.device)
+    check.floating("features", features, ndim=2)
+    check.labels("labels", labels, features.shape[0], features.device)
     with autocast_off(features):
         x = upcast(first_order_only(features))
         peak = x.detach().abs().amax(1, keepdim=True) if x.shape[1] else x.new_ones(len(x), 1)

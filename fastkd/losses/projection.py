@@ -9,18 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_fraction,
-    check_like,
-    check_mask,
-    check_number,
-    check_pair,
-    check_positive_int,
-    check_shape,
-    checked_weights,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
@@ -83,7 +72,7 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
     >>> torch.allclose(w.mT @ w, torch.eye(3), atol=1e-5)
     True
     """
-    check_floating("skew", skew, min_ndim=2)
+    check.floating("skew", skew, min_ndim=2)
     if skew.shape[-1] != skew.shape[-2]:
         raise ValueError(f"skew must be square in its last two dimensions, got {tuple(skew.shape)}")
     inverse = None
@@ -138,10 +127,10 @@ class OrthogonalProjection(nn.Module):
         backend: Backend = "auto",
     ):
         super().__init__()
-        check_choice("backend", backend, BACKENDS)
-        check_positive_int("in_dim", in_dim)
-        check_positive_int("out_dim", out_dim)
-        check_positive_int("layers", layers)
+        check.choice("backend", backend, BACKENDS)
+        check.positive_int("in_dim", in_dim)
+        check.positive_int("out_dim", out_dim)
+        check.positive_int("layers", layers)
         self.in_dim, self.out_dim = in_dim, out_dim
         self.layers, self.orthogonal, self.backend = layers, orthogonal, backend
         n = max(in_dim, out_dim)
@@ -207,7 +196,7 @@ class OrthogonalProjection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project ``x`` (..., in_dim) to (..., out_dim)."""
-        check_floating("x", x)
+        check.floating("x", x)
         if x.shape[-1] != self.in_dim:
             raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
         rows = as_rows(saveable(x))
@@ -343,14 +332,14 @@ def layer_norm_mse(
     >>> round(layer_norm_mse(x, y, eps=0.0).item(), 4)
     2.0
     """
-    check_floating("x", x)
-    check_floating("y", y)
-    check_shape("y", y, x.shape, "the shape of x")
-    check_like("y", y, "x", x)
-    check_number("eps", eps, at_least=0)
-    check_choice("reduction", reduction, REDUCTIONS)
+    check.floating("x", x)
+    check.floating("y", y)
+    check.shape("y", y, x.shape, "the shape of x")
+    check.like("y", y, "x", x)
+    check.number("eps", eps, at_least=0)
+    check.choice("reduction", reduction, REDUCTIONS)
     remedy = "call it once for each row whose weight learns"
-    weights = checked_weights(weights, x.shape[:-1], x, of="x", remedy=remedy)
+    weights = check.weights(weights, x.shape[:-1], x, of="x", remedy=remedy)
     weights = None if weights is None else weights.flatten()
     return _layer_norm_mse(x, y, weights, _Options(float(eps), reduction), backend)
 
@@ -453,10 +442,10 @@ class DualProjectionLoss(nn.Module):
         backend: Backend = "auto",
     ):
         super().__init__()
-        check_positive_int("student_dim", student_dim)
-        check_positive_int("teacher_dim", teacher_dim)
-        check_fraction("gamma", gamma)
-        check_choice("reduction", reduction, REDUCTIONS)
+        check.positive_int("student_dim", student_dim)
+        check.positive_int("teacher_dim", teacher_dim)
+        check.fraction("gamma", gamma)
+        check.choice("reduction", reduction, REDUCTIONS)
         self.gamma, self.reduction, self.backend = gamma, reduction, backend
         self.student_projection, self.teacher_projection = (
             # C++ computes only the distance.
@@ -474,7 +463,7 @@ class DualProjectionLoss(nn.Module):
         teacher_mask: Tensor | None = None,
     ) -> Tensor:
         """The loss as a scalar."""
-        check_pair(student, teacher, min_ndim=2)
+        check.pair(student, teacher, min_ndim=2)
         _check_features("student", student, self.student_projection.in_dim)
         _check_features("teacher", teacher, self.teacher_projection.in_dim)
         if student.shape[0] != teacher.shape[0]:
@@ -482,9 +471,9 @@ class DualProjectionLoss(nn.Module):
                 f"student has {student.shape[0]} samples but teacher has {teacher.shape[0]}; "
                 "pass the same samples"
             )
-        mask = check_mask(mask, student.shape[:-1], student.device)
+        mask = check.mask(mask, student.shape[:-1], student.device)
         if teacher_mask is not None or mask is None:
-            teacher_mask = check_mask(teacher_mask, teacher.shape[:-1], teacher.device)
+            teacher_mask = check.mask(teacher_mask, teacher.shape[:-1], teacher.device)
         elif teacher.shape[:-1] == student.shape[:-1]:
             teacher_mask = mask
         else:

@@ -3,14 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import (
-    check_floating,
-    check_int,
-    check_labels,
-    check_mask,
-    check_positive_int,
-    check_shape,
-)
+from fastkd._core import check
 from fastkd._core.numerics import values_readable
 from fastkd.distributed import Group, InGroup, ranks_of
 
@@ -90,8 +83,8 @@ class FeatureQueue(InGroup):
         group: Group = None,
     ) -> None:
         super().__init__()
-        check_positive_int("size", size)
-        check_int("ignore_index", ignore_index)
+        check.positive_int("size", size)
+        check.integer("ignore_index", ignore_index)
         shape = (dim,) if isinstance(dim, int) else tuple(dim)
         self.size, self.ignore_index = size, ignore_index
         self.gather, self.group = gather, group
@@ -143,12 +136,12 @@ class FeatureQueue(InGroup):
 
     @torch.no_grad()
     def enqueue(self, features: Tensor, labels: Tensor | None = None, mask: Tensor | None = None):
-        check_floating("features", features)
+        check.floating("features", features)
         rows = features.shape[0]
-        check_shape("features", features, (rows, *self._features.shape[1:]), "rows of the bank")
+        check.shape("features", features, (rows, *self._features.shape[1:]), "rows of the bank")
         if labels is None:
             labels = self._labels.new_zeros(rows)
-        check_labels("labels", labels, rows, features.device)
+        check.labels("labels", labels, rows, features.device)
         fit = _holds(self._labels.dtype, labels)
         if labels.is_floating_point() and not fit:
             raise TypeError(
@@ -157,7 +150,7 @@ class FeatureQueue(InGroup):
             )
         if values_readable(labels) and not fit:
             raise ValueError(f"labels must fit into the bank's {self._labels.dtype}")
-        kept = check_mask(mask, (rows,), features.device, of="features", warn_if_empty=False)
+        kept = check.mask(mask, (rows,), features.device, of="features", warn_if_empty=False)
         if kept is None:
             kept = torch.ones(rows, dtype=torch.bool, device=features.device)
 

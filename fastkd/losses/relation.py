@@ -11,17 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from fastkd._core.checks import (
-    check_choice,
-    check_floating,
-    check_integers,
-    check_mask,
-    check_number,
-    check_pair,
-    check_shape,
-    checked_weights,
-    layer_pairs,
-)
+from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
@@ -196,7 +186,7 @@ def relation_loss(
         >>> loss.shape, student.grad.shape
         (torch.Size([]), torch.Size([2, 16, 64]))
     """
-    check_choice("over", over, OVER)
+    check.choice("over", over, OVER)
     _check_options(normalize, distance, temperature, eps)
     if weights is not None and over == "samples":
         raise ValueError(
@@ -241,8 +231,8 @@ class FCDLoss(InGroup):
         group: Group = None,
     ) -> None:
         super().__init__()
-        check_number("alpha", alpha, at_least=0)
-        check_number("beta", beta, at_least=0)
+        check.number("alpha", alpha, at_least=0)
+        check.number("beta", beta, at_least=0)
         self.alpha, self.beta = alpha, beta
         self.normalize, self.distance = normalize, distance
         self.temperature, self.eps, self.backend = temperature, eps, backend
@@ -264,7 +254,7 @@ class FCDLoss(InGroup):
         ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, unweighted and
         detached, from the same pass.
         """
-        pairs = layer_pairs(student, teacher)
+        pairs = check.layer_pairs(student, teacher)
         options = Options(
             self.alpha / len(pairs),
             self.beta / len(pairs),
@@ -291,10 +281,10 @@ class FCDLoss(InGroup):
 
 
 def _check_options(normalize: str, distance: str, temperature: float, eps: float) -> None:
-    check_choice("normalize", normalize, NORMALIZE)
-    check_choice("distance", distance, DISTANCE)
-    check_number("temperature", temperature, above=0)
-    check_number("eps", eps, above=0)
+    check.choice("normalize", normalize, NORMALIZE)
+    check.choice("distance", distance, DISTANCE)
+    check.number("temperature", temperature, above=0)
+    check.number("eps", eps, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,22 +320,22 @@ def _relations(
     """
     dims = 0
     for student, teacher in pairs:
-        check_pair(student, teacher, min_ndim=2)
+        check.pair(student, teacher, min_ndim=2)
         dims = dims or min(student.dim(), 3)
         if not student.dim() == teacher.dim() == dims:
-            check_floating("student", student, dims)
-            check_floating("teacher", teacher, dims)
+            check.floating("student", student, dims)
+            check.floating("teacher", teacher, dims)
     if dims == 2:
         pairs, mask = _with_one_token(pairs, mask, segments, options)
     first = pairs[0][0]
     rows = first.shape[:2]
     for student, teacher in pairs:
-        check_shape("student", student, (*rows, student.size(2)), "(B, N) of the first layer")
-        check_shape("teacher", teacher, (*rows, teacher.size(2)), "(B, N) of student")
-    mask = check_mask(mask, rows, first.device)
+        check.shape("student", student, (*rows, student.size(2)), "(B, N) of the first layer")
+        check.shape("teacher", teacher, (*rows, teacher.size(2)), "(B, N) of student")
+    mask = check.mask(mask, rows, first.device)
     remedy = "call it once for each sample whose weight learns"
     related = None if weights is None or mask is None else mask.sum(1) >= 2
-    weights = checked_weights(weights, rows[:1], first, related, remedy=remedy)
+    weights = check.weights(weights, rows[:1], first, related, remedy=remedy)
     if segments is not None:
         pairs, mask, weights = _unpacked(pairs, mask, weights, segments)
     if ranks is not None and (options.tokens or options.samples):
@@ -382,7 +372,7 @@ def _with_one_token(
         raise ValueError(
             "segments are document ids of tokens, and student (B, D) has no tokens; leave them out"
         )
-    mask = check_mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
+    mask = check.mask(mask, pairs[0][0].shape[:1], pairs[0][0].device)
     mask = None if mask is None else mask[:, None]
     return [(student[:, None], teacher[:, None]) for student, teacher in pairs], mask
 
@@ -447,8 +437,8 @@ def _unpacked(
     pairs: Pairs, mask: Tensor | None, weights: Tensor | None, segments: Tensor
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | None]:
     """Features (B, N, D) with each document in a row of its own, and their mask and weights."""
-    check_integers("segments", segments)
-    check_shape("segments", segments, pairs[0][0].shape[:2], "the leading dimensions of student")
+    check.integers("segments", segments)
+    check.shape("segments", segments, pairs[0][0].shape[:2], "the leading dimensions of student")
     if not values_readable(segments):
         raise ValueError(
             "segments: the ids can't be read on a GPU or in a graph; pass them on the CPU and "

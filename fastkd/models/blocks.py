@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastkd._core.checks import check_positive_int
+from fastkd._core import check
 from fastkd.models.backbone import Backbone
 
 
@@ -65,7 +65,7 @@ class Blocks(nn.Module):
         regression: bool = False,
     ) -> None:
         super().__init__()
-        check_positive_int("hidden_size", hidden_size)
+        check.positive_int("hidden_size", hidden_size)
         for name, path in (("blocks", blocks), ("final", final), ("embeddings", embeddings)):
             try:
                 model.get_submodule(path or "")

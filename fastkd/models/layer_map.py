@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 
-from fastkd._core.checks import check_choice, check_positive_int
+from fastkd._core import check
 
 SCHEMES = ("uniform", "top", "bottom")
 
@@ -29,9 +29,9 @@ def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int
         >>> layer_map("uniform", 12, 6)
         [2, 4, 6, 8, 10, 12]
     """
-    check_choice("scheme", scheme, SCHEMES)
-    check_positive_int("teacher_layers", teacher_layers)
-    check_positive_int("student_layers", student_layers)
+    check.choice("scheme", scheme, SCHEMES)
+    check.positive_int("teacher_layers", teacher_layers)
+    check.positive_int("student_layers", student_layers)
     check_enough(teacher_layers, student_layers)
     if scheme == "uniform":
         return [i * teacher_layers // student_layers for i in range(1, student_layers + 1)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from fastkd._core.checks import check_choice, check_positive_int
+from fastkd._core import check
 from fastkd.models.backbone import Backbone
 from fastkd.models.layer_map import check_layers, layer_map
 from fastkd.models.width import cut, narrowed, on_meta
@@ -86,7 +86,7 @@ def student_from_teacher(
         >>> student.get_input_embeddings().weight.shape
         torch.Size([50, 8])
     """
-    check_choice("weights", weights, ("cut", "random"))
+    check.choice("weights", weights, ("cut", "random"))
     if hasattr(teacher, "peft_config"):
         raise ValueError(
             "teacher: it has PEFT adapters, which can't be cut; merge them first: "
@@ -98,7 +98,7 @@ def student_from_teacher(
         if layers is not None:
             raise ValueError(f"layers, {name}: both set the number of layers; pass one of them")
         layers = changes.pop(name)
-        check_positive_int(name, layers)
+        check.positive_int(name, layers)
     if weights == "random":
         student = _random(backbone, layers, changes)
     else:

@@ -1,4 +1,4 @@
-"""Input checks of the public functions, with one error sentence for each mistake."""
+"""Input checks of the public functions, with one error sentence for each mistake: `check.shape`."""
 
 import difflib
 import functools
@@ -13,7 +13,7 @@ from fastkd._core.warn import warn_caller
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int = 1) -> None:
+def floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int = 1) -> None:
     """Raise unless ``x`` is a tensor of a supported floating dtype and number of dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
@@ -29,28 +29,26 @@ def check_floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int 
         raise ValueError(f"{name} must have at least {min_ndim} dimensions, got {tuple(x.shape)}")
 
 
-def check_pair(
-    student: Tensor, teacher: Tensor, ndim: int | None = None, min_ndim: int = 1
-) -> None:
+def pair(student: Tensor, teacher: Tensor, ndim: int | None = None, min_ndim: int = 1) -> None:
     """Raise unless both are floating, of one dtype and device, and the teacher without gradient."""
-    check_floating("student", student, ndim, min_ndim)
-    check_floating("teacher", teacher, ndim, min_ndim)
-    check_like("teacher", teacher, "student", student)
-    check_no_grad("teacher", teacher)
+    floating("student", student, ndim, min_ndim)
+    floating("teacher", teacher, ndim, min_ndim)
+    like("teacher", teacher, "student", student)
+    no_grad("teacher", teacher)
 
 
-def check_device(
+def device(
     name: str, x: Tensor, like_name: str, like: Tensor | torch.device, verb: str = "is"
 ) -> None:
     """Raise unless ``x`` is on the device ``like``, or of ``like``."""
-    device = like if isinstance(like, torch.device) else like.device
-    if x.device != device:
-        raise ValueError(f"{name} is on {x.device} but {like_name} {verb} on {device}")
+    expected = like if isinstance(like, torch.device) else like.device
+    if x.device != expected:
+        raise ValueError(f"{name} is on {x.device} but {like_name} {verb} on {expected}")
 
 
-def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+def like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
     """Raise unless ``x`` has the dtype and device of ``like``."""
-    check_device(name, x, like_name, like)
+    device(name, x, like_name, like)
     if x.dtype != like.dtype:
         raise TypeError(
             f"{name} is {x.dtype} but {like_name} is {like.dtype}; convert one, "
@@ -58,7 +56,7 @@ def check_like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
         )
 
 
-def check_no_grad(name: str, x: Tensor) -> None:
+def no_grad(name: str, x: Tensor) -> None:
     """Raise if ``x`` requires grad: a teacher gets no gradient."""
     if x.requires_grad:
         raise ValueError(
@@ -66,21 +64,21 @@ def check_no_grad(name: str, x: Tensor) -> None:
         )
 
 
-def check_shape(name: str, x: Tensor, shape: Sequence[int], meaning: str) -> None:
-    """Raise unless ``x.shape == shape``; ``meaning`` explains the expected shape in the error."""
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)} ({meaning}), got {tuple(x.shape)}")
+def shape(name: str, x: Tensor, sizes: Sequence[int], meaning: str) -> None:
+    """Raise unless ``x`` has the shape ``sizes``; ``meaning`` explains them in the error."""
+    if tuple(x.shape) != tuple(sizes):
+        raise ValueError(f"{name} must have shape {tuple(sizes)} ({meaning}), got {tuple(x.shape)}")
 
 
-def check_mask(
+def mask(
     mask: Tensor | None,
-    shape: Sequence[int],
-    device: torch.device,
+    sizes: Sequence[int],
+    on: torch.device,
     name: str = "mask",
     of: str = "student",
     warn_if_empty: bool = True,
 ) -> Tensor | None:
-    """``mask`` as bool (True = real token), or None; ``shape`` is (B, N) of the features.
+    """``mask`` as bool (True = real token), or None; ``sizes`` are (B, N) of the features.
 
     A mask without a real token causes a warning, unless ``warn_if_empty`` is False: the mask of an
     empty memory bank has none.
@@ -89,8 +87,8 @@ def check_mask(
         return None
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(mask).__name__}")
-    check_shape(name, mask, shape, f"the leading dimensions of {of}")
-    check_device(name, mask, of, device)
+    shape(name, mask, sizes, f"the leading dimensions of {of}")
+    device(name, mask, of, on)
     if mask.dtype == torch.bool:
         real = saveable(mask)
     else:
@@ -102,9 +100,9 @@ def check_mask(
     return real
 
 
-def checked_weights(
+def weights(
     weights: Tensor | None,
-    shape: Sequence[int],
+    sizes: Sequence[int],
     like: Tensor,
     counted: Tensor | None = None,
     of: str = "student",
@@ -112,13 +110,13 @@ def checked_weights(
 ) -> Tensor | None:
     """``weights`` in the working dtype of ``like``, 0 outside ``counted`` (bool), or None.
 
-    Raises unless they are floating, without gradient, and have ``shape``.
+    Raises unless they are floating, without gradient, and have the shape ``sizes``.
     """
     if weights is None:
         return None
-    check_floating("weights", weights, min_ndim=0)
-    check_shape("weights", weights, shape, f"the leading dimensions of {of}")
-    check_device("weights", weights, of, like)
+    floating("weights", weights, min_ndim=0)
+    shape("weights", weights, sizes, f"the leading dimensions of {of}")
+    device("weights", weights, of, like)
     if weights.requires_grad:
         raise ValueError(
             f"weights requires grad, and gets none; {remedy}, or pass weights.detach()"
@@ -135,17 +133,15 @@ def _warn_of_empty_mask(name: str) -> None:
     )
 
 
-def check_token_ids(
-    name: str, ids: Tensor, shape: Sequence[int], V: int, device: torch.device
-) -> None:
-    """Raise unless ``ids`` are integers of ``shape`` on ``device``, 0 to V − 1."""
-    check_integers(name, ids)
-    check_shape(name, ids, shape, "the leading dimensions of hidden, and K tokens or none")
-    check_device(name, ids, "hidden", device)
-    check_ids_below(name, ids, V)
+def token_ids(name: str, ids: Tensor, sizes: Sequence[int], V: int, on: torch.device) -> None:
+    """Raise unless ``ids`` are integers of the shape ``sizes`` on a device, 0 to V − 1."""
+    integers(name, ids)
+    shape(name, ids, sizes, "the leading dimensions of hidden, and K tokens or none")
+    device(name, ids, "hidden", on)
+    ids_below(name, ids, V)
 
 
-def check_integers(name: str, x: Tensor) -> None:
+def integers(name: str, x: Tensor) -> None:
     """Raise unless ``x`` is a tensor of integers."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
@@ -153,7 +149,7 @@ def check_integers(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be integers, got {x.dtype}")
 
 
-def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None:
+def ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -> None:
     """Raise unless ``ids`` are from 0 to ``end`` - 1, where they can be read."""
     if not values_readable(ids) or ids.numel() == 0:
         return
@@ -163,20 +159,18 @@ def check_ids_below(name: str, ids: Tensor, end: int, what: str = "token ids") -
         raise ValueError(f"{name} must be {what} 0 to {end - 1}, got {wrong}")
 
 
-def check_labels(
-    name: str, labels: Tensor, size: int | Sequence[int], device: torch.device
-) -> None:
-    """Raise unless ``labels`` is on ``device`` and has ``size`` entries, or the shape ``size``."""
+def labels(name: str, labels: Tensor, size: int | Sequence[int], on: torch.device) -> None:
+    """Raise unless ``labels`` has ``size`` entries, or the shape ``size``, on a device."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(labels).__name__}")
-    shape = size if isinstance(size, Sequence) else (size,)
-    check_shape(name, labels, shape, "one label per row")
-    check_device(name, labels, "the features", device, "are")
+    sizes = size if isinstance(size, Sequence) else (size,)
+    shape(name, labels, sizes, "one label per row")
+    device(name, labels, "the features", on, "are")
     if labels.dtype.is_complex:
         raise TypeError(f"{name} must be integers or real numbers, got {labels.dtype}")
 
 
-def check_vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
+def vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
     """Raise unless ``ids`` (n,) are int64, below ``vocabulary``, and none is repeated."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
@@ -188,14 +182,14 @@ def check_vocabulary_part(name: str, ids: Tensor, vocabulary: int) -> None:
         )
     if not values_readable(ids):
         return
-    check_ids_below(name, ids, vocabulary)
+    ids_below(name, ids, vocabulary)
     if int(ids.bincount().max()) > 1:
         ascending = bool((ids[1:] >= ids[:-1]).all())
         offsets = "; of offsets such as EAGLE's pass d2t + torch.arange(len(d2t))"
         raise ValueError(f"{name} must not have a token twice{offsets if ascending else ''}")
 
 
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+def choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the error suggests the most similar one."""
     choices = tuple(choices)
     if value in choices:
@@ -205,20 +199,20 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}{hint}")
 
 
-def check_int(name: str, value: int) -> None:
+def integer(name: str, value: int) -> None:
     """Raise unless ``value`` is an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
-def check_positive_int(name: str, value: int) -> None:
+def positive_int(name: str, value: int) -> None:
     """Raise unless ``value`` is an int of at least 1."""
-    check_int(name, value)
+    integer(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def check_number(
+def number(
     name: str, value: float, *, above: float | None = None, at_least: float | None = None
 ) -> None:
     """Raise unless ``value`` is a finite real number within the bounds."""
@@ -232,9 +226,9 @@ def check_number(
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def check_fraction(name: str, value: float) -> None:
+def fraction(name: str, value: float) -> None:
     """Raise unless ``value`` is a number from 0 to 1."""
-    check_number(name, value, at_least=0)
+    number(name, value, at_least=0)
     if value > 1:
         raise ValueError(f"{name} must be at most 1, got {value}")
 
