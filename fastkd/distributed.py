@@ -42,15 +42,9 @@ from torch import Tensor, nn
 from fastkd._core.numerics import cast, once_differentiable
 
 __all__ = [
-    "AcrossRanks",
-    "Group",
-    "InGroup",
-    "Ranks",
-    "gather_rows",
-    "ranks_of",
-    "row_counts",
+    "AcrossRanks", "Group", "InGroup", "Ranks", "gather_rows", "ranks_of", "row_counts",
     "world_size",
-]
+]  # fmt: skip
 
 Group = dist.ProcessGroup | None  # None for all processes
 

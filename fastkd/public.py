@@ -18,23 +18,9 @@ from fastkd.losses.queue import FeatureQueue
 from fastkd.losses.relation import FCDLoss
 
 __all__ = [
-    "AttentionLoss",
-    "CCALoss",
-    "CosNCELoss",
-    "CrossEntropy",
-    "Divergence",
-    "DualProjectionLoss",
-    "FCDLoss",
-    "FeatureQueue",
-    "Head",
-    "HiddenStateLoss",
-    "ImportanceRatio",
-    "IntraClassKNNLoss",
-    "OrthogonalProjection",
-    "SoftTargetLoss",
-    "TopK",
-    "VocabularyMatch",
-    "clear_plans",
+    "AttentionLoss", "CCALoss", "CosNCELoss", "CrossEntropy", "Divergence", "DualProjectionLoss",
+    "FCDLoss", "FeatureQueue", "Head", "HiddenStateLoss", "ImportanceRatio", "IntraClassKNNLoss",
+    "OrthogonalProjection", "SoftTargetLoss", "TopK", "VocabularyMatch", "clear_plans",
     "functional",
-]
+]  # fmt: skip
 __all__ += functional.__all__

@@ -129,7 +129,7 @@ def weights(
 def _warn_of_empty_mask(name: str) -> None:
     warn_caller(
         f"{name} has no real token: in a Distiller all labels of the batch are −100; elsewhere 1 "
-        "or True is a real token: pass ~key_padding_mask, or additive_mask == 0",
+        "or True is a real token: pass ~key_padding_mask, or additive_mask == 0"
     )
 
 

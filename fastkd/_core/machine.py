@@ -12,16 +12,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "liger-kernel",
-    "trl",
-    "pykeops",
-    "cca-zoo",
-)
+PACKAGES = ("torch", "triton", "transformers", "numpy", "liger-kernel", "trl", "pykeops", "cca-zoo")
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:

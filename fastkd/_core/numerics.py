@@ -246,6 +246,20 @@ class GradientInForward(torch.autograd.Function):
         return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
 
 
+class LossInCpp(GradientInForward):
+    """A loss and its gradients by a C++ operator, which ``options.cpp(tensors, needs)`` calls."""
+
+    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
+    # parameters.
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        needs = ctx.needs_input_grad[1:]
+        loss, *gradients = options.cpp(tensors, needs)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [x.dtype for x, needed in zip(tensors, needs, strict=True) if needed]
+        return loss
+
+
 class _FirstOrderOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -149,14 +149,6 @@ LOSSES = (
             "upstream",
         ),
     ),
-    Loss(
-        name="token_log_probs",
-        module="fastkd.lm.log_probs",
-        building_blocks=("log_probs",),
-    ),
-    Loss(
-        name="linalg",
-        module="fastkd.linalg.roots",
-        building_blocks=("sqrtm", "inv_sqrtm"),
-    ),
+    Loss(name="token_log_probs", module="fastkd.lm.log_probs", building_blocks=("log_probs",)),
+    Loss(name="linalg", module="fastkd.linalg.roots", building_blocks=("sqrtm", "inv_sqrtm")),
 )

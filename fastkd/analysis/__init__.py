@@ -18,16 +18,7 @@ from fastkd.analysis.pictures import (
 from fastkd.analysis.similarity_measures import similarity
 
 __all__ = [
-    "adjacent_layer_cca",
-    "cka_matrix",
-    "layer_intra_class_similarity",
-    "layer_similarity",
-    "plot_layer_similarity",
-    "plot_relations",
-    "plot_sentence",
-    "rccc",
-    "relation_agreement",
-    "relation_maps",
-    "similarity",
-    "svcca_matrix",
-]
+    "adjacent_layer_cca", "cka_matrix", "layer_intra_class_similarity", "layer_similarity",
+    "plot_layer_similarity", "plot_relations", "plot_sentence", "rccc", "relation_agreement",
+    "relation_maps", "similarity", "svcca_matrix",
+]  # fmt: skip

@@ -187,9 +187,7 @@ def _correlation(x: Tensor, y: Tensor) -> float:
 
 
 def plot_sentence(
-    features: Mapping[str, Tensor],
-    tokens: Sequence[str],
-    path: str | PathLike | None = None,
+    features: Mapping[str, Tensor], tokens: Sequence[str], path: str | PathLike | None = None
 ) -> Any:
     """Draw a sentence's relation maps with the four normalisations, one row for each model.
 

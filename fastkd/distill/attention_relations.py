@@ -19,9 +19,7 @@ MOST_HEADS = 48  # MiniLMv2's relation heads, at a width of 768
 
 
 def relation_divergence(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    mask: Tensor,
-    causal: bool = False,
+    pairs: Sequence[tuple[Tensor, Tensor]], mask: Tensor, causal: bool = False
 ) -> Tensor:
     """Losses (B,): mean over heads and real tokens of KL(R_T ‖ R_S), R = softmax(X Yᵀ/√d).
 

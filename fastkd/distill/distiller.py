@@ -459,7 +459,7 @@ class Distiller(InGroup):
             self._progress = 0.0
             warn_caller(
                 f"{type(self.method).__name__} follows a schedule; call "
-                "distiller.set_progress(step / total_steps) in the loop",
+                "distiller.set_progress(step / total_steps) in the loop"
             )
 
 

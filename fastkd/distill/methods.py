@@ -294,7 +294,7 @@ class LRCBERT(WithSoftTargets):
             warn_caller(
                 f"LRCBERT softens labels by temperature={self.temperature} (eq. 5), which leaves "
                 f"the right one of {classes} classes {label_weight:.1g} of the target; use a "
-                "smaller temperature, or gamma=0 for no labels",
+                "smaller temperature, or gamma=0 for no labels"
             )
 
     def weights(self, progress: float) -> dict[str, float]:

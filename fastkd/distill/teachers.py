@@ -19,12 +19,7 @@ from fastkd.models.backbone import Backbone, Model, placed_for
 from fastkd.models.batch import Batch, batch_outputs, with_sentence
 from fastkd.models.blocks import backbone_of
 from fastkd.models.inputs import Batches, in_eval_mode
-from fastkd.models.outputs import (
-    EnsembleOutputs,
-    HeadOutput,
-    Outputs,
-    pooled_rows,
-)
+from fastkd.models.outputs import EnsembleOutputs, HeadOutput, Outputs, pooled_rows
 
 
 class AdaptersOff(nn.Module):

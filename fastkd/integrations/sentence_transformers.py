@@ -73,11 +73,7 @@ class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
     """A loss between the student's embeddings and the teacher's, which are the labels."""
 
     def __init__(
-        self,
-        model: Any,
-        dims: Sequence[int] | None,
-        gather: bool,
-        mini_batch_size: int | None,
+        self, model: Any, dims: Sequence[int] | None, gather: bool, mini_batch_size: int | None
     ) -> None:
         super().__init__()
         _check_one_vector("model", model, type(self).__name__)
@@ -161,11 +157,7 @@ class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options, for the student's model card."""
-        return {
-            "dims": self.dims,
-            "gather": self.gather,
-            "mini_batch_size": self.mini_batch_size,
-        }
+        return {"dims": self.dims, "gather": self.gather, "mini_batch_size": self.mini_batch_size}
 
 
 def _checked_dims(dims: Sequence[int] | None, width: int | None) -> list[int] | None:

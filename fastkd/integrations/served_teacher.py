@@ -175,10 +175,7 @@ class ServedTeacher(OutputSource):
             )
 
     def ahead(
-        self,
-        batches: Iterable[dict[str, Any]],
-        distiller: Distiller,
-        left_out: Sequence[str] = (),
+        self, batches: Iterable[dict[str, Any]], distiller: Distiller, left_out: Sequence[str] = ()
     ) -> Iterator[dict[str, Any]]:
         """The batches, each yielded when those of the next ``prefetch`` are requested.
 

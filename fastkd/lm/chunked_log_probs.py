@@ -101,10 +101,7 @@ def _shapes(tensors, ids, k, *options):
 # Operators for PyTorch too: else each number of chunks would compile its own graph.
 @operator(_shapes)
 def token_log_probs(
-    tensors: list[Tensor | None],
-    ids: Tensor | None,
-    k: int,
-    options: TokenOptions,
+    tensors: list[Tensor | None], ids: Tensor | None, k: int, options: TokenOptions
 ) -> list[Tensor]:
     """log q(id) (R, K) of ``ids`` and log Σ exp(logits/τ) (R,).
 

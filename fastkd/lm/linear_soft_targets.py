@@ -801,11 +801,5 @@ class _ChunkedPass:
             factor = factor if weights is None else weights[:, None] * factor
             factor = factor if mask is None else mask[:, None] * factor
         return matched_rows(
-            divergence,
-            student,
-            teacher[0],
-            self.columns,
-            self.options.unmatched,
-            soft,
-            factor,
+            divergence, student, teacher[0], self.columns, self.options.unmatched, soft, factor
         )

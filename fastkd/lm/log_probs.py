@@ -64,11 +64,7 @@ def log_probs(
 
 @torch.no_grad()
 def top_k(
-    hidden: Tensor,
-    head: Tensor | Head,
-    k: int,
-    temperature: float,
-    chunk_bytes: int | None,
+    hidden: Tensor, head: Tensor | Head, k: int, temperature: float, chunk_bytes: int | None
 ) -> tuple[Tensor, Tensor]:
     """ids and log-probabilities (..., k) of the most probable tokens, for `fastkd.TopK.of`."""
     head = as_head("head", head)

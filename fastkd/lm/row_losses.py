@@ -157,13 +157,7 @@ def reference_rows(
         student = student.where(mask[:, None], 0)
         targets = targets if soft.tail else [x.where(mask[:, None], 0) for x in targets]
     loss = reference.soft_target_rows(
-        student,
-        targets,
-        soft,
-        match=match,
-        unmatched=unmatched,
-        log_mass=log_mass,
-        stored=stored,
+        student, targets, soft, match=match, unmatched=unmatched, log_mass=log_mass, stored=stored
     )
     return loss if mask is None else loss.where(mask, 0)
 

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
-from fastkd._core.numerics import (
-    GradientInForward,
-    apply,
-    reduced,
-    saveable,
-    upcast,
-)
+from fastkd._core.numerics import LossInCpp, apply, reduced, saveable, upcast
 from fastkd._core.plans import planned
 
 Heads = Literal["match", "mean"]
@@ -111,11 +105,7 @@ class AttentionLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        heads: Heads = "match",
-        *,
-        reduction: Reduction = "mean",
-        backend: Backend = "auto",
+        self, heads: Heads = "match", *, reduction: Reduction = "mean", backend: Backend = "auto"
     ) -> None:
         super().__init__()
         check.choice("heads", heads, HEADS)
@@ -165,7 +155,7 @@ def _attention_layers(
         entries = first.shape[1] * first.shape[2] ** 2
         terms = [by_reference(losses, entries, *pair, real) / len(pairs) for pair in pairs]
     elif runs_on == "cpp":
-        terms = [apply(_CppAttention, options, *pair, real, weights) for pair in pairs]
+        terms = [apply(LossInCpp, options, *pair, real, weights) for pair in pairs]
     else:
         from fastkd.kernels.pointers import layer_groups
         from fastkd.kernels.upstream import LossByKernel
@@ -205,6 +195,12 @@ class _Options:
     reduction: str  # applied by the kernels, which compute the gradient with the loss
     stacked = True
 
+    def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+        """Of one layer: student, teacher, mask, weights; see `LossInCpp`."""
+        maps = (x.contiguous() for x in tensors[:2])
+        options = self.mean, self.layers, self.reduction, needs[0]
+        return torch.ops.fastkd_cpp.attention(*maps, *tensors[2:], *options)
+
     def triton(
         self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor]:
@@ -215,23 +211,3 @@ class _Options:
         *maps, mask, weights = (None if x is None else x.contiguous() for x in tensors)
         n, options = len(maps) // 2, (self.mean, self.layers, self.reduction)
         return attention(maps[:n], maps[n:], mask, weights, upstream, *options, any(needs))
-
-
-class _CppAttention(GradientInForward):
-    """Loss of one layer over the number of layers; one pass over the rows, with the gradient."""
-
-    @staticmethod
-    def forward(ctx, options, student, teacher, mask, weights):
-        loss, *gradient = torch.ops.fastkd_cpp.attention(
-            student.contiguous(),
-            teacher.contiguous(),
-            mask,
-            weights,
-            options.mean,
-            options.layers,
-            options.reduction,
-            ctx.needs_input_grad[1],
-        )
-        ctx.save_for_backward(*gradient)
-        ctx.dtypes = [student.dtype] * len(gradient)
-        return loss

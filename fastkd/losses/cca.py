@@ -341,10 +341,7 @@ class CCALoss(InGroup):
             torch.mul(new, keep[:, None, None], out=old)
 
     def _warn_if_saturated(
-        self,
-        pairs: list[tuple[Tensor, Tensor]],
-        observed: Tensor | None,
-        ranks: Ranks | None,
+        self, pairs: list[tuple[Tensor, Tensor]], observed: Tensor | None, ranks: Ranks | None
     ) -> None:
         if torch.compiler.is_compiling():  # a graph must not depend on _warned
             return
@@ -366,7 +363,7 @@ class CCALoss(InGroup):
             warn_caller(
                 f"CCALoss: {observations} observations{with_memory} for {d_s} + {d_t} dimensions; "
                 f"{ones} of {min(d_s, d_t, rank)} correlations are 1 by counting alone, whatever "
-                "the student computes. Use memory=, larger batches, a larger ridge or top_k.",
+                "the student computes. Use memory=, larger batches, a larger ridge or top_k."
             )
 
     def extra_repr(self) -> str:

@@ -14,7 +14,7 @@ from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
 from fastkd._core.numerics import (
-    GradientInForward,
+    LossInCpp,
     Projector,
     apply,
     autocast_off,
@@ -223,7 +223,8 @@ def _cos_nce_layers(
         losses = []
         for layer in layers:
             if runs_on == "cpp":
-                losses.append(apply(_CppCosNCE, reduction, *layer, *labels_and_masks, weights))
+                arguments = *layer, *labels_and_masks, weights
+                losses.append(apply(LossInCpp, _Options(reduction, 1), *arguments))
             else:
                 terms, compared = _by_reference(*layer, *labels_and_masks)
                 losses.append(reduced(terms, compared, reduction, weights))
@@ -494,43 +495,6 @@ def _position_losses(
     return torch.where(compared, losses, 0)
 
 
-class _CppCosNCE(GradientInForward):
-    """The reduced loss and its gradient in one pass over the positions."""
-
-    # *tensors, because the compiler omits ctx where a call has as many arguments as forward has
-    # parameters.
-    @staticmethod
-    def forward(ctx, reduction, *tensors):
-        student, teacher, negatives, labels, mask, negatives_labels, negatives_mask, weights = (
-            tensors
-        )
-        rows, rows_mask = (teacher, mask) if negatives is None else (negatives, negatives_mask)
-        own, row_classes, classes = None, None, 1
-        if labels is not None:
-            own, row_classes, classes = _classes(labels, negatives_labels, values_readable(student))
-        elif rows.dim() == 4:  # each sample has its own negatives: one class a sample
-            classes, K = rows.shape[:2]
-            own = torch.arange(classes, device=rows.device)
-            row_classes = torch.arange(classes * K, device=rows.device) // max(K, 1)
-            rows, rows_mask = (None if x is None else x.flatten(0, 1) for x in (rows, rows_mask))
-        loss, *gradient = torch.ops.fastkd_cpp.cos_nce(
-            *(_with_equal_strides([x])[0] for x in (student, teacher, rows)),
-            mask,
-            rows_mask,
-            own,
-            row_classes,
-            None if weights is None else weights.flatten(),
-            classes=classes,
-            others=labels is not None,
-            own_too=labels is None and negatives is None,
-            reduction=reduction,
-            gradient=ctx.needs_input_grad[1],
-        )
-        ctx.save_for_backward(*gradient)
-        ctx.dtypes = [student.dtype] * len(gradient)
-        return loss
-
-
 def _sums_of_negatives(
     labels: Tensor | None, rows: Tensor, rows_labels: Tensor | None, rows_mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -636,6 +600,34 @@ class _Options:
     layers: int
     stacked = True
 
+    def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+        """Of one layer, as `_by_reference`, and weights; see `LossInCpp`."""
+        student, teacher, negatives, labels, mask, negatives_labels, negatives_mask, weights = (
+            tensors
+        )
+        rows, rows_mask = (teacher, mask) if negatives is None else (negatives, negatives_mask)
+        own, row_classes, classes = None, None, 1
+        if labels is not None:
+            own, row_classes, classes = _classes(labels, negatives_labels, values_readable(student))
+        elif rows.dim() == 4:  # each sample has its own negatives: one class a sample
+            classes, K = rows.shape[:2]
+            own = torch.arange(classes, device=rows.device)
+            row_classes = torch.arange(classes * K, device=rows.device) // max(K, 1)
+            rows, rows_mask = (None if x is None else x.flatten(0, 1) for x in (rows, rows_mask))
+        return torch.ops.fastkd_cpp.cos_nce(
+            *(_with_equal_strides([x])[0] for x in (student, teacher, rows)),
+            mask,
+            rows_mask,
+            own,
+            row_classes,
+            None if weights is None else weights.flatten(),
+            classes=classes,
+            others=labels is not None,
+            own_too=labels is None and negatives is None,
+            reduction=self.reduction,
+            gradient=needs[0],
+        )
+
     def triton(
         self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor]:
@@ -656,7 +648,7 @@ class _Options:
 class _TritonCosNCE(torch.autograd.Function):
     """Mean loss of layers of one shape, by `fastkd.kernels.contrastive`."""
 
-    # *tensors as in `_CppCosNCE`.
+    # *tensors as in `LossInCpp`.
     @staticmethod
     def forward(ctx, options, *tensors):
         from fastkd.kernels.contrastive import cos_nce

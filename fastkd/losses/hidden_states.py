@@ -13,7 +13,7 @@ from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
-    GradientInForward,
+    LossInCpp,
     Projector,
     apply,
     as_rows,
@@ -131,7 +131,7 @@ def hidden_state_loss(
         losses = by_reference(choices, 2 * student.shape[-1], *rows, real)
         losses = reduced(losses, real, reduction, weights)
     else:
-        losses = apply(_CppHiddenStates, options, *rows, real, weights)
+        losses = apply(LossInCpp, options, *rows, real, weights)
     return losses.reshape(leading) if reduction == "none" else losses
 
 
@@ -220,6 +220,11 @@ class _Options:
     reduction: str  # applied by the kernels, which compute the gradient with the loss
     stacked = False
 
+    def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+        """See `LossInCpp`."""
+        rows, options = dense_rows(*tensors[:2]), (self.kind, self.beta, self.reduction, needs[0])
+        return torch.ops.fastkd_cpp.hidden_states(*rows, *tensors[2:], *options)
+
     def triton(
         self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor]:
@@ -230,22 +235,3 @@ class _Options:
         mask, weights = (None if x is None else x.flatten().contiguous() for x in tensors[2:])
         options = self.kind, self.beta, self.reduction
         return hidden_states(student, teacher, mask, weights, upstream, *options, needs[0])
-
-
-class _CppHiddenStates(GradientInForward):
-    """The reduced loss and its gradient, in one pass over the rows."""
-
-    @staticmethod
-    def forward(ctx, options, student, teacher, mask, weights):
-        loss, *gradient = torch.ops.fastkd_cpp.hidden_states(
-            *dense_rows(student, teacher),
-            mask,
-            weights,
-            options.kind,
-            options.beta,
-            options.reduction,
-            ctx.needs_input_grad[1],
-        )
-        ctx.save_for_backward(*gradient)
-        ctx.dtypes = [student.dtype] * len(gradient)
-        return loss

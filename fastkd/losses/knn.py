@@ -1,6 +1,7 @@
 """Intra-class KNN loss (Saadi et al.): distance to the nearest teacher rows of the same label."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,7 @@ from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
 from fastkd._core.numerics import (
-    GradientInForward,
+    LossInCpp,
     Projector,
     apply,
     autocast_off,
@@ -406,6 +407,21 @@ class _Options:
     ignore_index: int
     reduction: str  # "mean" or "sum": C++ and Triton add the rows' losses
 
+    def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+        """See `LossInCpp`."""
+        student, teacher, *ranges, count, weights = tensors
+        wide = torch.float64 if ranges[-1].is_floating_point() else torch.int64
+        return torch.ops.fastkd_cpp.knn(
+            *dense_rows(student, teacher),
+            *(None if x is None else x.to(wide) for x in ranges),
+            count,
+            weights,
+            k=self.k,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            gradient=needs[0],
+        )
+
 
 class _TorchKNN(torch.autograd.Function):
     """Loss of each student row (N,), divided by ``count`` if given and not 0."""
@@ -427,28 +443,6 @@ class _TorchKNN(torch.autograd.Function):
         scale = grad * (2 / residual.shape[1])
         scale = scale if count is None else scale / count
         return (None, (residual * scale[:, None]).to(ctx.dtype)) + (None,) * 5
-
-
-class _CppKNN(GradientInForward):
-    """The reduced loss and its gradient, in one pass over the rows."""
-
-    @staticmethod
-    def forward(ctx, options, student, teacher, low, high, labels, count, weights):
-        wide = torch.float64 if labels.is_floating_point() else torch.int64
-        ranges = (None if x is None else x.to(wide) for x in (low, high, labels))
-        loss, *gradient = torch.ops.fastkd_cpp.knn(
-            *dense_rows(student, teacher),
-            *ranges,
-            count,
-            weights,
-            k=options.k,
-            ignore_index=options.ignore_index,
-            reduction=options.reduction,
-            gradient=ctx.needs_input_grad[1],
-        )
-        ctx.save_for_backward(*gradient)
-        ctx.dtypes = [student.dtype] * len(gradient)
-        return loss
 
 
 class _TritonKNN(torch.autograd.Function):
@@ -474,8 +468,4 @@ class _TritonKNN(torch.autograd.Function):
         return None, knn_backward(student, teacher, nearest, factor, grad), *[None] * 5
 
 
-_FUNCTIONS = {
-    "torch": _TorchKNN,
-    "triton": _TritonKNN,
-    "cpp": _CppKNN,
-}
+_FUNCTIONS = {"torch": _TorchKNN, "triton": _TritonKNN, "cpp": LossInCpp}

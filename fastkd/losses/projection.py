@@ -13,7 +13,7 @@ from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.numerics import (
-    GradientInForward,
+    LossInCpp,
     apply,
     as_rows,
     dense_rows,
@@ -360,7 +360,7 @@ def _layer_norm_mse(
         found = by_reference(losses, 2 * x.shape[-1], x, y)
         found = found if weights is None else found * weights
         return found.sum() / _divisor(x, options.reduction)
-    return apply(_CppLayerNormMSE, options, x, y, weights)
+    return apply(LossInCpp, options, x, y, weights)
 
 
 def _divisor(x: Tensor, reduction: str) -> int:
@@ -375,6 +375,12 @@ class _Options:
     reduction: str
     stacked = False
 
+    def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+        """See `LossInCpp`."""
+        x, y = dense_rows(*tensors[:2])
+        options = self.eps, _divisor(x, self.reduction)
+        return torch.ops.fastkd_cpp.layer_norm_mse(x, y, tensors[2], *options, *needs[:2])
+
     def triton(
         self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
     ) -> list[Tensor]:
@@ -384,20 +390,6 @@ class _Options:
         x, y = dense_rows(*tensors[:2])
         divisor = _divisor(x, self.reduction)
         return layer_norm_mse(x, y, tensors[2], upstream, self.eps, divisor, *needs[:2])
-
-
-class _CppLayerNormMSE(GradientInForward):
-    """Loss and gradients of rows (R, D), in one pass over the rows."""
-
-    @staticmethod
-    def forward(ctx, options, x, y, weights):
-        divisor = _divisor(x, options.reduction)
-        loss, *gradients = torch.ops.fastkd_cpp.layer_norm_mse(
-            *dense_rows(x, y), weights, options.eps, divisor, *ctx.needs_input_grad[1:3]
-        )
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [x.dtype] * len(gradients)
-        return loss
 
 
 class DualProjectionLoss(nn.Module):
