@@ -58,8 +58,7 @@ def layer_similarity(
         measures: "svcca", "pwcca", "cca", "cka", "unbiased_cka".
         other: a second model that reads the same tokens, for example a student; of any sizes.
         variance: fraction of the variance that SVCCA keeps, in (0, 1]; 1 keeps all (plain CCA).
-        gather: compare over the batches of all processes; each process reads its own.
-        group: the processes that gather, by default all.
+        gather, group: compare over the batches of all processes, or of a group; each reads its own.
 
     Returns:
         A matrix for each measure, float64 on the CPU: (L+1, L+1), or (L+1, L_other+1); row 0 is the

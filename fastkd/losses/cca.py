@@ -96,8 +96,8 @@ def cca_loss(
         reduction: over the leading dimensions: "sum", "none", or "mean" over those with at least
             two real observations.
         backend: "auto", "torch" or "triton".
-        gather: correlate over the observations of all processes; see `fastkd.distributed`.
-        group: the processes that gather, by default all.
+        gather, group: correlate over the observations of all processes, or of a group; see
+            `fastkd.distributed`.
 
     Returns:
         Scalar, or (*) for reduction "none"; float64 for float64, else float32. Fewer than two

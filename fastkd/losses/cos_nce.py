@@ -139,7 +139,6 @@ def cos_nce_loss(
         backend: "auto", "torch", "triton" or "cpp".
         gather: compare the samples of all processes as one batch, and shared ``negatives`` as one
             bank; see `fastkd.distributed`.
-        group: the processes that gather, by default all.
 
     Returns:
         Scalar, or (B, ...) for "none"; float32 (float64 for float64 inputs).

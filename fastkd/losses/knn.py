@@ -120,8 +120,7 @@ def knn_feature_loss(
         reduction: "sum" over rows, "mean" (the sum over the number of rows that are not ignored),
             or "none".
         backend: "auto", "torch", "triton" or "cpp".
-        gather: compare the rows of all processes as one batch; see `fastkd.distributed`.
-        group: the processes that gather, by default all.
+        gather, group: compare the rows of all processes, or of a group; see `fastkd.distributed`.
 
     Returns:
         Scalar, or (N,) for "none"; float32 (float64 for float64 inputs).

@@ -40,8 +40,7 @@ class FeatureQueue(InGroup):
         label_dtype: of the labels, wide enough for them and ``ignore_index``; floating for
             real-valued labels. Labels that it would round raise an error if values can be read.
         ignore_index: label of unfilled rows; pass the same to the loss.
-        gather: store the rows of all processes.
-        group: the processes that gather, by default all.
+        gather, group: store the rows of all processes, or of a group.
 
     ``enqueue(features, labels=None, mask=None)``, or a call, overwrites the oldest rows with rows
     (B, ...), detached. ``labels`` (B,) are 0 by default; ``mask`` (B,) is 1 for rows to store. It

@@ -167,8 +167,8 @@ def relation_loss(
             gradient. A weight of 0 is no mask: the sample still counts in the average. With
             ``segments`` all documents of a row have its weight. Not over samples.
         backend: ``"auto"``, ``"torch"``; ``"cpp"``, ``"triton"`` (only ``"l2"``, ``"pearson"``).
-        gather: compare the samples of all processes as one batch; see `fastkd.distributed`.
-        group: the processes that gather, by default all.
+        gather, group: compare the samples of all processes, or of a group; see
+            `fastkd.distributed`.
 
     Returns:
         Scalar in float32 (float64 for float64 input); 0 where nothing can be compared.
