@@ -389,10 +389,12 @@ def _by_reference(
     if normalize == "l2" and first.dtype == torch.float16:
         normalize = "l2 of float16"
     choices = relations, normalize, options.distance, options.temperature, options.eps
+    zero = functools.reduce(torch.add, (upcast(student[:0]).sum() for student, _ in pairs))
+    if options.tokens or options.samples:  # else the loss is in the students' graph by it alone
+        zero = zero.detach()
     terms = []
     for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
-        # Zero, in the graph of the students.
-        term = functools.reduce(torch.add, (upcast(student[:0]).sum() for student, _ in pairs))
+        term = zero
         for student, teacher in pairs if weight else ():
             rows = student, teacher, mask
             if over == "samples":
