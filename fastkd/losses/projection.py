@@ -288,10 +288,11 @@ def _row_losses(eps: float, x: Tensor, y: Tensor) -> Tensor:
 
 def _normalised(x: Tensor, eps: float) -> Tensor:
     """`F.layer_norm`; a row of equal numbers gives 0, and without ``eps`` its gradient is 0."""
-    centred = x - x.mean(-1, keepdim=True)
-    centred = centred - centred.detach() * (x == x[..., :1]).all(-1, keepdim=True)
-    variance = centred.square().mean(-1, keepdim=True) + eps
-    return centred * torch.where(variance == 0, 0, variance.where(variance != 0, 1).rsqrt())
+    x = x - x[..., :1].detach()  # which changes nothing else: equal numbers are 0, however large
+    if eps > 0:
+        return F.layer_norm(x, x.shape[-1:], eps=eps)
+    equal = (x.square() == 0).all(-1, keepdim=True)
+    return F.layer_norm(torch.where(equal, 0, x), x.shape[-1:], eps=0).masked_fill(equal, 0)
 
 
 @planned
