@@ -14,7 +14,6 @@ TRITON_FUNCTION = "attention_loss"
 pytestmark = pytest.mark.usefixtures("tensors_on_device")
 
 check = functools.partial(assert_matches_reference, attention_loss, attention_loss_ref)
-few_examples = settings(max_examples=15, deadline=None)
 
 
 def padding():
@@ -45,38 +44,6 @@ def test_matches_reference(backend, shape, dtype):
 
 
 @pytest.mark.parametrize("heads", ["match", "mean"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_masks_and_reductions(backend, reduction, heads):
-    student, teacher = maps(dtype=torch.float32)
-    upstream = torch.randn(3) if reduction == "none" else torch.tensor(-2.5)
-    for kind in (torch.bool, torch.int64):
-        for mask in (padding(), torch.ones(3, 5), torch.zeros(3, 5)):
-            options = {"reduction": reduction, "heads": heads, "upstream": upstream}
-            check(backend, student, teacher, mask.to(kind), **options)
-
-
-@pytest.mark.parametrize("heads", ["match", "mean"])
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
-def test_values_at_padding_have_no_effect(backend, bad, heads):
-    student, teacher = maps(dtype=torch.float32)
-    real = padding().bool()
-    padded = ~(real[:, None, :, None] & real[:, None, None, :]).expand_as(student)
-    clean = value_and_grad(
-        attention_loss, student, teacher, padding(), heads=heads, backend=backend
-    )
-    dirty = value_and_grad(
-        attention_loss,
-        student.masked_fill(padded, bad),
-        teacher.masked_fill(padded, bad),
-        padding(),
-        heads=heads,
-        backend=backend,
-    )
-    assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[1], clean[1])
-    assert (dirty[1][padded] == 0).all()
-
-
-@pytest.mark.parametrize("heads", ["match", "mean"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nan_at_real_tokens_gives_nan(backend, bad, heads):
     for side in (0, 1):
@@ -86,18 +53,12 @@ def test_nan_at_real_tokens_gives_nan(backend, bad, heads):
         assert not losses[2].isfinite() and losses[:2].isfinite().all()
 
 
-def test_loss_without_real_tokens_is_zero(backend):
+@pytest.mark.parametrize("heads", ["match", "mean"])
+def test_equal_maps_and_no_tokens_give_zero(backend, heads):
     student, teacher = maps(dtype=torch.float32)
-    cases = [
-        (student, teacher, torch.zeros(3, 5)),
-        (student, student, None),
-        (student[:0], teacher[:0], None),
-        (student[..., :0, :0], teacher[..., :0, :0], None),
-    ]
-    for s, t, mask in cases:
-        for heads in ("match", "mean"):
-            loss, grad = value_and_grad(attention_loss, s, t, mask, heads=heads, backend=backend)
-            assert loss == 0 and (grad == 0).all()
+    for pair in ((student, student), (student[..., :0, :0], teacher[..., :0, :0])):
+        loss, grad = value_and_grad(attention_loss, *pair, heads=heads, backend=backend)
+        assert loss == 0 and (grad == 0).all()
 
 
 def test_large_scores_do_not_overflow_in_a_sum(backend):
@@ -115,34 +76,16 @@ def test_strides(backend):
     check(backend, shared, torch.randn(2, 3, 6, 6))
 
 
-@few_examples
+@settings(max_examples=15, deadline=None)
 @given(B=st.integers(1, 3), N=st.integers(1, 20), seed=st.integers(0, 10**6))
-def test_loss_is_invariant_under_order_and_padding_of_tokens(B, N, seed):
-    """Tokens in another order, and more padding behind them."""
+def test_loss_is_invariant_under_order_of_tokens_and_heads(B, N, seed):
     torch.manual_seed(seed)
     student, teacher = maps(B, 2, N)
-    mask = torch.rand(B, N) < 0.7
+    mask, order = torch.rand(B, N) < 0.7, torch.randperm(N)
     loss = attention_loss(student, teacher, mask)
-    order = torch.randperm(N)
     moved = [x[:, :, order][:, :, :, order] for x in (student, teacher)]
     torch.testing.assert_close(attention_loss(*moved, mask[:, order]), loss)
-    longer = [torch.nn.functional.pad(x, (0, 3, 0, 3), value=torch.nan) for x in (student, teacher)]
-    more = torch.nn.functional.pad(mask, (0, 3))
-    torch.testing.assert_close(attention_loss(*longer, more), loss)
-    # The heads may be permuted too, equally for student and teacher.
     torch.testing.assert_close(attention_loss(student.flip(1), teacher.flip(1), mask), loss)
-
-
-@pytest.mark.parametrize("heads", ["match", "mean"])
-def test_gradcheck(heads):
-    student, teacher = maps(3, 2, 5, H_t=2)
-    student.requires_grad_()
-    for reduction in ("mean", "sum", "none"):
-        options = {"heads": heads, "reduction": reduction}
-        assert torch.autograd.gradcheck(
-            lambda x: attention_loss(x, teacher, padding(), **options),  # noqa: B023
-            student,
-        )
 
 
 @pytest.mark.parametrize("layers", [2, 9])
@@ -166,66 +109,31 @@ def test_layers_are_averaged(backend, layers):
         )
 
 
-def test_same_tensor_twice_and_backward_twice(backend):
+def test_a_layer_passed_twice(backend):
+    """Also in a graph."""
     student, teacher = maps(dtype=torch.float32)
     student.requires_grad_()
-    loss = AttentionLoss(backend=backend)([student, student], [teacher, teacher], padding())
-    first = torch.autograd.grad(loss, student, retain_graph=True)
-    assert torch.equal(torch.autograd.grad(loss, student)[0], first[0])
-    expected = value_and_grad(attention_loss, student, teacher, padding(), backend=backend)
-    torch.testing.assert_close((loss.detach(), first[0]), expected)
-
-
-@pytest.mark.parametrize("heads", ["match", "mean"])
-def test_loss_is_equal_under_autocast(backend, heads):
-    student, teacher = maps(dtype=torch.float32)
-    plain = value_and_grad(
-        attention_loss, student, teacher, padding(), heads=heads, backend=backend
-    )
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under = value_and_grad(
-            attention_loss, student, teacher, padding(), heads=heads, backend=backend
-        )
-    assert torch.equal(under[0], plain[0]) and torch.equal(under[1], plain[1])
-
-
-def test_one_graph_under_compile(backend):
     module = AttentionLoss(backend=backend)
-    compiled, _ = counted(module)
-    student, teacher = maps(dtype=torch.float32)
-    students = [student.requires_grad_()] * 2
-    for inputs in ((students, [teacher, teacher], padding()), (student, teacher)):
-        results = []
-        for function in (module, compiled):
-            loss = function(*inputs)
-            results.append((loss, *torch.autograd.grad(loss, student)))
-        torch.testing.assert_close(results[1], results[0])
+    expected = value_and_grad(attention_loss, student, teacher, padding(), backend=backend)
+    for call in (module, counted(module)[0]):
+        loss = call([student, student], [teacher, teacher], padding())
+        found = loss.detach(), *torch.autograd.grad(loss, student)
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    "change, message",
     [
-        ({"student": torch.zeros(2, 3, 4)}, ValueError, "student must have 4 dimensions"),
-        ({"student": torch.zeros(2, 3, 4, 5)}, ValueError, "queries and keys of the same tokens"),
-        (
-            {"student": torch.zeros(2, 0, 4, 4)},
-            ValueError,
-            "must have at least one head, got 0 and 3",
-        ),
-        ({"student": torch.zeros(2, 2, 4, 4)}, ValueError, "has 2 heads .* heads='mean'"),
-        ({"teacher": torch.zeros(2, 3, 5, 5)}, ValueError, "teacher must have shape"),
-        ({"teacher": torch.zeros(2, 3, 4, 4).half()}, TypeError, "teacher is torch.float16"),
-        ({"teacher": torch.zeros(2, 3, 4, 4).requires_grad_()}, ValueError, "teacher requires"),
-        ({"mask": torch.ones(2, 5)}, ValueError, "mask must have shape"),
-        ({"mask": torch.full((2, 4), 2)}, ValueError, "mask must hold only 0"),
-        ({"heads": "means"}, ValueError, "did you mean 'mean'"),
-        ({"reduction": "batchmean"}, ValueError, "reduction must be one of"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"student": torch.zeros(2, 3, 4)}, "student must have 4 dimensions"),
+        ({"student": torch.zeros(2, 3, 4, 5)}, "queries and keys of the same tokens"),
+        ({"student": torch.zeros(2, 0, 4, 4)}, "must have at least one head, got 0 and 3"),
+        ({"student": torch.zeros(2, 2, 4, 4)}, "has 2 heads .* heads='mean'"),
+        ({"heads": "means"}, "did you mean 'mean'"),
     ],
 )
-def test_invalid_arguments_are_named(change, error, message):
+def test_invalid_arguments_are_named(change, message):
     right = {"student": torch.zeros(2, 3, 4, 4), "teacher": torch.zeros(2, 3, 4, 4)}
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         attention_loss(**(right | change))
 
 
@@ -237,5 +145,3 @@ def test_invalid_layers_are_named():
         AttentionLoss()([student, student[:1]], [teacher, teacher[:1]])
     with pytest.raises(ValueError, match="did you mean 'match'"):
         AttentionLoss(heads="macht")
-    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-        attention_loss(student, teacher, backend="triton")

@@ -75,43 +75,16 @@ def test_matches_reference(backend, shape, dtype):
         check(backend, student, teacher, gradient_floor=floor, **options)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("masking", ["full", "empty", "one", "alternating", "random"])
-def test_masks_and_reductions(backend, masking, reduction):
-    student, teacher = features(5, 6, 8, dtype=torch.float32)
-    mask = {
-        "full": torch.ones(5, 6),
-        "empty": torch.zeros(5, 6),
-        "one": torch.zeros(5, 6).index_fill(1, torch.tensor([2]), 1),
-        "alternating": (torch.arange(30).view(5, 6) % 2),
-        "random": torch.rand(5, 6) > 0.5,
-    }[masking]
-    upstream = torch.randn(5, 6) if reduction == "none" else torch.tensor(-2.5)
-    for dtype, labels in ((torch.bool, None), (torch.int64, torch.tensor([3, 3, -1, 7, 3]))):
-        options = {"mask": mask.to(dtype), "labels": labels, "reduction": reduction}
-        check(backend, student, teacher, upstream=upstream, **options)
-
-
-def test_loss_without_real_samples_is_zero(backend):
+def test_loss_without_negatives_is_zero(backend):
     student, teacher = features(1, 4, 6, dtype=torch.float32)
     many = student.expand(3, 4, 6), teacher.expand(3, 4, 6)
-    cases = [
+    for pair, options in (
         ((student, teacher), {}),
         (many, {"labels": torch.tensor([2, 2, 2])}),
         (many, {"negatives": torch.empty(0, 4, 6)}),
-        ((student[:0], teacher[:0]), {}),
-        ((student[:, :0], teacher[:, :0]), {}),
-    ]
-    for (s, t), options in cases:
-        loss, grad = value_and_grad(cos_nce_loss, s, t, backend=backend, **options)
-        assert loss == 0
-        assert (grad == 0).all()
-
-
-def test_float64_runs_on_the_torch_backend():
-    student, teacher = features(3, 2, 4)
-    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-        cos_nce_loss(student, teacher, backend="triton")
+    ):
+        loss, grad = value_and_grad(cos_nce_loss, *pair, backend=backend, **options)
+        assert loss == 0 and (grad == 0).all()
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-20, 1e20, 1e36])
@@ -159,29 +132,6 @@ def test_few_negatives_among_many_samples(backend):
     labels = torch.zeros(65, dtype=torch.long).index_fill(0, torch.tensor([40]), 1)
     options = {"labels": labels, "reduction": "none", "upstream": torch.randn(65, 1)}
     check(backend, student, teacher, **options)
-
-
-def test_strides(backend):
-    student = torch.randn(6, 7, 5, 2)[..., 0].transpose(0, 2)  # (5, 7, 6)
-    teacher = torch.randn(5, 6, 7).transpose(1, 2)[:, ::1]
-    mask = (torch.rand(7, 5) > 0.3).t()
-    check(backend, student, teacher, mask=mask)
-    check(backend, student, teacher, negatives=torch.randn(7, 3, 6).transpose(0, 1))
-
-
-def test_gradcheck():
-    student, teacher = features(4, 2, 3)
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 1]])
-    for options in (
-        {},
-        {"mask": mask, "labels": torch.tensor([0, 1, 1, 2])},
-        {"negatives": torch.randn(3, 2, 3, dtype=torch.float64), "reduction": "none"},
-    ):
-
-        def loss(x, options=options):
-            return cos_nce_loss(x, teacher, **options)
-
-        assert torch.autograd.gradcheck(loss, student.requires_grad_())
 
 
 SIZES = (4, 5, 9, 17)
@@ -263,32 +213,17 @@ def test_compiles_with_one_tensor_as_several_arguments(backend, device):
 
 @pytest.mark.parametrize("shape", [(3, 2, 0), (3, 0), (0, 2, 4), (3, 0, 4), (0, 0, 0), (0, 4)])
 def test_empty_features(backend, shape):
+    """The cosine of a vector without entries is 0, as that of a zero vector."""
     student, teacher = sized(*shape)
-    for options in (
-        {},
-        {"labels": torch.arange(shape[0])},
-        {"negatives": torch.zeros(2, *shape[1:])},
-        {
-            "negatives": torch.zeros(2, *shape[1:]),
-            "labels": torch.arange(shape[0]),
-            "negatives_labels": torch.full((2,), -1),
-        },
-    ):
-        losses = cos_nce_loss(student, teacher, reduction="none", backend=backend, **options)
-        # The cosine of a vector without entries is 0, as that of a zero vector.
-        assert torch.equal(losses, torch.full(shape[:-1], 2.0))
-        assert_accurate(
-            losses, cos_nce_loss_ref(student, teacher, reduction="none", **options), torch.float32
+    own, bank = {"labels": torch.arange(shape[0])}, {"negatives": torch.zeros(2, *shape[1:])}
+    for options in ({}, own, bank, own | bank | {"negatives_labels": torch.full((2,), -1)}):
+        losses, grad = value_and_grad(
+            cos_nce_loss, student, teacher, reduction="none", backend=backend, **options
         )
-        (grad,) = torch.autograd.grad(losses.sum(), student)
+        assert torch.equal(losses, torch.full(shape[:-1], 2.0))
+        reference = cos_nce_loss_ref(student, teacher, reduction="none", **options)
+        assert_accurate(losses, reference, torch.float32)
         assert grad.shape == shape
-
-
-@pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_module_without_real_tokens_is_zero(backend, device, pool):
-    loss = CosNCELoss(6, 8, pool, backend=backend).to(device)
-    for mask in (None, torch.ones(3, 0)):
-        assert loss(torch.randn(3, 0, 6), torch.randn(3, 0, 8), mask) == 0
 
 
 def test_inference_mode_and_the_meta_device_with_a_bank(device):
@@ -343,57 +278,17 @@ def test_masked_and_labelled_negatives(backend, leading, positions, reduction):
         check(backend, student, teacher, upstream=upstream, reduction=reduction, **options)
 
 
-def test_masked_negative_has_no_effect(backend):
-    student, teacher = features(4, 3, 6, dtype=torch.float32)
-    bank = torch.randn(8, 3, 6)
-    filled = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0]).bool()
-    labels, bank_labels = torch.tensor([0, 1, 2, 9]), torch.arange(8) % 3
-    for named in (
-        {},
-        {"labels": labels, "negatives_labels": bank_labels},
-    ):
-        kept = dict(named)
-        if named:
-            kept["negatives_labels"] = bank_labels[filled]
-        few = value_and_grad(
-            cos_nce_loss, student, teacher, negatives=bank[filled], backend=backend, **kept
-        )
-        masked = value_and_grad(
-            cos_nce_loss,
-            student,
-            teacher,
-            negatives=bank.masked_fill(~filled[:, None, None], torch.inf),
-            negatives_mask=filled[:, None].expand(8, 3),
-            backend=backend,
-            **named,
-        )
-        assert_accurate(masked[0], few[0], torch.float32)
-        assert_accurate(masked[1], few[1], torch.float32)
-
-
 def test_negatives_equal_to_the_batch_give_the_in_batch_loss(backend):
     student, teacher = features(6, 3, 8, dtype=torch.float32)
     mask, labels = torch.rand(6, 3) > 0.3, torch.tensor([0, 1, 1, 2, 0, 5])
-    expected = value_and_grad(
-        cos_nce_loss, student, teacher, mask=mask, labels=labels, backend=backend
-    )
-    for each in (False, True):
-        bank = (teacher, mask, labels)
-        if each:
-            bank = tuple(x.expand(6, *x.shape) for x in bank)
-        actual = value_and_grad(
-            cos_nce_loss,
-            student,
-            teacher,
-            mask=mask,
-            labels=labels,
-            negatives=bank[0],
-            negatives_mask=bank[1],
-            negatives_labels=bank[2],
-            backend=backend,
-        )
-        assert_accurate(actual[0], expected[0], torch.float32)
-        assert_accurate(actual[1], expected[1], torch.float32)
+    options = {"mask": mask, "labels": labels, "backend": backend}
+    expected = value_and_grad(cos_nce_loss, student, teacher, **options)
+    bank = {"negatives": teacher, "negatives_mask": mask, "negatives_labels": labels}
+    each = {name: x.expand(6, *x.shape) for name, x in bank.items()}
+    for negatives in (bank, each):
+        actual = value_and_grad(cos_nce_loss, student, teacher, **negatives, **options)
+        for found, wanted in zip(actual, expected, strict=True):
+            assert_accurate(found, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["batch", "shared", "each", "same"])
@@ -439,63 +334,40 @@ def test_nan_in_a_negative_reaches_its_samples_only(backend):
     student, teacher = features(4, 1, 6, dtype=torch.float32)
     bank = torch.randn(5, 1, 6)
     bank[3, 0, 2] = torch.nan
+    named = {"labels": torch.arange(4), "negatives_labels": torch.tensor([0, 0, 1, 2, 7])}
     losses = cos_nce_loss(
-        student,
-        teacher,
-        negatives=bank,
-        labels=torch.tensor([0, 1, 2, 3]),
-        negatives_labels=torch.tensor([0, 0, 1, 2, 7]),
-        reduction="none",
-        backend=backend,
+        student, teacher, negatives=bank, reduction="none", backend=backend, **named
     )
     assert losses[:, 0].isnan().tolist() == [True, True, False, True]
 
 
 def test_module_takes_a_masked_bank(backend, device):
     loss = CosNCELoss(8, 6, pool="mean", backend=backend).to(device)
-    students, teachers = list(torch.randn(2, 4, 3, 8)), list(torch.randn(2, 4, 3, 6))
+    layers = list(torch.randn(2, 4, 3, 8)), list(torch.randn(2, 4, 3, 6))
     bank, filled = torch.randn(2, 9, 6), torch.arange(9) < 5
-    labels, bank_labels = torch.arange(4), torch.arange(9)
+    labels = {"labels": torch.arange(4)}
     masked = loss(
-        students,
-        teachers,
-        labels=labels,
-        negatives=list(bank),
-        negatives_mask=filled,
-        negatives_labels=bank_labels,
-    )
-    kept = loss(
-        students,
-        teachers,
-        labels=labels,
-        negatives=list(bank[:, :5]),
-        negatives_labels=bank_labels[:5],
-    )
+        *layers, **labels, negatives=list(bank.masked_fill(~filled[:, None], torch.inf)),
+        negatives_mask=filled, negatives_labels=torch.arange(9),
+    )  # fmt: skip
+    kept = loss(*layers, **labels, negatives=list(bank[:, :5]), negatives_labels=torch.arange(5))
     assert_accurate(masked, kept, torch.float32)
     with pytest.raises(ValueError, match=r"student must have 8 columns \(student_dim\)"):
-        loss(teachers, teachers)
+        loss(layers[1], layers[1])
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    batch=st.integers(2, 9),
-    positions=st.integers(1, 4),
-    size=st.integers(1, 9),
+    batch=st.integers(2, 9), positions=st.integers(1, 4), size=st.integers(1, 9),
     seed=st.integers(0, 2**16),
-)
+)  # fmt: skip
 def test_loss_is_invariant_under_order_scale_and_rotation(batch, positions, size, seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    student, teacher = draw(batch, positions, size), draw(batch, positions, size)
-    labels = torch.randint(0, 3, (batch,), generator=generator)
-    mask = torch.rand(batch, positions, generator=generator) > 0.3
+    torch.manual_seed(seed)
+    student, teacher = features(batch, positions, size)
+    labels, mask = torch.randint(0, 3, (batch,)), torch.rand(batch, positions) > 0.3
     losses = cos_nce_loss(student, teacher, labels=labels, mask=mask, reduction="none")
-    # The order of the samples does not matter, nor any positive scale or rotation.
-    order = torch.randperm(batch, generator=generator)
-    rotation = torch.linalg.qr(draw(size, size)).Q
+    order = torch.randperm(batch)
+    rotation = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64)).Q
     again = cos_nce_loss(
         3 * student[order] @ rotation,
         0.5 * teacher[order] @ rotation,
@@ -504,13 +376,6 @@ def test_loss_is_invariant_under_order_scale_and_rotation(batch, positions, size
         reduction="none",
     )
     assert torch.allclose(again, losses[order], atol=1e-9)
-    # In-batch negatives are given negatives.
-    others = torch.stack([teacher[[j for j in range(batch) if j != i]] for i in range(batch)])
-    assert torch.allclose(
-        cos_nce_loss(student, teacher, reduction="none"),
-        cos_nce_loss(student, teacher, negatives=others, reduction="none"),
-        atol=1e-9,
-    )
     rounding = 4 * torch.finfo(torch.float64).eps
     assert -rounding <= cos_nce_loss(student, teacher) <= 4 + rounding
 
@@ -567,47 +432,34 @@ def test_module_averages_layers(backend, device):
         loss([students[0], students[1][:2]], [teachers[0], teachers[1][:2]])
 
 
+BANK = {"negatives": torch.randn(6, 3, 8)}
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        ({"teacher": torch.randn(4, 3, 7)}, ValueError, r"teacher must have shape \(4, 3, 8\)"),
-        ({"student": torch.randn(8)}, ValueError, "student must have at least 2 dimensions"),
-        ({"labels": torch.zeros(5)}, ValueError, r"labels must have shape \(4,\)"),
-        ({"negatives": torch.randn(6, 2, 8)}, ValueError, r"negatives must have shape \(K, 3, 8\)"),
-        ({"negatives": torch.randn(5, 6, 3, 8)}, ValueError, "negatives must have shape"),
+        ({"student": torch.randn(8)}, "student must have at least 2 dimensions"),
+        ({"labels": torch.zeros(5)}, r"labels must have shape \(4,\)"),
+        ({"negatives": torch.randn(6, 2, 8)}, r"negatives must have shape \(K, 3, 8\)"),
+        ({"negatives": torch.randn(5, 6, 3, 8)}, "negatives must have shape"),
+        (BANK | {"labels": torch.zeros(4)}, "negatives are given; pass both or neither"),
+        (BANK | {"negatives_labels": torch.zeros(6)}, "pass both or neither"),
+        ({"negatives_mask": torch.ones(6, 3)}, "negatives_mask belongs to negatives"),
         (
-            {"negatives": torch.randn(6, 3, 8), "labels": torch.zeros(4)},
-            ValueError,
-            "negatives are given; pass both or neither",
-        ),
-        (
-            {"negatives": torch.randn(6, 3, 8), "negatives_labels": torch.zeros(6)},
-            ValueError,
-            "pass both or neither",
-        ),
-        ({"negatives_mask": torch.ones(6, 3)}, ValueError, "negatives_mask belongs to negatives"),
-        (
-            {"negatives": torch.randn(6, 3, 8), "negatives_mask": torch.ones(6)},
-            ValueError,
+            BANK | {"negatives_mask": torch.ones(6)},
             r"negatives_mask must have shape \(6, 3\) \(the leading dimensions of negatives\)",
         ),
         (
-            {
-                "negatives": torch.randn(6, 3, 8),
-                "labels": torch.zeros(4),
-                "negatives_labels": torch.zeros(4, 6),
-            },
-            ValueError,
+            BANK | {"labels": torch.zeros(4), "negatives_labels": torch.zeros(4, 6)},
             r"negatives_labels must have shape \(6,\)",
         ),
-        ({"reduction": "means"}, ValueError, "did you mean 'mean'"),
-        ({"backend": "cuda"}, ValueError, "backend must be one of"),
+        ({"reduction": "means"}, "did you mean 'mean'"),
     ],
 )
-def test_bad_input(change, error, message):
+def test_bad_input(change, message):
     arguments = {"student": torch.randn(4, 3, 8), "teacher": torch.randn(4, 3, 8)} | change
-    with pytest.raises(error, match=message):
-        cos_nce_loss(arguments.pop("student"), arguments.pop("teacher"), **arguments)
+    with pytest.raises(ValueError, match=message):
+        cos_nce_loss(**arguments)
 
 
 def test_a_nan_weight_of_a_position_without_negatives(backend, device):

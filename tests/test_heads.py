@@ -44,8 +44,12 @@ DIVERGENCES = [
     Divergence("lk"),
     Divergence("mixed", mix=0.3),
 ]
-ids = functools.partial(str)
 V = 13
+
+
+def alternating(rows, options):
+    """Each row with one of the options, which run outside of the divergences."""
+    return list(zip(rows, itertools.cycle(options), strict=False))
 
 
 def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
@@ -82,7 +86,7 @@ def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
             + 0.75 * (0.5 * math.log(2 / 3) + 0.5 * math.log(2)),
         ),
     ],
-    ids=ids,
+    ids=str,
 )
 def test_divergences_by_hand(divergence, value):
     student, teacher = torch.zeros(1, 2).double(), torch.tensor([[3.0, 1.0]]).double().log()
@@ -103,7 +107,7 @@ def test_divergences_by_hand(divergence, value):
         (Divergence("lk", rate=0), "forward_kl"),
         (Divergence("adaptive_kl"), "adaptive_kl"),
     ],
-    ids=ids,
+    ids=str,
 )
 def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
     student, teacher = torch.randn(2, 3, 7, dtype=torch.float64)
@@ -111,8 +115,9 @@ def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
     assert all(map(torch.equal, loss(divergence=one), loss(divergence=other)))
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+@pytest.mark.parametrize(
+    ("divergence", "reduction"), alternating(DIVERGENCES, ["batchmean", "none"]), ids=str
+)
 def test_divergences_of_logits(backend, device, divergence, reduction):
     dtype = torch.float32 if backend == "triton" else torch.float64
     student, teacher = (2 * torch.randn(2, 5, 9, dtype=dtype)).to(device)
@@ -218,29 +223,6 @@ def test_gradient_of_a_small_acceptance_does_not_vanish(backend, device):
     value, grad = value_and_grad(soft_target_loss, student, student.flip(-1), **options)
     assert value.item() == pytest.approx(40 - math.log(2), rel=1e-6)
     torch.testing.assert_close(grad, torch.tensor([[0.5, -0.5]], device=device))
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("side", ["student", "teacher"])
-@pytest.mark.parametrize("divergence", WITH_COEFFICIENT, ids=ids)
-def test_nan_is_not_hidden(backend, device, divergence, side, bad):
-    pair = {"student": torch.randn(3, 6, device=device), "teacher": torch.randn(3, 6).to(device)}
-    pair[side][1, 2] = bad
-    options = dict(divergence=divergence, reduction="none", backend=backend)
-    value = soft_target_loss(*pair.values(), **options)
-    assert value[1].isnan() and value[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "divergence", [x for x in WITH_COEFFICIENT if x.name not in OF_OVERLAP], ids=ids
-)
-def test_gradcheck_of_divergences(divergence):
-    student, teacher = torch.randn(2, 3, 5, dtype=torch.float64)
-    for backend in ("torch", "auto"):
-        loss = functools.partial(
-            soft_target_loss, teacher_logits=teacher, divergence=divergence, backend=backend
-        )
-        assert torch.autograd.gradcheck(loss, (student.requires_grad_(),))
 
 
 @pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl", "total_variation"])
@@ -363,7 +345,7 @@ def test_the_heads_gradient_is_allocated_once():
 
 
 @MARKS["cpp"][0]
-@pytest.mark.parametrize("divergence", ["reverse_kl", "js", *DIVERGENCES], ids=ids)
+@pytest.mark.parametrize("divergence", ["reverse_kl", "js", *DIVERGENCES], ids=str)
 def test_cpp_rows_equal_pytorch(divergence):
     (h, w, b), (h_t, w_t, _) = heads(20)
     labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
@@ -518,26 +500,6 @@ def test_backward_twice_and_in_any_size():
         torch.testing.assert_close(b, a / 2)
 
 
-def test_gradcheck_of_all_terms():
-    student, (h_t, w_t, b_t) = heads(4)
-    labels = torch.tensor([1, 2, -100, 0])
-    for reduction in ("batchmean", "none"):
-
-        def loss(h, w, b, reduction=reduction):
-            return linear_soft_target_loss(
-                h,
-                Head(w, b, 0.8, 4.0),
-                h_t,
-                Head(w_t, b_t),
-                vocabulary=V - 1,
-                divergence=Divergence("js", beta=0.3),
-                task=CrossEntropy(labels, 0.4, label_smoothing=0.1, z_loss=0.1),
-                reduction=reduction,
-            )
-
-        assert torch.autograd.gradcheck(loss, student)
-
-
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_compiled_loss_equals_eager(teacher):
     def step(h, w, b, h_t, w_t, labels, words, log_probs):
@@ -560,28 +522,6 @@ def test_compiled_loss_equals_eager(teacher):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = [(x := run(*given), *torch.autograd.grad(x, student)) for run in (compiled, step)]
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_not_rounded(dtype):
-    """Logits are never rounded to half precision, also for labels."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (24, 512), (8000, 512), (24, 256), (8000, 256)
-    h, w, h_t, w_t = (torch.randn(s, generator=generator) for s in shapes)
-    w, w_t = w * 3 / 512**0.5, w_t * 3 / 256**0.5
-    labels = torch.arange(24) * 300
-    parts = [x.to(dtype) for x in (h, w, h_t, w_t)]
-
-    def grads(loss, h, w, *teacher):
-        h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
-        return torch.autograd.grad(
-            loss(h, Head(w, softcap=30.0), *teacher, task=CrossEntropy(labels, 0.5)), (h, w)
-        )
-
-    exact = grads(linear_soft_target_loss_ref, *(x.double() for x in parts))
-    for found, right in zip(grads(linear_soft_target_loss, *parts), exact, strict=True):
-        assert found.dtype == dtype
-        assert relative_error(found, right) <= 2 * relative_error(right.to(dtype), right)
 
 
 @pytest.mark.parametrize("has_unit", [True, False])
@@ -659,7 +599,7 @@ def test_columns_beyond_the_vocabulary_are_removed():
 # Top k
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
+@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 def test_top_k_of_all_tokens_equals_the_whole_distribution(divergence):
     student = torch.randn(5, V, dtype=torch.float64)
     top, full = top_k(5, k=V)
@@ -754,8 +694,9 @@ def test_a_small_rest_of_the_student_is_exact(backend, device):
         torch.testing.assert_close(x.double(), right, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=ids)
+@pytest.mark.parametrize(
+    ("divergence", "tail"), alternating(DIVERGENCES, ["bucket", "renormalise"]), ids=str
+)
 def test_top_k_of_a_student_of_nan(backend, device, tail, divergence):
     top, _ = top_k(3, k=4, tail=tail, dtype=torch.float32)
     top = TopK(top.ids.to(device), top.log_probs.to(device), tail)
@@ -1228,8 +1169,3 @@ def test_invalid_arguments_are_named(place):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         call()
     assert "\n" not in str(raised.value)
-
-
-def test_head_classes_are_public():
-    for name in ("CrossEntropy", "Divergence", "Head", "TopK"):
-        assert name in fastkd.__all__

@@ -161,6 +161,7 @@ def test_projection_applies_its_weight(sizes, layers, is_orthogonal):
     x = torch.randn(2, 3, 2, sizes[0], dtype=torch.float64)
     torch.testing.assert_close(module(x), x @ module.weight)
     torch.testing.assert_close(module(x[0, 0, 0]), x[0, 0, 0] @ module.weight)
+    assert module._last_inverse is None  # factorised on the CPU
 
 
 def test_projection_is_the_product_of_cayley_matrices():
@@ -282,14 +283,6 @@ def test_projection_under_autocast():
         assert torch.equal(under, module(x))
 
 
-def test_projection_factorises_on_the_cpu():
-    projection = randomise(OrthogonalProjection(4, 4))
-    x = torch.randn(3, 4)
-    assert torch.equal(projection(x), projection(x))
-    assert projection.weight.shape == (4, 4)
-    assert projection._last_inverse is None
-
-
 def test_projection_bad_input():
     with pytest.raises(ValueError, match=r"backend must be .* did you mean 'torch'"):
         OrthogonalProjection(4, 4, backend="pytorch")
@@ -350,21 +343,6 @@ def test_layer_norm_mse_ragged_shapes(backend, device, shape):
     check_against_oracle(*make_pair(*shape, device=device), backend, reduction="batchmean")
 
 
-@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6)])
-@pytest.mark.parametrize("reduction", ["mean", "batchmean", "sum"])
-def test_layer_norm_mse_without_rows_is_zero(backend, device, shape, reduction):
-    x, y = make_pair(*shape, device=device)
-    loss, dx, dy = value_and_grads(layer_norm_mse, x, y, reduction=reduction, backend=backend)
-    assert loss.item() == 0
-    assert dx.shape == dy.shape == shape
-
-
-def test_layer_norm_mse_strided(backend, device):
-    x, y = make_pair(6, 5, 40, device=device)
-    check_against_oracle(x.transpose(0, 1)[:, 1:, ::2], y.transpose(0, 1)[:, 1:, ::2], backend)
-    check_against_oracle(x[:1, :1].expand(6, 5, 40), y, backend)
-
-
 def test_layer_norm_mse_gradient_of_one_input(backend, device):
     x, y = make_pair(4, 10, device=device)
     _, dx, dy = value_and_grads(layer_norm_mse_ref, x, y)
@@ -373,12 +351,6 @@ def test_layer_norm_mse_gradient_of_one_input(backend, device):
         (3 * layer_norm_mse(a, b, backend=backend)).backward()
         torch.testing.assert_close(a.grad if first else b.grad, dx if first else dy)
         assert (b.grad if first else a.grad) is None
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-4, 1e4, 1e15])
-def test_layer_norm_mse_tiny_and_huge(backend, device, scale):
-    x, y = make_pair(4, 33, device=device)
-    check_against_oracle(x * scale, y, backend)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
@@ -422,21 +394,6 @@ def test_layer_norm_mse_constant_rows(backend, device):
     _, dx, dy = value_and_grads(layer_norm_mse, x, y, backend=backend)
     assert (dx[0] == 0).all() and (dy[0] == 0).all()
     assert dx.isfinite().all() and dy.isfinite().all()
-
-
-def test_layer_norm_mse_gradcheck():
-    x, y = (z.requires_grad_() for z in make_pair(3, 6, dtype=torch.float64))
-    for reduction in ("mean", "batchmean", "sum"):
-        assert torch.autograd.gradcheck(
-            functools.partial(layer_norm_mse, reduction=reduction), (x, y)
-        )
-
-
-def test_layer_norm_mse_backward_twice(backend, device):
-    x, y = (z.requires_grad_() for z in make_pair(3, 6, device=device))
-    loss = layer_norm_mse(x, y, backend=backend)
-    first = torch.autograd.grad(loss, (x, y), retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(loss, (x, y))))
 
 
 @few_examples
@@ -520,16 +477,14 @@ def test_dual_loss_sizes_share_two_graphs(device):
     assert count_graphs(module, calls, rtol=1e-4, atol=1e-5) <= 2
 
 
-def test_teachers_made_in_inference_mode(backend, device):
+def test_rows_made_in_inference_mode(backend, device):
+    """As either argument, and by a solve or a product with W."""
     with torch.inference_mode():
         x = torch.randn(4, 6, device=device)
-        tokens, mask = torch.randn(4, 3, 6, device=device), torch.ones(4, 3, device=device)
-    layer_norm_mse(learns(4, 6, device=device), x, backend=backend).backward()
     layer_norm_mse(x, learns(4, 6, device=device), backend=backend).backward()
     for is_orthogonal in (True, False):
         module = DualProjectionLoss(8, 6, orthogonal=is_orthogonal, backend=backend).to(device)
-        module(learns(4, 3, 8, device=device), tokens, mask).backward()
-        for rows in (x, x.repeat(5, 1)):  # by a solve, and by a product with W
+        for rows in (x, x.repeat(5, 1)):
             module.teacher_projection(rows).sum().backward()
 
 
@@ -632,18 +587,13 @@ def test_dual_loss_pools_real_tokens():
         torch.testing.assert_close(dual_grads(loss, module, x), right)
 
 
-def test_dual_loss_without_any_token_is_zero():
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 0)])
+def test_dual_loss_without_tokens_of_one_model_is_zero(lengths):
     module = randomise(DualProjectionLoss(4, 6))
-    for samples in (0, 2):
-        student = torch.randn(samples, 5, 4, requires_grad=True)
-        loss = module(student, torch.randn(samples, 5, 6), torch.zeros(samples, 5))
-        assert loss.item() == 0
-        assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
-    for lengths in ((0, 0), (0, 3), (3, 0)):
-        student, teacher = (torch.randn(2, N, D) for N, D in zip(lengths, (4, 6), strict=True))
-        loss = module(student.requires_grad_(), teacher)
-        assert loss.item() == 0
-        assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
+    student, teacher = (torch.randn(2, N, D) for N, D in zip(lengths, (4, 6), strict=True))
+    loss = module(student.requires_grad_(), teacher)
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in dual_grads(loss, module, student))
 
 
 def test_dual_loss_teacher_with_its_own_tokens():
@@ -683,8 +633,6 @@ def test_dual_loss_bad_input():
         module(student, teacher[:2])
     with pytest.raises(ValueError, match=r"student must be \(B, D\) or \(B, N, D\)"):
         module(torch.randn(1, 1, 3, 4), teacher)
-    with pytest.raises(ValueError, match=r"teacher.detach\(\)"):
-        module(student, teacher.requires_grad_())
     with pytest.raises(ValueError, match="gamma must be at most 1"):
         DualProjectionLoss(4, 6, gamma=1.5)
     with pytest.raises(ValueError, match="did you mean 'mean'"):

@@ -1,13 +1,13 @@
-"""Attention maps: `attention`, the oracle.
+"""Attention maps: `attention`, the oracle; `RANDOM` calls against it; `subjects` of features."""
 
-`RANDOM` calls are held against it; no (B, N, D) features, so no `subjects`.
-"""
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 import fastkd
 from tests.support.draw import Case, Draw, reduced
+from tests.support.subject import Subject
 
 
 def attention(student: Tensor, teacher: Tensor, mask: Tensor, heads: str) -> Tensor:
@@ -58,3 +58,23 @@ def random_attention(draw: Draw) -> Case:
 
 
 RANDOM = {"attention": random_attention}
+
+
+def maps(x: Tensor) -> Tensor:
+    """Two heads (B, 2, N, N) of features (B, N, D), with NaN in rows and columns of padding."""
+    if not isinstance(x, Tensor) or x.is_sparse:
+        return x
+    heads = [x[..., i, None] for i in (0, 1)]
+    return torch.stack([rows - 2 * rows.mT for rows in heads], 1)  # ∞ − ∞ is NaN
+
+
+def subjects(backend: str) -> Iterator[Subject]:
+    for name, options in (("", {}), (" of means", {"heads": "mean"})):
+        yield Subject(
+            f"attention_loss{name}",
+            lambda s, t, m, options=options: fastkd.attention_loss(
+                maps(s), maps(t), m, backend=backend, **options
+            ),
+        )
+    module = fastkd.AttentionLoss(backend=backend)
+    yield Subject("AttentionLoss", lambda s, t, m: module(maps(s), maps(t), m), module)
