@@ -13,8 +13,6 @@ from tests.distill.models import set_dropout
 from tests.distill.test_trainer import arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "any_loop.md"
-
-
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 

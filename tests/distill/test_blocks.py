@@ -9,6 +9,7 @@ from torch import nn
 from fastkd.distill import METHODS, AttentionMSE, Blocks, Distiller, method_by_name
 from fastkd.distill.verify import verify
 from tests.distill.models import ready
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -147,23 +148,22 @@ def test_the_same_step_in_every_way():
 
 
 def test_wrong_arguments_are_errors():
-    model = Patches(2)
-    for name, options in {
-        "blocks": {"blocks": "layers"},
-        "final": {"blocks": "blocks", "final": "nrm"},
-        "embeddings": {"blocks": "blocks", "embeddings": "emb"},
-        "pass the name of a filled ModuleList or Sequential": {"blocks": "norm"},
-    }.items():
-        with pytest.raises(ValueError, match=name):
-            Blocks(model, hidden_size=16, **options)
-    with pytest.raises(TypeError, match=r"describe any other with fastkd.distill.Blocks"):
-        Distiller(model, Patches(1), method_by_name("fcd"))
-    with pytest.raises(TypeError, match=r"\(Patches\) takes no input 'imag'; did you mean 'image'"):
-        Distiller(*pair(), method_by_name("fcd"))(imag=data()["image"])
-    with pytest.raises(ValueError, match="compares attention maps"):
-        Distiller(*pair(), AttentionMSE())
-    with pytest.raises(ValueError, match="has no head"):
-        Distiller(pair()[0], Blocks(model, "blocks", hidden_size=16), method_by_name("fcd"))
+    model, (teacher, student) = Patches(2), pair()
+    for options, words in (
+        ({"blocks": "layers"}, "blocks"),
+        ({"blocks": "blocks", "final": "nrm"}, "final"),
+        ({"blocks": "blocks", "embeddings": "emb"}, "embeddings"),
+        ({"blocks": "norm"}, "pass the name of a filled ModuleList or Sequential"),
+    ):
+        raises(words, Blocks, model, hidden_size=16, **options)
+    fcd, words = method_by_name("fcd"), r"describe any other with fastkd.distill.Blocks"
+    raises(words, Distiller, model, Patches(1), fcd, error=TypeError)
+    words = r"\(Patches\) takes no input 'imag'; did you mean 'image'"
+    raises(words, Distiller(teacher, student, fcd), error=TypeError, imag=data()["image"])
+    raises("compares attention maps", Distiller, teacher, student, AttentionMSE())
+    headless = Blocks(model, "blocks", hidden_size=16)
+    raises("has no head", Distiller, teacher, headless, fcd)
     student = Blocks(model, "blocks", hidden_size=16, output_size=3)
-    with pytest.raises(ValueError, match=r"pass embeddings=..., or set the method's perturb=False"):
-        Distiller(pair()[0], student, method_by_name("lrc_bert", preset="paper"))(**data())
+    distiller = Distiller(teacher, student, method_by_name("lrc_bert", preset="paper"))
+    words = r"pass embeddings=..., or set the method's perturb=False"
+    raises(words, distiller, **data())

@@ -52,13 +52,10 @@ def make(name="fcd", family="bert", teacher_layers=4, **options):
 
 
 # tests/distill/test_support.py takes a step of every family by every method.
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("bert", name) for name in METHODS),
-        *((family, list(METHODS)[i % len(METHODS)]) for i, family in enumerate(FAMILIES[1:], 1)),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), [
+    *(("bert", name) for name in METHODS),
+    *((family, list(METHODS)[i % len(METHODS)]) for i, family in enumerate(FAMILIES[1:], 1)),
+])  # fmt: skip
 def test_every_family_and_every_method_learns(family, name):
     distiller = make(name, family).train()
     teacher = {k: v.clone() for k, v in distiller.teacher.state_dict().items()}
@@ -181,12 +178,16 @@ def shifts(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("family", ["xlnet", "gpt2", "albert", "llama"])
+@pytest.mark.parametrize("family", ["xlnet", "gpt2", "albert", "llama", "bert"])
 def test_unit_gradient_is_per_sample_in_every_layout(family, shifts):
-    distiller = make("lrc_bert", family).train()
-    distiller(**batch_for(family))
-    shift = shifts[0].transpose(0, Backbone(distiller.student).batch_dim)
-    torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.ones(6))
+    """Of BERT a weak loss: unscaled, its float16 gradients at the embeddings would all be zero."""
+    weak = dict.fromkeys(("alpha", "beta", "gamma"), 1e-6) if family == "bert" else {}
+    distiller = make("lrc_bert", family, **weak).train()
+    with torch.autocast("cpu", torch.float16, enabled=family == "bert"):
+        assert distiller(**batch_for(family)).loss.isfinite()
+    shift = shifts[0].transpose(0, Backbone(distiller.student).batch_dim).float()
+    tolerance = {"atol": 1e-2, "rtol": 0} if weak else {}
+    torch.testing.assert_close(shift.flatten(1).norm(dim=1), torch.ones(6), **tolerance)
 
 
 def test_unit_gradient_runs_the_teacher_once_and_only_in_training():
@@ -208,14 +209,6 @@ def test_unit_gradient_without_a_gradient_moves_nothing():
     distiller = make("lrc_bert", beta=0.0, gamma=0.0).train()
     out, gradients = step(distiller, batch(rows=1, padding=0))
     assert out.loss.isfinite() and all(g.isfinite().all() for g in gradients.values())
-
-
-def test_unit_gradient_needs_the_embedding_layer(monkeypatch):
-    distiller = make("lrc_bert", "gpt2").train()
-    embeddings = torch.randn(6, 10, 16)
-    with pytest.raises(ValueError, match="pass input_ids, or set perturb=False"):
-        monkeypatch.setattr(Distiller, "losses", lambda self, step: (step.student.logits.sum(), {}))
-        distiller(inputs_embeds=embeddings, labels=batch()["labels"])
 
 
 LANGUAGE_HEADS = ("masked words", "next word")
@@ -256,13 +249,6 @@ class ReadsUndeclared(Reads):
 
     def soft(self, step):
         return FCD.soft(self, step)
-
-
-def test_an_undeclared_term_on_logits_is_an_error():
-    teacher = model(t.AutoModelForCausalLM, "llama")
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), ReadsUndeclared())
-    with pytest.raises(ValueError, match=r"the teacher's logits, .* add it to logit_terms"):
-        distiller(**support.data_of("llama", "next word"))
 
 
 def test_a_schedule_without_progress_warns_once():
@@ -398,12 +384,6 @@ def test_a_student_has_its_teachers_problem_type(cached, tmp_path):
     student.config.problem_type = "regression"
     words = "problem_type is regression and the teacher's multi_lab"
     raises(words, Distiller, teacher, student, SoftTargets())
-
-
-def test_logits_without_a_label_dimension_are_an_error():
-    teacher, student = pair("electra", head=t.ElectraForPreTraining)  # a logit for each token
-    with pytest.raises(ValueError, match=r"soft term needs logits of 2 labels.* \(6, 10\)"):
-        Distiller(teacher, student, SoftTargets(alpha=1.0))(**batch())
 
 
 def test_multiple_choice_compares_the_choices_of_a_question():
@@ -593,13 +573,10 @@ def test_packed_rows_are_found_in_a_graph_of_changing_sizes():
         torch.testing.assert_close(compiled(data), read(data))
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *((name, "position_ids") for name in UNSUPERVISED_BY_CLASS),
-        *(("fcd", how) for how in HOW_PACKED[1:]),
-    ],
-)
+@pytest.mark.parametrize(("name", "how"), [
+    *((name, "position_ids") for name in UNSUPERVISED_BY_CLASS),
+    *(("fcd", how) for how in HOW_PACKED[1:]),
+])  # fmt: skip
 def test_packed_rows_equal_padded_rows(name, how):
     distiller, texts = ready(*decoders(), name), documents()
     assert_same_step(distiller, packed(texts, how), step(distiller, padded(texts)))
@@ -735,16 +712,6 @@ def test_autocast_is_close_to_full_precision(family, name):
     torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
 
 
-def test_unit_gradient_survives_gradients_too_small_for_float16(shifts):
-    """A weak loss: unscaled, its float16 gradients at the embeddings would all be zero."""
-    distiller = make("lrc_bert", alpha=1e-6, beta=1e-6, gamma=1e-6).train()
-    with torch.autocast("cpu", torch.float16):
-        loss = distiller(**batch()).loss
-    assert loss.isfinite()
-    norms = shifts[0].float().flatten(1).norm(dim=1)
-    torch.testing.assert_close(norms, torch.ones(6), atol=1e-2, rtol=0)
-
-
 @pytest.mark.parametrize("name", list(METHODS))
 def test_half_precision_models(name):
     for dtype in (torch.float32, torch.bfloat16):
@@ -756,11 +723,23 @@ def test_half_precision_models(name):
         assert all(p.grad is not None for p in distiller.parameters() if p.requires_grad)
 
 
-def test_checkpointing_that_hides_attention_maps_is_an_error():
+def test_terms_that_a_model_does_not_give_are_errors(monkeypatch):
+    """Of undeclared logits, logits without labels, hidden attention maps, given embeddings."""
+    teacher = model(t.AutoModelForCausalLM, "llama")
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), ReadsUndeclared())
+    words = r"the teacher's logits, .* add it to logit_terms"
+    raises(words, distiller, **support.data_of("llama", "next word"))
+    models = pair("electra", head=t.ElectraForPreTraining)  # a logit for each token
+    words = r"soft term needs logits of 2 labels.* \(6, 10\)"
+    raises(words, Distiller(*models, SoftTargets(alpha=1.0)), **batch())
     distiller = Distiller(*eager(pair("bert")), AttentionMSE())
     distiller.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     raises("use_reentrant=True cuts the gradient", distiller, **batch())
     assert distiller.eval()(**batch()).terms["maps"] > 0
+    monkeypatch.setattr(Distiller, "losses", lambda self, step: (step.student.logits.sum(), {}))
+    data = {"inputs_embeds": torch.randn(6, 10, 16), "labels": batch()["labels"]}
+    words = "pass input_ids, or set perturb=False"
+    raises(words, make("lrc_bert", "gpt2").train(), **data)
 
 
 def test_backward_twice_and_upstream_gradient():

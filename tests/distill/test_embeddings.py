@@ -9,6 +9,7 @@ from fastkd.distill import Distiller
 from fastkd.distill.baselines import Embeddings
 from fastkd.distill.step import Step
 from tests.distill.models import batch, classifier
+from tests.support.compare import raises
 
 ALL = {"cos_nce": 0.7, "relations": 0.5, "cca": 0.01, "task_weight": 0.3}
 SAME_WIDTH = {"cosine": 0.2, "mse": 2.0}
@@ -71,10 +72,7 @@ def test_a_step_pools_once_for_all_terms(monkeypatch):
 
 
 def test_wrong_arguments_are_errors():
-    teacher, student = pair(8)
-    with pytest.raises(ValueError, match="have 8 dimensions, the teacher's 16; set"):
-        Distiller(teacher, student, Embeddings(mse=1.0))
-    with pytest.raises(ValueError, match="pooling must be one of 'mean', 'cls', got 'max'"):
-        Embeddings(pooling="max")
-    with pytest.raises(ValueError, match="relations must be"):
-        Embeddings(relations=-1.0)
+    words = "have 8 dimensions, the teacher's 16; set"
+    raises(words, Distiller, *pair(8), Embeddings(mse=1.0))
+    raises("pooling must be one of 'mean', 'cls', got 'max'", Embeddings, pooling="max")
+    raises("relations must be", Embeddings, relations=-1.0)

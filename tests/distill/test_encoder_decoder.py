@@ -76,13 +76,10 @@ OF_TOKENS = [*(name for name in METHODS if name != "knn"), "attention"]
 
 
 # Every method with one family, and each other family with what reads most of the decoder.
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        *(("t5", name) for name in OF_TOKENS),
-        *((family, name) for family in FAMILIES if family != "t5" for name in ("fcd", "attention")),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), [
+    *(("t5", name) for name in OF_TOKENS),
+    *((family, name) for family in FAMILIES if family != "t5" for name in ("fcd", "attention")),
+])  # fmt: skip
 def test_padded_labels_change_nothing(family, name):
     """More padding, and whatever the decoder reads there."""
     distiller = distiller_of(family, name)

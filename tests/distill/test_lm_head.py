@@ -62,31 +62,33 @@ def test_head_inputs_equal_logits(family, head, method):
         assert_same((out.terms, gradients), (expected.terms, wanted))
 
 
-def test_no_logits_of_all_tokens_are_computed(monkeypatch):
-    by_head, _ = both("llama", "next word", "lrkd")
+def test_no_logits_of_all_tokens_and_no_unread_terms_are_computed(monkeypatch):
+    by_head, data = both("llama", "next word", "lrkd")[0], support.data_of("llama", "next word")
     rows = []
     for model in (by_head.teacher, by_head.student):
         model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    by_head(**support.data_of("llama", "next word")).loss.backward()
+    by_head(**data).loss.backward()
     assert rows == [1, 1]
 
-
-def test_unread_terms_are_not_computed(monkeypatch):
     def read(*rows):
         raise AssertionError("entropy and accuracy cost a pass over all logits")
 
     monkeypatch.setattr(linear_soft_targets, "entropy_and_accuracy", read)
     by_head, _ = both("llama", "next word", SoftTargets())
-    assert set(by_head(**support.data_of("llama", "next word")).terms) == {"soft", "task", "total"}
+    assert set(by_head(**data).terms) == {"soft", "task", "total"}
 
 
-@pytest.mark.parametrize("perturb", [False, True])
-def test_accumulated_and_perturbed(perturb):
+@pytest.mark.parametrize(("perturb", "halved"), [(False, False), (True, False), (True, True)])
+def test_accumulated_and_perturbed(perturb, halved):
+    """The perturbation uses the second run of a model whose logits are changed, too."""
     found = []
     for distiller in both("llama", "next word", "lrc_bert"):
         distiller.train().method.perturb = perturb
-        data = support.data_of("llama", "next word")
-        parts = [{name: x[rows] for name, x in data.items()} for rows in (slice(1), slice(1, 4))]
+        parts = [data := support.data_of("llama", "next word")]
+        if halved:
+            distiller.student.lm_head.register_forward_hook(lambda module, args, out: out / 2)
+        else:
+            parts = [{k: x[rows] for k, x in data.items()} for rows in (slice(1), slice(1, 4))]
         torch.manual_seed(3)
         found.append(taken(distiller, parts))
     assert_same(*found)
@@ -139,22 +141,19 @@ def test_logits_changed_after_the_output_layer_are_used(where, compiled):
     assert out.logits is not None and by_head.student_model.other_head
 
 
-def test_perturbation_uses_the_second_run_of_such_a_model():
-    found = []
-    for distiller in both("llama", "next word", "lrc_bert"):
-        distiller.train().method.perturb = True
-        distiller.student.lm_head.register_forward_hook(lambda module, args, out: out / 2)
-        torch.manual_seed(3)
-        found.append(taken(distiller, [support.data_of("llama", "next word")]))
-    assert_same(*found)
-
-
-def test_weights_of_zero_and_no_gradient():
+def test_without_labels_without_gradient_and_under_autocast():
     by_head, by_logits = both("llama", "next word", SoftTargets(alpha=1.0))
-    data = {**support.data_of("llama", "next word"), "labels": None}
+    data = support.data_of("llama", "next word")
+    unlabelled = {**data, "labels": None}
     with torch.no_grad():
-        assert_same(by_head(**data).terms, by_logits(**data).terms)
-    assert set(by_head(**data).terms) == {"soft", "total"}
+        assert_same(by_head(**unlabelled).terms, by_logits(**unlabelled).terms)
+    assert set(by_head(**unlabelled).terms) == {"soft", "total"}
+    teacher = t.LlamaForCausalLM(support.FAMILIES["llama"]).eval()
+    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), SoftTargets())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = distiller(**data)
+    out.loss.backward()
+    assert out.loss.isfinite() and distiller.student.lm_head.weight.grad.dtype == torch.float32
 
 
 class Operands(TorchDispatchMode):
@@ -179,15 +178,6 @@ def test_the_head_is_read_once_for_all_rows(dtype, method):
     with Operands() as seen, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         distiller(**data)
     assert seen.largest <= config.vocab_size * config.hidden_size
-
-
-def test_autocast_multiplies_in_its_dtype():
-    teacher = t.LlamaForCausalLM(support.FAMILIES["llama"]).eval()
-    distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), SoftTargets())
-    with torch.autocast("cpu", torch.bfloat16):
-        out = distiller(**support.data_of("llama", "next word"))
-    out.loss.backward()
-    assert out.loss.isfinite() and distiller.student.lm_head.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("method", [SoftTargets, lambda: FCD(soft_weight=1.0)])

@@ -44,15 +44,12 @@ def terms(distiller, given, position):
         return distiller(**{**given, "labels": labels}).terms
 
 
-@pytest.mark.parametrize(
-    ("family", "head", "left", "keep_logits"),
-    [
-        ("llama", t.AutoModelForCausalLM, True, False),
-        ("llama", t.AutoModelForCausalLM, False, True),
-        ("bert", t.AutoModelForMaskedLM, False, False),
-        ("bert", t.AutoModelForMaskedLM, True, True),
-    ],
-)
+@pytest.mark.parametrize(("family", "head", "left", "keep_logits"), [
+    ("llama", t.AutoModelForCausalLM, True, False),
+    ("llama", t.AutoModelForCausalLM, False, True),
+    ("bert", t.AutoModelForMaskedLM, False, False),
+    ("bert", t.AutoModelForMaskedLM, True, True),
+])  # fmt: skip
 def test_each_tokens_loss_is_multiplied(family, head, left, keep_logits):
     distiller = made(family, head, keep_logits)
     given = data(left)

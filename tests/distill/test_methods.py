@@ -374,25 +374,22 @@ def test_hyperparameters_rebuild_the_method(kind):
     assert kind.__name__ in repr(method)
 
 
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("fdc", {}, "did you mean 'fcd'"),
-        ("fcd", {"alhpa": 1.0}, "did you mean 'alpha'"),
-        ("fcd", {"alpha": -1.0}, "alpha must be at least 0"),
-        ("fcd", {"distance": "person"}, "did you mean 'pearson'"),
-        ("soft_targets", {"alpha": 1.5}, "alpha must be at most 1"),
-        ("soft_targets", {"temperature": 0.0}, "temperature must be greater than 0"),
-        ("soft_targets", {"divergence": "kl"}, "divergence must be one of"),
-        ("knn", {"k": 0}, "k must be at least 1"),
-        ("knn", {"tolerance": -0.1}, "tolerance must be at least 0"),
-        ("lrc_bert", {"first_stage": 2.0}, "first_stage must be at most 1"),
-        ("mc3kd", {"beta": float("nan")}, "beta must be finite"),
-        ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
-        ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
-        ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize("name, options, message", [
+    ("fdc", {}, "did you mean 'fcd'"),
+    ("fcd", {"alhpa": 1.0}, "did you mean 'alpha'"),
+    ("fcd", {"alpha": -1.0}, "alpha must be at least 0"),
+    ("fcd", {"distance": "person"}, "did you mean 'pearson'"),
+    ("soft_targets", {"alpha": 1.5}, "alpha must be at most 1"),
+    ("soft_targets", {"temperature": 0.0}, "temperature must be greater than 0"),
+    ("soft_targets", {"divergence": "kl"}, "divergence must be one of"),
+    ("knn", {"k": 0}, "k must be at least 1"),
+    ("knn", {"tolerance": -0.1}, "tolerance must be at least 0"),
+    ("lrc_bert", {"first_stage": 2.0}, "first_stage must be at most 1"),
+    ("mc3kd", {"beta": float("nan")}, "beta must be finite"),
+    ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
+    ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
+    ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
+])  # fmt: skip
 def test_wrong_options_are_errors(name, options, message):
     raises(message, method_by_name, name, **options)
 

@@ -181,14 +181,10 @@ def sharded(distiller, world):
         fully_shard(distiller.method, mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    "ends, ways",
-    [
-        ([0, 5, 8], ["static_graph", "fsdp2"]),
-        ([0, 3, 6, 6, 8], ["find_unused_parameters"]),  # one has no samples
-    ],
-    ids=["two", "four"],
-)
+@pytest.mark.parametrize("ends, ways", [
+    ([0, 5, 8], ["static_graph", "fsdp2"]),
+    ([0, 3, 6, 6, 8], ["find_unused_parameters"]),  # one has no samples
+], ids=["two", "four"])  # fmt: skip
 def test_processes(ends, ways, expected, tmp_path):
     ranks = run_ranks(by_processes, len(ends) - 1, tmp_path, ends, ways)
     for curves in ranks:

@@ -204,15 +204,12 @@ def test_backbones_of_few_models():
     assert torch.equal(last, hidden[:, -1])
 
 
-@pytest.mark.parametrize(
-    "family, model_class, causal",
-    [
-        ("bert", t.BertForMaskedLM, False),
-        ("gpt2", t.GPT2LMHeadModel, True),
-        ("llama", t.LlamaForCausalLM, True),
-        ("xlnet", t.XLNetLMHeadModel, False),
-    ],
-)
+@pytest.mark.parametrize("family, model_class, causal", [
+    ("bert", t.BertForMaskedLM, False),
+    ("gpt2", t.GPT2LMHeadModel, True),
+    ("llama", t.LlamaForCausalLM, True),
+    ("xlnet", t.XLNetLMHeadModel, False),
+])  # fmt: skip
 def test_kinds_of_head(family, model_class, causal):
     head = Backbone(model_class(CONFIGS[family](2)))
     assert head.causal is causal and head.per_token and head.has_head

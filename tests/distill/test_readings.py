@@ -11,6 +11,7 @@ from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from tests.distill.models import batch, classifier, set_dropout
 from tests.distill.test_methods import TEACHER_LAYERS, pair
 from tests.losses.relation import relation
+from tests.support.compare import raises
 from tests.support.interpreter import MARKS
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -265,16 +266,15 @@ def test_minilm_of_other_heads_and_families():
     torch.manual_seed(0)
     teacher, narrow = classifier("bert"), classifier("bert", layers=2)
     other = classifier("bert", layers=2, num_attention_heads=1)
-    with pytest.raises(ValueError, match="use MiniLMv2"):
-        Distiller(teacher, other, MiniLM())(**batch())
+    raises("use MiniLMv2", Distiller(teacher, other, MiniLM()), **batch())
     assert Distiller(teacher, other, MiniLMv2())(**batch()).loss.isfinite()
-    with pytest.raises(ValueError, match="relation_heads=5 doesn't divide"):
-        Distiller(teacher, narrow, MiniLMv2(relation_heads=5))(**batch())
-    with pytest.raises(ValueError, match="layer=5: the teacher has 4 layers"):
-        Distiller(teacher, narrow, MiniLM(layer=5))
+    uneven = Distiller(teacher, narrow, MiniLMv2(relation_heads=5))
+    raises("relation_heads=5 doesn't divide", uneven, **batch())
+    words = "layer=5: the teacher has 4 layers"
+    raises(words, Distiller, teacher, narrow, MiniLM(layer=5))
     for family in ("gpt2", "llama"):
-        pair_ = classifier(family), classifier(family, layers=2)
-        assert Distiller(*pair_, MiniLM())(**batch()).loss.isfinite()
+        both = classifier(family), classifier(family, layers=2)
+        assert Distiller(*both, MiniLM())(**batch()).loss.isfinite()
 
 
 def test_minilm_of_a_decoder_compares_its_attention():

@@ -82,8 +82,7 @@ def test_labelled_rows_of_accumulated_batches_make_up_the_whole_batchs_loss(tmp_
         per_device_train_batch_size=4, optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant",
     )  # fmt: skip
     set_dropout(run.distiller)
-    before = copy.deepcopy(run.distiller)
-    loader = iter(run.get_train_dataloader())
+    before, loader = copy.deepcopy(run.distiller), iter(run.get_train_dataloader())
     first, second = next(loader), next(loader)
     joined = {name: torch.cat([first[name], second[name]]) for name in first}
     assert int((joined["labels"] != -100).sum()) == 2
@@ -401,7 +400,7 @@ def test_columns_of_the_loss_are_kept(kind, tmp_path):
     torch.manual_seed(0)
     teacher, student = pair("bert")
     columns = {"token_type_ids": lambda row: row["input_ids"] % 2}
-    method = method_by_name("fcd")
+    method, data = method_by_name("fcd"), rows(8)
     if kind == "other student":
         student = classifier("distilbert", 2)
     elif kind == "adapters":
@@ -416,17 +415,14 @@ def test_columns_of_the_loss_are_kept(kind, tmp_path):
         }
     else:
         teacher, student = pair("llama", head=t.LlamaForTokenClassification, num_labels=3)
+        data = [{"input_ids": row["input_ids"]} for row in data]
         columns = {
             "position_ids": lambda row: torch.arange(10) % 4,
             "segments": lambda row: torch.arange(10) // 8,
             "labels": lambda row: row["input_ids"] % 3,
         }
     set_dropout(student)
-    data = rows(8)
-    if kind == "segments":
-        data = [{"input_ids": row["input_ids"]} for row in data]
-    data = with_columns(data, **columns)
-    distiller = Distiller(teacher, student, method)
+    data, distiller = with_columns(data, **columns), Distiller(teacher, student, method)
     whole = {name: torch.tensor(values) for name, values in data.to_dict().items()}
     expected = distiller(**whole).terms
     args = arguments(tmp_path, max_steps=1, save_strategy="no", logging_steps=1)
@@ -567,13 +563,12 @@ def test_logs_are_means_over_the_processes(tmp_path):
 
 def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
     torch.manual_seed(0)
-    teacher = model(t.BertForQuestionAnswering, "bert")
+    teacher, seen = model(t.BertForQuestionAnswering, "bert"), []
     spans = {"start_positions": torch.tensor(1), "end_positions": torch.tensor(3)}
     data = [{**{k: v for k, v in row.items() if k != "labels"}, **spans} for row in rows(8)]
-    seen = {}
 
     def compute_metrics(prediction):
-        seen["shapes"] = [x.shape for x in (*prediction.predictions, *prediction.label_ids)]
+        seen.extend(x.shape for x in (*prediction.predictions, *prediction.label_ids))
         return {"accuracy": 1.0}
 
     run = trainer(tmp_path, SoftTargets(), data, teacher, save_strategy="no", max_steps=2)
@@ -581,7 +576,7 @@ def test_question_answering_is_evaluated_with_its_own_labels(tmp_path):
     run.train()
     metrics = run.evaluate()
     assert metrics["eval_accuracy"] == 1.0 and metrics["eval_loss"] > 0
-    assert seen["shapes"] == [(8, 10), (8, 10), (8,), (8,)]
+    assert seen == [(8, 10), (8, 10), (8,), (8,)]
 
 
 def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
@@ -610,7 +605,7 @@ def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
 
 def test_hyperparameters_are_searched(tmp_path):
     pytest.importorskip("optuna")
-    teacher = classifier("bert")
+    teacher, args = classifier("bert"), arguments(tmp_path, max_steps=2, save_strategy="no")
 
     def space(trial):
         return {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}
@@ -619,12 +614,8 @@ def test_hyperparameters_are_searched(tmp_path):
         alpha = trial.suggest_float("alpha", 0.0, 1.0) if trial else 0.5
         return Distiller(teacher, student_from_teacher(teacher, [2, 4]), SoftTargets(alpha=alpha))
 
-    search = DistillationTrainer(
-        model_init=model_init,
-        args=arguments(tmp_path, max_steps=2, save_strategy="no"),
-        train_dataset=rows(),
-        eval_dataset=rows(),
-    )
+    data = {"train_dataset": rows(), "eval_dataset": rows()}
+    search = DistillationTrainer(model_init=model_init, args=args, **data)
     best = search.hyperparameter_search(space, n_trials=2, backend="optuna")
     assert best.objective > 0 and best.hyperparameters.keys() == {"alpha", "learning_rate"}
 

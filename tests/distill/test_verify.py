@@ -178,20 +178,21 @@ def test_processes(monkeypatch):
     assert kept == hooks
 
 
-def test_an_object_that_cannot_be_pickled_is_named():
+def test_processes_that_cannot_start(monkeypatch):
+    """An object that can't be pickled is named; forks need Linux."""
     distiller = distiller_of(classifier("bert"), "fcd")
-    distiller.student.register_forward_hook(lambda module, args, output: None)
+    hook = distiller.student.register_forward_hook(lambda module, args, output: None)
     check = verify(distiller, batch(rows=4), compile_backend=None)[-1]
     assert check.verdict == "not here" and "can't be pickled for a process: " in check.why, check
-
-
-def test_processes_need_linux(monkeypatch):
+    hook.remove()
     monkeypatch.setattr(sys.modules[verify.__module__], "sys", SimpleNamespace(platform="darwin"))
-    distiller = distiller_of(classifier("bert"), "fcd")
     check = verify(distiller, batch(rows=4), compile_backend=None)[-1]
     assert check.name == "2 processes, gather=True" and check.ok
     why = "not here: processes are forked, which needs Linux; this is darwin"
     assert why in table([check])
+    text = table([Check("wider padding", 1e-15, "equal"), Check("packed", None, "not here", "why")])
+    assert "wider padding   1.0e-15  equal" in text
+    assert "packed                   not here: why" in text
 
 
 def test_a_process_that_fails_ends_the_others():
@@ -328,9 +329,3 @@ def test_the_routers_loss_is_part_of_the_students_loss(name):
     if name == "fcd":
         checks = verify(distiller, data, ranks=0, compile_backend=None)
         assert all(check.ok for check in checks) and student.config.output_router_logits
-
-
-def test_the_table_is_readable():
-    text = table([Check("wider padding", 1e-15, "equal"), Check("packed", None, "not here", "why")])
-    assert "wider padding   1.0e-15  equal" in text
-    assert "packed                   not here: why" in text

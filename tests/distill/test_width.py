@@ -88,13 +88,10 @@ def test_unused_widths_are_cut_first(family, tmp_path):
     assert not storage & {p.untyped_storage().data_ptr() for p in same.parameters()}
 
 
-@pytest.mark.parametrize(
-    "family, head",
-    [
-        ("bert", "masked words"), ("roberta", "tokens"), ("gpt2", "next word"),
-        ("t5", "written words"), ("llama", "next word"), ("electra", "answers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("family, head", [
+    ("bert", "masked words"), ("roberta", "tokens"), ("gpt2", "next word"),
+    ("t5", "written words"), ("llama", "next word"), ("electra", "answers"),
+])  # fmt: skip
 def test_students_with_fewer_heads_learn(family, head):
     teacher = model_of(family, head)
     student = student_from_teacher(teacher, 2, config={"hidden_size": 12, "num_attention_heads": 2})
@@ -226,27 +223,24 @@ def test_random_students_have_any_size(family):
     assert torch.equal(logits(student), logits(again))
 
 
-@pytest.mark.parametrize(
-    "family, sizes, words",
-    [
-        ("bert", {"hiden_size": 8}, "no size 'hiden_size'; use num_hidden_layers, hid"),
-        ("bert", {"head_dim": 8}, "BertConfig has no size 'head_dim'"),
-        ("bert", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
-        ("bert", {"hidden_size": 8.5}, "hidden_size must be a whole number .* got 8.5"),
-        ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
-        ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
-        ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
-        ("bert", {"num_hidden_layers": 9}, "student has 9 layers"),
-        ("bert", {"num_hidden_layers": 0}, "num_hidden_layers must be .*at least 1, got 0"),
-        ("llama", {"num_key_value_heads": 2, "num_attention_heads": 1}, "no multiple of num_key"),
-        ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
-        ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config: only .*random"),
-        ("electra", {"hidden_size": 8}, "can't be cut to"),
-        (grouped, {"num_attention_heads": 3}, "num_attention_heads: 3 is no multiple of the 2 tha"),
-        (grouped, {"num_key_value_heads": 1}, "query heads per key and value head: 4 is more"),
-        (crossed, {"hidden_size": 8}, r"encoder.* has several attentions"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("family, sizes, words", [
+    ("bert", {"hiden_size": 8}, "no size 'hiden_size'; use num_hidden_layers, hid"),
+    ("bert", {"head_dim": 8}, "BertConfig has no size 'head_dim'"),
+    ("bert", {"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
+    ("bert", {"hidden_size": 8.5}, "hidden_size must be a whole number .* got 8.5"),
+    ("bert", {"hidden_size": 15}, "hidden_size: 15 is no multiple of num_attention_heads 2"),
+    ("bert", {"hidden_size": 32}, "hidden_size: 32 is more than the teacher's 16"),
+    ("bert", {"num_attention_heads": 1}, "head_dim: 16 is more than the teacher's 8"),
+    ("bert", {"num_hidden_layers": 9}, "student has 9 layers"),
+    ("bert", {"num_hidden_layers": 0}, "num_hidden_layers must be .*at least 1, got 0"),
+    ("llama", {"num_key_value_heads": 2, "num_attention_heads": 1}, "no multiple of num_key"),
+    ("llama", {"head_dim": 3}, "head_dim: 3 dimensions can't be rotated"),
+    ("deberta_v2", {"hidden_size": 8}, "DebertaV2Config: only .*random"),
+    ("electra", {"hidden_size": 8}, "can't be cut to"),
+    (grouped, {"num_attention_heads": 3}, "num_attention_heads: 3 is no multiple of the 2 tha"),
+    (grouped, {"num_key_value_heads": 1}, "query heads per key and value head: 4 is more"),
+    (crossed, {"hidden_size": 8}, r"encoder.* has several attentions"),
+])  # fmt: skip
 def test_impossible_sizes_are_errors(family, sizes, words):
     teacher = classifier(family) if isinstance(family, str) else family()
     raises(words, student_from_teacher, teacher, config=sizes)

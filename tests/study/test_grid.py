@@ -68,11 +68,10 @@ def write_glue(root):
             labels = LABELS.get(task, ("0", "1"))
             for i, (text, label) in enumerate(sentences(12 if seed else 64, seed)):
                 label = labels[i % len(labels)] if len(labels) > 2 else labels[label]
-                named = {"label": label, "Quality": label, "is_duplicate": label, "score": label,
-                         "gold_label": label}  # fmt: skip
-                other = {"index": str(i), "id": str(i), "qid1": "0", "qid2": "1"}
-                columns = COLUMNS.get(task, ())
-                cells = [named.get(c) or other.get(c) or text for c in columns]
+                known = {"index": str(i), "id": str(i), "qid1": "0", "qid2": "1"}
+                names = ("label", "Quality", "is_duplicate", "score", "gold_label")
+                known |= dict.fromkeys(names, label)
+                cells = [known.get(c, text) for c in COLUMNS.get(task, ())]
                 lines.append("\t".join(cells or ["gj04", label, "", text]))
             (root / folder / name).write_text("\n".join(lines) + "\n")
     return root
@@ -134,14 +133,12 @@ def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path):
 
 
 def one_cell_a_method(text):
-    """The file with one value of each list."""
     for old, new in (("[1, 2]", "1"), ("[1e-4, 1e-3]", "1e-3"), ("[0.1, 1.0]", "1.0")):
         text = text.replace(old, new)
     return text
 
 
 def test_a_shared_teacher_is_that_of_the_command(root, tmp_path):
-    """Fine-tuned once for all seeds and methods."""
     text, out = one_cell_a_method(FILE.format(select="dev")), tmp_path / "out"
     (root / "tuned.toml").write_text("finetune_teacher = 1\nteacher_learning_rate = 1e-3\n" + text)
     run("study", root / "tuned.toml", out=out)
@@ -167,16 +164,13 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
         assert kept["scores"] == {"perplexity": best}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ("learning_rate", "learning_rat", "'learning_rat' is no option"),
-        ("alpha", "alfa", "methods.fcd has no option 'alfa'"),
-        ("epochs = 1", "epoch = 1", "the study has no option 'epoch'"),
-        ('"dev"', '"best"', "select must be"),
-        ("epochs = 1", 'epochs = 1\nbaseline = "label"', "baseline 'label'"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "error"), [
+    ("learning_rate", "learning_rat", "'learning_rat' is no option"),
+    ("alpha", "alfa", "methods.fcd has no option 'alfa'"),
+    ("epochs = 1", "epoch = 1", "the study has no option 'epoch'"),
+    ('"dev"', '"best"', "select must be"),
+    ("epochs = 1", 'epochs = 1\nbaseline = "label"', "baseline 'label'"),
+])  # fmt: skip
 def test_mistakes_in_a_file(root, old, new, error):
     (root / "wrong.toml").write_text(FILE.format(select="dev").replace(old, new, 1))
     with pytest.raises(InputError, match=error):
@@ -283,6 +277,14 @@ def models(tmp_path_factory):
 GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9", "lrkd-4")]
 
 
+def trained(study, cells, out):
+    """The runs of some cells of a study, and its page."""
+    runs = GridRuns(dataclasses.replace(study, cells=tuple(cells)), out)
+    runs.train(1)
+    grid_report.write(runs, out)
+    return runs, (out / "report.md").read_text()
+
+
 def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
     """Two steps of each variant; the tables share teachers, and runs of one kind of options."""
     for picture in ("_forest", "_curves"):  # drawn in other tests
@@ -294,18 +296,13 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
             "device": "cpu", "tasks": {min(PLANS[name][2]): True},
             "student": str(models / "student"), "spec": Path(f"paper:{name}"),
         }  # fmt: skip
-        study = grid.read(StudySettings(**options))
-        new = {}
+        study, new = grid.read(StudySettings(**options)), {}
         for cell in study.cells:
-            kind = cell.options["method"], *cell.options["options"]
-            new.setdefault(kind, cell)
-        cells = tuple(cell for kind, cell in new.items() if kind not in kinds) or study.cells[:1]
+            new.setdefault((cell.options["method"], *cell.options["options"]), cell)
+        cells = [cell for kind, cell in new.items() if kind not in kinds] or study.cells[:1]
         kinds |= new.keys()
         GridRuns(study, out).check()
-        runs = GridRuns(dataclasses.replace(study, cells=cells), out)
-        runs.train(1)
-        grid_report.write(runs, out)
-        page = (out / "report.md").read_text()
+        runs, page = trained(study, cells, out)
         for cell in cells:
             result = runs.result(cell)
             assert "failed" not in result, (name, result)
@@ -319,12 +316,24 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
 
 def test_a_language_model_of_a_table(tmp_path):
     make_decoder(tmp_path / "teacher")
-    for seed, name in enumerate(("train", "dev")):
-        write_text(tmp_path / f"{name}.txt", 16, seed=seed)
-    rows = f"wikitext={tmp_path}/train.txt,{tmp_path}/dev.txt"
+    files = [write_text(tmp_path / f"{i}.txt", 16, seed=i) for i in range(2)]
+    model, rows = tmp_path / "teacher", f"wikitext={files[0]},{files[1]}"
     run("study", "paper:mc3kd-9", out=tmp_path / "out", tasks=rows, steps=1, seeds=1,
-        teacher=tmp_path / "teacher", student=tmp_path / "teacher", device="cpu")  # fmt: skip
+        teacher=model, student=model, device="cpu")  # fmt: skip
     assert "perplexity" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_answers_of_a_table(tmp_path):
+    make_teacher(tmp_path / "teacher", longest=384, head=False)
+    model, tasks = str(tmp_path / "teacher"), {}
+    for name in ("squad1", "squad2"):
+        files = [write_squad(tmp_path / f"{name}-{i}.json", 8, i) for i in range(2)]
+        tasks[name] = f"{files[0]},{files[1]}"
+    options = {"tasks": tasks, "teacher": model, "student": model, "steps": 1, "seeds": 1}
+    study = grid.read(StudySettings(spec=Path("paper:fcd-5"), device="cpu", **options))
+    cells = tuple(cell for cell in study.cells if cell.variant == "FCD")
+    page = trained(study, cells, tmp_path)[1]
+    assert "squad1 f1" in page and "squad2 f1" in page and "| FCD |" in page
 
 
 def test_conversations_of_a_table(tmp_path):
@@ -341,34 +350,15 @@ def test_conversations_of_a_table(tmp_path):
     given = {"tasks": {"dolly": ",".join(map(str, files))}, "teacher": model, "student": model}
     study = grid.read(StudySettings(spec=spec, steps=1, seeds=1, device="cpu", **given))
     assert [cell.variant for cell in study.cells] == study.variants
-    runs = GridRuns(dataclasses.replace(study, cells=(study.cells[1], study.cells[-1])), tmp_path)
-    runs.train(1)
-    grid_report.write(runs, tmp_path)
+    runs, page = trained(study, (study.cells[1], study.cells[-1]), tmp_path)
     (teacher,) = tmp_path.glob("teachers/*/teacher")
     assert (teacher / "adapter").is_dir()
-    page = (tmp_path / "report.md").read_text()
     for cell in runs.cells:
         result = runs.result(cell)
         assert result["recipe"]["given"].keys() >= {"learning_rate", "max_length"}
         scores = [result["scores"][f"rouge_l_{name}"] for name in sets]
         assert f"{sum(scores) / 5:.4f} |" in page
     assert "paper: VicunaEval" in page and "ours: dolly rouge_l_vicuna" in page
-
-
-def test_answers_of_a_table(tmp_path):
-    make_teacher(tmp_path / "teacher", longest=384, head=False)
-    model, tasks = str(tmp_path / "teacher"), {}
-    for name in ("squad1", "squad2"):
-        files = [write_squad(tmp_path / f"{name}-{i}.json", 8, i) for i in range(2)]
-        tasks[name] = f"{files[0]},{files[1]}"
-    options = {"tasks": tasks, "teacher": model, "student": model, "steps": 1, "seeds": 1}
-    study = grid.read(StudySettings(spec=Path("paper:fcd-5"), device="cpu", **options))
-    cells = tuple(cell for cell in study.cells if cell.variant == "FCD")
-    runs = GridRuns(dataclasses.replace(study, cells=cells), tmp_path)
-    runs.train(1)
-    grid_report.write(runs, tmp_path)
-    page = (tmp_path / "report.md").read_text()
-    assert "squad1 f1" in page and "squad2 f1" in page and "| FCD |" in page
 
 
 def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):

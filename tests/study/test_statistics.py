@@ -73,8 +73,7 @@ def test_verdicts_find_the_planted_effects_only():
 
 
 def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
-    draws = np.random.default_rng(0)
-    false = 0
+    draws, false = np.random.default_rng(0), 0
     for _ in range(400):
         p = holm([paired_difference(draws.normal(0, 1, 4)).p for _ in range(10)])
         false += min(p) < 0.05
@@ -118,10 +117,9 @@ def test_percentages_of_rows_are_rounded_to_one_row():
 
 def test_metrics_of_numbers_have_no_rounding_variance():
     scores = {"labels": (0.50, 0.52, 0.49), "better": (0.53, 0.551, 0.521)}
+    about = {"references": [0.5] * 20, "classes": []}
     results = {
-        (name, "t", seed): run(
-            0.7, seed, scores={"pearson": score}, references=[0.5] * 20, classes=[]
-        )
+        (name, "t", seed): run(0.7, seed, scores={"pearson": score}, **about)
         for name, by_seed in scores.items()
         for seed, score in enumerate(by_seed)
     }
@@ -179,12 +177,11 @@ def test_bootstrap_interval_matches_resampling_row_by_row():
 
 def test_seeds_may_draw_rows_of_their_own():
     """Labels by seed: the interval is that of each seed's own rows."""
-    one, other = [predictions(0.8, s) for s in range(2)], [predictions(0.7, s) for s in range(2)]
+    one, other = ([predictions(x, s) for s in range(2)] for x in (0.8, 0.7))
     flipped = [LABELS, [1 - x for x in LABELS]]
     students, baselines = ([a, [1 - x for x in b]] for a, b in (one, other))
-    assert bootstrap_interval("accuracy", flipped, students, baselines) == bootstrap_interval(
-        "accuracy", LABELS, one, other
-    )
+    expected = bootstrap_interval("accuracy", LABELS, one, other)
+    assert bootstrap_interval("accuracy", flipped, students, baselines) == expected
 
 
 def test_gap_recovered_is_none_without_a_sufficient_gap():

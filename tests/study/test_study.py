@@ -62,7 +62,6 @@ def with_rows(folder):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A teacher next to every test's folder."""
     return make_teacher(tmp_path_factory.getbasetemp() / "tiny", head=False)
 
 
@@ -94,7 +93,6 @@ def read(path, **options):
 
 
 def check(path, **options):
-    """Read a study and check its runs, as the command does before it trains."""
     GridRuns(read(path, **options), path.parent / "out").check()
 
 
@@ -160,24 +158,23 @@ def test_missing_changed_and_new_runs_are_trained(root, finished, capsys):
 
 
 def test_a_cache_gives_the_same_scores(root, finished, monkeypatch):
-    taught = []
-    made = trained.Distiller
-    monkeypatch.setattr(
-        trained,
-        "Distiller",
-        lambda teacher, *a, **k: taught.append(teacher) or made(teacher, *a, **k),
-    )
+    taught, made = [], trained.Distiller
+
+    def distiller(teacher, *rest, **more):
+        taught.append(teacher)
+        return made(teacher, *rest, **more)
+
+    monkeypatch.setattr(trained, "Distiller", distiller)
     found = read(write(root, shared="cache = true\n" + SHARED), seeds=1)
     runs = GridRuns(found, root / "out")
     (root / "out" / "runs").mkdir(parents=True)
     plain = GridRuns(read(finished[1].parent / "spec.toml", seeds=1), finished[1])
-    key = {c.variant: plain.result(c) for c in plain.cells}
     cell = found.cells[1]
-    result = runs._run(cell, key[cell.variant]["options"])
+    (other,) = (plain.result(c) for c in plain.cells if c.variant == cell.variant)
+    result = runs._run(cell, other["options"])
     (kept,) = (root / "out" / "cache").glob("*/")
     assert isinstance(taught[1], TeacherCache) and taught[1].path == kept
     assert list(kept.glob("*.safetensors"))
-    other = key[cell.variant]
     assert result["predictions"] == other["predictions"] and result["scores"] == other["scores"]
     # The cache is written in other batches, whose padding changes the last bits.
     assert result["history"][0]["losses"] == pytest.approx(other["history"][0]["losses"], rel=1e-4)
@@ -204,21 +201,14 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
 
 
 def test_options_specify_the_same_study_as_a_file(root):
+    files = f"{root}/train.tsv,{root}/dev.tsv"
     options = {
-        "methods": "labels, fcd",
-        "options": {"fcd.alpha": [0.1, 1], "fcd.layers": "top,bottom"},
-        "tasks": {"one": f"{root}/train.tsv,{root}/dev.tsv", "docs": "docstrings", "p": "pairs"},
-        "seeds": 3,
-        "seconds": 2.0,
-    }
+        "methods": "labels, fcd", "options": {"fcd.alpha": [0.1, 1], "fcd.layers": "top,bottom"},
+        "tasks": {"one": files, "docs": "docstrings", "p": "pairs"}, "seeds": 3, "seconds": 2.0,
+    }  # fmt: skip
     found = read(write(root), **options)
-    assert found.variants == [
-        "labels",
-        "fcd, alpha=0.1, layers=top",
-        "fcd, alpha=0.1, layers=bottom",
-        "fcd, alpha=1, layers=top",
-        "fcd, alpha=1, layers=bottom",
-    ]
+    variants = [f"fcd, alpha={x}, layers={y}" for x in (0.1, 1) for y in ("top", "bottom")]
+    assert found.variants == ["labels", *variants]
     assert found.seeds == (0, 1, 2) and found.seconds == 2.0
     assert "training_steps" not in found.cells[0].options
     tasks = {cell.task: cell.options for cell in found.cells}
@@ -242,67 +232,54 @@ def test_column_options_apply_to_all_data_sets_of_tasks(root):
         grid.read(StudySettings(tasks={"docs": "docstrings"}, text_column="one"))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("budget = 3", "no option 'budget'"),
-        ('baseline = "none"', "none"),
-        ("steps = 0", "steps must be at least 1"),
-        ("seeds = 0", "seeds must be at least one"),
-        ("seeds = [0, 1, 0]", "none twice"),
-        ("seeds = [-1]", "whole numbers"),
-        ("seeds = true", "a number or a list"),
-        ("steps = 2.5", "steps must be int"),
-        ("seconds = 3", "steps and seconds exclude each other"),
-        ("student_layers = 9", "labels on one: student_layers 9: the teacher has only 4 layers"),
-        ('device = "gpu"', "device 'gpu' is not an option; known: auto, cpu, cuda"),
-        ('cache = "no"', "cache must be bool"),
-        ("titel = 5", "no option 'titel'; .*did you mean 'title'"),
-        ('paper = {title = "x"}', "paper must have a title"),
-        ('teacher = "/nowhere"', "teacher /nowhere: no such directory"),
-    ],
-)
+def without(name):
+    """The shared part of a file without a field."""
+    return "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("budget = 3", "no option 'budget'"),
+    ('baseline = "none"', "none"),
+    ("steps = 0", "steps must be at least 1"),
+    ("seeds = 0", "seeds must be at least one"),
+    ("seeds = [0, 1, 0]", "none twice"),
+    ("seeds = [-1]", "whole numbers"),
+    ("seeds = true", "a number or a list"),
+    ("steps = 2.5", "steps must be int"),
+    ("seconds = 3", "steps and seconds exclude each other"),
+    ("student_layers = 9", "labels on one: student_layers 9: the teacher has only 4 layers"),
+    ('device = "gpu"', "device 'gpu' is not an option; known: auto, cpu, cuda"),
+    ('cache = "no"', "cache must be bool"),
+    ("titel = 5", "no option 'titel'; .*did you mean 'title'"),
+    ('paper = {title = "x"}', "paper must have a title"),
+    ('teacher = "/nowhere"', "teacher /nowhere: no such directory"),
+    ("[methods]\nfdc = {}", "fdc"),
+    ("[methods]\nfcd = {alfa = 1}", "alfa"),
+    ("[methods]\nfcd = {alpha = -1}", "alpha"),
+    ('[methods]\nfcd = {layers = "tops"}', "top"),
+    ('[methods]\nlrc_bert = {preset = "papers"}', "paper"),
+    ("[methods]\nfcd = 5", "methods.fcd must be a table"),
+])  # fmt: skip
 def test_invalid_field_of_a_study_is_named(root, line, message):
-    name = line.split(" ")[0]
-    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
+    methods = f"{line}\n" if line.startswith("[") else FEW
+    shared = SHARED if methods is not FEW else f"{line}\n{without(line.split(' ')[0])}"
     with pytest.raises(InputError, match=message):
-        check(write(root, shared=line + "\n" + shared))
+        check(write(root, methods, shared))
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('labelled = "x"', "labelled must be int"),
-        ("max_length = 3", "max_length must be at least 4"),
-        ('docstrings = "area"', "docstrings must be areas or pairs"),
-        ('docstrings = "areas"', "docstrings and eval exclude each other"),
-        ("train = 5", "train must be a path"),
-        ("files = 5", "tasks.one has no option 'files'"),
-        ('task = "causal-lm"', "column"),
-        ('train = "none.tsv"', r"none\.tsv: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ('labelled = "x"', "labelled must be int"),
+    ("max_length = 3", "max_length must be at least 4"),
+    ('docstrings = "area"', "docstrings must be areas or pairs"),
+    ('docstrings = "areas"', "docstrings and eval exclude each other"),
+    ("train = 5", "train must be a path"),
+    ("files = 5", "tasks.one has no option 'files'"),
+    ('task = "causal-lm"', "column"),
+    ('train = "none.tsv"', r"none\.tsv: no such file"),
+])  # fmt: skip
 def test_invalid_field_of_a_data_set_is_named(root, line, message):
-    name = line.split(" ")[0]
-    shared = "\n".join(x for x in SHARED.splitlines() if x.split(" ")[0] != name)
     with pytest.raises(InputError, match=message):
-        check(write(root, shared=f"{shared}\n{line}\n"))
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        ("fdc = {}", "fdc"),
-        ("fcd = {alfa = 1}", "alfa"),
-        ("fcd = {alpha = -1}", "alpha"),
-        ('fcd = {layers = "tops"}', "top"),
-        ('lrc_bert = {preset = "papers"}', "paper"),
-        ("fcd = 5", "methods.fcd must be a table"),
-    ],
-)
-def test_invalid_methods_raise_before_any_run(root, methods, message):
-    with pytest.raises(InputError, match=message):
-        check(write(root, f"[methods]\n{methods}\n"))
+        check(write(root, shared=f"{without(line.split(' ')[0])}\n{line}\n"))
 
 
 def test_unreadable_files(root):
@@ -368,19 +345,13 @@ def test_few_labels_balances_classes_and_depends_on_the_seed(root):
 def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
     for kind, count in (("areas", 2), ("pairs", 5)):
         texts = [f"text {i} of {kind}" for i in range(20)]
-        load = docstrings.SETS[kind].load.__name__
-        made = SimpleNamespace(
-            train=SimpleNamespace(
-                texts=texts,
-                labels=torch.arange(20) % count,
-                pairs=texts[::-1] if kind == "pairs" else None,
-            ),
-            names=None if kind == "pairs" else ["files", "text"],
-        )
-        made.evals = {"": made.train}
+        pairs = texts[::-1] if kind == "pairs" else None
+        rows = SimpleNamespace(texts=texts, labels=torch.arange(20) % count, pairs=pairs)
+        names = None if pairs else ["files", "text"]
+        made = SimpleNamespace(train=rows, evals={"": rows}, names=names)
         kept = docstrings.SETS[kind]._replace(load=lambda *_, made=made: made)
+        assert docstrings.SETS[kind].load.__name__ in ("load_docstrings", "load_pairs")
         monkeypatch.setitem(docstrings.SETS, kind, kept)
-        assert load in ("load_docstrings", "load_pairs")
     path = tmp_path / "docs.toml"
     path.write_text(
         'steps = 1\n[methods]\nlabels = {}\n[tasks.a]\ndocstrings = "areas"\nrows = [10, 2]\n'
@@ -405,19 +376,15 @@ def test_study_of_a_task_without_classes_of_rows(tmp_path, task):
     make(tmp_path / "teacher")
     for i, name in enumerate(("train", "dev")):
         rows(tmp_path / f"{name}.{suffix}", 20, i)
-    shared = (
-        SHARED[: SHARED.index("[tasks")].replace("../tiny", "teacher").replace("= 2\ns", "= 1\ns")
-    )
-    text = (
-        f'{shared}[tasks.one]\ntask = "{task}"\ntrain = "train.{suffix}"\neval = "dev.{suffix}"\n'
-    )
+    shared = SHARED[: SHARED.index("[tasks")]
+    shared = shared.replace("../tiny", "teacher").replace("= 2\ns", "= 1\ns")
+    files = f'train = "train.{suffix}"\neval = "dev.{suffix}"\n'
+    text = f'{shared}[tasks.one]\ntask = "{task}"\n{files}'
     if task == "causal-lm":
         text = text.replace("finetune_teacher = 1\n", "")
-        (tmp_path / "knn.toml").write_text(text + "[methods]\nknn = {}\n")
         with pytest.raises(InputError, match="knn on one: method knn: compares rows of one class"):
-            check(tmp_path / "knn.toml")
-    (tmp_path / "spec.toml").write_text(text + "[methods]\nfcd = {}\n")
-    study(tmp_path / "spec.toml", tmp_path / "out", seeds=1)
+            check(write(tmp_path, "[methods]\nknn = {}\n", text))
+    study(write(tmp_path, "[methods]\nfcd = {}\n", text), tmp_path / "out", seeds=1)
     (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
     (path,) = (tmp_path / "out" / "runs").glob("*.json")
     result, page = json.loads(path.read_text()), (tmp_path / "out" / "report.md").read_text()
@@ -431,26 +398,21 @@ def test_study_of_a_task_without_classes_of_rows(tmp_path, task):
 # Pictures and the paper's table, of results typed here
 
 
-def results_of(scores, **more):
+def results_of(scores, metric="accuracy", teacher=0.9, paper=None, **more):
     """A grid of typed scores, by variant and seed, and its results."""
-    metric = more.pop("metric", "accuracy")
-    cells = tuple(
-        grid.Cell(name, "t", seed, {}, {}) for name in scores for seed in range(len(scores[name]))
-    )
+    cells = tuple(grid.Cell(n, "t", s, {}, {}) for n in scores for s in range(len(scores[n])))
     found = {
         (name, "t", seed): {
-            "scores": {metric: value}, "teacher": {metric: more.get("teacher", 0.9)}, "rccc": 0.5,
-            "predictions": [0, seed], "references": [], "classes": [], "warnings": {},
-            "lower_is_better": [], "percent": [], "rows": {"train": 10, "eval": 20}, "options": {},
-            "history": [{"step": 1, "scores": {metric: value}}], "seconds": 1.0, **more,
+            "scores": {metric: value}, "teacher": {metric: teacher}, "rccc": 0.5, "classes": [],
+            "predictions": [0, seed], "references": [], "warnings": {}, "lower_is_better": [],
+            "percent": [], "rows": {"train": 10, "eval": 20}, "options": {}, "seconds": 1.0,
+            "history": [{"step": 1, "scores": {metric: value}}], **more,
         }
         for name, values in scores.items()
         for seed, value in enumerate(values)
     }  # fmt: skip
-    for result in found.values():
-        result["teacher"] = {metric: more.get("teacher", 0.9)}
     seeds = tuple(range(len(next(iter(scores.values())))))
-    study = grid.Grid("Typed", next(iter(scores)), seeds, "none", cells, more.get("paper"))
+    study = grid.Grid("Typed", next(iter(scores)), seeds, "none", cells, paper)
     return study, found, grid_report.summarize(study, found)
 
 
@@ -524,8 +486,7 @@ def test_pictures_and_the_papers_table_of_a_metric_to_minimise(table, monkeypatc
 
 
 def test_percentages_are_not_scaled_again(monkeypatch):
-    scores = {name: tuple(x for x in values) for name, values in PERPLEXITIES.items()}
-    made, results, summaries = results_of(scores, percent=["accuracy"], teacher=61.0)
+    made, results, summaries = results_of(PERPLEXITIES, percent=["accuracy"], teacher=61.0)
     monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
     (ax,) = grid_report._forest(made, summaries, results).axes
     dots = sorted(line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o")
