@@ -57,6 +57,7 @@ def _prepare() -> None:
     _leave_out_overflow()
     _replace_language_once()
     _convert_operands_once()
+    _describe_types_once()
     _round_bfloat16()
     if MASKS_OF_SCALARS:
         _repair_comparisons()
@@ -171,6 +172,38 @@ def _convert_operands_once() -> None:
     Semantic.binary_op_type_checking_impl = binary_op_type_checking_impl
     Semantic.broadcast_impl_value = broadcast_impl_value
     Semantic.to_tensor = number_to_tensor
+
+
+def _describe_types_once() -> None:
+    """Cache types of blocks, and what each value looks up of its type: numpy's, and its sizes."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    describe, numpy_type = tl.tensor.__init__, interpreter._get_np_dtype
+    make_block = tl.block_type.__init__
+    known, numpy_types, blocks = {}, {}, {}
+
+    def block(self, element_ty, shape):
+        key = element_ty.name, *shape
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def tensor(self, handle, type):
+        if type.name not in known:
+            describe(self, handle, type)
+            known[type.name] = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = known[type.name]
+
+    def numpy_type_once(type):
+        if type.name not in numpy_types:
+            numpy_types[type.name] = numpy_type(type)
+        return numpy_types[type.name]
+
+    tl.block_type.__init__, tl.tensor.__init__ = block, tensor
+    interpreter._get_np_dtype = numpy_type_once
 
 
 def _round_bfloat16() -> None:
