@@ -255,18 +255,3 @@ def test_limits():
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
     with pytest.raises(ValueError, match="at most 32 neighbours, got 33"):
         knn_feature_loss(student, teacher, *labels, k=33, backend="triton")
-    with pytest.raises(ValueError, match="float64 is left to PyTorch"):
-        knn_feature_loss(student.double(), teacher.double(), *labels, backend="triton")
-
-
-def test_same_bits_on_every_run(monkeypatch):
-    sort_always(monkeypatch)
-    student, teacher, *labels = batch(20, 90, 8, 2, dtype=torch.float32)
-    results = []
-    for _ in range(2):
-        x = student.clone().requires_grad_()
-        loss = knn_feature_loss(x, teacher, *labels, k=2, backend="triton")
-        loss.backward()
-        results.append((loss.detach(), x.grad))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
