@@ -96,7 +96,6 @@ def _launch(folder: Path, ranks: int | None, interval: str, function, arguments)
 
 
 def _work(folder: Path, function, arguments) -> None:
-    """A process begins, with the signals that a new one has."""
     for name in ("SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,8 +180,6 @@ class StopsOnce(LRKD):
 
 
 class FailsInTheSecond(Method):
-    """An error in one process only."""
-
     uses_teacher = False
 
     def __init__(self) -> None:
@@ -195,8 +192,6 @@ class FailsInTheSecond(Method):
 
 
 class BreaksInTheSecond(FailsInTheSecond):
-    """A step that fails in one process only."""
-
     def __init__(self) -> None:
         Method.__init__(self)
         self.steps = 0

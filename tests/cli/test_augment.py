@@ -29,7 +29,6 @@ def augmenter(mlm):
 
 
 def test_share_of_replaced_words(augmenter):
-    """Binomial: within 5 standard deviations of 0.4."""
     text = "the film is very good, so nice"
     changed = total = 0
     for copy in augmenter.copies(text, 400, random.Random(0)):
@@ -41,7 +40,6 @@ def test_share_of_replaced_words(augmenter):
 
 
 def test_candidates_are_the_most_probable_words(augmenter):
-    """Of one token: of the masked position, without the word itself. Of two: by embeddings."""
     text = "the films is bad"
     spans = [m.span() for m in WORD.finditer(text)]
     found = augmenter._candidates(text, spans)
@@ -74,9 +72,8 @@ def test_the_command(mlm, tmp_path):
     for i, (text, label) in enumerate(sentences(6, 0)):
         group = lines[5 * i : 5 * i + 5]
         assert group[0][0] == text and [x[1] for x in group] == [str(label)] * 5
-        assert [x[3] for x in group] == ["0", "1", "1", "1", "1"] and len(
-            {x[2] for x in group}
-        ) == 1
+        assert [x[3] for x in group] == ["0", "1", "1", "1", "1"]
+        assert len({x[2] for x in group}) == 1
     assert "the file exists" in run("augment", out=tmp_path / "a.tsv", expect=2, **options)
     teacher = make_teacher(tmp_path / "teacher")
     run("distill", teacher=teacher, train=tmp_path / "a.tsv", eval=data, epochs=1, method="labels",

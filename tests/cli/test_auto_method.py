@@ -42,8 +42,6 @@ class Own(CausalLM):
 
 
 class Headed(Task):
-    """A user's task with a head of one of fastkd's."""
-
     head = "AutoModelForTokenClassification"
 
 
@@ -93,7 +91,6 @@ def test_what_belongs_to_one_method_needs_its_name(tmp_path, command, flags):
 
 
 def test_auto_is_a_method_of_a_study(tmp_path):
-    """Its runs take the method of their task, as any `fastkd distill`."""
     found = grid.read(StudySettings(methods="labels,auto", tasks={"x": "docstrings"}, out=tmp_path))
     assert found.variants == ["labels", "auto"] and found.cells[-1].options["method"] == "auto"
     for cell in found.cells:

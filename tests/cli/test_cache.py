@@ -8,10 +8,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from fastkd.cli import cache_command, display
+from fastkd.distill.cache import TeacherCache
 from fastkd.distill.verify import _Step
-from fastkd.train.saving import read_json
+from fastkd.train.saving import MANIFEST, read_json
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
+from tests.train.tasks.test_causal_lm import make_decoder, write_text
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -28,12 +30,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def call(folder):
     def call(command, out, *flags, **options):
-        usual = {
-            "train": folder / "train.tsv",
-            "eval": folder / "dev.tsv",
-            "max_length": 16,
-            "device": "cpu",
-        }
+        usual = {"train": folder / "train.tsv", "eval": folder / "dev.tsv"}
+        usual |= {"max_length": 16, "device": "cpu"}
         if command != "verify":
             usual |= {"out": out, "batch_size": 8}
         if command == "distill":
@@ -46,7 +44,6 @@ def call(folder):
 
 
 def test_what_a_killed_process_was_writing_is_no_cache_and_no_litter(call, tmp_path):
-    """A folder with only a half-written file counts as empty."""
     out = tmp_path / "cache"
     out.mkdir()
     (out / f".{'1' * 32}").write_bytes(b"half")
@@ -86,13 +83,10 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path, monkeyp
     assert str(tmp_path / "cache") in card and "faster" not in card
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        {"student_layers": 2, "teacher_layers": "select"},
-        {"student_config": "hidden_size=12", "method": "lrc_bert"},  # with a projection
-    ],
-)
+@pytest.mark.parametrize("made", [
+    {"student_layers": 2, "teacher_layers": "select"},
+    {"student_config": "hidden_size=12", "method": "lrc_bert"},  # with a projection
+])  # fmt: skip
 def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path, made):
     made = {**made, "teacher": folder / "teacher", "tokenizer": folder / "teacher", "epochs": 0.5}
     options = {name: value for name, value in made.items() if name != "epochs"}
@@ -164,10 +158,18 @@ def test_what_a_cache_cannot_do_is_one_sentence(call, folder, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path):
+def test_a_cache_that_was_cut_off_goes_on(call, folder, tmp_path, monkeypatch):
+    """After a full disk, too."""
     cache = functools.partial(call, "cache", tmp_path / "cache", method="fcd")
-    cache(max_train_rows=20)
-    (tmp_path / "cache" / "fastkd.json").unlink()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_command, "write_json", full)
+        error = cache(max_train_rows=20, expect=1)
+    words = "(No space left on device); the same command goes on with what is there\n"
+    assert error.endswith(words)
     words = {"teacher_cache": tmp_path / "cache", "method": "fcd"}
     error = call("distill", tmp_path / "out", expect=2, **words)
     assert "no complete cache" in error
@@ -246,19 +248,7 @@ def test_a_full_disk_is_foreseen(call, tmp_path, monkeypatch):
     assert told - student == pytest.approx(size, rel=0.33)
 
 
-def test_what_is_intact_after_a_failed_write(call, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache_command, "write_json", full)
-    error = call("cache", tmp_path / "cache", expect=1)
-    assert error.endswith(
-        "(No space left on device); the same command goes on with what is there\n"
-    )
-
-
 def test_random_students_of_several_seeds(call, folder, tmp_path):
-    """All seeds began with the student that the cache was written with."""
     made = {"student_layers": 2, "student_weights": "random"}
     call("cache", tmp_path / "cache", **made)
     losses = []
@@ -270,3 +260,30 @@ def test_random_students_of_several_seeds(call, folder, tmp_path):
         losses.append(live["history"][0]["losses"])
         assert cached["history"][0]["losses"] == pytest.approx(losses[-1], rel=1e-5)
     assert losses[0] != losses[1]
+
+
+def test_a_student_learns_from_the_most_probable_tokens(tmp_path):
+    teacher = make_decoder(tmp_path / "teacher")
+    options = {
+        "task": "causal-lm", "method": "soft_targets", "max_length": 8, "device": "cpu",
+        "train": write_text(tmp_path / "train.txt", 60), "batch_size": 4, "student_layers": 2,
+        "eval": write_text(tmp_path / "dev.txt", 20, seed=1),
+    }  # fmt: skip
+    out = tmp_path / "cache"
+    run("cache", teacher=teacher, out=out, top_k=5, **options)
+    (shard,) = out.glob("shard-*.safetensors")
+    stored = load_file(shard)
+    assert stored["top_k.ids"].shape == stored["top_k.log_probs"].shape
+    assert stored["top_k.ids"].shape[1] == 5 and not (out / "head.safetensors").exists()
+    whole = TeacherCache(out).digest
+    for path in (shard, out / MANIFEST):  # as a process that was killed before it wrote them
+        path.unlink()
+    assert "other settings" in run("cache", teacher=teacher, out=out, top_k=6, expect=2, **options)
+    run("cache", teacher=teacher, out=out, top_k=5, **options)
+    assert TeacherCache(out).digest == whole
+    student = tmp_path / "student"
+    more = {"teacher_cache": out, "epochs": 1}
+    run("distill", out=student, **more, **options)
+    assert list(student.rglob("model.safetensors"))
+    found = run("cache", teacher=teacher, out=tmp_path / "c", top_k=99, expect=2, **options)
+    assert "--top-k: top_k must be at most 17" in found

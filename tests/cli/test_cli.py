@@ -65,16 +65,9 @@ def distill(teacher, files, tmp_path):
 
     def call(*flags, **options):
         usual = {
-            "teacher": teacher,
-            "train": files[0],
-            "eval": files[1],
-            "out": tmp_path / "out",
-            "epochs": 1,
-            "batch_size": 8,
-            "max_length": 16,
-            "device": "cpu",
-            "learning_rate": 1e-3,
-        }
+            "teacher": teacher, "train": files[0], "eval": files[1], "out": tmp_path / "out",
+            "epochs": 1, "batch_size": 8, "max_length": 16, "device": "cpu", "learning_rate": 1e-3,
+        }  # fmt: skip
         return run("distill", *flags, **{**usual, **options})
 
     return call
@@ -82,8 +75,6 @@ def distill(teacher, files, tmp_path):
 
 @pytest.fixture
 def interrupted(distill, monkeypatch):
-    """A run that ``how()`` ends after training step ``step``."""
-
     def call(step, how, *flags, expect=130, **options):
         with monkeypatch.context() as patch:
             stop_at(patch, step, how)
@@ -124,40 +115,23 @@ def same_weights(a, b):
 
 # tests/cli/test_demo.py trains by every method.
 def test_labels_alone_train_and_save(distill, tmp_path):
-    output = distill(method="labels", student_layers=2)
-    out = tmp_path / "out"
+    output, out = distill(method="labels", student_layers=2), tmp_path / "out"
     report = report_of(out)
     assert report["complete"] and report["settings"]["method"] == "labels"
     assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
     assert f"{report['student']['accuracy']:.4f}" in output
     assert set(report["best"]["losses"]) == {"loss", "task"}
     assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
-
     student = AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert student.config.num_hidden_layers == 2
     assert student.config.id2label == {0: "0", 1: "1"}
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
     tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
-    assert len(tokens["input_ids"]) == 4
-    assert [path.name for path in out.iterdir()] == ["student"]
+    assert len(tokens["input_ids"]) == 4 and visible(out) == ["student"]
     assert "on the labels alone" in (out / "student" / "README.md").read_text()
 
 
-def test_a_method_of_ones_own(distill, tmp_path):
-    distill("--set", "share=0.25", "--set", "name=x", method="tests.cli.test_cli:Halved")
-    report = report_of(tmp_path / "out")
-    assert set(report["best"]["losses"]) == {"loss", "task"}
-    assert report["settings"]["options"] == {"share": 0.25, "name": "x"}
-    assert "did you mean 'share'" in distill(
-        method="tests.cli.test_cli:Halved", set="shar=1", out=tmp_path / "x", expect=2
-    )
-    for name in ("tests.cli.test_cli:Nothing", "no.such:Method", "tests.cli.test_cli:WORDS"):
-        assert f"method '{name}'" in distill(method=name, out=tmp_path / "x", expect=2)
-
-
 class Halved(Method):
-    """Part of the task loss."""
-
     uses_teacher = False
 
     def __init__(self, *, share: float = 0.5, name: str = "") -> None:
@@ -168,11 +142,24 @@ class Halved(Method):
         return {"task": self.share}
 
 
-def test_values_of_a_methods_options():
+def test_a_method_of_ones_own(distill, tmp_path):
+    distill("--set", "share=0.25", "--set", "name=x", method="tests.cli.test_cli:Halved")
+    report = report_of(tmp_path / "out")
+    assert set(report["best"]["losses"]) == {"loss", "task"}
+    assert report["settings"]["options"] == {"share": 0.25, "name": "x"}
+    wrong = {"out": tmp_path / "x", "expect": 2}
+    error = distill(method="tests.cli.test_cli:Halved", set="shar=1", **wrong)
+    assert "did you mean 'share'" in error
+    for name in ("tests.cli.test_cli:Nothing", "no.such:Method", "tests.cli.test_cli:WORDS"):
+        assert f"method '{name}'" in distill(method=name, **wrong)
+    own = {"method": "tests.distill.own_method:HiddenAndAttention", "out": tmp_path / "own"}
+    error = distill(expect=2, **own)
+    assert "compares attention maps" in error and error.endswith("; pass --attention eager\n")
+    distill(attention="eager", **own)
+    assert report_of(tmp_path / "own")["history"][-1]["losses"]["maps"] > 0
     words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    assert assignments("--set", words) == {
-        "a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]
-    }  # fmt: skip
+    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
+    assert assignments("--set", words) == values
 
 
 def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
@@ -190,16 +177,21 @@ def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
 
 
 def test_regression_and_string_labels(distill, tmp_path):
-    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    distill(train=real, eval=real, finetune_teacher=1, metric="mse", out=tmp_path / "mse")
-    history = report_of(tmp_path / "mse")["history"]
-    assert report_of(tmp_path / "mse")["student"]["mse"] == min(h["scores"]["mse"] for h in history)
+    """Whatever problem type a teacher's earlier task left in its configuration."""
+    real, out = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5), tmp_path / "mse"
+    first = make_teacher(tmp_path / "first", problem_type="single_label_classification")
+    distill(teacher=first, train=real, eval=real, finetune_teacher=1, metric="mse", out=out)
+    report = report_of(out)
+    assert report["student"]["mse"] == min(h["scores"]["mse"] for h in report["history"])
+    config = json.loads((out / "student" / "config.json").read_text())
+    assert config["problem_type"] == "regression"
+    distill(teacher=out / "teacher", finetune_teacher=1, out=tmp_path / "again")
 
-    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("no", "yes")[y])
-    error = distill(train=named, eval=named, out=tmp_path / "named", expect=2)
+    named, out = write_tsv(tmp_path / "b.tsv", label=lambda y: ("no", "yes")[y]), tmp_path / "named"
+    error = distill(train=named, eval=named, out=out, expect=2)
     assert "LABEL_0, LABEL_1, the data no, yes; pass --label-order" in error
-    distill(train=named, eval=named, out=tmp_path / "named", label_order="no,yes")
-    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "named" / "student")
+    distill(train=named, eval=named, out=out, label_order="no,yes")
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert student.config.label2id == {"no": 0, "yes": 1}
 
 
@@ -239,7 +231,6 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
 
 
 def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
-    """Not of the head's second class."""
     names = {0: "POSITIVE", 1: "NEGATIVE"}
     head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
     rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("negative", "positive")[y])
@@ -271,7 +262,6 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path)
 
 
 def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
-    """A teacher and a student that give every row the same class are warned of."""
     bent = make_teacher(tmp_path / "bent")
     model = AutoModelForSequenceClassification.from_pretrained(bent)
     torch.nn.init.zeros_(model.classifier.weight)
@@ -284,15 +274,6 @@ def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
     write_tsv(words["train"])
     said = run("cache", out=tmp_path / "cache", max_length=16, **words)
     assert "warning: the teacher's answers to the 40 evaluation rows are all '1'" in said
-
-
-def test_a_left_over_problem_type_does_not_matter(distill, tmp_path):
-    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    first = make_teacher(tmp_path / "first", problem_type="single_label_classification")
-    distill(teacher=first, train=real, eval=real, finetune_teacher=1, out=tmp_path / "real")
-    config = json.loads((tmp_path / "real" / "student" / "config.json").read_text())
-    assert config["problem_type"] == "regression"
-    distill(teacher=tmp_path / "real" / "teacher", finetune_teacher=1, out=tmp_path / "again")
 
 
 def test_what_the_rows_hold_is_told(files, tmp_path):
@@ -336,16 +317,6 @@ def test_student_from_a_path(distill, tmp_path):
     assert "compares tokens, and the student has others than the teacher" in error
 
 
-def test_a_decoder_without_padding_token(distill, teacher, tmp_path):
-    gpt2 = shutil.copytree(teacher, tmp_path / "gpt2")
-    config = GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    GPT2ForSequenceClassification(config).save_pretrained(gpt2)
-    distill(teacher=gpt2, method="lrkd")
-    student = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "student")
-    assert student.config.num_hidden_layers == 1
-    assert student.config.pad_token_id == 0
-
-
 def family(path, teacher, kind):
     """A classifier with four unlike layers, and the teacher's tokenizer."""
     sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -369,22 +340,16 @@ def test_selected_layers_make_the_student_and_are_compared(
     distill, interrupted, teacher, tmp_path, monkeypatch
 ):
     large = family(tmp_path / "gpt2", teacher, "gpt2")
-    options = {
-        "teacher": large, "teacher_layers": "select", "learning_rate": 1e-8, "method": "mc3kd"
-    }  # fmt: skip
-    interrupted(3, terminate, expect=143, **options)
+    options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
+    interrupted(3, terminate, expect=143, method="mc3kd", **options)
     # Selected layers are not selected again.
     monkeypatch.setattr("fastkd.train.models.select_layers", None)
-    output = distill("--resume", **options)
+    output = distill("--resume", method="mc3kd", **options)
     report = report_of(tmp_path / "out")
     assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
-    model = AutoModelForSequenceClassification.from_pretrained(large)
     blocks, student = (
-        Backbone(m, "model").blocks
-        for m in (
-            model,
-            AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/student"),
-        )
+        Backbone(AutoModelForSequenceClassification.from_pretrained(path), "model").blocks
+        for path in (large, tmp_path / "out/student")
     )
     for i, block in enumerate(student):
         for name, weight in block.named_parameters():
@@ -430,19 +395,17 @@ def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp
     assert "--max-length 16: the models read no more tokens" in said
 
 
-def test_attention_maps_are_asked_for(distill, tmp_path):
-    own = {"method": "tests.distill.own_method:HiddenAndAttention", "epochs": 1}
-    error = distill(expect=2, **own)
-    assert "compares attention maps" in error and error.endswith("; pass --attention eager\n")
-    distill(attention="eager", **own)
-    assert report_of(tmp_path / "out")["history"][-1]["losses"]["maps"] > 0
-
-
-def test_segments_are_left_out_for_a_student_without_them(distill, teacher, tmp_path):
+def test_a_decoder_without_padding_token_and_a_student_without_segments(distill, teacher, tmp_path):
+    gpt2, out = shutil.copytree(teacher, tmp_path / "gpt2"), tmp_path / "out"
+    config = GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    GPT2ForSequenceClassification(config).save_pretrained(gpt2)
+    distill(teacher=gpt2, method="lrkd")
+    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    assert (student.config.num_hidden_layers, student.config.pad_token_id) == (1, 0)
     config = DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
     DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
-    distill(student=tmp_path / "student", method="knn")
-    assert report_of(tmp_path / "out")["student"]["accuracy"] >= 0
+    distill("--overwrite", student=tmp_path / "student", method="knn")
+    assert report_of(out)["student"]["accuracy"] >= 0
 
 
 def test_a_random_student_and_one_that_goes_on(distill, interrupted, tmp_path):
@@ -503,21 +466,25 @@ def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path):
 
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path):
+    """And a step whose parts are compared within themselves only is warned of."""
     file = tmp_path / "args.yaml"
     file.write_text(
         "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
         "torch_compile_backend: null\n"
     )
-    distill(trainer_args=file, epochs=1.5, checkpoint_every=3)
+    options = {"trainer_args": file, "epochs": 1.5, "checkpoint_every": 3, "method": "fcd"}
+    output = " ".join(distill(**options).split())
+    assert "compares samples (samples) within each accumulated batch only" in output
+    assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
+    report = report_of(tmp_path / "out")
     # 40 rows in batches of 8, two batches a step
-    history = report_of(tmp_path / "out")["history"]
-    assert [entry["step"] for entry in history] == [3, 5]
-    assert all(entry["losses"]["loss"] > 0 for entry in history)
-    assert (
-        report_of(tmp_path / "out")["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
-    )
+    assert [entry["step"] for entry in report["history"]] == [3, 5]
+    assert all(entry["losses"]["loss"] > 0 for entry in report["history"])
+    assert report["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
+    assert "compares the" not in distill(trainer_args=file, out=tmp_path / "b")
+    assert "exclude each other" in distill(accumulate=2, trainer_args=file, expect=2)
     file.write_text("max_grad_norm: 0.5\n")
-    error = distill("--resume", trainer_args=file, epochs=1.5, expect=2)
+    error = distill("--resume", **options, expect=2)
     assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
 
 
@@ -540,39 +507,25 @@ def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_what_a_step_in_parts_compares_is_said(distill, tmp_path):
-    arguments = tmp_path / "args.yaml"
-    arguments.write_text("gradient_accumulation_steps: 2\n")
-    output = " ".join(distill(trainer_args=arguments, method="fcd").split())
-    assert "compares samples (samples) within each accumulated batch only" in output
-    assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
-    rest = {"trainer_args": arguments, "out": tmp_path / "other"}
-    assert "compares the" not in distill(method="soft_targets", **rest)
-    assert "exclude each other" in distill(accumulate=2, trainer_args=arguments, expect=2)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
-        ("optm: adafactor", "did you mean 'optim'"),
-        ("fsdp: full_shard", "fsdp is what --fsdp sets"),
-        ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
-        ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
-        ("max_grad_norm: true", "max_grad_norm must be float"),
-        ("lr_scheduler_type: constand", "constand"),
-        ("optim: adamw_8bit", "bitsandbytes"),
-        ("adam_beta1: 1.5", "Invalid beta parameter"),
-        ("dataloader_num_workers: -1", "dataloader_num_workers must be at least 0"),
-        ("torch_compile_backend: no", "must be"),
-        ("torch_compile_backend: none", "not a valid DynamoBackend"),
-        ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
-        ("gradient_accumulation_steps: 0", "at least 1"),
-        ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
-        ("- a", "one 'name: value' a line"),
-        ("a: [", "can't be read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("learning_rate: 1", "learning_rate is what --learning-rate sets"),
+    ("optm: adafactor", "did you mean 'optim'"),
+    ("fsdp: full_shard", "fsdp is what --fsdp sets"),
+    ("eval_steps: 3", "eval_steps is settled by fastkd itself"),
+    ("max_grad_norm: 1e0x", "max_grad_norm must be float, got '1e0x'"),
+    ("max_grad_norm: true", "max_grad_norm must be float"),
+    ("lr_scheduler_type: constand", "constand"),
+    ("optim: adamw_8bit", "bitsandbytes"),
+    ("adam_beta1: 1.5", "Invalid beta parameter"),
+    ("dataloader_num_workers: -1", "dataloader_num_workers must be at least 0"),
+    ("torch_compile_backend: no", "must be"),
+    ("torch_compile_backend: none", "not a valid DynamoBackend"),
+    ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
+    ("gradient_accumulation_steps: 0", "at least 1"),
+    ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
+    ("- a", "one 'name: value' a line"),
+    ("a: [", "can't be read"),
+])  # fmt: skip
 def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
     file = tmp_path / "args.yaml"
     file.write_text(text)
@@ -581,7 +534,7 @@ def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
     assert not (tmp_path / "out").exists()
 
 
-def test_no_option_is_forgotten(distill, files, tmp_path):
+def test_options_that_are_given_twice_or_do_not_fit_the_rows(distill, files, tmp_path):
     assert "--eval is given twice" in distill("--eval", files[1], expect=2)
     group = get_command(app)
     _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
@@ -591,6 +544,11 @@ def test_no_option_is_forgotten(distill, files, tmp_path):
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
     error = distill(train=real, eval=real, finetune_teacher=1, label_order="a,b", expect=2)
     assert "the labels are numbers, not classes" in error
+    three = write_tsv(tmp_path / "three.tsv", label=lambda y: y)
+    three.write_text(three.read_text() + "dull film\t2\n")
+    error = distill(train=three, expect=2)
+    assert "no head for 3 labels" in error and "--finetune-teacher" in error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("where", ["student", "unfinished"])
@@ -639,35 +597,21 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
     assert find_damage(mine) is None
 
 
-def test_a_file_that_was_changed_is_not_deleted(distill, tmp_path):
-    distill()
-    student = tmp_path / "out" / "student"
-    (student / "README.md").write_text("a card of my own")
-    distill("--overwrite")
-    assert find_damage(student) is None
-    kept = tmp_path / "out" / "student.old"
-    assert visible(kept) == ["README.md"]
-    assert (kept / "README.md").read_text() == "a card of my own"
-
-
-def test_more_classes_than_the_head_has(distill, tmp_path):
-    three = write_tsv(tmp_path / "three.tsv", label=lambda y: y)
-    three.write_text(three.read_text() + "dull film\t2\n")
-    error = distill(train=three, expect=2)
-    assert "no head for 3 labels" in error and "--finetune-teacher" in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
+    """Nor is a file of it that was changed ever deleted."""
     distill(seed=1)
+    student, kept = tmp_path / "out" / "student", tmp_path / "out" / "student.old"
     first = weights_of(tmp_path / "out")
     assert "--overwrite" in distill(seed=2, expect=2)
     assert "already complete" in distill("--resume", seed=1)
     error = distill("--resume", seed=2, expect=2)
     assert "seed = 1" in error and "now it is 2" in error
+    (student / "README.md").write_text("a card of my own")
     distill("--overwrite", seed=2)
     assert report_of(tmp_path / "out")["settings"]["seed"] == 2
     assert any(not torch.equal(x, first[name]) for name, x in weights_of(tmp_path / "out").items())
+    assert find_damage(student) is None and visible(kept) == ["README.md"]
+    assert (kept / "README.md").read_text() == "a card of my own"
 
 
 def test_a_plain_run_never_touches_unfinished_work(distill, interrupted, tmp_path):
@@ -728,10 +672,9 @@ def test_files_put_into_an_unfinished_run_stay(distill, interrupted, tmp_path, f
 
 
 def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
-    seen = []
+    fork, seen = multiprocessing.get_context("fork"), []
 
     def second():
-        fork = multiprocessing.get_context("fork")
         theirs, ours = fork.Pipe(duplex=False)
         process = fork.Process(target=lambda: ours.send(distill("--overwrite", expect=2)))
         process.start()
@@ -741,8 +684,7 @@ def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
     stop_at(monkeypatch, 3, second)
     distill()
     assert f"in use by process {os.getpid()}" in seen[0]
-    assert report_of(tmp_path / "out")["complete"]
-    assert visible(tmp_path / "out") == ["student"]
+    assert report_of(tmp_path / "out")["complete"] and visible(tmp_path / "out") == ["student"]
 
 
 def test_the_lock_goes_with_its_process(tmp_path):
@@ -773,8 +715,13 @@ def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
+    error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
+    assert "loss became nan" in error and "learning rate" in error
+    assert "--precision" not in error  # it is fp32 already
+
+
 def stop_at(monkeypatch, step, how):
-    """Let ``how()`` happen after training step ``step``."""
     original = training.TrainingCallback.on_step_end
 
     def on_step_end(self, args, state, control, **rest):
@@ -802,15 +749,12 @@ def hang_up():
 
 
 # 40 rows in batches of 8: 5 steps an epoch. Every way to end, once; test_kills.py has every place.
-@pytest.mark.parametrize(
-    ("method", "epochs", "step", "how", "every"),
-    [
-        ("soft_targets", 1, 7, press_ctrl_c, None),  # in the teacher's fine-tuning
-        ("lrkd", 2, 8, crash, 3),
-        ("knn", 2, 10, hang_up, None),
-        ("mc3kd", 1.6, 8, terminate, 8),  # the last step, in the middle of an epoch
-    ],
-)
+@pytest.mark.parametrize(("method", "epochs", "step", "how", "every"), [
+    ("soft_targets", 1, 7, press_ctrl_c, None),  # in the teacher's fine-tuning
+    ("lrkd", 2, 8, crash, 3),
+    ("knn", 2, 10, hang_up, None),
+    ("mc3kd", 1.6, 8, terminate, 8),  # the last step, in the middle of an epoch
+])  # fmt: skip
 def test_resuming_gives_the_uninterrupted_result(
     distill, interrupted, tmp_path, method, epochs, step, how, every
 ):
@@ -841,17 +785,20 @@ def test_resuming_gives_the_uninterrupted_result(
         assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
 
 
-@pytest.mark.parametrize("harm", [MANIFEST, "flip model.safetensors", "cut off", "older"])
+@pytest.mark.parametrize(
+    "harm", [MANIFEST, "flip model.safetensors", "cut off", "older", "best student"]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     distill, interrupted, begun, tmp_path, harm
 ):
+    """Without the best student the training starts again."""
     options = {"epochs": 2, "method": "lrkd"}
     begun("whole", lambda out: distill(out=out, **options))
     begun("out", lambda out: interrupted(7, press_ctrl_c, out=out, **options))
-    checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
-    assert visible(checkpoints) == ["checkpoint-5", "checkpoint-7"]
-    newest = checkpoints / "checkpoint-7"
-    (checkpoints / "checkpoint-mine").mkdir()
+    work = tmp_path / "out" / "unfinished"
+    assert visible(work / "checkpoints") == ["checkpoint-5", "checkpoint-7"]
+    newest = work / "checkpoints" / "checkpoint-7"
+    (newest.parent / "checkpoint-mine").mkdir()
     for name in (
         "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
         "trainer_state.json",
@@ -860,12 +807,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         assert name in find_damage(newest)
         (tmp_path / name).rename(newest / name)
     if harm == "cut off":
-        newest = checkpoints / "checkpoint-8"
+        newest = newest.with_name("checkpoint-8")
         newest.mkdir()
         (newest / "trainer_state.json").write_text('{"global_step":')
     elif harm == "older":  # as they were when the teacher's trainer was another
         (newest / "method.pt").unlink()
         saving.write_manifest(newest, saving.read_manifest(newest))
+    elif harm == "best student":
+        (work / "student" / "model.safetensors").write_bytes(b"")
     elif harm.startswith("flip"):
         path = newest / harm.split()[1]
         content = bytearray(path.read_bytes())
@@ -874,18 +823,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     else:
         (newest / harm).unlink()
     output = distill("--resume", **options)
-    assert f"{newest.name}: cannot be used (" in output and "the one before it" in output
-    assert {"cut off": "incomplete", "older": "an older"}.get(harm, harm.split()[-1]) in output
-    assert same_weights(tmp_path / "out", tmp_path / "whole")
-
-
-def test_a_damaged_best_student_is_trained_again(distill, interrupted, tmp_path):
-    options = {"epochs": 2, "method": "lrkd"}
-    distill(out=tmp_path / "whole", **options)
-    interrupted(7, press_ctrl_c, **options)
-    (tmp_path / "out" / "unfinished" / "student" / "model.safetensors").write_bytes(b"")
-    output = distill("--resume", **options)
-    assert "student is damaged" in output and "starts again" in output
+    if harm == "best student":
+        assert "student is damaged" in output and "starts again" in output
+    else:
+        assert f"{newest.name}: cannot be used (" in output and "the one before it" in output
+        assert {"cut off": "incomplete", "older": "an older"}.get(harm, harm.split()[-1]) in output
     assert same_weights(tmp_path / "out", tmp_path / "whole")
 
 
@@ -931,13 +873,10 @@ def test_resume_wants_the_same_data_models_and_settings(
 
 
 # Errors of each writer on a full disk.
-@pytest.mark.parametrize(
-    ("place", "error"),
-    [
-        ("marker", OSError(errno.ENOSPC, "No space left on device")),
-        ("optimizer", RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")),
-    ],
-)
+@pytest.mark.parametrize(("place", "error"), [
+    ("marker", OSError(errno.ENOSPC, "No space left on device")),
+    ("optimizer", RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")),
+])  # fmt: skip
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
     distill, begun, tmp_path, monkeypatch, error, place
 ):
@@ -970,23 +909,27 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
     assert visible(tmp_path / "out") == ["student"]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_what_writers_of_models_raise_on_a_full_disk(tmp_path):
+    for error in (
         SafetensorError("Error while serializing: No space left (os error 28)"),
         Exception("No space left on device (os error 28)"),  # of a tokenizer
-    ],
-)
-def test_what_writers_of_models_raise_on_a_full_disk(tmp_path, error):
-    said = r"cannot be saved \(No space left on device\)"
-    with pytest.raises(SaveFailed, match=said), saving.saving(tmp_path):
-        raise error
+    ):
+        said = r"cannot be saved \(No space left on device\)"
+        with pytest.raises(SaveFailed, match=said), saving.saving(tmp_path):
+            raise error
 
 
-def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
-    error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
-    assert "loss became nan" in error and "learning rate" in error
-    assert "--precision" not in error  # it is fp32 already
+def test_every_option_has_help_and_a_default_that_passes():
+    for words in ([], ["-h"], ["--help"]):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0
+        for command in ("distill", "evaluate", "predict", "export", "demo", "doctor", "analyze"):
+            assert command in result.output
+    output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
+    saved = DistillConfig(teacher="t", task="sst2", device_name="cpu").saved()
+    for option in options_of(DistillConfig).values():
+        assert option.flag in output and option.help
+        assert (option.key in saved) == (option.saved or option.key == "trainer_args")
 
 
 def test_replacing_a_directory_is_all_or_nothing(tmp_path):
@@ -1044,25 +987,12 @@ def test_torch_without_the_extras_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fastkd", "distill"])
     with pytest.raises(SystemExit, match="1"):
         entry.main()
-    errors = capsys.readouterr().err
-    words = (
-        "Error: fastkd distill needs the extra train (typer is not installed); get it with: pip "
-    )
-    assert errors.startswith(words)
-    assert len(errors.splitlines()) == 1
-
-
-@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
-def test_help_names_the_commands(words):
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0
-    for command in ("distill", "evaluate", "predict", "export", "demo", "doctor", "analyze"):
-        assert command in result.output
+    words = "fastkd distill needs the extra train (typer is not installed); get it with: pip "
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"Error: {words}")
 
 
 FILES = ["--train", "setup.py.tsv", "--eval", "setup.py.tsv"]
-
-
 LISTS_AND_MISTAKES = [
     ["--help"],
     ["--version"],
@@ -1076,6 +1006,8 @@ LISTS_AND_MISTAKES = [
     ["cache", "--teacher", "bert", *FILES],
     ["study", "--nosuch"],
 ]
+
+
 WITHOUT_TORCH = f"""
 import sys
 from fastkd.__main__ import main
@@ -1089,7 +1021,6 @@ for words in {LISTS_AND_MISTAKES}:
 
 
 def test_lists_and_mistakes_import_no_torch():
-    """Its import takes seconds, and that of transformers as many again."""
     command = [sys.executable, "-c", WITHOUT_TORCH]
     output = subprocess.run(command, capture_output=True, text=True).stdout
     found = [line for line in output.splitlines() if line.startswith("imported")]
@@ -1100,34 +1031,23 @@ def test_names_that_are_listed_without_torch():
     assert list(settings.NAMES) == [*METHODS, *baselines.BASELINES]
     assert settings.LABELLED_SHARE == labelled_order.LABELLED_SHARE
     assert command_settings.MEASURES == MEASURES
-
-
-def test_every_option_has_help_and_a_default_that_passes():
-    output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
-    saved = DistillConfig(teacher="t", task="sst2", device_name="cpu").saved()
-    for option in options_of(DistillConfig).values():
-        assert option.flag in output and option.help
-        assert (option.key in saved) == (option.saved or option.key == "trainer_args")
-
-
-def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"fastkd {fastkd.__version__}\n")
 
 
 def test_scores_of_several_test_files_have_their_names(distill, tmp_path):
     files = [write_tsv(tmp_path / name, 10, i) for i, name in enumerate(("one.tsv", "two.b.tsv"))]
-    distill("--test", files[0], "--test", files[1], epochs=1)
-    report = report_of(tmp_path / "out")
+    distill("--test", files[0], "--test", files[1])
+    report, student = report_of(tmp_path / "out"), tmp_path / "out" / "student"
     assert report["rows"]["test"] == 20 and len(report["settings"]["test"]) == 2
-    card = (tmp_path / "out/student/README.md").read_text()
+    card = (student / "README.md").read_text()
     for name, path in zip(("one", "two.b"), files, strict=True):
-        run("evaluate", model=tmp_path / "out/student", data=path, out=tmp_path / f"{name}.json",
-            device="cpu")  # fmt: skip
+        out = tmp_path / f"{name}.json"
+        run("evaluate", model=student, data=path, out=out, device="cpu")
         score = report["test"]["student"][f"accuracy_{name}"]
-        assert score == json.loads((tmp_path / f"{name}.json").read_text())["accuracy"]
+        assert score == saving.read_json(out)["accuracy"]
         assert f"accuracy_{name} (test)" in card and f"type: {path.name}" in card
     (tmp_path / "c").mkdir()
-    error = distill("--test", files[0], "--test", write_tsv(tmp_path / "c/one.tsv"), expect=2,
-                    out=tmp_path / "twice")  # fmt: skip
+    same = write_tsv(tmp_path / "c/one.tsv")
+    error = distill("--test", files[0], "--test", same, expect=2, out=tmp_path / "twice")
     assert "--test: two files have the same name" in error

@@ -11,14 +11,10 @@ import pytest
 from fastkd._core.extras import MissingExtra
 from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
-from fastkd.cli.command_settings import DemoSettings
 from fastkd.distill import METHODS
 from fastkd.study import docstrings as sets
 from fastkd.study.docstrings import AREAS, docstrings, load_docstrings, load_pairs
-from fastkd.study.grid_runs import GridRuns, measured
 from fastkd.train import packaged_teacher, saving
-from fastkd.train.config import DistillConfig
-from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
@@ -34,29 +30,17 @@ def parsed(library, monkeypatch):
     monkeypatch.setattr("fastkd.study.docstrings.docstrings", lambda root: iter(library))
 
 
-@pytest.fixture
-def corpus(parsed):
-    return load_docstrings(100, 20)
-
-
-def test_no_docstring_is_on_both_sides(corpus):
-    def keys(rows):
-        return {"".join(filter(str.isalnum, text)).casefold() for text in rows.texts}
-
-    train, held_out = keys(corpus.train), keys(corpus.evals[""])
-    assert len(train) == len(corpus.train) and len(held_out) == len(corpus.evals[""])
-    assert not train & held_out
-
-
-def test_areas_are_balanced_and_mixed(corpus):
+def test_areas_are_balanced_and_mixed_and_share_no_docstring(parsed):
+    corpus = load_docstrings(100, 20)
     assert len(corpus.names) >= 6
+    keys = []
     for rows, limit in ((corpus.train, 100), (corpus.evals[""], 20)):
         counts = np.bincount(rows.labels, minlength=len(corpus.names)).tolist()
         assert max(counts) == limit and min(counts) >= limit // 2
         assert set(rows.labels[: len(rows) // 2]) == set(range(len(corpus.names)))
-
-
-def test_every_module_has_one_area():
+        keys.append({"".join(filter(str.isalnum, text)).casefold() for text in rows.texts})
+        assert len(keys[-1]) == len(rows)
+    assert not keys[0] & keys[1]
     modules = [module for listed in AREAS.values() for module in listed.split()]
     assert len(modules) == len(set(modules))
 
@@ -84,7 +68,6 @@ def write_library(root):
 
 
 def write_packaged(folder):
-    """A tiny teacher and a library of two areas."""
     make_teacher(folder / "teacher", layers=6, head=False)
     library = write_library(folder / "library")
     (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
@@ -167,7 +150,6 @@ def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
 
 
 def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
-    """They were written over the lines of intervals that reach beyond the teacher."""
     figures = []
     monkeypatch.setattr(
         demo, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1]
@@ -185,20 +167,6 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
     (share,) = (text for text in ax.texts if "of the gap" in text.get_text())
     assert ends == [90.0] and share.get_text() == "67% of the gap"
     assert 90 < share.get_position()[0] < ax.get_xlim()[1]
-
-
-def test_the_best_student_is_that_of_the_table(tiny, tmp_path, monkeypatch):
-    """The saved student, which was trained again, predicts what its run's file holds."""
-    monkeypatch.setattr(demo, "METHODS", {name: METHODS[name] for name in ("labels", "fcd")})
-    settings = DemoSettings(fast=True, seed=5, device="cpu", out=tmp_path)
-    runs = GridRuns(demo.make_study(demo.Size.of(settings), settings), tmp_path / "runs")
-    runs.check()
-    (tmp_path / "runs" / "runs").mkdir()
-    cell = runs.cells[1]
-    first = runs._run(cell, runs.options(cell))
-    config = DistillConfig(**runs.options(cell), out=tmp_path / "again")
-    again = run_distillation(config, measure=measured)
-    assert again["predictions"] == first["predictions"] and cell.variant == "fcd"
 
 
 def test_the_demo_leaves_another_student_alone(tiny, tmp_path):

@@ -98,7 +98,6 @@ class Stream(io.TextIOWrapper):
 
 
 def test_an_output_that_is_lost_is_told(monkeypatch):
-    """Predictions written to a full disk were gone, and the exit code was 0."""
     for number in (errno.ENOSPC, errno.EPIPE):
         monkeypatch.setattr(sys, "stdout", Stream(number))
         told = pytest.raises(RunFailed, match="the output can't be written: No space left")
@@ -139,43 +138,44 @@ def report_with(**changes):
     }  # fmt: skip
 
 
+def shown(report, path):
+    """What the command prints of a report."""
+    file = io.StringIO()
+    show(report, path, Console(file=file, width=120))
+    return file.getvalue()
+
+
+def card_of(report, path):
+    write_card(path, report)
+    return (path / "README.md").read_text()
+
+
 def test_scores_stand_under_their_names(tmp_path):
     """Metrics that a cache lacks for its teacher are empty cells, not shifted ones."""
-    file = io.StringIO()
     test = {"student": {"mcc": 0.75, "accuracy": 0.125}}
-    show(report_with(test=test), tmp_path, Console(file=file, width=120))
-    (teacher,) = (line for line in file.getvalue().splitlines() if line.startswith("  teacher"))
-    (student,) = (line for line in file.getvalue().splitlines() if line.startswith("  student"))
-    assert [student.split()[-4:], teacher.split()[-1]] == [
-        ["0.2500", "0.5000", "0.7500", "0.1250"], "0.9000"
-    ]  # fmt: skip
+    lines = shown(report_with(test=test), tmp_path).splitlines()
+    (teacher,) = (line for line in lines if line.startswith("  teacher"))
+    (student,) = (line for line in lines if line.startswith("  student"))
+    assert student.split()[-4:] == ["0.2500", "0.5000", "0.7500", "0.1250"]
+    assert teacher.split()[-1] == "0.9000"
     assert teacher.index("0.9000") == student.index("0.5000")
 
 
 def test_what_is_slower_and_larger_is_called_so(tmp_path):
-    file = io.StringIO()
-    show(report_with(), tmp_path, Console(file=file, width=120))
-    assert "the student is 1.7 times slower and 2.0 times larger" in file.getvalue()
-    write_card(tmp_path, report_with())
-    card = (tmp_path / "README.md").read_text()
+    report = report_with()
+    said = shown(report, tmp_path)
+    assert "the student is 1.7 times slower and 2.0 times larger" in said
+    card = card_of(report, tmp_path)
     assert "2.0 times larger, 1.7 times slower on the machine" in card
     assert 'classify("...")' in card
+    pair = 'classify({"text": "...", "text_pair": "..."})'
+    assert pair in card_of(report_with(paired=True), tmp_path)
 
 
 def test_equal_sizes_and_class_names_of_the_card(tmp_path):
-    file = io.StringIO()
-    report = report_with(
-        labels=["<b>a|b</b>", "*c_d*\ne"], parameters={"teacher": 100, "student": 99}
-    )
+    sizes = {"teacher": 100, "student": 99}
+    report = report_with(labels=["<b>a|b</b>", "*c_d*\ne"], parameters=sizes)
     report["best"]["epoch"] = 0.285714
-    show(report, tmp_path, Console(file=file, width=120))
-    assert "1.7 times slower and as large" in file.getvalue()
-    assert "best student: epoch 0.29," in file.getvalue()
-    write_card(tmp_path, report)
-    card = (tmp_path / "README.md").read_text()
+    said, card = shown(report, tmp_path), card_of(report, tmp_path)
+    assert "1.7 times slower and as large" in said and "best student: epoch 0.29," in said
     assert r"Classes: \<b\>a\|b\</b\>, \*c\_d\* e." in card and "`./t`: as large, " in card
-
-
-def test_the_card_of_a_pair_task_shows_two_texts(tmp_path):
-    write_card(tmp_path, report_with(paired=True))
-    assert 'classify({"text": "...", "text_pair": "..."})' in (tmp_path / "README.md").read_text()

@@ -29,12 +29,9 @@ def run_without_extras(word, before=""):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def result():
-    return run()
-
-
-def test_all_backends_that_run_are_right(result):
+def test_all_backends_that_run_are_right():
+    """In a table of 80 columns."""
+    result = run()
     assert result.exit_code == 0, result.output
     for part in ("python", "torch", "triton", "transformers", "device", "extension", "all right"):
         assert part in result.output
@@ -42,26 +39,18 @@ def test_all_backends_that_run_are_right(result):
         assert trial.function in result.output
     for package, versions in TESTED.items():
         assert f"{package} {', '.join(versions)}\n" in result.output
+    table = result.output.split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 80 and len(table) == 2 + len(doctor.TRIALS)
 
 
-def test_the_table_fits_80_columns(result):
-    table = result.output.split("\n\n")[1]
-    assert max(map(len, table.splitlines())) <= 80
-    assert len(table.splitlines()) == 2 + len(doctor.TRIALS)
-
-
-def test_the_losses_alone_check_themselves():
+def test_the_losses_alone_check_themselves_and_have_a_help():
     one = "from fastkd.cli import doctor; doctor.TRIALS = doctor.TRIALS[:1]; "
-    result = run_without_extras("doctor", one)
-    assert result.returncode == 0, result.stderr
-    assert doctor.TRIALS[0].function in result.stdout and "verdict" in result.stdout
-
-
-def test_the_losses_alone_have_a_help():
-    result = run_without_extras("--help")
-    assert result.returncode == 0, result.stderr
-    assert "fastkd doctor" in result.stdout
-    assert f"need the extra train; {how_to_get('train')}" in " ".join(result.stdout.split())
+    checked, helped = run_without_extras("doctor", one), run_without_extras("--help")
+    for result in (checked, helped):
+        assert result.returncode == 0, result.stderr
+    assert doctor.TRIALS[0].function in checked.stdout and "verdict" in checked.stdout
+    assert "fastkd doctor" in helped.stdout
+    assert f"need the extra train; {how_to_get('train')}" in " ".join(helped.stdout.split())
     assert run_without_extras("--version").stdout.startswith("fastkd ")
     assert run_without_extras("distill").returncode == 1
 

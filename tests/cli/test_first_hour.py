@@ -16,11 +16,6 @@ def folder(tmp_path_factory):
     make_teacher(path / "teacher")
     write_tsv(path / "train.tsv", 16)
     write_tsv(path / "dev.tsv", 8, 1)
-    lines = [f"{text}\tthe film\t{label}" for text, label in sentences(8, 0)]
-    (path / "pairs.tsv").write_text("\n".join(["sentence1\tsentence2\tlabel", *lines]) + "\n")
-    run("distill", teacher=path / "teacher", train=path / "pairs.tsv", eval=path / "pairs.tsv",
-        method="labels", epochs=1, device="cpu", text_column="sentence1",
-        text_pair_column="sentence2", out=path / "pairs")  # fmt: skip
     return path
 
 
@@ -30,27 +25,13 @@ def distill(folder, expect=0, **options):
     return run("distill", **{**usual, **options}, expect=expect)
 
 
-def test_evaluating_pairs_says_what_is_missing(folder, tmp_path):
-    """Each was "was trained on pairs of texts; --text-pair-column says where ..."."""
-    text = (folder / "pairs.tsv").read_text()
-    for name, content, words in (
-        ("a.tsv", "\n".join(x.rpartition("\t")[0] for x in text.splitlines()),
-         "no column 'label' (--label-column)"),
-        ("a.csv", text.replace("\t", ";"), "its columns are separated by ';'"),
-        ("b.tsv", text.replace("good", "gut").replace("film", "Fälm"), "row 2: not UTF-8 text"),
-    ):  # fmt: skip
-        (tmp_path / name).write_bytes(content.encode("latin-1"))
-        error = run("evaluate", model=folder / "pairs/student", data=tmp_path / name, expect=2)
-        assert words in error
-    error = run("predict", model=folder / "pairs/student", data=folder / "dev.tsv", expect=2)
-    assert "was trained on pairs of texts" in error
-
-
 def test_an_empty_label_says_how_many_and_the_way_out(folder, tmp_path):
     text = (folder / "train.tsv").read_text().replace("\t1\n", "\t\n")
     (tmp_path / "a.tsv").write_text(text)
     error = distill(folder, train=tmp_path / "a.tsv", out=tmp_path / "out", expect=2)
     assert "the label is empty, as in 8 rows; write -100" in error and "--unlabelled" in error
+    error = distill(folder, accumulate=9, batch_size=8, out=tmp_path / "a", expect=2)
+    assert "--accumulate 9: a step of 8 rows" in error
 
 
 def test_resuming_where_there_is_no_run(folder, tmp_path):
@@ -62,25 +43,19 @@ def test_resuming_where_there_is_no_run(folder, tmp_path):
 
 
 def test_f1_of_three_classes_says_what_it_is(folder, tmp_path):
-    three = tmp_path / "three.tsv"
+    """And a student that is the teacher."""
+    three, teacher = tmp_path / "three.tsv", make_teacher(tmp_path / "teacher", labels=3)
     rows = [f"{text}\t{i % 3}" for i, (text, _) in enumerate(sentences(12, 0))]
     three.write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
-    teacher = make_teacher(tmp_path / "teacher", labels=3)
     said = distill(
-        folder, teacher=teacher, train=three, eval=three, metric="f1", out=tmp_path / "b"
-    )
+        folder, teacher=teacher, train=three, eval=three, metric="f1", out=tmp_path / "b",
+        student=teacher,
+    )  # fmt: skip
     assert "f1 is the mean of those of all classes" in said
-
-
-def test_options_that_do_nothing(folder, tmp_path):
-    error = distill(folder, accumulate=9, batch_size=8, out=tmp_path / "a", expect=2)
-    assert "--accumulate 9: a step of 8 rows" in error
-    said = distill(folder, student=folder / "teacher", out=tmp_path / "b")
     assert "warning: --student is the teacher" in said
 
 
 def test_the_packaged_teacher(folder, tmp_path, monkeypatch):
-    """It was known to `study` alone, so that start.md's first job had no teacher without a hub."""
     package = tmp_path / "package"
     shutil.copytree(folder / "teacher", package / "model")
     monkeypatch.setattr(packaged_teacher, "teacher_path", lambda: package / "model")

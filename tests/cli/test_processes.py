@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed import run as torchrun
-from transformers import BertConfig, BertForMaskedLM, BertForQuestionAnswering
+from transformers import BertConfig, BertForQuestionAnswering
 
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train.saving import find_damage
@@ -37,8 +37,6 @@ RUNS: dict[str, dict] = {
         "task": "token-classification", "finetune_teacher": 1, "method": "mc3kd", "gather": True,
         "accumulate": 2, "epochs": 1,
     },
-    # Rows hold unlike many tokens with labels.
-    "masked-lm": {"task": "masked-lm", "epochs": 1},
     "question-answering": {"task": "question-answering", "epochs": 1},
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
@@ -52,20 +50,15 @@ RUNS: dict[str, dict] = {
     }.items()},
 }  # fmt: skip
 STOPPED = {"checkpoint_every": 3, "method": "lrkd"}
+# Two variants of two steps, for two seeds.
 STUDY = """
 seeds = 2
 steps = 2
 device = "cpu"
-[tasks.one]
-train = "train.tsv"
-eval = "dev.tsv"
-finetune_teacher = 0.5
-student_layers = 2
-[methods]
-labels = {}
-fcd = {}
+tasks.one = {train = "train.tsv", eval = "dev.tsv", finetune_teacher = 0.5, student_layers = 2}
+methods = {labels = {}, fcd = {}}
 """
-LONG = {"checkpoint_every": 3, "epochs": 4}
+LONG = {"checkpoint_every": 3, "epochs": 3}
 
 
 def write_tagged(path, rows, seed):
@@ -78,24 +71,14 @@ def write_tagged(path, rows, seed):
 
 
 def make_others(folder, still):
-    """Teachers with heads, and rows, of the tasks that have files of their own."""
-    for task, kind in {
-        "masked-lm": BertForMaskedLM,
-        "question-answering": BertForQuestionAnswering,
-    }.items():
-        make_teacher(folder / task, head=False, **still)
-        torch.manual_seed(0)
-        kind(BertConfig.from_pretrained(folder / task)).save_pretrained(folder / task)
+    make_teacher(folder / "question-answering", head=False, **still)
+    torch.manual_seed(0)
+    config = BertConfig.from_pretrained(folder / "question-answering")
+    BertForQuestionAnswering(config).save_pretrained(folder / "question-answering")
     test_seq2seq.make_writer(folder / "seq2seq", dropout=0.0)
-    writers = {
-        "masked-lm.jsonl": write_text,
-        "seq2seq.jsonl": test_seq2seq.write_pairs,
-        "question-answering.json": test_question_answering.write_squad,
-    }
-    for name, write in writers.items():
-        task, _, kind = name.partition(".")
-        for seed, part in enumerate(("train", "eval")):
-            write(folder / f"{task}.{part}.{kind}", 22, seed)
+    for seed, part in enumerate(("train", "eval")):
+        test_seq2seq.write_pairs(folder / f"seq2seq.{part}.jsonl", 22, seed)
+        test_question_answering.write_squad(folder / f"question-answering.{part}.json", 22, seed)
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +102,10 @@ def words(tmp_path_factory):
         for name in {"unlabelled", "student"} & options.keys():
             options[name] = folder / options[name]
         usual = {
-            "teacher": folder / "teacher",
-            "train": folder / "train.tsv",
-            "eval": folder / "dev.tsv",
-            "out": out,
-            "epochs": 2,
-            "batch_size": BATCH // processes,
-            "max_length": 16,
-            "device": "cpu",
-            "learning_rate": 1e-3,
-            "method": "soft_targets",
-        }
+            "teacher": folder / "teacher", "train": folder / "train.tsv",
+            "eval": folder / "dev.tsv", "out": out, "epochs": 2, "batch_size": BATCH // processes,
+            "max_length": 16, "device": "cpu", "learning_rate": 1e-3, "method": "soft_targets",
+        }  # fmt: skip
         if (task := options.get("task")) is not None:
             usual["teacher"] = folder / task
             for part in ("train", "eval"):
@@ -149,7 +125,7 @@ def launched(words, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*words(folder / "stopped", 1, **STOPPED), expect=130)
-    shutil.copytree(folder / "stopped", folder / "stopped, sharded")
+    shutil.copytree(folder / "stopped", folder / "sharded stop")
     cut = {**STOPPED, "method": "tests.cli.launched:StopsOnce", "fsdp": True}
     # A teacher's cache is written by both, and read by both.
     kept = {"epochs": None, "learning_rate": None, "method": "soft_targets"}
@@ -158,9 +134,7 @@ def launched(words, tmp_path_factory):
         "cache": words(folder / "cache", 2, "cache", **kept),
         "cached": words(folder / "cached", 2, teacher_cache=folder / "cache", teacher=None),
         "stopped": words(folder / "stopped", 1, resume=True, **STOPPED),
-        "stopped, sharded": words(
-            folder / "stopped, sharded", 1, resume=True, fsdp=True, **STOPPED
-        ),
+        "sharded stop": words(folder / "sharded stop", 1, resume=True, fsdp=True, **STOPPED),
         "cut": words(folder / "cut", 1, **cut),
         "cut, resumed": words(folder / "cut", 1, resume=True, **cut),
         "not cut": words(folder / "not cut", 1, **cut),
@@ -186,17 +160,12 @@ def whole(words, tmp_path_factory):
 
 
 # Scores that are means of real numbers.
-REAL = {
-    "perplexity", "bits_per_byte", "masked_perplexity", "loss", "pearson",
-}  # fmt: skip
-
-
+REAL = {"perplexity", "bits_per_byte", "loss", "pearson"}
 # A constant added to all inputs of a softmax has a gradient of rounding errors only.
 UNDECIDED = {"question-answering": ("qa_outputs.bias", "layer.1.output.LayerNorm.bias")}
 
 
 def same_students(one, other):
-    """Compare what training decides."""
     a, b = (load_file(out / "student" / "model.safetensors") for out in (one, other))
     assert a.keys() == b.keys()
     undecided = ("key.bias", *UNDECIDED.get(report_of(one)["task"], ()))
@@ -247,7 +216,6 @@ def test_a_mistake_is_told_once(launched, part):
 
 
 def told_once(errors):
-    """The command's own error sentence, without the launcher's output."""
     return sum(line.startswith("Error: ") for line in errors.splitlines()) == 1
 
 
@@ -302,7 +270,7 @@ def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
 def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
     folder, results, _ = launched
     run(*words(tmp_path / "whole", 1, **STOPPED))
-    for name in ("stopped", "stopped, sharded"):
+    for name in ("stopped", "sharded stop"):
         assert results[name][0] == (0, 0), results[name]
         same_students(folder / name, tmp_path / "whole")
 
@@ -360,13 +328,10 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     assert len(alone) == -(-rows // 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "said"),
-    [
-        ("demo", ["--fast", "--steps", "3", "--device", "cpu"], "pictures in"),
-        ("study", ["study.toml"], "report:"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "said"), [
+    ("demo", ["--fast", "--steps", "3", "--device", "cpu"], "pictures in"),
+    ("study", ["study.toml"], "report:"),
+])  # fmt: skip
 def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
     write_packaged(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """Output of the command, and its output folder."""
     return run("distill", stages=folder / "plan.toml", out=folder / "out"), folder / "out"
 
 
@@ -57,32 +56,15 @@ def test_the_pages_plan(finished):
     assert output.rstrip().endswith(f"the student of the last stage: {out / 'student'}")
 
 
-def test_a_stage_begins_with_the_student_before(finished, monkeypatch, folder, tmp_path):
-    began = []
+def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
+    """Each stage begins with the student of the stage before."""
+    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
+    started, began, original = [], [], Job.train
 
     def distil(self, distiller, *rest, **more):
-        began.append({name: x.clone() for name, x in distiller.student.state_dict().items()})
-        raise KeyboardInterrupt
-
-    out = shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
-    shutil.rmtree(out / "2-task")
-    monkeypatch.setattr(Job, "train", distil)
-    run("distill", "--resume", stages=folder / "plan.toml", out=out, expect=130)
-    before = load_file(out / "1-general" / "student" / "model.safetensors")
-    body = {name: value for name, value in before.items() if name.startswith("bert.")}
-    assert len(body) > 30
-    for name, value in body.items():
-        assert torch.equal(value, began[0][name]), name
-
-
-def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
-    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
-    started = []
-    original = Job.train
-
-    def distil(self, *rest, **more):
         started.append(self.train_rows)
-        return original(self, *rest, **more)
+        began.append({name: x.clone() for name, x in distiller.student.state_dict().items()})
+        return original(self, distiller, *rest, **more)
 
     monkeypatch.setattr(Job, "train", distil)
     shutil.rmtree(out / "2-task")
@@ -90,6 +72,10 @@ def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path
         stop_at(patch, 3, press_ctrl_c)
         error = run("distill", "--resume", stages=plan, out=out, expect=130)
     assert "--resume continues" in error and len(list(out.glob("2-task/unfinished/*/*-3"))) == 1
+    before = load_file(out / "1-general" / "student" / "model.safetensors")
+    body = [name for name in before if name.startswith("bert.")]
+    assert len(body) > 30
+    assert all(torch.equal(before[name], began[0][name]) for name in body)
     output = run("distill", "--resume", stages=plan, out=out)
     assert f"{out / '1-general'}: this run is already complete" in output
     assert [len(rows) for rows in started] == [16, 16] and same_weights(out, finished[1])
@@ -165,7 +151,6 @@ eval = "dev.tsv"
 
 
 def test_stages_of_other_tasks(folder, tmp_path):
-    """A narrower decoder is distilled on text, then as a classifier."""
     make_decoder(folder / "gpt2")
     plan, out = folder / "others.toml", tmp_path / "out"
     plan.write_text(OTHERS)
@@ -226,16 +211,13 @@ def test_a_teacher_assistant(folder, tmp_path):
     assert again["settings"]["follows"] != second["settings"]["follows"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
-        ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
-        ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
-        ("student_layers = 1", "", "both the student of the stage assistant"),
-        ('"teacher"', '"stages.student"', "no earlier stage"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "error"), [
+    ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
+    ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
+    ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
+    ("student_layers = 1", "", "both the student of the stage assistant"),
+    ('"teacher"', '"stages.student"', "no earlier stage"),
+])  # fmt: skip
 def test_a_teacher_assistant_is_checked_before_the_first_stage(folder, tmp_path, old, new, error):
     plan = assistants(folder, tmp_path, ASSISTANT.replace(old, new))
     assert error in run("distill", expect=2, **plan)

@@ -56,19 +56,16 @@ def test_each_teacher_serves_its_rows(folder, tmp_path):
     assert json.loads((tmp_path / "two" / "student" / "fastkd.json").read_text())["teachers"]
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ('math = "math"\n', {}, "row 2: its teacher is 'code'; .*math"),
-        ('math = "math"\ncode = "nowhere"\n', {}, "nowhere: no such directory"),
-        ('math = "http://h/v1"\n', {}, "a server needs url and model"),
-        ("math = 1\n", {}, "math must be a directory, or a table"),
-        ("math = {modle = 'a'}\n", {}, "did you mean 'model'"),
-        ('code = "math"\nmath = "math"\n', {"teacher_column": "no"}, "row 2: no column 'no'"),
-        ('math = "math"\n', {"student": None}, "pass --student"),
-        ('math = "math"\n', {"teacher": "x"}, "--teachers and --teacher exclude each other"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "message"), [
+    ('math = "math"\n', {}, "row 2: its teacher is 'code'; .*math"),
+    ('math = "math"\ncode = "nowhere"\n', {}, "nowhere: no such directory"),
+    ('math = "http://h/v1"\n', {}, "a server needs url and model"),
+    ("math = 1\n", {}, "math must be a directory, or a table"),
+    ("math = {modle = 'a'}\n", {}, "did you mean 'model'"),
+    ('code = "math"\nmath = "math"\n', {"teacher_column": "no"}, "row 2: no column 'no'"),
+    ('math = "math"\n', {"student": None}, "pass --student"),
+    ('math = "math"\n', {"teacher": "x"}, "--teachers and --teacher exclude each other"),
+])  # fmt: skip
 def test_mistakes_are_named(folder, tmp_path, text, options, message):
     path = folder / f"{tmp_path.name}.toml"
     path.write_text(text)

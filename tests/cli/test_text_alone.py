@@ -32,7 +32,7 @@ def predicted(model, data, out):
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["soft_targets", "mc3kd", "knn", "fcd"])
+@pytest.mark.parametrize("method", ["mc3kd", "knn", "fcd"])
 def test_evaluation_by_the_agreement_with_the_teacher(folder, tmp_path, method):
     said = distill(folder, eval=folder / "held-out.txt", method=method, out=tmp_path / "out",
                    learning_rate=1e-3)  # fmt: skip
@@ -47,14 +47,6 @@ def test_evaluation_by_the_agreement_with_the_teacher(folder, tmp_path, method):
     same = [one["label"] == other["label"] for one, other in zip(*both, strict=True)]
     assert report["student"]["agreement"] == pytest.approx(np.mean(same))
     assert all(x["task"] == 0 for x in [report["history"][-1]["losses"]] if "task" in x)
-
-
-def test_evaluation_by_labels(folder, tmp_path):
-    distill(folder, eval=folder / "dev.tsv", out=tmp_path / "out")
-    report = json.loads((tmp_path / "out/student/fastkd.json").read_text())
-    assert set(report["student"]) == {"accuracy"}
-    again = distill(folder, eval=folder / "dev.tsv", out=tmp_path / "out", resume=True)
-    assert "already complete" in again
 
 
 def test_the_same_student_as_from_rows_whose_labels_count_nothing(folder, tmp_path):
@@ -72,28 +64,33 @@ def test_the_same_student_as_from_rows_whose_labels_count_nothing(folder, tmp_pa
     assert one["soft"] == pytest.approx(other["soft"], rel=1e-6)
 
 
-@pytest.mark.parametrize("teacher", ["scorer", "tagger-of-labels"])
-def test_numbers_and_several_labels(folder, tmp_path, teacher):
-    task = {} if teacher == "scorer" else {"task": "multi-label"}
-    distill(folder, teacher=folder / teacher, eval=folder / "held-out.txt", **task,
-            out=tmp_path / "out")  # fmt: skip
+@pytest.mark.parametrize("teacher", ["scorer", "tagger-of-labels", "teacher"])
+def test_evaluation_of_other_labels(folder, tmp_path, teacher):
+    """Numbers and several labels for a text, by agreement; classes by labels."""
+    rows = folder / ("dev.tsv" if teacher == "teacher" else "held-out.txt")
+    given = {"teacher": folder / teacher, "eval": rows, "out": tmp_path / "out"}
+    given["task"] = "multi-label" if teacher == "tagger-of-labels" else None
+    distill(folder, **given)
     report = json.loads((tmp_path / "out/student/fastkd.json").read_text())
-    assert report["teacher"]["agreement"] == pytest.approx(1.0)
-    assert -1 <= report["student"]["agreement"] <= 1
+    if teacher == "teacher":
+        assert set(report["student"]) == {"accuracy"}
+        assert "already complete" in distill(folder, **given, resume=True)
+    else:
+        assert report["teacher"]["agreement"] == pytest.approx(1.0)
+        assert -1 <= report["student"]["agreement"] <= 1
 
 
 def test_mistakes(folder, tmp_path):
-    out = tmp_path / "out"
-    held_out = folder / "held-out.txt"
-    assert "--eval is missing" in distill(folder, out=out, expect=2)
-    error = distill(folder, eval=held_out, finetune_teacher=1, out=out, expect=2)
-    assert "text alone needs a teacher with a finished head" in error
-    error = distill(folder, eval=held_out, metric="f1", out=out, expect=2)
-    assert "no column 'label', which --metric f1 compares" in error
-    error = distill(folder, eval=held_out, method="labels", out=out, expect=2)
-    assert "--unlabelled and --method labels exclude each other" in error
-    error = run("evaluate", model=folder / "teacher", data=folder / "dev.tsv", metric="agreement",
-                expect=2)  # fmt: skip
+    held_out = {"eval": folder / "held-out.txt"}
+    for options, words in (
+        ({}, "--eval is missing"),
+        ({**held_out, "finetune_teacher": 1}, "text alone needs a teacher with a finished head"),
+        ({**held_out, "metric": "f1"}, "no column 'label', which --metric f1 compares"),
+        ({**held_out, "method": "labels"}, "--unlabelled and --method labels exclude each other"),
+    ):
+        assert words in distill(folder, **options, out=tmp_path / "out", expect=2)
+    words = {"model": folder / "teacher", "data": folder / "dev.tsv", "metric": "agreement"}
+    error = run("evaluate", **words, expect=2)
     assert "agreement compares with the teacher, and there is none" in error
 
 

@@ -9,30 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as t
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import RobertaProcessing
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-    XLNetConfig,
-    XLNetForSequenceClassification,
-    pipeline,
-)
 from typer.testing import CliRunner
 
 from fastkd.cli import display
 from fastkd.cli.main import app
 from fastkd.train import saving
+from fastkd.train.saving import read_json
 from tests.support.tiny import WORDS, make_teacher, run, sentences, write_tsv
 
 CLASSES = ("neg", "pos")
@@ -63,7 +51,7 @@ def distill(path, **options):
 
 @pytest.fixture(scope="module")
 def report(folder):
-    return json.loads((folder / "out" / "student" / "fastkd.json").read_text())
+    return read_json(folder / "out" / "student" / "fastkd.json")
 
 
 def rows_of(path):
@@ -78,43 +66,38 @@ def test_the_student_scores_the_same_everywhere(folder, report):
     best = max(report["history"], key=lambda entry: entry["scores"]["accuracy"])  # the first
     assert (report["best"]["step"], report["student"]) == (best["step"], best["scores"])
 
-    classify = pipeline("text-classification", str(student), device="cpu")
+    classify = t.pipeline("text-classification", str(student), device="cpu")
     guesses = [found["label"] for found in classify(list(texts))]
     assert sum(g == y for g, y in zip(guesses, labels, strict=True)) / len(texts) == expected
 
-    tokenizer = AutoTokenizer.from_pretrained(student)
-    model = AutoModelForSequenceClassification.from_pretrained(student)
+    tokenizer = t.AutoTokenizer.from_pretrained(student)
+    model = t.AutoModelForSequenceClassification.from_pretrained(student)
     logits = model(**tokenizer(list(texts), padding=True, return_tensors="pt")).logits
     assert [model.config.id2label[int(i)] for i in logits.argmax(-1)] == guesses
 
-    words = ("--model", student, "--data", folder / "test.tsv")
-    assert f"30 rows:  accuracy {expected:.4g}" in run("evaluate", *words)
-    assert "f1" in run("evaluate", *words, "--metric", "f1", "--out", folder / "scores.json")
-    assert json.loads((folder / "scores.json").read_text())["accuracy"] == expected
-    run("evaluate", *words, "--out", folder / "scores.tsv")
+    words = {"model": student, "data": folder / "test.tsv"}
+    assert f"30 rows:  accuracy {expected:.4g}" in run("evaluate", **words)
+    assert "f1" in run("evaluate", **words, metric="f1", out=folder / "scores.json")
+    assert read_json(folder / "scores.json")["accuracy"] == expected
+    run("evaluate", **words, out=folder / "scores.tsv")
     assert (folder / "scores.tsv").read_text() == f"rows\taccuracy\n30\t{expected}\n"
-    assert "the file exists" in run("evaluate", *words, "--out", folder / "scores.json", expect=2)
+    assert "the file exists" in run("evaluate", **words, out=folder / "scores.json", expect=2)
 
-    output = run("predict", "--model", student, "--data", folder / "test.tsv")
+    output = run("predict", **words)
     heads, *lines = (line.split("\t") for line in output.splitlines())
     assert heads == ["row", "text", "label", "P(neg)", "P(pos)"]
     assert [line[:3] for line in lines] == [
         [str(i), *row] for i, row in enumerate(zip(texts, guesses, strict=True), 2)
     ]
-    run("predict", *words, "--out", folder / "labels.jsonl")
+    run("predict", **words, out=folder / "labels.jsonl")
     found = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
     assert [row["label"] for row in found] == guesses
-    torch.testing.assert_close(
-        torch.tensor([[row["P(neg)"], row["P(pos)"]] for row in found]),
-        logits.softmax(-1).detach(),
-        rtol=0,
-        atol=1e-5,
-    )
+    found = torch.tensor([[row["P(neg)"], row["P(pos)"]] for row in found])
+    torch.testing.assert_close(found, logits.softmax(-1).detach(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_answers_import_no_more_than_they_need(tmp_path):
-    """`evaluate` imports no package that its metric does not need."""
     model = make_teacher(tmp_path / "model")
     words = ["evaluate", "--model", str(model), "--data", str(write_tsv(tmp_path / "dev.tsv"))]
     code = (
@@ -144,12 +127,15 @@ def test_onnx_gives_the_same_score(folder, report, tmp_path):
     assert "it has 2 outputs, and --model" in error
 
 
-def test_a_task_that_the_head_does_not_fit(tmp_path):
-    model = make_teacher(tmp_path / "other")
-    error = run(
-        "evaluate", model=model, data=write_tsv(tmp_path / "a.tsv"), task="regression", expect=2
-    )
-    assert f"--model {model}: it has 2 outputs, and --task regression 1" in error
+def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
+    given = {
+        "teacher": folder / "teacher", "unlabelled": folder / "more.txt", "out": tmp_path / "x",
+        "train": folder / "train.tsv", "eval": folder / "dev.tsv", "expect": 2,
+    }  # fmt: skip
+    assert "--method labels" in run("distill", **given, method="labels")
+    columns = {"text_column": "sentence", "text_pair_column": "sentence", "label_column": "label"}
+    found = run("distill", **given, task="mrpc", **columns)
+    assert "more.txt: a .txt file has one text a line" in found
 
 
 def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
@@ -173,36 +159,38 @@ def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
     assert saving.find_damage(model) is None  # a run that made the model may still be resumed
 
 
-def identity(path, inputs, outputs=1):
-    onnx = pytest.importorskip("onnx")
-    ids = [onnx.helper.make_tensor_value_info(name, 1, [1, 2]) for name in inputs]
-    ends = [onnx.helper.make_tensor_value_info(f"out{i}", 1, [1, 2]) for i in range(outputs)]
-    nodes = [onnx.helper.make_node("Identity", inputs[:1], [f"out{i}"]) for i in range(outputs)]
-    graph = onnx.helper.make_graph(nodes, "graph", ids, ends)
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=9), str(path))
-
-
 def test_onnx_files_of_something_else(folder, tmp_path):
+    onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
+    from onnx import helper
+
     path = tmp_path / "x.onnx"
-    words = ("evaluate", "--model", folder / "out" / "student", "--data", folder / "dev.tsv")
-    assert "no such file" in run(*words, "--onnx", path, expect=2)
+    words = {"model": folder / "out" / "student", "data": folder / "dev.tsv", "onnx": path}
+    assert "no such file" in run("evaluate", **words, expect=2)
     path.write_bytes(b"x")
-    assert "--onnx" in run(*words, "--onnx", path, expect=2)
-    for inputs, outputs, said in (
-        (["pixels"], 1, "reads pixels and has 1 outputs; it must read"),
-        (["input_ids"], 2, "reads input_ids and has 2 outputs"),
-        (["input_ids"], 1, "can't be run"),  # of other types
+    assert "--onnx" in run("evaluate", **words, expect=2)
+    for name, outputs, said in (
+        ("pixels", ["a"], "reads pixels and has 1 outputs; it must read"),
+        ("input_ids", ["a", "b"], "reads input_ids and has 2 outputs"),
+        ("input_ids", ["a"], "can't be run"),  # of other types
     ):
-        identity(path, inputs, outputs)
-        assert said in run(*words, "--onnx", path, expect=2)
+        value = {x: helper.make_tensor_value_info(x, 1, [1, 2]) for x in (name, *outputs)}
+        nodes = [helper.make_node("Identity", [name], [x]) for x in outputs]
+        ends = [value[x] for x in outputs]
+        graph = helper.make_graph(nodes, "graph", [value[name]], ends)
+        opset = [helper.make_opsetid("", 17)]
+        onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=9), str(path))
+        assert said in run("evaluate", **words, expect=2)
 
 
-def test_a_runs_directory_in_place_of_its_student(folder):
+def test_folders_that_are_no_student(folder, tmp_path):
     for words in (["export"], ["evaluate", "--data", folder / "dev.tsv"]):
         said = run(*words, "--model", folder / "out", expect=2)
         assert said.endswith(f"did you mean {folder / 'out/student'}?\n")
+    model = shutil.copytree(folder / "teacher", tmp_path / "model")
+    for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
+        (model / "fastkd.json").write_text(manifest)
+        assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
 
 
 def test_card_and_report(folder, report):
@@ -243,50 +231,22 @@ def test_progress_for_programs(folder, report):
     assert list((logs / "student").glob("events*")) and list((logs / "teacher").glob("events*"))
 
 
-def test_a_method_learns_from_text_without_labels(folder):
-    method = "knn"  # whose loss on labels leaves rows out, too
-    tuned = {"finetune_teacher": None, "teacher_learning_rate": None}
-    out, teacher = folder / method, folder / "out" / "teacher"
-    distill(folder, method=method, out=out, teacher=teacher, log_json=None, epochs=1, **tuned)
-    found = json.loads((out / "student" / "fastkd.json").read_text())
-    assert found["rows"]["unlabelled"] == 24
-    for entry in found["history"]:
-        assert all(torch.tensor(list(entry["losses"].values())).isfinite())
-
-
-def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
-    common = (
-        "distill", "--teacher", folder / "teacher", "--unlabelled", folder / "more.txt",
-        "--out", tmp_path / "x",
-    )  # fmt: skip
-    data = ("--train", folder / "train.tsv", "--eval", folder / "dev.tsv")
-    assert "--method labels" in run(*common, *data, "--method", "labels", expect=2)
-    # A line is one text.
-    found = run(*common, *data, "--task", "mrpc", "--text-column", "sentence",
-                "--text-pair-column", "sentence", "--label-column", "label", expect=2)  # fmt: skip
-    assert "more.txt: a .txt file has one text a line" in found
-
-
 def test_text_without_numbers_beside_rows_with_them(tmp_path):
     """Only the losses on labels leave such rows out, and the labels they have are what counts."""
     real = write_tsv(tmp_path / "real.tsv", label=lambda y: 1000 * y - 100.0 + 0.5 * y)
-    more = tmp_path / "more.txt"
+    more, student = tmp_path / "more.txt", tmp_path / "out" / "student"
     more.write_text("\n".join(text for text, _ in sentences(24, 3)) + "\n")
-    common = (
-        "distill", "--teacher", make_teacher(tmp_path / "one", labels=1), "--train", real,
-        "--eval", real, "--epochs", "1", "--method", "knn", "--max-length", 16,
-        "--text-column", "sentence", "--labels", "numbers", "--device", "cpu",
-    )  # fmt: skip
-    run(*common, "--unlabelled", more, "--out", tmp_path / "out")
-    report = json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())
+    run("distill", teacher=make_teacher(tmp_path / "one", labels=1), train=real, eval=real,
+        epochs=1, method="knn", max_length=16, text_column="sentence", labels="numbers",
+        device="cpu", unlabelled=more, out=tmp_path / "out")  # fmt: skip
+    report = read_json(student / "fastkd.json")
     assert report["rows"] == {"train": 40, "eval": 40, "unlabelled": 24}
     losses = report["history"][-1]["losses"]
     assert all(torch.tensor(list(losses.values())).isfinite())
     assert losses["task"] > 100  # the targets are far from a fresh head's outputs
-    student = tmp_path / "out" / "student"
-    found = run("predict", "--model", student, "--data", more, "--text-column", "sentence")
+    found = run("predict", model=student, data=more, text_column="sentence")
     assert found.startswith("row\ttext\tvalue\n") and len(found.splitlines()) == 25
-    said = run("evaluate", "--model", student, "--data", real)
+    said = run("evaluate", model=student, data=real)
     assert f"pearson {report['student']['pearson']:.4g}" in said
 
 
@@ -301,122 +261,118 @@ def test_progress_is_beside_the_answer(folder, monkeypatch, command):
     assert "30 rows  step 3/3" in told.stderr and "step" not in silent.stderr
 
 
-def test_mistakes_of_evaluate_and_predict(folder, teacher_without_head, tmp_path):
-    student, dev = folder / "out" / "student", folder / "dev.tsv"
-    for words, part in (
-        (("--model", "./none", "--data", dev), "--model ./none: no such directory"),
-        (("--model", student, "--data", "none.tsv"), "--data none.tsv: no such file"),
-        (("--model", teacher_without_head, "--data", dev), "no classification head"),
-        (("--model", student, "--data", dev, "--max-length", 99), "--max-length 99"),
-        (("--model", student, "--data", dev, "--metric", "mse"), "--metric mse"),
-        (("--model", student, "--data", dev, "--out", "x.doc"), "--out x.doc"),
-        (("--model", student, "--data", dev, "--out", dev / "x.tsv"), "--out"),
-    ):
-        assert part in run("evaluate", *words, expect=2)
-
-
-@pytest.fixture
-def teacher_without_head(tmp_path):
-    return make_teacher(tmp_path / "bare", head=False)
-
-
-def test_rows_without_header_need_no_label_to_be_predicted(folder, tmp_path):
-    path = tmp_path / "bare.csv"
-    path.write_text("7,good film\n8,bad film\n")
-    words = ("--model", folder / "out" / "student", "--data", path, "--no-header")
-    assert len(run("predict", *words, "--text-column", "1").splitlines()) == 3
-    assert "--label-column" in run("evaluate", *words, "--text-column", "1", expect=2)
+def test_mistakes_of_evaluate_and_predict(folder, tmp_path):
+    dev, bare = folder / "dev.tsv", tmp_path / "bare.csv"
+    usual = {"model": folder / "out" / "student", "data": dev, "expect": 2}
+    headless = make_teacher(tmp_path / "headless", head=False)
+    for given, part in (
+        ({"model": "./none"}, "--model ./none: no such directory"),
+        ({"data": "none.tsv"}, "--data none.tsv: no such file"),
+        ({"model": headless}, "no classification head"),
+        ({"max_length": 99}, "--max-length 99"),
+        ({"metric": "mse"}, "--metric mse"),
+        ({"out": "x.doc"}, "--out x.doc"),
+        ({"out": dev / "x.tsv"}, "--out"),
+        ({"task": "regression", "data": write_tsv(tmp_path / "a.tsv")},
+         "student: it has 2 outputs, and --task regression 1"),
+    ):  # fmt: skip
+        assert part in run("evaluate", **{**usual, **given})
+    # Rows without a header, which need no label to be predicted.
+    bare.write_text("7,good film\n8,bad film\n")
+    words = {"model": usual["model"], "data": bare, "no_header": True, "text_column": 1}
+    assert len(run("predict", **words).splitlines()) == 3
+    assert "--label-column" in run("evaluate", **words, expect=2)
 
 
 def test_every_row_has_its_line(folder, tmp_path):
     """Each line of the input has a line of output, also a blank one."""
-    student = folder / "out" / "student"
+    student, out = folder / "out" / "student", tmp_path / "found.json"
 
     def predicted(name, text, **more):
         (tmp_path / name).write_text(text)
-        out = tmp_path / "found.json"
         said = run("predict", model=student, data=tmp_path / name, out=out, overwrite=True, **more)
         return json.loads(out.read_text()), said
 
     found, said = predicted("x.txt", "\ngood film\n\n  \nbad film\n\n")
-    assert [row["row"] for row in found] == [1, 2, 3, 4, 5, 6]
-    assert [row["text"] for row in found] == ["", "good film", "", "", "bad film", ""]
-    assert [row["label"] for row in found] == [None, "pos", None, None, "neg", None]
+    for name, values in (
+        ("row", [1, 2, 3, 4, 5, 6]),
+        ("text", ["", "good film", "", "", "bad film", ""]),
+        ("label", [None, "pos", None, None, "neg", None]),
+    ):
+        assert [row[name] for row in found] == values
     assert {row["P(neg)"] for row in found if not row["text"]} == {None}
     assert "6 rows, 4 of them without text" in said
-    for name, text in (("x.tsv", "id\ttext\n7\tgood film\n\n8\t \n9\tbad film\n"),
-                       ("x.csv", 'id,text\n7,"good\nfilm"\n\n8,\n9,bad film\n'),
-                       ("one.csv", "text\ngood film\n\n\nbad film\n")):  # fmt: skip
-        found, _ = predicted(name, text)
-        assert [row["label"] for row in found] == ["pos", None, None, "neg"], name
-    found, _ = predicted("x.jsonl", '{"text": "good film"}\n{"text": ""}\n')
-    assert [row["label"] for row in found] == ["pos", None]
-    (tmp_path / "empty.csv").write_text("id,text\n7,\n")
-    assert "no row holds text" in run("predict", model=student, data=tmp_path / "empty.csv",
-                                      expect=2)  # fmt: skip
+    for name, text, labels in (
+        ("x.tsv", "id\ttext\n7\tgood film\n\n8\t \n9\tbad film\n", ["pos", None, None, "neg"]),
+        ("x.csv", 'id,text\n7,"good\nfilm"\n\n8,\n9,bad film\n', ["pos", None, None, "neg"]),
+        ("one.csv", "text\ngood film\n\n\nbad film\n", ["pos", None, None, "neg"]),
+        ("x.jsonl", '{"text": "good film"}\n{"text": ""}\n', ["pos", None]),
+    ):
+        assert [row["label"] for row in predicted(name, text)[0]] == labels, name
+    assert "no row holds text" in predicted("empty.csv", "id,text\n7,\n", expect=2)[1]
     # Texts of more lines than one keep to their own line, and a quote is a quote.
-    (tmp_path / "x.csv").write_text('text\n"good ""a"" \t\nfilm"\nbad film\n')
-    lines = run("predict", model=student, data=tmp_path / "x.csv").splitlines()
-    assert [line.split("\t")[:3] for line in lines[1:]] == [
-        ["2", 'good "a"   film', "pos"], ["4", "bad film", "neg"]
-    ]  # fmt: skip
-    run("predict", model=student, data=tmp_path / "x.csv", out=tmp_path / "found.csv")
+    data = tmp_path / "x.csv"
+    data.write_text('text\n"good ""a"" \t\nfilm"\nbad film\n')
+    lines = run("predict", model=student, data=data).splitlines()[1:]
+    rows = [["2", 'good "a"   film', "pos"], ["4", "bad film", "neg"]]
+    assert [line.split("\t")[:3] for line in lines] == rows
+    run("predict", model=student, data=data, out=tmp_path / "found.csv")
     assert '2,"good ""a"" \t\nfilm",pos' in (tmp_path / "found.csv").read_text()
 
 
 def test_numbers_as_labels_of_named_classes(folder, tmp_path):
     """Labels 0 and 1 for a head with named classes: the reading is printed or refused."""
-    student = folder / "out" / "student"
-    rows = rows_of(folder / "dev.tsv")
-    numbers = write_tsv(tmp_path / "numbers.tsv", 20, 1)
-    scores = run("evaluate", model=student, data=folder / "dev.tsv")
-    said = run("evaluate", model=student, data=numbers)
-    assert said == (
-        "labels are read as numbers of the model's classes: 0 is 'neg', 1 is 'pos'\n" + scores
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(student)
+    student, dev = folder / "out" / "student", folder / "dev.tsv"
+    numbers, bare = write_tsv(tmp_path / "numbers.tsv", 20, 1), tmp_path / "bare.tsv"
+    scores = run("evaluate", model=student, data=dev)
+    said = "labels are read as numbers of the model's classes: 0 is 'neg', 1 is 'pos'\n"
+    assert run("evaluate", model=student, data=numbers) == said + scores
+    model = t.AutoModelForSequenceClassification.from_pretrained(student)
     model.config.id2label = {0: "pos", 1: "neg"}  # as by another training
-    model.classifier.weight.data = model.classifier.weight.data.flip(0)
-    model.classifier.bias.data = model.classifier.bias.data.flip(0)
+    for parameter in model.classifier.parameters():
+        parameter.data = parameter.data.flip(0)
     swapped = shutil.copytree(student, tmp_path / "swapped")
     model.save_pretrained(swapped)
-    assert run("evaluate", model=swapped, data=folder / "dev.tsv") == scores
-    error = run("evaluate", model=swapped, data=numbers, expect=2)
-    assert "label 0 is the model's class 'pos' by its number, and 'neg' as such labels" in error
+    assert run("evaluate", model=swapped, data=dev) == scores
+    for order, words in (
+        (None, "label 0 is the model's class 'pos' by its number, and 'neg' as such labels"),
+        ("1", "--label-order 1: must name the data's label for each class"),
+    ):
+        assert words in run("evaluate", model=swapped, data=numbers, label_order=order, expect=2)
     assert run("evaluate", model=swapped, data=numbers, label_order="1,0") == scores
-    error = run("evaluate", model=swapped, data=numbers, label_order="1", expect=2)
-    assert "--label-order 1: must name the data's label for each class" in error
     # Rows that are marked as having no label.
-    lines = [f"{text}\t{label}" for text, label in rows] + ["good film\t-100"] * 3
-    (tmp_path / "bare.tsv").write_text("\n".join(["sentence\tlabel", *lines]))
-    said = run("evaluate", model=student, data=tmp_path / "bare.tsv")
-    assert said == f"{tmp_path / 'bare.tsv'}: 3 of 23 rows have no label (-100)\n" + scores
+    lines = [*("\t".join(row) for row in rows_of(dev)), *["good film\t-100"] * 3]
+    bare.write_text("\n".join(["sentence\tlabel", *lines]))
+    said = f"{bare}: 3 of 23 rows have no label (-100)\n"
+    assert run("evaluate", model=student, data=bare) == said + scores
 
 
 def test_columns_are_those_of_the_training(folder, tmp_path):
     """A student of pairs refuses rows without a second text."""
     pairs = tmp_path / "pairs.tsv"
     lines = [f"{text}\tthe film\t{label}" for text, label in rows_of(folder / "dev.tsv")]
-    pairs.write_text("\n".join(["one\ttwo\tclass", *lines]) + "\n")
+    text = "\n".join(["one\ttwo\tclass", *lines]) + "\n"
+    pairs.write_text(text)
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
     run("distill", teacher=folder / "out" / "teacher", train=pairs, eval=pairs, epochs=1,
         out=tmp_path / "out", max_length=16, device="cpu", **columns)  # fmt: skip
-    student = tmp_path / "out" / "student"
-    expected = json.loads((student / "fastkd.json").read_text())["student"]["accuracy"]
+    student, wrong = tmp_path / "out" / "student", tmp_path / "wrong"
+    expected = read_json(student / "fastkd.json")["student"]["accuracy"]
     assert f"accuracy {expected:.4g}" in run("evaluate", model=student, data=pairs)
-    words = {"model": student, "text_column": "one", "label_column": "class"}
     said = "was trained on pairs of texts; --text-pair-column"
-    assert said in run("evaluate", data=pairs, expect=2, **words)
-    assert said in run("predict", data=folder / "dev.tsv", model=student, expect=2)
-    assert "two are compared" in run("predict", data=folder / "more.txt", model=student, expect=2)
+    words = {"text_column": "one", "label_column": "class", "expect": 2}
+    assert said in run("evaluate", model=student, data=pairs, **words)
+    for name, words in (("dev.tsv", said), ("more.txt", "two are compared")):
+        assert words in run("predict", data=folder / name, model=student, expect=2)
     run("predict", data=folder / "dev.tsv", model=folder / "out" / "student")
-
-
-def test_a_marker_that_says_nothing_is_none(folder, tmp_path):
-    model = shutil.copytree(folder / "teacher", tmp_path / "model")
-    for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
-        (model / "fastkd.json").write_text(manifest)
-        assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+    for kind, content, words in (
+        (".tsv", "\n".join(x.rpartition("\t")[0] for x in text.splitlines()), "no column 'class'"),
+        (".csv", text.replace("\t", ";"), "its columns are separated by ';'"),
+        (".tsv", text.replace("good", "gut").replace("film", "Fälm"), "row 2: not UTF-8 text"),
+    ):
+        path = wrong.with_suffix(kind)
+        path.write_bytes(content.encode("latin-1"))
+        assert words in run("evaluate", model=student, data=path, expect=2)
 
 
 def test_a_marker_runs_no_code(folder, tmp_path, monkeypatch):
@@ -438,22 +394,6 @@ def test_a_marker_runs_no_code(folder, tmp_path, monkeypatch):
     assert Path("ran").exists()
 
 
-def test_positions_that_begin_behind_the_padding(folder, tmp_path):
-    """RoBERTa reads two tokens fewer than its configuration has positions."""
-    model = shutil.copytree(folder / "teacher", tmp_path / "model")
-    config = RobertaConfig(vocab_size=17, hidden_size=16, num_hidden_layers=1,
-                           num_attention_heads=2, intermediate_size=32,
-                           max_position_embeddings=20, pad_token_id=0)  # fmt: skip
-    RobertaForSequenceClassification(config).save_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
-    tokenizer.save_pretrained(model)
-    data = tmp_path / "long.txt"
-    data.write_text("good film " * 20)
-    words = {"model": model, "data": data}
-    assert "the model reads at most 19" in run("predict", max_length=20, expect=2, **words)
-    assert run("predict", **words) == run("predict", max_length=19, **words)
-
-
 def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
     vocab = {word: i for i, word in enumerate(["<pad>", "<unk>", "<s>", "</s>", "good", "film"])}
@@ -461,7 +401,7 @@ def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
     words.pre_tokenizer = Whitespace()
     words.post_processor = RobertaProcessing(("</s>", 3), ("<s>", 2))
     named = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(model)
+    t.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(model)
     data = tmp_path / "pairs.tsv"
     data.write_text("text\tsecond\ngood film\tgood\n")
     options = {"model": model, "data": data, "text_pair_column": "second"}
@@ -470,18 +410,28 @@ def test_a_length_that_leaves_no_room_for_words(folder, tmp_path):
     run("predict", max_length=5, **options)
 
 
-def test_a_model_without_a_longest_text(folder, tmp_path):
-    model = shutil.copytree(folder / "teacher", tmp_path / "model")
-    config = XLNetConfig(vocab_size=17, d_model=16, n_layer=1, n_head=2, d_inner=32)
-    XLNetForSequenceClassification(config).save_pretrained(model)
-    tokenizer = AutoTokenizer.from_pretrained(model, model_max_length=10**30)
-    tokenizer.save_pretrained(model)
+def test_the_longest_text_of_a_model(folder, tmp_path):
+    """RoBERTa reads two tokens fewer than its configuration has positions, XLNet any number."""
+    data, sizes = tmp_path / "long.txt", {"vocab_size": 17, "pad_token_id": 0}
+    data.write_text("good film " * 20)
+    roberta = t.RobertaConfig(
+        **sizes, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=20,
+    )  # fmt: skip
+    xlnet = t.XLNetConfig(**sizes, d_model=16, n_layer=1, n_head=2, d_inner=32)
+    for config in (roberta, xlnet):
+        model = shutil.copytree(folder / "teacher", tmp_path / config.model_type)
+        t.AutoModelForSequenceClassification.from_config(config).save_pretrained(model)
+        tokenizer = t.AutoTokenizer.from_pretrained(model, model_max_length=10**30)
+        tokenizer.save_pretrained(model)
     assert len(run("predict", model=model, data=folder / "dev.tsv").splitlines()) == 21
+    words = {"model": tmp_path / "roberta", "data": data}
+    assert "the model reads at most 19" in run("predict", max_length=20, expect=2, **words)
+    assert run("predict", **words) == run("predict", max_length=19, **words)
 
 
 @pytest.mark.parametrize("how", ["another padding token", "padding on the left"])
 def test_a_text_is_read_as_it_is_alone(how, tmp_path):
-    """For every padding token and side in the configuration or the tokenizer's files."""
     vocab = {word: i for i, word in enumerate(("<unk>", "<s>", "</s>", *WORDS))}
     backend = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = Whitespace()
@@ -489,11 +439,11 @@ def test_a_text_is_read_as_it_is_alone(how, tmp_path):
     sizes = {"vocab_size": len(vocab), "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"hidden_size": 32, "max_position_embeddings": 32, "initializer_range": 0.5}
     if how == "padding on the left":
-        side, model = "left", GPT2ForSequenceClassification(GPT2Config(**sizes, pad_token_id=2))
+        side, model = "left", t.GPT2ForSequenceClassification(t.GPT2Config(**sizes, pad_token_id=2))
     else:
-        config = LlamaConfig(**sizes, intermediate_size=64, pad_token_id=0)
-        side, model = "right", LlamaForSequenceClassification(config)
-    tokenizer = PreTrainedTokenizerFast(
+        config = t.LlamaConfig(**sizes, intermediate_size=64, pad_token_id=0)
+        side, model = "right", t.LlamaForSequenceClassification(config)
+    tokenizer = t.PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", padding_side=side, model_max_length=32
     )
     for part in (model.eval(), tokenizer):
@@ -513,7 +463,7 @@ def test_a_text_is_read_as_it_is_alone(how, tmp_path):
 
 def test_a_student_whose_classes_have_another_order(folder, tmp_path):
     teacher = folder / "out/student"
-    student = AutoModelForSequenceClassification.from_pretrained(teacher)
+    student = t.AutoModelForSequenceClassification.from_pretrained(teacher)
     student.config.id2label = {0: "pos", 1: "neg"}
     student.save_pretrained(tmp_path / "student")
     files = {"train": folder / "train.tsv", "eval": folder / "dev.tsv"}

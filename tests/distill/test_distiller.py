@@ -85,14 +85,6 @@ def test_every_family_and_every_method_learns(family, name):
         assert torch.equal(value, teacher[key])
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_families_mix(family):
-    """A decoder may teach an encoder: each reads its own sentence token."""
-    distiller = Distiller(classifier(family), classifier("distilbert", layers=2), IntraClassKNN())
-    inputs = {**batch(), "token_type_ids": torch.zeros(6, 10, dtype=torch.long)}
-    distiller(**inputs).loss.backward()
-
-
 def test_only_the_needed_layers_are_kept():
     seen = {}
     for distiller, theirs, ours in (

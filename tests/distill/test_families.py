@@ -69,10 +69,8 @@ class Twice(t.PreTrainedModel):
 
 def test_two_possible_lists_of_blocks_are_named():
     model = Twice(t.BertConfig(**BERT, num_hidden_layers=3))
-    with pytest.raises(NoLayers, match=r"of 3 modules .* \(first, second\); say which"):
-        find_stack(model)
-    with pytest.raises(ValueError, match="teacher: Twice has several lists"):
-        student_from_teacher(model, [1])
+    raises(r"of 3 modules .* \(first, second\); say which", find_stack, model, error=NoLayers)
+    raises("teacher: Twice has several lists", student_from_teacher, model, [1])
 
 
 @pytest.mark.parametrize("name", ["fcd", "mc3kd", "lrkd", "lrc_bert", "knn"])
@@ -144,8 +142,7 @@ def test_a_model_of_two_towers_is_an_error_with_its_parts():
     teacher, student = t.CLIPModel(config), t.CLIPModel(config)
     with pytest.raises(ValueError, match=r"student: CLIPModel has several parts .*vision_config"):
         Distiller(teacher, student, LRKD(alpha=None))
-    with pytest.raises(ValueError, match=r"CLIPModel.* has no head"):
-        Distiller(teacher, student, SoftTargets())
+    raises(r"CLIPModel.* has no head", Distiller, teacher, student, SoftTargets())
     assert Backbone(teacher.text_model).num_layers == 4
 
 

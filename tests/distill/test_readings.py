@@ -141,8 +141,7 @@ def test_norm_of_equation_7(norm):
 def test_several_methods_share_one_norm():
     by_batch = LRCBERT(perturb=True, perturb_norm="batch")
     assert Several(by_batch, FCD()).perturb_norm == "batch"
-    with pytest.raises(ValueError, match="perturb_norm differ"):
-        Several(by_batch, LRCBERT(perturb=True))
+    raises("perturb_norm differ", Several, by_batch, LRCBERT(perturb=True))
 
 
 def layer_norm(x):

@@ -181,8 +181,7 @@ def test_top_k_cache_of_all_tokens_is_the_bucket(models, tmp_path):
     cached = Distiller(cache, student, method, tokenizers=match, unmatched="bucket")
     values = [distiller(**batch).terms["soft"] for distiller in (live, cached)]
     torch.testing.assert_close(*values)
-    with pytest.raises(ValueError, match="stores the teacher's top k"):
-        Distiller(cache, student, method, tokenizers=match)
+    raises("stores the teacher's top k", Distiller, cache, student, method, tokenizers=match)
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
