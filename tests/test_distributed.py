@@ -105,6 +105,18 @@ LOSSES = {
         cos_nce_loss,
         lambda s, t, m, y: ((s[:, 0], t[:, 0, :6]), {"negatives": t[:, :2, 1:].sin()}),
     ),
+    "cos_nce_loss, weights": (
+        cos_nce_loss, lambda s, t, m, y: ((s, t[..., :6]), {"mask": m, "weights": t[..., 0]})
+    ),
+    "knn, weights": (
+        knn_feature_loss,
+        lambda s, t, m, y: (
+            (s[:, 0], t[:, 0, :6], y), {"weights": t[:, 0, 0], "reduction": "mean"}
+        ),
+    ),
+    "relations over tokens, weights": (
+        relation_loss, lambda s, t, m, y: ((s, t, m), {"weights": t[:, 0, 0]})
+    ),
     "CosNCELoss": (
         partial(CosNCELoss, 6, 7), lambda s, t, m, y: (([s, s.sin()], [t, t]), {"mask": m})
     ),

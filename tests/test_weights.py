@@ -8,7 +8,6 @@ import torch
 
 import fastkd
 from fastkd import functional
-from tests.distill.processes import run_ranks
 from tests.support.compare import assert_matches_reference, counted, value_and_grad
 
 TRITON_FUNCTION = "layer_norm_mse"  # every loss here has kernels in Triton and C++
@@ -192,29 +191,3 @@ def test_all_documents_of_a_row_have_its_weight():
         return torch.stack(losses).mean()
 
     torch.testing.assert_close(found, value_and_grad(apart, student, teacher))
-
-
-def test_gathered_weights_are_those_of_one_batch(tmp_path):
-    wanted, gradients = zip(*_gathered(0, 1), strict=True)
-    found = run_ranks(_gathered, 2, tmp_path, 2)
-    for i, (value, gradient) in enumerate(zip(wanted, gradients, strict=True)):
-        torch.testing.assert_close(found[0][i][0], value)
-        torch.testing.assert_close(torch.cat([rank[i][1] for rank in found]), gradient)
-
-
-def _gathered(rank, ranks):
-    """Values, and gradients as the average over processes leaves them, of a process's samples."""
-    torch.manual_seed(0)
-    student, teacher = torch.randn(2, 6, 5, 4).unbind()
-    mask, weights, labels = torch.rand(6, 5) < 0.7, torch.randn(6, 5), torch.arange(6) % 2
-    own = slice(None) if ranks == 1 else slice(0, 2) if rank == 0 else slice(2, 6)
-    student, teacher, mask = student[own].requires_grad_(), teacher[own], mask[own]
-    weights, labels, gather = weights[own], labels[own], {"gather": True}
-    losses = (
-        fastkd.cos_nce_loss(student, teacher, mask=mask, weights=weights, **gather),
-        fastkd.knn_feature_loss(
-            student[:, 0], teacher[:, 0], labels, weights=weights[:, 0], reduction="mean", **gather
-        ),
-        fastkd.relation_loss(student, teacher, mask, weights=weights[:, 0], **gather),
-    )
-    return [(x.detach(), torch.autograd.grad(x, student)[0] / ranks) for x in losses]

@@ -112,8 +112,13 @@ def assert_same_step(served, teacher, inputs, method=None, oracle=None):
     torch.testing.assert_close(gradient, of_oracle, rtol=1e-4, atol=1e-6)
 
 
+def distiller_of(served, teacher, temperature=1.0):
+    student = student_from_teacher(teacher, [1])
+    return Distiller(served, student, SoftTargets(temperature=temperature))
+
+
 def cache_of_top_k(teacher, k, folder):
-    writer = Distiller(teacher, student_from_teacher(teacher, [1]), SoftTargets(temperature=1.0))
+    writer = distiller_of(teacher, teacher)
     return writer.cache_teacher([batch()], folder / "cache", top_k=k)
 
 
@@ -191,28 +196,21 @@ def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, se
     if (fault, protocol) == ("twice", "vllm"):
         sentence = "request at least k"  # a JSON object keeps one of two equal keys
     server.plant(*[fault] * 3)
-    distiller = Distiller(
-        served_by(server, protocol),
-        student_from_teacher(teacher, [1]),
-        SoftTargets(temperature=1.0),
-    )
     with pytest.raises(ServerError, match=sentence):
-        distiller(**batch())
+        distiller_of(served_by(server, protocol), teacher)(**batch())
 
 
 def test_fewer_tokens_than_k(server, teacher):
     served = served_by(server, "vllm", top_k=V)
     served.top_k = V + 1
-    student = student_from_teacher(teacher, [1])
     with pytest.raises(ServerError):
-        Distiller(served, student, SoftTargets(temperature=1.0))(**batch())
+        distiller_of(served, teacher)(**batch())
 
 
 def test_temperature_that_the_server_ignores(server, teacher):
     served = served_by(server, "vllm", top_k=5, temperature=2.0)
-    distiller = Distiller(served, student_from_teacher(teacher, [1]), SoftTargets(temperature=2.0))
     with pytest.raises(ServerError, match="ignore the temperature 2"):
-        distiller(**batch())
+        distiller_of(served, teacher, temperature=2.0)(**batch())
 
 
 def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, monkeypatch):
@@ -220,9 +218,7 @@ def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, monkeypatch):
     teacher.save_pretrained(tmp_path)
     first = Server(tmp_path)
     served = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=600)
-    student = student_from_teacher(teacher, [1])
-    distiller = Distiller(served, copy.deepcopy(student), SoftTargets(temperature=1.0))
-    inputs = batch()
+    distiller, inputs = distiller_of(served, teacher), batch()
     before = distiller(**inputs).loss
     first.stop()
     served.request(distiller.read(inputs))
@@ -233,12 +229,12 @@ def test_a_server_that_goes_away_costs_no_rows(teacher, tmp_path, monkeypatch):
         second.stop()
     gone = ServedTeacher(f"{first.address}/v1", "tiny", top_k=V, retries=1)
     with pytest.raises(ServerError, match=r"gave no answer in 2 tries .*resume"):
-        Distiller(gone, student, SoftTargets(temperature=1.0))(**inputs)
+        distiller_of(gone, teacher)(**inputs)
 
 
 def test_next_batches_are_in_flight_and_each_row_is_requested_once(server, teacher):
     served = served_by(server, "vllm", prefetch=2)
-    distiller = Distiller(served, student_from_teacher(teacher, [1]), SoftTargets(temperature=1.0))
+    distiller = distiller_of(served, teacher)
     batches = [batch(seed) for seed in range(4)]
     server.plant()
     seen = []
@@ -252,14 +248,13 @@ def test_next_batches_are_in_flight_and_each_row_is_requested_once(server, teach
 
 def test_each_served_teacher_is_asked_for_its_rows(server, teacher):
     inputs = {**batch(), "teacher_id": [0, 1, 0]}
-    served, student = served_by(server, "vllm"), student_from_teacher(teacher, [1])
-    method = SoftTargets(temperature=1.0)
-    distiller = Distiller(ByRow({"live": served, "here": teacher}), student, method)
+    served = served_by(server, "vllm")
+    distiller = distiller_of(ByRow({"live": served, "here": teacher}), teacher)
     server.plant()
     (out,) = (distiller(**each) for each in served.ahead([inputs], distiller))
     assert sorted(server.plant()) == [7, 9]
     del inputs["teacher_id"]
-    expected = Distiller(teacher, student, SoftTargets(temperature=1.0))(**inputs)
+    expected = distiller_of(teacher, teacher)(**inputs)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
