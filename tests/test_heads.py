@@ -161,45 +161,6 @@ def test_divergences_of_every_dtype_and_size(
         assert_matches_reference(*functions, backend, student, teacher, **options)
 
 
-def acceptance(student, teacher):
-    return torch.minimum(student.softmax(-1), teacher.softmax(-1)).sum(-1)
-
-
-def kl_by_torch(log_q, p):
-    return F.kl_div(log_q, p, reduction="none").sum(-1)
-
-
-# As in vllm-project/speculators, losses/eager.py, and SpecForge, core/lk_loss.py ("alpha", and
-# "lambda" with a scale of 1), in float64; speculators clamps α at 1e-5, and its TV is 1 − α.
-OF_DRAFTS = {
-    "total_variation": lambda s, t: 1 - acceptance(s, t),
-    "negative_log_acceptance": lambda s, t: -acceptance(s, t).log(),
-    "forward_kl": lambda s, t: kl_by_torch(s.log_softmax(-1), t.softmax(-1)),
-    "reverse_kl": lambda s, t: kl_by_torch(t.log_softmax(-1), s.softmax(-1)),
-    "js": lambda s, t: sum(
-        kl_by_torch(((s.softmax(-1) + t.softmax(-1)) / 2).log(), x.softmax(-1)) / 2 for x in (s, t)
-    ),
-}
-
-
-def lk_of_drafts(s, t, rate=3.0):
-    weight = torch.exp(-rate * acceptance(s, t).detach())
-    return weight * OF_DRAFTS["forward_kl"](s, t) + (1 - weight) * (1 - acceptance(s, t))
-
-
-@pytest.mark.parametrize("name", [*OF_DRAFTS, "lk"])
-def test_losses_of_draft_models(name):
-    """Also with weights γˢ by step s, as their trainers have them."""
-    student, teacher = 2 * torch.randn(2, 4, 6, 30, dtype=torch.float64)
-    rows = OF_DRAFTS.get(name, lk_of_drafts)
-    by_step = (0.8 ** torch.arange(4))[:, None].expand(4, 6)
-    for backend in ("torch", "auto"):
-        options = dict(divergence=Divergence(name), backend=backend)
-        found = value_and_grad(soft_target_loss, student, teacher, weights=by_step, **options)
-        wanted = value_and_grad(lambda s: (rows(s, teacher) * by_step).mean(), student)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
-
-
 @pytest.mark.parametrize("name", OF_OVERLAP)
 def test_overlap_of_equal_and_of_disjoint_distributions(backend, device, name):
     inf, divergence = float("inf"), Divergence(name)
