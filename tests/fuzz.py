@@ -5,8 +5,7 @@
 Each case is drawn from its seed alone: sizes 0, 1, primes and powers of two, all dtypes, both
 backends, masks with NaN behind them, strided and repeated features, huge, tiny, constant and
 nearly parallel ones, autocast. Value and every gradient are compared in float64. `USES` are made of
-every loss: under torch.compile with changing sizes, with inputs of inference mode and the meta
-device, with a gradient that overflows.
+every loss: under torch.compile with changing sizes, with a gradient that overflows.
 
 An error is allowed up to the table of `tools/tolerance.py`, relative to the larger of the
 value and of the terms it is made of, plus ten times what rounding the inputs once would change.
@@ -61,25 +60,6 @@ def compiled(draw: Draw) -> str | None:
     return None
 
 
-def made_elsewhere(draw: Draw) -> str | None:
-    """Check teachers from inference mode, and the meta device: it works or raises a sentence."""
-    subject = _subject(draw)
-    shapes = (draw.size(), draw.size(), D_S), (D_T,)
-    student = draw.normal(*shapes[0]).float().requires_grad_()
-    teacher = draw.normal(*shapes[0][:2], *shapes[1]).float()
-    wanted = torch.autograd.grad(subject(student, teacher), student)[0]
-    with torch.inference_mode():
-        made = teacher.clone()
-    found = torch.autograd.grad(subject(student, made), student)[0]
-    if not torch.equal(found, wanted):
-        return f"{subject.name}: another gradient for a teacher of inference mode"
-    try:
-        result = subject.to("meta")(student.to("meta"), teacher.to("meta"))
-    except (ValueError, TypeError) as error:
-        return f"{subject.name} on meta: {error}" if "\n" in str(error) else None
-    return None if result.device.type == "meta" else f"{subject.name} on meta: {result.device}"
-
-
 def overflowing(draw: Draw) -> str | None:
     """Check that an infinite upstream gradient gives infinite gradients, which GradScaler needs."""
     subject = _subject(draw)
@@ -96,7 +76,7 @@ def _subject(draw: Draw) -> Subject:
 
 
 # Checks that apply to every loss.
-USES = {"compiled": compiled, "made_elsewhere": made_elsewhere, "overflowing": overflowing}
+USES = {"compiled": compiled, "overflowing": overflowing}
 FUNCTIONS: dict[str, Callable[[Draw], Case | str | None]] = {
     name: function for file in FILES.values() for name, function in file.RANDOM.items()
 } | USES

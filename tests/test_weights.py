@@ -101,6 +101,13 @@ def test_weights_match_the_reference(backend, loss, dtype):
         )
 
 
+# Many tokens are slow in the interpreter, and multiplied by their weights as few are.
+few_tokens = pytest.mark.left_out(
+    where=lambda given: given["backend"] == "triton" and given["loss"].shape[1] > 100
+)
+
+
+@few_tokens
 @each_loss
 def test_weights_of_one_change_nothing_and_of_zero_still_count(backend, loss):
     student, teacher = loss.inputs()
@@ -117,6 +124,7 @@ def test_weights_of_one_change_nothing_and_of_zero_still_count(backend, loss):
         torch.testing.assert_close(a + b, whole)
 
 
+@pytest.mark.left_out(where=lambda given: given["loss"].counted.all())
 @each_loss
 def test_weights_behind_the_mask_change_nothing(backend, loss):
     student, teacher = loss.inputs()
@@ -127,6 +135,7 @@ def test_weights_behind_the_mask_change_nothing(backend, loss):
     assert torch.equal(found[0], clean[0]) and torch.equal(found[1], clean[1])
 
 
+@few_tokens
 @each_loss
 def test_a_weight_of_nan_or_of_a_strided_tensor(backend, loss):
     student, teacher = loss.inputs()
