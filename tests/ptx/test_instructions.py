@@ -53,17 +53,6 @@ INTEGERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "pairs", "expected"), INTEGERS)
-def test_integers(name, pairs, expected):
-    found = results(
-        f"{name} {{out}}, {{0}}, {{1}};",
-        *zip(*pairs, strict=True),
-        dtypes=(BITS, BITS),
-        result=BITS,
-    )
-    assert found == expected
-
-
 @pytest.mark.parametrize("signed", [True, False])
 def test_products_of_64_bits(signed):
     values = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF0, -987654321987654321]
@@ -105,15 +94,6 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "triples", "expected"), FIELDS)
-def test_fields_of_bits(name, triples, expected):
-    found = results(
-        f"{name} {{out}}, {{0}}, {{1}}, {{2}};", *zip(*triples, strict=True),
-        dtypes=(BITS,) * 3, result=BITS,
-    )  # fmt: skip
-    assert found == expected
-
-
 ONE = [
     ("brev.b32", [1, 0x80000000, 6], [-(2**31), 1, 0x60000000]),
     ("popc.b32", [0, -1, 0b1011], [0, 32, 3]),
@@ -127,10 +107,13 @@ ONE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "values", "expected"), ONE)
-def test_of_one_operand(name, values, expected):
-    found = results(f"{name} {{out}}, {{0}};", values, dtypes=(BITS,), result=BITS)
-    assert found == expected
+@pytest.mark.parametrize(("name", "rows", "expected"), [*INTEGERS, *FIELDS, *ONE])
+def test_integers(name, rows, expected):
+    columns = [*zip(*(row if isinstance(row, tuple) else (row,) for row in rows), strict=True)]
+    operands = ", ".join(f"{{{i}}}" for i in range(len(columns)))
+    instruction = f"{name} {{out}}, {operands};"
+    dtypes = (BITS,) * len(columns)
+    assert results(instruction, *columns, dtypes=dtypes, result=BITS) == expected
 
 
 def test_inserted_field_and_any_logic():
@@ -219,18 +202,13 @@ FLOATS = [
     ("max.f32", [1.0, 2.0, NAN, 0.0, 0.0, 1.0, INF]),
     ("min.NaN.f32", [NAN, NAN, NAN, -0.0, -0.0, -3.0, -INF]),
     ("max.NaN.f32", [NAN, NAN, NAN, 0.0, 0.0, 1.0, INF]),
-    ("copysign.f32", [NAN, -2.0, NAN, 0.0, -0.0, -3.0, INF]),
+    ("copysign.f32", [math.copysign(b, a) for a, b in PAIRS]),  # of the first, to the second
 ]
 
 
 @pytest.mark.parametrize(("name", "expected"), FLOATS)
 def test_pairs_of_floats(name, expected):
-    pairs = PAIRS
-    if name == "copysign.f32":  # of the first, to the second
-        pairs = [(b, a) for a, b in PAIRS]
-        expected = [math.copysign(a, b) for a, b in PAIRS]
-        pairs = [(b, a) for a, b in PAIRS]
-    found = results(f"{name} {{out}}, {{0}}, {{1}};", *zip(*pairs, strict=True),
+    found = results(f"{name} {{out}}, {{0}}, {{1}};", *zip(*PAIRS, strict=True),
                     dtypes=(SINGLE, SINGLE), result=SINGLE)  # fmt: skip
     same(found, expected)
 
