@@ -1,6 +1,7 @@
 """Soft targets of two vocabularies: a `VocabularyMatch`, and three ways with its other tokens."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -25,7 +26,6 @@ from fastkd.lm.divergences import DIVERGENCES, NAMES
 from tests.losses.soft_targets import of_match
 from tests.support.compare import (
     DTYPES,
-    assert_accurate,
     assert_matches_reference,
     count_graphs,
     every_two_meet,
@@ -148,17 +148,18 @@ def test_heads_with_labels_match_reference(
         weights=torch.rand(2, 3, device=device),
         temperature=1.5,
     )
-    head = Head(student[1], torch.randn(9, device=device), softcap=5.0)
 
-    def loss(hidden, weight, bias, function=linear_soft_target_loss, **more):
-        more = {"backend": backend, "chunk_bytes": chunk_bytes} if not more else {}
-        return function(hidden, Head(weight, bias, softcap=5.0), *teacher, **options, **more)
+    def call(hidden, weight, bias, loss=linear_soft_target_loss, **more):
+        head = Head(weight, bias, softcap=5.0)
+        return loss(hidden, head, *(x.to(hidden.dtype) for x in teacher), **options, **more)
 
-    learning = student[0], head.weight, head.bias
-    found = values_and_grads(loss, learning)
-    expected = values_and_grads(loss, learning, linear_soft_target_loss_ref, reference=True)
-    for x, e in zip(found, expected, strict=True):
-        assert_accurate(x, e, torch.float32)
+    assert_matches_reference(
+        functools.partial(call, chunk_bytes=chunk_bytes),
+        functools.partial(call, loss=linear_soft_target_loss_ref),
+        backend,
+        [*student, torch.randn(9, device=device)],
+        upstream=torch.rand(2, 3, device=device) if reduction == "none" else 3.0,
+    )
 
 
 def test_terms_and_teacher_rows(backend, device):
