@@ -124,7 +124,7 @@ def sample(cases, size, seed=0):
     return [*first.values(), *rest][: max(size, len(first))]
 
 
-OPTIONS = sample(bad_options(), 150)
+OPTIONS = sample(bad_options(), 200)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -15,17 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as t
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertConfig,
-    DistilBertConfig,
-    DistilBertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -122,11 +114,11 @@ def test_labels_alone_train_and_save(distill, tmp_path):
     assert f"{report['student']['accuracy']:.4f}" in output
     assert set(report["best"]["losses"]) == {"loss", "task"}
     assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
-    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert student.config.num_hidden_layers == 2
     assert student.config.id2label == {0: "0", 1: "1"}
     assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
-    tokens = AutoTokenizer.from_pretrained(out / "student")("good film")
+    tokens = t.AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4 and visible(out) == ["student"]
     assert "on the labels alone" in (out / "student" / "README.md").read_text()
 
@@ -191,7 +183,7 @@ def test_regression_and_string_labels(distill, tmp_path):
     error = distill(train=named, eval=named, out=out, expect=2)
     assert "LABEL_0, LABEL_1, the data no, yes; pass --label-order" in error
     distill(train=named, eval=named, out=out, label_order="no,yes")
-    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert student.config.label2id == {"no": 0, "yes": 1}
 
 
@@ -241,7 +233,7 @@ def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
     lines = run("predict", model=student, data=rows).splitlines()[1:]
     answers = [line.split("\t")[2] == "positive" for line in lines]
     truth = [line.endswith("positive") for line in rows.read_text().splitlines()[1:]]
-    hits = sum(a and t for a, t in zip(answers, truth, strict=True))
+    hits = sum(a and b for a, b in zip(answers, truth, strict=True))
     expected = 2 * hits / (sum(answers) + sum(truth))
     assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
     said = run("evaluate", model=student, data=rows, metric="f1")
@@ -251,7 +243,7 @@ def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
 def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
     """A student's weights stay float32: bfloat16 would round small steps away."""
     head = make_teacher(tmp_path / "head")
-    model = AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
+    model = t.AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
     model.save_pretrained(head)
     output, sizes = distill(teacher=head), report_of(tmp_path / "out")["parameters"]
     assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
@@ -263,7 +255,7 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path)
 
 def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
     bent = make_teacher(tmp_path / "bent")
-    model = AutoModelForSequenceClassification.from_pretrained(bent)
+    model = t.AutoModelForSequenceClassification.from_pretrained(bent)
     torch.nn.init.zeros_(model.classifier.weight)
     model.classifier.bias.data = torch.tensor([0.0, 5.0])
     model.save_pretrained(bent)
@@ -309,7 +301,7 @@ def test_student_from_a_path(distill, tmp_path):
     other = make_teacher(tmp_path / "other", vocab_size=99)
     assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
     read_otherwise(small)
-    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer = t.AutoTokenizer.from_pretrained(other)
     words = "--student .*: 'so' is token 5 of its tokenizer and 16 of the teacher's"
     with pytest.raises(InputError, match=words):
         check_same_tokens("--student", str(small), tokenizer, False)
@@ -321,12 +313,12 @@ def family(path, teacher, kind):
     """A classifier with four unlike layers, and the teacher's tokenizer."""
     sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = {
-        "bert": BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
-        "gpt2": GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
+        "bert": t.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
+        "gpt2": t.GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
     }[kind]
     shutil.copytree(teacher, path)
     torch.manual_seed(2)
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = t.AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if re.search(r"\.[03]\.", name) and weight.dim() == 2:
@@ -348,7 +340,7 @@ def test_selected_layers_make_the_student_and_are_compared(
     report = report_of(tmp_path / "out")
     assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
     blocks, student = (
-        Backbone(AutoModelForSequenceClassification.from_pretrained(path), "model").blocks
+        Backbone(t.AutoModelForSequenceClassification.from_pretrained(path), "model").blocks
         for path in (large, tmp_path / "out/student")
     )
     for i, block in enumerate(student):
@@ -397,13 +389,13 @@ def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp
 
 def test_a_decoder_without_padding_token_and_a_student_without_segments(distill, teacher, tmp_path):
     gpt2, out = shutil.copytree(teacher, tmp_path / "gpt2"), tmp_path / "out"
-    config = GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    GPT2ForSequenceClassification(config).save_pretrained(gpt2)
+    config = t.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    t.GPT2ForSequenceClassification(config).save_pretrained(gpt2)
     distill(teacher=gpt2, method="lrkd")
-    student = AutoModelForSequenceClassification.from_pretrained(out / "student")
+    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert (student.config.num_hidden_layers, student.config.pad_token_id) == (1, 0)
-    config = DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
-    DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
+    config = t.DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+    t.DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
     distill("--overwrite", student=tmp_path / "student", method="knn")
     assert report_of(out)["student"]["accuracy"] >= 0
 

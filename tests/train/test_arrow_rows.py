@@ -45,14 +45,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often a file was read."""
     seen = []
-
-    def counting(path, *args):
-        seen.append(path.name)
-        return records(path, *args)
-
-    monkeypatch.setattr(files, "records", counting)
+    monkeypatch.setattr(
+        files, "records", lambda path, *rest: seen.append(path.name) or records(path, *rest)
+    )
     return seen
 
 
@@ -181,7 +177,6 @@ LIMIT = 4 * 2**20
 
 
 def private():
-    """The bytes that RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024
 

@@ -41,6 +41,7 @@ def content(rows):
     return [rows.number(i) for i in range(len(rows))], rows.texts, rows.pairs, labels
 
 
+HEAD = "text\tlabel\n"
 PAIR = "{}\nentailment\tA b.\tC d.\ncontradiction\tA b.\tC d.\n"
 PAIRED = (["A b."] * 2, ["C d."] * 2, [1, 0])
 # The files of GLUE: task, file, kind of file; texts, second texts, labels and metrics.
@@ -73,21 +74,17 @@ def test_files_of_glue(tmp_path):
     assert content(load(bare).train)[1:] == (GLUE[1][3], None, [1, 0])
 
 
-def test_csv_quotes_and_row_numbers(tmp_path):
+def test_csv_quotes_row_numbers_and_long_fields(tmp_path):
     text = 'text,label\n"a, ""b""\nsecond line",good\nplain,bad\n'
     corpus = load(Source(**files(tmp_path, text, suffix=".csv")))
     assert corpus.train.texts == ['a, "b"\nsecond line', "plain"]
     assert [corpus.train.number(i) for i in (0, 1)] == [2, 4]
     assert corpus.names == ["bad", "good"]
-
-
-def test_long_fields_of_csv(tmp_path):
-    """Python's csv refuses fields of more than 131,072 characters."""
+    # Python's csv refuses fields of more than 131,072 characters.
     limit, long = csv.field_size_limit(), "good film " * 20_000
-    path = tmp_path / "a.csv"
-    path.write_text(f"text,label\nshort,0\n{long},1\n")
+    path = write(tmp_path / "a.csv", f"text,label\nshort,0\n{long},1\n")
     assert read_file(path, Columns("text"), "--train").texts == ["short", long]
-    path.write_text(f"{long},1\n")
+    write(path, f"{long},1\n")
     assert read_file(path, Columns("0", None, "1", False), "--train").texts == [long]
     assert csv.field_size_limit() == limit
 
@@ -96,28 +93,28 @@ def test_windows_file(tmp_path):
     paths = files(tmp_path, "")
     for path in paths.values():
         path.write_bytes("\ufefftext\tlabel\r\nähm\t1\r\nso\t0\r\n\r\n".encode())
-    corpus = load(Source(**paths))
-    assert corpus.train.texts == ["ähm", "so"]
-    assert corpus.train.labels.tolist() == [1, 0]
+    train = load(Source(**paths)).train
+    assert train.texts == ["ähm", "so"] and train.labels.tolist() == [1, 0]
 
 
 def test_labels_become_ids(tmp_path):
     def names(*labels, **options):
-        text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
+        text = HEAD + "".join(f"x\t{label}\n" for label in labels)
         return load(Source(**files(tmp_path, text), **options)).names
 
-    assert names("b", "a", "b") == ["a", "b"]
-    assert names("10", "9", "-1") == ["-1", "9", "10"]
-    assert names("0.5", "1.0", "2") is None
-    assert names("1.0", "0.0") == ["0.0", "1.0"]
+    for labels, expected in (
+        (("b", "a", "b"), ["a", "b"]),
+        (("10", "9", "-1"), ["-1", "9", "10"]),
+        (("0.5", "1.0", "2"), None),
+        (("1.0", "0.0"), ["0.0", "1.0"]),
+        (("2", "1", "01"), ["01", "1", "2"]),  # in the same order in every process
+    ):
+        assert names(*labels) == expected
     assert names("1", "2", labels="numbers") is None
-    assert names("0.5", "1.5", labels="classes") == ["0.5", "1.5"]
-    assert names("nan", "inf", "inf", labels="classes") == ["inf", "nan"]
-
-    assert names("1_0", "0.5", labels="classes") == ["0.5", "1_0"]
+    for labels in (("0.5", "1.5"), ("inf", "nan", "inf"), ("0.5", "1_0")):
+        assert names(*labels[::-1], labels="classes") == [*dict.fromkeys(labels)]
     with pytest.raises(InputError, match="'1_0' is not a number"):
         names("1_0", "0.5")
-    assert names("2", "1", "01") == ["01", "1", "2"]  # in the same order in every process
     rows = "\n".join(json.dumps({"text": "x", "label": label}) for label in (True, False))
     assert load(Source(**files(tmp_path, rows, suffix=".jsonl"))).names == ["False", "True"]
 
@@ -129,17 +126,12 @@ def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
     given = files(tmp_path, train + "x\tGood\n", "text\tlabel\nx\tGOOD\n")
     with pytest.raises(InputError, match="row 2: label 'GOOD' does not occur in the training rows"):
         load(Source(**given))
-
-
-def test_classes_of_a_head_by_their_meanings():
     assert by_names(["no", "yes"], ["Yes", "NO"]) == ["yes", "no"]
-    assert by_names(["no", "yes"], ["No", "Yes", "NO"]) is None  # a class twice
-    assert by_names(["no", "yes"], ["No", "perhaps"]) is None
+    for names in (["No", "Yes", "NO"], ["No", "perhaps"]):  # a class twice, another one
+        assert by_names(["no", "yes"], names) is None
 
 
 def test_labels_are_classes_of_a_finished_model(tmp_path):
-    """-1 was taken for 1, 1.0 for 10 and C++ for C: marks were left out."""
-
     def ids(names, *labels):
         text = "text\tlabel\n" + "".join(f"x\t{label}\n" for label in labels)
         path = write(tmp_path / "rows.tsv", text)
@@ -157,34 +149,30 @@ def test_labels_are_classes_of_a_finished_model(tmp_path):
             ids(names, label)
 
 
-@pytest.mark.parametrize(
-    ("names", "label", "taken"),
-    [
-        (["neg", "pos"], 1, 1),
-        (["pos", "neg"], 1, None),
-        (["positive", "negative", "neutral"], 2, None),
-        (["entailment", "neutral", "contradiction"], 2, 2),
-        (["contradiction", "neutral", "entailment"], 2, None),
-        (["True", "False"], 0, None),
-        (["cat", "dog"], 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("names", "label", "taken"), [
+    (["neg", "pos"], 1, 1),
+    (["pos", "neg"], 1, None),
+    (["positive", "negative", "neutral"], 2, None),
+    (["entailment", "neutral", "contradiction"], 2, 2),
+    (["contradiction", "neutral", "entailment"], 2, None),
+    (["True", "False"], 0, None),
+    (["cat", "dog"], 0, 0),
+])  # fmt: skip
 def test_numbers_that_usually_mean_another_class(tmp_path, names, label, taken):
-    path = write(tmp_path / "rows.tsv", f"text\tlabel\nx\t{label}\n")
+    path = write(tmp_path / "rows.tsv", f"{HEAD}x\t{label}\n")
     rows, task = read_file(path, Columns("text"), "--data"), Classification(tuple(names))
-    if taken is None:
-        with pytest.raises(InputError, match="as such labels are usually numbered; pass --label-o"):
-            task.prepare(rows)
-        order = ",".join(map(str, reversed(range(len(names)))))
-        found = task.prepare(rows, order=order).rows
-        assert found.labels.tolist() == [len(names) - 1 - label]
-    else:
+    if taken is not None:
         _, found, (said,), _ = task.prepare(rows)
         assert found.labels.tolist() == [taken] and f"{label} is {names[taken]!r}" in said
+        return
+    with pytest.raises(InputError, match="as such labels are usually numbered; pass --label-o"):
+        task.prepare(rows)
+    order = ",".join(map(str, reversed(range(len(names)))))
+    found = task.prepare(rows, order=order).rows
+    assert found.labels.tolist() == [len(names) - 1 - label]
 
 
 def test_rows_that_are_marked_as_without_label(tmp_path):
-    """Label -100 is no class."""
     text = "text\tlabel\n" + "a\t0\nb\t1\nc\t-100\n" * 3
     given = files(tmp_path, text)
     corpus = load(Source(**given))
@@ -209,31 +197,27 @@ def test_rows_that_are_marked_as_without_label(tmp_path):
 
 def test_answers_that_are_worth_nothing():
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, 3, 200)
-    names = ["a", "b", "c"]
+    labels, real = rng.integers(0, 3, 200), rng.normal(size=50)
+    chance = "are no better than chance"
     for answers, why in (
         (labels, None),
         ((labels + (rng.random(200) < 0.5)) % 3, None),
-        (rng.permutation(labels), "are no better than chance"),
+        (rng.permutation(labels), chance),
         (np.ones(200, int), "are all 'b'"),
     ):
-        assert useless_classes(answers, labels, names) == why
-    real = rng.normal(size=50)
-    for answers, why in (
-        (real, None), (-real, "are no better than chance"), (np.ones(50), "are all 1")
-    ):  # fmt: skip
+        assert useless_classes(answers, labels, ["a", "b", "c"]) == why
+    for answers, why in ((real, None), (-real, chance), (np.ones(50), "are all 1")):
         assert useless_numbers(answers, real) == why
 
 
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
-    text = "text\tlabel\n" + "".join(f"x\tname {i}\n" for i in range(900))
+    text = HEAD + "".join(f"x\tname {i}\n" for i in range(900))
     lines = [*describe(load(Source(**files(tmp_path, text))))]
-    alike = "text\tlabel\n" + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
-    lines += describe(load(Source(**files(tmp_path, alike), labels="classes")))
+    assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
+    alike = HEAD + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
+    lines = [*describe(load(Source(**files(tmp_path, alike), labels="classes")))]
     for pair in ("'1' and '1.0'", "'Not this' and 'not_this'"):
         assert any(f"classes {pair} look alike" in line for line in lines)
-    lines = lines[:-4]
-    assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
 
 
 def test_sampling_is_seeded_and_keeps_classes(tmp_path):
@@ -248,7 +232,6 @@ def test_sampling_is_seeded_and_keeps_classes(tmp_path):
     assert all(int(t[1:]) % 4 == y for t, y in zip(first.train.texts, first.train.labels, strict=1))
 
 
-HEAD = "text\tlabel\n"
 # Malformed rows of every kind of file: tests/cli/test_abuse.py.
 MISTAKES = {
     "label column": (HEAD + "a\t1\n", {"label_column": "Lable"}, ["--label-column", "'label'"]),
@@ -263,32 +246,21 @@ MISTAKES = {
     "overflow": (HEAD + "a\t1.5\nb\t1e39\n", {"labels": "numbers"}, ["row 3", "'1e39'"]),
     "digits": (HEAD + f"a\t1.5\nb\t{10**400}\n", {"labels": "numbers"}, ["row 3", "'1000"]),
     "no header": (HEAD + "a\t1\n", {"no_header": True}, ["--no-header", "--text-column"]),
-    "column number": (
-        HEAD + "a\t1\n",
-        {"no_header": True, "text_column": "0", "label_column": "2"},
-        ["no column '2'", "0, 1"],
-    ),
+    "column number": (HEAD + "a\t1\n", {"no_header": True, "text_column": "0", "label_column": "2"},
+                      ["no column '2'", "0, 1"]),
     "metric": (HEAD + "a\t1\nb\t0\n", {"metric": "pearson"}, ["--metric", "classification"]),
-}
+    "no evaluation": (HEAD + "a\t1\nb\t0\n", {"evals": None}, ["--eval is missing"]),
+    "no training": (HEAD + "a\t1\nb\t0\n", {"train": None}, ["--train is missing"]),
+    "nothing": ("", {"train": None, "evals": None}, ["no data"]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_one_sentence(tmp_path, case):
     text, options, expected = MISTAKES[case]
     with pytest.raises(InputError) as error:
-        load(Source(**files(tmp_path, text), **options))
+        load(Source(**files(tmp_path, text) | options))
     assert all(part in str(error.value) for part in expected), str(error.value)
-
-
-def test_a_file_that_is_missing(tmp_path):
-    good = write(tmp_path / "good.tsv", HEAD + "a\t1\nb\t0\n")
-    for given, part in (
-        ({"train": good}, "--eval is missing"),
-        ({"evals": good}, "--train is missing"),
-        ({}, "no data"),
-    ):
-        with pytest.raises(InputError, match=part):
-            load(Source(**given))
 
 
 def hub(monkeypatch, splits, features=None):
@@ -338,19 +310,15 @@ def test_hub_mistakes(monkeypatch):
     hidden = {"sentence": ["a", "b"], "label": [0, -1]}
     none = {"sentence": ["a", None], "label": [0, 1]}
     hub(monkeypatch, {"train": none, "test": hidden}, features(["x", "y"], "sentence"))
-
-    def message(**options):
-        with pytest.raises(InputError) as error:
+    for options, words in (
+        ({"task": "sst2", "train_split": "test"}, "split test, row 2: .*no label"),
+        ({"task": "sst2", "train_split": "nope"},
+         "--task nyu-mll/glue, split 'nope': Unknown split"),
+        ({"task": "sst2"}, "split train, row 2: column 'sentence' is not text"),
+        ({"data": "sst2", "text_column": "sentense"}, "mean 'sentence'"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=words):
             load(Source(**options))
-        return str(error.value)
-
-    text = message(task="sst2", train_split="test")
-    assert "split test, row 2" in text and "no label" in text
-    assert "--task nyu-mll/glue, split 'nope': Unknown split" in message(
-        task="sst2", train_split="nope"
-    )
-    assert "split train, row 2: column 'sentence' is not text" in message(task="sst2")
-    assert "mean 'sentence'" in message(data="sst2", text_column="sentense")
 
 
 def test_scores_by_hand():

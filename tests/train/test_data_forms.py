@@ -13,6 +13,7 @@ from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.train.tasks.through import rows_of
 
 NAMES = ["good", "bad", "fair"]
 TAGS = ["O", "B-LOC", "I-LOC"]
@@ -26,12 +27,15 @@ def data_set(columns, **features):
 @pytest.mark.parametrize("form", ["parquet", "folder"])
 def test_declared_classes_count(tmp_path, form):
     """The names in a file's metadata were ignored: numbers took the order of the teacher's head."""
-    data = data_set(
-        {"text": ["a", "b", "c"], "label": [2, 0, 1]}, label=datasets.ClassLabel(names=NAMES)
-    )
-    path = tmp_path / "rows.parquet" if form == "parquet" else tmp_path / "rows"
-    data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
-    corpus = load(Source(train=path, evals=path))
+
+    def saved(data, name):
+        path = tmp_path / (f"{name}.parquet" if form == "parquet" else name)
+        data.to_parquet(path) if form == "parquet" else data.save_to_disk(path)
+        return {"train": path, "evals": path}
+
+    columns = {"text": ["a", "b", "c"], "label": [2, 0, 1]}
+    data = data_set(columns, label=datasets.ClassLabel(names=NAMES))
+    corpus = load(Source(**saved(data, "rows")))
     assert corpus.names == NAMES and corpus.train.labels.tolist() == [2, 0, 1]
     # Integer tags with names.
     tags = data_set(
@@ -39,27 +43,25 @@ def test_declared_classes_count(tmp_path, form):
         tokens=datasets.List(datasets.Value("string")),
         ner_tags=datasets.List(datasets.ClassLabel(names=TAGS)),
     )
-    path = tmp_path / "tags.parquet" if form == "parquet" else tmp_path / "tags"
-    tags.to_parquet(path) if form == "parquet" else tags.save_to_disk(path)
-    source = Source(task="token-classification", train=path, evals=path, label_column="ner_tags")
-    corpus = load(source)
+    options = {"task": "token-classification", "label_column": "ner_tags"}
+    corpus = load(Source(**options, **saved(tags, "tags")))
     assert corpus.names == TAGS and list(corpus.train.column("label")) == [["B-LOC", "O"]]
     assert corpus.metrics[0] == "f1"
 
 
 def test_mistakes_in_declared_classes(tmp_path):
-    for label, words in ((-1, "row 1: no label"), (None, "row 1: no label")):
+    one, both = tmp_path / "a.parquet", tmp_path / "both"
+    for label in (-1, None):
         data = data_set({"text": ["a"], "label": [label]}, label=datasets.ClassLabel(names=NAMES))
-        data.to_parquet(tmp_path / "a.parquet")
-        with pytest.raises(InputError, match=words):
-            load(Source(train=tmp_path / "a.parquet", evals=tmp_path / "a.parquet"))
-    both = datasets.DatasetDict({"train": data, "test": data})
-    both.save_to_disk(tmp_path / "both")
+        data.to_parquet(one)
+        with pytest.raises(InputError, match="row 1: no label"):
+            load(Source(train=one, evals=one))
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(both)
     with pytest.raises(InputError, match="several splits; give one of them: test, train"):
-        load(Source(train=tmp_path / "both", evals=tmp_path / "both"))
-    (tmp_path / "both/train/data-00000-of-00001.arrow").write_bytes(b"no")
+        load(Source(train=both, evals=both))
+    (both / "train/data-00000-of-00001.arrow").write_bytes(b"no")
     with pytest.raises(InputError, match=r"--train .*both/train: can't be read"):
-        load(Source(train=tmp_path / "both/train", evals=tmp_path / "a.parquet"))
+        load(Source(train=both / "train", evals=one))
 
 
 def write_rows(path, *labels):
@@ -70,7 +72,6 @@ def write_rows(path, *labels):
 
 @pytest.mark.parametrize("number", [int, float])
 def test_one_hot_rows(tmp_path, number):
-    """[1, 0] and [0, 1] are one-hot rows, not class ids."""
     rows = ([1, 0], [0, 1], [0, 0], [1, 1])
     path = write_rows(tmp_path / "a.jsonl", *([number(x) for x in row] for row in rows))
     corpus = load(Source(task="multi-label", train=path, evals=path))
@@ -78,11 +79,12 @@ def test_one_hot_rows(tmp_path, number):
     assert list(corpus.train.column("label")) == [["0"], ["1"], [], ["0", "1"]]
     assert "labels are one-hot, 2 zeros and ones for each row" in " ".join(describe(corpus))
     # With a finished model the lists have the order of its classes.
-    found = MultiLabel(("good", "bad")).read_labels(corpus_rows(path))
+    raw = rows_of(path, MultiLabel)
+    found = MultiLabel(("good", "bad")).read_labels(raw)
     assert list(found.rows.column("label")) == [["good"], ["bad"], [], ["good", "bad"]]
     assert "0 is 'good', 1 is 'bad'" in " ".join(found.notes)
     with pytest.raises(InputError, match="lists of 2 zeros and ones, and the model has 3"):
-        MultiLabel(("a", "b", "c")).read_labels(corpus_rows(path))
+        MultiLabel(("a", "b", "c")).read_labels(raw)
     odd = write_rows(tmp_path / "b.jsonl", [0, 1], [1])
     with pytest.raises(InputError, match="row 2: its labels are not the 2 zeros and ones"):
         load(Source(task="multi-label", train=path, evals=odd))
@@ -90,13 +92,9 @@ def test_one_hot_rows(tmp_path, number):
     assert load(Source(task="multi-label", train=ids, evals=ids)).names == ["0", "1", "2"]
 
 
-def corpus_rows(path):
-    return read_file(path, MultiLabel.columns, "--data", task=MultiLabel)
-
-
 def test_a_column_for_each_label(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("text,toxic,rude\na,1,0\nb,0,1\nc,0,0\nd,1.0,True\n".replace("True", "1"))
+    path.write_text("text,toxic,rude\na,1,0\nb,0,1\nc,0,0\nd,1.0,1\n")
     source = Source(task="multi-label", train=path, evals=path, label_column="toxic,rude")
     corpus = load(source)
     assert corpus.names == ["rude", "toxic"]
@@ -109,7 +107,6 @@ def test_a_column_for_each_label(tmp_path):
 
 
 def test_a_finished_teachers_classes(tmp_path):
-    """Data may lack a class of the teacher."""
     named = {"id2label": dict(enumerate(NAMES)), "label2id": {x: i for i, x in enumerate(NAMES)}}
     teacher = make_teacher(tmp_path / "teacher", labels=3, **named)
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
@@ -137,19 +134,14 @@ def test_a_finished_teachers_classes(tmp_path):
 
 
 def test_spellings_of_a_finished_heads_classes(tmp_path):
-    """`evaluate` took labels in another case, and `distill` refused them."""
     words = ["bad", "Bad", "GOOD", "fair"]
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"row,{word}\n" for word in words))
     head = Classification(tuple(NAMES))
     corpus = load(Source(train=path, evals=path), head)
     assert corpus.names == ["GOOD", "bad", "fair"] and corpus.train.labels.tolist() == [1, 1, 0, 2]
-    assert head.prepare(read_file(path, Columns("text"), "--data")).rows.labels.tolist() == [
-        1,
-        1,
-        0,
-        2,
-    ]
+    rows = read_file(path, Columns("text"), "--data")
+    assert head.prepare(rows).rows.labels.tolist() == [1, 1, 0, 2]
     path.write_text("text,labels\nrow,bad|GOOD\nrow,Bad|fair\n")
     corpus = load(Source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
     assert list(corpus.train.column("label")) == [["bad", "GOOD"], ["bad", "fair"]]
@@ -160,9 +152,8 @@ def test_spellings_of_a_finished_heads_classes(tmp_path):
 
 def test_rare_tags_of_a_finished_tagger(tmp_path):
     path = tmp_path / "a.jsonl"
-    rows = [
-        {"tokens": text.split(), "labels": ["O"] * len(text.split())} for text, _ in sentences(4, 0)
-    ]
+    words = [text.split() for text, _ in sentences(4, 0)]
+    rows = [{"tokens": tokens, "labels": ["O"] * len(tokens)} for tokens in words]
     rows[0]["labels"][0] = "B-LOC"
     path.write_text("\n".join(map(json.dumps, rows)))
     source = Source(task="token-classification", train=path, evals=path)

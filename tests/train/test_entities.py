@@ -1,10 +1,13 @@
-"""Entities of tagged words, against what seqeval 1.2.2 gave for the same rows."""
+"""Scores: entities of tagged words, as seqeval 1.2.2 gave for the same rows, and of texts."""
 
 import itertools
 
 import pytest
+from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 
 from fastkd.train.entities import entities, is_marked, precision_recall_f1
+from fastkd.train.evaluation import Words, rouge_l
 
 # True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.
 RECORDED = [
@@ -37,16 +40,13 @@ def test_scores_of_rows_add_up():
     assert precision_recall_f1([["O"]], [["O"]]) == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("tags", "found"),
-    [
-        ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
-        ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
-        ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
-        ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
-        ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
-    ],
-)
+@pytest.mark.parametrize(("tags", "found"), [
+    ("LOC LOC O ORG", {(0, 2, "LOC"), (3, 4, "ORG")}),
+    ("person-artist O O-x", {(0, 1, "person-artist"), (2, 3, "O-x")}),
+    ("B I O B B", {(0, 2, ""), (3, 4, ""), (4, 5, "")}),
+    ("U-A L-A", {(0, 1, "A"), (1, 2, "A")}),
+    ("B-per-x I-per-x I-per", {(0, 2, "per-x"), (2, 3, "per")}),
+])  # fmt: skip
 def test_tags_that_seqeval_reads_otherwise(tags, found):
     """It takes the first letter of any tag for a mark."""
     assert entities(tags.split()) == found
@@ -57,8 +57,31 @@ def test_each_word_is_in_one_entity_or_none():
     for row in itertools.product(tags, repeat=4):
         words = [at for start, end, _ in entities(row) for at in range(start, end)]
         assert sorted(words) == [at for at, tag in enumerate(row) if tag != "O"]
-
-
-def test_marks():
     assert all(map(is_marked, ("B-A", "U-LOC", "L-x", "M-x", "S-a-b")))
     assert not any(map(is_marked, ("O", "B", "B-", "NOUN", "X-A", "ORG-B")))
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("Der große Übersetzer", ["der", "große", "übersetzer"]),
+    ("राम घर गया।", ["राम", "घर", "गया"]),
+    ("мир, труд", ["мир", "труд"]),
+    ("你好，GPT4世界。", ["你", "好", "gpt4", "世", "界"]),
+    ("ペン ﾃﾞ", ["ペ", "ン", "デ"]),
+    ("สวัสดี", ["ส", "วั", "ส", "ดี"]),
+    ("안녕하세요 세계", ["안녕하세요", "세계"]),
+    ("é e\u0301", ["é", "é"]),
+    ("?! 👍", ["?", "!", "👍"]),
+])  # fmt: skip
+def test_words_of_every_script(text, words):
+    assert Words().tokenize(text) == words
+    assert rouge_l([text], [text]) == 1
+    assert rouge_l([words[0]], [text]) == pytest.approx(2 / (len(words) + 1))
+
+
+def test_rouge_of_ascii_text_is_that_of_rouge_score():
+    texts = ["It's the 2nd snake_case film.", "the film, it is 2ND", "...", "fine"]
+    own, scorer = DefaultTokenizer(use_stemmer=False), RougeScorer(["rougeL"])
+    assert all(Words().tokenize(text) == own.tokenize(text) for text in texts if text != "...")
+    expected = [scorer.score(a, b)["rougeL"].fmeasure for a in texts[:2] for b in texts[:2]]
+    found = [rouge_l([b], [a]) for a in texts[:2] for b in texts[:2]]
+    assert found == expected

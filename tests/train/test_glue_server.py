@@ -35,9 +35,7 @@ HEADERS = {  # of GLUE's own test files
     "rte": "index\tsentence1\tsentence2",
     "ax": "index\tsentence1\tsentence2",
 }
-FOLDERS = {
-    "cola": ("test.tsv",), "sst2": ("test.tsv",), "mrpc": ("test.tsv",), "qqp": ("test.tsv",),
-    "stsb": ("test.tsv",), "qnli": ("test.tsv",), "rte": ("test.tsv",),
+FOLDERS = dict.fromkeys(HEADERS, ("test.tsv",)) | {
     "mnli": ("test_matched.tsv", "test_mismatched.tsv"), "ax": ("diagnostic.tsv",),
 }  # fmt: skip
 NAMES = {
@@ -68,7 +66,6 @@ def check(content: bytes) -> None:
 
 
 def test_files(folder, task, rows):
-    """GLUE's own test files with this many rows each."""
     folder.mkdir()
     columns = HEADERS[task].split("\t")
     for file, number in zip(FOLDERS[task], rows, strict=True):
@@ -84,14 +81,11 @@ test_files.__test__ = False
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    for task in (*NAMES, "stsb"):
-        names = NAMES.get(task)
-        more = {} if names is None else {
-            "id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)},
-        }  # fmt: skip
-        labels = len(names or [1])
-        problem = {} if names else {"problem_type": "regression"}
-        make_teacher(root / task, labels, 1, **more, **problem)
+    for task, names in NAMES.items():
+        numbers = {name: i for i, name in enumerate(names)}
+        named = {"id2label": dict(enumerate(names)), "label2id": numbers}
+        make_teacher(root / task, len(names), 1, **named)
+    make_teacher(root / "stsb", 1, 1, problem_type="regression")
     return root
 
 
@@ -125,17 +119,18 @@ def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
 
 def test_mistakes(models, tmp_path):
     (tmp_path / "rows.tsv").write_text("index\tsentence\n0\ta film\n")
-    glue = {"glue": tmp_path / "out", "data": tmp_path / "rows.tsv", "device": "cpu"}
-    error = run("predict", model=models / "rte", task="sst2", expect=2, **glue)
-    assert "class 'entailment' is no label of SST-2" in error
-    assert "needs --task NAME" in run("predict", model=models / "rte", expect=2, **glue)
-    assert "--model is missing" in run("predict", task="sst2", expect=2, **glue)
-    assert "--data is missing" in run("predict", model=models / "rte", expect=2)
-    error = run("predict", model=models / "rte", task="ax", data=tmp_path / "rows.tsv", expect=2)
-    assert "--task 'ax'" in error
-    error = run("predict", glue_zip=tmp_path, out=tmp_path / "a.zip", expect=2)
-    assert "no files of `--glue`" in error
-    assert "needs --out" in run("predict", glue_zip=tmp_path, expect=2)
+    rows, rte = {"data": tmp_path / "rows.tsv"}, {"model": models / "rte"}
+    glue = {"glue": tmp_path / "out", "device": "cpu", **rows}
+    for options, words in (
+        ({**glue, **rte, "task": "sst2"}, "class 'entailment' is no label of SST-2"),
+        ({**glue, **rte}, "needs --task NAME"),
+        ({**glue, "task": "sst2"}, "--model is missing"),
+        (rte, "--data is missing"),
+        ({**rte, **rows, "task": "ax"}, "--task 'ax'"),
+        ({"glue_zip": tmp_path, "out": tmp_path / "a.zip"}, "no files of `--glue`"),
+        ({"glue_zip": tmp_path}, "needs --out"),
+    ):
+        assert words in run("predict", **options, expect=2)
 
 
 def test_predict_reads_the_test_file_of_cola(models, tmp_path):

@@ -2,16 +2,9 @@
 
 import pytest
 import torch
-import transformers
+import transformers as t
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    DistilBertConfig,
-    RobertaConfig,
-    XLNetConfig,
-)
 
 from fastkd.models.inputs import accepted
 from fastkd.train import lora
@@ -28,7 +21,6 @@ DEFAULTS = {"epochs": 2, "batch_size": 4, "max_length": 16, "device": "cpu", "le
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """Options of a chat student with adapters."""
     folder = tmp_path_factory.mktemp("chat")
     files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
     options = {"task": "chat", "train": files[0], "eval": files[1], "method": "soft_targets"}
@@ -45,9 +37,9 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
     # Into the teacher's layers, of which the student is made, the adapters give the student.
     run("cache", **{k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")},
         out=tmp_path / "cache")  # fmt: skip
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "cache/student")
+    base = t.AutoModelForCausalLM.from_pretrained(tmp_path / "cache/student")
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    merged = AutoModelForCausalLM.from_pretrained(student)
+    merged = t.AutoModelForCausalLM.from_pretrained(student)
     changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
     assert changed and all(".c_" in name and "weight" in name for name in changed)
     both = PeftModel.from_pretrained(base, student / "adapter").eval()
@@ -68,41 +60,39 @@ def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypat
 
 
 def test_a_classifier_trains_its_head_too(tmp_path):
-    files = {"train": write_tsv(tmp_path / "a.tsv"), "eval": write_tsv(tmp_path / "b.tsv", 20, 1)}
-    teacher = make_teacher(tmp_path / "bert")
-    options = {**DEFAULTS, "epochs": 1}
-    run("distill", **options, **files, teacher=teacher, lora="targets=query+value",
-        out=tmp_path / "out")  # fmt: skip
-    kept = load_file(tmp_path / "out/student/adapter/adapter_model.safetensors")
+    """The adapters' card names the given teacher, not the fine-tuned one."""
+    rows = write_tsv(tmp_path / "a.tsv")
+    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
+    options = {**DEFAULTS, "epochs": 1, "finetune_teacher": 1, "lora": "r=2,targets=query+value"}
+    run("distill", **options, train=rows, eval=rows, teacher=teacher, out=tmp_path / "out")
+    adapter = tmp_path / "out/student/adapter"
+    kept = load_file(adapter / "adapter_model.safetensors")
     assert any("classifier" in name for name in kept) and any("query" in name for name in kept)
+    assert f"base_model: {teacher}\n" in (adapter / "README.md").read_text()
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "query+value"])
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("MultipleChoice", BertConfig(**SMALL, intermediate_size=32)),
-        ("SequenceClassification", RobertaConfig(**SMALL, intermediate_size=32)),
-        ("SequenceClassification", XLNetConfig(**SMALL, d_head=8, d_inner=32)),
-        ("SequenceClassification", DistilBertConfig(**SMALL, hidden_dim=32)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "config"), [
+    ("MultipleChoice", t.BertConfig(**SMALL, intermediate_size=32)),
+    ("SequenceClassification", t.RobertaConfig(**SMALL, intermediate_size=32)),
+    ("SequenceClassification", t.XLNetConfig(**SMALL, d_head=8, d_inner=32)),
+    ("SequenceClassification", t.DistilBertConfig(**SMALL, hidden_dim=32)),
+])  # fmt: skip
 def test_all_of_a_classifiers_head_learns(kind, config, targets):
     """Head and pooler train under any module name; in the body only adapters train."""
     name = f"AutoModelFor{kind}"
-    student = getattr(transformers, name).from_config(config)
+    student = getattr(t, name).from_config(config)
     if targets != "all-linear":
         by_kind = {"xlnet": "layer_1+layer_2", "distilbert": "q_lin+v_lin"}
         targets = by_kind.get(config.model_type, targets)
     body = f"{student.base_model_prefix}."
-    pooler = f"{body}pooler"  # without which many are published
     heads = {
         x.data_ptr()
-        for n, x in student.named_parameters()
-        if not n.startswith(body) or n.startswith(pooler)
+        for n, x in student.named_parameters()  # the pooler too: many are published without it
+        if not n.startswith(body) or n.startswith(f"{body}pooler")
     }
     model = lora.adapted(student, {"targets": targets}, name, None)
     learns = {n for n, x in model.named_parameters() if x.requires_grad}
@@ -116,8 +106,8 @@ def test_all_of_a_classifiers_head_learns(kind, config, targets):
 def test_adapters_change_nothing_before_training(name):
     """Token types reach the model in evaluation too, through PEFT's wrappers of every task."""
     torch.manual_seed(0)
-    config = BertConfig(**SMALL, intermediate_size=32, initializer_range=0.5)
-    student = getattr(transformers, name).from_config(config).eval()
+    config = t.BertConfig(**SMALL, intermediate_size=32, initializer_range=0.5)
+    student = getattr(t, name).from_config(config).eval()
     shape = (2, 3, 6) if name.endswith("MultipleChoice") else (2, 6)
     batch = {"input_ids": torch.randint(5, 20, shape)}
     batch["token_type_ids"] = (batch["input_ids"] % 2).long()
@@ -126,48 +116,33 @@ def test_adapters_change_nothing_before_training(name):
     assert torch.equal(adapted(**accepted(adapted, batch))[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_a_mistake_is_one_sentence():
+    for given, words in (
         ({"rank": 4}, "--lora rank: known: r, alpha, targets, dropout"),
         ({"r": 0}, "--lora r=0: must be a whole number above 0"),
         ({"r": 4, "alpha": "x"}, "--lora alpha=x: must be a number, at least 0"),
         ({"dropout": 1}, "--lora dropout=1: must be a number, at least 0 and below 1"),
-    ],
-)
-def test_a_mistake_is_one_sentence(given, words):
-    with pytest.raises(InputError, match=words):
-        lora.read(given, "--lora")
+    ):
+        with pytest.raises(InputError, match=words):
+            lora.read(given, "--lora")
 
 
-def test_what_no_adapter_could_make_of_a_random_model_is_refused(chat, tmp_path):
+def test_what_no_adapter_could_make_is_refused(chat, tmp_path):
+    """A random head, a random student, and layers that are not there."""
     teacher, student = (make_teacher(tmp_path / name, head=False) for name in ("a", "b"))
-    config = BertConfig.from_pretrained(teacher)
-    transformers.BertForMaskedLM(config).save_pretrained(teacher)
+    config = t.BertConfig.from_pretrained(teacher)
+    t.BertForMaskedLM(config).save_pretrained(teacher)
     few = {**chat, "task": "masked-lm", "teacher": teacher, "student": student}
-    few["out"] = tmp_path / "out"
     for name in ("train", "eval"):
         few[name] = tmp_path / f"{name}.txt"
         few[name].write_text("good film\n\nbad film\n")
-    error = run("distill", **few, expect=2)
-    assert "it has no language model head (cls." in error and "adapters alone learn" in error
-    random = {**chat, "student_weights": "random", "out": tmp_path / "out"}
-    assert "--lora and --student-weights random" in run("distill", **random, expect=2)
-
-
-def test_layers_that_are_not_there(chat, tmp_path):
-    error = run("distill", **{**chat, "lora": "targets=nothing"}, out=tmp_path / "out", expect=2)
-    assert "--lora: Target modules" in error
-
-
-def test_the_adapters_card_names_the_given_teacher(tmp_path):
-    teacher = make_teacher(tmp_path / "teacher", layers=2, head=False)
-    rows = write_tsv(tmp_path / "train.tsv", 8)
-    options = {**DEFAULTS, "epochs": 1, "finetune_teacher": 1, "lora": "r=2,alpha=4"}
-    run("distill", **options, teacher=teacher, train=rows, eval=rows, method="soft_targets",
-        out=tmp_path / "out")  # fmt: skip
-    card = (tmp_path / "out/student/adapter/README.md").read_text()
-    assert f"base_model: {teacher}\n" in card
+    for options, words in (
+        (few, "it has no language model head (cls."),
+        (few, "adapters alone learn"),
+        ({**chat, "student_weights": "random"}, "--lora and --student-weights random"),
+        ({**chat, "lora": "targets=nothing"}, "--lora: Target modules"),
+    ):
+        assert words in run("distill", **options, out=tmp_path / "out", expect=2)
 
 
 def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
@@ -178,7 +153,7 @@ def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
     }  # fmt: skip
     run("distill", **options, out=tmp_path / "whole")
     teacher = tmp_path / "whole/teacher"
-    given, merged = (AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
+    given, merged = (t.AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
     before = given.state_dict()
     changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
     assert changed and all(".c_" in name and "weight" in name for name in changed)

@@ -1,14 +1,16 @@
-"""`--preset paper`: every value, typed here from the papers."""
+"""`--preset paper`, every value typed here from the papers; `DistillConfig`, the same in Python."""
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from fastkd.cli.command_settings import CacheSettings
 from fastkd.distill import method_by_name
-from fastkd.train.config import DistillConfig
+from fastkd.train import DistillConfig, run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.recipes import RECIPES, compared, lines
 from fastkd.train.settings import DistillOptions
@@ -17,29 +19,17 @@ from tests.support.tiny import make_teacher, run, write_tsv
 TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
 TURC = "google/bert_uncased_L-6_H-768_A-12"
 LRC = {
-    "student_layers": 4,
-    "student_config": {
-        "hidden_size": 312, "intermediate_size": 1200, "num_attention_heads": 12,
-    },
-    "student_weights": "random",
-    "batch_size": 16,
-    "learning_rate": 1e-4,
+    "student_layers": 4, "student_weights": "random", "batch_size": 16, "learning_rate": 1e-4,
+    "student_config": {"hidden_size": 312, "intermediate_size": 1200, "num_attention_heads": 12},
 }  # fmt: skip
 FCD = {
-    "batch_size": 32,
-    "learning_rate": 1e-5,
-    "weight_decay": 0.5,
-    "schedule": "cosine",
-    "student_layers": 6,
-    "teacher_layers": "bottom",
-}
+    "batch_size": 32, "learning_rate": 1e-5, "weight_decay": 0.5, "schedule": "cosine",
+    "student_layers": 6, "teacher_layers": "bottom",
+}  # fmt: skip
 KNN = {
-    "num_train_epochs": 5,
-    "batch_size": 32,
-    "learning_rate": 3e-5,
-    "max_length": 128,
+    "num_train_epochs": 5, "batch_size": 32, "learning_rate": 3e-5, "max_length": 128,
     "student": TINYBERT,
-}
+}  # fmt: skip
 MC3KD = {"num_train_epochs": 4, "batch_size": 32, "learning_rate": 3e-5, "student_layers": 6}
 LRKD = {"batch_size": 16, "learning_rate": 3e-5, "max_length": 128, "student": TURC}
 TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
@@ -102,17 +92,24 @@ def test_every_option_overrides(method):
 
 
 def test_warm_up_of_five_epochs():
-    assert options(method="fcd", num_train_epochs=10).warmup == 0.5
-    assert options(method="fcd", num_train_epochs=3).warmup == 1.0
-    assert options(method="fcd", num_train_epochs=10, warmup=0.1).warmup == 0.1
-    assert options(method="fcd", task="cola", num_train_epochs=10).warmup == 0.5
+    for given, warmup in (
+        ({"num_train_epochs": 10}, 0.5), ({"num_train_epochs": 3}, 1.0),
+        ({"num_train_epochs": 10, "warmup": 0.1}, 0.1),
+        ({"num_train_epochs": 10, "task": "cola"}, 0.5),
+    ):  # fmt: skip
+        assert options(method="fcd", **given).warmup == warmup
 
 
-def test_fine_tuning_of_the_teacher():
+def test_students_of_a_cache_and_fine_tuning_of_the_teacher():
     assert options(method="knn").finetune_teacher == 0
-    tuned = options(method="knn", finetune_teacher=2)
-    assert (tuned.finetune_teacher, tuned.teacher_learning_rate) == (2, 3e-5)
-    assert options(method="lrkd", finetune_teacher=2).teacher_learning_rate == 3e-5
+    for method in ("knn", "lrkd"):
+        tuned = options(method=method, finetune_teacher=2)
+        assert (tuned.finetune_teacher, tuned.teacher_learning_rate) == (2, 3e-5)
+    cache = CacheSettings(teacher="teacher", preset="paper", task="rte", method="fcd")
+    assert (cache.student_layers, cache.teacher_layers, cache.max_length) == (6, "bottom", 128)
+    cached = options(method="fcd", teacher=None, teacher_cache=Path("cache"))
+    assert (cached.student_layers, cached.teacher_layers) == (None, "uniform")
+    assert cached.learning_rate == 1e-5
 
 
 def test_a_baseline_by_a_papers_recipe():
@@ -167,16 +164,7 @@ def test_the_command_prints_and_records_the_recipe(tmp_path):
     assert not lines({})
 
 
-def test_a_cache_makes_the_papers_student():
-    cache = CacheSettings(teacher="teacher", preset="paper", task="rte", method="fcd")
-    assert (cache.student_layers, cache.teacher_layers, cache.max_length) == (6, "bottom", 128)
-    cached = options(method="fcd", teacher=None, teacher_cache=Path("cache"))
-    assert (cached.student_layers, cached.teacher_layers) == (None, "uniform")
-    assert cached.learning_rate == 1e-5
-
-
 def test_a_short_run_of_a_schedule_is_reported(tmp_path):
-    """And --steps is the number of steps, of the student alone."""
     make_teacher(tmp_path / "teacher", head=False)
     rows = {"train": write_tsv(tmp_path / "train.tsv"), "eval": write_tsv(tmp_path / "dev.tsv", 20)}
     output = run(
@@ -190,3 +178,34 @@ def test_a_short_run_of_a_schedule_is_reported(tmp_path):
         report = json.loads((tmp_path / "out" / name / "fastkd.json").read_text())
         steps[name] = report["history"][-1]["step"]
     assert steps == {"student": 4, "teacher": 8}
+
+
+def test_a_run_in_python(tmp_path):
+    write_tsv(tmp_path / "train.tsv", 16)
+    write_tsv(tmp_path / "dev.tsv", 8, seed=1)
+    config = DistillConfig(
+        teacher=str(make_teacher(tmp_path / "teacher")), train=str(tmp_path / "train.tsv"),
+        evals=str(tmp_path / "dev.tsv"), out=str(tmp_path / "out"), method="soft_targets",
+        num_train_epochs=1, batch_size=8, max_length=16, device_name="cpu",
+        gradient_accumulation_steps=2,
+    )  # fmt: skip
+    assert isinstance(config, TrainingArguments) and config.device.type == "cpu"
+    report = run_distillation(config)
+    assert [entry["step"] for entry in report["history"]] == [1]
+    assert report["settings"]["epochs"] == 1
+    assert report["settings"]["trainer_args"] == {"gradient_accumulation_steps": 2}
+    with pytest.raises(InputError, match="was started with trainer_args"):
+        run_distillation(replace(config, resume=True, gradient_accumulation_steps=1))
+    assert (tmp_path / "out" / "student" / "README.md").exists()
+
+
+def test_an_option_has_one_name():
+    rows = {"teacher": "t", "task": "sst2", "device_name": "cpu"}
+    for name in ("bf16", "output_dir", "per_device_train_batch_size", "warmup_steps", "use_cpu"):
+        with pytest.raises(TypeError, match=name):
+            DistillConfig(**rows, **{name: 1})
+    with pytest.raises(InputError, match="--learning-rate must be greater than 0"):
+        DistillConfig(**rows, learning_rate=0.0)
+    config = DistillConfig(**rows, precision="bf16", batch_size=4, warmup=0.5)
+    assert config.bf16 and config.per_device_train_batch_size == 4
+    assert config.saved()["warmup"] == 0.5 and config.to_dict()["out"] == "runs/distill"

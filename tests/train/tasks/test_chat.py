@@ -41,7 +41,6 @@ MARKS = TEMPLATE.replace(
 
 
 def make_chat_teacher(path, template=TEMPLATE, longest=32):
-    """A random GPT-2 and a tokenizer with a chat template."""
     make_decoder(path, longest)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
@@ -50,7 +49,6 @@ def make_chat_teacher(path, template=TEMPLATE, longest=32):
 
 
 def says(*contents):
-    """A conversation that the user begins."""
     roles = ("user", "assistant") * len(contents)
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
 
@@ -163,7 +161,6 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
 
 
 def test_prompts_are_answered(teacher, tmp_path):
-    """Rows with and without an answer give the same prompt."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
@@ -174,13 +171,19 @@ def test_prompts_are_answered(teacher, tmp_path):
     assert words == ["[CLS]", "a", "film", "[MASK]"]
 
 
-def test_parquet_gives_the_same_rows(tmp_path):
+def test_other_tables_have_the_same_messages(teacher, tmp_path):
+    """Parquet that is read, and a CSV of predictions."""
     talk = says("a film", "good")
     talk[0]["name"] = "Ada"
-    jsonl = write_jsonl(tmp_path / "a.jsonl", [talk])
-    pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), tmp_path / "a.parquet")
-    one, other = (list(read(path).columns("text")) for path in (jsonl, tmp_path / "a.parquet"))
+    jsonl, parquet = write_jsonl(tmp_path / "a.jsonl", [talk]), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), parquet)
+    one, other = (list(read(path).columns("text")) for path in (jsonl, parquet))
     assert [*map(json.loads, one[0][0])] == [*map(json.loads, other[0][0])] == talk
+    path, out = write_jsonl(tmp_path / "b.jsonl", [says("a film")]), tmp_path / "told.csv"
+    run("predict", model=teacher, data=path, out=out, task="chat", device="cpu")
+    with out.open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert json.loads(row["messages"]) == says("a film") and row["answer"]
 
 
 def test_a_mistake_is_one_sentence(tmp_path):
@@ -198,21 +201,18 @@ def test_a_mistake_is_one_sentence(tmp_path):
         refused(tmp_path, "chat", right + json.dumps(row), words)
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (None, "--task chat needs a tokenizer with a chat template"),
-        ("{{ messages[-1].content | upper }}", "row 1: the tokens of message 2 cannot be found"),
-        (
-            "{{ raise_exception('only systems') }}",
-            "row 1: the .* template refuses it .only systems",
-        ),
-        (
-            "{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
-            "row 1: the .* template marks no token",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("template", "words"), [
+    (None, "--task chat needs a tokenizer with a chat template"),
+    ("{{ messages[-1].content | upper }}", "row 1: the tokens of message 2 cannot be found"),
+    (
+        "{{ raise_exception('only systems') }}",
+        "row 1: the .* template refuses it .only systems",
+    ),
+    (
+        "{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
+        "row 1: the .* template marks no token",
+    ),
+])  # fmt: skip
 def test_a_template_that_does_not_tell(teacher, tmp_path, template, words):
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     tokenizer.chat_template = template
@@ -252,27 +252,27 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
+def test_what_is_not_packed():
+    for task, words in (
         (TASK(separate_documents=False), "--pack: the model does not separate the conversations"),
         (named("causal-lm")(), "--pack: rows of --task causal-lm are not packed"),
-    ],
-)
-def test_what_is_not_packed(task, words):
-    with pytest.raises(InputError, match=words):
-        task.for_packing()
+    ):
+        with pytest.raises(InputError, match=words):
+            task.for_packing()
 
 
-def test_words_are_drawn_as_often_as_they_are_likely():
+def test_words_are_drawn_as_often_as_they_are_likely_and_steps_are_spread():
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]).log().expand(4000, 5)
     found = Draw(3, [[i] for i in range(4000)])(torch.zeros(4000, 1), scores).argmax(-1)
     shares = found.bincount(minlength=5) / 4000
     torch.testing.assert_close(shares, scores[0].exp(), atol=0.03, rtol=0)
+    for share, count in ((0.1, 100), (0.25, 250), (1 / 3, 333), (1.0, 1000)):
+        steps = [is_on_policy(step, share) for step in range(1000)]
+        assert sum(steps) == count
+        assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
 
 def apart(row, name):
-    """The part of each conversation in a packed row."""
     starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
     ends = [*starts[1:], len(row["position_ids"])]
     return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
@@ -363,43 +363,37 @@ def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, mon
 
 
 def test_losses_of_an_epoch_do_not_depend_on_the_log(on_policy, tmp_path):
-    """Not every step has labels, and the last one has fewer rows and micro-batches."""
+    """Not every step has labels, and the last one has fewer rows and micro-batches.
+
+    With answers of its own in every step a student learns from the teacher alone.
+    """
+
+    def losses(name, **options):
+        run("distill", **{**on_policy, "epochs": 1, **options}, out=tmp_path / name)
+        (entry,) = read_json(tmp_path / name / "student/fastkd.json")["history"]
+        return entry["losses"]
+
     found = []
     for logging, accumulate in ((1, None), (2, 4)):
-        args, out = tmp_path / f"{logging}.yaml", tmp_path / f"{logging}"
+        args = tmp_path / f"{logging}.yaml"
         args.write_text(f"logging_steps: {logging}\n")
-        options = {**on_policy, "epochs": 1, "batch_size": 5, "trainer_args": args}
-        run("distill", **options, accumulate=accumulate, out=out)
-        (entry,) = read_json(out / "student/fastkd.json")["history"]
-        found.append(entry["losses"])
+        options = {"batch_size": 5, "trainer_args": args, "accumulate": accumulate}
+        found.append(losses(f"{logging}", **options))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-
-
-def test_on_policy_the_teacher_alone_is_learned_from(on_policy, tmp_path):
-    run("distill", **{**on_policy, "on_policy": 1, "epochs": 1}, out=tmp_path / "out")
-    (entry,) = read_json(tmp_path / "out/student/fastkd.json")["history"]
-    assert set(entry["losses"]) == {"loss", "soft"}
+    assert set(losses("alone", on_policy=1)) == {"loss", "soft"}
 
 
 def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
-    cache = {"teacher": None, "teacher_cache": tmp_path}
-    error = run("distill", **{**on_policy, **cache}, expect=2)
-    assert "--on-policy and --teacher-cache exclude each other" in error
     for options, words in (
+        ({"teacher": None, "teacher_cache": tmp_path},
+         "--on-policy and --teacher-cache exclude each other"),
         ({"method": "knn"}, "--method knn: compares rows of one class, but rows of --task chat"),
         ({"method": "gold"}, "--method gold: compares language models of two tokenizers"),
         ({"method": "labels"}, "--on-policy: Labels trains on labels alone"),
         ({"on_policy": 2}, "--on-policy must be at most 1, got 2"),
-    ):
-        error = run("distill", **{**on_policy, **options}, out=tmp_path / "out", expect=2)
-        assert words in error
-
-
-def test_the_steps_on_policy_are_spread():
-    for share, count in ((0.1, 100), (0.25, 250), (1 / 3, 333), (1.0, 1000)):
-        steps = [is_on_policy(step, share) for step in range(1000)]
-        assert sum(steps) == count
-        assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
+    ):  # fmt: skip
+        options = {**on_policy, **options, "out": tmp_path / "out"}
+        assert words in run("distill", **options, expect=2)
 
 
 def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
@@ -430,14 +424,6 @@ def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
         assert other.keys() == weights[0].keys()
         for name, value in weights[0].items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=1e-5)
-
-
-def test_a_table_has_messages_as_json(teacher, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [says("a film")])
-    run("predict", model=teacher, data=path, out=tmp_path / "told.csv", task="chat", device="cpu")
-    with (tmp_path / "told.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert json.loads(row["messages"]) == says("a film") and row["answer"]
 
 
 def test_the_teacher_scores_what_was_written(teacher, tmp_path):

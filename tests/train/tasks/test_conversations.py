@@ -58,7 +58,6 @@ def monkeypatch_module():
 
 
 def learned(tokenizer, path):
-    """The text of the first row, and each part of it that has labels."""
     (row,) = Encoder(tokenizer, 64, TASK())(read(path))
     words = tokenizer.convert_ids_to_tokens(row["input_ids"])
     counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]
@@ -124,27 +123,25 @@ def test_forms(tmp_path):
     system = {"role": "system", "content": "be fine"}
     share = {"user": "human", "assistant": "gpt"}
     told = [{"from": share[m["role"]], "value": m["content"]} for m in talk]
-    assert messages(tmp_path, {"conversations": told}, {"conversations": talk}) == [talk, talk]
-    assert messages(tmp_path, {"conversations": told, "system": "be fine"}) == [[system, *talk]]
-    assert messages(tmp_path, {"messages": talk, "system": ""}) == [talk]
-    assert messages(tmp_path, {"messages": [system, *talk], "system": "no"}) == [[system, *talk]]
-    # Alpaca: system and history were dropped.
-    row = {"instruction": "so", "input": "", "output": "bad", "system": "be fine"}
-    assert messages(tmp_path, {**row, "history": [["a film", "good"]]}) == [[system, *talk]]
-    assert messages(tmp_path, {**row, "history": None, "system": None}) == [talk[2:]]
-    assert messages(tmp_path, {"prompt": "so", "completion": "bad"}) == [talk[2:]]
-    assert messages(tmp_path, {"prompt": talk[:3], "completion": talk[3:]}) == [talk]
+    alpaca = {"instruction": "so", "input": "", "output": "bad", "system": "be fine"}
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "film"}]
-    assert messages(tmp_path, {"messages": [{"role": "user", "content": parts}, talk[1]]}) == [
-        talk[:2]
-    ]
+    for row, expected in (
+        ({"conversations": told}, talk),
+        ({"conversations": talk}, talk),
+        ({"conversations": told, "system": "be fine"}, [system, *talk]),
+        ({"messages": talk, "system": ""}, talk),
+        ({"messages": [system, *talk], "system": "no"}, [system, *talk]),
+        # System and history of Alpaca were dropped.
+        ({**alpaca, "history": [["a film", "good"]]}, [system, *talk]),
+        ({**alpaca, "history": None, "system": None}, talk[2:]),
+        ({"prompt": "so", "completion": "bad"}, talk[2:]),
+        ({"prompt": talk[:3], "completion": talk[3:]}, talk),
+        ({"messages": [{"role": "user", "content": parts}, talk[1]]}, talk[:2]),
+    ):
+        assert messages(tmp_path, row, row) == [expected, expected]
     call = '{"name": "film", "arguments": {"a": "so"}}'
-    calls = [
-        {"from": "human", "value": "a"},
-        {"from": "function_call", "value": call},
-        {"from": "observation", "value": "b"},
-        {"from": "gpt", "value": "c"},
-    ]
+    calls = [("human", "a"), ("function_call", call), ("observation", "b"), ("gpt", "c")]
+    calls = [{"from": name, "value": value} for name, value in calls]
     (found,) = messages(tmp_path, {"conversations": calls, "tools": '[{"name": "film"}]'})
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
     assert found[1]["tool_calls"][0]["function"] == json.loads(call)
@@ -197,10 +194,9 @@ def test_a_template_that_changes_an_answer_names_the_way_out(folder, tmp_path):
 def test_a_run_learns_from_sharegpt(folder, tmp_path):
     rows = [{"conversations": [{"from": "human", "value": "a film"}, {"from": "gpt", "value": w}]}
             for w in ("good", "bad", "nice", "dull")]  # fmt: skip
-    path = tmp_path / "a.jsonl"
+    path, out = tmp_path / "a.jsonl", tmp_path / "told.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     run("distill", task="chat", teacher=folder, train=path, eval=path, method="soft_targets",
         epochs=1, max_length=32, device="cpu", out=tmp_path / "run")  # fmt: skip
-    run("predict", model=tmp_path / "run/student", data=path, device="cpu",
-        out=tmp_path / "told.jsonl")  # fmt: skip
-    assert len((tmp_path / "told.jsonl").read_text().splitlines()) == 4
+    run("predict", model=tmp_path / "run/student", data=path, device="cpu", out=out)
+    assert len(out.read_text().splitlines()) == 4

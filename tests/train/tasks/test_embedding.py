@@ -22,7 +22,7 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 from transformers import AutoConfig, AutoTokenizer, BertConfig
 
 from fastkd.train import tasks
-from fastkd.train.data import load, read_file
+from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
@@ -30,7 +30,7 @@ from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.cli.launched import Launch, commands
 from tests.support.tiny import WORDS, make_teacher, run, sentences, words_of
-from tests.train.tasks.through import killed_and_resumed, through, verified
+from tests.train.tasks.through import killed_and_resumed, rows_of, through, verified
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
 
@@ -57,6 +57,14 @@ def write_texts(path, rows=24, seed=0):
     return path
 
 
+def write_triples(path, rows=14, seed=0):
+    names = ("anchor", "positive", "negative")
+    texts = [text for text, _ in sentences(3 * rows, seed)]
+    triples = [dict(zip(names, texts[i : i + 3], strict=True)) for i in range(0, 3 * rows, 3)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in triples))
+    return path
+
+
 def test_every_command_takes_it(tmp_path):
     teacher = make_embedder(tmp_path / "teacher")
     train, evals = (write_pairs(tmp_path / f"{i}.tsv", 24, i) for i in range(2))
@@ -75,14 +83,6 @@ def test_every_command_takes_it(tmp_path):
     assert report["student"]["pearson"] == pytest.approx(pearsonr(cosines, scores)[0], abs=1e-4)
     card = (tmp_path / "run/student/README.md").read_text()
     assert "library_name: sentence-transformers" in card and "SentenceTransformer(" in card
-
-
-def write_triples(path, rows=14, seed=0):
-    texts = [text for text, _ in sentences(3 * rows, seed)]
-    each = zip(texts[::3], texts[1::3], texts[2::3], strict=True)
-    triples = (dict(zip(("anchor", "positive", "negative"), row, strict=True)) for row in each)
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in triples))
-    return path
 
 
 def test_triples_and_queries_through_every_command(tmp_path):
@@ -123,9 +123,8 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_goes_from_nothing_to_a_folder_and_a_graph(folder, monkeypatch):
-    found = re.search(
-        r"```sh\n(fastkd distill --task embedding.*?)```", PAGE.read_text(), re.DOTALL
-    )
+    pattern = r"```sh\n(fastkd distill --task embedding.*?)```"
+    found = re.search(pattern, PAGE.read_text(), re.DOTALL)
     lines = found[1].replace("\\\n", " ").splitlines()
     distil, evaluate, export = (shlex.split(line)[1:] for line in lines)
     monkeypatch.chdir(folder)
@@ -134,19 +133,15 @@ def test_the_page_goes_from_nothing_to_a_folder_and_a_graph(folder, monkeypatch)
     report = read_json(folder / "runs/embedder/student/fastkd.json")
     assert report["teacher"] == {"agreement": pytest.approx(1), "overlap": 1}
     texts = (folder / "held-out.txt").read_text().splitlines()
-    models = {"teacher": "embedder", "student": "runs/embedder/student"}
-    both = {
-        name: SentenceTransformer(str(folder / at)).encode(texts) for name, at in models.items()
-    }
-    assert both["student"].shape == (16, 16)
-    cosines = {name: cosine(x) for name, x in both.items()}
-    above = np.triu_indices(16, 1)
-    expected = pearsonr(cosines["student"][above], cosines["teacher"][above])[0]
+    models = [folder / at for at in ("runs/embedder/student", "embedder")]
+    both = [SentenceTransformer(str(path)).encode(texts) for path in models]
+    assert both[0].shape == (16, 16)
+    expected = pearsonr(*(cosine(x)[np.triu_indices(16, 1)] for x in both))[0]
     assert report["student"]["agreement"] == pytest.approx(expected, abs=1e-4)
     losses = [entry["losses"]["loss"] for entry in report["history"]]
     assert losses[-1] < losses[0]
     assert "14 rows:  accuracy" in run(*evaluate, "--device", "cpu")
-    assert export == ["export", "--model", models["student"]]  # and then as below
+    assert export == ["export", "--model", "runs/embedder/student"]  # and then as below
 
 
 def cosine(x):
@@ -182,15 +177,11 @@ def other_body(tmp_path_factory):
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     make_embedder(path / "teacher")
     return {
-        "task": "embedding",
-        "teacher": path / "teacher",
+        "task": "embedding", "teacher": path / "teacher", "train": write_texts(path / "a.txt", 22),
         "student": make_teacher(path / "body", head=False, words=words, **sizes, **still),
-        "train": write_texts(path / "train.txt", 22),
-        "eval": write_texts(path / "eval.txt", 13, seed=1),
-        "method": "embeddings",
-        "max_length": 16,
+        "eval": write_texts(path / "b.txt", 13, seed=1), "method": "embeddings", "max_length": 16,
         "device": "cpu",
-    }
+    }  # fmt: skip
 
 
 def test_a_student_of_another_body_and_tokenizer(other_body, tmp_path):
@@ -200,13 +191,11 @@ def test_a_student_of_another_body_and_tokenizer(other_body, tmp_path):
     model = SentenceTransformer(str(tmp_path / "whole/student"))
     assert model.max_seq_length == 24 and "##od" in model.tokenizer.get_vocab()
     texts = evals.read_text().splitlines()
-    both = {"student": model.encode(texts)}
-    assert both["student"].shape == (13, 8)
-    both["teacher"] = SentenceTransformer(str(teacher)).encode(texts)
-    cosines = {name: cosine(x)[np.triu_indices(13, 1)] for name, x in both.items()}
+    both = [one.encode(texts) for one in (model, SentenceTransformer(str(teacher)))]
+    assert both[0].shape == (13, 8)
     report = read_json(tmp_path / "whole/student/fastkd.json")
     assert report["teacher"] == {"agreement": pytest.approx(1), "overlap": 1}
-    expected = pearsonr(*cosines.values())[0]
+    expected = pearsonr(*(cosine(x)[np.triu_indices(13, 1)] for x in both))[0]
     assert report["student"]["agreement"] == pytest.approx(expected, abs=1e-4)
     losses = [entry["losses"]["contrast"] for entry in report["history"]]
     assert losses[-1] < losses[0]
@@ -220,25 +209,24 @@ def test_two_processes_train_the_student_of_one(other_body, tmp_path):
     launch = Launch(tmp_path / "launch", 2, commands, tmp_path, lines)
     errors = launch.end()
     assert launch.process.exitcode == 0, errors
-    one, two = (
-        read_json(tmp_path / name / "student/fastkd.json")["history"][0] for name in ("one", "two")
-    )
+    reports = [read_json(tmp_path / name / "student/fastkd.json") for name in ("one", "two")]
+    one, two = (report["history"][0] for report in reports)
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
     assert one["scores"] == pytest.approx(two["scores"], rel=1e-4)
 
 
 def test_other_tokens_are_compared_by_texts_alone(other_body, tmp_path):
-    words = {**other_body, "method": "fcd", "out": tmp_path / "out"}
-    assert "--method fcd compares tokens, and the student" in run("distill", **words, expect=2)
-    words["method"] = "embeddings"
-    unequal = run("distill", **words, set="cosine=1", expect=2)
-    assert "have 8 dimensions, the teacher's 16" in unequal
+    cases = [
+        ({"method": "fcd"}, "--method fcd compares tokens, and the student"),
+        ({"set": "cosine=1"}, "have 8 dimensions, the teacher's 16"),
+    ]
     for pooling in ("max", "lasttoken"):
-        words["teacher"] = make_embedder(tmp_path / pooling, pooling)
-        error = run("distill", **words, expect=2)
-        assert (
-            f"--method embeddings: pooling must be one of 'mean', 'cls', got '{pooling}'" in error
-        )
+        teacher = make_embedder(tmp_path / pooling, pooling)
+        words = f"--method embeddings: pooling must be one of 'mean', 'cls', got '{pooling}'"
+        cases.append(({"teacher": teacher}, words))
+    for options, words in cases:
+        options = {**other_body, **options, "out": tmp_path / "out"}
+        assert words in run("distill", **options, expect=2)
 
 
 def test_a_student_reads_and_compares_as_its_teacher_does(tmp_path):
@@ -251,15 +239,13 @@ def test_a_student_reads_and_compares_as_its_teacher_does(tmp_path):
     TASK.of(config).save(body, config)
     both = [SentenceTransformer(str(path)) for path in (teacher, body)]
     assert [model.similarity_fn_name for model in both] == ["dot", "dot"]
-    texts = ["good film", "a", "the film is very very very very bad"]
+    texts, out = ["good film", "a", "the film is very very very very bad"], tmp_path / "a.json"
     found, expected = (model.encode(texts) for model in both)
     np.testing.assert_array_equal(found, expected)
-    (tmp_path / "a.txt").write_text("\n".join(texts))
-    run(
-        "predict", model=teacher, data=tmp_path / "a.txt", task="embedding", out=tmp_path / "a.json"
-    )
-    told = [row["embedding"] for row in read_json(tmp_path / "a.json")]
-    np.testing.assert_allclose(told, expected, atol=1e-6)
+    data = tmp_path / "a.txt"
+    data.write_text("\n".join(texts))
+    run("predict", model=teacher, data=data, task="embedding", out=out)
+    np.testing.assert_allclose([row["embedding"] for row in read_json(out)], expected, atol=1e-6)
 
 
 def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
@@ -283,12 +269,9 @@ def test_agreement_is_that_of_all_pairs_and_of_ten_neighbours():
 
 
 def test_a_head_says_which_task_it_is_of_and_none_says_nothing():
-    found = tasks.of_model(
-        "--model x", None, None, BertConfig(architectures=["BertForTokenClassification"])
-    )
-    assert found.name() == "token-classification"
-    bare = BertConfig(architectures=["BertModel"])
-    assert tasks.of_model("--model x", None, None, bare) is tasks.named(None)
+    for head, expected in (("ForTokenClassification", "token-classification"), ("Model", None)):
+        config = BertConfig(architectures=[f"Bert{head}"])
+        assert tasks.of_model("--model x", None, None, config) is tasks.named(expected)
 
 
 @pytest.mark.parametrize("method", ["fcd", "lrc_bert", "mc3kd", "lrkd", "tinybert"])
@@ -299,47 +282,37 @@ def test_a_method_leaves_its_terms_on_logits_out(method):
 
 
 def test_columns_are_found_by_their_usual_names(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "score": 3}\n')
-    rows = read_file(tmp_path / "a.jsonl", TASK.columns, "--train", task=TASK)
-    assert list(rows.columns("text", "pair", "label")) == [("a", "b", 3.0)]
-    (tmp_path / "a.csv").write_text("anchor,positive,negative_1,negative_2\na,b,c,d\n")
-    rows = read_file(tmp_path / "a.csv", TASK.columns, "--train", task=TASK)
-    assert list(rows.columns("text", "pair", "negatives", "label")) == [
-        ("a", "b", ["c", "d"], None)
-    ]
-    lines = '{"query": "a", "passage": "b", "negatives": ["c"]}\n{"query": "a", "passage": "d"}\n'
-    (tmp_path / "b.jsonl").write_text(lines)
-    rows = read_file(tmp_path / "b.jsonl", TASK.columns, "--train", task=TASK)
-    assert list(rows.columns("pair", "negatives")) == [("b", ["c"]), ("d", [])]
-    first, second = lines.splitlines()
-    (tmp_path / "c.jsonl").write_text(f"{second}\n{first}\n")
-    rows = read_file(tmp_path / "c.jsonl", TASK.columns, "--train", task=TASK)
-    assert list(rows.columns("pair", "negatives")) == [("d", []), ("b", ["c"])]
-    write_texts(tmp_path / "b.txt", 2)
-    rows = read_file(tmp_path / "b.txt", TASK.columns, "--train", task=TASK)
-    assert {(pair, label) for pair, label in rows.columns("pair", "label")} == {(None, None)}
+    one = '{"query": "a", "passage": "b", "negatives": ["c"]}'
+    other = '{"query": "a", "passage": "d"}'
+    for name, text, columns, rows in (
+        ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": 3}', ("text", "pair", "label"),
+         [("a", "b", 3.0)]),
+        ("a.csv", "anchor,positive,negative_1,negative_2\na,b,c,d\n",
+         ("text", "pair", "negatives", "label"), [("a", "b", ["c", "d"], None)]),
+        ("b.jsonl", f"{one}\n{other}\n", ("pair", "negatives"), [("b", ["c"]), ("d", [])]),
+        ("c.jsonl", f"{other}\n{one}\n", ("pair", "negatives"), [("d", []), ("b", ["c"])]),
+        ("b.txt", "good film\nbad film\n", ("pair", "label"), [(None, None)] * 2),
+    ):  # fmt: skip
+        assert list(rows_of(tmp_path / name, TASK, text).columns(*columns)) == rows
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "words"),
-    [
-        ('{"words": "a"}', {}, "which columns are the texts"),
-        ('{"query": "a", "pos": "b"}', {}, "query or anchor with positive or .* known: query, pos"),
-        ('{"anchor": "a", "positive": ["b"]}', {}, "row 1: column 'positive' is not text but"),
-        ('{"query": "a", "positive": "b", "negatives": "c d"}', {"metric": "pearson"}, "no scores"),
-        ('{"query": "a", "positive": "b", "negatives": [3]}', {}, "row 1: column 'negatives' is"),
-        ('{"query": "a", "positive": "b", "negative": ""}', {}, "row 1: column 'negative' is empt"),
-        ('{"query": "a", "positive": "b"}', {"metric": "accuracy"}, "no columns anchor, positive"),
-        ('{"text": "a"}', {"metric": "ndcg@10"}, "have no columns query and positive"),
-        ('{"text": 3}', {}, "row 1: column 'text' is not text but 3"),
-        ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence2' is empty"),
-        ('{"sentence1": "a", "sentence2": "b", "score": "x"}', {}, "score 'x' is not a finite"),
-        ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
-        ('{"text": "a", "s": 1}', {"label_column": "s"}, "pass --text-pair-column"),
-        ('{"text": "a"}', {"metric": "spearman"}, "--metric spearman: .* have no scores"),
-        ('{"text": "a"}', {"unlabelled": True}, "--unlabelled: rows of --task embedding"),
-    ],
-)
+@pytest.mark.parametrize(("text", "given", "words"), [
+    ('{"words": "a"}', {}, "which columns are the texts"),
+    ('{"query": "a", "pos": "b"}', {}, "query or anchor with positive or .* known: query, pos"),
+    ('{"anchor": "a", "positive": ["b"]}', {}, "row 1: column 'positive' is not text but"),
+    ('{"query": "a", "positive": "b", "negatives": "c d"}', {"metric": "pearson"}, "no scores"),
+    ('{"query": "a", "positive": "b", "negatives": [3]}', {}, "row 1: column 'negatives' is"),
+    ('{"query": "a", "positive": "b", "negative": ""}', {}, "row 1: column 'negative' is empt"),
+    ('{"query": "a", "positive": "b"}', {"metric": "accuracy"}, "no columns anchor, positive"),
+    ('{"text": "a"}', {"metric": "ndcg@10"}, "have no columns query and positive"),
+    ('{"text": 3}', {}, "row 1: column 'text' is not text but 3"),
+    ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence2' is empty"),
+    ('{"sentence1": "a", "sentence2": "b", "score": "x"}', {}, "score 'x' is not a finite"),
+    ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
+    ('{"text": "a", "s": 1}', {"label_column": "s"}, "pass --text-pair-column"),
+    ('{"text": "a"}', {"metric": "spearman"}, "--metric spearman: .* have no scores"),
+    ('{"text": "a"}', {"unlabelled": True}, "--unlabelled: rows of --task embedding"),
+])  # fmt: skip
 def test_a_mistake_is_one_sentence(tmp_path, text, given, words):
     path = tmp_path / "a.jsonl"
     path.write_text(f"{text}\n")
@@ -349,43 +322,33 @@ def test_a_mistake_is_one_sentence(tmp_path, text, given, words):
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):
-    where = {"train": folder / "texts.txt", "eval": folder / "held-out.txt"}
-    few = {"task": "embedding", "device": "cpu", "max_length": 16}
-    teacher = folder / "embedder"
-
-    def told(command="distill", **options):
-        return run(command, expect=2, **options)
-
-    out = tmp_path / "out"
-    assert "--finetune-teacher: the rows of --task embedding" in told(
-        **where, **few, teacher=teacher, finetune_teacher=1, out=out
+    given = {
+        "task": "embedding", "train": folder / "texts.txt", "eval": folder / "held-out.txt",
+        "teacher": folder / "embedder", "method": "fcd", "device": "cpu", "max_length": 16,
+    }  # fmt: skip
+    few, cache = write_texts(tmp_path / "few.txt", 5), tmp_path / "cache"
+    run("cache", **given, out=cache)
+    cases = (
+        ({"finetune_teacher": 1}, "--finetune-teacher: the rows of --task embedding"),
+        ({"teacher": folder / "embedder-body"}, "it has no modules.json"),
+        ({"method": "soft_targets"}, "soft"),
+        ({"eval": few}, "5 texts, and agreement, overlap need at least 12"),
+        ({"teacher": None, "teacher_cache": cache}, "which agreement compares; pass --teacher"),
     )
-    body = folder / "embedder-body"
-    assert "it has no modules.json" in told(**where, **few, teacher=body, out=out)
-    assert "soft" in told(**where, **few, teacher=teacher, method="soft_targets", out=out)
-    write_texts(tmp_path / "few.txt", 5)
-    short = {**where, "eval": tmp_path / "few.txt"}
-    assert "5 texts, and agreement, overlap need at least 12" in told(
-        **short, **few, teacher=teacher, out=tmp_path / "short"
-    )
-    run("cache", **where, **few, teacher=teacher, method="fcd", out=tmp_path / "cache")
-    assert "which agreement compares; pass --teacher" in told(
-        **where, **few, teacher_cache=tmp_path / "cache", method="fcd", out=out
-    )
+    for number, (options, words) in enumerate(cases):
+        out = tmp_path / f"out{number}"
+        assert words in run("distill", **{**given, **options}, out=out, expect=2)
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "words"),
-    [
-        ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "1"}],
-         "its modules are Transformer, Dense"),
-        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
-        ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "adds prompts"),
-        ("config_sentence_transformers.json", {"truncate_dim": 8}, "to truncate_dim 8, which"),
-        ("modules.json", None, "its modules.json is damaged"),
-        ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("file", "change", "words"), [
+    ("modules.json", [{"type": "a.Transformer", "path": ""}, {"type": "a.Dense", "path": "1"}],
+     "its modules are Transformer, Dense"),
+    ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
+    ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "adds prompts"),
+    ("config_sentence_transformers.json", {"truncate_dim": 8}, "to truncate_dim 8, which"),
+    ("modules.json", None, "its modules.json is damaged"),
+    ("1_Pooling/config.json", {"pooling_mode": "best"}, "its pooling can't be loaded"),
+])  # fmt: skip
 def test_a_folder_that_does_more_is_refused(tmp_path, file, change, words):
     path = make_embedder(tmp_path / "teacher")
     (path / file).write_text("{" if change is None else json.dumps(change))

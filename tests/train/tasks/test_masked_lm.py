@@ -76,10 +76,6 @@ def test_scores_are_those_of_the_hidden_tokens(tmp_path, tokenizer):
     answers, expected = loss_of(task, model, tokenizer, encoded)
     found = task.scores(("masked_perplexity",), answers, encoded)["masked_perplexity"]
     assert found == pytest.approx(math.exp(expected), rel=1e-5)
-
-
-def test_a_tokenizer_without_a_mask_is_one_sentence(tmp_path, tokenizer):
-    path = make_decoder(tmp_path / "gpt2")
-    without = AutoTokenizer.from_pretrained(path, mask_token=None)
+    without = AutoTokenizer.from_pretrained(make_decoder(tmp_path / "gpt2"), mask_token=None)
     with pytest.raises(InputError, match=r"a tokenizer with a mask token, and .* has none"):
-        TASK().collator(without)
+        task.collator(without)

@@ -112,9 +112,6 @@ def test_a_mistake_is_one_sentence(tmp_path):
         ("a.csv", "text,labels\na,\n", "no row has a label"),
     ):
         refused(tmp_path, "multi-label", text, words, name)
-
-
-def test_a_label_that_training_never_shows(tmp_path):
     train, evals = tmp_path / "a.csv", tmp_path / "b.csv"
     train.write_text("text,labels\na,good|bad\n")
     evals.write_text("text,labels\na,good\nb,god\n")

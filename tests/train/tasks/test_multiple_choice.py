@@ -87,24 +87,15 @@ def test_a_mistake_is_one_sentence(tmp_path):
         ("a.jsonl", '{"question": "a", "label": 0}', "no column 'choices'"),
         ("a.jsonl", '{"question": "a", "choices": ["b", "c"]}', "no column 'label'"),
         ("a.jsonl", '{"question": "a", "choices": ["b"], "label": 0}', "row 1: .* holds 1 choices"),
-        (
-            "a.jsonl",
-            '{"question": "a", "choices": ["b", "c"], "label": 2}',
-            "row 1: label 2 is none of the choices 0 to 1",
-        ),
-        (
-            "a.jsonl",
-            '{"question": "a", "choices": ["b", "c"], "label": 1}\n'
-            '{"question": "a", "choices": ["b", "c", "d"], "label": 1}',
-            "row 2: 3 choices where row 1 has 2",
-        ),
+        ("a.jsonl", '{"question": "a", "choices": ["b", "c"], "label": 2}',
+         "row 1: label 2 is none of the choices 0 to 1"),
+        ("a.jsonl", '{"question": "a", "choices": ["b", "c"], "label": 1}\n'
+         '{"question": "a", "choices": ["b", "c", "d"], "label": 1}',
+         "row 2: 3 choices where row 1 has 2"),
         ("a.csv", "sent1,sent2,ending0,ending1,label\na,b,c,d,B\n", "row 2: label 'B' is none"),
         ("a.csv", "sent1,sent2,label\na,b,0\n", "no column 'question'"),
-    ):
+    ):  # fmt: skip
         refused(tmp_path, "multiple-choice", text, words, name)
-
-
-def test_unlabelled_rows_have_as_many_choices(tmp_path):
     train, more = write_jsonl(tmp_path / "a.jsonl", 4), tmp_path / "b.jsonl"
     more.write_text('{"question": "a", "choices": ["b", "c"]}')
     with pytest.raises(InputError, match="2 choices where the training rows have 4"):

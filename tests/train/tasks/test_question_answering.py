@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from fastkd.train.data import load, read_file
+from fastkd.train.data import load
 from fastkd.train.encoding import Encoder
 from fastkd.train.evaluation import score
 from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, make_teacher, run
-from tests.train.tasks.through import refused, through
+from tests.train.tasks.through import refused, rows_of, through
 
 
 def oracle(found, true):
@@ -50,10 +50,7 @@ def scored(told, truth):
     gold = [
         {
             "id": name,
-            "answers": {
-                "text": [a["text"] for a in answers],
-                "answer_start": [a["answer_start"] for a in answers],
-            },
+            "answers": {key: [a[key] for a in answers] for key in ("text", "answer_start")},
         }
         for name, _, _, answers in truth
     ]
@@ -88,8 +85,7 @@ def tokenizer(tmp_path_factory):
 
 
 def encoded(path, tokenizer, length, task=None):
-    task = task or TASK()
-    return Encoder(tokenizer, length, task)(read_file(path, TASK.columns, "--train", task=TASK))
+    return Encoder(tokenizer, length, task or TASK())(rows_of(path, TASK))
 
 
 def test_windows_hold_the_whole_text_and_the_answer(tmp_path, tokenizer):
@@ -173,7 +169,6 @@ def test_scores_are_squads():
 
 
 def test_the_best_threshold():
-    """Best scores by trying every threshold: predictions above it become empty."""
     rng = random.Random(0)
     gold = [[] if i % 3 == 0 else [rng.choice(WORDS[:6])] for i in range(12)]
     said = [rng.choice(["dull", "fine film", *answers * 3]) for answers in gold]
@@ -203,12 +198,10 @@ def test_a_mistake_is_one_sentence(tmp_path):
         (question(question=3), "question 'q7': column 'question' is not text but 3"),
         (question(question=" "), "row 1: column 'question' is empty"),
         (question(answers=3), "question 'q7': column 'answers' is not a list of answers"),
-        (
-            question(answers=[{"text": "b", "answer_start": 1}]),
-            "question 'q7': answer 'b' is not at character 1 of its text",
-        ),
+        (question(answers=[{"text": "b", "answer_start": 1}]),
+         "question 'q7': answer 'b' is not at character 1 of its text"),
         (question(answers=[{"text": "b"}]), "answer 'b' is not at character None"),
-    ):
+    ):  # fmt: skip
         refused(tmp_path, "question-answering", text, words, "a.json")
     for name in (["q"], {"q": 1}, None, True, 1.5):
         said = "column 'id' is not text but"
@@ -224,16 +217,12 @@ def test_a_mistake_is_one_sentence(tmp_path):
 
 
 def test_rows_line_by_line(tmp_path):
-    """As the hub has them."""
     found = {"text": ["b"], "answer_start": [2]}
     row = {"id": "q", "question": "a", "context": "a b", "answers": found}
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(row))
-    rows = read_file(path, TASK.columns, "--train", task=TASK)
+    rows = rows_of(tmp_path / "a.jsonl", TASK, json.dumps(row))
     assert list(rows.columns("id", "label")) == [("q", found)]
-    array = tmp_path / "a.json"
-    array.write_text(json.dumps([row, {**row, "id": "r"}]))
-    assert len(read_file(array, TASK.columns, "--train", task=TASK)) == 2
+    array = json.dumps([row, {**row, "id": "r"}])
+    assert len(rows_of(tmp_path / "a.json", TASK, array)) == 2
 
 
 def test_each_question_has_its_own_windows_though_all_stand_on_one_line(tmp_path, tokenizer):

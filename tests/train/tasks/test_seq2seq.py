@@ -17,7 +17,6 @@ from tests.train.tasks.through import loss_of, refused, through
 
 
 def make_writer(path, dropout=0.1):
-    """A random T5 with a tokenizer of words."""
     make_teacher(path, head=False)
     config = T5Config(
         vocab_size=17, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
@@ -29,7 +28,6 @@ def make_writer(path, dropout=0.1):
 
 
 def write_pairs(path, rows, seed=0, names=("source", "target")):
-    """The task: repeat a sentence's first word."""
     texts = [text for text, _ in sentences(rows, seed)]
     lines = [json.dumps(dict(zip(names, (text, text.split()[0]), strict=True))) for text in texts]
     path.write_text("\n".join(lines) + "\n")

@@ -8,14 +8,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import read_file, read_hub
+from fastkd.train.data import read_hub
 from fastkd.train.encoding import Encoder
 from fastkd.train.entities import precision_recall_f1
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
 from fastkd.train.tasks.token_classification import TASK
 from tests.support.tiny import WORDS, make_teacher
-from tests.train.tasks.through import refused, through
+from tests.train.tasks.through import refused, rows_of, through
 
 TAG = {"film": "B-FILM", "good": "B-GOOD", "very": "I-GOOD"}
 
@@ -35,6 +35,12 @@ def write_conll(path, rows, seed=0):
     return path
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    teacher = make_teacher(tmp_path_factory.mktemp("tags") / "bert", head=False)
+    return AutoTokenizer.from_pretrained(teacher)
+
+
 def test_every_command_takes_it(tmp_path):
     teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
     train, evals = (write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2))
@@ -52,44 +58,35 @@ def test_every_command_takes_it(tmp_path):
     assert "token-classification" in (tmp_path / "run/student/README.md").read_text()
 
 
-def test_the_first_piece_of_a_word_has_its_label(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
-    path = tmp_path / "a.conll"
-    path.write_text("good-film B-GOOD\nis O\n")
-    rows = read_file(path, TASK.columns, "--train", task=TASK)
+def test_the_first_piece_of_a_word_has_its_label(tmp_path, tokenizer):
+    rows = rows_of(tmp_path / "a.conll", TASK, "good-film B-GOOD\nis O\n")
     encoded = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))(rows)
     # [CLS] good - film is [SEP]
     assert encoded[0]["labels"] == [-100, 0, -100, -100, 1, -100]
     assert encoded.evaluation_columns[0]["words"] == [-1, 0, -1, -1, 1, -1]
 
 
-def test_a_no_break_space_parts_no_word(tmp_path):
+def test_no_break_spaces_and_comments(tmp_path):
+    """The first parts no word, and the second are none."""
     path = tmp_path / "a.conll"
-    path.write_text("1\u00a0000 B-NUM\n\u00a0\tO\n", encoding="utf-8")
     with pytest.raises(InputError, match="row 1: word 2 is empty"):
-        read_file(path, TASK.columns, "--train", task=TASK)
-    path.write_text("1\u00a0000 B-NUM\nfilm\tO\n", encoding="utf-8")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label")
-    assert row == (["1\u00a0000", "film"], ["B-NUM", "O"])
-
-
-def test_comments_are_no_words(tmp_path):
-    path = tmp_path / "a.conll"
-    path.write_text("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("text", "label")
-    assert row == (["#", "EU"], ["O", "B-ORG"])
-    path.write_text("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n")
-    (row,) = read_file(path, TASK.columns, "--train", task=TASK).columns("number", "text")
-    assert row == (4, ["EU", "#", "#eu"])
+        rows_of(path, TASK, "1\u00a0000 B-NUM\n\u00a0\tO\n")
+    for text, names, expected in (
+        ("1\u00a0000 B-NUM\nfilm\tO\n", ("text", "label"),
+         (["1\u00a0000", "film"], ["B-NUM", "O"])),
+        ("# sent_id = 1\n# text = EU\n# NN B-X O\nEU NNP B-NP B-ORG\n\n# newdoc = x\n",
+         ("text", "label"), (["#", "EU"], ["O", "B-ORG"])),
+        ("\n# newdoc\n#sent_id = 1\nEU\tB-ORG\n# a note\n#\tO\n#eu\tO\n", ("number", "text"),
+         (4, ["EU", "#", "#eu"])),
+    ):  # fmt: skip
+        assert list(rows_of(path, TASK, text).columns(*names)) == [expected]
 
 
 def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
-    path = tmp_path / "a.conll"
-    path.write_text("good B-GOOD\nfilm O\n")
-    rows = read_file(path, TASK.columns, "--train", task=TASK)
-    encode = {}
+    rows, encode = rows_of(tmp_path / "a.conll", TASK, "good B-GOOD\nfilm O\n"), {}
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for blank in (False, True):
-        made = Tokenizer(models.BPE(byte_letters(), []))
+        made = Tokenizer(models.BPE(letters, []))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=blank)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, add_prefix_space=blank)
         encode[blank] = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))
@@ -98,22 +95,12 @@ def test_words_of_a_tokenizer_that_wants_blanks_before_them(tmp_path):
     assert encode[True](rows)[0]["labels"] == [0, *[-100] * 4, 1, *[-100] * 4]
 
 
-def byte_letters():
-    return {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-
-
-@pytest.mark.parametrize(
-    ("classes", "scored"),
-    [
-        (("O", "U-FILM"), ("f1", "precision", "recall")),
-        (("L-A", "O"), ("f1", "precision", "recall")),
-        (("NOUN", "VERB"), ("accuracy",)),
-        (("O", "ORG"), ("accuracy",)),
-    ],
-)
-def test_tags_with_marks_are_scored_as_entities(classes, scored):
-    assert TASK(classes).select_metrics(None) == scored
-    assert TASK(classes).select_metrics("f1") == ("f1", "precision", "recall")
+def test_tags_with_marks_are_scored_as_entities():
+    entities = ("f1", "precision", "recall")
+    for classes in (("O", "U-FILM"), ("L-A", "O"), ("NOUN", "VERB"), ("O", "ORG")):
+        marked = any("-" in name for name in classes)
+        assert TASK(classes).select_metrics(None) == (entities if marked else ("accuracy",))
+        assert TASK(classes).select_metrics("f1") == entities
 
 
 def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
@@ -126,11 +113,8 @@ def test_hidden_labels_of_a_hub_are_no_class(monkeypatch):
         read_hub("some/set", None, "test", TASK.columns, "--data", TASK)
 
 
-def test_words_that_are_cut_off_are_outside(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(make_teacher(tmp_path / "bert", head=False))
-    path = tmp_path / "a.conll"
-    path.write_text("good B-GOOD\nfilm B-FILM\nis O\n")
-    rows = read_file(path, TASK.columns, "--train", task=TASK)
+def test_words_that_are_cut_off_are_outside(tmp_path, tokenizer):
+    rows = rows_of(tmp_path / "a.conll", TASK, "good B-GOOD\nfilm B-FILM\nis O\n")
     task = TASK(("B-FILM", "B-GOOD", "O"))
     encoded = Encoder(tokenizer, 3, task)(rows)
     assert task.predictions([[0, 1, 0]], encoded) == [{"labels": ["B-GOOD", "", ""]}]

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastkd.distill.verify import _Step
 from fastkd.train.arrow_rows import Encoded
-from fastkd.train.data import load
+from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from fastkd.train.settings import Source
@@ -66,7 +66,6 @@ def through(
 
 
 def verified(**options: Any) -> None:
-    """Assert that a step of a few rows passes `fastkd verify`."""
     with pytest.MonkeyPatch.context() as patch:
         # Compiling a model takes longer than all else: tests/distill/test_verify.py does.
         patch.setattr(_Step, "compiled", lambda step, backend: step.again())
@@ -78,6 +77,13 @@ def loss_of(task: Task, model: nn.Module, tokenizer: Any, rows: Encoded) -> tupl
     batch = task.collator(tokenizer)(rows.__getitems__(range(len(rows))))
     with torch.no_grad():
         return task.answer(model, batch, tokenizer), model(**batch).loss.item()
+
+
+def rows_of(path: Path, task: type[Task], text: str | None = None) -> Any:
+    """The rows of a file, which is written first if a text is given."""
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    return read_file(path, task.columns, "--train", task=task)
 
 
 def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl") -> None:
