@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._core import check
 from fastkd._core.allocation import empty
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     apply,
     as_rows,
@@ -898,7 +899,8 @@ def _draft_head(
     return teacher if teacher_mass == "whole" else teacher.subset(ids)
 
 
-class SoftTargetLoss(nn.Module):
+@dataclass(eq=False, repr=False)
+class SoftTargetLoss(LossModule):
     """See `soft_target_loss`; stores its options.
 
     >>> loss = SoftTargetLoss(temperature=2.0, divergence="js")
@@ -906,19 +908,15 @@ class SoftTargetLoss(nn.Module):
     0.0
     """
 
-    def __init__(
-        self,
-        temperature: float = 1.0,
-        divergence: DivergenceWord | Divergence = "forward_kl",
-        reduction: Reduction = "batchmean",
-        scale_by_t2: bool = True,
-        backend: Backend = "auto",
-    ):
-        super().__init__()
-        _check_options(temperature, divergence, reduction)
-        self.temperature, self.divergence = temperature, divergence
-        self.reduction, self.scale_by_t2 = reduction, scale_by_t2
-        self.backend = backend
+    temperature: float = 1.0
+    divergence: DivergenceWord | Divergence = "forward_kl"
+    reduction: Reduction = "batchmean"
+    scale_by_t2: bool = True
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_options(self.temperature, self.divergence, self.reduction)
 
     def forward(
         self,
@@ -940,10 +938,4 @@ class SoftTargetLoss(nn.Module):
             denominator=denominator,
             weights=weights,
             backend=self.backend,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"temperature={self.temperature}, divergence={self.divergence!r}, "
-            f"reduction={self.reduction!r}, scale_by_t2={self.scale_by_t2}"
         )

@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import LossInCpp, apply, reduced, saveable, upcast
 from fastkd._core.plans import planned
 
@@ -91,7 +92,8 @@ def attention_loss(
     return _attention_layers([(student, teacher)], mask, heads, weights, reduction, backend)
 
 
-class AttentionLoss(nn.Module):
+@dataclass(eq=False, repr=False)
+class AttentionLoss(LossModule):
     """See `attention_loss`; the losses of several layers are averaged.
 
     Args:
@@ -104,14 +106,16 @@ class AttentionLoss(nn.Module):
     torch.Size([])
     """
 
-    def __init__(
-        self, heads: Heads = "match", *, reduction: Reduction = "mean", backend: Backend = "auto"
-    ) -> None:
-        super().__init__()
-        check.choice("heads", heads, HEADS)
-        check.choice("reduction", reduction, REDUCTIONS)
-        check.choice("backend", backend, BACKENDS)
-        self.heads, self.reduction, self.backend = heads, reduction, backend
+    heads: Heads = "match"
+    _: KW_ONLY
+    reduction: Reduction = "mean"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice("heads", self.heads, HEADS)
+        check.choice("reduction", self.reduction, REDUCTIONS)
+        check.choice("backend", self.backend, BACKENDS)
 
     def forward(
         self,
@@ -122,9 +126,6 @@ class AttentionLoss(nn.Module):
         """The loss as a scalar, or (B,)."""
         pairs = check.layer_pairs(student, teacher)
         return _attention_layers(pairs, mask, self.heads, None, self.reduction, self.backend)
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads!r}, reduction={self.reduction!r}"
 
 
 @planned

@@ -5,7 +5,7 @@ gradients.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     apply,
     autocast_off,
@@ -173,7 +174,8 @@ def canonical_correlations(
         return values.to(working_dtype(x))
 
 
-class CCALoss(InGroup):
+@dataclass(eq=False, repr=False)
+class CCALoss(LossModule, InGroup):
     """Canonical-correlation loss between hidden states of a student and a teacher (MC3KD, eq. 7).
 
     See `cca_loss`. Losses of several layers are averaged. On a GPU all layers run as one batch,
@@ -208,28 +210,22 @@ class CCALoss(InGroup):
         torch.Size([8, 16, 4])
     """
 
-    def __init__(
-        self,
-        ridge: Ridge = 1e-4,
-        top_k: int | None = None,
-        pool: Pool = "tokens",
-        *,
-        gather: bool = False,
-        group: Group = None,
-        memory: int | Literal["auto"] = 0,
-        persistent: bool = False,
-    ) -> None:
-        super().__init__()
-        _ridge_pair(ridge)
-        check_memory(memory)
-        if top_k is not None:
-            check.positive_int("top_k", top_k)
-        check.choice("pool", pool, POOLS)
-        self.ridge = ridge
-        self.top_k = top_k
-        self.pool = pool
-        self.gather, self.group = gather, group
-        self.memory, self.persistent = memory, persistent
+    ridge: Ridge = 1e-4
+    top_k: int | None = None
+    pool: Pool = "tokens"
+    _: KW_ONLY
+    gather: bool = False
+    group: Group = None
+    memory: int | Literal["auto"] = 0
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ridge_pair(self.ridge)
+        check_memory(self.memory)
+        if self.top_k is not None:
+            check.positive_int("top_k", self.top_k)
+        check.choice("pool", self.pool, POOLS)
         self._warned: set[tuple[int, int]] = set()  # (Ds, Dt)
         self._memories: list[Moments] = []  # one for each batch of layers
 
@@ -365,10 +361,6 @@ class CCALoss(InGroup):
                 f"{ones} of {min(d_s, d_t, rank)} correlations are 1 by counting alone, whatever "
                 "the student computes. Use memory=, larger batches, a larger ridge or top_k."
             )
-
-    def extra_repr(self) -> str:
-        memory = f", memory={self.memory!r}" if self.memory else ""
-        return f"ridge={self.ridge}, top_k={self.top_k}, pool={self.pool!r}{memory}"
 
 
 def _pads_layers(x: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +14,7 @@ from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference, wide_dtype
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     LossInCpp,
     Projector,
@@ -163,7 +165,7 @@ def cos_nce_loss(
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Negatives:
     """The caller's negatives; without features the negatives are samples of the batch."""
 
@@ -297,7 +299,8 @@ def _flat_given(
     return _Negatives(given.features, other if mask is None else mask & other), None
 
 
-class CosNCELoss(InGroup):
+@dataclass(eq=False, repr=False)
+class CosNCELoss(LossModule, InGroup):
     """See `cos_nce_loss`. Stores ``W``, the projection of eq. 3 from student to teacher size.
 
     Args:
@@ -316,25 +319,22 @@ class CosNCELoss(InGroup):
     torch.Size([])
     """
 
-    def __init__(
-        self,
-        student_dim: int,
-        teacher_dim: int,
-        pool: Pool = "tokens",
-        *,
-        reduction: Literal["mean", "sum"] = "mean",
-        backend: Backend = "auto",
-        gather: bool = False,
-        group: Group = None,
-    ) -> None:
-        super().__init__()
-        check.positive_int("student_dim", student_dim)
-        check.positive_int("teacher_dim", teacher_dim)
-        check.choice("pool", pool, POOLS)
-        check.choice("reduction", reduction, ("mean", "sum"))
-        self.pool, self.reduction, self.backend = pool, reduction, backend
-        self.gather, self.group = gather, group
-        self.W = Projector(student_dim, teacher_dim, bias=False)
+    student_dim: int
+    teacher_dim: int
+    pool: Pool = "tokens"
+    _: KW_ONLY
+    reduction: Literal["mean", "sum"] = "mean"
+    backend: Backend = "auto"
+    gather: bool = False
+    group: Group = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive_int("student_dim", self.student_dim)
+        check.positive_int("teacher_dim", self.teacher_dim)
+        check.choice("pool", self.pool, POOLS)
+        check.choice("reduction", self.reduction, ("mean", "sum"))
+        self.W = Projector(self.student_dim, self.teacher_dim, bias=False)
 
     def forward(
         self,
@@ -409,9 +409,6 @@ class CosNCELoss(InGroup):
         student = pool_tokens(student, mask, self.pool)
         teacher = pool_tokens(teacher, mask, self.pool)
         return student, teacher, None if mask is None else mask.any(1)
-
-    def extra_repr(self) -> str:
-        return f"pool={self.pool!r}, reduction={self.reduction!r}"
 
 
 def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | None) -> _Negatives:
@@ -593,7 +590,7 @@ def _is_at_most(size: int, limit: int) -> bool:
     return size <= limit
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Options:
     reduction: str
     layers: int

@@ -2,16 +2,17 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     LossInCpp,
     Projector,
@@ -135,7 +136,8 @@ def hidden_state_loss(
     return losses.reshape(leading) if reduction == "none" else losses
 
 
-class HiddenStateLoss(nn.Module):
+@dataclass(eq=False, repr=False)
+class HiddenStateLoss(LossModule):
     """See `hidden_state_loss`. Adds a linear projection of the student where the widths differ.
 
     Args:
@@ -152,28 +154,26 @@ class HiddenStateLoss(nn.Module):
     torch.Size([])
     """
 
-    def __init__(
-        self,
-        kind: Kind = "mse",
-        student_dim: int | None = None,
-        teacher_dim: int | None = None,
-        *,
-        beta: float = 1.0,
-        reduction: Reduction = "mean",
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__()
-        check.choice("kind", kind, KINDS)
-        check.number("beta", beta, at_least=0)
-        check.choice("reduction", reduction, REDUCTIONS)
-        check.choice("backend", backend, BACKENDS)
+    kind: Kind = "mse"
+    student_dim: int | None = None
+    teacher_dim: int | None = None
+    _: KW_ONLY
+    beta: float = 1.0
+    reduction: Reduction = "mean"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice("kind", self.kind, KINDS)
+        check.number("beta", self.beta, at_least=0)
+        check.choice("reduction", self.reduction, REDUCTIONS)
+        check.choice("backend", self.backend, BACKENDS)
+        student_dim, teacher_dim = self.student_dim, self.teacher_dim
         if (student_dim is None) != (teacher_dim is None):
             raise ValueError(
                 f"student_dim is {student_dim} and teacher_dim {teacher_dim}; pass both or neither"
             )
-        self.kind, self.beta = kind, beta
-        self.reduction, self.backend = reduction, backend
-        self.projector: Projector | None = None
+        self.projector = None
         if student_dim is not None and teacher_dim is not None:
             check.positive_int("student_dim", student_dim)
             check.positive_int("teacher_dim", teacher_dim)
@@ -208,9 +208,6 @@ class HiddenStateLoss(nn.Module):
             reduction=self.reduction,
             backend=self.backend,
         )
-
-    def extra_repr(self) -> str:
-        return f"kind={self.kind!r}, reduction={self.reduction!r}"
 
 
 @dataclass(frozen=True)

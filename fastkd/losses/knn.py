@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.label_matching import add_by_class, class_numbers, comparable, label_ranges
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     LossInCpp,
     Projector,
@@ -212,7 +213,8 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
     return _counted(labels, ignore_index).sum()
 
 
-class IntraClassKNNLoss(InGroup):
+@dataclass(eq=False, repr=False)
+class IntraClassKNNLoss(LossModule, InGroup):
     """See `knn_feature_loss`. Adds pooling, and a linear projector when the sizes differ.
 
     Args:
@@ -232,33 +234,29 @@ class IntraClassKNNLoss(InGroup):
     torch.Size([])
     """
 
-    def __init__(
-        self,
-        k: int = 1,
-        student_dim: int | None = None,
-        teacher_dim: int | None = None,
-        pool: Pool = "cls",
-        *,
-        tolerance: float | None = None,
-        ignore_index: int = -100,
-        reduction: Reduction = "sum",
-        backend: Backend = "auto",
-        gather: bool = False,
-        group: Group = None,
-    ) -> None:
-        super().__init__()
-        check.positive_int("k", k)
-        check.choice("pool", pool, POOLS)
-        check.choice("reduction", reduction, REDUCTIONS)
-        check.integer("ignore_index", ignore_index)
-        self.k, self.pool = k, pool
-        self.tolerance, self.ignore_index = tolerance, ignore_index
-        self.reduction, self.backend = reduction, backend
-        self.gather, self.group = gather, group
-        self.projector: Projector | None = None
-        if student_dim is not None and teacher_dim is not None and student_dim != teacher_dim:
+    k: int = 1
+    student_dim: int | None = None
+    teacher_dim: int | None = None
+    pool: Pool = "cls"
+    _: KW_ONLY
+    tolerance: float | None = None
+    ignore_index: int = -100
+    reduction: Reduction = "sum"
+    backend: Backend = "auto"
+    gather: bool = False
+    group: Group = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive_int("k", self.k)
+        check.choice("pool", self.pool, POOLS)
+        check.choice("reduction", self.reduction, REDUCTIONS)
+        check.integer("ignore_index", self.ignore_index)
+        self.projector = None
+        sizes = self.student_dim, self.teacher_dim
+        if sizes[0] is not None and sizes[1] is not None and sizes[0] != sizes[1]:
             # With a bias: the loss is a distance, and the two spaces may have different origins.
-            self.projector = Projector(student_dim, teacher_dim)
+            self.projector = Projector(sizes[0], sizes[1])
 
     def forward(
         self,
@@ -313,9 +311,6 @@ class IntraClassKNNLoss(InGroup):
         else:
             x = zero_padding(x, mask)
         return x.flatten(1)
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}, pool={self.pool!r}, tolerance={self.tolerance}"
 
 
 def _mask_of_teacher(

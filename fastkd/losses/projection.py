@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastkd._core import check
 from fastkd._core.dispatch import BACKENDS, Backend, backend_of
 from fastkd._core.fallback import by_reference
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     LossInCpp,
     apply,
@@ -82,7 +83,8 @@ def cayley(skew: Tensor, *, backend: Backend = "auto") -> Tensor:
     return Cayley.apply(skew, inverse)
 
 
-class OrthogonalProjection(nn.Module):
+@dataclass(eq=False, repr=False)
+class OrthogonalProjection(LossModule):
     """Trainable orthogonal projection x ↦ x W₁ W₂ … W_m (LRKD, eq. 6).
 
     Every W is the Cayley matrix of the skew-symmetric part (A − Aᵀ)/2 of a trained square matrix
@@ -118,30 +120,28 @@ class OrthogonalProjection(nn.Module):
     torch.Size([4, 6])
     """
 
-    def __init__(
-        self,
-        in_dim: int,
-        out_dim: int,
-        layers: int = 2,
-        orthogonal: bool = True,
-        backend: Backend = "auto",
-    ):
-        super().__init__()
-        check.choice("backend", backend, BACKENDS)
-        check.positive_int("in_dim", in_dim)
-        check.positive_int("out_dim", out_dim)
-        check.positive_int("layers", layers)
-        self.in_dim, self.out_dim = in_dim, out_dim
-        self.layers, self.orthogonal, self.backend = layers, orthogonal, backend
-        n = max(in_dim, out_dim)
+    in_dim: int
+    out_dim: int
+    layers: int = 2
+    orthogonal: bool = True
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.choice("backend", self.backend, BACKENDS)
+        for name in ("in_dim", "out_dim", "layers"):
+            check.positive_int(name, getattr(self, name))
+        n = max(self.in_dim, self.out_dim)
         # At least float32, also if half precision is the default dtype.
         empty = functools.partial(
             torch.empty, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32)
         )
-        if orthogonal:
-            self.raw = nn.Parameter(empty(layers, n, n))
+        if self.orthogonal:
+            self.raw = nn.Parameter(empty(self.layers, n, n))
         else:
-            sizes = [(in_dim, out_dim)] + [(out_dim, out_dim)] * (layers - 1)
+            sizes = [(self.in_dim, self.out_dim)] + [(self.out_dim, self.out_dim)] * (
+                self.layers - 1
+            )
             self.matrices = nn.ParameterList(nn.Parameter(empty(*size)) for size in sizes)
         self.reset_parameters()
 
@@ -210,12 +210,6 @@ class OrthogonalProjection(nn.Module):
             projected = product(rows.to(dtype), weight.to(dtype))
         projected = projected.to(x.dtype)
         return projected if x.dim() == 2 else projected.reshape(*x.shape[:-1], self.out_dim)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_dim={self.in_dim}, out_dim={self.out_dim}, layers={self.layers}, "
-            f"orthogonal={self.orthogonal}"
-        )
 
 
 def _at_least_float32(converted: Tensor, original: Tensor) -> Tensor:
@@ -393,7 +387,8 @@ class _Options:
         return layer_norm_mse(x, y, tensors[2], upstream, self.eps, divisor, *needs[:2])
 
 
-class DualProjectionLoss(nn.Module):
+@dataclass(eq=False, repr=False)
+class DualProjectionLoss(LossModule):
     """Dual projection loss of LRKD between the layers of a student and a teacher.
 
     L = γ·½‖norm(H_s P_s) − norm(H_t)‖² + (1 − γ)·½‖norm(H_t P_t) − norm(H_s)‖²  (eqs. 6-10)
@@ -424,28 +419,26 @@ class DualProjectionLoss(nn.Module):
     torch.Size([])
     """
 
-    def __init__(
-        self,
-        student_dim: int,
-        teacher_dim: int,
-        layers: int = 2,
-        gamma: float = 0.3,
-        orthogonal: bool = True,
-        reduction: Reduction = "mean",
-        backend: Backend = "auto",
-    ):
-        super().__init__()
-        check.positive_int("student_dim", student_dim)
-        check.positive_int("teacher_dim", teacher_dim)
-        check.fraction("gamma", gamma)
-        check.choice("reduction", reduction, REDUCTIONS)
-        self.gamma, self.reduction, self.backend = gamma, reduction, backend
+    student_dim: int
+    teacher_dim: int
+    layers: int = 2
+    gamma: float = 0.3
+    orthogonal: bool = True
+    reduction: Reduction = "mean"
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.positive_int("student_dim", self.student_dim)
+        check.positive_int("teacher_dim", self.teacher_dim)
+        check.fraction("gamma", self.gamma)
+        check.choice("reduction", self.reduction, REDUCTIONS)
+        dims = self.student_dim, self.teacher_dim
+        # C++ computes only the distance.
+        backend: Backend = "torch" if self.backend == "cpp" else self.backend
         self.student_projection, self.teacher_projection = (
-            # C++ computes only the distance.
-            OrthogonalProjection(
-                *sizes, layers, orthogonal, "torch" if backend == "cpp" else backend
-            )
-            for sizes in ((student_dim, teacher_dim), (teacher_dim, student_dim))
+            OrthogonalProjection(*sizes, self.layers, self.orthogonal, backend)
+            for sizes in (dims, dims[::-1])
         )
 
     def forward(
@@ -499,9 +492,6 @@ class DualProjectionLoss(nn.Module):
             projected_s, projected_t = _project_rows([h_s, h_t], projections)
             return projected_s.to(h_s.dtype), projected_t.to(h_t.dtype)
         return projections[0](h_s), projections[1](h_t)
-
-    def extra_repr(self) -> str:
-        return f"gamma={self.gamma}, reduction={self.reduction!r}"
 
 
 def _check_features(name: str, x: Tensor, dim: int) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fastkd._core import check
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
+from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     GradientInForward,
     apply,
@@ -200,7 +202,8 @@ def relation_loss(
     return _relations(pairs, mask, segments, options, backend, ranks, weights)[0]
 
 
-class FCDLoss(InGroup):
+@dataclass(eq=False, repr=False)
+class FCDLoss(LossModule, InGroup):
     """alpha · relations between tokens + beta · relations between samples (eq. 10).
 
     See `relation_loss`. Takes one layer pair or lists of them, whose losses are averaged; stores
@@ -217,27 +220,22 @@ class FCDLoss(InGroup):
     torch.Size([])
     """
 
-    def __init__(
-        self,
-        alpha: float = 1.0,
-        beta: float = 1.0,
-        normalize: Normalize = "l2",
-        distance: Distance = "pearson",
-        *,
-        temperature: float = 10.0,
-        eps: float = 1e-8,
-        backend: Backend = "auto",
-        gather: bool = False,
-        group: Group = None,
-    ) -> None:
-        super().__init__()
-        check.number("alpha", alpha, at_least=0)
-        check.number("beta", beta, at_least=0)
-        self.alpha, self.beta = alpha, beta
-        self.normalize, self.distance = normalize, distance
-        self.temperature, self.eps, self.backend = temperature, eps, backend
-        self.gather, self.group = gather, group
-        _check_options(normalize, distance, temperature, eps)
+    alpha: float = 1.0
+    beta: float = 1.0
+    normalize: Normalize = "l2"
+    distance: Distance = "pearson"
+    _: KW_ONLY
+    temperature: float = 10.0
+    eps: float = 1e-8
+    backend: Backend = "auto"
+    gather: bool = False
+    group: Group = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.number("alpha", self.alpha, at_least=0)
+        check.number("beta", self.beta, at_least=0)
+        _check_options(self.normalize, self.distance, self.temperature, self.eps)
 
     def forward(
         self,
@@ -273,12 +271,6 @@ class FCDLoss(InGroup):
         weighted = zip(OVER, terms.unbind(), (self.alpha, self.beta), strict=True)
         return loss, {over: term / weight for over, term, weight in weighted if weight}
 
-    def extra_repr(self) -> str:
-        return (
-            f"alpha={self.alpha}, beta={self.beta}, normalize={self.normalize!r}, "
-            f"distance={self.distance!r}"
-        )
-
 
 def _check_options(normalize: str, distance: str, temperature: float, eps: float) -> None:
     check.choice("normalize", normalize, NORMALIZE)
@@ -287,7 +279,7 @@ def _check_options(normalize: str, distance: str, temperature: float, eps: float
     check.number("eps", eps, above=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options:
     """Options shared by all layer pairs of one call."""
 

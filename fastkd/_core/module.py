@@ -1,0 +1,18 @@
+"""Base class of the losses' Modules."""
+
+from dataclasses import fields
+
+from torch import nn
+
+
+class LossModule(nn.Module):
+    """A loss as a Module; a subclass is a dataclass, ``eq=False, repr=False``, of its options."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def extra_repr(self) -> str:
+        """Positional options, and keyword options that differ from their defaults."""
+        options = ((x, getattr(self, x.name)) for x in fields(self))  # type: ignore[arg-type]
+        shown = (x.name for x, value in options if not x.kw_only or value != x.default)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
