@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,39 +22,22 @@ def _eigh_meta(a: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape[:-1]), a.new_empty(a.shape)
 
 
-def _layer_norm_mse_meta(
-    x: Tensor,
-    y: Tensor,
-    weights: Tensor | None,
-    eps: float,
-    divisor: int,
-    needs_dx: bool,
-    needs_dy: bool,
-) -> list[Tensor]:
+def _layer_norm_mse_meta(x: Tensor, *rest: Any) -> list[Tensor]:
     """Shapes of the loss and of the requested gradients."""
-    return [_scalar(x), *(_gradient(x) for needed in (needs_dx, needs_dy) if needed)]
+    return [_scalar(x), *(_gradient(x) for needed in rest[-2:] if needed)]
 
 
-def _relation_terms_meta(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    tokens: float,
-    samples: float,
-    eps: float,
-    gradient: bool,
-) -> list[Tensor]:
+def _relation_terms_meta(student: Tensor, *rest: Any) -> list[Tensor]:
     """Shapes of the two weighted losses and of the student's gradient."""
     terms = student.new_empty(2, dtype=_scalar(student).dtype)
-    return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if gradient else [terms]
+    return [terms, student.new_empty(student.shape, dtype=terms.dtype)] if rest[-1] else [terms]
 
 
 def _scalar(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _rows_meta(logits: Tensor, *rest: object, reduction: str = "none", **options: object) -> Tensor:
+def _rows_meta(logits: Tensor, *rest: Any, reduction: str = "none", **options: Any) -> Tensor:
     """Shape of the losses of rows, or of their sum."""
     return _scalar(logits).new_empty(logits.shape[:1] if reduction == "none" else ())
 
@@ -76,13 +60,10 @@ def _states_meta(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    denominator: Tensor | None,
-    *,
+    *rest: Any,
     count: float,
     narrow: bool,
-    **options: object,
+    **options: Any,
 ) -> list[Tensor]:
     """Shapes of the loss, the terms, and the requested gradients."""
     shape = () if count else (hidden.shape[0],)

@@ -5,7 +5,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fastkd._core import check
@@ -13,6 +12,7 @@ from fastkd._core.numerics import upcast
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import CHUNK_BYTES
 from fastkd.lm.log_probs import log_probs
+from fastkd.lm.reference import sorted_distance
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
 __all__ = ["merged_span_loss", "span_likelihood_loss"]
@@ -174,7 +174,7 @@ def _kept_rows(group: Tensor, count: int, kept: Kept) -> tuple[Tensor, Tensor]:
 def _distances(P_s: Tensor, P_t: Tensor, match: VocabularyMatch | None, beta: float) -> Tensor:
     """Distances (R,) of merged probabilities (R, V_s) and (R, V_t)."""
     if match is None:
-        return _sorted_distance(P_s, P_t)
+        return sorted_distance(P_s, P_t)
     _, ours, theirs = match.columns(P_s.device)
     ids = match.student_ids.to(P_s.device), match.teacher_ids.to(P_s.device)
     log_s, log_t = (P[:, i].clamp(min=LEAST).log() for P, i in zip((P_s, P_t), ids, strict=True))
@@ -188,15 +188,7 @@ def _distances(P_s: Tensor, P_t: Tensor, match: VocabularyMatch | None, beta: fl
     weight = len(ids[0]) / match.teacher_size
     if not (len(ours) and len(theirs)):
         return weight * js
-    return weight * js + (1 - weight) * _sorted_distance(P_s[:, ours], P_t[:, theirs])
-
-
-def _sorted_distance(P_s: Tensor, P_t: Tensor) -> Tensor:
-    """Σ_k |s_k − t_k| of the sorted rows, the shorter padded with zeros."""
-    s, t = (P.sort(dim=-1, descending=True, stable=True)[0] for P in (P_s, P_t))
-    longest = max(s.shape[-1], t.shape[-1])
-    s, t = (F.pad(x, (0, longest - x.shape[-1])) for x in (s, t))
-    return (s - t).abs().sum(-1)
+    return weight * js + (1 - weight) * sorted_distance(P_s[:, ours], P_t[:, theirs])
 
 
 def span_likelihood_loss(

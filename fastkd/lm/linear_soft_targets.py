@@ -8,6 +8,7 @@ the sums are the only other matrices of the head's size.
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +158,7 @@ class LinearSoftTargets(torch.autograd.Function):
             ctx.mark_non_differentiable(total)
             return loss, total
         else:
-            divisor = _divisor(hidden, given.mask, options.reduction, denominator)
+            divisor = divisor_of(hidden, given.mask, options.reduction, denominator)
             upstream = None
             if any(needs):
                 upstream = divisor.reciprocal().expand(hidden.shape[0])
@@ -204,17 +205,20 @@ def _run(
     upstream: Tensor | None,
     needs: list[bool],
 ) -> list[Tensor]:
-    """`linear_soft_targets`, without the operator's host time where no operator is needed."""
-    if options.runs_on == "triton" or torch.compiler.is_compiling():
-        call = student, teacher, given.tensors(), columns, upstream, needs
-        return linear_soft_targets(*call, options)
-    return _in_chunks(student, teacher, given, columns, upstream, needs, options)
+    """`linear_soft_targets`, as plain code where no operator is needed: it costs host time."""
+    by_operator = options.runs_on == "triton" or torch.compiler.is_compiling()
+    plain: Any = linear_soft_targets.__wrapped__  # type: ignore[attr-defined]
+    run = linear_soft_targets if by_operator else plain
+    found: list[Tensor] = run(student, teacher, given.tensors(), columns, upstream, needs, options)
+    return found
 
 
-def _divisor(x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None) -> Tensor:
-    """Divisor () of the sum over rows."""
+def divisor_of(
+    x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None
+) -> Tensor:
+    """Divisor () of the sum over rows; a count is at least 1."""
     dtype = working_dtype(x)
-    if reduction == "sum":
+    if reduction != "batchmean":
         return torch.ones((), dtype=dtype, device=x.device)
     if denominator is not None:
         return denominator
@@ -256,19 +260,6 @@ def linear_soft_targets(
     mask (R,) is False. Gradients have the working dtype, except for `LossOptions.narrow`.
     """
     given = Positions(*positions)
-    return _in_chunks(student, teacher, given, columns, upstream, needs, options)
-
-
-def _in_chunks(
-    student: list[Tensor | None],
-    teacher: list[Tensor | None],
-    given: Positions,
-    columns: list[Tensor | None],
-    upstream: Tensor | None,
-    needs: list[bool],
-    options: LossOptions,
-) -> list[Tensor]:
-    """`linear_soft_targets`, as plain code."""
     hidden = student[0]
     assert hidden is not None
     R, real = hidden.shape[0], None  # real: row numbers, if values can be read and some are masked
@@ -647,13 +638,16 @@ class _ChunkedPass:
         slope = self.student.slope(student) if needs_grad else None
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         has_task = needs_grad and labels is not None and options.task_weight != 0
-        task_weights = _times(upstream, given.task_weights)
         grad = None
         if labels is not None:
-            out = student if has_task and not teacher else None
-            if has_task and self.rounds:
-                out = torch.empty_like(student, dtype=torch.bfloat16)
-            terms[1], grad = self.cross_entropy(student, labels, has_task, task_weights, out)
+            if has_task:
+                dtype = torch.bfloat16 if self.rounds else student.dtype
+                apart = bool(teacher) or self.rounds
+                grad = torch.empty_like(student, dtype=dtype) if apart else student
+            factors = _times(upstream, given.task_weights)
+            if factors is not None and options.task_weight != 1:
+                factors = factors * options.task_weight
+            terms[1] = cross_entropy(self.runs_on, student, labels, options.task, factors, grad)
             if grad is not None and self.rounds:
                 return grad
         if teacher:
@@ -684,25 +678,6 @@ class _ChunkedPass:
         if options.student.scale != 1:
             student *= options.student.scale
         return student
-
-    def cross_entropy(
-        self,
-        student: Tensor,
-        labels: Tensor,
-        needs_grad: bool,
-        weights: Tensor | None,
-        out: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Cross-entropies (R,) and, if needed, their gradient, written to ``out`` if given.
-
-        The gradient is multiplied by the weights (R,) and by the task's weight.
-        """
-        task, weight = self.options.task, self.options.task_weight
-        if needs_grad and out is None:
-            out = torch.empty_like(student)
-        if weights is not None and weight != 1:
-            weights = weights * weight
-        return cross_entropy(self.runs_on, student, labels, task, weights, out), out
 
     def fill_terms(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor

@@ -67,8 +67,9 @@ def soft_target_rows(
     else:
         log_pt = torch.log_softmax(teacher[0] / soft.temperature, dim=-1)
     if match is not None:
-        if unmatched == "sorted":
-            distance = _sorted_distance(log_ps, log_pt, *match[2:])
+        if unmatched == "sorted" and len(match[2]) and len(match[3]):
+            rest = (x[..., ids].exp() for x, ids in zip((log_ps, log_pt), match[2:], strict=True))
+            distance = sorted_distance(*rest)
         log_ps, log_pt = _matched(log_ps, log_pt, match, unmatched)
     if log_mass is not None:
         log_pt = log_pt + log_mass[..., None]
@@ -187,11 +188,8 @@ def _log_sum(log_p: Tensor) -> Tensor:
     return total.masked_fill(none, -torch.inf)
 
 
-def _sorted_distance(log_ps: Tensor, log_pt: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Σ_k |s_k − t_k| of the unmatched probabilities, sorted and padded with zeros."""
-    s, t = log_ps[..., ours].exp(), log_pt[..., theirs].exp()
-    if 0 in (s.shape[-1], t.shape[-1]):
-        return torch.zeros_like(log_ps[..., 0])
+def sorted_distance(s: Tensor, t: Tensor) -> Tensor:
+    """Σ_k |s_k − t_k| of sorted rows (..., n) and (..., m), the shorter padded with zeros."""
     s, t = (x.sort(dim=-1, descending=True, stable=True)[0] for x in (s, t))
     longest = max(s.shape[-1], t.shape[-1])
     s, t = (F.pad(x, (0, longest - x.shape[-1])) for x in (s, t))

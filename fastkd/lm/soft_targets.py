@@ -38,6 +38,7 @@ from fastkd.lm.linear_soft_targets import (
     LinearSoftTargets,
     LossOptions,
     Positions,
+    divisor_of,
 )
 from fastkd.lm.matched_tokens import matched_soft_targets
 from fastkd.lm.reference import (
@@ -223,7 +224,7 @@ def soft_target_loss(
         loss = by_reference(losses, entries, student, mask, None, *rows)
         loss = loss if weights is None else loss * weights
         if reduction != "none":
-            loss = loss.sum() / _divisor(student, mask, reduction, denominator)
+            loss = loss.sum() / divisor_of(student, mask, reduction, denominator)
         return loss.reshape(leading) if reduction == "none" else loss
     options = _Options(soft, reduction, runs_on, "" if match is None else unmatched)
     function: type[torch.autograd.Function] = _SoftTargets
@@ -406,7 +407,7 @@ class _SoftTargets(torch.autograd.Function):
             if ctx.by_rows and weights is not None:
                 loss = loss * weights
         else:
-            divisor = _divisor(student, mask, options.reduction, denominator)
+            divisor = divisor_of(student, mask, options.reduction, denominator)
             factors = None  # of the rows' gradients
             if needs_grad:
                 factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
@@ -427,19 +428,6 @@ class _SoftTargets(torch.autograd.Function):
             grad = (grad if mask is None else grad.masked_fill(~mask, 0))[:, None]
         dstudent = times_upstream(dstudent, grad, ctx.dtype)
         return None, dstudent, None, None, None, *[None] * ctx.teachers
-
-
-def _divisor(
-    student: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None
-) -> Tensor | int:
-    """Divisor of the sum over rows; a count is at least 1."""
-    if reduction != "batchmean":
-        return 1
-    if denominator is not None:
-        return denominator
-    if mask is None:
-        return max(len(student), 1)
-    return mask.sum().clamp(min=1).to(working_dtype(student))
 
 
 class _TritonTopK(torch.autograd.Function):
