@@ -73,8 +73,7 @@ def layer_similarity(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> teacher = BertModel(config)
         >>> student = BertModel(BertConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
         >>> ids = torch.arange(48).view(4, 12)
@@ -112,8 +111,7 @@ def adjacent_layer_cca(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> ids = torch.arange(48).view(4, 12)
         >>> batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
         >>> adjacent_layer_cca(BertModel(config), batches).shape
@@ -150,8 +148,7 @@ def svcca_matrix(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> ids = torch.arange(48).view(4, 12)
         >>> svcca_matrix(BertModel(config), [{"input_ids": ids}]).diagonal()
         tensor([1., 1., 1., 1.], dtype=torch.float64)
@@ -177,8 +174,7 @@ def cka_matrix(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> ids = torch.arange(48).view(4, 12)
         >>> cka_matrix(BertModel(config), [{"input_ids": ids}]).shape
         torch.Size([4, 4])
@@ -293,8 +289,7 @@ def layer_intra_class_similarity(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> ids, labels = torch.arange(48).view(4, 12), torch.tensor([0, 1, 1, 0])
         >>> batch = {"input_ids": ids, "labels": labels}
         >>> layer_intra_class_similarity(BertModel(config), [batch]).shape

@@ -33,8 +33,7 @@ def select_layers(
 
     Example:
         >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=3,
-        ...                     num_attention_heads=2, intermediate_size=32)
+        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
         >>> ids = torch.arange(48).view(4, 12)
         >>> len(select_layers(BertModel(config), [{"input_ids": ids}], 2))
         2

@@ -72,6 +72,9 @@ def _mean_over_processes(gradient: Tensor) -> Tensor:
 class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
     """A loss between the student's embeddings and the teacher's, which are the labels."""
 
+    options: tuple[str, ...]  # of the subclass, besides those of all
+    paper: tuple[str, str, int, str]  # key, author, year and title
+
     def __init__(
         self, model: Any, dims: Sequence[int] | None, gather: bool, mini_batch_size: int | None
     ) -> None:
@@ -157,7 +160,15 @@ class _EmbeddingLoss(_CachedLossMixin, _SynchronisedLoss):
 
     def get_config_dict(self) -> dict[str, Any]:
         """The options, for the student's model card."""
-        return {"dims": self.dims, "gather": self.gather, "mini_batch_size": self.mini_batch_size}
+        names = (*self.options, "dims", "gather", "mini_batch_size")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def citation(self) -> str:
+        """The paper, for the student's model card."""
+        entries = zip(("author", "year", "title"), self.paper[1:], strict=True)
+        lines = ",\n".join(f"    {name} = {{{value}}}" for name, value in entries)
+        return f"\n@misc{{{self.paper[0]},\n{lines}\n}}\n"
 
 
 def _checked_dims(dims: Sequence[int] | None, width: int | None) -> list[int] | None:
@@ -193,6 +204,12 @@ class RelationDistillLoss(_EmbeddingLoss):
         >>> SentenceTransformerTrainer(model, train_dataset=data, loss=loss)  # doctest: +SKIP
     """
 
+    options = ("normalize", "distance", "temperature")
+    paper = (
+        "huang2023fcd", "Huang et al.", 2023,
+        "Towards Efficient Pre-Trained Language Model via Feature Correlation Distillation",
+    )  # fmt: skip
+
     def __init__(
         self,
         model: Any,
@@ -219,17 +236,6 @@ class RelationDistillLoss(_EmbeddingLoss):
             gather=self.gather,
         )
 
-    def get_config_dict(self) -> dict[str, Any]:
-        own = ("normalize", "distance", "temperature")
-        return {**{name: getattr(self, name) for name in own}, **super().get_config_dict()}
-
-    @property
-    def citation(self) -> str:
-        return _cited(
-            "huang2023fcd", "Huang et al.", 2023,
-            "Towards Efficient Pre-Trained Language Model via Feature Correlation Distillation",
-        )  # fmt: skip
-
 
 class CCADistillLoss(_EmbeddingLoss):
     """Canonical correlation with the teacher's embeddings (MC3KD, eqs. 4-7): `fastkd.CCALoss`.
@@ -244,6 +250,12 @@ class CCADistillLoss(_EmbeddingLoss):
         dims, gather, mini_batch_size: as in `RelationDistillLoss`.
     """
 
+    options = ("ridge", "top_k")
+    paper = (
+        "fan2025mc3kd", "Fan et al.", 2025,
+        "Maximizing the Effectiveness of Larger BERT Models for Compression",
+    )  # fmt: skip
+
     def __init__(
         self,
         model: Any,
@@ -255,22 +267,12 @@ class CCADistillLoss(_EmbeddingLoss):
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__(model, dims, gather, mini_batch_size)
+        self.ridge, self.top_k = ridge, top_k
         self.loss = CCALoss(ridge, top_k, gather=gather)
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
         loss: Tensor = self.loss(student[:, None], teacher[:, None])
         return loss
-
-    def get_config_dict(self) -> dict[str, Any]:
-        options = {"ridge": self.loss.ridge, "top_k": self.loss.top_k}
-        return {**options, **super().get_config_dict()}
-
-    @property
-    def citation(self) -> str:
-        return _cited(
-            "fan2025mc3kd", "Fan et al.", 2025,
-            "Maximizing the Effectiveness of Larger BERT Models for Compression",
-        )  # fmt: skip
 
 
 class CosNCEDistillLoss(_EmbeddingLoss):
@@ -289,6 +291,12 @@ class CosNCEDistillLoss(_EmbeddingLoss):
     Raises:
         ValueError: ``mini_batch_size`` with a projection, whose gradient GradCache doesn't support.
     """
+
+    options = ("teacher_dim",)
+    paper = (
+        "fu2021lrcbert", "Fu et al.", 2021,
+        "LRC-BERT: Latent-representation Contrastive Knowledge Distillation",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -334,16 +342,6 @@ class CosNCEDistillLoss(_EmbeddingLoss):
             linear: Any = self.projections[name]
             student = linear(student).to(student.dtype)
         return cos_nce_loss(student, teacher, gather=self.gather)
-
-    def get_config_dict(self) -> dict[str, Any]:
-        return {"teacher_dim": self.teacher_dim, **super().get_config_dict()}
-
-    @property
-    def citation(self) -> str:
-        return _cited(
-            "fu2021lrcbert", "Fu et al.", 2021,
-            "LRC-BERT: Latent-representation Contrastive Knowledge Distillation",
-        )  # fmt: skip
 
 
 class LayerDistillLoss(_SynchronisedLoss):
@@ -537,9 +535,3 @@ def _encoder(name: str, model: Any) -> Any:
             f"{type(model).__name__} with {type(first).__name__} first"
         )
     return encoder
-
-
-def _cited(key: str, author: str, year: int, title: str) -> str:
-    entries = {"title": title, "author": author, "year": year}
-    lines = ",\n".join(f"    {name} = {{{value}}}" for name, value in entries.items())
-    return f"\n@misc{{{key},\n{lines}\n}}\n"

@@ -12,8 +12,8 @@ __all__ = ["top_k"]
 def top_k(input_top_logprobs: Sequence[Sequence[Sequence[Any]] | None], k: int) -> TopK:
     """The k most probable tokens at each position of one prompt.
 
-    Entry i predicts token i from the tokens before it, as the student's output at i − 1 does.
-    So row i − 1 of the result is entry i: compare with the student's rows ``[:-1]``.
+    Row i − 1 of the result is entry i, which predicts token i: compare it with the student's rows
+    ``[:-1]``.
 
     Args:
         input_top_logprobs: N entries of ``meta_info["input_top_logprobs"]``, of the engine or in a
@@ -22,15 +22,8 @@ def top_k(input_top_logprobs: Sequence[Sequence[Sequence[Any]] | None], k: int) 
             empty); each other is a list of (log-probability, token id, text or None).
         k: tokens kept at a position, at least 1.
 
-    Returns:
-        ids int64 and log-probabilities float32 (N − 1, k), most probable first, with
-        ``tail="bucket"``, at the temperature the server used: 1 by default. −inf stays, as an
-        entry without effect.
-
-    Raises:
-        ValueError, TypeError: k below 1, fewer than two positions, a first entry with tokens, a
-            later one with none, with fewer than k, or with only −inf; NaN, a log-probability
-            above 0, or probabilities that add up to more than 1; values of another form.
+    Returns, Raises:
+        as `fastkd.integrations.vllm.top_k`, at the temperature the server used: 1 by default.
 
     >>> top = top_k([None, [(-0.5, 3, None), (-1.5, 7, None)]], k=2)
     >>> top.ids

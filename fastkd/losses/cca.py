@@ -109,8 +109,6 @@ def cca_loss(
         ValueError: wrong shape, device, option, or a teacher that requires grad.
 
     Example:
-        >>> import torch
-        >>> from fastkd.losses.cca import cca_loss
         >>> x = torch.eye(4)[:, :2]
         >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
         tensor(-2.)
@@ -157,8 +155,6 @@ def canonical_correlations(
         TypeError: wrong type or dtype. ValueError: wrong shape, device or ridge.
 
     Example:
-        >>> import torch
-        >>> from fastkd.losses.cca import canonical_correlations
         >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
         >>> y = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
         >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
@@ -202,8 +198,6 @@ class CCALoss(LossModule, InGroup):
             bits.
 
     Example:
-        >>> import torch
-        >>> from fastkd.losses.cca import CCALoss
         >>> student, teacher = torch.randn(8, 16, 4, requires_grad=True), torch.randn(8, 16, 6)
         >>> CCALoss(ridge=1e-3)(student, teacher, mask=torch.ones(8, 16)).backward()
         >>> student.grad.shape
@@ -366,8 +360,7 @@ class CCALoss(LossModule, InGroup):
 def _pads_layers(x: Tensor) -> bool:
     """Whether layers of different sizes run as one batch, padded to the largest.
 
-    On a GPU launches take the time, and their number doesn't depend on the number of layers. On a
-    CPU, where large items run one by one anyway, padding would only add arithmetic with zeros.
+    On a GPU launches take the time. On a CPU padding would only add arithmetic with zeros.
     """
     return x.is_cuda
 
