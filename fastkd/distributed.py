@@ -137,9 +137,8 @@ def gather_rows(x: Tensor, group: Group = None, *, counts: list[int] | None = No
     Returns:
         (Σ B_r, ...), dtype of ``x``.
 
-    Example:
-        >>> gather_rows(torch.ones(3, 2)).shape
-        torch.Size([3, 2])
+    >>> gather_rows(torch.ones(3, 2)).shape
+    torch.Size([3, 2])
     """
     if world_size(group) == 1:
         return x
@@ -282,11 +281,10 @@ class AcrossRanks(InGroup):
         loss: for example ``FCDLoss()``, or ``cos_nce_loss``.
         group: the processes, by default all.
 
-    Example:
-        >>> from fastkd import FCDLoss
-        >>> loss = AcrossRanks(FCDLoss())
-        >>> loss(torch.randn(4, 5, 8), torch.randn(4, 5, 6), mask=torch.ones(4, 5)).shape
-        torch.Size([])
+    >>> from fastkd import FCDLoss
+    >>> loss = AcrossRanks(FCDLoss())
+    >>> loss(torch.randn(4, 5, 8), torch.randn(4, 5, 6), mask=torch.ones(4, 5)).shape
+    torch.Size([])
     """
 
     def __init__(self, loss: Callable[..., Tensor], group: Group = None) -> None:

@@ -10,7 +10,7 @@ SEVERAL = re.compile(r"^    (\w+(?:, \w+)+): ")
 
 def for_the_site(docstring: str) -> str:
     """Two arguments on one line become two entries of the same text, and examples a section."""
-    lines = ["Examples:" if line == "Example:" else line for line in docstring.splitlines()]
+    lines = docstring.splitlines()
     first = next((i for i, line in enumerate(lines) if line.startswith(">>> ")), len(lines))
     if lines[first:]:
         lines[first:] = ["Examples:", *("    " + line for line in lines[first:])]

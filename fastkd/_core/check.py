@@ -142,7 +142,6 @@ def token_ids(name: str, ids: Tensor, sizes: Sequence[int], V: int, on: torch.de
 
 
 def integers(name: str, x: Tensor) -> None:
-    """Raise unless ``x`` is a tensor of integers."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
@@ -200,7 +199,6 @@ def choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def integer(name: str, value: int) -> None:
-    """Raise unless ``value`` is an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 

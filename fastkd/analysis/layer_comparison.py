@@ -71,15 +71,14 @@ def layer_similarity(
             unknown measure.
         TypeError: no transformers model, or an input that the model doesn't take.
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> teacher = BertModel(config)
-        >>> student = BertModel(BertConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> found = layer_similarity(teacher, [{"input_ids": ids}], ["cka"], other=student)
-        >>> found["cka"].shape
-        torch.Size([4, 2])
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> teacher = BertModel(config)
+    >>> student = BertModel(BertConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1}))
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> found = layer_similarity(teacher, [{"input_ids": ids}], ["cka"], other=student)
+    >>> found["cka"].shape
+    torch.Size([4, 2])
     """
     check_measures(measures, variance)
     moments = moments_for(measures, variance)
@@ -109,13 +108,12 @@ def adjacent_layer_cca(
     Returns:
         (L,) float64 on the CPU, in [0, 1]; entry l-1 is C(l).
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
-        >>> adjacent_layer_cca(BertModel(config), batches).shape
-        torch.Size([3])
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    >>> adjacent_layer_cca(BertModel(config), batches).shape
+    torch.Size([3])
     """
     check_measures(["svcca"], variance)
     moments = moments_for(["svcca"], variance)
@@ -146,12 +144,11 @@ def svcca_matrix(
         (L+1, L+1) float64 on the CPU, symmetric, in [0, 1]; row 0 is the embeddings' output. With
         ``other`` (L+1, L_other+1).
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> svcca_matrix(BertModel(config), [{"input_ids": ids}]).diagonal()
-        tensor([1., 1., 1., 1.], dtype=torch.float64)
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> svcca_matrix(BertModel(config), [{"input_ids": ids}]).diagonal()
+    tensor([1., 1., 1., 1.], dtype=torch.float64)
     """
     return layer_similarity(
         model, batches, ["svcca"], other=other, variance=variance, gather=gather, group=group
@@ -172,12 +169,11 @@ def cka_matrix(
     Kornblith et al. 2019; ``unbiased`` is Song et al.'s estimate, which isn't too high for few
     observations. Other arguments, result and errors as in `layer_similarity`.
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> cka_matrix(BertModel(config), [{"input_ids": ids}]).shape
-        torch.Size([4, 4])
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> cka_matrix(BertModel(config), [{"input_ids": ids}]).shape
+    torch.Size([4, 4])
     """
     measure: Measure = "unbiased_cka" if unbiased else "cka"
     return layer_similarity(model, batches, [measure], other=other, gather=gather, group=group)[
@@ -191,9 +187,8 @@ def rccc(matrix: Tensor, *, first: int = 0) -> float:
     A smaller value means larger linear differences between a model's layers. ``first`` is the row
     of the paper's layer 1: 0, the embeddings' output, or 1, the first block.
 
-    Example:
-        >>> rccc(torch.tensor([[1.0, 0.25], [0.25, 1.0]]))
-        0.25
+    >>> rccc(torch.tensor([[1.0, 0.25], [0.25, 1.0]]))
+    0.25
     """
     if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise ValueError(f"matrix must be square and not empty, got shape {tuple(matrix.shape)}")
@@ -287,13 +282,12 @@ def layer_intra_class_similarity(
     Raises:
         ValueError: no labelled samples, no list of blocks, or values that are not finite.
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> ids, labels = torch.arange(48).view(4, 12), torch.tensor([0, 1, 1, 0])
-        >>> batch = {"input_ids": ids, "labels": labels}
-        >>> layer_intra_class_similarity(BertModel(config), [batch]).shape
-        torch.Size([4])
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> ids, labels = torch.arange(48).view(4, 12), torch.tensor([0, 1, 1, 0])
+    >>> batch = {"input_ids": ids, "labels": labels}
+    >>> layer_intra_class_similarity(BertModel(config), [batch]).shape
+    torch.Size([4])
     """
     classes = IntraClassSums(pool)
     stream([model], batches, None, [classes], gather=gather, group=group)

@@ -52,10 +52,9 @@ def plot_layer_similarity(
     Returns:
         The matplotlib figure.
 
-    Example:
-        >>> figure = plot_layer_similarity(torch.eye(4), title="SVCCA")
-        >>> len(figure.axes)  # the map and its colour bar
-        2
+    >>> figure = plot_layer_similarity(torch.eye(4), title="SVCCA")
+    >>> len(figure.axes)  # the map and its colour bar
+    2
     """
     if matrix.dim() != 2 or not matrix.numel():
         raise ValueError(f"matrix must be (L, M) and not empty, got {tuple(matrix.shape)}")
@@ -139,10 +138,9 @@ def relation_maps(features: Tensor) -> dict[str, Tensor]:
     Returns:
         "l2", "layer_norm", "softmax", "none" (Table 4): (N, N) each, float64 on the CPU.
 
-    Example:
-        >>> relation_maps(torch.eye(2))["l2"]
-        tensor([[1., 0.],
-                [0., 1.]], dtype=torch.float64)
+    >>> relation_maps(torch.eye(2))["l2"]
+    tensor([[1., 0.],
+            [0., 1.]], dtype=torch.float64)
     """
     check.floating("features", features, ndim=2)
     x = features.detach().double().cpu()
@@ -160,10 +158,9 @@ def relation_agreement(student: Tensor, teacher: Tensor) -> dict[str, float]:
         student: (N, Ds).
         teacher: (N, Dt).
 
-    Example:
-        >>> x = torch.randn(5, 8, dtype=torch.float64)
-        >>> round(relation_agreement(2 * x, x)["l2"], 6)
-        1.0
+    >>> x = torch.randn(5, 8, dtype=torch.float64)
+    >>> round(relation_agreement(2 * x, x)["l2"], 6)
+    1.0
     """
     check.floating("student", student, ndim=2)
     check.floating("teacher", teacher, ndim=2)
@@ -203,10 +200,9 @@ def plot_sentence(
     Returns:
         The matplotlib figure.
 
-    Example:
-        >>> features = {"teacher": torch.randn(3, 8), "student": torch.randn(3, 4)}
-        >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
-        16
+    >>> features = {"teacher": torch.randn(3, 8), "student": torch.randn(3, 4)}
+    >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
+    16
     """
     if not features or not tokens:
         raise ValueError("features and tokens must not be empty")
@@ -263,10 +259,9 @@ def plot_relations(
     Returns:
         The matplotlib figure.
 
-    Example:
-        >>> figure = plot_relations(torch.randn(2, 5, 8), torch.randn(2, 5, 16))
-        >>> [ax.get_title() for ax in figure.axes][1]
-        'teacher'
+    >>> figure = plot_relations(torch.randn(2, 5, 8), torch.randn(2, 5, 16))
+    >>> [ax.get_title() for ax in figure.axes][1]
+    'teacher'
     """
     student, teacher = (
         x.detach().double().cpu().reshape(-1, *x.shape[-2:])

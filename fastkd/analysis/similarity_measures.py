@@ -54,11 +54,10 @@ def similarity(
         ValueError: fewer than two rows (four for the unbiased CKA), values that are not finite, or
             a wrong shape or option.
 
-    Example:
-        >>> x = torch.randn(100, 8, dtype=torch.float64)
-        >>> found = similarity(x, x @ torch.randn(8, 8, dtype=torch.float64) + 1.0, "pwcca")
-        >>> round(found.item(), 6)
-        1.0
+    >>> x = torch.randn(100, 8, dtype=torch.float64)
+    >>> found = similarity(x, x @ torch.randn(8, 8, dtype=torch.float64) + 1.0, "pwcca")
+    >>> round(found.item(), 6)
+    1.0
     """
     check.floating("x", x, ndim=2)
     check.floating("y", y, ndim=2)

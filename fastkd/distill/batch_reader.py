@@ -176,7 +176,6 @@ class BatchReader:
         return read if mask is None else {**read, "decoder_attention_mask": mask.long()}
 
     def count_items(self, inputs: Mapping[str, Any]) -> Tensor:
-        """See `Distiller.count_items`."""
         batch = self._split(inputs)[0]
         labels: Any = batch.labels
         if labels is not None and batch.mask is None:

@@ -30,17 +30,16 @@ class ByRow(nn.Module):
         teachers: for each name a model, a `TeacherCache`, a
             `fastkd.integrations.ServedTeacher`, or `Blocks`.
 
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from fastkd.distill import ByRow, Distiller, SoftTargets, student_from_teacher
-        >>> sizes = dict(vocab_size=50, n_head=2, n_layer=4)
-        >>> math, code = (GPT2LMHeadModel(GPT2Config(n_embd=n, **sizes)) for n in (16, 32))
-        >>> teachers = ByRow({"math": math, "code": code})
-        >>> distiller = Distiller(teachers, student_from_teacher(math, [2, 4]), SoftTargets())
-        >>> ids = torch.arange(36).view(3, 12)
-        >>> out = distiller(input_ids=ids, labels=ids, teacher_id=["math", "code", "math"])
-        >>> sorted(out.terms)
-        ['soft', 'task', 'total']
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from fastkd.distill import ByRow, Distiller, SoftTargets, student_from_teacher
+    >>> sizes = dict(vocab_size=50, n_head=2, n_layer=4)
+    >>> math, code = (GPT2LMHeadModel(GPT2Config(n_embd=n, **sizes)) for n in (16, 32))
+    >>> teachers = ByRow({"math": math, "code": code})
+    >>> distiller = Distiller(teachers, student_from_teacher(math, [2, 4]), SoftTargets())
+    >>> ids = torch.arange(36).view(3, 12)
+    >>> out = distiller(input_ids=ids, labels=ids, teacher_id=["math", "code", "math"])
+    >>> sorted(out.terms)
+    ['soft', 'task', 'total']
     """
 
     def __init__(self, teachers: Mapping[str, Any]) -> None:
@@ -144,7 +143,6 @@ class RowOutputs(Outputs):
 
     @property
     def at_head(self) -> bool:
-        """See `Outputs.at_head`."""
         return all(part.outputs.at_head for part in self.parts)
 
     def without_logits(self) -> Outputs:

@@ -643,7 +643,6 @@ class _Writer:
         self.size += x.nbytes
 
     def flush(self) -> None:
-        """Write a shard of the collected rows."""
         if not self.columns:
             return
         tensors = {name: torch.cat(rows).contiguous() for name, rows in self.columns.items()}

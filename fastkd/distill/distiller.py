@@ -99,18 +99,17 @@ class Distiller(InGroup):
         ValueError: teacher and student share weights or don't fit the method, or the tokenizers
             map one id to different tokens.
 
-    Example:
-        >>> from transformers import BertConfig, BertForSequenceClassification
-        >>> from fastkd.distill import FCD, student_from_teacher
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
-        ...                     num_attention_heads=2, intermediate_size=32)
-        >>> teacher = BertForSequenceClassification(config)
-        >>> distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), FCD())
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> out = distiller(input_ids=ids, labels=torch.tensor([0, 1, 0, 1]))
-        >>> out.loss.backward()
-        >>> sorted(out.terms)
-        ['samples', 'soft', 'task', 'tokens', 'total']
+    >>> from transformers import BertConfig, BertForSequenceClassification
+    >>> from fastkd.distill import FCD, student_from_teacher
+    >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+    ...                     num_attention_heads=2, intermediate_size=32)
+    >>> teacher = BertForSequenceClassification(config)
+    >>> distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), FCD())
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> out = distiller(input_ids=ids, labels=torch.tensor([0, 1, 0, 1]))
+    >>> out.loss.backward()
+    >>> sorted(out.terms)
+    ['samples', 'soft', 'task', 'tokens', 'total']
     """
 
     # transformers.Trainer: the loss is a mean over the batch, to be divided by the number of
@@ -377,10 +376,9 @@ class Distiller(InGroup):
             model: the module around this distiller, such as DistributedDataParallel; gradients are
                 then synchronised once, in the last micro-batch.
 
-        Example:
-            >>> for out in distiller.accumulate(batches):  # doctest: +SKIP
-            ...     out.loss.backward()
-            >>> optimizer.step()  # doctest: +SKIP
+        >>> for out in distiller.accumulate(batches):  # doctest: +SKIP
+        ...     out.loss.backward()
+        >>> optimizer.step()  # doctest: +SKIP
         """
         if self._progress is None and self.method.scheduled:
             self._warn_of_schedule()

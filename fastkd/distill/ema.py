@@ -34,17 +34,16 @@ class EMATeacher(nn.Module):
     Raises:
         ValueError, TypeError: a decay out of range, or a student described by `Blocks`.
 
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from fastkd.distill import Distiller, SoftTargets
-        >>> student = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2))
-        >>> teacher = EMATeacher(student, decay=0.99)
-        >>> distiller = Distiller(teacher, student, SoftTargets())
-        >>> optimizer = torch.optim.SGD(distiller.parameters(), lr=0.1)
-        >>> ids = torch.arange(20).view(2, 10)
-        >>> distiller(input_ids=ids, labels=ids).loss.backward()
-        >>> optimizer.step()
-        >>> teacher.update()  # after each optimizer step
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from fastkd.distill import Distiller, SoftTargets
+    >>> student = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=8, n_layer=1, n_head=2))
+    >>> teacher = EMATeacher(student, decay=0.99)
+    >>> distiller = Distiller(teacher, student, SoftTargets())
+    >>> optimizer = torch.optim.SGD(distiller.parameters(), lr=0.1)
+    >>> ids = torch.arange(20).view(2, 10)
+    >>> distiller(input_ids=ids, labels=ids).loss.backward()
+    >>> optimizer.step()
+    >>> teacher.update()  # after each optimizer step
     """
 
     def __init__(self, student: nn.Module, decay: float) -> None:

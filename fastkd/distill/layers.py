@@ -31,12 +31,11 @@ def select_layers(
     Raises:
         ValueError: more student layers than teacher layers, or no data.
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
-        >>> ids = torch.arange(48).view(4, 12)
-        >>> len(select_layers(BertModel(config), [{"input_ids": ids}], 2))
-        2
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=3)
+    >>> ids = torch.arange(48).view(4, 12)
+    >>> len(select_layers(BertModel(config), [{"input_ids": ids}], 2))
+    2
     """
     check.positive_int("student_layers", student_layers)
     layers = Backbone(teacher, "teacher").num_layers

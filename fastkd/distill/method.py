@@ -61,27 +61,26 @@ class Method(nn.Module):
     features, and a mean over samples is ``step.mean(total, count)``: the term can then span
     several processes, see ``gather`` of `Distiller`.
 
-    Example:
-        >>> from torch.nn import functional as F
-        >>> class HiddenAndAttention(Method):
-        ...     def __init__(self, *, hidden=1.0, attention=1.0):
-        ...         super().__init__()
-        ...         self.hidden, self.attention = hidden, attention
-        ...     def choose_layers(self, teacher, student):
-        ...         self.pair_layers("uniform", teacher, student)
-        ...         self.student_attentions = self.student_layers
-        ...         self.teacher_attentions = self.teacher_layers
-        ...     def make_parts(self, teacher, student):
-        ...         self.W = nn.Linear(student.hidden_size, teacher.hidden_size)
-        ...     def weights(self, progress):
-        ...         return {"task": 1.0, "states": self.hidden, "maps": self.attention}
-        ...     def states(self, step):
-        ...         pairs = zip(*step.layers(self.student_layers, self.teacher_layers))
-        ...         return sum(F.mse_loss(self.W(s[step.real]), t[step.real]) for s, t in pairs)
-        ...     def maps(self, step):
-        ...         maps = step.attentions(self.student_attentions, self.teacher_attentions)
-        ...         real = step.real[:, None, :, None] & step.real[:, None, None, :]
-        ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
+    >>> from torch.nn import functional as F
+    >>> class HiddenAndAttention(Method):
+    ...     def __init__(self, *, hidden=1.0, attention=1.0):
+    ...         super().__init__()
+    ...         self.hidden, self.attention = hidden, attention
+    ...     def choose_layers(self, teacher, student):
+    ...         self.pair_layers("uniform", teacher, student)
+    ...         self.student_attentions = self.student_layers
+    ...         self.teacher_attentions = self.teacher_layers
+    ...     def make_parts(self, teacher, student):
+    ...         self.W = nn.Linear(student.hidden_size, teacher.hidden_size)
+    ...     def weights(self, progress):
+    ...         return {"task": 1.0, "states": self.hidden, "maps": self.attention}
+    ...     def states(self, step):
+    ...         pairs = zip(*step.layers(self.student_layers, self.teacher_layers))
+    ...         return sum(F.mse_loss(self.W(s[step.real]), t[step.real]) for s, t in pairs)
+    ...     def maps(self, step):
+    ...         maps = step.attentions(self.student_attentions, self.teacher_attentions)
+    ...         real = step.real[:, None, :, None] & step.real[:, None, None, :]
+    ...         return sum(F.mse_loss(s * real, t * real) for s, t in zip(*maps))
     """
 
     #: The paper's hyper-parameters that differ from the defaults; docs/studies has the reasons.

@@ -601,9 +601,8 @@ def resolve(name: str) -> type[Method]:
         ValueError: the name is unknown, or the class can't be imported.
         TypeError: the class is not a subclass of `Method`.
 
-    Example:
-        >>> resolve("fcd") is resolve("fastkd.distill.methods:FCD")
-        True
+    >>> resolve("fcd") is resolve("fastkd.distill.methods:FCD")
+    True
     """
     if ":" not in name:
         check.choice("method", name, METHODS)
@@ -631,11 +630,10 @@ def method_by_name(name: str, *, preset: Preset = "default", **hyperparameters: 
         ValueError: the name, preset or a hyper-parameter is unknown; the message suggests the
             nearest one.
 
-    Example:
-        >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
-        1.0
-        >>> method_by_name("mc3kd", preset="paper").beta
-        0.1
+    >>> method_by_name("lrkd", beta=1.0).weights(0.0)["projection"]
+    1.0
+    >>> method_by_name("mc3kd", preset="paper").beta
+    0.1
     """
     kind = resolve(name)
     known = inspect.signature(kind).parameters

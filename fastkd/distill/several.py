@@ -30,18 +30,17 @@ class Several(Method):
     Args:
         methods: the methods, in the order of the teachers.
 
-    Example:
-        >>> import torch
-        >>> from transformers import BertConfig, BertModel
-        >>> from fastkd.distill import FCD, LRKD, Distiller, student_from_teacher
-        >>> sizes = dict(vocab_size=50, num_attention_heads=2, intermediate_size=32)
-        >>> teachers = [BertModel(BertConfig(hidden_size=n, num_hidden_layers=4, **sizes))
-        ...             for n in (16, 24)]
-        >>> student = student_from_teacher(teachers[0], [2, 4])
-        >>> method = Several(FCD(task_weight=0), LRKD(alpha=None))
-        >>> out = Distiller(teachers, student, method)(input_ids=torch.arange(48).view(4, 12))
-        >>> sorted(out.terms)
-        ['0.samples', '0.tokens', '1.projection', 'total']
+    >>> import torch
+    >>> from transformers import BertConfig, BertModel
+    >>> from fastkd.distill import FCD, LRKD, Distiller, student_from_teacher
+    >>> sizes = dict(vocab_size=50, num_attention_heads=2, intermediate_size=32)
+    >>> teachers = [BertModel(BertConfig(hidden_size=n, num_hidden_layers=4, **sizes))
+    ...             for n in (16, 24)]
+    >>> student = student_from_teacher(teachers[0], [2, 4])
+    >>> method = Several(FCD(task_weight=0), LRKD(alpha=None))
+    >>> out = Distiller(teachers, student, method)(input_ids=torch.arange(48).view(4, 12))
+    >>> sorted(out.terms)
+    ['0.samples', '0.tokens', '1.projection', 'total']
     """
 
     def __init__(self, *methods: Method) -> None:
@@ -70,14 +69,12 @@ class Several(Method):
 
     @property
     def each(self) -> list[Method]:
-        """The methods, in order."""
         return list(self.methods)  # type: ignore[arg-type]
 
     def _named(self, kind: str) -> tuple[str, ...]:
         return tuple(f"{i}.{term}" for i, m in enumerate(self.each) for term in getattr(m, kind))
 
     def build(self, teacher: Model, student: Backbone) -> None:
-        """See `Method.build`."""
         count = len(self.methods)
         teachers = teacher.models if isinstance(teacher, EnsembleModel) else [teacher] * count
         if len(teachers) != count:
@@ -96,7 +93,6 @@ class Several(Method):
         self.uses_lm_head = all(method.uses_lm_head for method in self.each)
 
     def check(self, teacher: Model, student: Backbone) -> None:
-        """See `Method.check`."""
         for method in self.each:
             method.check(teacher, student)
 

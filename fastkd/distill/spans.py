@@ -25,11 +25,10 @@ def align_spans(student_offsets: Tensor, teacher_offsets: Tensor) -> tuple[Tenso
         (B, N) and (B, M) span numbers from 0. They are −1 for tokens without text, tokens after
         the last shared end, and tokens before the first text that both inputs include.
 
-    Example:
-        >>> ours = torch.tensor([[[0, 0], [0, 4], [4, 7], [8, 12]]])  # [CLS] play ##ing well
-        >>> theirs = torch.tensor([[[0, 7], [7, 9], [9, 12]]])  # playing _w ell
-        >>> align_spans(ours, theirs)
-        (tensor([[-1,  0,  0,  1]]), tensor([[0, 1, 1]]))
+    >>> ours = torch.tensor([[[0, 0], [0, 4], [4, 7], [8, 12]]])  # [CLS] play ##ing well
+    >>> theirs = torch.tensor([[[0, 7], [7, 9], [9, 12]]])  # playing _w ell
+    >>> align_spans(ours, theirs)
+    (tensor([[-1,  0,  0,  1]]), tensor([[0, 1, 1]]))
     """
     sides = [student_offsets.cpu(), teacher_offsets.cpu()]
     for name, x in zip(("student_offsets", "teacher_offsets"), sides, strict=True):

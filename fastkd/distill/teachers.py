@@ -33,12 +33,10 @@ class AdaptersOff(nn.Module):
         self.__dict__["student"] = student  # as a submodule it would get this one's mode
 
     def get_base_model(self) -> nn.Module:
-        """See ``peft.PeftModel``."""
         base: nn.Module = self.__dict__["student"].get_base_model()
         return base
 
     def forward(self, **inputs: Any) -> Any:
-        """The base model's output."""
         student = self.__dict__["student"]
         flags = [(p, p.requires_grad) for p in student.parameters()]
         try:

@@ -98,18 +98,17 @@ class DistillationTrainer(Trainer):
             Trainer's order.
         arguments: all other arguments of ``transformers.Trainer``.
 
-    Example:
-        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
-        >>> from fastkd.distill import FCD, student_from_teacher
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
-        ...                     num_attention_heads=2, intermediate_size=32)
-        >>> teacher = BertForSequenceClassification(config)
-        >>> trainer = DistillationTrainer(
-        ...     teacher, student_from_teacher(teacher, [2, 4]), FCD(),
-        ...     args=TrainingArguments("unused", report_to="none", save_strategy="no"),
-        ... )
-        >>> type(trainer.distiller.method).__name__
-        'FCD'
+    >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+    >>> from fastkd.distill import FCD, student_from_teacher
+    >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+    ...                     num_attention_heads=2, intermediate_size=32)
+    >>> teacher = BertForSequenceClassification(config)
+    >>> trainer = DistillationTrainer(
+    ...     teacher, student_from_teacher(teacher, [2, 4]), FCD(),
+    ...     args=TrainingArguments("unused", report_to="none", save_strategy="no"),
+    ... )
+    >>> type(trainer.distiller.method).__name__
+    'FCD'
     """
 
     _signature_columns: list[str] | None

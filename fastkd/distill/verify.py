@@ -248,7 +248,6 @@ class _Step:
         return taken(copy.deepcopy(self.distiller) if distiller is None else distiller, given)[1]
 
     def select(self, rows: Any) -> dict[str, Tensor]:
-        """The given rows of the batch."""
         return {name: x[rows] for name, x in self.batch.items()}
 
     def again(self) -> Gradients:

@@ -199,9 +199,8 @@ class RelationDistillLoss(_EmbeddingLoss):
         gather: compare the texts of all processes.
         mini_batch_size: texts in one micro-batch of the student; see the module's docstring.
 
-    Example:
-        >>> loss = RelationDistillLoss(model, dims=[384, 128])  # doctest: +SKIP
-        >>> SentenceTransformerTrainer(model, train_dataset=data, loss=loss)  # doctest: +SKIP
+    >>> loss = RelationDistillLoss(model, dims=[384, 128])  # doctest: +SKIP
+    >>> SentenceTransformerTrainer(model, train_dataset=data, loss=loss)  # doctest: +SKIP
     """
 
     options = ("normalize", "distance", "temperature")
@@ -367,11 +366,10 @@ class LayerDistillLoss(_SynchronisedLoss):
         ValueError: different vocabularies, or a method that needs a schedule, perturbed embeddings
             or labels, which the Trainer doesn't provide.
 
-    Example:
-        >>> layers = LayerDistillLoss(model, teacher, FCD(task_weight=0))  # doctest: +SKIP
-        >>> both = LayerDistillLoss(
-        ...     model, teacher, FCD(task_weight=0), loss=RelationDistillLoss(model)
-        ... )  # doctest: +SKIP
+    >>> layers = LayerDistillLoss(model, teacher, FCD(task_weight=0))  # doctest: +SKIP
+    >>> both = LayerDistillLoss(
+    ...     model, teacher, FCD(task_weight=0), loss=RelationDistillLoss(model)
+    ... )  # doctest: +SKIP
     """
 
     def __init__(
@@ -412,7 +410,6 @@ class LayerDistillLoss(_SynchronisedLoss):
 
     @property
     def method(self) -> Method:
-        """The distillation method of the Distiller."""
         return self.distiller.method
 
     def _own_parameters(self) -> list[nn.Parameter]:

@@ -22,8 +22,9 @@ def top_k(input_top_logprobs: Sequence[Sequence[Sequence[Any]] | None], k: int) 
             empty); each other is a list of (log-probability, token id, text or None).
         k: tokens kept at a position, at least 1.
 
-    Returns, Raises:
-        as `fastkd.integrations.vllm.top_k`, at the temperature the server used: 1 by default.
+    Returns:
+        As `fastkd.integrations.vllm.top_k`, with its errors, at the temperature that the server
+        used: 1 by default.
 
     >>> top = top_k([None, [(-0.5, 3, None), (-1.5, 7, None)]], k=2)
     >>> top.ids

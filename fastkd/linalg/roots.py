@@ -68,12 +68,11 @@ def sqrtm(a: Tensor) -> Tensor:
         TypeError: ``a`` is not a floating tensor.
         ValueError: ``a`` is not square.
 
-    Example:
-        >>> import torch
-        >>> from fastkd.linalg.roots import sqrtm
-        >>> sqrtm(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))
-        tensor([[2., 0.],
-                [0., 3.]])
+    >>> import torch
+    >>> from fastkd.linalg.roots import sqrtm
+    >>> sqrtm(torch.tensor([[4.0, 0.0], [0.0, 9.0]]))
+    tensor([[2., 0.],
+            [0., 3.]])
     """
     _check_square(a)
     return _MatrixRoot.apply(a, False, 0.0)
@@ -99,11 +98,10 @@ def inv_sqrtm(a: Tensor, ridge: float = 0.0) -> Tensor:
         TypeError: ``a`` is not a floating tensor.
         ValueError: ``a`` is not square, or ``ridge`` is negative.
 
-    Example:
-        >>> import torch
-        >>> from fastkd.linalg.roots import inv_sqrtm
-        >>> inv_sqrtm(torch.tensor([[4.0, 0.0], [0.0, 15.0]]), ridge=1.0)[1, 1]
-        tensor(0.2500)
+    >>> import torch
+    >>> from fastkd.linalg.roots import inv_sqrtm
+    >>> inv_sqrtm(torch.tensor([[4.0, 0.0], [0.0, 15.0]]), ridge=1.0)[1, 1]
+    tensor(0.2500)
     """
     _check_square(a)
     check.number("ridge", ridge, at_least=0.0)

@@ -25,8 +25,6 @@ from fastkd.lm.row_losses import log_totals
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """Options of the log-probabilities."""
-
     form: HeadForm
     temperature: float
     chunk_bytes: int

@@ -70,8 +70,6 @@ class HeadForm:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Options of the loss."""
-
     reduction: str
     runs_on: str  # backend of the row losses: "torch", "triton" or "cpp"
     students: int  # number of tensors of the student's head
@@ -109,11 +107,9 @@ class Positions:
     ratio_old: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
-        """The tensors as arguments of an operator."""
         return [getattr(self, field.name) for field in fields(self)]
 
     def at(self, rows: slice | Tensor) -> "Positions":
-        """The tensors of these rows."""
         return Positions(*(None if x is None else x[rows] for x in self.tensors()))
 
 
@@ -540,7 +536,6 @@ class _ChunkedPass:
         return total
 
     def ranges(self) -> Iterator[slice]:
-        """Slices of positions, one for each chunk."""
         hidden = self.student.states[0]
         columns = self.V + (0 if self.teacher is None else len(self.teacher.weights[0]))
         if self.options.unmatched and not values_readable(hidden):
@@ -682,7 +677,6 @@ class _ChunkedPass:
     def fill_terms(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor
     ) -> None:
-        """Write the terms of logits (R, V)."""
         names = self.options.terms.split()
         if not {"entropy", "accuracy"}.isdisjoint(names):
             terms[2], terms[3] = self.entropy_and_accuracy(student, labels)

@@ -784,7 +784,6 @@ def linear_soft_target_loss(
 
 
 def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
-    """Names of the terms to return."""
     if isinstance(return_terms, bool):
         return MAIN_TERMS if return_terms else ()
     if isinstance(return_terms, str):

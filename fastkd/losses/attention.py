@@ -123,7 +123,6 @@ class AttentionLoss(LossModule):
         teacher: Tensor | Sequence[Tensor],
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss as a scalar, or (B,)."""
         pairs = check.layer_pairs(student, teacher)
         return _attention_layers(pairs, mask, self.heads, None, self.reduction, self.backend)
 

@@ -108,10 +108,9 @@ def cca_loss(
         TypeError: wrong type or dtype.
         ValueError: wrong shape, device, option, or a teacher that requires grad.
 
-    Example:
-        >>> x = torch.eye(4)[:, :2]
-        >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
-        tensor(-2.)
+    >>> x = torch.eye(4)[:, :2]
+    >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)
+    tensor(-2.)
     """
     check.pair(student, teacher, min_ndim=2)
     check.shape(
@@ -154,11 +153,10 @@ def canonical_correlations(
     Raises:
         TypeError: wrong type or dtype. ValueError: wrong shape, device or ridge.
 
-    Example:
-        >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-        >>> y = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
-        >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
-        tensor([1.])
+    >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> y = torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
+    >>> canonical_correlations(x, torch.cat([-2 * x + y, y], 1))
+    tensor([1.])
     """
     check.floating("x", x, min_ndim=2)
     check.floating("y", y, min_ndim=2)
@@ -197,11 +195,10 @@ class CCALoss(LossModule, InGroup):
         persistent: keep the memory in ``state_dict()``, from which a run continues with the same
             bits.
 
-    Example:
-        >>> student, teacher = torch.randn(8, 16, 4, requires_grad=True), torch.randn(8, 16, 6)
-        >>> CCALoss(ridge=1e-3)(student, teacher, mask=torch.ones(8, 16)).backward()
-        >>> student.grad.shape
-        torch.Size([8, 16, 4])
+    >>> student, teacher = torch.randn(8, 16, 4, requires_grad=True), torch.randn(8, 16, 6)
+    >>> CCALoss(ridge=1e-3)(student, teacher, mask=torch.ones(8, 16)).backward()
+    >>> student.grad.shape
+    torch.Size([8, 16, 4])
     """
 
     ridge: Ridge = 1e-4
@@ -388,7 +385,6 @@ def check_memory(memory: int | Literal["auto"]) -> None:
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
-    """Ridges of student and teacher."""
     pair = tuple(ridge) if isinstance(ridge, (tuple, list)) else (ridge, ridge)
     if len(pair) != 2:
         raise ValueError(f"ridge must be a number or a pair (student, teacher), got {ridge!r}")

@@ -187,7 +187,6 @@ class HiddenStateLoss(LossModule):
         mask: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
-        """The loss as a scalar, or (...)."""
         if self.projector is not None:
             check.pair(student, teacher)
             if student.shape[-1] != self.projector.in_features:

@@ -204,7 +204,6 @@ def knn_feature_loss(
 
 
 def _counted(labels: Tensor, ignore_index: int) -> Tensor:
-    """Which labels are not ignored."""
     (labels,) = comparable(labels)
     return labels != ignore_index
 

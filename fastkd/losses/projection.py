@@ -195,7 +195,6 @@ class OrthogonalProjection(LossModule):
         return weight[: self.in_dim, : self.out_dim]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Project ``x`` (..., in_dim) to (..., out_dim)."""
         check.floating("x", x)
         if x.shape[-1] != self.in_dim:
             raise ValueError(f"x must have {self.in_dim} columns (in_dim), got {tuple(x.shape)}")
@@ -448,7 +447,6 @@ class DualProjectionLoss(LossModule):
         mask: Tensor | None = None,
         teacher_mask: Tensor | None = None,
     ) -> Tensor:
-        """The loss as a scalar."""
         check.pair(student, teacher, min_ndim=2)
         _check_features("student", student, self.student_projection.in_dim)
         _check_features("teacher", teacher, self.teacher_projection.in_dim)

@@ -180,13 +180,12 @@ def relation_loss(
             grad.
         BackendUnavailable: the requested backend can't run this call.
 
-    Example:
-        >>> student = torch.randn(2, 16, 64, requires_grad=True)
-        >>> teacher = torch.randn(2, 16, 128)
-        >>> loss = relation_loss(student, teacher, over="samples")
-        >>> loss.backward()
-        >>> loss.shape, student.grad.shape
-        (torch.Size([]), torch.Size([2, 16, 64]))
+    >>> student = torch.randn(2, 16, 64, requires_grad=True)
+    >>> teacher = torch.randn(2, 16, 128)
+    >>> loss = relation_loss(student, teacher, over="samples")
+    >>> loss.backward()
+    >>> loss.shape, student.grad.shape
+    (torch.Size([]), torch.Size([2, 16, 64]))
     """
     check.choice("over", over, OVER)
     _check_options(normalize, distance, temperature, eps)

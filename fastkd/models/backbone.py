@@ -277,7 +277,6 @@ class Backbone(Model):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
         return next(self.inner.parameters()).dtype
 
     @property

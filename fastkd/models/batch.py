@@ -129,7 +129,6 @@ class Batch:
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Inputs without targets."""
         return {name: value for name, value in self.inputs.items() if name not in SPAN_LABELS}
 
     def align(self, spans: tuple[Tensor, Tensor], causal: bool, several: bool = True) -> None:

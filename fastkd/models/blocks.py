@@ -36,17 +36,16 @@ class Blocks(nn.Module):
     Raises:
         ValueError: the model has no module of this name, or ``blocks`` is no list of modules.
 
-    Example:
-        >>> import torch
-        >>> from fastkd.distill import FCD, Distiller
-        >>> def model(layers):
-        ...     return nn.Sequential(nn.Embedding(50, 16), nn.Sequential(
-        ...         *(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        ...           for _ in range(layers))))
-        >>> sides = [Blocks(model(n), "1", hidden_size=16) for n in (4, 2)]
-        >>> out = Distiller(*sides, FCD(task_weight=0))(input=torch.arange(48).view(4, 12))
-        >>> sorted(out.terms)
-        ['samples', 'tokens', 'total']
+    >>> import torch
+    >>> from fastkd.distill import FCD, Distiller
+    >>> def model(layers):
+    ...     return nn.Sequential(nn.Embedding(50, 16), nn.Sequential(
+    ...         *(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    ...           for _ in range(layers))))
+    >>> sides = [Blocks(model(n), "1", hidden_size=16) for n in (4, 2)]
+    >>> out = Distiller(*sides, FCD(task_weight=0))(input=torch.arange(48).view(4, 12))
+    >>> sorted(out.terms)
+    ['samples', 'tokens', 'total']
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Blocks(nn.Module):
         self.sentence_last, self.regression = sentence_last, regression
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's output, unchanged."""
         return self.model(**inputs)
 
 
@@ -160,5 +158,4 @@ class BlocksBackbone(Backbone):
 
 
 def backbone_of(model: nn.Module, name: str) -> Backbone:
-    """Backbone of a teacher or student."""
     return BlocksBackbone(model, name) if isinstance(model, Blocks) else Backbone(model, name)

@@ -25,9 +25,8 @@ def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int
     Raises:
         ValueError: an unknown scheme, or more student layers than teacher layers.
 
-    Example:
-        >>> layer_map("uniform", 12, 6)
-        [2, 4, 6, 8, 10, 12]
+    >>> layer_map("uniform", 12, 6)
+    [2, 4, 6, 8, 10, 12]
     """
     check.choice("scheme", scheme, SCHEMES)
     check.positive_int("teacher_layers", teacher_layers)

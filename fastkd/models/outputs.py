@@ -74,7 +74,6 @@ class Outputs:
         return self.head_inputs is not None or self.top_k is not None
 
     def to(self, device: torch.device) -> "Outputs":
-        """The outputs on another device."""
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.
         moved = self.features(lambda x, tokens: x.to(device)).predictions(lambda x: x.to(device))
         head = moved.head_inputs
@@ -88,7 +87,6 @@ class Outputs:
         return dataclasses.replace(self, logits=None, head_inputs=None, top_k=None)
 
     def rows(self, count: int) -> "Outputs":
-        """The outputs of the first ``count`` samples."""
         first = self.features(lambda x, tokens: x[:count]).predictions(lambda x: x[:count])
         sentence = None if self.sentence is None else self.sentence[:count]
         return dataclasses.replace(first, sentence=sentence)

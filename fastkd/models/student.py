@@ -75,16 +75,15 @@ def student_from_teacher(
         TypeError: ``teacher`` is no transformers model, or ``layers`` is the name of a map: call
             `layer_map`.
 
-    Example:
-        >>> from transformers import BertConfig, BertModel
-        >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
-        ...                     num_attention_heads=2, intermediate_size=32)
-        >>> student = student_from_teacher(BertModel(config), [2, 4])
-        >>> student.config.num_hidden_layers
-        2
-        >>> student = student_from_teacher(BertModel(config), 2, config={"hidden_size": 8})
-        >>> student.get_input_embeddings().weight.shape
-        torch.Size([50, 8])
+    >>> from transformers import BertConfig, BertModel
+    >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
+    ...                     num_attention_heads=2, intermediate_size=32)
+    >>> student = student_from_teacher(BertModel(config), [2, 4])
+    >>> student.config.num_hidden_layers
+    2
+    >>> student = student_from_teacher(BertModel(config), 2, config={"hidden_size": 8})
+    >>> student.get_input_embeddings().weight.shape
+    torch.Size([50, 8])
     """
     check.choice("weights", weights, ("cut", "random"))
     if hasattr(teacher, "peft_config"):
@@ -217,7 +216,6 @@ def layers_to_keep(scheme: str, backbone: Backbone, count: int) -> list[int]:
 
 
 def _chosen(layers: Any, backbone: Backbone) -> list[int]:
-    """Numbers of the layers to keep."""
     depth = backbone.num_layers
     if layers is None:
         return list(range(1, depth + 1))

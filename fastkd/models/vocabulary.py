@@ -52,7 +52,6 @@ def shared_tokens(teacher: Model, student: Model) -> int | None:
 
 
 def _tokens_by_id(tokenizer: Any) -> dict[int, list[str]]:
-    """Tokens of each id."""
     found: dict[int, list[str]] = {}
     for token, i in sorted(tokenizer.get_vocab().items()):
         found.setdefault(i, []).append(token)

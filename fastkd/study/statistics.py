@@ -57,9 +57,8 @@ def paired_difference(differences: Sequence[float], step: float = 0.0) -> Differ
     variance is therefore at least that of rounding both scores to ``step``, a bound that
     `scipy.stats.ttest_rel` lacks. Without it the two are equal.
 
-    Example:
-        >>> paired_difference([0.1, 0.2, 0.3]).mean.__round__(3)
-        0.2
+    >>> paired_difference([0.1, 0.2, 0.3]).mean.__round__(3)
+    0.2
     """
     x = np.asarray(differences, dtype=float)
     mean, count = float(x.mean()), len(x)
@@ -77,9 +76,8 @@ def paired_difference(differences: Sequence[float], step: float = 0.0) -> Differ
 def holm(p: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979); NaN stays NaN and is not counted.
 
-    Example:
-        >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
-        [0.03, 0.06, 0.06]
+    >>> [round(x, 3) for x in holm([0.01, 0.04, 0.03])]
+    [0.03, 0.06, 0.06]
     """
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")  # NaN last

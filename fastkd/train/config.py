@@ -86,14 +86,13 @@ class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: 
 class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
     """Options of `fastkd distill`, as TrainingArguments; `DistillOptions` lists them.
 
-    Example:
-        >>> config = DistillConfig(teacher="bert-base-uncased", task="sst2", method="fcd",
-        ...                        finetune_teacher=3, num_train_epochs=2, device_name="cpu")
-        >>> config.num_train_epochs, config.weight_decay
-        (2, 0.01)
-
     Raises:
         InputError: an option is out of its bounds, or options exclude each other.
+
+    >>> config = DistillConfig(teacher="bert-base-uncased", task="sst2", method="fcd",
+    ...                        finetune_teacher=3, num_train_epochs=2, device_name="cpu")
+    >>> config.num_train_epochs, config.weight_decay
+    (2, 0.01)
     """
 
     def __post_init__(self) -> None:
