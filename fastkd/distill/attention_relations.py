@@ -108,7 +108,10 @@ class MiniLM(_Relations):
 
     def attentions(self, step: Step) -> Tensor:
         """L_AT, eq. 7."""
-        pairs = [(x.queries, _by_query(x.keys, x.queries)) for x in step.qkv(*self._layers())]
+        pairs = []
+        for queries, keys, _ in step.qkv(*self._layers()):
+            groups = queries.shape[1] // keys.shape[1]  # of queries, each of which shares a key
+            pairs.append((queries, keys.repeat_interleave(groups, 1)))
         _check_heads(*(queries for queries, _ in pairs))
         return self._mean(step, relation_divergence(pairs, step.real, self.causal))
 
@@ -185,11 +188,6 @@ class MiniLMv2(_Relations):
             )
         split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in joined]
         return self._mean(step, relation_divergence([(x, x) for x in split], step.real))
-
-
-def _by_query(keys: Tensor, queries: Tensor) -> Tensor:
-    """Keys (B, H, N, d), of which groups of queries may share one."""
-    return keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
 
 
 def _check_heads(student: Tensor, teacher: Tensor) -> None:

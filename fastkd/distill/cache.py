@@ -470,9 +470,8 @@ def write_cache(
     for batch in batches:
         keys, mask = sample_keys(batch, teacher)
         if writer is None:
-            made = _Writer if source is None else _SourceWriter
-            settings = (tokenizer, shard_bytes, batch, top_k)
-            writer = made(teacher, method, folder, *settings, source)
+            settings = (tokenizer, shard_bytes, batch, top_k, source)
+            writer = _Writer(teacher, method, folder, *settings)
             known = set(writer.cache._rows)
         if known.issuperset(keys):
             continue
@@ -496,7 +495,7 @@ class _Writer:
         shard_bytes: int,
         first: Batch,
         top_k: int | None,
-        source: Any = None,
+        source: Any,
     ) -> None:
         self.teacher, self.method, self.source = teacher, method, source
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -558,6 +557,12 @@ class _Writer:
 
     def _identity(self) -> dict[str, Any]:
         """What else the teacher's outputs depend on."""
+        if self.source is not None:
+            return {
+                "precision": "that of the weights",
+                "configuration": self.source.configuration(),
+                "fingerprint": {"teacher": f"served: {self.teacher.class_name}"},
+            }
         model = self.teacher.model
         return {
             "precision": _precision(model),
@@ -578,14 +583,16 @@ class _Writer:
         """The teacher's outputs on the batch, and its head inputs instead of logits if it can
         and ``read_head`` is true.
         """
-        reads = self.wanted["logits"]
-        wanted = self.method.layer_request("teacher")
-        inputs = placed_for(self.teacher.model, batch.model_inputs)
-        head: HeadOutput = "none"
-        if reads:
-            head = "inputs" if read_head else "logits"
-        with torch.no_grad():
-            outputs = model_outputs(self.teacher, inputs, wanted, head)
+        if self.source is not None:
+            outputs = self.source.outputs(batch, self.wanted, batch.token_mask.device)
+        else:
+            inputs = placed_for(self.teacher.model, batch.model_inputs)
+            head: HeadOutput = "none"
+            if self.wanted["logits"]:
+                head = "inputs" if read_head else "logits"
+            with torch.no_grad():
+                request = self.method.layer_request("teacher")
+                outputs = model_outputs(self.teacher, inputs, request, head)
         rest = dataclasses.replace(outputs, head_inputs=None)  # the head keeps its device
         return rest.to(batch.token_mask.device), outputs.head_inputs
 
@@ -650,21 +657,6 @@ class _Writer:
         path = self.folder / f"shard-{_digest(data)}.safetensors"
         write_file(path, data, shared=True)
         self.columns, self.size = {}, 0
-
-
-class _SourceWriter(_Writer):
-    """Writer of outputs that are read from an `OutputSource`."""
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "precision": "that of the weights",
-            "configuration": self.source.configuration(),
-            "fingerprint": {"teacher": f"served: {self.teacher.class_name}"},
-        }
-
-    def _run(self, batch: Batch, read_head: bool) -> tuple[Outputs, HeadInputs | None]:
-        outputs = self.source.outputs(batch, self.wanted, batch.token_mask.device)
-        return dataclasses.replace(outputs, head_inputs=None), outputs.head_inputs
 
 
 def _tensors_of(head: Head) -> dict[str, Tensor]:
@@ -762,7 +754,9 @@ def _configuration(model: nn.Module) -> dict[str, Any]:
         found |= _flat({f"adapter {name}": adapter.to_dict()})
     if adapters:
         found["active adapters"] = inner.active_adapters
-    read_back: dict[str, Any] = json.loads(json.dumps(found, default=_as_json))
+    read_back: dict[str, Any] = json.loads(
+        json.dumps(found, default=lambda x: sorted(map(str, x)) if isinstance(x, set) else str(x))
+    )
     return read_back
 
 
@@ -777,10 +771,6 @@ def _flat(entries: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{name}"] = value
     return found
-
-
-def _as_json(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, set) else str(value)
 
 
 def _modules_digest(model: nn.Module) -> str:

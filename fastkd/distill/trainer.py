@@ -247,7 +247,8 @@ class DistillationTrainer(Trainer):
         """
         if model is self.distiller.student:
             return super().compute_loss(model, inputs, return_outputs)
-        self._set_progress()
+        done = self.state.global_step / max(1, self.state.max_steps)
+        self.distiller.set_progress(min(1.0, done))
         if self._parts is not None:
             output = next(self._parts)
             self._note(output.terms)
@@ -269,9 +270,6 @@ class DistillationTrainer(Trainer):
     def warn(self, message: str) -> None:
         """Report a likely mistake."""
         warn_caller(message)
-
-    def _set_progress(self) -> None:
-        self.distiller.set_progress(min(1.0, self.state.global_step / max(1, self.state.max_steps)))
 
     def _note(self, terms: dict[str, Tensor]) -> None:
         """Add terms to the sums of the next log, weighted by the batch's fraction of a step.
@@ -305,8 +303,10 @@ class DistillationTrainer(Trainer):
         # Trainer counts labels only, but soft targets need none.
         counts = self.model_accepts_loss_kwargs and batches
         if counts and not {"labels", "input_ids"}.isdisjoint(batches[0]):
-            items = torch.stack([self._items(batch) for batch in batches]).sum()
-            items = items.to(device)
+            shares = (x.get(SHARE, 1.0) > 0 for x in batches)  # 0: repeated rows
+            counts = (self.distiller.count_items(x) for x in batches)
+            items = torch.stack([n * share for n, share in zip(counts, shares, strict=True)])
+            items = items.sum().to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 items = self.accelerator.gather(items).sum()
         if not self.model_accepts_loss_kwargs:
@@ -344,9 +344,6 @@ class DistillationTrainer(Trainer):
         if not labels.is_floating_point() or labels.dim() > 1:
             known &= labels != IGNORED
         return int(known.sum()), labels.numel()
-
-    def _items(self, batch: dict[str, Any]) -> Tensor:
-        return self.distiller.count_items(batch) * (batch.get(SHARE, 1.0) > 0)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer.evaluation_loop``; the weights stay as they were.

@@ -33,8 +33,6 @@ from fastkd._core.plans import planned
 from fastkd._core.pooling import pool_tokens
 from fastkd.distributed import Group, InGroup, Ranks, ranks_of
 
-__all__ = ["CosNCELoss", "cos_nce_loss", "cos_nce_loss_ref"]
-
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 Pool = Literal["tokens", "cls", "mean"]

@@ -158,7 +158,10 @@ class OrthogonalProjection(LossModule):
 
     def _apply(self, fn, recurse=True):
         def convert(tensor: Tensor) -> Tensor:
-            return _at_least_float32(fn(tensor), tensor)
+            converted = fn(tensor)
+            if converted.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(converted.device, torch.float32)
+            return converted
 
         super()._apply(convert, recurse)
         if self._last_inverse is not None:
@@ -209,13 +212,6 @@ class OrthogonalProjection(LossModule):
             projected = product(rows.to(dtype), weight.to(dtype))
         projected = projected.to(x.dtype)
         return projected if x.dim() == 2 else projected.reshape(*x.shape[:-1], self.out_dim)
-
-
-def _at_least_float32(converted: Tensor, original: Tensor) -> Tensor:
-    """``converted``; in half precision instead ``original`` in float32 on its device."""
-    if converted.dtype in (torch.float16, torch.bfloat16):
-        return original.to(converted.device, torch.float32)
-    return converted
 
 
 def _is_few(rows: Tensor, raw: Tensor) -> bool:

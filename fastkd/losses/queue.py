@@ -7,8 +7,6 @@ from fastkd._core import check
 from fastkd._core.numerics import values_readable
 from fastkd.distributed import Group, InGroup, ranks_of
 
-__all__ = ["FeatureQueue"]
-
 
 def _holds(dtype: torch.dtype, labels: Tensor) -> bool:
     """Whether ``dtype`` represents ``labels`` exactly; readable integers are checked by value."""
