@@ -303,10 +303,9 @@ class DistillationTrainer(Trainer):
         # Trainer counts labels only, but soft targets need none.
         counts = self.model_accepts_loss_kwargs and batches
         if counts and not {"labels", "input_ids"}.isdisjoint(batches[0]):
-            shares = (x.get(SHARE, 1.0) > 0 for x in batches)  # 0: repeated rows
-            counts = (self.distiller.count_items(x) for x in batches)
-            items = torch.stack([n * share for n, share in zip(counts, shares, strict=True)])
-            items = items.sum().to(device)
+            # A share of 0: rows that another process has, too.
+            counts = [self.distiller.count_items(x) * (x.get(SHARE, 1.0) > 0) for x in batches]
+            items = torch.stack(counts).sum().to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 items = self.accelerator.gather(items).sum()
         if not self.model_accepts_loss_kwargs:
