@@ -5,7 +5,6 @@ it to float32 sums. Memory holds at most `LossOptions.chunk_bytes` of (positions
 the sums are the only other matrices of the head's size.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -31,7 +30,6 @@ from fastkd._core.products import (
     product_back,
     scaled_for_products,
 )
-from fastkd.lm.matched_tokens import matched_rows
 from fastkd.lm.row_losses import (
     CrossEntropyOptions,
     SoftTargetOptions,
@@ -653,8 +651,20 @@ class _ChunkedPass:
                 mask = given.soft_mask if mask is None else mask & given.soft_mask
                 if logits is not None and shared is None:  # the teacher may be NaN there
                     logits.masked_fill_(~mask[:, None], 0)
-            soft = self.soft_targets(
-                student, teacher, mask, has_soft, soft_weights, log_mass, shared, row_terms
+            soft = divergence_in_place(
+                student,
+                teacher,
+                options.soft,
+                options.soft_weight,
+                self.runs_on,
+                has_soft,
+                mask,
+                soft_weights,
+                log_mass,
+                shared,
+                row_terms,
+                self.columns if options.unmatched else None,
+                options.unmatched,
             )
             soft = soft if given.soft_mask is None else soft.masked_fill(~given.soft_mask, 0)
             terms[0] = soft if ratio is None else soft * ratio
@@ -727,48 +737,3 @@ class _ChunkedPass:
             return None
         log_q = self.log_probs(student, given.ratio_ids)
         return (log_q - given.ratio_old).exp_().clamp_(max=self.options.largest_ratio)
-
-    def soft_targets(
-        self,
-        student: Tensor,
-        teacher: list[Tensor],
-        mask: Tensor | None,
-        needs_grad: bool,
-        weights: Tensor | None,
-        log_mass: Tensor | None,
-        teacher_rows: Tensor | None,
-        terms: tuple[Tensor | None, Tensor] | None,
-    ) -> Tensor:
-        """Divergences (R,); if needed, their gradient times weights (R,) overwrites ``student``.
-
-        ``log_mass`` (R,): of the compared tokens in the teacher's whole distribution, None for 0.
-        ``teacher_rows`` and ``terms`` are those of `divergence_in_place`.
-        """
-        soft, weight = self.options.soft, self.options.soft_weight
-        divergence = functools.partial(
-            divergence_in_place,
-            soft=soft,
-            weight=weight,
-            runs_on=self.runs_on,
-            needs_grad=needs_grad,
-            mask=mask,
-            weights=weights,
-        )
-        if not self.options.unmatched or self.runs_on != "triton":
-            return divergence(
-                student,
-                teacher,
-                log_mass=log_mass,
-                teacher_rows=teacher_rows,
-                terms=terms,
-                columns=self.columns if self.options.unmatched else None,
-                unmatched=self.options.unmatched,
-            )
-        factor: Tensor | float | None = None
-        if needs_grad:
-            factor = weight * soft.scale / soft.temperature
-            factor = factor if weights is None else weights[:, None] * factor
-            factor = factor if mask is None else mask[:, None] * factor
-        return matched_rows(
-            divergence, student, teacher[0], self.columns, self.options.unmatched, soft, factor
-        )

@@ -5,15 +5,13 @@ kernel's gradient needs no scatter. Unmatched columns are −inf on both sides: 
 probability 0, which add nothing. All unmatched tokens together take one of these columns.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fastkd._core.numerics import autocast_off, upcast, working_dtype
-from fastkd._core.operator import operator
-from fastkd.lm.row_losses import SoftTargetOptions, divergence_in_place, log_softmax, row_chunks
+from fastkd._core.numerics import upcast
+from fastkd.lm.reference import SoftTargetOptions
 
 
 def matched_rows(
@@ -45,7 +43,7 @@ def matched_rows(
         return divergence(student.add_(barrier), [targets])
     distance = slope = None
     if unmatched == "sorted" and len(ours) and len(theirs):
-        p, p_t = (log_softmax(z, tau).exp_() for z in (student, teacher))
+        p, p_t = (_log_softmax(z, tau).exp_() for z in (student, teacher))
         distance, slope = _sorted_distance(p, p_t.index_select(-1, theirs), ours, factor)
     part, log_rest = _softmax_and_logsumexp(student.index_select(-1, ours), tau)
     _, log_rest_t = _softmax_and_logsumexp(upcast(teacher.index_select(-1, theirs)), tau)
@@ -68,6 +66,14 @@ def matched_rows(
         if slope is not None:
             student.add_(slope)
     return value if distance is None else value + distance.to(value.dtype) * soft.scale
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    # Above it distributions differ so little, and τ² multiplies the rounding error of KL so much,
+    # that float32 would leave few digits.
+    largest_in_float32 = 10.0
+    z = logits.double() if temperature > largest_in_float32 else upcast(logits)
+    return torch.log_softmax(z if temperature == 1 else z / temperature, -1)
 
 
 def _softmax_and_logsumexp(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -106,66 +112,3 @@ def _sorted_distance(
     weighted = own.mul_(sign)
     p.mul_(-weighted.sum(-1, keepdim=True))
     return distance, p.index_add_(-1, ours, weighted).mul_(factor)
-
-
-def _shapes(student, teacher, mask, weights, columns, *options):
-    rows = student.new_empty(student.shape[0], dtype=working_dtype(student))
-    if weights is None:
-        return [rows]
-    return [rows, student.new_empty(student.shape, dtype=working_dtype(student))]
-
-
-@operator(_shapes)
-def matched_soft_targets(
-    student: Tensor,
-    teacher: Tensor,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    columns: list[Tensor],
-    unmatched: str,
-    soft: SoftTargetOptions,
-    runs_on: str,
-) -> list[Tensor]:
-    """Values (R,) of logits (R, V_s) and (R, V_t) and, with weights (R,), the weighted gradient.
-
-    Both are in the working dtype, and 0 where masked.
-    """
-    needs_grad = weights is not None
-    values = student.new_empty(len(student), dtype=working_dtype(student))
-    gradient = student.new_empty(student.shape, dtype=values.dtype) if needs_grad else None
-    chunks = [slice(None)] if runs_on == "triton" else row_chunks(student)
-    with autocast_off(student):
-        for chunk in chunks:
-            real = None if mask is None else mask[chunk]
-            of_rows = None if weights is None else weights[chunk]
-            logits, targets = student[chunk], teacher[chunk]
-            if real is not None:
-                logits, targets = (x.masked_fill(~real[:, None], 0) for x in (logits, targets))
-            divergence = functools.partial(
-                divergence_in_place,
-                soft=soft,
-                weight=1.0,
-                runs_on=runs_on,
-                needs_grad=needs_grad,
-                mask=real,
-                weights=of_rows,
-            )
-            own = logits.to(values.dtype, copy=True)
-            own = own if gradient is None else gradient[chunk].copy_(logits)
-            if runs_on == "torch":
-                values[chunk] = divergence(own, [targets], columns=columns, unmatched=unmatched)
-                continue
-            values[chunk] = matched_rows(
-                divergence,
-                own,
-                targets,
-                columns,
-                unmatched,
-                soft,
-                None if of_rows is None else of_rows[:, None] * (soft.scale / soft.temperature),
-            )
-    if mask is not None:
-        values.masked_fill_(~mask, 0)
-        if gradient is not None:
-            gradient.masked_fill_(~mask[:, None], 0)
-    return [values] if gradient is None else [values, gradient]

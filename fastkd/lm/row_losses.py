@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fastkd._core.fallback import in_chunks
-from fastkd._core.numerics import upcast, values_readable
+from fastkd._core.numerics import values_readable
 from fastkd.lm import reference
+from fastkd.lm.matched_tokens import matched_rows
 from fastkd.lm.reference import CrossEntropyOptions, SoftTargetOptions
 
 # Logits of one chunk on the CPU: few enough that its buffers stay near the cache, and enough that
@@ -38,8 +39,9 @@ def divergence_in_place(
     the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
     those of `reference.soft_target_rows`. In C++ the teacher's logits may be (T, V), with
     ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms
-    of `linear_soft_targets.TERMS` from "entropy" on. In C++ and PyTorch ``columns``, those of
-    `fastkd.VocabularyMatch.columns`, and ``unmatched`` compare two vocabularies.
+    of `linear_soft_targets.TERMS` from "entropy" on. ``columns``, those of
+    `fastkd.VocabularyMatch.columns`, and ``unmatched`` compare two vocabularies. In Triton
+    ``student`` is then overwritten without a gradient, too.
     """
     if runs_on == "torch":
         match = None if columns is None else _match_of(*columns)
@@ -49,6 +51,18 @@ def divergence_in_place(
         factor = weight if weights is None else weights[:, None] * weight
         out = student if needs_grad else None
         return _by_reference(losses, student, out, factor, mask, log_mass, *teacher)
+    if runs_on == "triton" and columns is not None:
+        divergence = functools.partial(
+            divergence_in_place, soft=soft, weight=weight, runs_on=runs_on, needs_grad=needs_grad,
+            mask=mask, weights=weights,
+        )  # fmt: skip
+        slope: Tensor | float | None = None  # factor of the sorted distance's gradient
+        if needs_grad:
+            slope = weight * soft.scale / soft.temperature
+            slope = slope if weights is None else weights[:, None] * slope
+            slope = slope if mask is None else mask[:, None] * slope
+        value = matched_rows(divergence, student, teacher[0], columns, unmatched, soft, slope)
+        return value if mask is None else value.masked_fill(~mask, 0)
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
         if soft.form == "reverse_kl":
@@ -131,14 +145,6 @@ def _triton_in_place(
             student, student, ids, mask, saved, weights, soft.tail, soft.temperature
         )
     return loss
-
-
-def log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    # Above it distributions differ so little, and τ² multiplies the rounding error of KL so much,
-    # that float32 would leave few digits.
-    largest_in_float32 = 10.0
-    z = logits.double() if temperature > largest_in_float32 else upcast(logits)
-    return torch.log_softmax(z if temperature == 1 else z / temperature, -1)
 
 
 def reference_rows(

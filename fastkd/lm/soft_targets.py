@@ -17,6 +17,7 @@ from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
     apply,
     as_rows,
+    autocast_off,
     dense_rows,
     once_differentiable,
     save_for_backward,
@@ -26,6 +27,7 @@ from fastkd._core.numerics import (
     values_readable,
     working_dtype,
 )
+from fastkd._core.operator import operator
 from fastkd._core.plans import planned
 from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord
 from fastkd.lm.heads import Head, as_head
@@ -40,7 +42,6 @@ from fastkd.lm.linear_soft_targets import (
     Positions,
     divisor_of,
 )
-from fastkd.lm.matched_tokens import matched_soft_targets
 from fastkd.lm.reference import (
     CrossEntropyOptions,
     SoftTargetOptions,
@@ -48,7 +49,7 @@ from fastkd.lm.reference import (
     divergence_rows,
     soft_target_rows,
 )
-from fastkd.lm.row_losses import divergence_in_cpp, reference_rows
+from fastkd.lm.row_losses import divergence_in_cpp, divergence_in_place, reference_rows
 from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
@@ -428,6 +429,41 @@ class _SoftTargets(torch.autograd.Function):
             grad = (grad if mask is None else grad.masked_fill(~mask, 0))[:, None]
         dstudent = times_upstream(dstudent, grad, ctx.dtype)
         return None, dstudent, None, None, None, *[None] * ctx.teachers
+
+
+def _shapes(student, teacher, mask, weights, columns, *options):
+    rows = student.new_empty(student.shape[0], dtype=working_dtype(student))
+    if weights is None:
+        return [rows]
+    return [rows, student.new_empty(student.shape, dtype=working_dtype(student))]
+
+
+@operator(_shapes)
+def matched_soft_targets(
+    student: Tensor,
+    teacher: Tensor,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    columns: list[Tensor],
+    unmatched: str,
+    soft: SoftTargetOptions,
+    runs_on: str,
+) -> list[Tensor]:
+    """Values (R,) of logits (R, V_s) and (R, V_t) and, with weights (R,), the weighted gradient.
+
+    Both are in the working dtype, and 0 where masked.
+    """
+    own = student
+    if runs_on == "triton" and mask is not None:  # masked logits may be NaN
+        own, teacher = (x.masked_fill(~mask[:, None], 0) for x in (student, teacher))
+    if runs_on == "triton" or weights is not None:  # overwritten
+        own = own.to(working_dtype(student), copy=own is student)
+    with autocast_off(student):
+        values = divergence_in_place(
+            own, [teacher], soft, 1.0, runs_on, weights is not None, mask, weights,
+            columns=columns, unmatched=unmatched,
+        )  # fmt: skip
+    return [values] if weights is None else [values, own]
 
 
 class _TritonTopK(torch.autograd.Function):
