@@ -50,14 +50,12 @@ class Several(Method):
         for method in methods:
             check_method("methods", method)
         self.methods = nn.ModuleList(methods)
-        self.perturb = any(method.perturb for method in methods)
+        for name in ("perturb", "scheduled", "by_class", "uses_teacher"):
+            setattr(self, name, any(getattr(method, name) for method in methods))
         norms = {method.perturb_norm for method in methods if method.perturb}
         if len(norms) > 1:
             raise ValueError("methods: their perturb_norm differ; use one norm")
         self.perturb_norm = norms.pop() if norms else "sample"
-        self.scheduled = any(method.scheduled for method in methods)
-        self.by_class = any(method.by_class for method in methods)
-        self.uses_teacher = any(method.uses_teacher for method in methods)
         pools = {method.teacher_pool for method in methods}
         self.teacher_pool = pools.pop() if len(pools) == 1 else "tokens"
         reading = [method for method in methods if method.compares_logits(0.0, 1.0)]

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ TOLERANCE = 1e-12
 ROUNDING = 1e-6  # for models that compute parts in float32, whatever their dtype
 
 Gradients = dict[str, Tensor]
+Way = Callable[[], Gradients | tuple[Gradients, Gradients]]  # those found, and those expected
 
 
 @contextlib.contextmanager
@@ -48,13 +49,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-class Comparison(NamedTuple):
-    """Gradients of a later step than the first, and their expected values."""
-
-    found: Gradients
-    expected: Gradients
 
 
 class _CannotDo(Exception):
@@ -135,7 +129,7 @@ def begin(
     # No rows stay neighbours, as far as their number allows it.
     shuffled = torch.cat([torch.arange(start, len(tokens), 2) for start in (1, 0)])
     uneven: list[dict[str, Any]] = [step.select(slice(0, 1)), step.select(slice(1, None))]
-    ways: dict[str, Callable[[], Gradients | Comparison]] = {
+    ways: dict[str, Way] = {
         "the same again": lambda: step.gradients(step.batch),
         "other order of samples": lambda: step.gradients(step.select(shuffled)),
         "wider padding": step.wider,
@@ -195,12 +189,12 @@ def table(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def _check(name: str, way: Callable[[], "Gradients | Comparison"], step: "_Step") -> Check:
+def _check(name: str, way: Way, step: "_Step") -> Check:
     try:
         found = way()
     except _CannotDo as reason:
         return Check(name, None, "not here", str(reason))
-    gradients, expected = found if isinstance(found, Comparison) else (found, step.expected)
+    gradients, expected = found if isinstance(found, tuple) else (found, step.expected)
     different = _largest(_differences(gradients, expected))
     if not math.isfinite(different):
         bad = [key for g in (expected, gradients) for key, x in g.items() if not x.isfinite().all()]
@@ -393,8 +387,8 @@ class _Step:
         twin.load_state_dict(state)
         return self.gradients(self.batch, twin)
 
-    def resumed(self) -> Comparison:
-        """Gradient after two steps, with a checkpoint between them, against an unbroken run."""
+    def resumed(self) -> tuple[Gradients, Gradients]:
+        """Gradients after two steps with a checkpoint between them, and of an unbroken run."""
         whole = copy.deepcopy(self.distiller)
         self._train(whole, _optimizer(whole), 2)
         first, again = copy.deepcopy(self.distiller), copy.deepcopy(self.distiller)
@@ -407,7 +401,7 @@ class _Step:
         again.load_state_dict(states[0])
         optimizers[1].load_state_dict(states[1])
         self._train(again, optimizers[1], 1)
-        return Comparison(*(self.gradients(self.batch, twin) for twin in (again, whole)))
+        return self.gradients(self.batch, again), self.gradients(self.batch, whole)
 
     def _train(self, distiller: Distiller, optimizer: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):
@@ -441,7 +435,11 @@ class _Step:
                 torch.save((twin, batch), f"{folder}/step.pt")
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise _CannotDo(f"the distiller can't be pickled for a process: {error}") from error
-            _run_processes(folder, ranks)
+            # A new process starts the ranks, since forks lose the threads of this one.
+            command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(ranks)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
 
@@ -486,14 +484,6 @@ def _padding_of(name: str, distiller: Distiller) -> int:
         return IGNORED if name == "labels" else -1
     padding = getattr(distiller.config, "pad_token_id", None) or 0
     return padding if name == "input_ids" else 0
-
-
-def _run_processes(folder: str, world: int) -> None:
-    """Start the ranks from a new process, since forks lose the threads of this one, and wait."""
-    command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
 
 
 def _fork(folder: str, world: int) -> None:

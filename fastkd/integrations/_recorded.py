@@ -1,6 +1,7 @@
 """A teacher whose blocks are replaced by hidden states that an engine has written to files."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ class Recordings:
         self.states = states.to(ids.device)
 
 
+@dataclass(eq=False)
 class RecordedBlock:
     """The forward method of block ``layer`` − 1: its output is hidden state ``layer``."""
 
-    def __init__(
-        self, block: nn.Module, following: nn.Module | None, layer: int, recordings: Recordings
-    ) -> None:
-        self.block, self.following = block, following
-        self.layer, self.recordings = layer, recordings
+    block: nn.Module
+    following: nn.Module | None
+    layer: int
+    recordings: Recordings
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         known = self.recordings.layers

@@ -60,7 +60,6 @@ REDUCTIONS = get_args(Reduction)
 UNMATCHED = get_args(Unmatched)
 # Divergences of a part of the vocabulary and the teacher's whole mass.
 OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
-FORMS = {name: Divergence(name).form for name in DIVERGENCES}
 
 
 def soft_target_loss_ref(
@@ -108,7 +107,7 @@ def soft_target_loss_ref(
 
 
 def _form_of(divergence: DivergenceWord | Divergence) -> tuple[str, float]:
-    return divergence.form if isinstance(divergence, Divergence) else FORMS[divergence]
+    return divergence.form if isinstance(divergence, Divergence) else (divergence, 0.0)
 
 
 def _at_positions_ref(loss: Tensor, weights: Tensor | None, real: Tensor) -> Tensor:

@@ -71,9 +71,7 @@ def attention_loss(
         mask: (B, N) bool or 0/1, 1 = real token.
         heads: "match" compares head by head and needs H = H_t; "mean" compares the mean over the
             student's heads with the mean over the teacher's, for any numbers of heads.
-        weights: (B,) floating, factors of the samples' losses, of any sign and without gradient. A
-            weight of 0 is no mask: the sample still counts in the mean, and 0 times an infinite
-            loss is NaN.
+        weights: (B,), factors of the samples' losses, as in `fastkd.hidden_state_loss`.
         reduction: over the samples' losses: "mean" over those with a real token, "sum", or "none"
             for (B,).
         backend: "auto", "torch", "triton" or "cpp".

@@ -132,9 +132,8 @@ def cos_nce_loss(
             padding.
         negatives_labels: (K,) or (B, K), like ``negatives``; the negatives of a sample are those
             whose label differs from its own.
-        weights: (B, ...) floating, the leading dimensions of ``student``: factors of the positions'
-            losses, of any sign and without gradient. A weight of 0 is no mask: the position still
-            counts in the mean, and 0 times an infinite loss is NaN.
+        weights: (B, ...), the leading dimensions of ``student``: factors of the positions' losses,
+            as in `fastkd.hidden_state_loss`.
         reduction: "mean" over the real positions that have a negative, "sum", or "none".
         backend: "auto", "torch", "triton" or "cpp".
         gather: compare the samples of all processes as one batch, and shared ``negatives`` as one

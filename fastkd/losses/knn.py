@@ -115,9 +115,7 @@ def knn_feature_loss(
         tolerance: labels a and b match if |a - b| <= tolerance (regression); None: if they are
             equal.
         ignore_index: student and teacher rows with this label are left out.
-        weights: (N,) floating, factors of the student rows' losses, of any sign and without
-            gradient. A weight of 0 is no mask: the row still counts in the mean, and 0 times an
-            infinite loss is NaN.
+        weights: (N,), factors of the student rows' losses, as in `fastkd.hidden_state_loss`.
         reduction: "sum" over rows, "mean" (the sum over the number of rows that are not ignored),
             or "none".
         backend: "auto", "torch", "triton" or "cpp".
