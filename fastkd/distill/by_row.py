@@ -160,9 +160,7 @@ class RowOutputs(Outputs):
             ]
         order = torch.cat([part.samples() for part in parts]).argsort(stable=True)
         merged = outputs[0].without_logits().joined([x.without_logits() for x in outputs[1:]])
-        merged = merged.features(lambda x, tokens: x[order.to(x.device)])
-        if merged.sentence is not None:
-            merged = dataclasses.replace(merged, sentence=merged.sentence[order])
+        merged = merged.samples(lambda x: x[order.to(x.device)])
         fields = {field.name: getattr(merged, field.name) for field in dataclasses.fields(Outputs)}
         if any(x.at_head for x in outputs):
             return cls(**fields, parts=tuple(parts))

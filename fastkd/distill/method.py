@@ -349,16 +349,15 @@ class WithSoftTargets(Method):
 
 def _check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
     """Raise if ``terms`` read logits and the student has no head that fastkd supports."""
-    if terms and not student.has_head:
-        raise ValueError(
-            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has no head; {remedy}"
+    lacks = "no head" if not student.has_head else ""
+    if student.has_head and student.aligns:
+        lacks = (
+            "a CTC-like head, whose loss aligns outputs with labels, which fastkd doesn't support"
         )
-    if terms and student.aligns:
+    if terms and lacks:
         raise ValueError(
             f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has a CTC-like head, whose loss aligns outputs with labels, "
-            f"which fastkd doesn't support; {remedy}"
+            f"({student.class_name}) has {lacks}; {remedy}"
         )
 
 

@@ -238,26 +238,24 @@ class Step:
                 "labels must be passed, one per sample, for a term that compares the samples of a "
                 "class; pass them, or set the term's weight to 0"
             )
-        if isinstance(labels, tuple):
-            raise ValueError(
-                "labels must be one per sample for a term that compares the samples of a class, "
-                "got start and end positions"
-            )
-        if labels.dim() == 2 and labels.shape[1] == 1:
+        if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
-        if labels.dim() != 1:
-            raise ValueError(
-                "labels must be one per sample for a term that compares the samples of a class, "
-                f"got shape {tuple(labels.shape)}"
-            )
         rows = self.rows
-        if rows and labels.shape[0] != rows:
-            raise ValueError(
-                "labels must be one per sample for a term that compares the samples of a class, "
-                f"got {labels.shape[0]} labels for {rows} samples (packed documents and the "
-                "choices of a question are samples too)"
+        if isinstance(labels, tuple):
+            got = "start and end positions"
+        elif labels.dim() != 1:
+            got = f"shape {tuple(labels.shape)}"
+        elif rows and len(labels) != rows:
+            got = (
+                f"{len(labels)} labels for {rows} samples (packed documents and the choices of a "
+                "question are samples too)"
             )
-        return labels
+        else:
+            return labels
+        raise ValueError(
+            "labels must be one per sample for a term that compares the samples of a class, got "
+            f"{got}"
+        )
 
     def own_mean(self, mean: Tensor) -> Tensor:
         """Share of a mean that the student computes itself, weighted by its number of samples."""

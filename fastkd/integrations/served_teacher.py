@@ -228,21 +228,15 @@ class ServedTeacher(OutputSource):
             assert self.head is not None
             head = self.head.map(lambda x: x.to(device))
             states = [answer.states for answer in answers if answer.states is not None]
-            width = head.weight.shape[1]
-            return Outputs(
-                {}, None, head_inputs=HeadInputs(scatter(states, width, torch.float32), head)
-            )
+            inputs = scatter(states, head.weight.shape[1], torch.float32)
+            return Outputs({}, None, head_inputs=HeadInputs(inputs, head))
         # The last token of a row predicts nothing that is compared.
         last = torch.zeros(1, self.top_k)
         ids = [torch.cat([a.ids, last.long()]) for a in answers if a.ids is not None]
         values = [torch.cat([a.log_probs, last]) for a in answers if a.log_probs is not None]
-        return Outputs(
-            {},
-            None,
-            top_k=TopK(
-                scatter(ids, self.top_k, torch.int64), scatter(values, self.top_k, torch.float32)
-            ),
-        )
+        first = scatter(ids, self.top_k, torch.int64)
+        top_k = TopK(first, scatter(values, self.top_k, torch.float32))
+        return Outputs({}, None, top_k=top_k)
 
     def configuration(self) -> dict[str, Any]:
         """The model's name, the number of tokens of a position, and their temperature."""

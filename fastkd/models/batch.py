@@ -340,7 +340,7 @@ def batch_outputs(
     if batch.empty:
         inputs = _one_row(inputs)
         outputs = model_outputs(backbone, inputs, request, head)
-        return with_sentence(outputs, backbone, inputs, None).rows(0)
+        return with_sentence(outputs, backbone, inputs, None).samples(lambda x: x[:0])
     outputs = model_outputs(backbone, inputs, request, head)
     if batch.documents is not None:
         outputs = batch.documents.unpack_outputs(outputs)

@@ -75,21 +75,21 @@ class Outputs:
 
     def to(self, device: torch.device) -> "Outputs":
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.
-        moved = self.features(lambda x, tokens: x.to(device)).predictions(lambda x: x.to(device))
+        moved = self.samples(lambda x: x.to(device))
         head = moved.head_inputs
         if head is not None:
             head = HeadInputs(head.states, head.head.map(lambda x: x.to(device)))
-        sentence = None if self.sentence is None else self.sentence.to(device)
-        return dataclasses.replace(moved, head_inputs=head, sentence=sentence)
+        return dataclasses.replace(moved, head_inputs=head)
 
     def without_logits(self) -> "Outputs":
         """The outputs that terms on features read."""
         return dataclasses.replace(self, logits=None, head_inputs=None, top_k=None)
 
-    def rows(self, count: int) -> "Outputs":
-        first = self.features(lambda x, tokens: x[:count]).predictions(lambda x: x[:count])
-        sentence = None if self.sentence is None else self.sentence[:count]
-        return dataclasses.replace(first, sentence=sentence)
+    def samples(self, change: Callable[[Tensor], Tensor]) -> "Outputs":
+        """The outputs with ``change`` applied to every tensor with a row for each sample."""
+        sentence = None if self.sentence is None else change(self.sentence)
+        changed = self.features(lambda x, tokens: change(x)).predictions(change)
+        return dataclasses.replace(changed, sentence=sentence)
 
     def predictions(self, change: Callable[[Tensor], Tensor]) -> "Outputs":
         """The outputs with ``change`` applied to the logits, the head's inputs and the top k."""
