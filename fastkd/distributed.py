@@ -65,22 +65,20 @@ def world_size(group: Group = None) -> int:
     return size
 
 
-def row_counts(x: Tensor, group: Group = None) -> list[int]:
-    """Number of rows of ``x`` (B, ...) in each process, by rank; read on the host.
+def row_counts(tensors: Tensor | Sequence[Tensor], group: Group = None) -> list[int]:
+    """Number of rows in each process, by rank, of a tensor (B, ...) or several with B rows each.
+
+    Read on the host.
 
     Raises:
         ValueError: the processes' tensors differ in dtype or in a dimension besides the first.
     """
-    return _row_counts([x], group)
-
-
-def _row_counts(tensors: Sequence[Tensor], group: Group) -> list[int]:
-    """`row_counts` of tensors that have equally many rows."""
-    x = tensors[0]
+    given = [tensors] if isinstance(tensors, Tensor) else tensors
+    x = given[0]
     if x.dim() == 0:
         raise ValueError("a tensor without dimensions has no rows to gather; pass (B, ...)")
     sizes = [x.dim(), *x.shape, *[0] * (6 - x.dim())]
-    dtypes = ", ".join(str(y.dtype) for y in tensors)
+    dtypes = ", ".join(str(y.dtype) for y in given)
     gathered = _exchange(sizes, dtypes, x.device, group)
     by_rank = [tuple(shape[1 : 1 + shape[0]]) for shape in gathered]
     if len({shape[1:] for shape in by_rank}) > 1:
@@ -195,7 +193,7 @@ class Ranks:
     def gather_together(self, *tensors: Tensor) -> list[Tensor]:
         """`gather` of each tensor, after checking that the dtypes agree over the processes."""
         if self._counts is None:
-            self._counts = _row_counts(tensors, self.group)
+            self._counts = row_counts(tensors, self.group)
         return [gather_rows(x, self.group, counts=self._counts) for x in tensors]
 
     def gather_samples(

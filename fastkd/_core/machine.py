@@ -1,5 +1,6 @@
 """Machine, versions and commit that a result was measured with."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -17,9 +18,13 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "liger-kernel", "trl", "
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Machine, package versions, commit and date, for a file of results."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
         "machine": _machine(device),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "commit": commit or _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
@@ -53,24 +58,10 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def _cpu_name() -> str:
     """CPU and vector instructions that PyTorch uses; in a cloud one name covers several models."""
     name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _commit() -> str:

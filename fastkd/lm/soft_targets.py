@@ -755,7 +755,11 @@ def linear_soft_target_loss(
         )
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
     mask = check.mask(mask, leading, student_hidden.device)
-    mask, labels = _counted(mask, task, leading, student_hidden.device, V)
+    labels = None
+    if not isinstance(task, CrossEntropy | None):
+        raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
+    if task is not None:
+        mask, labels = task.counted(V, leading, student_hidden.device, mask)
     teacher_tensors: list[Tensor | None] = []
     teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
@@ -828,21 +832,6 @@ def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
     return tuple(return_terms)
 
 
-def _counted(
-    mask: Tensor | None,
-    task: CrossEntropy | None,
-    leading: torch.Size,
-    device: torch.device,
-    V: int,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Mask of the positions that count, None if all do, and their labels."""
-    if task is None:
-        return mask, None
-    if not isinstance(task, CrossEntropy):
-        raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
-    return task.counted(V, leading, device, mask)
-
-
 def _teacher(
     student_hidden: Tensor,
     student: Head,
@@ -887,18 +876,14 @@ def _teacher(
         shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
     else:
         shape, meaning = (*teacher_hidden.shape[:-1], Dt), "the teacher's rows, Dt"
-        _check_rows(rows, leading, student_hidden.device)
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"rows must be a Tensor, got {type(rows).__name__}")
+        if rows.dtype != torch.int64:
+            raise TypeError(f"rows must be int64, got {rows.dtype}")
+        check.shape("rows", rows, leading, "the leading dimensions of student_hidden")
+        check.device("rows", rows, "student_hidden", student_hidden)
     check.shape("teacher_hidden", teacher_hidden, shape, meaning)
     return teacher
-
-
-def _check_rows(rows: Tensor, leading: torch.Size, device: torch.device) -> None:
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"rows must be a Tensor, got {type(rows).__name__}")
-    if rows.dtype != torch.int64:
-        raise TypeError(f"rows must be int64, got {rows.dtype}")
-    check.shape("rows", rows, leading, "the leading dimensions of student_hidden")
-    check.device("rows", rows, "student_hidden", device)
 
 
 def _draft_head(

@@ -213,7 +213,9 @@ class CCALoss(LossModule, InGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ridge_pair(self.ridge)
-        check_memory(self.memory)
+        if self.memory != "auto":
+            check.integer("memory", self.memory)
+            check.number("memory", self.memory, at_least=0)
         if self.top_k is not None:
             check.positive_int("top_k", self.top_k)
         check.choice("pool", self.pool, POOLS)
@@ -374,14 +376,6 @@ def _stacked(layers: Sequence[Tensor]) -> Tensor:
         return torch.stack(
             [F.pad(x, (0, n)) if n else x for x, n in zip(layers, missing, strict=True)]
         )
-
-
-def check_memory(memory: int | Literal["auto"]) -> None:
-    """Raise unless ``memory`` is "auto" or a number of observations, at least 0."""
-    if memory == "auto":
-        return
-    check.integer("memory", memory)
-    check.number("memory", memory, at_least=0)
 
 
 def _ridge_pair(ridge: Ridge) -> tuple[float, float]:

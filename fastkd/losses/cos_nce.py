@@ -421,30 +421,26 @@ def _checked_given(given: _Negatives, students: list[Tensor], labels: Tensor | N
         )
     first = given.features[0]
     for negatives, student in zip(given.features, students, strict=True):
-        _check_negatives(negatives, student)
+        check.floating("negatives", negatives)
+        check.like("negatives", negatives, "student", student)
+        check.no_grad("negatives", negatives)
+        shape, rest = tuple(negatives.shape), tuple(student.shape[1:])
+        shared = negatives.dim() == student.dim() and shape[1:] == rest
+        each = negatives.dim() == student.dim() + 1 and shape[2:] == rest
+        if not shared and not (each and shape[0] == student.shape[0]):
+            named = ", ".join(map(str, rest))
+            raise ValueError(
+                f"negatives must have shape (K, {named}) or ({student.shape[0]}, K, {named}), "
+                f"got {shape}"
+            )
         same = (*first.shape[:-1], negatives.shape[-1])
         check.shape("negatives", negatives, same, "leading dimensions as in the first layer")
-    shape = first.shape[:-1]
-    mask = check.mask(given.mask, shape, first.device, "negatives_mask", "negatives", False)
+    leading, device = first.shape[:-1], first.device
+    mask = check.mask(given.mask, leading, device, "negatives_mask", "negatives", False)
     if given.labels is not None:
         samples = first.dim() - students[0].dim() + 1  # (K,) or (B, K)
-        check.labels("negatives_labels", given.labels, first.shape[:samples], first.device)
+        check.labels("negatives_labels", given.labels, leading[:samples], device)
     return dataclasses.replace(given, mask=mask)
-
-
-def _check_negatives(negatives: Tensor, student: Tensor) -> None:
-    check.floating("negatives", negatives)
-    check.like("negatives", negatives, "student", student)
-    check.no_grad("negatives", negatives)
-    shape, rest = tuple(negatives.shape), tuple(student.shape[1:])
-    shared = negatives.dim() == student.dim() and shape[1:] == rest
-    each = negatives.dim() == student.dim() + 1 and shape[2:] == rest
-    if not shared and not (each and shape[0] == student.shape[0]):
-        named = ", ".join(map(str, rest))
-        raise ValueError(
-            f"negatives must have shape (K, {named}) or ({student.shape[0]}, K, {named}), "
-            f"got {shape}"
-        )
 
 
 def _by_reference(

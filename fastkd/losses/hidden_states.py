@@ -168,17 +168,16 @@ class HiddenStateLoss(LossModule):
         check.number("beta", self.beta, at_least=0)
         check.choice("reduction", self.reduction, REDUCTIONS)
         check.choice("backend", self.backend, BACKENDS)
-        student_dim, teacher_dim = self.student_dim, self.teacher_dim
-        if (student_dim is None) != (teacher_dim is None):
-            raise ValueError(
-                f"student_dim is {student_dim} and teacher_dim {teacher_dim}; pass both or neither"
-            )
         self.projector = None
-        if student_dim is not None and teacher_dim is not None:
-            check.positive_int("student_dim", student_dim)
-            check.positive_int("teacher_dim", teacher_dim)
-            if student_dim != teacher_dim:
-                self.projector = Projector(student_dim, teacher_dim)
+        dims = self.student_dim, self.teacher_dim
+        if dims[0] is not None and dims[1] is not None:
+            check.positive_int("student_dim", dims[0])
+            check.positive_int("teacher_dim", dims[1])
+            self.projector = Projector(dims[0], dims[1]) if dims[0] != dims[1] else None
+        elif dims != (None, None):
+            raise ValueError(
+                f"student_dim is {dims[0]} and teacher_dim {dims[1]}; pass both or neither"
+            )
 
     def forward(
         self,

@@ -18,7 +18,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
-from fastkd.distill.verify import Check, Comparison, _check, _Step, table, verify
+from fastkd.distill.verify import Check, _check, _Step, table, verify
 from tests.distill.models import SMALL, batch, classifier, model, pair, ready, recipe, step
 from tests.distill.processes import start_by_fork
 from tests.distill.support import data_of, model_of
@@ -242,7 +242,7 @@ def test_a_loss_of_neighbouring_rows_depends_on_their_order():
 
 
 def check_of(found, expected):
-    return _check("way", lambda: Comparison(found, expected), None)
+    return _check("way", lambda: (found, expected), None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
