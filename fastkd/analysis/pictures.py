@@ -38,7 +38,7 @@ def plot_layer_similarity(
     title: str | None = None,
     names: tuple[str, str] = ("layer", "layer"),
 ) -> Any:
-    """Draw a matrix of layer similarities, of one model or two, as a heat map.
+    """Draw a matrix of layer similarities, of one model or two, as a heat map; returns the figure.
 
     The colour scale runs from the smallest to the largest value.
 
@@ -48,9 +48,6 @@ def plot_layer_similarity(
         ax: matplotlib axes to draw into; None makes a new figure.
         title: heading.
         names: models of the rows and of the columns.
-
-    Returns:
-        The matplotlib figure.
 
     >>> figure = plot_layer_similarity(torch.eye(4), title="SVCCA")
     >>> len(figure.axes)  # the map and its colour bar
@@ -101,16 +98,13 @@ def plot_layer_panels(
     *,
     title: str,
 ) -> Any:
-    """Draw several matrices of layer similarities with one colour scale.
+    """Draw several matrices of layer similarities with one colour scale; returns the figure.
 
     Args:
         rows: rows of panels, the longest first. A panel is a heading, the models of its rows and
             columns, and the matrix (L, M).
         path: file to save to; None saves nothing.
         title: label of the colour bar.
-
-    Returns:
-        The matplotlib figure.
     """
     matrices = [matrix for row in rows for *_, matrix in row]
     side = max(3.4, 0.42 * max(map(len, matrices)) + 1.2)  # inches
@@ -188,7 +182,7 @@ def plot_sentence(
 ) -> Any:
     """Draw a sentence's relation maps with the four normalisations, one row for each model.
 
-    The first model is the teacher. The title of each other map is its Pearson correlation with the
+    Returns the figure. The first model is the teacher. The title of each other map is its Pearson correlation with the
     teacher's map (FCD, eq. 6), which doesn't depend on scale: every map has its own colour bar.
 
     Args:
@@ -196,9 +190,6 @@ def plot_sentence(
             before and after distillation.
         tokens: the sentence's N tokens, written beside the maps; at most 48 are shown.
         path: file to save to; None saves nothing.
-
-    Returns:
-        The matplotlib figure.
 
     >>> features = {"teacher": torch.randn(3, 8), "student": torch.randn(3, 4)}
     >>> len(plot_sentence(features, ["[CLS]", "word", "[SEP]"]).axes)
@@ -245,7 +236,7 @@ def plot_relations(
 ) -> Any:
     """Draw the token relation maps of student and teacher side by side, one row per sample.
 
-    A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with the ℓ2 norm). The
+    Returns the figure. A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with the ℓ2 norm). The
     student's title has its Pearson correlation with the teacher's map (eq. 6). The maps of a row
     share one colour scale.
 
@@ -255,9 +246,6 @@ def plot_relations(
         mask: (B, N) or (N,), 1 = real token; padded tokens are left out of the maps.
         path: file to save to; None saves nothing.
         tokens: the N tokens of each sample, written beside the maps; None numbers them from 0.
-
-    Returns:
-        The matplotlib figure.
 
     >>> figure = plot_relations(torch.randn(2, 5, 8), torch.randn(2, 5, 16))
     >>> [ax.get_title() for ax in figure.axes][1]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -447,58 +448,44 @@ def _encoder_decoder_keys(batch: Batch) -> tuple[list[bytes], Tensor]:
     return keys, mask
 
 
-def write_cache(
-    teacher: Backbone,
-    method: Method,
-    batches: Iterable[Batch],
-    path: str | os.PathLike[str],
-    tokenizer: Any,
-    shard_bytes: int,
-    top_k: int | None,
-    source: Any = None,
-) -> TeacherCache:
-    """Implementation of `Distiller.cache_teacher`; ``source`` is an `OutputSource`."""
-    check.positive_int("shard_bytes", shard_bytes)
-    if top_k is not None:
-        check.positive_int("top_k", top_k)
-    if source is None:
-        teacher.model.eval()
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer: _Writer | None = None
-    known: set[bytes] = set()
-    for batch in batches:
-        keys, mask = sample_keys(batch, teacher)
-        if writer is None:
-            settings = (tokenizer, shard_bytes, batch, top_k, source)
-            writer = _Writer(teacher, method, folder, *settings)
-            known = set(writer.cache._rows)
-        if known.issuperset(keys):
-            continue
-        writer.add(batch.teacher or batch, keys, mask, known)
-        known.update(keys)
-    if writer is None:
-        raise ValueError("batches: none given; pass at least one batch to store")
-    writer.flush()
-    return TeacherCache(folder)
+@dataclass(eq=False)
+class CacheWriter:
+    """Collects rows and writes shards, each atomically; implements `Distiller.cache_teacher`."""
 
+    teacher: Backbone
+    method: Method
+    folder: Path
+    tokenizer: Any
+    shard_bytes: int
+    top_k: int | None
+    source: Any = None  # an `OutputSource`
 
-class _Writer:
-    """Collects rows and writes shards, each atomically."""
+    def write(self, batches: Iterable[Batch]) -> TeacherCache:
+        """Add the samples of all batches to the cache."""
+        check.positive_int("shard_bytes", self.shard_bytes)
+        if self.top_k is not None:
+            check.positive_int("top_k", self.top_k)
+        if self.source is None:
+            self.teacher.model.eval()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        known: set[bytes] | None = None
+        for batch in batches:
+            keys, mask = sample_keys(batch, self.teacher)
+            if known is None:
+                self._begin(batch)
+                known = set(self.cache._rows)
+            if known.issuperset(keys):
+                continue
+            self.add(batch.teacher or batch, keys, mask, known)
+            known.update(keys)
+        if known is None:
+            raise ValueError("batches: none given; pass at least one batch to store")
+        self.flush()
+        return TeacherCache(self.folder)
 
-    def __init__(
-        self,
-        teacher: Backbone,
-        method: Method,
-        folder: Path,
-        tokenizer: Any,
-        shard_bytes: int,
-        first: Batch,
-        top_k: int | None,
-        source: Any,
-    ) -> None:
-        self.teacher, self.method, self.source = teacher, method, source
-        self.folder, self.shard_bytes = folder, shard_bytes
+    def _begin(self, first: Batch) -> None:
+        """Describe the cache by its first batch, or check that it has this description."""
+        teacher, method, folder, top_k = self.teacher, self.method, self.folder, self.top_k
         self.wanted = teacher_request(method)
         if first.spans is not None:  # features of spans are made of the tokens'
             self.wanted["pool"] = "tokens"
@@ -542,7 +529,7 @@ class _Writer:
             "spans": isinstance(outputs.logits, tuple),
             **self._identity(),
         }
-        about["fingerprint"]["tokenizer"] = _tokenizer_digest(tokenizer)
+        about["fingerprint"]["tokenizer"] = _tokenizer_digest(self.tokenizer)
         about["digest"] = _about_digest(about)
         self.about: dict[str, Any] = about
         if not (folder / ABOUT).is_file():

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from fastkd._core.warn import warn_caller
 from fastkd.distill.accumulation import WholeBatch, accumulate
 from fastkd.distill.batch_reader import BatchReader
 from fastkd.distill.by_row import ByRow
-from fastkd.distill.cache import TeacherCache, sample_keys, write_cache
+from fastkd.distill.cache import CacheWriter, TeacherCache, sample_keys
 from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.method import Method, Only, check_method
 from fastkd.distill.perturbation import perturbed_embeddings, unit_gradients
@@ -227,8 +228,8 @@ class Distiller(InGroup):
             if top_k not in (None, source.top_k):
                 raise ValueError(f"top_k: the source has top_k={source.top_k}, not {top_k}")
             batches, top_k = source.ahead(batches, self), source.top_k
-        read = map(self.read, batches)
-        return write_cache(model, self.method, read, path, tokenizer, shard_bytes, top_k, source)
+        settings = Path(path), tokenizer, shard_bytes, top_k, source
+        return CacheWriter(model, self.method, *settings).write(map(self.read, batches))
 
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """Keys of a batch's samples in a `TeacherCache`, for ``key in cache``."""

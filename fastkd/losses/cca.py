@@ -105,8 +105,8 @@ def cca_loss(
         real observations give 0 with zero gradient.
 
     Raises:
-        TypeError: wrong type or dtype.
-        ValueError: wrong shape, device, option, or a teacher that requires grad.
+        TypeError, ValueError: a wrong shape, dtype, device or option, or a teacher that requires
+            grad.
 
     >>> x = torch.eye(4)[:, :2]
     >>> cca_loss(x, 3.0 * x + 1.0, ridge=0.0)

@@ -105,8 +105,7 @@ class OrthogonalProjection(LossModule):
     has a Frobenius norm above about 1e5 may give NaN; "torch" always factorises.
 
     Args:
-        in_dim: columns of the input.
-        out_dim: columns of the result.
+        in_dim, out_dim: columns of the input and of the result.
         layers: number m of matrices.
         orthogonal: False trains plain matrices instead of Cayley matrices, the paper's ablation.
         backend: "auto", "torch" or "triton", for the orthogonal W.
@@ -397,8 +396,7 @@ class DualProjectionLoss(LossModule):
     cross-entropy, so by default each of the two terms is divided by its number of elements.
 
     Args:
-        student_dim: hidden size Ds of the student.
-        teacher_dim: hidden size Dt of the teacher.
+        student_dim, teacher_dim: hidden sizes Ds and Dt.
         layers: matrices in each projection (2 in the paper).
         gamma: weight of the student projection loss, in [0, 1] (0.3 in the paper).
         orthogonal: False trains plain linear projections, the paper's ablation.

@@ -16,8 +16,7 @@ def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int
 
     Args:
         scheme: "uniform", "top" or "bottom".
-        teacher_layers: number of teacher layers.
-        student_layers: number of student layers, at most ``teacher_layers``.
+        teacher_layers, student_layers: their numbers; the student has at most as many.
 
     Returns:
         One teacher layer per student layer, increasing.
