@@ -182,8 +182,9 @@ def plot_sentence(
 ) -> Any:
     """Draw a sentence's relation maps with the four normalisations, one row for each model.
 
-    Returns the figure. The first model is the teacher. The title of each other map is its Pearson correlation with the
-    teacher's map (FCD, eq. 6), which doesn't depend on scale: every map has its own colour bar.
+    Returns the figure. The first model is the teacher. The title of each other map is its Pearson
+    correlation with the teacher's (FCD, eq. 6), which doesn't depend on scale: every map has its
+    own colour bar.
 
     Args:
         features: name → features (N, D) of each model, for example the teacher and the student
@@ -236,9 +237,9 @@ def plot_relations(
 ) -> Any:
     """Draw the token relation maps of student and teacher side by side, one row per sample.
 
-    Returns the figure. A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with the ℓ2 norm). The
-    student's title has its Pearson correlation with the teacher's map (eq. 6). The maps of a row
-    share one colour scale.
+    Returns the figure. A map is the matrix of cosines between the tokens' features (FCD, eq. 3 with
+    the ℓ2 norm). The student's title has its Pearson correlation with the teacher's map (eq. 6).
+    The maps of a row share one colour scale.
 
     Args:
         student_features: (B, N, Ds) or (N, Ds).
