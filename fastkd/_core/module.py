@@ -1,6 +1,7 @@
 """Base class of the losses' Modules."""
 
 from dataclasses import fields
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,10 @@ class LossModule(nn.Module):
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Options by name, for the function that computes the loss."""
+        return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:
         """Positional options, and keyword options that differ from their defaults."""

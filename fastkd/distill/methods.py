@@ -201,13 +201,10 @@ class IntraClassKNN(WithSoftTargets):
         self.student_layers, self.teacher_layers = [student.num_layers], [teacher.num_layers]
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
+        sizes = student.hidden_size, teacher.hidden_size
+        tolerance = self.tolerance if student.problem == "regression" else None
         self.loss = IntraClassKNNLoss(
-            self.k,
-            student.hidden_size,
-            teacher.hidden_size,
-            self.pool,
-            tolerance=self.tolerance if student.problem == "regression" else None,
-            reduction=self.reduction,
+            self.k, *sizes, self.pool, tolerance=tolerance, reduction=self.reduction
         )
 
     def weights(self, progress: float) -> dict[str, float]:

@@ -651,21 +651,10 @@ class _ChunkedPass:
                 mask = given.soft_mask if mask is None else mask & given.soft_mask
                 if logits is not None and shared is None:  # the teacher may be NaN there
                     logits.masked_fill_(~mask[:, None], 0)
-            soft = divergence_in_place(
-                student,
-                teacher,
-                options.soft,
-                options.soft_weight,
-                self.runs_on,
-                has_soft,
-                mask,
-                soft_weights,
-                log_mass,
-                shared,
-                row_terms,
-                self.columns if options.unmatched else None,
-                options.unmatched,
-            )
+            columns = self.columns if options.unmatched else None
+            call = options.soft, options.soft_weight, self.runs_on, has_soft, mask, soft_weights
+            rest = log_mass, shared, row_terms, columns, options.unmatched
+            soft = divergence_in_place(student, teacher, *call, *rest)
             soft = soft if given.soft_mask is None else soft.masked_fill(~given.soft_mask, 0)
             terms[0] = soft if ratio is None else soft * ratio
         if not needs_grad:

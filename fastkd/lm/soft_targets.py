@@ -475,22 +475,10 @@ class _TritonTopK(torch.autograd.Function):
         student, ids = dense_rows(student, ids)
         soft, needs_grad = options.soft, ctx.needs_input_grad[1]
         ctx.kernel_options = soft.tail, soft.temperature
-        loss, *saved = top_k_forward(
-            student,
-            ids,
-            log_probs,
-            mask,
-            weights,
-            denominator,
-            options.reduction,
-            soft.tail,
-            soft.form,
-            soft.temperature,
-            soft.scale,
-            soft.scale / soft.temperature,
-            soft.coefficient,
-            needs_grad,
-        )
+        given = student, ids, log_probs, mask, weights, denominator
+        factors = soft.scale, soft.scale / soft.temperature, soft.coefficient
+        row = soft.tail, soft.form, soft.temperature, *factors
+        loss, *saved = top_k_forward(*given, options.reduction, *row, needs_grad)
         save_for_backward(ctx, student, ids, mask, *saved)
         return loss
 
@@ -934,15 +922,6 @@ class SoftTargetLoss(LossModule):
         weights: Tensor | None = None,
     ) -> Tensor:
         """The loss; ``denominator`` and ``weights`` as in `soft_target_loss`."""
-        return soft_target_loss(
-            student_logits,
-            teacher_logits,
-            temperature=self.temperature,
-            divergence=self.divergence,
-            mask=mask,
-            reduction=self.reduction,
-            scale_by_t2=self.scale_by_t2,
-            denominator=denominator,
-            weights=weights,
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {"mask": mask, "denominator": denominator, "weights": weights}
+        names = "temperature", "divergence", "reduction", "scale_by_t2", "backend"
+        return soft_target_loss(student_logits, teacher_logits, **options, **self.options(*names))

@@ -149,17 +149,10 @@ def cos_nce_loss(
     >>> cos_nce_loss(student, teacher=2 * student)  # at the teacher, at right angles to the other
     tensor(0.5000)
     """
-    return _cos_nce_layers(
-        [student],
-        [teacher],
-        _Negatives(None if negatives is None else [negatives], negatives_mask, negatives_labels),
-        labels,
-        mask,
-        reduction,
-        backend,
-        ranks_of(gather, group),
-        weights,
-    )
+    features = None if negatives is None else [negatives]
+    given = _Negatives(features, negatives_mask, negatives_labels)
+    options = reduction, backend, ranks_of(gather, group)
+    return _cos_nce_layers([student], [teacher], given, labels, mask, *options, weights)
 
 
 @dataclass(frozen=True)
@@ -365,15 +358,10 @@ class CosNCELoss(LossModule, InGroup):
             teachers.append(teacher.to(students[-1].dtype))
             if given is not None:
                 given[i] = given[i].to(students[-1].dtype)
+        negatives_given = _Negatives(given, negatives_mask, negatives_labels)
+        options = self.reduction, self.backend, ranks_of(self.gather, self.group)
         return _cos_nce_layers(
-            students,
-            teachers,
-            _Negatives(given, negatives_mask, negatives_labels),
-            labels,
-            mask_of_layers,
-            self.reduction,
-            self.backend,
-            ranks_of(self.gather, self.group),
+            students, teachers, negatives_given, labels, mask_of_layers, *options
         )
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:
@@ -654,17 +642,10 @@ class _TritonCosNCE(torch.autograd.Function):
             None if x is None else x.contiguous()
             for x in (labels, mask, negatives_labels, negatives_mask)
         )
-        loss, *saved = cos_nce(
-            students,
-            teachers,
-            _with_equal_strides(negatives),
-            labels,
-            mask,
-            negatives_labels,
-            negatives_mask,
-            each,
-            options.reduction if weights is None else "none",
-        )
+        reduction = options.reduction if weights is None else "none"
+        rows = students, teachers, _with_equal_strides(negatives)
+        masks = labels, mask, negatives_labels, negatives_mask
+        loss, *saved = cos_nce(*rows, *masks, each, reduction)
         ctx.options, ctx.own_too = options, not negatives and labels is None
         factor = None
         if weights is not None:

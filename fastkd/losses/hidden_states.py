@@ -196,16 +196,8 @@ class HiddenStateLoss(LossModule):
             real = check.mask(mask, student.shape[:-1], student.device)
             student = self.projector(student, real)
             teacher = teacher.to(student.dtype)
-        return hidden_state_loss(
-            student,
-            teacher,
-            mask,
-            kind=self.kind,
-            beta=self.beta,
-            weights=weights,
-            reduction=self.reduction,
-            backend=self.backend,
-        )
+        options = self.options("kind", "beta", "reduction", "backend")
+        return hidden_state_loss(student, teacher, mask, weights=weights, **options)
 
 
 @dataclass(frozen=True)

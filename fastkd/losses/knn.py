@@ -184,15 +184,8 @@ def knn_feature_loss(
         ranges = label_ranges(student_labels, bank_labels, tolerance, ignore_index)
         in_cpp = runs_on == "cpp"  # the operator multiplies by the weights
         summed = reduction if weights is None or in_cpp else "none"
-        losses = apply(
-            _FUNCTIONS[runs_on],
-            _Options(k, ignore_index, summed),
-            student,
-            teacher,
-            *ranges,
-            count,
-            *((weights,) if in_cpp else ()),
-        )
+        given = student, teacher, *ranges, count, *((weights,) if in_cpp else ())
+        losses = apply(_FUNCTIONS[runs_on], _Options(k, ignore_index, summed), *given)
         if weights is not None and not in_cpp:
             losses = losses * weights
     if reduction == "none":
@@ -274,19 +267,8 @@ class IntraClassKNNLoss(LossModule, InGroup):
         teacher = self._rows("teacher", teacher, teacher_mask)
         if self.projector is not None:
             teacher = teacher.to(student.dtype)
-        return knn_feature_loss(
-            student,
-            teacher,
-            labels,
-            teacher_labels,
-            k=self.k,
-            tolerance=self.tolerance,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            backend=self.backend,
-            gather=self.gather,
-            group=self.group,
-        )
+        names = "k", "tolerance", "ignore_index", "reduction", "backend", "gather", "group"
+        return knn_feature_loss(student, teacher, labels, teacher_labels, **self.options(*names))
 
     def _rows(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
         """One row per sample, in the teacher's feature space."""
