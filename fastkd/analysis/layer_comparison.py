@@ -1,7 +1,7 @@
 """Similarity between the layers of one model or two, streamed over a data set."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from fastkd.analysis.similarity_measures import (
     svcca,
 )
 from fastkd.distributed import Group, world_size
-from fastkd.models.backbone import Backbone, Model
+from fastkd.models.backbone import Model
 from fastkd.models.batch import NOT_INPUTS, Batch, all_layers, batch_of
 from fastkd.models.blocks import backbone_of
 from fastkd.models.inputs import IGNORED, Batches, in_eval_mode
@@ -338,7 +338,9 @@ def stream(
             tokens: list[Tensor] = []
             counts = []
             for number, backbone in enumerate(backbones):
-                batch = batch_of(backbone, _known(backbone, given) if number else given, "model")
+                known = {*backbone.known_inputs, *NOT_INPUTS} if number else given.keys()
+                own = {name: x for name, x in given.items() if name in known}
+                batch = batch_of(backbone, own, "model")
                 outputs = all_layers(backbone, batch)
                 mask = _real_tokens(outputs, batch)
                 if number < len(classes) and given.get("labels") is not None:
@@ -380,13 +382,6 @@ def gathered(
         for part in parts:
             whole.merge(part[1][number])
     return moments, max(part[0] for part in parts)  # a process may have had no batch
-
-
-def _known(backbone: Backbone, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` without the inputs that only the first model accepts."""
-    return {
-        name: x for name, x in given.items() if name in backbone.known_inputs or name in NOT_INPUTS
-    }
 
 
 def _real_tokens(outputs: Outputs, batch: Batch) -> Tensor:

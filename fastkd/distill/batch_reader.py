@@ -83,9 +83,7 @@ class BatchReader:
                 "spans, as TwoTokenizers returns them"
             )
         if own and teaching:
-            batch.teacher = Batch.of(
-                own, student=self.student, readers=self.teachers.live, unmasks=self.unmasks
-            )
+            batch.teacher = self._batch(own, readers=self.teachers.live)
             per_token = self.student.per_token or isinstance(batch.labels, tuple)
             paired = spans is not None and self.pairs_tokens
             for teacher, method in self.teachers.pairs:
@@ -124,19 +122,14 @@ class BatchReader:
             )
         student, labels, first = from_front(self.student, student, labels)
         student = self.student.with_decoder_inputs(student, labels)
-        batch = Batch.of(
-            student,
-            labels,
-            num_items,
-            segments,
-            first,
-            student=self.student,
-            readers=[self.student, *([] if own else self.teachers.live)],
-            unmasks=self.unmasks,
-        )
+        readers = [self.student, *([] if own else self.teachers.live)]
+        batch = self._batch(student, labels, num_items, segments, first, readers=readers)
         if loss_weights is not None:
             batch.loss_weights = self._checked_loss_weights(loss_weights, batch)
         return batch, own, spans
+
+    def _batch(self, *given: Any, **options: Any) -> Batch:
+        return Batch.of(*given, student=self.student, unmasks=self.unmasks, **options)
 
     def _checked_loss_weights(self, loss_weights: Any, batch: Batch) -> Tensor:
         """``loss_weights`` (B, N), in the token order of the labels."""
@@ -154,14 +147,7 @@ class BatchReader:
     def read_student(self, inputs: dict[str, Any], labels: Tensor | None = None) -> Batch:
         """Read the student's inputs alone, without those of a teacher."""
         inputs, labels, first = from_front(self.student, inputs, labels)
-        return Batch.of(
-            inputs,
-            labels,
-            first=first,
-            student=self.student,
-            readers=[self.student],
-            unmasks=self.unmasks,
-        )
+        return self._batch(inputs, labels, first=first, readers=[self.student])
 
     def teacher_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The teacher's inputs in a batch: its ``teacher_`` inputs, or else the student's."""

@@ -310,14 +310,11 @@ class LRCBERT(WithSoftTargets):
     def _of_sequences(self, step: Step, students: list[Tensor], teachers: list[Tensor]) -> Tensor:
         """Eq. 3 of whole l × d matrices: rows (B, N·Dt), zeros at padding."""
         total = []
-        real = step.real.any(1)
+        options = {"mask": step.real.any(1), "backend": self.loss.backend, **step.gathering}
         for student, teacher in zip(students, teachers, strict=True):
             projected = self.loss.W(student, step.mask).flatten(1)
             taught = zero_padding(teacher, step.mask).flatten(1).to(projected.dtype)
-            backend = self.loss.backend
-            total.append(
-                cos_nce_loss(projected, taught, mask=real, backend=backend, **step.gathering)
-            )
+            total.append(cos_nce_loss(projected, taught, **options))
         return torch.stack(total).sum()
 
     @property

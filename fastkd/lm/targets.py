@@ -183,8 +183,11 @@ class TopK:
         if not values_readable(self.ids) or self.ids.numel() == 0:
             return
         ids = self.ids.long()  # a narrow dtype could not represent V
-        if self._is_valid(ids, V, mask):
-            return
+        if ids.is_cpu and extension.CPU:  # the checks in PyTorch take 15 operations
+            rows = as_rows(ids), as_rows(self.log_probs.detach())
+            real = None if mask is None else mask.flatten()
+            if torch.ops.fastkd_cpp.is_top_k(*rows, real, V, SLACK):
+                return
         kept = self.log_probs != -torch.inf
         kept = kept if mask is None else kept & mask[..., None]
         largest = self.log_probs.masked_fill(~kept, 0).max().item()
@@ -198,15 +201,6 @@ class TopK:
         ranked = torch.where(kept, ids, unique).sort(-1)[0]
         if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
             raise ValueError("ids must not have a token twice at a position")
-
-    def _is_valid(self, ids: Tensor, V: int, mask: Tensor | None) -> bool:
-        """Whether one pass in C++ finds nothing wrong: the checks in PyTorch take 15 operations."""
-        if ids.device.type != "cpu" or not extension.CPU:
-            return False
-        rows = as_rows(ids), as_rows(self.log_probs.detach())
-        mask = None if mask is None else mask.flatten()
-        valid: bool = torch.ops.fastkd_cpp.is_top_k(*rows, mask, V, SLACK)
-        return valid
 
     def rows(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """ids (R, K) as int64 and log-probabilities (R, K), finite where masked."""

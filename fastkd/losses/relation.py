@@ -178,7 +178,6 @@ def relation_loss(
     Raises:
         TypeError, ValueError: a wrong shape, dtype, device or option, or a teacher that requires
             grad.
-        BackendUnavailable: the requested backend can't run this call.
 
     >>> student = torch.randn(2, 16, 64, requires_grad=True)
     >>> teacher = torch.randn(2, 16, 128)
