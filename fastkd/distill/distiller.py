@@ -102,8 +102,7 @@ class Distiller(InGroup):
 
     >>> from transformers import BertConfig, BertForSequenceClassification
     >>> from fastkd.distill import FCD, student_from_teacher
-    >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
-    ...                     num_attention_heads=2, intermediate_size=32)
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=4)
     >>> teacher = BertForSequenceClassification(config)
     >>> distiller = Distiller(teacher, student_from_teacher(teacher, [2, 4]), FCD())
     >>> ids = torch.arange(48).view(4, 12)

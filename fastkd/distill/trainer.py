@@ -100,8 +100,7 @@ class DistillationTrainer(Trainer):
 
     >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
     >>> from fastkd.distill import FCD, student_from_teacher
-    >>> config = BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4,
-    ...                     num_attention_heads=2, intermediate_size=32)
+    >>> config = BertConfig(hidden_size=24, num_hidden_layers=4)
     >>> teacher = BertForSequenceClassification(config)
     >>> trainer = DistillationTrainer(
     ...     teacher, student_from_teacher(teacher, [2, 4]), FCD(),

@@ -86,19 +86,14 @@ def soft_target_loss_ref(
     if isinstance(teacher_logits, TopK):
         tail, stored = teacher_logits.tail, teacher_logits.log_probs.dtype
         K = teacher_logits.ids.shape[-1]
-        teacher = [
-            teacher_logits.ids.long().where(real, 0),
-            teacher_logits.log_probs.where(real, -math.log(2 * K)),
-        ]
+        log_probs = teacher_logits.log_probs.where(real, -math.log(2 * K))
+        teacher = [teacher_logits.ids.long().where(real, 0), log_probs]
     else:
         teacher = [upcast(teacher_logits)[..., :n].where(real, 0)]
     if match is not None:
         order = match.student_ids.argsort()
-        pairs = (
-            match.student_ids[order],
-            match.teacher_ids[order],
-            *match.columns(student.device)[1:],
-        )
+        rest = match.columns(student.device)[1:]
+        pairs = match.student_ids[order], match.teacher_ids[order], *rest
     soft = SoftTargetOptions(*_form_of(divergence), temperature, scale, tail)
     loss = soft_target_rows(student, teacher, soft, match=pairs, unmatched=unmatched, stored=stored)
     return _reduced_ref(

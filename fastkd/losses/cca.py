@@ -288,12 +288,8 @@ class CCALoss(LossModule, InGroup):
             memory = self._memory(i, students, teachers)
             loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
             losses.append(loss)
-            if (
-                memory is not None
-                and self.training
-                and torch.is_grad_enabled()
-                and students.requires_grad
-            ):
+            learns = self.training and torch.is_grad_enabled() and students.requires_grad
+            if memory is not None and learns:
                 self._update(memory, Moments(*totals), students.shape[-1] + teachers.shape[-1])
         return torch.cat(losses).mean()
 

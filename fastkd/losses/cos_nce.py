@@ -366,11 +366,8 @@ class CosNCELoss(LossModule, InGroup):
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:
         check.pair(student, teacher, min_ndim=2)
-        sizes = (
-            ("student", student, self.W.in_features),
-            ("teacher", teacher, self.W.out_features),
-        )
-        for name, x, size in sizes:
+        sizes = (student, self.student_dim), (teacher, self.teacher_dim)
+        for name, (x, size) in zip(("student", "teacher"), sizes, strict=True):
             if x.shape[-1] != size:
                 raise ValueError(
                     f"{name} must have {size} columns ({name}_dim), got {tuple(x.shape)}"
@@ -380,12 +377,8 @@ class CosNCELoss(LossModule, InGroup):
         self, student: Tensor, teacher: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Student, teacher and mask of a layer, one row per sample unless the pool is "tokens"."""
-        check.shape(
-            "teacher",
-            teacher,
-            (*student.shape[:-1], teacher.shape[-1]),
-            "student's but for the size",
-        )
+        sizes = (*student.shape[:-1], teacher.shape[-1])
+        check.shape("teacher", teacher, sizes, "student's but for the size")
         if student.dim() < 3 or self.pool == "tokens":
             return student, teacher, check.mask(mask, student.shape[:-1], student.device)
         mask = check.mask(mask, student.shape[:2], student.device)
@@ -632,10 +625,7 @@ class _TritonCosNCE(torch.autograd.Function):
 
         *features, labels, mask, negatives_labels, negatives_mask, weights = tensors
         n = options.layers
-        students, teachers = (
-            _with_equal_strides(features[:n]),
-            _with_equal_strides(features[n : 2 * n]),
-        )
+        students, teachers = map(_with_equal_strides, (features[:n], features[n : 2 * n]))
         each = len(features) > 2 * n and features[2 * n].dim() == 4
         negatives = [x.reshape(-1, *x.shape[-2:]) for x in features[2 * n :]]
         labels, mask, negatives_labels, negatives_mask = (
