@@ -119,22 +119,18 @@ def merged_span_loss(
         factors.append(total[:-1])
 
     def distances(states: Tensor, factor: Tensor, states_t: Tensor, factor_t: Tensor) -> Tensor:
-        merged = [
+        both = (student, states, factor), (teacher, states_t, factor_t)
+        merged = (
             (upcast(head.logits(x)) / temperature).softmax(-1) * log_factor.exp()[:, None]
-            for head, x, log_factor in (
-                (sides[0][2], states, factor),
-                (sides[1][2], states_t, factor_t),
-            )
-        ]
-        return _distances(merged[0], merged[1], vocabulary, beta)
-
-    columns = len(sides[0][2].weight) + len(sides[1][2].weight)
-    step = max(chunk_bytes // (columns * factors[0].element_size()), 1)
-    values = [
-        checkpoint(distances, *part, use_reentrant=False)
-        for part in zip(
-            *(x.split(step) for x in (rows[0], factors[0], rows[1], factors[1])), strict=True
+            for head, x, log_factor in both
         )
+        return _distances(*merged, vocabulary, beta)
+
+    columns = len(student.weight) + len(teacher.weight)
+    step = max(chunk_bytes // (columns * factors[0].element_size()), 1)
+    parts = (x.split(step) for x in (rows[0], factors[0], rows[1], factors[1]))
+    values = [
+        checkpoint(distances, *part, use_reentrant=False) for part in zip(*parts, strict=True)
     ]
     B = len(student_spans)
     counts = torch.bincount(texts, minlength=B).clamp(min=1)

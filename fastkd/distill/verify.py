@@ -301,11 +301,8 @@ class _Step:
         if "position_ids" not in row:
             starts = self._positions(mask.long().cumsum(1) - 1)
             row["position_ids"] = starts[mask][None]
-        others = {
-            name: x
-            for name, x in self.batch.items()
-            if name not in row and name != "attention_mask"
-        }
+        own = {*row, "attention_mask"}
+        others = {name: x for name, x in self.batch.items() if name not in own}
         try:
             return self.gradients({**others, **row})
         except MixedDocuments as error:
@@ -339,11 +336,8 @@ class _Step:
     def accumulated(self) -> Gradients:
         micro_batches: list[dict[str, Any]] = list(self._equal_micro_batches())
         if self.distiller.counts_positions and not {"labels", "input_ids"}.isdisjoint(self.batch):
-            items = int(self.distiller.count_items(self.batch))
-            micro_batches = [
-                {**micro_batch, "num_items": items / len(micro_batches)}
-                for micro_batch in micro_batches
-            ]
+            items = int(self.distiller.count_items(self.batch)) / len(micro_batches)
+            micro_batches = [{**x, "num_items": items} for x in micro_batches]
         twin = copy.deepcopy(self.distiller)
         twin.zero_grad()
         for micro_batch in micro_batches:
