@@ -176,9 +176,8 @@ def cka_matrix(
     torch.Size([4, 4])
     """
     measure: Measure = "unbiased_cka" if unbiased else "cka"
-    return layer_similarity(model, batches, [measure], other=other, gather=gather, group=group)[
-        measure
-    ]
+    options: Any = {"other": other, "gather": gather, "group": group}
+    return layer_similarity(model, batches, [measure], **options)[measure]
 
 
 def rccc(matrix: Tensor, *, first: int = 0) -> float:
@@ -253,11 +252,9 @@ class IntraClassSums:
         return torch.stack(by_class).sum(0) / total
 
     def _add(self, label: int, count: int, sums: list[Tensor]) -> None:
-        before = self.sums.get(label)
         self.counts[label] = self.counts.get(label, 0) + count
-        self.sums[label] = (
-            sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
-        )
+        before = self.sums.get(label, [torch.zeros_like(x) for x in sums])
+        self.sums[label] = [a + b for a, b in zip(before, sums, strict=True)]
 
 
 def layer_intra_class_similarity(

@@ -117,9 +117,8 @@ class BatchReader:
         pairs_labels = self.pairs_tokens and not self.two_vocabularies
         if spans is not None and isinstance(labels, Tensor) and pairs_labels:
             # Predictions are compared where both models read the token.
-            labels = labels.masked_fill(
-                paired_positions(*spans) < int(self.student.causal), IGNORED
-            )
+            unpaired = paired_positions(*spans) < int(self.student.causal)
+            labels = labels.masked_fill(unpaired, IGNORED)
         student, labels, first = from_front(self.student, student, labels)
         student = self.student.with_decoder_inputs(student, labels)
         readers = [self.student, *([] if own else self.teachers.live)]

@@ -120,11 +120,11 @@ def merged_span_loss(
 
     def distances(states: Tensor, factor: Tensor, states_t: Tensor, factor_t: Tensor) -> Tensor:
         both = (student, states, factor), (teacher, states_t, factor_t)
-        merged = (
+        P_s, P_t = (
             (upcast(head.logits(x)) / temperature).softmax(-1) * log_factor.exp()[:, None]
             for head, x, log_factor in both
         )
-        return _distances(*merged, vocabulary, beta)
+        return _distances(P_s, P_t, vocabulary, beta)
 
     columns = len(student.weight) + len(teacher.weight)
     step = max(chunk_bytes // (columns * factors[0].element_size()), 1)
