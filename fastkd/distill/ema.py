@@ -62,7 +62,6 @@ class EMATeacher(nn.Module):
         return without_adapters(self.model)
 
     def forward(self, **inputs: Any) -> Any:
-        """The averaged model's own result."""
         return self.model(**inputs)
 
     @torch.no_grad()

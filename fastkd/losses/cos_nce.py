@@ -358,11 +358,9 @@ class CosNCELoss(LossModule, InGroup):
             teachers.append(teacher.to(students[-1].dtype))
             if given is not None:
                 given[i] = given[i].to(students[-1].dtype)
-        negatives_given = _Negatives(given, negatives_mask, negatives_labels)
+        bank = _Negatives(given, negatives_mask, negatives_labels)
         options = self.reduction, self.backend, ranks_of(self.gather, self.group)
-        return _cos_nce_layers(
-            students, teachers, negatives_given, labels, mask_of_layers, *options
-        )
+        return _cos_nce_layers(students, teachers, bank, labels, mask_of_layers, *options)
 
     def _check(self, student: Tensor, teacher: Tensor) -> None:
         check.pair(student, teacher, min_ndim=2)
