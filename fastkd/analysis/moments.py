@@ -156,6 +156,10 @@ class Moments(ABC):
             self._energies[pair] = self.cross(*pair).square().sum()
         return self._energies[pair]
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Σ p_i p_j (L, L) and Σ p_i (L,); needs ``fourth``."""
+        return self.fourths[0], self.fourths[2]
+
     def _add_fourths(self, more: tuple[Tensor, ...]) -> None:
         for mine, theirs in zip(self.fourths, more, strict=True):
             mine += theirs

@@ -159,7 +159,7 @@ def _pwcca(moments: Moments, i: int, j: int, variance: float) -> Tensor:
 def _unbiased_cka(moments: Moments, i: int, j: int, variance: float) -> Tensor:
     """HSIC_1 of linear kernels: n(n-3)·HSIC = ‖S_xy‖² - n/(n-2)·Σpq + ΣpΣq/((n-1)(n-2))."""
     n = moments.count
-    pairs, _, squares = moments.fourths
+    pairs, squares = moments.pairs()
 
     def hsic(a: int, b: int) -> Tensor:
         whole = moments.energy(a, b) + squares[a] * squares[b] / ((n - 1) * (n - 2))
