@@ -130,7 +130,7 @@ def begin(
     shuffled = torch.cat([torch.arange(start, len(tokens), 2) for start in (1, 0)])
     uneven: list[dict[str, Any]] = [step.select(slice(0, 1)), step.select(slice(1, None))]
     ways: dict[str, Way] = {
-        "the same again": lambda: step.gradients(step.batch),
+        "the same again": step.again,
         "other order of samples": lambda: step.gradients(step.select(shuffled)),
         "wider padding": step.wider,
         "left padding": step.left_padded,
@@ -243,6 +243,9 @@ class _Step:
 
     def select(self, rows: Any) -> dict[str, Tensor]:
         return {name: x[rows] for name, x in self.batch.items()}
+
+    def again(self) -> Gradients:
+        return self.gradients(self.batch)
 
     def _mask(self) -> Tensor:
         mask = self.batch.get("attention_mask")
