@@ -401,7 +401,7 @@ def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
 
     The second is slow: what it reads the first must not have moved before.
     """
-    options = {**on_policy, "lora": "r=2", "pack": True}
+    options = {**on_policy, "lora": "r=2", "pack": True, "epochs": 1}
     run("distill", **options, out=tmp_path / "one")
     options["batch_size"] = 2
     lines = {
