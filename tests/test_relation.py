@@ -291,18 +291,13 @@ def test_all_rows_too_short_to_normalise(backend, device, over, members, side):
     assert max(errors(*pair, over=over, backend=backend)) <= 1e-5
 
 
-def test_nan_in_real_data_and_in_padding(backend, device):
-    """As test_promises.py has it for small relations, in tiles."""
-    pair, options = pair_of("tokens", 2, 140, 8, 8, device=device), dict(backend=backend)
+def test_nan_in_real_data_of_tiles(backend, device):
+    """As test_promises.py has it for small relations."""
+    pair = pair_of("tokens", 2, 140, 8, 8, device=device)
     mask = make_mask("ragged", *pair[0].shape[:2], device)
-    expected = value_and_grad(relation_loss, *pair, mask, **options)
-    bad = (x.masked_fill(~mask[..., None], torch.nan) for x in pair)
-    actual = value_and_grad(relation_loss, *bad, mask, **options)
-    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
-    assert (actual[1][~mask] == 0).all()
     for x in pair:
         x[-1, 0, 2] = torch.nan
-        assert relation_loss(*pair, mask, **options).isnan()
+        assert relation_loss(*pair, mask, backend=backend).isnan()
         x[-1, 0, 2] = 1
 
 
