@@ -154,6 +154,7 @@ def test_kl_equals_torch(backend, device, temperature):
 # Against the float64 reference
 
 
+@pytest.mark.within_kernels
 @divergences
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_reference(backend, device, divergence, dtype):

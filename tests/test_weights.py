@@ -75,6 +75,9 @@ def reductions(loss):
     return REDUCTIONS.get(loss.function.__name__, ("mean", "sum", "none"))
 
 
+@pytest.mark.left_out(
+    where=lambda given: given["backend"] == "triton" and given["dtype"] == torch.float64
+)
 @each_loss
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_weights_match_the_reference(backend, loss, dtype):
