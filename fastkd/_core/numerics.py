@@ -256,7 +256,7 @@ class LossInCpp(GradientInForward):
         needs = ctx.needs_input_grad[1:]
         loss, *gradients = options.cpp(tensors, needs)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [x.dtype for x, needed in zip(tensors, needs, strict=True) if needed]
+        ctx.dtypes = [tensors[i].dtype for i, needed in enumerate(needs) if needed]
         return loss
 
 

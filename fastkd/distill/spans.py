@@ -109,14 +109,9 @@ class TwoTokenizers:
         self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Inputs, and the token offsets (B, N, 2) in the first and in the second texts."""
-        encoded = tokenizer(
-            list(texts),
-            None if pairs is None else list(pairs),
-            padding=True,
-            return_offsets_mapping=True,
-            return_tensors="pt",
-            **self.options,
-        )
+        second = None if pairs is None else list(pairs)
+        options = {"padding": True, "return_offsets_mapping": True, "return_tensors": "pt"}
+        encoded = tokenizer(list(texts), second, **options, **self.options)
         offsets = encoded.pop("offset_mapping")
         ids = [
             [-1 if i is None else i for i in encoded.sequence_ids(row)] for row in range(len(texts))

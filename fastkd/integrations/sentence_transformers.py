@@ -225,14 +225,9 @@ class RelationDistillLoss(_EmbeddingLoss):
         self.normalize, self.distance, self.temperature = normalize, distance, temperature
 
     def compare(self, student: Tensor, teacher: Tensor) -> Tensor:
+        options = {name: getattr(self, name) for name in self.options}
         return relation.relation_loss(
-            student,
-            teacher,
-            over="samples",
-            normalize=self.normalize,
-            distance=self.distance,
-            temperature=self.temperature,
-            gather=self.gather,
+            student, teacher, over="samples", gather=self.gather, **options
         )
 
 

@@ -195,9 +195,10 @@ class _Options:
 
     def cpp(self, tensors: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
         """Of one layer: student, teacher, mask, weights; see `LossInCpp`."""
-        maps = (x.contiguous() for x in tensors[:2])
+        student, teacher, *rest = tensors
         options = self.mean, self.layers, self.reduction, needs[0]
-        return torch.ops.fastkd_cpp.attention(*maps, *tensors[2:], *options)
+        maps = student.contiguous(), teacher.contiguous()
+        return torch.ops.fastkd_cpp.attention(*maps, *rest, *options)
 
     def triton(
         self, tensors: Sequence[Any], upstream: Tensor | None, needs: Sequence[bool]
