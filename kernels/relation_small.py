@@ -6,7 +6,8 @@ the programs of the other kernels, warps would wait for each other in each sum o
 gradient of the call's last kind of relation it stores A and two numbers per row, far less than the
 rows; for another kind it reads the student again and writes the gradient.
 `relation_small_gradient_kernel` computes the gradient from A and the student, adds the other kind's
-gradient and applies P_i.
+gradient and applies P_i. Every second launch begins with the last layers, which the one before left
+in the L2 cache.
 """
 
 import functools
@@ -57,14 +58,13 @@ def _members(scale):
 
 @triton.jit
 def _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT: tl.constexpr):
-    """A's product with the centred rows, before P_i, of one block of features."""
+    """A's product with rows, before P_i, of one block of features."""
     centred = _minus_of_valid(_unit_rows(x, scale), valid, mean)
     dx = tl.dot(high, high_part(centred))
     if SPLIT:
         dx = tl.dot(high, low_part(centred), dx)
         dx = tl.dot(low, high_part(centred), dx)
-    own = tl.where((scale >= LARGEST_SCALE)[:, None], -mean[None, :], centred)
-    dx = dx * (left / OPERAND_SCALE)[:, None] - (row_sums / OPERAND_SCALE)[:, None] * own
+    dx = dx * (left / OPERAND_SCALE)[:, None] + (row_sums / OPERAND_SCALE)[:, None] * mean[None, :]
     return tl.where(valid[:, None], dx, 0.0)
 
 
@@ -89,10 +89,8 @@ def _centred_relation(
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-        rest = tl.load(mean_ptr + D + d, mask=d < D, other=0.0)
         unit = _unit_rows(load_rows(x_ptr, row, valid, d, D), scale)
-        centred = _minus_of_valid(_minus_of_valid(unit, valid, mean), valid, rest)
-        mean += rest
+        centred = _minus_of_valid(unit, valid, mean)
         along += tl.sum(centred * mean[None, :], axis=1)
         squares += tl.sum(centred * centred, axis=1)
         lengths += mean * mean
@@ -119,8 +117,8 @@ def relation_small_mean_kernel(
     s_ptrs,  # layers of (rows, Ds)
     t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side): 1/‖x‖, 0 at padding
-    mean_s_ptr,  # (layers, groups, 2, Ds): mean of the unit rows, and its rounding error
-    mean_t_ptr,  # (layers, groups, 2, Dt)
+    mean_s_ptr,  # (layers, groups, Ds): means of the unit rows
+    mean_t_ptr,  # (layers, groups, Dt)
     N,
     Ds,
     Dt,
@@ -136,8 +134,8 @@ def relation_small_mean_kernel(
     group = (tl.program_id(0) // blocks_d).to(tl.int64)
     groups = tl.num_programs(0) // blocks_d
     d = tl.program_id(0) % blocks_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    layer = tl.program_id(1).to(tl.int64)
-    teacher = tl.program_id(2) == 1
+    layer = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
+    teacher = tl.program_id(2) == 0
     n = tl.arange(0, BLOCK_N).to(tl.int64)
     row = group * stride_group + n * stride_n
     scale_ptr += (2 * layer + tl.where(teacher, 1, 0)) * stride_side
@@ -147,11 +145,10 @@ def relation_small_mean_kernel(
     D = tl.where(teacher, Dt, Ds)
     unit = _unit_rows(load_rows(x_ptr, row, valid, d, D), scale)  # (BLOCK_N, BLOCK_D)
     mean = rounded(tl.sum(unit, axis=0) * share)
-    # Equal rows have no relation: their centred rows are only the mean's rounding error.
-    rest = tl.sum(_minus_of_valid(unit, valid, mean), axis=0) * share
-    out = tl.where(teacher, mean_t_ptr, mean_s_ptr) + 2 * (layer * groups + group) * D + d
-    tl.store(out, mean, mask=d < D)
-    tl.store(out + D, rest, mask=d < D)
+    # Equal rows have no relation: this makes their mean the row, to the last bit.
+    mean += tl.sum(_minus_of_valid(unit, valid, mean), axis=0) * share
+    out = tl.where(teacher, mean_t_ptr, mean_s_ptr) + (layer * groups + group) * D
+    tl.store(out + d, mean, mask=d < D)
 
 
 @triton.jit(
@@ -164,8 +161,8 @@ def relation_small_groups_kernel(
     t_ptrs,  # layers of (rows, Dt)
     scale_ptr,  # (layers, 2, stride_side)
     stride_side,
-    mean_s_ptr,  # (layers, groups, 2, Ds), from `relation_small_mean_kernel`
-    mean_t_ptr,  # (layers, groups, 2, Dt)
+    mean_s_ptr,  # (layers, groups, Ds), from `relation_small_mean_kernel`
+    mean_t_ptr,  # (layers, groups, Dt)
     shares_ptr,  # (groups,): the groups' shares in the average, times their weights
     dx_ptr,  # (layers, rows, Ds), if GRADIENT
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N), if KEEP
@@ -201,7 +198,7 @@ def relation_small_groups_kernel(
     _, valid, share = _members(scale_s)
     real = tl.sum((scale_s != 0).to(tl.int32), axis=0)
     count = tl.maximum(real, 1).to(tl.float32)
-    mean_t_ptr += 2 * (layer * groups + group) * Dt
+    mean_t_ptr += (layer * groups + group) * Dt
     R_t = _centred_relation(
         t_ptr, row, mean_t_ptr, scale_t, valid, share, Dt, SPLIT, BLOCK_N, BLOCK_D
     )
@@ -214,7 +211,7 @@ def relation_small_groups_kernel(
     if KEEP:
         values_ptr += (layer * groups + group) * 2 * BLOCK_N + n
         tl.store(values_ptr, scale_s)
-    mean_s_ptr += 2 * (layer * groups + group) * Ds
+    mean_s_ptr += (layer * groups + group) * Ds
     R_s = _centred_relation(
         s_ptr, row, mean_s_ptr, scale_s, valid, share, Ds, SPLIT, BLOCK_N, BLOCK_D
     )
@@ -235,11 +232,14 @@ def relation_small_groups_kernel(
     )
 
     if GRADIENT or KEEP:
-        # A = b − ρa. Rows that are not of unit length keep its diagonal.
+        # A = b − ρa, with minus its row sums as diagonal: its product is one with s_j − s_i.
+        # Rows that are not of unit length keep their diagonal.
         short = scale_s >= LARGEST_SCALE
-        rho = 1 - loss
-        A = b.to(tl.float32) - rho * a
-        A = tl.where((n[:, None] == n[None, :]) & (short == 0)[:, None], 0.0, A)
+        A = b.to(tl.float32) - (1 - loss) * a
+        cleared = (n[:, None] == n[None, :]) & (short == 0)[:, None]
+        A = tl.where(cleared, 0.0, A)
+        row_sums = tl.sum(A, axis=1)
+        A = tl.where(cleared, -row_sums[:, None], A)
         high = high_part(A)
         low = low_part(A) if SPLIT else high
         derivative = derivative_scale(scale_s, s_ptr.dtype.element_ty == tl.float16)
@@ -253,7 +253,7 @@ def relation_small_groups_kernel(
             if SPLIT:
                 tl.store(a_tile + BLOCK_N * BLOCK_N, low)
         else:
-            row_sums = tl.sum(A, axis=1) * left
+            row_sums = tl.where(short, row_sums * left, 0.0)
             dx_rows = dx_ptr + (layer * groups * N + row) * Ds
             for first in range(0, Ds, BLOCK_D):
                 d = first + tl.arange(0, BLOCK_D)
@@ -267,7 +267,7 @@ def relation_small_groups_kernel(
 @triton.jit(do_not_specialize=["N", "stride_group", "stride_n"])
 def relation_small_gradient_kernel(
     s_ptrs,  # layers of (rows, D)
-    mean_ptr,  # (layers, groups, 2, D)
+    mean_ptr,  # (layers, groups, D)
     a_ptr,  # (layers, groups, parts, BLOCK_N, BLOCK_N)
     values_ptr,  # (layers, groups, 2, BLOCK_N): 1/‖x‖ of each row, and the factor of A's row
     dx_ptr,  # (layers, rows, D), read if ADD
@@ -283,7 +283,7 @@ def relation_small_gradient_kernel(
 ):
     """dx (+)= A's gradient, without its component along the normalised rows."""
     group = tl.program_id(0).to(tl.int64)
-    layer = tl.program_id(1).to(tl.int64)
+    layer = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     groups = tl.num_programs(0)
     s_ptr = pick(s_ptrs, layer, SLOTS)
     n = tl.arange(0, BLOCK_N)
@@ -296,12 +296,12 @@ def relation_small_gradient_kernel(
     high = tl.load(a_tile)
     low = tl.load(a_tile + BLOCK_N * BLOCK_N) if SPLIT else high
     A = high.to(tl.float32) + low if SPLIT else high.to(tl.float32)
-    row_sums = tl.sum(A, axis=1) * left
+    row_sums = tl.where(scale >= LARGEST_SCALE, tl.sum(A, axis=1) * left, 0.0)
     exists, valid, _ = _members(scale)
-    mean_ptr += 2 * (layer * groups + group) * D
+    mean_ptr += (layer * groups + group) * D
     row = group * stride_group + n.to(tl.int64) * stride_n
     dx_ptr += layer * groups * N * D
-    along = tl.zeros((BLOCK_N,), tl.float32)
+    along = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)  # added up across features after the loop
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = load_rows(s_ptr, row, exists, d, D)
@@ -309,8 +309,8 @@ def relation_small_gradient_kernel(
         dx = _gradient_tile(x, high, low, scale, valid, mean, left, row_sums, SPLIT)
         if ADD:
             dx += load_rows(dx_ptr, row, exists, d, D)
-        along += tl.sum(dx * x, axis=1)
-    along = tl.where(scale >= LARGEST_SCALE, 0.0, along * scale)
+        along += dx * x
+    along = tl.where(scale >= LARGEST_SCALE, 0.0, tl.sum(along, axis=1) * scale)
     for first in range(0, D, BLOCK_D):
         d = first + tl.arange(0, BLOCK_D)
         x = load_rows(s_ptr, row, exists, d, D)
@@ -332,7 +332,7 @@ HOPPER = {
     (128, True, False): (32, 8, 1),
     (32, True, False): (32, 2, 3),
     (64, False, True): (128, 8, 3),
-    (32, False, True): (128, 4, 3),
+    (32, False, True): (128, 8, 3),
     (16, False, True): (256, 8, 1),
     (32, True, True): (64, 8, 3),
 }
@@ -371,7 +371,7 @@ def launch_small(layers: Layers, term: Term, add: bool, last: bool) -> None:
     """
     sizes = len(layers.students), term.groups
     new = functools.partial(layers.losses.new_empty, dtype=torch.float32)
-    means = new(*sizes, 2, layers.Ds), new(*sizes, 2, layers.Dt)
+    means = new(*sizes, layers.Ds), new(*sizes, layers.Dt)
     device = launch.capability(layers.losses.device)
     blocks = functools.partial(small_blocks, term.N, layers.dtype, layers.split, device)
     keep, n = last and layers.dx is not None, blocks(gradient=False)["BLOCK_N"]
