@@ -163,7 +163,7 @@ def commit(result: dict[str, Any]) -> str:
 
 
 def readme(results: list[dict[str, Any]]) -> str:
-    """README's tables: the headline groups of a GPU, if one was measured, and of a CPU.
+    """README's tables: the headline groups that were measured on a GPU, and those of a CPU.
 
     The CPU's has empty cells without results. A CUDA graph has a column of its own, since no other
     provider's step is one.
@@ -181,6 +181,8 @@ def _headline_table(result: dict[str, Any] | None, sets: Sequence[str]) -> str:
     of_gpu = result is not None and "gpu" in result["machine_info"]
     for case in (c for c in suite.cases(sets) if c.headline):
         group = result["groups"].get(case.key, {}) if result else {}
+        if of_gpu and not group:
+            continue
         graph = group.get(GRAPH, {})
         own = best(group)
         reference = group.get(REFERENCE, {})
