@@ -370,7 +370,9 @@ def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
     if last == torch.float32 and memory is None and ranks is None:
         size = _gradient_norm(left, values, of_teacher, directions, options.ridges, share)
         if _float32_suffices(sigmas, factors, size, share):
-            factors, a, b = [x.float() for x in factors], a.float(), b.float()
+            del large  # which holds the features in float64
+            factors, a = [x.float() for x in factors], a.float()
+            b = b.float()
     ds = (b @ factors[1]).baddbmm_(a, factors[0], alpha=-1)
     if ds.dtype == torch.float32:  # it sums to 0, but for the rounding error of large means
         ds -= ds.sum(-2, keepdim=True) * (share / (1 + share)).float()
