@@ -55,10 +55,12 @@ def relation_loss_ref(
     if segments is not None:
         pairs = [(student, teacher)]
         [(student, teacher)], mask, weights = _unpacked(pairs, mask, weights, segments)
+    if over == "samples":
+        student, teacher = student.transpose(0, 1), teacher.transpose(0, 1)
+        # Compiled by Inductor, a transposed view of a mask gives a wrong gradient.
+        mask = None if mask is None else mask.T.contiguous()
     if mask is None:
         mask = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
-    if over == "samples":
-        student, teacher, mask = student.transpose(0, 1), teacher.transpose(0, 1), mask.T
     rows = upcast(student), upcast(teacher), mask != 0
     gamma = _distances(_products, normalize, distance, temperature, eps, *rows)
     return reduced(gamma, mask.bool().sum(1) >= 2, "mean", weights)  # eqs. 8, 9
