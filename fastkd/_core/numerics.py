@@ -188,17 +188,23 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     None for 1. The gradient may have a vocabulary's size: it is changed in place where its dtype is
     right. On the CPU an upstream of 1, as ``loss.backward()`` passes it, is recognised.
     """
-    compiling = torch.compiler.is_compiling()
-    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
-    own = not compiling and not torch._C._autograd._get_current_graph_task_keep_graph()
     if upstream is None:
         return gradient.to(dtype)
+    compiling = torch.compiler.is_compiling()
+    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it; with
+    # ``is_grads_batched`` and in vmap one gradient is multiplied by many.
+    shared = (
+        compiling
+        or torch._C._autograd._get_current_graph_task_keep_graph()
+        or torch._C._functorch.is_legacy_batchedtensor(upstream)
+        or torch._C._functorch.is_batchedtensor(upstream)
+    )
     if upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1:
-        return gradient.to(dtype, copy=gradient.dtype == dtype and not own)
+        return gradient.to(dtype, copy=gradient.dtype == dtype and shared)
     upstream = upstream.to(working_dtype(gradient))
     if upstream.dim():
         upstream = upstream[(...,) + (None,) * (gradient.dim() - upstream.dim())]
-    if own and gradient.dtype == upstream.dtype == dtype:
+    if not shared and gradient.dtype == upstream.dtype == dtype:
         return gradient.mul_(upstream)
     if working_dtype(gradient) == dtype or compiling:
         return (upcast(gradient) * upstream).to(dtype)

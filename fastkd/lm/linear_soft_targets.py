@@ -200,9 +200,9 @@ def _run(
     needs: list[bool],
 ) -> list[Tensor]:
     """`linear_soft_targets`, as plain code where no operator is needed: it costs host time."""
-    by_operator = options.runs_on == "triton" or torch.compiler.is_compiling()
-    plain: Any = linear_soft_targets.__wrapped__  # type: ignore[attr-defined]
-    run = linear_soft_targets if by_operator else plain
+    run: Any = linear_soft_targets
+    if options.runs_on != "triton" and not torch.compiler.is_compiling():
+        run = run.__wrapped__
     found: list[Tensor] = run(student, teacher, given.tensors(), columns, upstream, needs, options)
     return found
 
