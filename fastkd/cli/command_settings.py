@@ -138,7 +138,7 @@ class AnswerSettings(ColumnOptions):
     data: Path = option(
         ..., "File of rows: .tsv, .csv, .json, .jsonl or .parquet, also as .gz; or .txt."
     )
-    onnx: Path | None = option(None, "ONNX export of the model to run instead of the model.")
+    onnx: Path | None = option(None, "ONNX file of the model to run instead of the model.")
     task: str | None = option(
         None,
         "A GLUE task (for the columns of its files), or the kind of task, for a model that fastkd "
@@ -237,18 +237,3 @@ class AugmentSettings(ColumnOptions):
         tasks.check(self.task)
         if self.out.suffix != ".tsv":
             raise InputError(f"--out {self.out}: the result is a .tsv file; name it so")
-
-
-@dataclass(kw_only=True)
-class ExportSettings(Checked):
-    model: str = option(..., "Model: a directory, such as a student's, or a hub name.")
-    out: Path | None = option(
-        None, "Output file; model.onnx in the model's directory if not given."
-    )
-    task: str | None = option(None, "Kind of task, for a model that fastkd did not train.")
-    overwrite: bool = option(False, "Replace an existing --out.")
-    trust_remote_code: bool = remote_code()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        tasks.check(self.task)

@@ -87,13 +87,6 @@ COMMANDS = {
         ANSWERING,
         alone=True,
     ),
-    "export": Command(
-        "Write a model as ONNX, and check that ONNX Runtime gives the same outputs.",
-        "cli.command_settings.ExportSettings",
-        "cli.export_command.export",
-        ANSWERING,
-        alone=True,
-    ),
     "cache": Command(
         """Store a fine-tuned teacher's outputs on every training row, for runs without it.
 

@@ -130,17 +130,6 @@ def update_manifest(directory: Path, content: dict[str, Any], *written: str) -> 
     write_json(directory / MANIFEST, {**content, "files": files})
 
 
-def add_to_manifest(path: Path) -> None:
-    """Add a file to the manifest of its directory, so that it is deleted with the directory.
-
-    The file need not exist yet. It gets no checksum: moving or changing it is no damage.
-    """
-    manifest = read_manifest(path.parent)
-    if manifest is not None and isinstance(manifest.get("files"), dict):
-        files = {**manifest["files"], path.name: None}
-        write_json(path.parent / MANIFEST, {**manifest, "files": files})
-
-
 def find_damage(directory: Path) -> str | None:
     """The first problem of a directory against its manifest; None if it is intact."""
     manifest = read_manifest(directory)
@@ -148,7 +137,7 @@ def find_damage(directory: Path) -> str | None:
         there = (directory / MANIFEST).exists()
         return f"{MANIFEST} is damaged" if there else f"it has no {MANIFEST}, so it is incomplete"
     for name, digest in manifest["files"].items():
-        if digest is None:  # see `add_to_manifest`
+        if digest is None:  # it may change or move
             continue
         path = directory / name
         if not path.is_file():

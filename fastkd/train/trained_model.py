@@ -93,7 +93,7 @@ NO_COLUMNS = Columns(label=None)
 
 
 class TrainedModel:
-    """A trained model, or its ONNX export."""
+    """A trained model, or an ONNX file of it."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class TrainedModel:
 
 
 class OnnxModel(torch.nn.Module):
-    """An ONNX export with the interface of the model."""
+    """An ONNX file with the interface of the model."""
 
     def __init__(self, path: Path, outputs: tuple[str, ...] = ("logits",)):
         super().__init__()
@@ -156,18 +156,17 @@ class OnnxModel(torch.nn.Module):
             raise InputError(f"--onnx {path}: can't be loaded ({reason})") from None
         self.path = path
         self.inputs = [entry.name for entry in self.session.get_inputs()]
-        self.outputs = [entry.name for entry in self.session.get_outputs()]
+        found = [entry.name for entry in self.session.get_outputs()]
         known = list(inspect.signature(self.forward).parameters)
-        # A single output may have any name.
-        fits = len(outputs) == len(self.outputs) == 1 or {*outputs} == {*self.outputs}
-        if not fits or not set(self.inputs) <= set(known):
-            count = "one" if len(outputs) == 1 else " and ".join(outputs)
+        # A single output may have any name; of several those of the task are read.
+        self.read = found if len(found) == len(outputs) == 1 else list(outputs)
+        if not {*self.read} <= {*found} or not {*self.inputs} <= {*known}:
             raise InputError(
-                f"--onnx {path}: reads {', '.join(self.inputs)} and has {len(self.outputs)} "
-                f"outputs; it must read some of {', '.join(known)} and have {count}"
+                f"--onnx {path}: reads {', '.join(self.inputs)} and has the outputs "
+                f"{', '.join(found)}; it must read some of {', '.join(known)} and have "
+                f"{' and '.join(outputs)}"
             )
-        if len(outputs) == 1:
-            self.outputs = list(outputs)
+        self.outputs = outputs
 
     def forward(
         self,
@@ -184,7 +183,7 @@ class OnnxModel(torch.nn.Module):
         }
         given = {name: inputs[name].cpu().numpy() for name in self.inputs}
         try:
-            found = self.session.run(None, given)
+            found = self.session.run(self.read, given)
         except Exception as error:
             reason = first_line(error)
             raise InputError(f"--onnx {self.path}: can't be run ({reason})") from None

@@ -915,7 +915,7 @@ def test_every_option_has_help_and_a_default_that_passes():
     for words in ([], ["-h"], ["--help"]):
         result = CliRunner().invoke(app, words)
         assert result.exit_code == 0
-        for command in ("distill", "evaluate", "predict", "export", "demo", "doctor", "analyze"):
+        for command in ("distill", "evaluate", "predict", "cache", "demo", "doctor", "analyze"):
             assert command in result.output
     output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
     saved = DistillConfig(teacher="t", task="sst2", device_name="cpu").saved()

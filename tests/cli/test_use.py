@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 from fastkd.cli import display
 from fastkd.cli.main import app
-from fastkd.train import saving
 from fastkd.train.saving import read_json
-from tests.support.tiny import WORDS, make_teacher, run, sentences, write_tsv
+from tests.support.tiny import WORDS, make_teacher, run, sentences, write_onnx, write_tsv
 
 CLASSES = ("neg", "pos")
 
@@ -112,16 +111,12 @@ def test_answers_import_no_more_than_they_need(tmp_path):
 
 
 def test_onnx_gives_the_same_score(folder, report, tmp_path):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     student = folder / "out" / "student"
     path = folder / "student.onnx"
-    output = run("export", "--model", student, "--out", path)
-    assert "outputs agree with ONNX Runtime's" in output and "about a minute" in output
+    write_onnx(t.AutoModelForSequenceClassification.from_pretrained(student), path, "logits")
     words = ("evaluate", "--model", student, "--data", folder / "test.tsv")
     score = report["test"]["student"]["accuracy"]
     assert f"accuracy {score:.4g}" in run(*words, "--onnx", path)
-    assert "the file exists" in run("export", "--model", student, "--out", path, expect=2)
     other = make_teacher(tmp_path / "other", labels=3)
     error = run("predict", model=other, data=folder / "dev.tsv", onnx=path, expect=2)
     assert "it has 2 outputs, and --model" in error
@@ -138,27 +133,6 @@ def test_unlabelled_text_needs_a_teacher(folder, tmp_path):
     assert "more.txt: a .txt file has one text a line" in found
 
 
-def test_an_export_belongs_to_its_model(folder, tmp_path, monkeypatch):
-    """--overwrite of `fastkd distill` accepts a file of `fastkd export` in the student."""
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
-
-    def written(model, batch, path, task):
-        assert batch["input_ids"].shape[1] <= 8
-        path.write_bytes(b"a graph")
-
-    monkeypatch.setattr("fastkd.cli.export_command._write", written)
-    monkeypatch.setattr("fastkd.cli.export_command._difference", lambda *_: 0.0)
-    model = make_teacher(tmp_path / "model", max_position_embeddings=8)
-    saving.write_manifest(model, {})
-    for _ in range(2):
-        run("export", model=model, overwrite=True)
-        assert saving.unlisted_files(model) == [] and saving.find_damage(model) is None
-    assert (model / "model.onnx").read_bytes() == b"a graph"
-    (model / "model.onnx").unlink()
-    assert saving.find_damage(model) is None  # a run that made the model may still be resumed
-
-
 def test_onnx_files_of_something_else(folder, tmp_path):
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
@@ -170,8 +144,8 @@ def test_onnx_files_of_something_else(folder, tmp_path):
     path.write_bytes(b"x")
     assert "--onnx" in run("evaluate", **words, expect=2)
     for name, outputs, said in (
-        ("pixels", ["a"], "reads pixels and has 1 outputs; it must read"),
-        ("input_ids", ["a", "b"], "reads input_ids and has 2 outputs"),
+        ("pixels", ["a"], "reads pixels and has the outputs a; it must read"),
+        ("input_ids", ["a", "b"], "reads input_ids and has the outputs a, b"),
         ("input_ids", ["a"], "can't be run"),  # of other types
     ):
         value = {x: helper.make_tensor_value_info(x, 1, [1, 2]) for x in (name, *outputs)}
@@ -184,9 +158,8 @@ def test_onnx_files_of_something_else(folder, tmp_path):
 
 
 def test_folders_that_are_no_student(folder, tmp_path):
-    for words in (["export"], ["evaluate", "--data", folder / "dev.tsv"]):
-        said = run(*words, "--model", folder / "out", expect=2)
-        assert said.endswith(f"did you mean {folder / 'out/student'}?\n")
+    said = run("evaluate", "--data", folder / "dev.tsv", "--model", folder / "out", expect=2)
+    assert said.endswith(f"did you mean {folder / 'out/student'}?\n")
     model = shutil.copytree(folder / "teacher", tmp_path / "model")
     for manifest in ("[1]", '{"settings": 5}', '{"settings": {"max_length": 1}}'):
         (model / "fastkd.json").write_text(manifest)
@@ -386,8 +359,8 @@ def test_a_marker_runs_no_code(folder, tmp_path, monkeypatch):
     )
     for name in ("a-model.task:Mine", "task", "..models"):
         (model / "fastkd.json").write_text(json.dumps({"task": name}))
-        for command, given in (("evaluate", {}), ("predict", {}), ("export", {"data": None})):
-            said = run(command, model=model, expect=2, **{"data": folder / "dev.tsv", **given})
+        for command in ("evaluate", "predict"):
+            said = run(command, model=model, expect=2, data=folder / "dev.tsv")
             assert f"--task {name!r}" in said
             assert not Path("ran").exists()
     run("predict", model=model, task="a-model.task:Mine", data=folder / "dev.tsv")

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 from typer.testing import CliRunner
@@ -85,3 +86,27 @@ def write_tsv(path: Path, rows: int = 40, seed: int = 0, label=lambda y: y) -> P
     lines = [f"{text}\t{label(y)}" for text, y in sentences(rows, seed)]
     path.write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     return path
+
+
+class _Graph(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, names: list[str], outputs: tuple[str, ...]):
+        super().__init__()
+        self.model, self.names, self.outputs = model, names, outputs
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.model(**dict(zip(self.names, inputs, strict=True)))
+        return tuple(getattr(found, name) for name in self.outputs)
+
+
+def write_onnx(model: torch.nn.Module, path: Path, *outputs: str) -> None:
+    """An ONNX file of the named outputs, for batches of any size."""
+    for module in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(module)
+    inputs = {"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.ones(2, 8).long()}
+    inputs["attention_mask"][1, 5:] = 0
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    torch.onnx.export(
+        _Graph(model, list(inputs), outputs).eval(), tuple(inputs.values()), str(path),
+        input_names=list(inputs), output_names=list(outputs), dynamic_shapes=((free, free),),
+        dynamo=True, external_data=False, verbose=False,
+    )  # fmt: skip

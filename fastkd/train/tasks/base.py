@@ -155,7 +155,7 @@ class Task:
     of_model: ClassVar[tuple[str, ...]] = ()
     #: ``config.problem_type`` of transformers.
     problem: ClassVar[str | None] = None
-    #: Names of the model's outputs, and of the outputs of its ONNX export.
+    #: Names of the model's outputs, and of the outputs of an ONNX file (--onnx).
     outputs: ClassVar[tuple[str, ...]] = ("logits",)
     #: What is compared if the student has a tokenizer of its own: "texts", or "spans" of text,
     #: which `encode_both` numbers; "" if such a student is refused.
@@ -334,12 +334,6 @@ class Task:
         """
         collate = getattr(require("transformers", "train"), self.collator_class)
         return Pad(collate(tokenizer), tokenizer)
-
-    def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
-        """Two batches of different sizes: an export is traced with one, compared on both."""
-        texts = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
-        short = {"truncation": True, "max_length": longest, "return_tensors": "pt"}
-        return [dict(tokenizer(some, padding=True, **short)) for some in texts]
 
     # Scores and predictions
 

@@ -199,7 +199,7 @@ class Embedding(Task):
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         found = model(**accepted(model, batch))
-        if hasattr(found, "sentence_embedding"):  # an export has pooled them
+        if hasattr(found, "sentence_embedding"):  # an ONNX file has pooled them
             return found
         states = found.last_hidden_state.float()
         read = {"token_embeddings": states, "attention_mask": batch["attention_mask"]}

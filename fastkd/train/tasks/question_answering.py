@@ -230,12 +230,6 @@ class QuestionAnswering(Task):
         # On the right in any family: positions count from the first token.
         return lambda rows: dict(tokenizer.pad(rows, padding_side="right", return_tensors="pt"))
 
-    def samples(self, tokenizer: Any, longest: int) -> list[dict[str, torch.Tensor]]:
-        texts = (["a short text", "another text, which is a little longer"], ["one more"] * 3)
-        short = {"truncation": "only_second", "max_length": longest, "return_tensors": "pt"}
-        short.update(padding=True, padding_side="right")
-        return [dict(tokenizer(["what is it"] * len(some), some, **short)) for some in texts]
-
     # Scores and predictions
 
     def answer(self, model: nn.Module, batch: dict[str, torch.Tensor], tokenizer: Any) -> Any:

@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.evaluation import (
     TripletEvaluator,
 )
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-from transformers import AutoConfig, AutoTokenizer, BertConfig
+from transformers import AutoConfig, BertConfig
 
 from fastkd.train import tasks
 from fastkd.train.data import load
@@ -122,11 +122,11 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_the_page_goes_from_nothing_to_a_folder_and_a_graph(folder, monkeypatch):
+def test_the_page_goes_from_nothing_to_a_folder(folder, monkeypatch):
     pattern = r"```sh\n(fastkd distill --task embedding.*?)```"
     found = re.search(pattern, PAGE.read_text(), re.DOTALL)
     lines = found[1].replace("\\\n", " ").splitlines()
-    distil, evaluate, export = (shlex.split(line)[1:] for line in lines)
+    distil, evaluate = (shlex.split(line)[1:] for line in lines)
     monkeypatch.chdir(folder)
     few = {"epochs": 2, "batch_size": 8, "device": "cpu", "max_length": 16, "learning_rate": 0.01}
     run(*distil, **few)
@@ -141,31 +141,11 @@ def test_the_page_goes_from_nothing_to_a_folder_and_a_graph(folder, monkeypatch)
     losses = [entry["losses"]["loss"] for entry in report["history"]]
     assert losses[-1] < losses[0]
     assert "14 rows:  accuracy" in run(*evaluate, "--device", "cpu")
-    assert export == ["export", "--model", "runs/embedder/student"]  # and then as below
 
 
 def cosine(x):
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
     return unit @ unit.T
-
-
-def test_an_export_embeds_as_the_folder_does(tmp_path):
-    """Pooling is in the graph: the commands' scores, and sentence-transformers' numbers."""
-    runtime = pytest.importorskip("onnxruntime")
-    model = make_embedder(tmp_path / "model", ("cls", "mean", "max", "lasttoken"), layers=1)
-    run("export", model=model, task="embedding")
-    texts = ["a film", "so is the very good film so", "dull"]
-    tokens = AutoTokenizer.from_pretrained(model)(texts, padding=True, return_tensors="np")
-    session = runtime.InferenceSession(str(model / "model.onnx"))
-    (found,) = session.run(["sentence_embedding"], dict(tokens))
-    expected = SentenceTransformer(str(model)).encode(texts)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    evals = write_triples(tmp_path / "a.jsonl")
-    words = {"model": model, "task": "embedding", "data": evals, "device": "cpu"}
-    scores = [tmp_path / f"{i}.json" for i in range(2)]
-    run("evaluate", **words, out=scores[0])
-    run("evaluate", **words, out=scores[1], onnx=model / "model.onnx")
-    assert read_json(scores[0]) == pytest.approx(read_json(scores[1]))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.settings import Source
 from fastkd.train.tasks.multiple_choice import TASK
-from tests.support.tiny import WORDS, make_teacher, run
+from tests.support.tiny import WORDS, make_teacher
 from tests.train.tasks.through import refused, through
 
 
@@ -58,12 +58,6 @@ def test_every_command_takes_it(tmp_path):
     ]
     right = np.mean([i == label for (_, _, label), i in zip(truth, found, strict=True)])
     assert report["best"]["scores"] == {"accuracy": right}
-    student, onnx = tmp_path / "run/student", tmp_path / "model.onnx"
-    pytest.importorskip("onnxruntime")
-    run("export", model=student, out=onnx)
-    scores = tmp_path / "onnx.json"
-    run("evaluate", model=student, onnx=onnx, data=evals, out=scores, device="cpu")
-    assert json.loads(scores.read_text())["accuracy"] == right
     assert "AutoModelForMultipleChoice" in (tmp_path / "run/student/README.md").read_text()
 
 
