@@ -3,9 +3,13 @@
 The cases are the benchmark's: toy sizes for every loss, title and dtype, and the BERT sizes.
 """
 
+import functools
+import threading
+
 import pytest
 import torch
 
+import fastkd
 from bench.kernel_times import durations
 from bench.measure import Oracle, peak_bytes
 from tools import gpu_check
@@ -94,3 +98,79 @@ def test_peak_memory_of_a_known_allocation(device):
         return b, torch.empty(4 << 20, device=device)
 
     assert peak_bytes(step, device) == pytest.approx(8 * 4 * 2**20, rel=0.01)
+
+
+def features(device, seed=0):
+    """Features of student and teacher, and a mask."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    new = functools.partial(torch.randn, 32, 128, 768, device=device, generator=generator)
+    mask = torch.rand(32, 128, device=device, generator=generator) < 0.8
+    return new().requires_grad_(), new(), mask
+
+
+def results(student, teacher, mask):
+    """Losses and gradients of three Triton kernels."""
+    found = []
+    for function in (fastkd.relation_loss, fastkd.hidden_state_loss, fastkd.cos_nce_loss):
+        loss = function(student, teacher, mask=mask, backend="triton")
+        found += [loss.detach(), *torch.autograd.grad(loss, student)]
+    return found
+
+
+def test_another_stream_gives_the_same_bits(device):
+    """First call, recorded plan, replayed plan."""
+    right = results(*features(device))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(3):
+            found = results(*features(device))
+            torch.cuda.synchronize()
+            assert all(map(torch.equal, found, right))
+
+
+def test_two_threads_at_a_time_give_the_same_bits(device):
+    rights = [results(*features(device, seed)) for seed in range(2)]
+    equal = [[], []]
+
+    def work(seed):
+        for _ in range(50):
+            found = results(*features(device, seed))
+            equal[seed].append(all(map(torch.equal, found, rights[seed])))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal == [[True] * 50] * 2
+
+
+def test_last_rows_of_more_than_2_to_31_logits(device):
+    rows, V = 16896, 2**17
+    new = functools.partial(torch.randn, V, device=device, dtype=torch.bfloat16)
+    student, teacher = (new().repeat(rows, 1) for _ in range(2))
+    student += torch.arange(rows, device=device, dtype=torch.bfloat16)[:, None] / rows
+    student.requires_grad_()
+    function = functools.partial(fastkd.soft_target_loss, reduction="none", backend="triton")
+    found = function(student, teacher)
+    (gradient,) = torch.autograd.grad(found[-4:].sum(), student)
+    last = student.detach()[-4:].clone().requires_grad_()
+    right = function(last, teacher[-4:])
+    assert torch.equal(found[-4:], right)
+    assert torch.equal(gradient[-4:], *torch.autograd.grad(right.sum(), last))
+    assert not gradient[:-4].any()
+
+
+def test_reduce_overhead(device):
+    """``torch.compile(mode="reduce-overhead")`` captures CUDA graphs."""
+
+    def call(student, teacher, mask):
+        return fastkd.relation_loss(student * 2.0, teacher, mask=mask, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for seed in range(3):
+        student, teacher, mask = features(device, seed)
+        expected, found = call(student, teacher, mask), compiled(student, teacher, mask)
+        torch.testing.assert_close(found.detach(), expected.detach())
+        gradients = [torch.autograd.grad(loss, student)[0] for loss in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    torch._dynamo.reset()

@@ -4,8 +4,7 @@ The stages are `STAGES`; ``--only tests,graphs`` selects some. A call ends after
 stage gets a fraction of the remaining time and leaves unused time to the next. Results are written
 to ``--out`` at once, and ``--resume`` continues an earlier call. A failed stage does not stop the
 others; the exit status is 0 if all passed. Everything takes two calls, ``--only
-build,tests,graphs`` and ``--only bench``. ``--only measure`` has the most valuable results, in a
-quarter of an hour.
+build,tests,graphs`` and ``--only bench``, which times the benchmark's sets by priority.
 """
 
 import argparse
@@ -140,13 +139,6 @@ def bench(job: Job) -> bool:
     return finished
 
 
-def measure(job: Job) -> bool:
-    """Run `tools.measure`, which skips items with results in the folder."""
-    commit = ["--commit", job.options.commit] if job.options.commit else []
-    seconds = f"--seconds={job.seconds - STOPPING:.0f}"
-    return command(job, sys.executable, "-m", "tools.measure", f"--out={job.out}", seconds, *commit)
-
-
 def kernels(job: Job) -> bool:
     """Measure the run time of each kernel at the benchmarks' sizes."""
     commit = ["--commit", job.options.commit] if job.options.commit else []
@@ -185,10 +177,7 @@ STAGES: dict[str, tuple[Callable[[Job], bool], float]] = {
     "bits": (bits, 2),
     "machine": (machine, 2),
     "sanitizer": (sanitizer, 2),
-    "measure": (measure, 8),
 }
-# Stages of their own: the others measure and check the same at more sizes.
-ALONE = ("measure",)
 
 
 def run_stages(
@@ -462,7 +451,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.capture:
         capture(torch.device("cuda"))
         return 0
-    only = chosen(options.only) or [name for name in STAGES if name not in ALONE]
+    only = chosen(options.only) or list(STAGES)
     if unknown := [name for name in only if name not in STAGES]:
         parser.error(f"no stage {', '.join(unknown)}; there are {', '.join(STAGES)}")
     Path(options.out).mkdir(parents=True, exist_ok=True)
