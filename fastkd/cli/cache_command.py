@@ -31,7 +31,15 @@ from fastkd.train.models import (
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run_directory import row_fingerprints, size_text
-from fastkd.train.saving import LOCK, MANIFEST, free_bytes, locked, saving, write_json
+from fastkd.train.saving import (
+    LOCK,
+    MANIFEST,
+    free_bytes,
+    locked,
+    save_tokenizer,
+    saving,
+    write_json,
+)
 from fastkd.train.settings import AUTO
 
 KEPT = "the same command goes on with what is there"
@@ -148,7 +156,7 @@ def _complete(
     student: Any = distiller.student
     save_model(settings.out / STUDENT, student, job.tokenizer, {}, job.task)
     if job.teacher_tokenizer is not None:
-        job.teacher_tokenizer.save_pretrained(settings.out / TEACHERS_TOKENIZER)
+        save_tokenizer(job.teacher_tokenizer, settings.out / TEACHERS_TOKENIZER)
     with saving(settings.out, KEPT):
         report = {
             "settings": {**as_json(settings), "max_length": job.max_length},

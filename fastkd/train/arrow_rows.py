@@ -23,7 +23,7 @@ from fastkd.distill.labelled_order import has_label
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.errors import InputError
-from fastkd.train.saving import saving
+from fastkd.train.saving import save_tokenizer, saving
 
 # Rows in memory at a time: texts may be long, and a tokenizer needs a hundred times their size.
 BATCH = 128
@@ -171,11 +171,8 @@ def file_fingerprint(path: Path) -> str:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Fingerprint of the files of a tokenizer."""
-    if tokenizer.is_fast:  # truncation and padding of the last call are not part of the tokenizer
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
     with saving(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, Path(folder))
         parts = type(tokenizer).__name__, file_fingerprint(Path(folder))
     return fingerprint(part.encode() for part in parts)
 

@@ -70,6 +70,7 @@ from fastkd.train.saving import (
     find_damage,
     read_json,
     replace_directory,
+    save_tokenizer,
     saving,
     update_manifest,
 )
@@ -883,7 +884,7 @@ def save_model(
 
     def write(directory: Path) -> dict[str, Any]:
         lora.save(model, directory)
-        tokenizer.save_pretrained(directory)
+        save_tokenizer(tokenizer, directory)
         task.save(directory, model.config)
         return report
 

@@ -213,6 +213,14 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(there).free
 
 
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Save a tokenizer without truncation and padding of its last call, which are no part of it."""
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(directory)
+
+
 def check_new_file(path: Path | None, overwrite: bool) -> None:
     """Raise if the file --out exists without --overwrite, or cannot be created."""
     if path is None:

@@ -16,12 +16,13 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastkd.train import arrow_rows, data, files
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
+from fastkd.train.job import save_model
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.regression import Regression
 from tests.cli.launched import Launch
@@ -71,6 +72,16 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, reads):
     assert len(reads) == 2
     data.read_file(tmp_path / "b.tsv", Columns("label", None, None), "--train")
     assert len(reads) == 3
+
+
+def test_a_saved_tokenizer_does_not_depend_on_the_cache_of_rows(tmp_path, cache, tokenizer):
+    rows = read(write_tsv(tmp_path / "a.tsv"))
+    model = AutoModelForSequenceClassification.from_pretrained(tokenizer.name_or_path)
+    for name in ("encoded", "read"):
+        Encoder(tokenizer, 8, Regression())(rows)
+        save_model(tmp_path / name, model, tokenizer, {}, Regression())
+    encoded, found = (tmp_path / name / "tokenizer.json" for name in ("encoded", "read"))
+    assert encoded.read_bytes() == found.read_bytes()
 
 
 def test_tokens_are_made_once_for_a_tokenizer_and_a_length(tmp_path, cache, tokenizer):
