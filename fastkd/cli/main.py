@@ -232,7 +232,7 @@ def errors_as_sentences(goes_on: Callable[[], str] = str) -> Iterator[None]:
     except InputError as error:
         _fail(str(error), 2)
     except Interrupted as error:
-        _end(str(error), error.code)
+        _end(f"{error}{goes_on()}", error.code)
     except (RunFailed, MissingExtra) as error:
         _fail(str(error), 1)
     except KeyboardInterrupt as error:

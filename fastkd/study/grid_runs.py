@@ -34,13 +34,16 @@ from fastkd.train.computation import choose_device
 from fastkd.train.config import DistillConfig
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
-from fastkd.train.hub import is_served
+from fastkd.train.hub import file_of, is_served
 from fastkd.train.job import Job
 from fastkd.train.models import check_depth, finished_task, load
-from fastkd.train.options import errors_with_file_keys
+from fastkd.train.options import as_paths, errors_with_file_keys, paths_of
+from fastkd.train.packaged_teacher import resolved
 from fastkd.train.progress import Display, Track, clock, format_scores
+from fastkd.train.row_teachers import teachers_of
+from fastkd.train.run_directory import row_fingerprints
 from fastkd.train.saving import find_damage, read_json, write_json
-from fastkd.train.settings import DistillOptions
+from fastkd.train.settings import MODELS, DistillOptions, Source
 
 filelock: Any = require("filelock", "train")
 
@@ -50,7 +53,12 @@ OF_TEACHER = (
     "text_column", "text_pair_column", "label_column", "no_header", "labels", "metric",
     "max_train_rows", "max_eval_rows", "trust_remote_code", "attention", "max_length", "precision",
     "device_name", "finetune_teacher", "teacher_learning_rate", "teacher_lora", "tokenizer",
-    "max_new_tokens", "sample",
+    "max_new_tokens", "sample", "label_order",
+)  # fmt: skip
+#: Options that choose the rows of a data set on the hub.
+ROWS = (
+    "task", "data", "data_config", "train_split", "eval_split", "text_column", "text_pair_column",
+    "label_column", "labels", "label_order",
 )  # fmt: skip
 #: Field of a result file with the hash of all other fields.
 CHECKSUM = "sha256"
@@ -59,9 +67,54 @@ TIMED = (4, 12)
 
 
 def key_of(options: Mapping[str, Any]) -> str:
-    """Short hash of options."""
-    text = json.dumps({k: str(v) for k, v in options.items()}, sort_keys=True)
+    """Short hash of options, and of the content of all files and models that they name."""
+    found = {**options, "content": sorted(_contents(options))}
+    text = json.dumps({k: str(v) for k, v in found.items()}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _contents(options: Mapping[str, Any]) -> Iterator[str]:
+    """Fingerprints of rows, models and caches; a model on the hub has its commit."""
+    for name in paths_of(DistillOptions):
+        for path in as_paths(options.get(name)) or []:
+            yield from _files(name, path)
+    models = {name: options.get(name) for name in MODELS}
+    if options.get("teachers") is not None:
+        entries = teachers_of(Path(options["teachers"])).items()
+        models |= {name: entry.get("cache", entry.get("model")) for name, entry in entries}
+    for name, model in models.items():
+        if model is None or is_served(model):
+            continue
+        local = Path(resolved(model)).expanduser()
+        yield from _files(name, local) if local.is_dir() else [f"{name} {_commit(model)}"]
+    if not {"train", "evals"} & options.keys():
+        kept = {k: v for k, v in options.items() if k in ROWS}
+        yield _hub_rows(json.dumps(kept, sort_keys=True))
+
+
+def _files(name: str, path: Path) -> Iterator[str]:
+    """Fingerprint of each file in a folder, or of one file."""
+    for file in [path] if path.is_file() else filter(Path.is_file, path.rglob("*")):
+        stat = file.stat()
+        yield f"{name} {file.name} {_fingerprint(file, stat.st_mtime_ns, stat.st_size)}"
+
+
+@functools.cache
+def _fingerprint(path: Path, changed: int, size: int) -> str:
+    return file_fingerprint(path)
+
+
+@functools.cache
+def _commit(model: str) -> str:
+    """Commit of a model on the hub: the name of the folder that holds its files."""
+    path = file_of(model, "config.json") or file_of(model, "tokenizer_config.json")
+    return "" if path is None else path.parent.name
+
+
+@functools.cache
+def _hub_rows(source: str) -> str:
+    """Fingerprints of the rows of a hub data set; ``source`` has its options as JSON."""
+    return json.dumps(row_fingerprints(data.load(Source(**json.loads(source)))), sort_keys=True)
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
@@ -125,7 +178,7 @@ class GridRuns:
         """Raise for an invalid run, before one is trained: options, files, rows, layers."""
         self._write_docstrings()
         seen: set[tuple[str, ...]] = set()
-        for cell in {key_of(c.options): c for c in self.grid.cells}.values():
+        for cell in {str(c.options): c for c in self.grid.cells}.values():
             with self._errors_named(cell):
                 DistillOptions(**cell.options)
                 new = {(cell.task,), (cell.variant, cell.task)} - seen
@@ -273,7 +326,7 @@ class GridRuns:
     def _teacher(self, cell: Cell) -> Path:
         """The fine-tuned teacher; whoever comes first trains it, beside a student of one step."""
         own = {name: cell.options[name] for name in OF_TEACHER if name in cell.options}
-        folder = self.out / "teachers" / f"{cell.task}-{_key_of_teacher(own)}"
+        folder = self.out / "teachers" / f"{cell.task}-{key_of(own)}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")), self._errors_named(cell):
             teacher = folder / "teacher"
@@ -316,19 +369,6 @@ def layers_in(config: Any) -> int:
     """Number of layers in a model's configuration."""
     text = config.get_text_config()
     return int(getattr(text, "num_hidden_layers", 0) or 2**31)
-
-
-def _key_of_teacher(own: Mapping[str, Any]) -> str:
-    """Key of a teacher's options, and of its files where it is a directory."""
-    folder = Path(str(own["teacher"]))
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    prints = {path.name: _fingerprint(path, path.stat().st_mtime_ns) for path in files}
-    return key_of({**own, **prints})
-
-
-@functools.cache
-def _fingerprint(path: Path, changed: int) -> str:
-    return file_fingerprint(path)
 
 
 def _worker(

@@ -38,7 +38,8 @@ def similarities(job: Job, student: PreTrainedModel) -> dict[str, float]:
     """
     rows = job.eval_rows[""]
     first = range(min(SIMILARITY_ROWS, len(rows)))
-    batches = list(rows.batches(job.collate, 32, first, device=job.device))
+    collate = job.task.collator(job.tokenizer)  # `job.collate` may add the teacher's tokens
+    batches = list(rows.batches(collate, 32, first, device=job.device))
     inputs = [without_labels(student, batch) for batch in batches]
     found = {"rccc": rccc(svcca_matrix(student, inputs))}
     if job.corpus.names is not None and batches[0]["labels"].dim() == 1:

@@ -30,7 +30,7 @@ class Interrupted(Exception):
     """A signal: training stopped after a complete checkpoint."""
 
     def __init__(self, step: int, signum: int):
-        super().__init__(f"Stopped after step {step}, which is saved; --resume continues from it")
+        super().__init__(f"Stopped after step {step}, which is saved")
         self.code = 128 + signum
 
 

@@ -233,7 +233,7 @@ def test_a_run_in_two_processes_goes_on_in_one(words, whole, tmp_path, how):
     else:
         launch.process.terminate()
         _, errors = launch.end()
-        assert errors.count("--resume continues from it") == 1, errors
+        assert errors.count("--resume continues the run") == 1, errors
     assert launch.process.exitcode
     # The kill may have interrupted a save.
     sound = [p for p in (out / "unfinished" / "checkpoints").iterdir() if find_damage(p) is None]

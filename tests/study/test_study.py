@@ -30,6 +30,7 @@ from fastkd.train.settings import DistillOptions, Source
 from tests.support.tiny import make_teacher, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_token_classification import write_conll
+from tests.train.test_data import hub
 
 SHARED = """
 title = "Tiny"
@@ -290,13 +291,27 @@ def test_unreadable_files(root):
             read(path)
 
 
-def test_key_of_a_teacher_changes_with_its_weights(root, tiny):
+def test_a_run_belongs_to_the_content_of_its_files(root, tiny, monkeypatch):
     mine = shutil.copytree(tiny, root / "mine")
-    own = {"teacher": str(mine)}
-    before = grid_runs._key_of_teacher(own)
-    assert grid_runs._key_of_teacher(own) == before
-    (mine / "model.safetensors").write_bytes(b"other")
-    assert grid_runs._key_of_teacher(own) != before
+    found = read(write(root), teacher=str(mine), seeds=1)
+    runs, (cell, *_) = GridRuns(found, root / "out"), found.cells
+    seen = {runs.path(cell)}
+    for path, text in ((root / "dev.tsv", "sentence\tlabel\n"), (mine / "model.safetensors", "x")):
+        of_teacher = {"teacher": str(mine), "train": root / "train.tsv"}
+        before = grid_runs.key_of(of_teacher)
+        path.write_text(text)
+        assert runs.path(cell) not in seen and runs.path(cell) == runs.path(cell)
+        assert (grid_runs.key_of(of_teacher) == before) == (path.parent != mine)
+        seen.add(runs.path(cell))
+    keys = set()
+    monkeypatch.setattr(grid_runs, "file_of", lambda name, file: Path(root, keys_at, file))
+    for labels, keys_at in (([0, 1], "a"), ([1, 0], "a"), ([1, 0], "b")):
+        rows = {"sentence": ["a", "b"], "label": labels}
+        hub(monkeypatch, dict.fromkeys(("train", "validation"), rows))
+        for cached in (grid_runs._commit, grid_runs._hub_rows):
+            cached.cache_clear()
+        keys.add(grid_runs.key_of({"task": "sst2", "teacher": "bert-base-uncased"}))
+    assert len(keys) == 3
 
 
 def test_report_does_not_overwrite_files_that_fastkd_did_not_write(root, finished):
