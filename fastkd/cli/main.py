@@ -35,7 +35,8 @@ class Command(NamedTuple):
 
     ``function(settings, console)`` may return False for exit code 1. The packages in ``needs`` are
     imported before it starts work. Only the first of several processes runs it if ``alone``.
-    ``after_stop`` ends the sentence for an interrupted command.
+    ``after_stop`` ends the sentence for an interrupted command. ``early(settings)`` runs before the
+    packages are imported; a text that it returns is all that the command prints.
     """
 
     help: str
@@ -44,6 +45,7 @@ class Command(NamedTuple):
     needs: Sequence[str] = TRAINING
     alone: bool = False
     after_stop: str = ""
+    early: str = ""
 
 
 AGAIN = ", the same command goes on"
@@ -144,12 +146,13 @@ COMMANDS = {
 
         fastkd study SPEC.toml --out runs/study --jobs 4
 
-        fastkd study --methods labels,fcd --set fcd.alpha=0.1,1 --tasks docs=docstrings
+        fastkd study --methods labels,fcd --tasks docs=docstrings --finetune-teacher 3
     """,
         "study.study_settings.StudySettings",
         "cli.study_command.run",
         (*TRAINING, "matplotlib"),
         after_stop=AGAIN,
+        early="study.grid.early",
     ),
     "analyze": Command(
         """Similarity of the layers of a model, or of teacher and student, as numbers and pictures.
@@ -312,6 +315,9 @@ def _register(name: str, meta: Command) -> None:
                     values[name] = assignments(*given)
             settings = cls(**values)
             check_inputs(settings)
+            if meta.early and (text := imported(meta.early)(settings)):
+                typer.echo(text)
+                return
             if meta.alone:
                 if not first():
                     return

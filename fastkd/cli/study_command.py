@@ -4,13 +4,12 @@ import os
 
 from rich.console import Console
 
-from fastkd.cli.display import RichDisplay, say
+from fastkd.cli.display import RichDisplay
 from fastkd.study import grid, grid_report
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import RunFailed
 from fastkd.train.launcher import leave_launcher
-from fastkd.train.options import read_options_file
 from fastkd.train.saving import check_directory
 
 
@@ -21,9 +20,6 @@ def run(settings: StudySettings, console: Console) -> None:
         InputError: something in the study can't be used; raised before anything is trained.
         RunFailed: a process died, and the report is without its runs.
     """
-    if str(settings.spec) == grid.PAPER:
-        _list_papers(console)
-        return
     study = grid.read(settings)
     number, together = leave_launcher()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,10 +42,3 @@ def run(settings: StudySettings, console: Console) -> None:
         display.say(f"report: {settings.out / 'report.html'}")
     if not whole:
         raise RunFailed("a process died; the same command trains the runs that it left")
-
-
-def _list_papers(console: Console) -> None:
-    """Print the packaged tables."""
-    for name in grid.names_of_papers():
-        found = read_options_file(grid.PAPERS / f"{name}.toml")
-        say(console, f"{grid.PAPER}{name}  {found['title']}")

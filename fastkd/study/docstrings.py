@@ -13,7 +13,6 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from fastkd._core.atomic_files import write_file
 from fastkd.train.arrow_rows import Rows, in_memory
@@ -61,18 +60,11 @@ HELD_OUT = 5  # one group in five
 GRADES = 5
 
 
-class Set(NamedTuple):
-    """Rows of docstrings: the function that loads them, and options of `fastkd distill`."""
-
-    load: Callable[..., Corpus]
-    options: dict[str, str]
-
-
 def write(kind: str, train_rows: int, eval_rows: int, folder: Path) -> None:
     """Write the rows of a set, train.jsonl and eval.jsonl; nothing if they are there."""
     if (folder / "eval.jsonl").exists():
         return
-    corpus = SETS[kind].load(train_rows, eval_rows)
+    corpus = SETS[kind](train_rows, eval_rows)
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", corpus.train), ("eval", corpus.evals[""])):
         names, lines = corpus.names, []
@@ -234,10 +226,5 @@ def _rows(of_area: dict[str, list[str]], names: list[str]) -> Rows:
     return in_memory("docstrings", [text for text, _ in rows], [label for _, label in rows])
 
 
-#: The sets, by the value of ``docstrings`` in a study's file.
-SETS = {
-    "areas": Set(load_docstrings, {"task": "classification"}),
-    "pairs": Set(
-        load_pairs, {"task": "regression", "text_pair_column": "text_pair", "metric": "spearman"}
-    ),
-}
+#: Functions that load the sets, by the value of ``docstrings`` in a study's file.
+SETS: dict[str, Callable[..., Corpus]] = {"areas": load_docstrings, "pairs": load_pairs}

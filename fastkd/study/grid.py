@@ -29,14 +29,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastkd.study.docstrings import SETS
 from fastkd.study.study_settings import StudySettings
+from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.models import method_class
 from fastkd.train.options import (
     check_name,
     check_tables,
+    errors_with_file_keys,
     file_keys,
     fits,
     lists_of,
@@ -44,7 +44,7 @@ from fastkd.train.options import (
     set_flags,
 )
 from fastkd.train.recipes import MAKES
-from fastkd.train.settings import AUTO, ColumnOptions, DistillOptions, option_values
+from fastkd.train.settings import AUTO, ColumnOptions, DistillOptions, Source, option_values
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 #: Options whose value is a list.
@@ -57,9 +57,15 @@ OWN = (
     "paper",
 )  # fmt: skip
 TYPES = {"title": str, "baseline": str, "seconds": float, "cache": bool, "grid": Mapping}
-#: Methods and options of a study that names none.
+#: Methods of a study that names none.
 METHODS = ("labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
-DEFAULTS = {"finetune_teacher": 3.0, "steps": 80, "learning_rate": 2e-4, "select": "none"}
+#: Options of `fastkd distill` for each set of docstrings.
+SETS: Mapping[str, Mapping[str, str]] = {
+    "areas": {"task": "classification"},
+    "pairs": {"task": "regression", "text_pair_column": "text_pair", "metric": "spearman"},
+}
+#: Epochs of a teacher that take one step.
+ONE_STEP = 1e-9
 #: Options of a task that remain with other files.
 KEPT = ("task", "max_length", "metric")
 #: Training and held-out docstrings of each area, or pairs of each grade.
@@ -132,14 +138,45 @@ def path_of(spec: Path | None) -> Path | None:
     return PAPERS / f"{short}.toml"
 
 
+def early(settings: StudySettings) -> str:
+    """The list of all tables for ``paper:``; else checks files and columns, and returns "".
+
+    It imports neither torch nor transformers.
+    """
+    if str(settings.spec) == PAPER:
+        titles = {x: read_options_file(PAPERS / f"{x}.toml")["title"] for x in names_of_papers()}
+        return "\n".join(f"{PAPER}{name}  {title}" for name, title in titles.items())
+    found, folder = _content(settings)
+    fields, written = {field.name for field in dataclasses.fields(Source)}, _written(settings)
+    shared = {k: v for k, v in found.items() if k not in OWN}
+    shared = option_values("the study", shared, folder, OWN)
+    for name, options in _tasks(found.get("tasks", {}), settings, folder).items():
+        both = {**shared, **options}
+        known = {k: v for k, v in both.items() if k in fields and not _is_axis(k, v)}
+        if written not in known.get("train", Path()).parents:  # docstrings, which a run writes
+            with errors_with_file_keys(f"tasks.{name}", DistillOptions):
+                check_inputs(Source(**known))
+    return ""
+
+
+def _written(settings: StudySettings) -> Path:
+    """Folder of the rows of docstrings, which `GridRuns` writes."""
+    return (settings.runs or settings.out) / "data"
+
+
 def read(settings: StudySettings) -> Grid:
     """The grid of a file, or of the command's options alone, which override those of the file.
 
     Raises:
         InputError: an invalid field or option; the message names it.
     """
+    return make(*_content(settings), settings)
+
+
+def _content(settings: StudySettings) -> tuple[dict[str, Any], Path]:
+    """Content of the study's file with the command's options, and the folder of the file."""
     path = path_of(settings.spec)
-    found = {**(DEFAULTS if path is None else read_options_file(path))}
+    found = {"select": "none"} if path is None else {**read_options_file(path)}
     for name in ("seeds", "seconds"):
         if (value := getattr(settings, name)) is not None:
             found[name] = value
@@ -159,7 +196,7 @@ def read(settings: StudySettings) -> Grid:
         listed = values.split(",") if isinstance(values, str) else values
         methods = {**methods, method: {**methods[method], name: listed}}
     found["methods"] = methods
-    return make(found, Path() if path is None else path.parent, settings)
+    return found, Path() if path is None else path.parent
 
 
 def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Grid:
@@ -253,7 +290,11 @@ def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> di
     if settings.steps is not None:
         run["training_steps"] = settings.steps
         if small and run.get("finetune_teacher"):
-            run["finetune_teacher"] = 1e-9  # one step
+            run["finetune_teacher"] = ONE_STEP
+    if (epochs := settings.finetune_teacher) is not None:
+        run["finetune_teacher"] = epochs
+        if not epochs:
+            run = {k: v for k, v in run.items() if k not in ("teacher_learning_rate", "teacher_lora")}
     if settings.device != "auto":
         run["device_name"] = settings.device
     return run
@@ -273,7 +314,11 @@ def _entry(
 
 def _parameters(method: str) -> Mapping[str, Any]:
     """Hyper-parameters of a method, by name."""
-    return {} if method == AUTO else inspect.signature(method_class(method)).parameters
+    if method == AUTO:
+        return {}
+    from fastkd.train.models import method_class  # imports torch
+
+    return inspect.signature(method_class(method)).parameters
 
 
 def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[str, Any]]:
@@ -296,8 +341,8 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
             else {**_task_of_option(name, value, tables), **columns}
             for name, value in settings.tasks.items()
         }  # fmt: skip
-    out = settings.runs or settings.out
-    tasks = {name: _task(name, table, folder, out) for name, table in tables.items()}
+    written = _written(settings)
+    tasks = {name: _task(name, table, folder, written) for name, table in tables.items()}
     if settings.glue is not None:
         for name, table in tasks.items():
             if table.get("task") in FOLDERS and "train" not in table:
@@ -308,8 +353,8 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
 _COLUMNS = tuple(field.name for field in dataclasses.fields(ColumnOptions))
 
 
-def _task(name: str, table: Mapping[str, Any], folder: Path, out: Path) -> dict[str, Any]:
-    """Options of one data set; docstrings are files that `GridRuns` writes into ``out``."""
+def _task(name: str, table: Mapping[str, Any], folder: Path, written: Path) -> dict[str, Any]:
+    """Options of one data set; docstrings are files that `GridRuns` writes."""
     check_name(f"tasks.{name}", name)
     table, where = dict(table), f"tasks.{name}"
     kind, rows = table.pop("docstrings", None), table.pop("rows", ROWS)
@@ -325,9 +370,9 @@ def _task(name: str, table: Mapping[str, Any], folder: Path, out: Path) -> dict[
     others = set(table) & {"task", "train", "eval", "data", "text_column", "text_pair_column"}
     if others:
         raise InputError(f"{where}: docstrings and {min(others)} exclude each other")
-    place = out / "data" / "-".join([kind, *map(str, rows)])
+    place = written / "-".join([kind, *map(str, rows)])
     files = {"train": place / "train.jsonl", "evals": place / "eval.jsonl"}
-    return {**SETS[kind].options, **files, **option_values(where, table, folder, OWN)}
+    return {**SETS[kind], **files, **option_values(where, table, folder, OWN)}
 
 
 def _task_of_option(name: str, value: Any, tables: Mapping[str, Mapping]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastkd._core.extras import require
 from fastkd.analysis.pictures import new_figure
-from fastkd.study.grid import Cell, Grid
+from fastkd.study.grid import ONE_STEP, Cell, Grid
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.statistics import (
     ABOVE,
@@ -502,6 +502,8 @@ def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
 
 
 def _option(value: Any) -> str:
+    if value == ONE_STEP:
+        return "one step"
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -336,16 +336,24 @@ def gap_recovered(
     lower_is_better: bool = False,
     percent: bool = False,
 ) -> Difference | None:
-    """(student − baseline) / (teacher − baseline) over seeds; ``scores`` pairs the first two.
+    """Mean (student − baseline) over mean (teacher − baseline); ``scores`` pairs the first two.
 
-    None if the gap to the teacher is below SMALLEST_GAP, or negative or unknown for some seed.
+    The interval is that of the mean residual, gain − ratio · gap, over the mean gap. None if the
+    gap is below SMALLEST_GAP, within noise over seeds, or unknown for some seed.
+
+    >>> gap_recovered([(0.7, 0.6), (0.8, 0.6)], [0.9, 0.9]).mean.__round__(3)
+    0.5
     """
     sign = -1 if lower_is_better else 1
     gaps = [sign * (teacher - base) for teacher, (_, base) in zip(teachers, scores, strict=True)]
     scale = 100.0 if percent else 1.0
     if scores and lower_is_better:
         scale = float(np.mean([base for _, base in scores]))
-    if not gaps or not np.min(gaps) > 0 or not np.mean(gaps) >= SMALLEST_GAP * scale:
+    if not gaps or not np.mean(gaps) >= SMALLEST_GAP * scale or paired_difference(gaps).low <= 0:
         return None
-    gains = [sign * (student - base) for student, base in scores]
-    return paired_difference([gain / gap for gain, gap in zip(gains, gaps, strict=True)])
+    gap, gains = float(np.mean(gaps)), [sign * (student - base) for student, base in scores]
+    ratio = float(np.mean(gains)) / gap
+    found = paired_difference(
+        [ratio + (gain - ratio * each) / gap for gain, each in zip(gains, gaps, strict=True)]
+    )
+    return dataclasses.replace(found, mean=ratio)

@@ -59,10 +59,16 @@ class StudySettings(ColumnOptions):
     student: str | None = comparison_option(
         None, "Student model of every run: a directory or a hub name."
     )
+    finetune_teacher: float | None = comparison_option(
+        None,
+        "Number of epochs to fine-tune the teacher first; default: as the study's file says, or 0.",
+        metavar="EPOCHS",
+        least=0,
+    )
     steps: int | None = training_option(
         None,
         "Training steps of each run; of a paper's table a small try: one value of each searched "
-        "list, one step of the teacher; default: as the study's file says, or 80.",
+        "list, one step of the teacher; default: as the study's file says, or 3 epochs.",
         least=1,
     )
     seconds: float | None = training_option(

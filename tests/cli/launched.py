@@ -123,7 +123,7 @@ def packaged(folder: Path, words: list[str]) -> None:
     demo.METHODS = {name: METHODS[name] for name in (demo.LABELS_ONLY, "fcd")}
     demo.teacher_path = packaged_teacher.teacher_path = lambda: folder / "teacher"
     load = functools.partial(docstrings.load_docstrings, root=folder / "library")
-    docstrings.SETS["areas"] = docstrings.SETS["areas"]._replace(load=load)
+    docstrings.SETS["areas"] = load
     command(words)
 
 

@@ -78,7 +78,7 @@ def tiny(tmp_path, monkeypatch):
     write_packaged(tmp_path)
     monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
     load = functools.partial(load_docstrings, root=tmp_path / "library")
-    monkeypatch.setitem(sets.SETS, "areas", sets.SETS["areas"]._replace(load=load))
+    monkeypatch.setitem(sets.SETS, "areas", load)
 
 
 def test_classes_stay_together_and_oddities_are_left_out(tmp_path):

@@ -379,7 +379,8 @@ def test_a_stopped_run_goes_on(root, tmp_path, monkeypatch):
     options = {"out": tmp_path / "out", "seeds": 1}
     with monkeypatch.context() as patch:
         stop_at(patch, 3, terminate)
-        run("study", root / "one.toml", expect=143, **options)
+        stopped = run("study", root / "one.toml", expect=143, **options)
+    assert "is saved, the same command goes on" in stopped and "--resume" not in stopped
     assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
     run("study", root / "one.toml", **options)
     found = grid.read(StudySettings(spec=root / "one.toml", seeds=1))

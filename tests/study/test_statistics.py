@@ -190,6 +190,12 @@ def test_gap_recovered_is_none_without_a_sufficient_gap():
     assert gap_recovered([(0.8, 0.7), (0.82, 0.7)], [0.9, math.nan]) is None
     assert gap_recovered([], []) is None
     assert gap_recovered([(0.8, 0.7), (0.84, 0.7)], [0.9] * 2).mean == pytest.approx(0.6)
+    assert gap_recovered([(0.62, 0.6), (0.55, 0.6)], [0.605, 0.75]) is None  # within noise
+    found = gap_recovered([(0.62, 0.6), (0.63, 0.58), (0.6, 0.61)], [0.7, 0.72, 0.69])
+    gains, gaps = np.array([0.02, 0.05, -0.01]), np.array([0.1, 0.14, 0.08])
+    assert found.mean == pytest.approx(gains.sum() / gaps.sum())  # not the mean of ratios, .144
+    half = stats.t.ppf(0.975, 2) * (gains - found.mean * gaps).std(ddof=1) / 3**0.5 / gaps.mean()
+    assert (found.low, found.high) == pytest.approx((found.mean - half, found.mean + half))
     assert gap_recovered([(20.0, 20.1)], [20.0], True) is None
     assert gap_recovered([(60.0, 60.5)], [61.0], percent=True) is None
 

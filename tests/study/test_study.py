@@ -4,6 +4,8 @@ import csv
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,8 +220,33 @@ def test_options_specify_the_same_study_as_a_file(root):
     alone = grid.read(StudySettings(tasks={"sst2": "hub", "causal-lm": "a.txt,b.txt", "x": "hub"}))
     tasks = {cell.task: cell.options for cell in alone.cells}
     assert [tasks[name].get("task") for name in tasks] == ["sst2", "causal-lm", None]
-    assert tasks["x"]["data"] == "x" and tasks["x"]["training_steps"] == 80
+    given = {"teacher": "packaged", "data": "x", "method": "lrkd", "seed": 3, "options": {}}
+    assert tasks["x"] == given  # all other options have the defaults of distill
     assert alone.variants[:2] == ["labels", "soft_targets"] and alone.select == "none"
+
+
+def test_a_teacher_is_fine_tuned_as_the_command_says(root):
+    path = write(root, shared=SHARED.replace("teacher = 1", "teacher = 1\nteacher_learning_rate = 1e-3"))
+    assert read(path, finetune_teacher=2.0).cells[0].options["finetune_teacher"] == 2
+    ready = read(path, finetune_teacher=0.0).cells[0].options
+    assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
+    DistillOptions(**ready)
+
+
+def test_early_checks_import_no_torch(root):
+    """The list of tables, and a column that a file lacks."""
+    path = write(root, shared=SHARED + 'text_column = "txt"\n')
+    code = (
+        "import sys; from pathlib import Path; from fastkd.study.grid import early; "
+        "from fastkd.study.study_settings import StudySettings\n"
+        "assert 'paper:fcd-1  FCD' in early(StudySettings(spec=Path('paper:')))\n"
+        f"try: early(StudySettings(spec=Path({str(path)!r})))\n"
+        "except Exception as error: print(error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not found.returncode and "tasks.one: " in found.stdout, found.stderr
+    assert "no column 'txt'" in found.stdout and "did you mean 'text'" not in found.stdout
 
 
 def test_column_options_apply_to_all_data_sets_of_tasks(root):
@@ -364,9 +391,7 @@ def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
         rows = SimpleNamespace(texts=texts, labels=torch.arange(20) % count, pairs=pairs)
         names = None if pairs else ["files", "text"]
         made = SimpleNamespace(train=rows, evals={"": rows}, names=names)
-        kept = docstrings.SETS[kind]._replace(load=lambda *_, made=made: made)
-        assert docstrings.SETS[kind].load.__name__ in ("load_docstrings", "load_pairs")
-        monkeypatch.setitem(docstrings.SETS, kind, kept)
+        monkeypatch.setitem(docstrings.SETS, kind, lambda *_, made=made: made)
     path = tmp_path / "docs.toml"
     path.write_text(
         'steps = 1\n[methods]\nlabels = {}\n[tasks.a]\ndocstrings = "areas"\nrows = [10, 2]\n'
