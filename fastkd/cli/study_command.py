@@ -37,7 +37,9 @@ def run(settings: StudySettings, console: Console) -> None:
             return
         if together > 1:
             runs.finish()
-        for summary in grid_report.write(runs, settings.out):
+        summaries = grid_report.write(runs, settings.out)
+        display.say(grid_report.headline(study, summaries))
+        for summary in summaries:
             display.say(f"{summary.task}: {grid_report.findings(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")
     if not whole:

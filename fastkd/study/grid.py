@@ -176,7 +176,7 @@ def read(settings: StudySettings) -> Grid:
 def _content(settings: StudySettings) -> tuple[dict[str, Any], Path]:
     """Content of the study's file with the command's options, and the folder of the file."""
     path = path_of(settings.spec)
-    found = {"select": "none"} if path is None else {**read_options_file(path)}
+    found: dict[str, Any] = {"select": "none"} if path is None else {**read_options_file(path)}
     for name in ("seeds", "seconds"):
         if (value := getattr(settings, name)) is not None:
             found[name] = value
@@ -294,7 +294,9 @@ def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> di
     if (epochs := settings.finetune_teacher) is not None:
         run["finetune_teacher"] = epochs
         if not epochs:
-            run = {k: v for k, v in run.items() if k not in ("teacher_learning_rate", "teacher_lora")}
+            run = {
+                k: v for k, v in run.items() if k not in ("teacher_learning_rate", "teacher_lora")
+            }
     if settings.device != "auto":
         run["device_name"] = settings.device
     return run

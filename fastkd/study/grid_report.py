@@ -62,6 +62,8 @@ HEADINGS = {
     "RCCC": "canonical correlation of layers on held-out rows (MC3KD, 3.2)",
     "M_ICS": "intra-class similarity of the last layer (intra-class KNN, 2)",
 }
+#: Columns that are shown in studies with one of these methods only.
+OF_METHODS = {"RCCC": "mc3kd", "M_ICS": "knn"}
 
 #: Columns of runs.csv between a run's name and its scores.
 RUN_COLUMNS = ("failed", "best", "seconds", "peak_bytes", "rccc", "intra_class_similarity")
@@ -158,6 +160,23 @@ def _overview(grid: Grid, missing: int) -> str:
     if missing:
         parts.append(f"{missing} runs are not finished; their cells are empty or have fewer seeds.")
     return " ".join(parts)
+
+
+def headline(grid: Grid, summaries: list[Summary]) -> str:
+    """The sentence that opens a report: what exceeds noise, or that nothing does."""
+    seeds = max((row.seeds for summary in summaries for row in summary.rows), default=0)
+    found: dict[str, list[str]] = {}
+    for summary in summaries:
+        for row in summary.rows:
+            if row.quality:
+                key = f"{row.variant} is {row.quality} than {grid.baseline}"
+                found.setdefault(key, []).append(row.task)
+    few = {0: "No run is finished.", 1: "Nothing can be told with one seed.",
+           2: "Nothing can be told with two seeds."}  # fmt: skip
+    if not found:
+        return few.get(seeds, f"Nothing exceeds noise with {seeds} seeds.")
+    text = "; ".join(f"{key} on {', '.join(tasks)}" for key, tasks in found.items())
+    return f"{'Two seeds tell little. ' if seeds == 2 else ''}Beyond noise: {text}."
 
 
 def findings(summary: Summary) -> str:
@@ -352,15 +371,20 @@ def _blocks(
     grid: Grid, summaries: list[Summary], best: Results, missing: int, pictures: list
 ) -> Iterator[Block]:
     """Blocks of the page, from top to bottom."""
-    ours = scores(grid, best)
-    yield from (("h1", grid.title), ("p", _overview(grid, missing)))
-    yield "table", (ours[0], ours[1:])
+    ours, methods = scores(grid, best), {cell.options.get("method") for cell in grid.cells}
+    kept = [i for i, name in enumerate(HEADINGS) if OF_METHODS.get(name) in {None, *methods}]
+    headings = [[*HEADINGS][i] for i in kept]
+    top: list[Block] = [("h1", grid.title), ("p", headline(grid, summaries))]
+    drawn: list[Block] = [("picture", picture) for picture in pictures]
+    yield from (*top, ("table", (ours[0], ours[1:])), *drawn[:1])
+    yield "p", _overview(grid, missing)
     for summary in summaries:
         yield from (("h2", summary.task), ("p", findings(summary)))
-        yield "table", ([*HEADINGS], [cells(row) for row in summary.rows])
+        rows = [cells(row) for row in summary.rows]
+        yield "table", (headings, [[row[i] for i in kept] for row in rows])
     yield "h2", "Columns of the tables"
-    yield "list", [f"{name}: {explanation}" for name, explanation in HEADINGS.items() if name]
-    yield from (("picture", picture) for picture in pictures)
+    yield "list", [f"{name}: {HEADINGS[name]}" for name in headings if name]
+    yield from drawn[1:]
     if paper := beside_paper(grid, summaries, ours):
         yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))
         yield "list", paper["order"]

@@ -8,12 +8,13 @@ from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from fastkd.study.grid import Cell, Grid
-from fastkd.study.grid_report import cells, findings
+from fastkd.study.grid_report import cells, findings, headline
 from fastkd.study.statistics import (
     ABOVE,
     ALIKE,
     BELOW,
     UNKNOWN,
+    Summary,
     bootstrap_interval,
     gap_recovered,
     holm,
@@ -83,6 +84,19 @@ def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
 def test_one_seed_has_no_interval_and_no_verdict():
     row = table({"labels": 0.7, "better": 0.8}, seeds=1)["better"]
     assert row.verdict == UNKNOWN and math.isnan(row.difference.low) and math.isnan(row.p_holm)
+
+
+@pytest.mark.parametrize(("planted", "seeds", "sentence"), [
+    ({"a": 0.7, "b": 0.8, "c": 0.6}, 4,
+     "Beyond noise: b is better than a on t; c is worse than a on t."),
+    ({"a": 0.7, "b": 0.7}, 4, "Nothing exceeds noise with 4 seeds."),
+    ({"a": 0.7, "b": 0.7}, 2, "Nothing can be told with two seeds."),
+    ({"a": 0.7, "b": 0.8}, 1, "Nothing can be told with one seed."),
+])  # fmt: skip
+def test_sentence_that_opens_a_report(planted, seeds, sentence):
+    rows = tuple(table(planted, seeds).values())
+    summary = Summary("t", "accuracy", {**ABOUT, "references": LABELS}, 0.9, rows)
+    assert headline(study(planted, seeds), [summary]) == sentence
 
 
 def test_paired_difference_equals_scipys_ttest_rel():

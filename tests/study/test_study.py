@@ -117,6 +117,16 @@ def test_report_of_a_study(finished):
     page = (out / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
     assert "commit" in page and "<li>difference: to the baseline, paired by seed</li>" in page
+    parts = (
+        "<h1>Tiny</h1>",
+        "told with two seeds.",
+        "<table>",
+        "<img",
+        "6 runs of",
+        "<h2>one</h2>",
+    )
+    assert sorted(parts, key=page.index) == [*parts]
+    assert "RCCC" not in page and "M_ICS" not in page  # there is neither MC3KD nor KNN
     rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
     assert list(rows) == ["labels", "fcd, alpha=0.1", "fcd, alpha=1.0"]
     assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
@@ -226,7 +236,9 @@ def test_options_specify_the_same_study_as_a_file(root):
 
 
 def test_a_teacher_is_fine_tuned_as_the_command_says(root):
-    path = write(root, shared=SHARED.replace("teacher = 1", "teacher = 1\nteacher_learning_rate = 1e-3"))
+    path = write(
+        root, shared=SHARED.replace("teacher = 1", "teacher = 1\nteacher_learning_rate = 1e-3")
+    )
     assert read(path, finetune_teacher=2.0).cells[0].options["finetune_teacher"] == 2
     ready = read(path, finetune_teacher=0.0).cells[0].options
     assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
@@ -331,8 +343,8 @@ def test_a_run_belongs_to_the_content_of_its_files(root, tiny, monkeypatch):
         assert (grid_runs.key_of(of_teacher) == before) == (path.parent != mine)
         seen.add(runs.path(cell))
     keys = set()
-    monkeypatch.setattr(grid_runs, "file_of", lambda name, file: Path(root, keys_at, file))
-    for labels, keys_at in (([0, 1], "a"), ([1, 0], "a"), ([1, 0], "b")):
+    for labels, commit in (([0, 1], "a"), ([1, 0], "a"), ([1, 0], "b")):
+        monkeypatch.setattr(grid_runs, "file_of", lambda *_, at=commit: Path(root, at, "x"))
         rows = {"sentence": ["a", "b"], "label": labels}
         hub(monkeypatch, dict.fromkeys(("train", "validation"), rows))
         for cached in (grid_runs._commit, grid_runs._hub_rows):
