@@ -91,7 +91,8 @@ def started(words, monkeypatch):
         "cli.augment_command.run", "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)
-    monkeypatch.setattr("fastkd.cli.main.check_inputs", lambda settings: None)  # files of examples
+    for early in ("cli.main.check_inputs", "study.grid.early"):  # of files of examples
+        monkeypatch.setattr(f"fastkd.{early}", lambda settings: None)
     return CliRunner().invoke(app, words).stderr
 
 
