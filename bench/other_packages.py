@@ -1,9 +1,8 @@
 """Losses of draft models and on-policy students beside other packages' formulas for the same.
 
-`python -m bench.other_packages` checks that both give one value and one gradient, times them and
-the options of `draft_options` in interleaved rounds, writes
-bench/results/other_packages/MACHINE.json, and the tables of docs/coming_from.md from it. `--page`
-writes the tables from the file that is there.
+`python -m bench.other_packages` checks that both give one value and one gradient, times them in
+interleaved rounds, writes bench/results/other_packages/MACHINE.json, and the table of
+docs/coming_from.md from it. `--page` writes the table from the file that is there.
 
 A formula is written as in its package's source, in eager PyTorch. TRL's functions are called where
 TRL is installed.
@@ -35,7 +34,6 @@ from fastkd import (
 from fastkd._core.machine import describe
 from fastkd.functional import log_probs
 
-from . import draft_options
 from .case import REFERENCE, Case, Provider, call
 from .features import features
 from .group import DEVICE, Group
@@ -494,26 +492,6 @@ def cost(found: dict[str, Any]) -> str:
     return f"{milliseconds(found)} ms, {found['peak_bytes'] / 2**20:.3g} MiB"
 
 
-def table_of_options(result: dict[str, Any]) -> str:
-    """Markdown table of the options, each beside the first call of its group."""
-    lines = ["| call | beside | its time and memory | times the other's | at most |"]
-    lines.append("|---|---|---:|---:|---:|")
-    for group in draft_options.groups():
-        found = result["options"][group.title]
-        first, *others = group.options
-        lines.append(f"| {first.name}, {group.title} | | {cost(found[REFERENCE])} | | |")
-        for option in others:
-            part = found[option.name]
-            ratio = part["ratio"]
-            half = (ratio["q3"] - ratio["q1"]) / 2
-            bound = "" if option.at_most is None else f"{option.at_most:.2f}"
-            lines.append(
-                f"| {option.name} | {group.title} | {cost(part)} | "
-                f"{ratio['median']:.2f} ± {half:.2f} | {bound} |"
-            )
-    return "\n".join(lines)
-
-
 def table(result: dict[str, Any]) -> str:
     """Markdown table of all rows, with a line about the machine."""
     where = result["where"]
@@ -540,18 +518,15 @@ def main() -> None:
     if not parser.parse_args().page:
         result = {
             "where": where,
-            "options": {x.title: measured(x.case, 3.0, 9) for x in draft_options.groups()},
             "rows": {x.case.title: measured(x.case) for x in rows()},
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
     result = json.loads(file.read_text())
     text = PAGE.read_text(encoding="utf-8")
-    for mark, part in (("other packages", table(result)), ("options", table_of_options(result))):
-        marks = rf"(?<=<!-- {mark} -->\n).*?(?=\n?<!-- end -->)"
-        before, after = re.split(marks, text, flags=re.DOTALL)
-        text = before + part + "\n" + after.lstrip("\n")
-    PAGE.write_text(text, encoding="utf-8")
+    marks = r"(?<=<!-- other packages -->\n).*?(?=\n?<!-- end -->)"
+    before, after = re.split(marks, text, flags=re.DOTALL)
+    PAGE.write_text(f"{before}{table(result)}\n{after.lstrip()}", encoding="utf-8")
 
 
 if __name__ == "__main__":

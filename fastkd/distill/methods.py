@@ -52,7 +52,7 @@ class FCD(WithSoftTargets):
     L = task·L_g + alpha·L_t + beta·L_s  (eq. 10), L_t and L_s the token-level and sample-level
     relation losses (eqs. 8-9) between each student layer and its teacher layer, averaged over
     the layers; `fastkd.FCDLoss`. Hidden sizes may differ without a projection. Soft targets are
-    not in the paper's loss (``preset="paper"`` omits them); docs/studies/default_method.md
+    not in the paper's loss (``preset="paper"`` omits them); docs/studies/scarce_labels.md
     measures their effect.
 
     Args:
