@@ -492,6 +492,27 @@ def test_leading_dimensions():
     assert relative_error(one, losses[1, 2]) <= 1e-12
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("shape", [(8, 32, 64), (16, 64, 96), (5, 80, 40)])
+def test_items_do_not_depend_on_their_neighbours(shape, seed, backend):
+    """Items with unequal numbers of observations, fewer and more than dimensions."""
+    torch.manual_seed(seed)
+    batch, m, _ = shape
+    if backend == "triton":
+        batch = 2
+    student, teacher = torch.randn(2, batch, *shape[1:])
+    mask = torch.arange(m) < torch.randint(2, m + 1, (batch, 1))
+    found = value_and_grad(cca_loss, student, teacher, mask, reduction="none", backend=backend)
+    for i, real in enumerate(mask.sum(-1).tolist()):
+        alone = value_and_grad(
+            cca_loss, student[i, :real], teacher[i, :real], reduction="none", backend=backend
+        )
+        upstream = torch.linspace(0.5, 2, batch)[i]
+        assert relative_error(found[0][i], alone[0]) <= 1e-6
+        assert relative_error(found[1][i, :real], 2 * upstream * alone[1]) <= 1e-5
+        assert not found[1][i, real:].any()
+
+
 @pytest.mark.parametrize("alike", [False, True])
 def test_large_items_are_solved_alone(alike, monkeypatch):
     student, teacher = related(3, 25, dims=(4, 5))

@@ -66,6 +66,31 @@ def test_eigenvalues_and_vectors(n, op_device):
         check_eigh(a, *(x.cpu() for x in torch.ops.fastkd.eigh(a.to(op_device))))
 
 
+@needs_extension
+@pytest.mark.parametrize("kept, smallest", [(2, 0.01), (3, 0.01), (3, 1.0)])
+def test_matrices_of_low_rank_converge(kept, smallest, op_device):
+    """Two thirds or half of the couplings are rounding errors, which no shift resolves."""
+    n = 300
+    values = (torch.arange(n) % kept == 0) * torch.linspace(1.0, smallest, n)
+    a = with_eigenvalues(values.expand(8, n)).to(op_device)
+    check_eigh(a.cpu(), *(x.cpu() for x in torch.ops.fastkd.eigh(a)))
+
+
+@needs_extension
+@pytest.mark.parametrize("exponent", [-1060, -950, -600, 600, 1018])
+def test_scales_by_powers_of_two_change_no_bit(exponent, op_device):
+    """Matrices below the least normal number are zero."""
+    a = with_eigenvalues(torch.linspace(1.0, 0.1, 40).expand(2, 40))
+    a[1] = a[1].tril(3).triu(-3)
+    scale = torch.tensor(2.0).double().ldexp(torch.tensor(exponent - 1))
+    for solve in (torch.ops.fastkd.eigh, functools.partial(eigh_by_threads, warps=2)):
+        (values, vectors), (scaled, same) = solve(a), solve(a * scale)
+        if exponent == -1060:
+            assert not scaled.any() and torch.equal(same, torch.eye(40).double().expand_as(a))
+        else:
+            assert torch.equal(scaled, values * scale) and torch.equal(same, vectors)
+
+
 @pytest.mark.slow
 def test_cuda_source_has_no_races_between_lanes(tmp_path):
     """The CUDA kernels' source on threads, watched by ThreadSanitizer; and with a barrier less."""

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "linalg/eigen_lanes.h"
+
 namespace fastkd {
 
 class Barrier {
@@ -57,6 +59,10 @@ struct ThreadLanes {
 
   double warp_sum(double x) const {
     return folded(x, [](const double* x) { return std::accumulate(x, x + kWarp, 0.0); });
+  }
+
+  double warp_max(double x) const {
+    return folded(x, [](const double* x) { return std::accumulate(x, x + kWarp, 0.0, larger); });
   }
 
   // The first lane of the warp with ``mine`` true, or kWarp.

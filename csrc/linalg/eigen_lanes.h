@@ -29,6 +29,7 @@ struct OneLane {
 
   FASTKD_HOST_DEVICE void sync() const {}
   double warp_sum(double x) const { return x; }
+  double warp_max(double x) const { return x; }
   FASTKD_HOST_DEVICE int first(bool mine) const { return mine ? 0 : kWarp; }
 
   template <typename Body>
@@ -39,7 +40,9 @@ struct OneLane {
 };
 
 constexpr int kMostWarps = 32;
-constexpr int kMostSweeps = 60;  // of one eigenvalue
+constexpr int kMostSweeps = 60;  // for each eigenvalue, in all
+// Rows with smaller squares, beside the matrix's 1, are zero: 1/square must stay finite.
+constexpr double kLeastSquare = 1e-200;
 
 // Rotations of rows end − 1 to low, each with the next row. low < 0: kConverged or kFailed.
 struct Sweep {
@@ -85,32 +88,39 @@ struct EigenScratch {
   FASTKD_HOST_DEVICE double* sines(int buffer) const { return a + (2 * buffer + 1) * n; }
 };
 
-// a ← (A + Aᵀ)/2 divided by the sum of its magnitudes, so that squares do not overflow. Returns the
-// sum, which is NaN or inf if the matrix has a NaN or inf.
+// The larger one; NaN if either is NaN.
+FASTKD_HOST_DEVICE double larger(double x, double y) { return x > y || x != x ? x : y; }
+
+// a ← (A + Aᵀ)/2 divided by a power of 2, so that squares neither overflow nor vanish. Returns the
+// power: the largest element becomes 1 to 2. Matrices below the least normal number are zero.
+// Returns NaN or inf if the matrix has one.
 template <typename Lanes>
 FASTKD_HOST_DEVICE double load(const double* in, const EigenScratch& s, const Lanes& lanes) {
   const int64_t n = s.n;
   const int lane = lanes.index % Lanes::kWarp;
-  double total = 0;
+  double largest = 0;
   for (int64_t i = lanes.index / Lanes::kWarp; i < n; i += lanes.count / Lanes::kWarp) {
     for (int64_t j = lane; j < n; j += Lanes::kWarp) {
       const double x = in[i * n + j] / 2 + in[j * n + i] / 2;
-      total += fabs(x);
+      largest = larger(fabs(x), largest);
       s.a[i * n + j] = x;
     }
   }
-  total = lanes.warp_sum(total);
-  if (lane == 0) s.partial[lanes.index / Lanes::kWarp] = total;
+  largest = lanes.warp_max(largest);
+  if (lane == 0) s.partial[lanes.index / Lanes::kWarp] = largest;
   lanes.sync();
-  total = 0;
-  for (int i = 0; i < lanes.count / Lanes::kWarp; ++i) total += s.partial[i];
-  const double inverse = total > 0 ? 1 / total : 1.0;
-  for (int64_t e = lanes.index; e < n * n; e += lanes.count) s.a[e] *= inverse;
+  for (int i = 0; i < lanes.count / Lanes::kWarp; ++i) largest = larger(s.partial[i], largest);
+  const bool finite = largest <= std::numeric_limits<double>::max();
+  const bool zero = largest < std::numeric_limits<double>::min();
+  int exponent = 1;
+  if (finite && !zero) frexp(largest, &exponent);
+  const double scale = ldexp(1.0, exponent - 1);
+  for (int64_t e = lanes.index; e < n * n; e += lanes.count) s.a[e] = zero ? 0 : s.a[e] / scale;
   for (int64_t i = lanes.index; i < n; i += lanes.count) {
     s.reflectors[i] = s.products[i] = 0;
   }
   lanes.sync();
-  return total;
+  return finite ? scale : largest;
 }
 
 // u = x − alpha·e₁ reflects x to alpha·e₁. scale = 2/uᵀu, or 0 if x is a multiple of e₁ already.
@@ -118,7 +128,7 @@ struct Reflection {
   double alpha, scale = 0;
 
   FASTKD_HOST_DEVICE Reflection(double first, double squares_of_others) : alpha(first) {
-    if (squares_of_others <= std::numeric_limits<double>::min()) return;
+    if (squares_of_others <= kLeastSquare) return;
     const double square = first * first + squares_of_others;
     alpha = copysign(sqrt(square), -first);
     scale = 1 / (square - alpha * first);
@@ -293,10 +303,10 @@ class Rotations {
   // and off.
   template <typename Turn>
   FASTKD_HOST_DEVICE Sweep next(const Turn& turn) {
-    for (; low_ < n_; ++low_, count_ = 0) {
+    for (; low_ < n_; ++low_) {
       const int end = uncoupled_from();
       if (end == low_) continue;
-      if (count_++ == kMostSweeps) return {kFailed, 0};
+      if (count_++ == kMostSweeps * n_) return {kFailed, 0};
       double below = d_[end], value = d_[end - 1], coupling = off_[end - 1];
       double g = (d_[low_ + 1] - d_[low_]) / (2 * off_[low_]);
       g = below - d_[low_] + off_[low_] / (g + copysign(sqrt(g * g + 1), g));
@@ -343,9 +353,10 @@ class Rotations {
     return sweep;
   }
 
-  // The first row from low on whose coupling to the next row is negligible.
+  // The first row from low on whose coupling to the next row is negligible: beside its neighbours,
+  // or of rounding size beside the matrix.
   FASTKD_HOST_DEVICE int uncoupled_from() const {
-    const double eps = std::numeric_limits<double>::epsilon(), least = magnitude_ / 16;
+    const double eps = std::numeric_limits<double>::epsilon(), least = magnitude_;
     for (int start = low_;; start += Lanes::kWarp) {
       const int i = start + lanes_.index;
       bool uncoupled = i + 1 >= n_;

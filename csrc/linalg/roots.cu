@@ -30,6 +30,13 @@ struct WarpLanes {
     return x;
   }
 
+  __device__ double warp_max(double x) const {
+    for (int other = kWarp / 2; other > 0; other /= 2) {
+      x = larger(x, __shfl_xor_sync(~0u, x, other));
+    }
+    return x;
+  }
+
   __device__ int first(bool mine) const {
     const unsigned all = __ballot_sync(~0u, mine);
     return all ? __ffs(all) - 1 : kWarp;
