@@ -6,7 +6,8 @@
 - ``instruction``, perhaps ``input``, and ``output``: Alpaca's, perhaps with ``history``, a list of
   earlier questions and answers.
 
-A column ``system`` is the first message where the conversation has none.
+A column ``system`` is the first message where the conversation begins with none, and with none of
+a ``developer``.
 """
 
 import json
@@ -20,9 +21,11 @@ from fastkd.train.input_columns import Columns, field, holds_text, text_of, whol
 MESSAGES, CONVERSATIONS = "messages", "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"
 PROMPT, COMPLETION = "prompt", "completion"
-SYSTEM, TOOLS, CALLS = "system", "tools", "tool_calls"
+SYSTEM, DEVELOPER, TOOLS, CALLS = "system", "developer", "tools", "tool_calls"
 USER, ASSISTANT = "user", "assistant"
 CALL = "function_call"
+# OpenAI's types of parts that are text.
+TEXT_PARTS = ("text", "input_text", "output_text")
 # ShareGPT's names of roles.
 ROLES = {
     "human": USER,
@@ -37,6 +40,10 @@ ROLES = {
     CALL: ASSISTANT,
 }
 Message = dict[str, Any]
+#: Values of --thinking: thoughts are trained, left out, or a part of the prompt.
+THINKING = KEEP, DROP, PROMPT = ("keep", "drop", "prompt")
+#: Fields of a message that hold its thought, by the template.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 def columns_by_form(columns: Columns, record: Mapping[str, Any]) -> Columns:
@@ -64,11 +71,11 @@ def messages_of(record: dict[str, Any], columns: Columns, where: str) -> list[Me
         found = _listed(value, name, where)
     else:
         question = text_of(record, name, where)
+        if name == INSTRUCTION and record.get(INPUT) is not None:
+            parts = question, text_of(record, INPUT, where)
+            question = "\n\n".join(filter(holds_text, parts))
         if not holds_text(question):
             return []
-        if name == INSTRUCTION and record.get(INPUT) is not None:
-            more = text_of(record, INPUT, where)
-            question = f"{question}\n\n{more}" if holds_text(more) else question
         found = [*_history(record, where), {"role": USER, "content": question}]
     if columns.label not in (None, name):
         answer = field(record, columns.label, where)
@@ -79,10 +86,35 @@ def messages_of(record: dict[str, Any], columns: Columns, where: str) -> list[Me
             found.append({"role": ASSISTANT, "content": answer})
     found = [_message(message, i, name, where) for i, message in enumerate(found, 1)]
     system = record.get(SYSTEM)
-    if found and system is not None and found[0]["role"] != SYSTEM:
+    if found and system is not None and found[0]["role"] not in (SYSTEM, DEVELOPER):
         text = text_of(record, SYSTEM, where)
         found = [{"role": SYSTEM, "content": text}] * holds_text(text) + found
     return found
+
+
+def thought_and_answer(text: str) -> tuple[str, str]:
+    """The thought at the beginning of a text, in ``<think>`` and ``</think>``, and the rest.
+
+    The opening tag may be the prompt's. A thought without an end is all of the text.
+    """
+    before, end, answer = text.partition("</think>")
+    start, opened, thought = before.rpartition("<think>")
+    if start.strip() or not (opened or end):
+        return "", text
+    return thought.strip(), answer.strip() if end else ""
+
+
+def thought_of(message: Message) -> str:
+    """The thought of a message, in a field or in its content; "" without one."""
+    fields = (message.get(name) for name in THOUGHTS)
+    found = next((x for x in fields if isinstance(x, str) and x.strip()), None)
+    return thought_and_answer(message["content"])[0] if found is None else found.strip()
+
+
+def without_thought(message: Message) -> Message:
+    """The message without its thought."""
+    rest = {name: value for name, value in message.items() if name not in THOUGHTS}
+    return {**rest, "content": thought_and_answer(message["content"])[1]}
 
 
 def tools_of(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -148,7 +180,8 @@ def _of_sharegpt(message: Message, whose: str) -> Message:
 
 def _text_of_part(part: Any, whose: str) -> str:
     """The text of a part of OpenAI's content."""
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
+    typed = isinstance(part, dict) and part.get("type", TEXT_PARTS[0]) in TEXT_PARTS
+    if typed and isinstance(part.get("text"), str):
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part
     raise InputError(

@@ -17,6 +17,7 @@ import numpy as np
 from fastkd._core.extras import require
 from fastkd.train import files, tasks
 from fastkd.train.arrow_rows import UNLABELLED, Rows, file_fingerprint, stored
+from fastkd.train.conversations import KEEP
 from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import EmptyLabel, InputError
 from fastkd.train.glue import HUB, Glue
@@ -172,6 +173,11 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
     """
     kind = tasks.of_file(source.kind, source.train)
     glue = source.glue
+    if source.thinking != KEEP and not hasattr(kind, "thinking"):
+        raise InputError(
+            f"--thinking {source.thinking}: rows of --task {kind.name()} are no conversations; "
+            "leave it out"
+        )
 
     def read(path: Path, option: str, labelled: bool = True) -> Rows:
         columns = file_columns(source.columns, glue, path, kind, labelled)
@@ -194,11 +200,12 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
         head = [name.strip() for name in order]
     declared = None if train.classes is None else list(train.classes)
     sets = {**evals, **{f"test {name}": rows for name, rows in tests.items()}}
-    task = kind.fit(train, sets, LabelInfo(source.labels, glue, declared, head))
+    given = LabelInfo(source.labels, glue, declared, head, source.thinking)
+    task = kind.fit(train, sets, given)
     unknown = "does not occur in the training rows"
-    given = [task.read_labels(rows, unknown) for rows in (train, *sets.values())]
-    train, *found = (one.rows for one in given)
-    evals, more = dict(zip(evals, found, strict=False)), given[0].without_labels
+    prepared = [task.read_labels(rows, unknown) for rows in (train, *sets.values())]
+    train, *found = (one.rows for one in prepared)
+    evals, more = dict(zip(evals, found, strict=False)), prepared[0].without_labels
     tests = dict(zip(tests, found[len(evals) :], strict=True))
     if source.unlabelled is not None:
         check_unlabelled(task)
@@ -211,7 +218,7 @@ def load(source: Source, finished: Task | None = None) -> Corpus:
         task.select_metrics(source.metric, glue),
         tests,
         None if more is None else task.without_labels(more),
-        notes=tuple(dict.fromkeys(line for one in given for line in one.notes)),
+        notes=tuple(dict.fromkeys(line for one in prepared for line in one.notes)),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastkd.train import files, recipes, tasks
+from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.hub import is_served
@@ -128,6 +129,12 @@ class Source(ColumnOptions):
         "auto",
         "Meaning of the labels: classes, numbers (regression), or auto (by their values).",
         choices=("auto", "classes", "numbers"),
+    )
+    thinking: str = data_option(
+        KEEP,
+        "Thoughts of chat answers (<think>, reasoning_content): keep (trained), drop (left out) or "
+        "prompt (read, not trained).",
+        choices=THINKING,
     )
     label_order: str | None = data_option(
         None,

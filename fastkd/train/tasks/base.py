@@ -16,6 +16,7 @@ from fastkd._core.extras import require
 from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
+from fastkd.train.conversations import KEEP
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.generation import Generation
 from fastkd.train.glue import Glue
@@ -55,6 +56,7 @@ class LabelInfo(NamedTuple):
     glue: Glue | None = None
     declared_classes: list[str] | None = None  # class names that the data set declares
     head: Sequence[str] | None = None  # class names of a finished teacher
+    thinking: str = KEEP  # --thinking
 
 
 class Prepared(NamedTuple):

@@ -3,9 +3,10 @@
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -13,21 +14,36 @@ from torch import nn
 from fastkd.distill.spans import align_spans
 from fastkd.models.inputs import in_eval_mode
 from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
-from fastkd.train.chat_template import Conversation, answers_of, prompt_of, runs_of
+from fastkd.train.chat_template import (
+    OPENED,
+    WORD,
+    Conversation,
+    answers_of,
+    prompt_of,
+    runs_of,
+)
 from fastkd.train.conversations import (
     ASSISTANT,
     CALLS,
+    DROP,
+    KEEP,
     MESSAGES,
+    PROMPT,
+    THINKING,
     TOOLS,
     columns_by_form,
     messages_of,
+    thought_and_answer,
+    thought_of,
     tools_of,
+    without_thought,
 )
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
 from fastkd.train.generation import GREEDY, Generation
 from fastkd.train.input_columns import Columns, settle_columns
-from fastkd.train.tasks.base import TEXT, Task, Tokens
+from fastkd.train.options import fits
+from fastkd.train.tasks.base import TEXT, Corpus, LabelInfo, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity
 
 
@@ -39,7 +55,8 @@ class Chat(Decoder):
     a conversation longer than --max-length the last answer loses its end and the text before it its
     beginning; each keeps at least half of --max-length. Messages after the last answer are not
     read. The loss is over all answers. ROUGE-L compares the last answer with the model's
-    generated text, which is greedy unless `generation` samples it.
+    generated text, which is greedy unless `generation` samples it, both without thoughts.
+    A row is asked as its answer was trained, one without an answer as most training rows.
     """
 
     metrics = ("perplexity", "loss", "rouge_l")
@@ -57,9 +74,38 @@ class Chat(Decoder):
         'print(write([{"role": "user", "content": "..."}]))'
     )
 
+    summary = "Thoughts: `--thinking {thinking}`, in {thoughts:.0%} of the training answers."
+
     #: Whether rows hold several conversations: for --pack.
     packed: bool = False
+    #: What becomes of the thought of a last answer, see `fastkd.train.chat_template`.
+    thinking: str = KEEP
+    #: Fraction of the last answers of the training that have a thought.
+    thoughts: float = 0.0
     generation: Generation = field(default=GREEDY, kw_only=True, repr=False)
+
+    @classmethod
+    def of(cls, config: Any, report: Mapping[str, Any] | None = None) -> "Chat":
+        found = cast(Chat, super().of(config, report))
+        given: dict[str, Any] = {k: (report or {}).get(k) for k in ("thinking", "thoughts")}
+        known = given["thinking"] in THINKING and fits(given["thoughts"], float)
+        return replace(found, **given) if known else found
+
+    @classmethod
+    def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> "Chat":
+        return cls(thinking=given.thinking, thoughts=_thoughts(train) / max(1, len(train)))
+
+    def describe(self, corpus: Corpus) -> Iterator[str]:
+        sets = {"training": [corpus.train], "evaluation": [*corpus.evals.values()]}
+        found = {k: (sum(map(_thoughts, x)), sum(map(len, x))) for k, x in sets.items()}
+        if any(count for count, _ in found.values()):
+            told = ", ".join(
+                f"{count} of {total} {kind} answers" for kind, (count, total) in found.items()
+            )
+            yield f"thoughts (--thinking {self.thinking}): in {told}"
+
+    def report(self) -> dict[str, Any]:
+        return {**super().report(), "thinking": self.thinking, "thoughts": self.thoughts}
 
     @classmethod
     def resolve_columns(cls, columns: Columns, record: dict[str, Any], source: str) -> Columns:
@@ -102,21 +148,24 @@ class Chat(Decoder):
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         found: dict[str, list[Any]] = {n: [] for n in ("input_ids", "labels", "answer")}
-        for talk in _conversations(batch):
-            messages = talk.messages
-            last = messages[-1] if messages[-1]["role"] == ASSISTANT else {"content": ""}
-            answer = last["content"]
-            mask: Sequence[int]
-            if self.predicting:
-                asked = messages[:-1] if last is messages[-1] else messages
-                ids = prompt_of(replace(talk, messages=asked), tokenizer)[-max_length:]
-                mask = [0] * len(ids)
-            else:
-                ids, mask = answers_of(talk, tokenizer)
+        for talk in self._conversations(batch):
+            last = talk.messages[-1]
+            mask: Sequence[int] = ()
+            answer = without_thought(last)["content"] if talk.answered else ""
+            if talk.answered:
+                whole = answers_of(talk, tokenizer)
                 if CALLS in last:
-                    own = [ids[i] for i in runs_of(mask)[-1]]
-                    answer = tokenizer.decode(own, skip_special_tokens=True)
-                ids, mask = _shortened(ids, mask, max_length)
+                    own = [whole.ids[i] for i in runs_of(whole.mask)[-1]]
+                    answer = thought_and_answer(tokenizer.decode(own, skip_special_tokens=True))[1]
+                ids, mask = _shortened(whole.ids, whole.mask, max_length)
+                ids = ids[: runs_of(mask)[-1].start] if self.predicting else ids
+            elif self.predicting:
+                empty = last["role"] == ASSISTANT
+                asked = replace(talk, messages=talk.messages[:-1]) if empty else talk
+                ids = prompt_of(asked, tokenizer)[-max_length:]
+            else:
+                raise InputError(f"{talk.where}: the answer is empty without its thought")
+            mask = [0] * len(ids) if self.predicting else mask
             found["input_ids"].append(ids)
             found["labels"].append(
                 [token if own else UNLABELLED for token, own in zip(ids, mask, strict=True)]
@@ -140,7 +189,7 @@ class Chat(Decoder):
         own = self.encode(batch, tokenizer, max_length)
         theirs = self.encode(batch, teachers, max_length)
         found: dict[str, list[Any]] = {"student_spans": [], "teacher_spans": []}
-        for talk in _conversations(batch):
+        for talk in self._conversations(batch):
             offsets = [
                 torch.tensor([_answer_offsets(talk, each, max_length)])
                 for each in (tokenizer, teachers)
@@ -156,9 +205,8 @@ class Chat(Decoder):
             raise InputError(f"--onnx: --task {self.name()} generates text; ONNX files cannot")
         found = next_token_loss_sums(model, batch)
         answers = write(model, prompts_of(batch), tokenizer, self.generation)
-        written = [tokens for _, tokens in answers]
-        texts = tokenizer.batch_decode(written, skip_special_tokens=True)
-        return [(*one, text.strip()) for one, text in zip(found, texts, strict=True)]
+        texts = [_written(prompt, tokens, tokenizer) for prompt, tokens in answers]
+        return [(*one, *text) for one, text in zip(found, texts, strict=True)]
 
     def generated(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], tokenizer: Any, seed: int
@@ -175,7 +223,7 @@ class Chat(Decoder):
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         loss = math.fsum(loss for loss, *_ in answers)
-        loss /= max(1, sum(count for _, count, _ in answers))
+        loss /= max(1, sum(count for _, count, *_ in answers))
         texts = [text for *_, text in answers]
         return {
             "perplexity": perplexity(loss),
@@ -184,17 +232,51 @@ class Chat(Decoder):
         }
 
     def predictions(self, answers: Any, examples: Encoded) -> list[dict[str, Any]]:
-        return [{"answer": text} for *_, text in answers]
+        told = self.thoughts and self.thinking == KEEP
+        return [
+            {"answer": answer, **({"thought": thought} if told else {})}
+            for *_, thought, answer in answers
+        ]
+
+    def _conversations(self, batch: Mapping[str, list]) -> Iterator[Conversation]:
+        """The conversations of a batch of rows."""
+        thinks, prompted = self.thinking == KEEP and self.thoughts > 0.5, self.thinking == PROMPT
+        for where, kept, tools in zip(batch["where"], batch["text"], batch[TOOLS], strict=True):
+            messages, last = [*map(json.loads, kept)], json.loads(kept[-1])
+            if self.thinking == DROP:
+                messages = [without_thought(m) if m["role"] == ASSISTANT else m for m in messages]
+            elif prompted and self.predicting and last["role"] == ASSISTANT and thought_of(last):
+                messages[-1]["content"] += WORD  # the answer may be empty
+            yield Conversation(messages, json.loads(tools or "[]"), where, thinks, prompted)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _conversations(batch: Mapping[str, list]) -> Iterator[Conversation]:
-    """The conversations of a batch of rows."""
-    for where, kept, tools in zip(batch["where"], batch["text"], batch[TOOLS], strict=True):
-        yield Conversation([*map(json.loads, kept)], json.loads(tools or "[]"), where)
+def _thoughts(rows: Rows) -> int:
+    """Number of rows whose last answer has a thought."""
+    lasts = (json.loads(messages[-1]) for messages in rows.column("text"))
+    return sum(last["role"] == ASSISTANT and bool(thought_of(last)) for last in lasts)
+
+
+def _written(prompt: list[int], tokens: list[int], tokenizer: Any) -> tuple[str, str]:
+    """The thought and the answer in what a model generated after a ``prompt``."""
+    channels = tokenizer.decode(tokens)
+    if channels.startswith("<|channel|>"):  # gpt-oss
+        special = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        thought, *answer = re.split(r"<\|channel\|>\s*final\s*<\|message\|>", channels, maxsplit=1)
+        thought = thought.partition("<|message|>")[2].partition("<|end|>")[0]
+        parts = thought, "".join(answer)
+        thought, rest = (special.sub("", part).strip() for part in parts)
+        return thought, rest
+    text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    opened = OPENED.search(tokenizer.decode(prompt[-TAIL:]))
+    return thought_and_answer(f"<think>{text}" if opened else text)
+
+
+# Tokens in which a thought that the prompt begins is looked for.
+TAIL = 16
 
 
 def _answer_offsets(talk: Conversation, tokenizer: Any, max_length: int) -> list[tuple[int, int]]:
@@ -202,26 +284,27 @@ def _answer_offsets(talk: Conversation, tokenizer: Any, max_length: int) -> list
 
     The special token that ends an answer counts as a character.
     """
-    ids, mask = answers_of(talk, tokenizer)
-    text = talk.render(tokenizer)
-    offsets = {"return_offsets_mapping": True}
-    given = talk.render(tokenizer, tokenize=True, tokenizer_kwargs=offsets)["offset_mapping"]
+    ids, mask, text = answers_of(talk, tokenizer)
+    given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = given["offset_mapping"]
     special = set(tokenizer.all_special_ids)
     found, length = [(0, 0)] * len(ids), 0
-    contents = [m["content"].strip() for m in talk.messages if m["role"] == ASSISTANT]
-    for content, run in zip(contents, runs_of(mask), strict=False):
-        before, length = length, length + len(content) + 1
-        at = text.find(content, given[run[0]][0])
-        end = at + len(content)
-        if not content or at < 0 or end > given[run[-1]][1]:  # the template has changed the answer
-            continue
-        last = run[0] - 1
-        for i in run:
-            start, stop = (min(max(x, at), end) - at + before for x in given[i])
-            if stop > start:
-                found[i], last = (start, stop), i
-        if last + 1 in run and ids[last + 1] in special:
-            found[last + 1] = before + len(content), before + len(content) + 1
+    answers = [message for message in talk.messages if message["role"] == ASSISTANT]
+    for message, run in zip(answers, runs_of(mask), strict=False):
+        at, last = offsets[run[0]][0], None
+        for part in (thought_of(message), without_thought(message)["content"].strip()):
+            before, length = length, length + len(part) + 1
+            start = text.find(part, at)
+            end = start + len(part)
+            if not part or start < 0 or end > offsets[run[-1]][1]:  # the template has changed it
+                continue
+            at = end
+            for i in run:
+                begins, ends = (min(max(x, start), end) - start + before for x in offsets[i])
+                if ends > begins:
+                    found[i], last = (begins, ends), i
+        if last is not None and last + 1 in run and ids[last + 1] in special:
+            found[last + 1] = length - 1, length
     return list(_shortened(found, mask, max_length)[0])
 
 
@@ -292,7 +375,7 @@ def stops_of(tokenizer: Any) -> list[int]:
     """The tokens that end an answer: the end token, and special tokens of the template after it."""
     talk = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
     where = "a conversation of two messages"
-    ids, mask = answers_of(Conversation(talk, [], where), tokenizer)
+    ids, mask, _ = answers_of(Conversation(talk, [], where), tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     special.discard(tokenizer.unk_token_id)  # the two words above may be unknown

@@ -91,7 +91,7 @@ def test_instructions_are_conversations(tmp_path):
     assert [json.loads(x) for x in next(read(table).columns("text"))[0]] == found[1]
     for row, words in (
         ({"instruction": "a"}, "no column 'output'"),
-        ({"instruction": " ", "input": "a", "output": "b"}, "column 'instruction' is empty"),
+        ({"instruction": " ", "input": "", "output": "b"}, "column 'instruction' is empty"),
         ({"instruction": "a", "output": ""}, "message 2, the answer, is empty"),
         ({"instruction": ["a"], "output": "b"}, "column 'instruction' is not text"),
     ):

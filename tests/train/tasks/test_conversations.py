@@ -1,5 +1,6 @@
 """Formats of conversations, and their text by a chat template."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ from transformers import AutoTokenizer
 from fastkd.train.data import read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
-from fastkd.train.tasks.chat import TASK, prompts_of
+from fastkd.train.models import load_trained
+from fastkd.train.tasks.chat import TASK, _written, prompts_of
 from tests.support.tiny import run
 from tests.train.tasks.test_chat import make_chat_teacher, read, says, write_jsonl
 from tests.train.tasks.through import refused
@@ -37,28 +39,42 @@ THINKS = """
 {%- if add_generation_prompt %}{{- '[CLS] assistant\n' }}{%- endif %}"""
 
 
+# As R1-Distill's: it drops every thought, and its prompt begins one.
+DROPS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} {% else %}"
+    "[MASK] {{ m.content.split('</think>')[-1] }} [SEP]{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[MASK] <think>\n{% endif %}"
+)
+# As gpt-oss': thoughts of their own field, and a last turn that ends otherwise than earlier ones.
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'user' %}user {{ m.content }} [SEP] "
+    "{% elif loop.last and not add_generation_prompt %}"
+    "{% if m.thinking %}assistant fine {{ m.thinking }} [SEP] {% endif %}"
+    "assistant is {{ m.content }} [CLS]"
+    "{% else %}assistant is {{ m.content }} [SEP] {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+# Without a prompt of its own, and it changes answers.
+SHOUTS = "{% for m in messages %}{{ m.role }} {{ m.content | capitalize }} [SEP] {% endfor %}"
+SWITCHED = "{{ '[MASK] ' if enable_thinking else '' }}" + THINKS
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2", THINKS)
 
 
-@pytest.fixture(scope="module", params=["fast", "slow"])
+@pytest.fixture(params=["fast", "slow"])
 def tokenizer(folder, request):
     made = AutoTokenizer.from_pretrained(folder)
     made.add_tokens(["<think>", "</think>", "<call>", "assistant", "user", "tool"])
     if request.param == "slow":
-        request.getfixturevalue("monkeypatch_module").setattr(type(made), "is_fast", False)
+        request.getfixturevalue("monkeypatch").setattr(type(made), "is_fast", False)
     return made
 
 
-@pytest.fixture(scope="module")
-def monkeypatch_module():
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-def learned(tokenizer, path):
-    (row,) = Encoder(tokenizer, 64, TASK())(read(path))
+def learned(tokenizer, path, **task):
+    (row,) = Encoder(tokenizer, 64, TASK(**task))(read(path))
     words = tokenizer.convert_ids_to_tokens(row["input_ids"])
     counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]
     return " ".join(words), [part.strip() for part in " ".join(counted).split("_") if part.strip()]
@@ -96,6 +112,117 @@ def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
     assert parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
 
 
+def asked(tokenizer, path, label="messages", **task):
+    """The prompt of `fastkd predict`."""
+    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
+    task, rows, *_ = TASK(**task).prepare(rows, labelled=False)
+    found = Encoder(tokenizer, 64, task)(rows)[0]["input_ids"]
+    return " ".join(tokenizer.convert_ids_to_tokens(found))
+
+
+@pytest.mark.parametrize("own", ["reasoning_content", "thinking", "content"])
+@pytest.mark.parametrize("template, keep, prompt", [
+    (THINKS, "<think> fine </think> bad [SEP]", "[CLS] user so [SEP] [CLS] assistant"),
+    (DROPS, "fine </think> bad [SEP]", "[CLS] so [MASK] <think>"),
+    (CHANNELS, "fine fine [SEP] assistant is bad [CLS]", "user so [SEP] assistant"),
+    # The template switches by the row.
+    (SWITCHED, "<think> fine </think> bad [SEP]", "[MASK] [CLS] user so [SEP] [CLS] assistant"),
+    ("{% for m in messages %}[CLS] {{ m.content }} [SEP] {% endfor %}",
+     "<think> fine </think> bad [SEP]", "[CLS] so [SEP] [CLS]"),
+])  # fmt: skip
+def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, own, template, keep, prompt):
+    """Whatever the template does with them; `fastkd predict` asks as the training."""
+    tokenizer.chat_template = template
+    talk = says("so", "bad")
+    bare = write_jsonl(tmp_path / "bare.jsonl", [talk])
+    if own == "content":
+        talk[1]["content"] = "<think>\nfine\n</think>\n\nbad"
+    else:
+        talk[1][own] = "fine"
+    if (own, template) == ("content", CHANNELS):
+        keep, prompt = "<think> fine </think> bad [CLS]", "user so [SEP] assistant is"
+    path = write_jsonl(tmp_path / "a.jsonl", [talk])
+    question = write_jsonl(tmp_path / "b.jsonl", [talk[:1]])
+    most = {"thoughts": 1.0}
+    text, parts = learned(tokenizer, path, **most)
+    assert parts == [keep] and text == f"{prompt} {keep}"
+    assert asked(tokenizer, path, **most) == prompt
+    if own != "content":
+        assert asked(tokenizer, question, **most) == prompt
+    for thinking, other in (("drop", bare), ("keep", path)):
+        one = learned(tokenizer, path if thinking == "drop" else other, thinking=thinking)
+        assert (one == learned(tokenizer, bare)) == (thinking == "drop")
+    end = keep.split()[-1]
+    assert learned(tokenizer, path, thinking="prompt") == (text, [f"bad {end}"])
+    before = text.removesuffix(f" bad {end}")
+    talk[1]["content"] = talk[1]["content"].removesuffix("bad")
+    for some in (path, write_jsonl(tmp_path / "c.jsonl", [talk])):
+        assert asked(tokenizer, some, thinking="prompt") == before
+    encoded = Encoder(tokenizer, 64, TASK(**most))(read(path))
+    assert encoded.evaluation_columns["answer"][:] == ["bad"]
+
+
+def test_turns_that_end_otherwise_than_the_last(tokenizer, tmp_path):
+    tokenizer.chat_template = CHANNELS
+    path = write_jsonl(tmp_path / "a.jsonl", [says("so", "good", "a", "bad")])
+    assert learned(tokenizer, path)[1] == ["good", "bad [CLS]"]
+
+
+def test_a_header_is_no_answer(tokenizer, tmp_path):
+    tokenizer.chat_template = SHOUTS
+    path = write_jsonl(tmp_path / "a.jsonl", [says("so", "bad", "a", "good")])
+    text, parts = learned(tokenizer, path)
+    assert parts == ["bad [SEP]", "good [SEP]"]
+    assert asked(tokenizer, path) == text.removesuffix(" good [SEP]")
+
+
+def test_thoughts_and_answers_that_were_written(tokenizer):
+    """ROUGE-L compared thought and answer with the answer alone."""
+    ids = tokenizer.convert_tokens_to_ids
+    for prompt, written, expected in (
+        ("[CLS]", "good [SEP]", ("", "good")),
+        ("[CLS]", "<think> fine </think> good [SEP]", ("fine", "good")),
+        ("[CLS] <think>", "fine </think> good [SEP]", ("fine", "good")),
+        ("[CLS] <think> so </think>", "good [SEP]", ("", "good")),
+        ("[CLS]", "<think> fine fine", ("fine fine", "")),
+    ):
+        assert _written(ids(prompt.split()), ids(written.split()), tokenizer) == expected
+    other = copy.deepcopy(tokenizer)
+    names = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+    other.add_special_tokens({"additional_special_tokens": list(names)})
+    other.add_tokens(["analysis", "final"])
+    text = "<|channel|> analysis <|message|> fine <|end|> <|start|> assistant <|channel|> final"
+    words = f"{text} <|message|> good [SEP]".split()
+    assert _written([2], other.convert_tokens_to_ids(words), other) == ("fine", "good")
+
+
+def test_a_run_with_thoughts(folder, tmp_path):
+    rows = [{"messages": [*says("a film"), {"role": "assistant", "content": w, **more}]}
+            for w, more in (("good", {"reasoning_content": "fine"}), ("bad", {"thinking": "poor"}),
+                            ("nice", {"reasoning_content": "so"}), ("dull", {}))]  # fmt: skip
+    path, out = tmp_path / "a.jsonl", tmp_path / "told.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    options = {"teacher": folder, "train": path, "eval": path, "method": "soft_targets",
+               "epochs": 1, "max_length": 32, "device": "cpu", "max_new_tokens": 4}  # fmt: skip
+    told = run("distill", task="chat", out=tmp_path / "run", **options)
+    assert "thoughts (--thinking keep): in 3 of 4 training answers, 3 of 4 evaluation" in told
+    student = tmp_path / "run/student"
+    assert (
+        "`--thinking keep`, in 75% of the training answers" in (student / "README.md").read_text()
+    )
+    run("predict", model=student, data=path, device="cpu", out=out)
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all({"thought", "answer"} <= row.keys() for row in found)
+    tasks = [load_trained(str(student), False)[2]]
+    run("distill", task="chat", out=tmp_path / "drop", thinking="drop", **options)
+    tasks.append(load_trained(str(tmp_path / "drop/student"), False)[2])
+    assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.75)]
+    options["max_new_tokens"] = None
+    options |= {"task": "causal-lm", "thinking": "drop", "out": tmp_path / "no"}
+    error = run("distill", expect=2, **options)
+    assert "--thinking drop: rows of --task causal-lm are no conversations" in error
+
+
 def test_tool_calls_are_learned_and_their_answers_are_not(tokenizer, tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "film", "arguments": '{"a": "so"}'}}
     talk = [
@@ -120,7 +247,7 @@ def messages(tmp_path, *rows):
 
 def test_forms(tmp_path):
     talk = says("a film", "good", "so", "bad")
-    system = {"role": "system", "content": "be fine"}
+    system, developer = ({"role": r, "content": "be fine"} for r in ("system", "developer"))
     share = {"user": "human", "assistant": "gpt"}
     told = [{"from": share[m["role"]], "value": m["content"]} for m in talk]
     alpaca = {"instruction": "so", "input": "", "output": "bad", "system": "be fine"}
@@ -131,6 +258,8 @@ def test_forms(tmp_path):
         ({"conversations": told, "system": "be fine"}, [system, *talk]),
         ({"messages": talk, "system": ""}, talk),
         ({"messages": [system, *talk], "system": "no"}, [system, *talk]),
+        ({"messages": [developer, *talk], "system": "no"}, [developer, *talk]),
+        ({"instruction": "", "input": "so", "output": "bad"}, talk[2:]),
         # System and history of Alpaca were dropped.
         ({**alpaca, "history": [["a film", "good"]]}, [system, *talk]),
         ({**alpaca, "history": None, "system": None}, talk[2:]),
@@ -166,9 +295,12 @@ def test_tools_reach_the_template(folder, tmp_path):
 
 def test_mistakes(tmp_path):
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    titled = [{"type": "image", "text": "a film"}]
     for row, words in (
         ({"messages": [{"role": "user", "content": image}, says("", "a")[1]]},
          "message 1 has a part 'image_url', and --task chat reads text"),
+        ({"messages": [{"role": "user", "content": titled}, says("", "a")[1]]},
+         "message 1 has a part 'image', and --task chat reads text"),
         ({"conversations": [{"from": "cat", "value": "a"}]}, "message 1 is from 'cat'; known: "),
         ({"conversations": [{"from": "human"}]}, "message 1 has no text 'content'"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "column 'history' is not a list"),
