@@ -183,7 +183,10 @@ def _csv(path: Path, option: str, header: bool, blank: bool) -> Records:
             try:
                 line = next(reader, None)
             except csv.Error as error:
-                raise InputError(f"{path}, row {number}: {error}") from None
+                why = str(error)
+                if why == "unexpected end of data":
+                    why = 'its quote " is not closed; write "" for a quote within a field'
+                raise InputError(f"{path}, row {number}: {why}") from None
             finally:
                 csv.field_size_limit(limit)
             if line is None:

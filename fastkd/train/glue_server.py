@@ -87,10 +87,9 @@ def server_labels(name: str, classes: Sequence[str]) -> dict[str, str]:
 
 
 def table(answers: Iterable[str | float]) -> str:
-    """The content of a file, from its server labels or numbers."""
-    lines = [
-        f"{i}\t{x:.6f}" if isinstance(x, float) else f"{i}\t{x}" for i, x in enumerate(answers)
-    ]
+    """The content of a file, from its server labels or the scores of STS-B, cut to 0 to 5."""
+    cut = (f"{min(max(x, 0.0), 5.0):.6f}" if isinstance(x, float) else x for x in answers)
+    lines = [f"{i}\t{x}" for i, x in enumerate(cut)]
     return "\n".join([HEADER, *lines]) + "\n"
 
 

@@ -218,7 +218,7 @@ OTHER_FILES = [
     ("bars.csv", b"text|label\na|1\n", "its columns are separated by '|'"),
     ("lead.csv", b"\n\n\n \ntext,label\na,1\nb\n", "row 7: 1 columns where row 5 has 2"),
     ("lead.tsv", b"\n\n \ntext\tlabel\na\t1\nb\n", "row 6: 1 columns where row 4 has 2"),
-    ("open.csv", b'text,label\n"a\nb,1\n', "row 2: unexpected end"),
+    ("open.csv", b'text,label\n"a\nb,1\n', 'row 2: its quote " is not closed'),
     ("space.tsv", HEAD + "\u3000\t1\n".encode(), "row 2: column 'text' is empty"),
     ("control.tsv", HEAD + b"a\t\x1b[31m\n", "row 2: label"),
     ("long.tsv", HEAD + b"a\t" + b"y" * 10**6 + b"\n", "row 2: label"),

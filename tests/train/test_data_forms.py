@@ -70,7 +70,7 @@ def write_rows(path, *labels):
     return path
 
 
-@pytest.mark.parametrize("number", [int, float])
+@pytest.mark.parametrize("number", [int, float, bool])
 def test_one_hot_rows(tmp_path, number):
     rows = ([1, 0], [0, 1], [0, 0], [1, 1])
     path = write_rows(tmp_path / "a.jsonl", *([number(x) for x in row] for row in rows))

@@ -60,7 +60,7 @@ def check(content: bytes) -> None:
             assert [line[0] for line in lines[1:]] == [str(i) for i in range(rows)], name
             answers = {line[1] for line in lines[1:]}
             if labels is None:
-                assert all(re.fullmatch(r"-?\d+\.\d+", x) for x in answers), name
+                assert all(re.fullmatch(r"\d\.\d+", x) and float(x) <= 5 for x in answers), name
             else:
                 assert answers <= labels, name
 
@@ -93,6 +93,8 @@ def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
     """Of few rows: the server's counts are those that `pack` and the checker compare."""
     from fastkd.train import glue_server
 
+    lines = glue_server.table([-0.25, 2.5, 6.0]).split()[2:]
+    assert lines == ["0", "0.000000", "1", "2.500000", "2", "5.000000"]
     few = {name: max(3, n % 7) for name, (n, _) in SERVER.items()}
     for name, of in glue_server.FILES.items():
         assert of.rows == SERVER[f"{name}.tsv"][0]

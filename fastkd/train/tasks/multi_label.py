@@ -176,7 +176,7 @@ def _labels_of(record: dict[str, Any], column: str, where: str) -> list[str]:
     value = field(record, column, where)
     if isinstance(value, str):
         value = value.split(BETWEEN) if value.strip() else []
-    if isinstance(value, list) and {*map(type, value)} == {float}:  # one-hot, for a loss
+    if isinstance(value, list) and {*map(type, value)} in ({float}, {bool}):  # one-hot
         value = [int(x) if x in (0, 1) else x for x in value]
     known = isinstance(value, list) and all(
         isinstance(name, str | int) and not isinstance(name, bool) for name in value

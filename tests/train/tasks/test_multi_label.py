@@ -105,7 +105,7 @@ def test_a_mistake_is_one_sentence(tmp_path):
     for name, text, words in (
         ("a.jsonl", '{"text": "a"}', "no column 'labels'"),
         ("a.jsonl", '{"text": "a", "labels": 3}', "row 1: column 'labels' is not a list of labels"),
-        ("a.jsonl", '{"text": "a", "labels": [true]}', "not a list of labels but"),
+        ("a.jsonl", '{"text": "a", "labels": [true, "a"]}', "not a list of labels but"),
         ("a.jsonl", '{"text": "a", "labels": ["x", " "]}', "row 1: label 2 is empty"),
         ("a.csv", "text,labels\na,x|y\nb,x|x\n", "row 3: label 'x' occurs twice"),
         ("a.csv", "text,labels\na,x\n", "the only label is 'x', and --task multi-label needs two"),
