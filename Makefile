@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: demo check core test tests compiled test-all test-compiled test-torch test-machines fuzz sanitize lint
 .PHONY: style types
-.PHONY: bench bench-compare docs release-check gpu-check clean
+.PHONY: bench bench-compare docs gpu-check clean
 
 # torch first and pinned: anything looser brings several GB of CUDA packages.
 $(VENV)/installed: pyproject.toml setup.py $(shell find csrc -type f)
@@ -82,7 +82,7 @@ test-all: test
 test-torch: $(VENV)/installed
 	$(BIN)/python -m tools.versions $(VERSION) $(ARGS)
 
-# The suite's core as other processors run it: all, or ARGS="--turn" or "--setting mkl-avx2" [-k ...].
+# The losses' tests as other processors run them: all, or ARGS="--turn" or "--setting mkl-avx2" [-k ...].
 test-machines: $(VENV)/installed
 	$(BIN)/python -m tools.machines $(ARGS)
 
@@ -139,16 +139,10 @@ $(VENV)/docs: pyproject.toml
 docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# What a release still needs: changelog, versions, tag, what is in the wheel and asks for, clang.
-release-check: $(VENV)/installed
-	test -d .venv-release/ziglang || \
-	  $(BIN)/python -m pip install --quiet --target .venv-release auditwheel ziglang
-	PYTHONPATH=$(CURDIR)/.venv-release $(BIN)/python -m tools.release_check $(ARGS)
-
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
 # ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-release build dist *.egg-info fastkd/*.so
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info fastkd/*.so

@@ -7,15 +7,15 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 import fastkd
-from fastkd._core.registry import LOSSES
+from fastkd._core.registry import ARGUMENTS, LOSSES
 from fastkd.cli.doctor import inputs_of
 from tests.support.compare import counted
-from tools import contract
 
 FEATURES = torch.ones(2, 3, 4)
 
@@ -30,19 +30,42 @@ AROUND = {"backend", "chunk_bytes", "gather", "group"}
 REFERENCES = [name for loss in LOSSES for name in loss.with_reference]
 
 
+def arguments(function) -> str:
+    """``student, mask=None, *, over="tokens"|"samples"``: a word's other choices follow it."""
+    kinds, written = get_type_hints(function), []
+    parameters = [x for x in inspect.signature(function).parameters.values() if x.name != "self"]
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in written:
+            written.append("*")
+        name, default = parameter.name, parameter.default
+        if isinstance(default, str):
+            kind = kinds[name]
+            literals = [x for x in (kind, *get_args(kind)) if get_origin(x) is Literal]
+            words = [word for x in literals if name != "backend" for word in get_args(x)]
+            default = "|".join(f'"{word}"' for word in dict.fromkeys([default, *words]))
+            written.append(f"{name}={default}")
+        else:
+            written.append(name if default is parameter.empty else f"{name}={default!r}")
+    return ", ".join(written)
+
+
+def signature(name: str) -> str:
+    """A Module's options, then the arguments of its call."""
+    public = getattr(fastkd, name)
+    if not inspect.isclass(public):
+        return f"{name}({arguments(public)})"
+    call = "" if name in ARGUMENTS else f"({arguments(public.forward)})"
+    return f"{name}({arguments(public.__init__)}){call}"
+
+
 def test_signatures_in_the_docs_equal_the_code():
-    text = contract.PAGE.read_text()
-    assert contract.page(text) == text, "run python -m tools.contract"
-    for name in (*PUBLIC, *contract.PARTS):
-        assert f"\n{name}(" in text, f"the contract in docs/design.md has no {name}"
-
-
-def test_signature_lists_literal_values():
-    assert contract.signature("attention_loss") == (
-        'attention_loss(student, teacher, mask=None, *, heads="match"|"mean", '
-        'weights=None, reduction="mean"|"sum"|"none", backend="auto")'
-    )
-    assert contract.signature("CCALoss").endswith(")(student, teacher, mask=None)")
+    lines = ["```text"]
+    for loss in LOSSES:
+        lines.append(f"# {loss.module.removeprefix('fastkd.').replace('.', '/')}.py")
+        lines += map(signature, (*loss.with_reference, *loss.without_reference, *loss.modules))
+    lines += ["# Arguments of soft targets", *map(signature, ARGUMENTS), "```"]
+    page = (Path(__file__).parents[1] / "docs/design.md").read_text()
+    assert "\n".join(lines) in page, "docs/design.md must have:\n" + "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", REFERENCES)

@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("triton")
 
 import fastkd
-from fastkd._core.registry import LOSSES
+from fastkd._core.registry import ARGUMENTS, LOSSES
 from tools import calls
 from tools.compile_report import walked
-from tools.contract import PARTS
 from tools.dry_cuda import PLANTED
 
 # References are PyTorch's own operations, and parts of a call no calls.
@@ -22,7 +21,7 @@ PUBLIC = [
     for name in fastkd.__all__
     if callable(getattr(fastkd, name))
     and not name.endswith("_ref")
-    and name not in (*PARTS, "clear_plans")
+    and name not in (*ARGUMENTS, "clear_plans")
 ]
 
 

@@ -9,16 +9,15 @@ import pytest
 import fastkd
 from bench import suite
 from fastkd import functional
-from fastkd._core.registry import LOSSES
+from fastkd._core.registry import ARGUMENTS, LOSSES
 from tests.losses import FILES, subjects
 from tools import calls
-from tools.contract import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNEL_FILES = [path.stem for path in (ROOT / "kernels").glob("*.py")]
 SHARED_KERNEL_FILES = {"halves", "launch", "pointers", "rounding"}
 # Public, and no loss.
-HELPERS = {"FeatureQueue", "clear_plans", *PARTS}
+HELPERS = {"FeatureQueue", "clear_plans", *ARGUMENTS}
 
 
 def announced(loss) -> list[str]:

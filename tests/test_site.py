@@ -16,7 +16,7 @@ from IPython.terminal.interactiveshell import TerminalInteractiveShell
 from IPython.utils.capture import capture_output
 
 from tests.distill.processes import CONTEXT
-from tools import docstrings, site
+from tools import site
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -57,11 +57,11 @@ def test_equations_have_the_colour_of_the_text():
 
 
 def test_arguments_on_one_line_become_separate_entries():
-    written = docstrings.for_the_site("One.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.")
+    written = site.for_the_site("One.\n\nArgs:\n    a, b: two\n        lines.\n    c: one.")
     assert written.splitlines()[3:] == [
         "    a: two", "        lines.", "    b: two", "        lines.", "    c: one.",
     ]  # fmt: skip
-    assert docstrings.for_the_site("One.\n\n>>> 1\n1").splitlines()[2:] == [
+    assert site.for_the_site("One.\n\n>>> 1\n1").splitlines()[2:] == [
         "Examples:", "    >>> 1", "    1",
     ]  # fmt: skip
 

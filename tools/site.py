@@ -1,7 +1,7 @@
-"""mkdocs hooks of `make docs`: equations, and pages for linked files.
+"""mkdocs hooks of `make docs`: equations, pages for linked files, docstrings.
 
 matplotlib draws the pages' ```math blocks, so that a browser needs no network. A file outside of
-docs/ that a page links to gets a page of its own.
+docs/ that a page links to gets a page of its own. Docstrings are written for a terminal.
 """
 
 import functools
@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import griffe
 from matplotlib.font_manager import FontProperties
 from matplotlib.mathtext import math_to_image
 from mkdocs.config.defaults import MkDocsConfig
@@ -23,6 +24,7 @@ from mkdocs.structure.pages import Page
 from fastkd._core.registry import LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
+SEVERAL = re.compile(r"^    (\w+(?:, \w+)+): ")
 OUTWARD = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
 
 
@@ -113,3 +115,31 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
 
     markdown = markdown.replace("::: losses\n", members())
     return OUTWARD.sub(inside, markdown).replace(".ipynb)", ".md)")
+
+
+def for_the_site(docstring: str) -> str:
+    """Two arguments on one line become two entries of the same text, and examples a section."""
+    lines = docstring.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith(">>> ")), len(lines))
+    if lines[first:]:
+        lines[first:] = ["Examples:", *("    " + line for line in lines[first:])]
+    written: list[str] = []
+    while lines:
+        entry = [lines.pop(0)]
+        if several := SEVERAL.match(entry[0]):
+            while lines and lines[0].startswith("     "):
+                entry.append(lines.pop(0))
+            text = entry[0][several.end() :]
+            for name in several[1].split(", "):
+                written += [f"    {name}: {text}", *entry[1:]]
+        else:
+            written += entry
+    return "\n".join(written)
+
+
+class ForTheSite(griffe.Extension):
+    """Docstrings in the form that griffe reads."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = for_the_site(obj.docstring.value)

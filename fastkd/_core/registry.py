@@ -152,3 +152,6 @@ LOSSES = (
     Loss(name="token_log_probs", module="fastkd.lm.log_probs", building_blocks=("log_probs",)),
     Loss(name="linalg", module="fastkd.linalg.roots", building_blocks=("sqrtm", "inv_sqrtm")),
 )
+
+# Public arguments of losses, not called themselves.
+ARGUMENTS = ("CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK", "VocabularyMatch")

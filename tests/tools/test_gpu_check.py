@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -102,23 +100,6 @@ def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
 
 def test_no_question_is_asked_after_its_time():
     assert not list(gpu_check.ask_children(["sh", "-c", CHILD], ["good"], 0, 1, 1.0))
-
-
-def test_every_test_is_noted_and_none_runs_twice(tmp_path):
-    (tmp_path / "test_some.py").write_text(
-        "import pytest\n@pytest.mark.parametrize('i', range(4))\ndef test_it(i): assert i != 2\n"
-    )
-    lines = tmp_path / "lines.jsonl"
-    environment = os.environ | {"FASTKD_RESULT_LINES": str(lines)}
-    environment["PYTHONPATH"] = os.getcwd()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.result_lines", "test_some.py"]
-    first, second = (
-        subprocess.run([*command, *extra], cwd=tmp_path, env=environment, capture_output=True)
-        for extra in (["-n", "2"], [])
-    )
-    assert first.returncode == second.returncode == 1
-    names = [json.loads(line)["name"] for line in lines.read_text().splitlines()]
-    assert len(names) == 5 and names.count("test_some.py::test_it[2]") == 2
 
 
 def test_sets_end_in_time_and_go_on_later(tmp_path, monkeypatch):
