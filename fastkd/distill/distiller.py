@@ -287,8 +287,10 @@ class Distiller(InGroup):
         Args:
             labels: the labels of the student's head: (B,) classes or numbers, (B, V) yes or no,
                 (B, N) with −100 for ignored positions. A row without a label has the class or
-                answer −100, or the number NaN; both also mask one of several labels. Question
-                answering takes ``start_positions`` and ``end_positions`` instead.
+                answer −100, or the number NaN; both also mask one of several labels. With the
+                configuration's problem_type "single_label_classification", (B, V) are probabilities
+                of the classes. Question answering takes ``start_positions`` and ``end_positions``
+                instead.
             num_items: for heads with one prediction per token, in gradient accumulation: the mean
                 number of labelled positions (`count_items`) per micro-batch of the accumulation
                 step. The sum is divided by it instead of this batch's own count, so the gradient

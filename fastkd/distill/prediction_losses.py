@@ -45,7 +45,8 @@ class PredictionOptions:
 def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     """Student's loss on the labels: cross-entropy, or MSE for regression.
 
-    Question answering: the mean over start and end.
+    Labels (B, V) of floating type are probabilities of the classes, or the decisions of a
+    multi-label head. Question answering: the mean over start and end.
     """
     if step.student.loss is not None and step.labels is None:
         return step.own_mean(step.student.loss)  # the head has targets of its own
@@ -79,6 +80,15 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
             upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
         )
         return step.mean(total, known.sum())
+    if labels.is_floating_point() and labels.shape == logits.shape and logits.dim() == 2:
+        known = ~labels.isnan().any(-1)
+        losses = F.cross_entropy(
+            upcast(logits),
+            labels.to(working_dtype(logits)).masked_fill(~known[:, None], 0),
+            reduction="none",
+            label_smoothing=options.label_smoothing(logits.shape[-1]),
+        )
+        return step.mean(losses.where(known, 0).sum(), known.sum())
     if labels.shape != logits.shape[:-1]:
         raise _misfit(labels, logits)
     logits = logits[..., : _shared(step)]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fastkd.distill.by_row import RowOutputs
 from fastkd.distributed import Ranks
 from fastkd.models.backbone import Backbone, Model
+from fastkd.models.inputs import IGNORED
 from fastkd.models.outputs import QKV, EnsembleOutputs, Outputs, pooled_rows
 from fastkd.models.spans import Spans
 
@@ -240,6 +241,10 @@ class Step:
             )
         if isinstance(labels, Tensor) and labels.dim() == 2 and labels.shape[1] == 1:
             labels = labels[:, 0]
+        single = self.student_model.problem == "single_label_classification"
+        if single and isinstance(labels, Tensor) and labels.dim() == 2:  # probabilities
+            known = ~labels.isnan().any(-1)
+            labels = labels.argmax(-1).where(known, IGNORED)
         rows = self.rows
         if isinstance(labels, tuple):
             got = "start and end positions"

@@ -31,6 +31,8 @@ BATCH = 128
 TEACHER_PREFIX = "teacher_"
 # Class id of a row without a label, as in transformers.
 UNLABELLED = -100
+# Column of the classes' probabilities, where labels are distributions.
+PROBABILITIES = "probabilities"
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +123,12 @@ class Rows:
             return replace(self, data=data)
         return replace(self, data=self.without_label().data.add_column("label", labels))
 
+    def with_probabilities(self, found: np.ndarray) -> "Rows":
+        """Rows with probabilities of the classes (rows, classes), and the most probable class."""
+        rows, kind = self.with_labels(found.argmax(-1)), _features({PROBABILITIES: ["float64"]})
+        column = rows.data.add_column(PROBABILITIES, [*found], feature=kind[PROBABILITIES])
+        return replace(rows, data=column)
+
     def sample(self, limit: int | None, seed: int) -> "Rows":
         """At most ``limit`` rows, drawn without replacement, in their first order."""
         if limit is None or limit >= len(self):
@@ -133,12 +141,13 @@ class Rows:
 
     def without_label(self) -> "Rows":
         """Rows without their labels, if they have any."""
-        known = [name for name in self.data.column_names if name == "label"]
+        known = [name for name in self.data.column_names if name in ("label", PROBABILITIES)]
         return replace(self, data=self.data.remove_columns(known))
 
     def followed_by(self, other: "Rows") -> "Rows":
         """These rows and the ``other`` rows, without labels."""
-        kept = [n for n in self.data.column_names if n in other.data.column_names and n != "label"]
+        data = self.without_label().data
+        kept = [name for name in data.column_names if name in other.data.column_names]
         parts = [rows.data.select_columns(kept) for rows in (self, other)]
         return Rows(f"{self.source} and {other.source}", _library().concatenate_datasets(parts))
 

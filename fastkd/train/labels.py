@@ -1,5 +1,6 @@
 """Labels: their values in a column, and names of classes, their meanings and order in a head."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ from fastkd.train.input_columns import field, whole
 
 LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20
+# Two digits of three classes may miss 1 by this much.
+SUM_TOLERANCE = 0.0101
 
 
 def as_number(label: Any) -> float | None:
@@ -29,6 +32,43 @@ def as_number(label: Any) -> float | None:
 def as_name(label: Any) -> str:
     """``label`` as the name of a class."""
     return label.strip() if isinstance(label, str) else str(label)
+
+
+def distribution_text(label: Any, where: str) -> str | None:
+    """A distribution over classes as JSON: a list in their order, or an object by their names.
+
+    A text may hold the JSON. None for any other label.
+    """
+    found = read_distribution(label) if isinstance(label, str) else label
+    if isinstance(found, Mapping):  # Parquet has None for the names of other rows
+        found = {as_name(name): x for name, x in found.items() if x is not None}
+    elif not isinstance(found, list):
+        return None
+    what, values = f"{where}: label {label!r:.60}", [*_values(found)]
+    if not values or any(isinstance(x, bool) or not isinstance(x, int | float) for x in values):
+        raise InputError(f"{what} is no distribution over the classes: its entries are no numbers")
+    wrong = next((x for x in values if not 0 <= x <= 1), None)
+    if wrong is not None:
+        raise InputError(f"{what} has the probability {wrong}; probabilities are 0 to 1")
+    total = math.fsum(values)
+    if abs(total - 1) > SUM_TOLERANCE:
+        raise InputError(f"{what}: its probabilities sum to {total:g}, not to 1")
+    return json.dumps(found)
+
+
+def read_distribution(text: str) -> dict[str, float] | list[float] | None:
+    """The distribution in the JSON of `distribution_text`; None for the name of a class."""
+    if text[:1] not in ("{", "["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict | list) else None
+
+
+def _values(found: Any) -> Iterable[Any]:
+    return found.values() if isinstance(found, Mapping) else found
 
 
 def label_text(record: dict[str, Any], name: str, where: str) -> str:

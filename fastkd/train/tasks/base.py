@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fastkd._core.extras import require
 from fastkd.models.inputs import accepted
 from fastkd.train import files
-from fastkd.train.arrow_rows import TEACHER_PREFIX, UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import PROBABILITIES, TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.conversations import KEEP
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.generation import Generation
@@ -324,7 +324,7 @@ class Task:
         `fastkd.distill.align_spans`.
         """
         theirs = self.encode(batch, teachers, max_length)
-        left_out = ("number", "labels")
+        left_out = ("number", "labels", PROBABILITIES)
         inputs = {f"{TEACHER_PREFIX}{n}": x for n, x in theirs.items() if n not in left_out}
         return {**self.encode(batch, tokenizer, max_length), **inputs}
 
@@ -508,6 +508,9 @@ def reorder_classes(names: list[str] | None, corpus: Corpus) -> Corpus:
     new = np.array([names.index(name) for name in task.names])
 
     def renumber(rows: Rows) -> Rows:
+        if PROBABILITIES in rows.data.column_names:
+            found = np.asarray(rows.data[PROBABILITIES][:])
+            return rows.with_probabilities(found[:, np.argsort(new)])
         return rows if rows.labels is None else rows.with_labels(new[rows.labels])
 
     return replace(

@@ -1,27 +1,31 @@
 """A class for a text, or for two."""
 
 import difflib
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
+from fastkd.train.arrow_rows import PROBABILITIES, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import class_scores, useless_classes
 from fastkd.train.glue import Glue
+from fastkd.train.input_columns import Columns
 from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
     as_number,
     class_names,
     classes_by_name,
+    distribution_text,
     in_order,
     meaning,
     read_as_ids,
+    read_distribution,
     whole_numbers,
     with_classes_of,
 )
@@ -29,10 +33,12 @@ from fastkd.train.tasks.base import (
     AGREEMENT,
     UNKNOWN,
     ClassTask,
+    Collate,
     Corpus,
     LabelInfo,
     Prepared,
     Task,
+    Tokens,
     probabilities,
 )
 from fastkd.train.tasks.regression import Regression
@@ -43,7 +49,11 @@ NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
 
 @dataclass(frozen=True)
 class Classification(ClassTask):
-    """One of two or more classes; labels that are real numbers make it a `Regression`."""
+    """One of two or more classes; labels that are real numbers make it a `Regression`.
+
+    A label may be a distribution over the classes: the target of the cross-entropy. Everything else
+    takes its most probable class.
+    """
 
     metrics = ("accuracy", "mcc", "f1", AGREEMENT)
     teacher_metrics = frozenset({AGREEMENT})
@@ -55,6 +65,8 @@ class Classification(ClassTask):
 
     #: The class whose F1 is a metric, where there are two; None: the second.
     f1_class: str | None = None
+    #: Whether labels of the training are distributions.
+    soft: bool = False
 
     @property
     def positive(self) -> int:
@@ -62,10 +74,19 @@ class Classification(ClassTask):
         return 1 if self.f1_class is None else self.classes.index(self.f1_class)
 
     @classmethod
+    def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
+        found = record.get(columns.label or "")
+        found = None if found is None else distribution_text(found, where)
+        if found is None:
+            return super().row(record, columns, where)
+        return {**super().row(record, replace(columns, label=None), where), "label": found}
+
+    @classmethod
     def fit(cls, train: Rows, evals: dict[str, Rows], given: LabelInfo) -> Task:
         regression = {"classes": False, "numbers": True}.get(given.labels)
         if regression is None and given.glue is not None:
             regression = given.glue.regression
+        distributions = [*filter(None, map(read_distribution, train.raw_labels[0]))]
         if regression is None:
             regression = given.declared_classes is None and is_regression(train)
         if regression:
@@ -75,7 +96,7 @@ class Classification(ClassTask):
             if given.labels != "classes":
                 train, _ = split_unlabelled(train)
                 train.map_labels(_check_present)
-            names = in_order(train.raw_labels[0])
+            names = _names_of(train, distributions, given.head or ())
         data, names = names, with_classes_of(names, given.head or ())
         if len(names) < 2:
             raise InputError(
@@ -83,7 +104,7 @@ class Classification(ClassTask):
             )
         numbered = given.declared_classes is not None or whole_numbers(names)
         of_f1 = names[1] if len(names) == len(data) else in_order(names)[1]
-        return cls(tuple(names), numbered, of_f1)
+        return cls(tuple(names), numbered, of_f1, bool(distributions))
 
     def read_labels(
         self, rows: Rows, unknown: str = UNKNOWN, names: Sequence[str] | None = None
@@ -101,6 +122,19 @@ class Classification(ClassTask):
                 raise InputError(f"label {name!r:.60} {unknown}; {nearest(name, names)}")
             return found
 
+        def distribution(label: str) -> np.ndarray:
+            found, p = read_distribution(label), np.zeros(len(names))
+            if isinstance(found, list) and len(found) != len(names):
+                raise InputError(
+                    f"label {label!r:.60} has {len(found)} probabilities, and there are "
+                    f"{len(names)} classes"
+                )
+            entries = found or {label: 1.0}
+            pairs = entries.items() if isinstance(entries, dict) else enumerate(entries)
+            for name, x in pairs:
+                p[name if isinstance(name, int) else find(name)] += x
+            return p / p.sum()
+
         rest, notes = None, []
         if not any(map(_is_no_label, self.classes)):
             total = len(rows)
@@ -108,7 +142,26 @@ class Classification(ClassTask):
             if rest is not None:
                 count = f"{len(rest)} of {total} rows have no label ({UNLABELLED})"
                 notes = [f"{rows.source}: {count}"]
-        return Prepared(self, rows.labelled(find), tuple(notes), rest)
+        if not any(map(read_distribution, rows.raw_labels[0])):
+            return Prepared(self, rows.labelled(find), tuple(notes), rest)
+        notes.append(
+            f"{rows.source}: labels are probabilities; scores take the most probable class"
+        )
+        found = np.stack(rows.map_labels(distribution))[rows.raw_labels[1]]
+        return Prepared(self, rows.with_probabilities(found), tuple(notes), rest)
+
+    def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
+        tokens = super().encode(batch, tokenizer, max_length)
+        if not self.soft or "labels" not in tokens:
+            return tokens
+        classes = range(len(self.classes))
+        hard = [[math.nan if y == UNLABELLED else float(y == i) for i in classes]
+                for y in tokens["labels"]]  # fmt: skip
+        return {**tokens, PROBABILITIES: batch.get(PROBABILITIES, hard)}
+
+    def collator(self, tokenizer: Any) -> Collate:
+        collate = super().collator(tokenizer)
+        return SoftLabels(collate) if self.soft else collate
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         names, train = self.names, _counts(corpus.train)
@@ -182,7 +235,30 @@ class Classification(ClassTask):
         return {"labels": self.names, "f1_of": self.positive}
 
 
+@dataclass(frozen=True)
+class SoftLabels:
+    """``collate`` for rows whose labels are the probabilities of the classes."""
+
+    collate: Collate
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+        found = [row[PROBABILITIES] for row in rows if PROBABILITIES in row]
+        rest = [{name: x for name, x in row.items() if name != PROBABILITIES} for row in rows]
+        labels = {"labels": torch.tensor(found)} if found else {}
+        return {**self.collate(rest), **labels}
+
+
 TASK = Classification
+
+
+def _names_of(train: Rows, distributions: Sequence[Any], head: Sequence[str]) -> list[str]:
+    """The classes that the labels name; numbers where distributions are lists alone."""
+    names = {name for name in train.raw_labels[0] if read_distribution(name) is None}
+    names.update(*(found for found in distributions if isinstance(found, dict)))
+    size = max((len(found) for found in distributions if isinstance(found, list)), default=0)
+    if names or not size:
+        return in_order(names)
+    return list(head) if len(head) == size else [str(i) for i in range(size)]
 
 
 def _check_present(label: str) -> None:

@@ -1,0 +1,121 @@
+"""Labels that are distributions over the classes: their loss, scores and every command."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from fastkd.distill import LRCBERT, Distiller, IntraClassKNN, Labels
+from fastkd.train.arrow_rows import PROBABILITIES
+from fastkd.train.data import describe, load
+from fastkd.train.errors import InputError
+from fastkd.train.saving import read_json
+from fastkd.train.settings import Source
+from tests.support.tiny import make_teacher, run, sentences
+from tests.train.tasks.through import refused
+
+PROBS = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [torch.nan] * 3, [0.6, 0.2, 0.2]])
+LISTS = [[0.75, 0.25], [0.1, 0.9]]
+FORMS = {
+    "lists": LISTS,
+    "names": [{"no": 0.75, "yes": 0.25}, {"yes": 0.9, "no": 0.1}],
+    "mixed": [{"no": 0.75, "yes": 0.25}, "yes"],
+    "text": [json.dumps(x) for x in LISTS],
+}
+
+
+def write(path, labels, rows=24, seed=0):
+    """Texts whose class chooses one of two labels."""
+    told = [{"sentence": text, "label": labels[y]} for text, y in sentences(rows, seed)]
+    path.write_text("\n".join(map(json.dumps, told)))
+    return path
+
+
+def test_the_loss_is_the_cross_entropy_with_the_distribution():
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=3,
+        intermediate_size=16, problem_type="single_label_classification",
+    )  # fmt: skip
+    student = BertForSequenceClassification(config).double().eval()
+    teacher = copy.deepcopy(student)
+    batch = {"input_ids": torch.randint(0, 40, (4, 6))}
+    log_q = student(**batch).logits.log_softmax(-1)
+    known, hard = [0, 1, 3], torch.eye(3).double()[[0, 2, 1, 1]]
+    smooth = LRCBERT(perturb=False, alpha=0.0, beta=0.0, first_stage=0.0, temperature=1.1)
+    for method in (Labels(), smooth):
+        distiller = Distiller(teacher, student, method).eval()
+        spread = method.prediction_options.label_spread
+        share = 3 * spread / (1 + 2 * spread)
+        target = (1 - share) * PROBS[known].double() + share / 3
+        found = distiller(**batch, labels=PROBS.double()).terms["task"]
+        torch.testing.assert_close(found, -(target * log_q[known]).sum().detach() / 3)
+        one, other = (distiller(**batch, labels=x).terms["task"] for x in (hard, hard.argmax(-1)))
+        torch.testing.assert_close(one, other)
+    knn = Distiller(teacher, student, IntraClassKNN(k=1)).eval()
+    one, other = (
+        knn(**batch, labels=x).terms["knn"] for x in (PROBS.double(), torch.tensor([2, 0, -100, 0]))
+    )
+    torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_every_form(tmp_path, form):
+    path = write(tmp_path / "a.jsonl", FORMS[form])
+    corpus = load(Source(train=path, evals=path))
+    assert corpus.names == (["no", "yes"] if form in ("names", "mixed") else ["0", "1"])
+    found = dict(corpus.train.columns("label", PROBABILITIES))
+    assert found[0] == pytest.approx(LISTS[0])
+    assert found[1] == pytest.approx([0.0, 1.0] if form == "mixed" else LISTS[1])
+    lines = " ".join(describe(corpus))
+    assert "labels are probabilities" in lines and "12/12" in lines
+
+
+def test_every_command_takes_them(tmp_path):
+    names = {"id2label": {0: "yes", 1: "no"}, "label2id": {"yes": 0, "no": 1}}
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    teacher = make_teacher(tmp_path / "teacher", **names, **still)  # classes in another order
+    train, evals = (write(tmp_path / f"{i}.jsonl", FORMS["names"], seed=i) for i in range(2))
+    rows = {"train": train, "eval": evals, "teacher": teacher, "device": "cpu", "max_length": 16}
+    options = {**rows, "epochs": 1, "batch_size": 8}
+    run("distill", **options, labelled=8, finetune_teacher=1, out=tmp_path / "run")
+    student = tmp_path / "run/student"
+    report = read_json(student / "fastkd.json")
+    assert report["labels"] == ["yes", "no"] and report["rows"]["unlabelled"] == 16
+    # The most probable class is the label of the scores.
+    for data in (evals, write(tmp_path / "hard.jsonl", ["no", "yes"], seed=1)):
+        out = tmp_path / f"{data.stem}.json"
+        run("evaluate", model=student, data=data, device="cpu", out=out)
+        assert read_json(out)["accuracy"] == report["student"]["accuracy"]
+    for method in ("labels", "knn", "lrc_bert"):
+        run("distill", method=method, accumulate=2, **options, out=tmp_path / method)
+    # At the first step: -(.75 log q + .25 log q) of a row, by the teacher's own weights.
+    one = write(tmp_path / "one.jsonl", FORMS["names"], rows=2)
+    still = {"steps": 1, "student": teacher, "method": "labels", "epochs": None}
+    run("distill", **{**options, "train": one, "learning_rate": 1e-9, **still}, out=tmp_path / "a")
+    loss = read_json(tmp_path / "a/student/fastkd.json")["history"][0]["losses"]["task"]
+    run("predict", model=teacher, data=one, device="cpu", out=tmp_path / "told.jsonl")
+    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
+    q = torch.tensor([[row["P(no)"], row["P(yes)"]] for row in told])
+    by_hand = -(torch.tensor(LISTS) * q.log()).sum(-1).mean()
+    assert loss == pytest.approx(by_hand.item(), rel=1e-4)
+
+
+def test_a_mistake_is_one_sentence(tmp_path):
+    right = json.dumps({"text": "a", "label": {"yes": 0.8, "no": 0.2}}) + "\n"
+    for label, words in (
+        ({"yes": 0.8, "no": 0.1}, "row 2: label .* its probabilities sum to 0.9, not to 1"),
+        ({"yes": 1.2, "no": -0.2}, "row 2: label .* has the probability 1.2"),
+        ([-0.1, 1.1], "row 2: label .* has the probability -0.1"),
+        ({"yes": "a", "no": 0.2}, "row 2: label .* its entries are no numbers"),
+        ([], "row 2: label .* its entries are no numbers"),
+        ([0.2, 0.3, 0.5], "row 2: label .* has 3 probabilities, and there are 2 classes"),
+    ):
+        row = json.dumps({"text": "b", "label": label})
+        refused(tmp_path, "classification", right + row, words)
+    train, evals = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    train.write_text(right + right.replace("0.", "1.").replace("1.8", "0.1").replace("1.2", "0.9"))
+    evals.write_text(right + json.dumps({"text": "b", "label": {"yes": 0.5, "nope": 0.5}}))
+    with pytest.raises(InputError, match="row 2: label 'nope' does not occur in the training"):
+        load(Source(train=train, evals=evals))
