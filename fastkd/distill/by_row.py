@@ -46,6 +46,11 @@ class ByRow(nn.Module):
         super().__init__()
         if not isinstance(teachers, Mapping) or not teachers:
             raise TypeError("teachers: pass a dictionary of names and teachers, at least one")
+        if unnamed := [name for name in teachers if not isinstance(name, str)]:
+            raise TypeError(
+                f"teachers: {unnamed[0]!r} is no string; name each teacher, since numbers in "
+                "teacher_id are places in the dictionary"
+            )
         wrong = [name for name, x in teachers.items() if not isinstance(x, nn.Module)]
         if wrong:
             raise TypeError(

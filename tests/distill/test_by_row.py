@@ -155,6 +155,8 @@ def test_wrong_teachers_are_errors(tmp_path):
     raises("several teachers are cached one by one", soft.cache_teacher, [tokens()], tmp_path)
     raises("'b' is a str", ByRow, {"a": teachers[0], "b": "name"}, error=TypeError)
     raises("pass a dictionary", ByRow, teachers, error=TypeError)
+    numbered = {1: teachers[0], 0: teachers[1]}
+    raises("1 is no string; name each teacher", ByRow, numbered, error=TypeError)
 
 
 def on_rank(rank, world):
