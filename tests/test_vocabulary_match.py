@@ -152,6 +152,25 @@ def test_equal_names_come_before_roles():
     assert torch.equal(found.teacher_ids, found.student_ids)
 
 
+def test_a_name_is_special_if_one_tokenizer_declares_it():
+    """Of one vocabulary whose roles differ, and of unlike ones with a name in common."""
+    tokens = {"a": 0, "b": 1, "<end>": 2, "<turn>": 3, "<think>": 4}
+    one, other = (
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(tokens)), eos_token=end, **more
+        )
+        for end, more in (("<end>", {"additional_special_tokens": ["<think>"]}), ("<turn>", {}))
+    )
+    match = VocabularyMatch.of(one, other)
+    assert match.to_student_ids(torch.arange(5)).tolist() == [0, 1, 2, 3, 4] and not match.by_role
+    student, teacher = unigram(), bytes_bpe()
+    teacher.add_tokens(["</s>"])  # ordinary, though the student's end
+    student.add_tokens(["<|end|>"])
+    found = pairs(student, teacher)
+    assert found["</s>"] == "</s>" and found["<|end|>"] == "<|end|>"
+    assert found["<pad>"] == "<|pad|>"
+
+
 def test_ends_of_turns_come_before_roles():
     student = chat_tokenizer(["<a>", "<im_end>", "<text>"], "<im_end>", eos_token="<text>")
     teacher = chat_tokenizer(["<b>", "<eot>", "<pad>"], "<eot>", eos_token="<eot>")

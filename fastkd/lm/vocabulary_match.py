@@ -68,9 +68,10 @@ class VocabularyMatch:
         splits it from its word. "<0x0A>" is a byte. A text that has two tokens in a vocabulary is
         matched by the one that isn't a byte token, then by the lower id; the other one matches the
         token of the same spelling and convention. Case and accents count.
-        Special tokens never match text. They match by name, then as the token that ends a turn in
-        both chat templates, then by role (eos, bos, pad, unk, mask, cls, sep); the repr lists the
-        pairs of the last two kinds.
+        Special tokens never match text. A token that one or both declare special is the token of
+        the same name, first of all. Then they match as the token that ends a turn in both chat
+        templates, then by role (eos, bos, pad, unk, mask, cls, sep); the repr lists the pairs of
+        the last two kinds.
 
         The sizes are the tokenizers'. A model whose head has more rows (padding) takes them by
         ``dataclasses.replace(match, student_size=rows)``.
@@ -85,7 +86,8 @@ class VocabularyMatch:
                     f"{type(tokenizer).__name__}"
                 )
         tokenizers = student_tokenizer, teacher_tokenizer
-        students, teachers = map(_texts, tokenizers)
+        specials = set().union(*map(_special_names, tokenizers))
+        students, teachers = (_texts(tokenizer, specials) for tokenizer in tokenizers)
         pairs = {students[text]: teachers[text] for text in students.keys() & teachers.keys()}
         taken, by_role = set(pairs.values()), []
         for role, (student, teacher) in _roles(*tokenizers).items():
@@ -210,9 +212,11 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     except Exception:  # a template raises what it likes
         return None
     after = text.rpartition(ANSWER)[2]
-    names = {_token(tokenizer, i): i for i in _special_ids(tokenizer)}
+    names = _special_names(tokenizer)
     places = {name: (after.index(name), -len(name)) for name in names if name in after}
-    return names[min(places, key=places.__getitem__)] if places else None
+    if not places:
+        return None
+    return int(tokenizer.convert_tokens_to_ids(min(places, key=places.__getitem__)))
 
 
 def _token(tokenizer: Any, i: int) -> str:
@@ -224,19 +228,25 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return marked | set(tokenizer.all_special_ids)
 
 
+def _special_names(tokenizer: Any) -> set[str]:
+    return {_token(tokenizer, i) for i in _special_ids(tokenizer)}
+
+
 def _size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
 
 
-def _texts(tokenizer: Any) -> dict[tuple[str, bytes], int]:
-    """Ids of a vocabulary by kind ("text", "special", or a spelling) and by their bytes."""
+def _texts(tokenizer: Any, specials: set[str]) -> dict[tuple[str, bytes], int]:
+    """Ids of a vocabulary by kind ("text", "special", or a spelling) and by their bytes.
+
+    ``specials``: names of special tokens, of this or of the other tokenizer.
+    """
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
-    special = _special_ids(tokenizer)
     marker = _word_marker(tokenizer, vocabulary)
     texts: dict[tuple[str, bytes], int] = {}
     # Byte tokens come last: a token of its own stands for the same byte in running text.
     for token, i in sorted(vocabulary.items(), key=lambda entry: (_is_byte(entry[0]), entry[1])):
-        if i in special:
+        if token in specials:
             texts.setdefault(("special", token.encode()), i)
         else:
             text = token.encode() if token in added else _text(token, marker)
