@@ -1,6 +1,7 @@
 """Fixed maps from student layers to teacher layers."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fastkd._core import check
@@ -35,6 +36,30 @@ def layer_map(scheme: str, teacher_layers: int, student_layers: int) -> list[int
         return [i * teacher_layers // student_layers for i in range(1, student_layers + 1)]
     start = teacher_layers - student_layers if scheme == "top" else 0
     return list(range(start + 1, start + student_layers + 1))
+
+
+def spread_layers(kinds: Sequence[str], count: int) -> list[int]:
+    """``count`` layers, evenly spread, with each of the ``kinds`` of all layers in its share.
+
+    Shares are rounded by Sainte-Laguë's method, each to at least 1. With one kind the layers are
+    those of ``layer_map("uniform", ...)``.
+
+    >>> spread_layers(["conv", "conv", "attention"] * 4, 4)
+    [2, 5, 9, 11]
+    """
+    total = Counter(kinds)
+    quota = Counter(total.keys())
+    while quota.total() < count:
+        quota[max(total, key=lambda kind: total[kind] / (2 * quota[kind] + 1))] += 1
+    layers: list[int] = []
+    for even in layer_map("uniform", len(kinds), count):
+        # The kind that is furthest behind its part of the layers so far, and its nearest layer.
+        due = quota - Counter(kinds[layer - 1] for layer in layers)
+        passed = Counter(kinds[:even])
+        kind = max(due, key=lambda kind: due[kind] + (passed[kind] / total[kind] - 1) * quota[kind])
+        own = (i for i, each in enumerate(kinds, 1) if each == kind and i not in layers)
+        layers.append(min(own, key=lambda i: abs(i - even)))
+    return sorted(layers)
 
 
 def resolve_layers(

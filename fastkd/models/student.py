@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastkd._core import check
 from fastkd.models.backbone import Backbone
-from fastkd.models.layer_map import check_layers, layer_map
+from fastkd.models.layer_map import check_layers, layer_map, spread_layers
 from fastkd.models.width import cut, narrowed, on_meta
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Lists of a configuration with an entry for each layer, without "layer" in their names: those of
 # Longformer and Gemma 3n.
 BY_LAYER = ("attention_window", "intermediate_size", "activation_sparsity_pattern")
+# Lists of a configuration with the indices of some layers: those of Bamba and of Qwen's mixtures.
+INDICES = ("attn_layer_indices", "mlp_only_layers")
 # Weights with a part for each layer along a dimension (Gemma 3n, Gemma 4).
 PER_LAYER = {"embed_tokens_per_layer": 1, "per_layer_model_projection": 0}
 
@@ -57,7 +59,9 @@ def student_from_teacher(
             with any head.
         layers: increasing numbers of the teacher layers to keep, counted from 1, or their number.
             ``layer_map("uniform", ...)`` then chooses them, with layer 1 as the first if only that
-            block is of another kind (T5, ModernBERT). None keeps all layers.
+            block is of another kind (T5, ModernBERT). Of a hybrid teacher, such as LFM2, each kind
+            of layer (the configuration's ``layer_types``) keeps about its share. None keeps all
+            layers.
         config: sizes of the student, by name: ``hidden_size``, ``intermediate_size``,
             ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``, if the family has
             them, under these names or its own; ``num_hidden_layers`` instead of ``layers``. Other
@@ -70,8 +74,8 @@ def student_from_teacher(
         A model of the teacher's class, dtype and device, all parameters trainable.
 
     Raises:
-        ValueError: layers that the teacher doesn't have, blocks of different shapes, impossible
-            sizes, or a family that can't be cut by width.
+        ValueError: layers that the teacher doesn't have, blocks of different shapes, no attention
+            layer of a hybrid teacher, impossible sizes, or a family that can't be cut by width.
         TypeError: ``teacher`` is no transformers model, or ``layers`` is the name of a map: call
             `layer_map`.
 
@@ -181,9 +185,11 @@ def _cut(backbone: Backbone, layers: Any, changes: dict[str, Any]) -> Any:
                 f"{name} can't be cut to layers {chosen}: its first block has other parameters "
                 "than the other blocks; keep layer 1"
             ) from error
+        kinds = kinds_of(backbone)
+        least = max(len(chosen), 1 + max(map(kinds.index, set(kinds)), default=0))
         raise ValueError(
             f"{name} can't be cut to layers {chosen}: its blocks differ, and its configuration "
-            "fixes their order; keep the first layers"
+            f"fixes their order; keep layers 1 to {least}"
         ) from error
     if changes:
         try:
@@ -209,9 +215,37 @@ def with_first(layers: list[int], backbone: Backbone) -> list[int]:
     return [1, *layers[1:]] if first_differs(backbone) else layers
 
 
+def kinds_of(backbone: Backbone) -> list[str]:
+    """The kind of each layer, such as "conv" or "full_attention"; empty if none is named."""
+    config = backbone.stack_config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return list(kinds) if kinds and len(kinds) == backbone.num_layers else []
+
+
+def _attends(kind: str) -> bool:
+    return kind == "hybrid" or ("attention" in kind and kind != "linear_attention")
+
+
 def layers_to_keep(scheme: str, backbone: Backbone, count: int) -> list[int]:
-    """`layer_map` of a student's layers, with layer 1 if it must be kept and for all but "top"."""
+    """`layer_map` of a student's layers.
+
+    "uniform" keeps about the share of each kind of layer. Layer 1 stays if it must, except by
+    "top".
+    """
     layers = layer_map(scheme, backbone.num_layers, count)
+    kinds = kinds_of(backbone)
+    if scheme == "uniform" and kinds:
+        if shared := getattr(backbone.stack_config, "num_kv_shared_layers", None):
+            kinds[-shared:] = [f"{kind}, shared" for kind in kinds[-shared:]]
+        if len(set(kinds)) > count:
+            kinds = ["attention" if _attends(kind) else kind for kind in kinds]
+        if (fewest := len(set(kinds))) > count:
+            raise ValueError(
+                f"layers: {backbone.class_name} has {fewest} kinds of layers "
+                f"({', '.join(dict.fromkeys(kinds))}), and {count} can't keep each; keep {fewest} "
+                f"or more, or name the layers, such as {spread_layers(kinds, fewest)}"
+            )
+        layers = spread_layers(kinds, count)
     return layers if scheme == "top" else with_first(layers, backbone)
 
 
@@ -226,7 +260,14 @@ def _chosen(layers: Any, backbone: Backbone) -> list[int]:
         )
     if isinstance(layers, int) and not isinstance(layers, bool):
         return layers_to_keep("uniform", backbone, layers)
-    return check_layers(layers, depth)
+    chosen, kinds = check_layers(layers, depth), kinds_of(backbone)
+    attending = [i for i, kind in enumerate(kinds, 1) if _attends(kind)]
+    if attending and not set(attending) & set(chosen):
+        raise ValueError(
+            f"layers: {chosen} of {backbone.class_name} have no attention, without which the "
+            f"student can't generate; include one of {attending}"
+        )
+    return chosen
 
 
 def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
@@ -241,6 +282,9 @@ def _shorten(config: Any, depth_name: str, chosen: list[int]) -> None:
     }
     for name, value in lists.items():
         setattr(config, name, type(value)(value[i - 1] for i in chosen))
+    for name in INDICES:
+        if (kept := getattr(config, name, None)) and name not in lists:
+            setattr(config, name, [n for n, i in enumerate(chosen) if i - 1 in kept])
     overrides = config.to_dict().get("per_layer_config") or {}  # by a layer's index (Gemma 4)
     shared = getattr(config, "num_kv_shared_layers", None)
     if shared:  # the last layers, which read keys and values of earlier ones

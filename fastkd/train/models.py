@@ -518,7 +518,10 @@ def layers_of(
                 return with_first(select_layers(teacher, batches, wanted), backbone)
             except (TypeError, ValueError) as error:
                 raise InputError(f"--teacher-layers {SELECT}: {error}") from error
-        return layers_to_keep("uniform" if scheme == SELECT else scheme, backbone, wanted)
+        try:
+            return layers_to_keep("uniform" if scheme == SELECT else scheme, backbone, wanted)
+        except ValueError as error:
+            raise InputError(f"--student-layers {wanted}: {error}") from error
     try:
         layers = [int(part) for part in settings.teacher_layers.split(",")]
     except ValueError:

@@ -12,7 +12,8 @@ from transformers import GPT2LMHeadModel
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.distill import MC3KD, Distiller, layer_map, select_layers, student_from_teacher
 from fastkd.models.backbone import Backbone
-from fastkd.models.layer_map import check_layers, resolve_layers
+from fastkd.models.layer_map import check_layers, resolve_layers, spread_layers
+from fastkd.models.student import kinds_of
 from fastkd.train.settings import NAMES
 from tests.distill.models import (
     BERT,
@@ -167,7 +168,7 @@ def test_blocks_that_differ_are_an_error():
     uneven.encoder.layer[1].intermediate.dense = nn.Linear(16, 33)
     uneven.encoder.layer[1].output.dense = nn.Linear(33, 16)
     for teacher, layers, words in (
-        (jamba, 2, r"layers \[2, 4\]: .*keep the first layers$"),
+        (jamba, [2, 4], r"layers \[2, 4\]: .*keep layers 1 to 2$"),
         # Only its first block has no norm.
         (t.ModernBertModel(SUPPORTED["modernbert"]), [2, 3], "keep layer 1"),
         (scaled, [2, 4], "attention by the layer's number"),
@@ -234,6 +235,59 @@ def test_embeddings_for_each_layer_are_cut_with_the_layers(family, options, laye
     read = type(student).from_pretrained(tmp_path).eval()
     torch.testing.assert_close(read(ids).logits, student(ids).logits)
     raises("has no such full_attention layer; add one", student_from_teacher, teacher, [1, 3, 6])
+
+
+HYBRID = dict(
+    **SMALL, hidden_size=32, intermediate_size=32, num_hidden_layers=8, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8,
+)  # fmt: skip
+MAMBA = dict(mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1, chunk_size=8)
+BAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1)
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+)  # fmt: skip
+LETTERS = {"c": "conv", "a": "full_attention", "l": "linear_attention", "m": "mlp"}
+# A number of layers by which an even choice keeps no attention, and the kinds kept now.
+HYBRIDS = {
+    "Lfm2": ("ccaccaca", 4, "ccac", {}),
+    "NemotronH": ("lmlmalmm", 4, "mlam", MAMBA),
+    "Bamba": ("llallall", 2, "la", {**BAMBA, "attn_layer_indices": [2, 5]}),
+    "Qwen3Next": ("lllallla", 2, "la", LINEAR),
+}
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_number_of_layers_keeps_every_kind_of_a_hybrid(family, tmp_path):
+    if not hasattr(t, f"{family}Config"):
+        pytest.skip(f"this transformers has no {family}")
+    kinds, count, kept, options = HYBRIDS[family]
+    types = {} if family == "Bamba" else {"layer_types": [LETTERS[x] for x in kinds]}
+    torch.manual_seed(0)
+    config = getattr(t, f"{family}Config")(**HYBRID, **options, **types)
+    teacher = getattr(t, f"{family}ForCausalLM")(config).eval()
+    student = student_from_teacher(teacher, count).eval()
+    assert kinds_of(Backbone(student)) == [LETTERS[x] for x in kept]
+    ids, plan = torch.randint(5, 60, (1, 6)), dict(max_new_tokens=4, do_sample=False)
+    with_cache, without = (student.generate(ids, use_cache=x, **plan) for x in (True, False))
+    assert torch.equal(with_cache, without)
+    student.save_pretrained(tmp_path)
+    again = type(student).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(ids).logits, student(ids).logits)
+    attending = [i for i, kind in enumerate(kinds, 1) if kind == "a"]
+    words = f"have no attention.* include one of \\{attending}"
+    raises(words, student_from_teacher, teacher, [1, 2])
+    raises(f"has {len(set(kinds))} kinds of layers .* name", student_from_teacher, teacher, 1)
+
+
+def test_spread_layers_keep_about_the_share_of_each_kind():
+    lfm2, nemotron = "ccaccaccacacacac", "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    assert spread_layers(lfm2, 4) == [4, 8, 11, 16] and spread_layers(lfm2, 2) == [8, 15]
+    assert [nemotron[i - 1] for i in spread_layers(nemotron, 4)] == [*"M-*M"]
+    assert spread_layers("sf" * 6, 6) == [1, 4, 5, 8, 9, 12]
+    for count in range(1, 13):
+        assert spread_layers("x" * 12, count) == layer_map("uniform", 12, count)
 
 
 def test_layer_map_is_table_3():
