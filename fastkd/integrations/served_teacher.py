@@ -28,8 +28,9 @@ from fastkd.models.outputs import Outputs
 
 __all__ = ["ServedTeacher", "ServerError"]
 
+SAME = 1e-4  # difference of one log-probability in two lists of an answer
 LONGEST_PAUSE = 60.0  # seconds between two tries
-RETRIED = {408, 425, 429, 500, 502, 503, 504}  # statuses of requests that may succeed later
+RETRIED = {408, 425, 429, *range(500, 600)}  # statuses of requests that may succeed later
 
 
 class ServedModel(Model):
@@ -97,7 +98,7 @@ class ServedTeacher(OutputSource):
         temperature: temperature of the server's log-probabilities. Servers ignore other
             temperatures than 1 for a prompt, unless they are set up to scale them; that is tested.
         prefetch: number of batches that `ahead` requests in advance.
-        timeout: seconds until a request without an answer is tried again.
+        timeout: seconds until a request without a whole answer is tried again.
         retries: tries after the first. The default bridges six minutes without a server.
         concurrency: largest number of requests in flight.
 
@@ -299,7 +300,7 @@ class _Requests:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name="served teacher").start()
         limits = self.httpx.Limits(max_connections=teacher.concurrency)
-        self.client = self.httpx.AsyncClient(timeout=teacher.timeout, limits=limits)
+        self.client = self.httpx.AsyncClient(timeout=None, limits=limits)
         self.free = asyncio.Semaphore(teacher.concurrency)
 
     def send(self, row: tuple[int, ...], temperature: float | None = None) -> "Future[Answer]":
@@ -330,21 +331,24 @@ class _Requests:
         body["top_logprobs_num"] = teacher.top_k or 0
         return f"{teacher.url}/generate", body
 
-    async def _post(self, row: tuple[int, ...], temperature: float) -> dict[str, Any]:
+    async def _post(self, row: tuple[int, ...], temperature: float) -> Any:
         """The server's JSON; tries again as the class documents."""
         address, body = self._body(row, temperature)
         problem = ""
         for i in range(self.teacher.retries + 1):
             pause = min(LONGEST_PAUSE, 0.5 * 2**i)
             try:
-                response = await self.client.post(address, json=body)
+                # httpx's own time-outs begin again with every byte.
+                sent = self.client.post(address, json=body)
+                response = await asyncio.wait_for(sent, self.teacher.timeout)
                 if response.is_success:
-                    found: dict[str, Any] = response.json()
-                    return found
+                    return response.json()
                 problem = f"status {response.status_code}: {_first_line(response.text)}"
                 if response.status_code not in RETRIED:
                     raise ServerError(f"{address} refuses a row of {len(row)} tokens, {problem}")
                 pause = max(pause, _seconds(response.headers.get("retry-after")))
+            except asyncio.TimeoutError:
+                problem = f"none within {self.teacher.timeout} seconds"
             except (self.httpx.TransportError, ValueError) as error:  # ValueError: half a body
                 problem = f"{type(error).__name__} {error}".strip()
             if i < self.teacher.retries:
@@ -354,22 +358,36 @@ class _Requests:
             "server again and resume"
         )
 
-    def _read(self, row: tuple[int, ...], found: dict[str, Any]) -> Answer:
+    def _read(self, row: tuple[int, ...], found: Any) -> Answer:
         """The checked answer of a row."""
         teacher = self.teacher
         try:
+            answers = found["choices"] if teacher.speaks_vllm else found
+            answers = answers if isinstance(answers, list) else [answers]
+            if len(answers) != 1:
+                raise ValueError(f"it has {len(answers)} answers to one prompt")
             if teacher.speaks_vllm:
-                choice = found["choices"][0]
-                entries = choice["prompt_logprobs"]
-                _check_tokens(teacher, row, choice.get("prompt_token_ids"), len(entries))
+                entries = answers[0]["prompt_logprobs"]
+                _check_tokens(teacher, row, answers[0].get("prompt_token_ids"), len(entries))
                 top = vllm.top_k(entries, teacher.top_k or 1)
+                # vLLM adds the prompt's own token where it isn't among the most probable.
+                pairs = zip(row[1:], entries[1:], strict=True)
+                held = [str(token) in entry for token, entry in pairs]
             else:
-                about = found["meta_info"]
-                tokens = [entry[1] for entry in about["input_token_logprobs"]]
-                _check_tokens(teacher, row, tokens, len(tokens))
+                about = answers[0]["meta_info"]
+                own = about["input_token_logprobs"]
+                _check_tokens(teacher, row, [entry[1] for entry in own], len(own))
                 if teacher.hidden_states:
                     return Answer(states=_states(about["hidden_states"], row, teacher))
-                top = sglang.top_k(about["input_top_logprobs"], teacher.top_k or 1)
+                entries = about["input_top_logprobs"]
+                top = sglang.top_k(entries, teacher.top_k or 1)
+                held = [_agrees(*pair) for pair in zip(own[1:], entries[1:], strict=True)]
+            if not all(held):
+                position = held.index(False) + 1
+                raise ValueError(
+                    f"entry {position} isn't that of the prompt's token {row[position]}; have the "
+                    "server return an entry for each token, in the prompt's order"
+                )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ServerError(f"{teacher.url}: its answer can't be used: {what}") from error
@@ -391,6 +409,16 @@ def _check_tokens(
             f"{teacher.url} read token {tokens[first]} at position {first} in place of "
             f"{row[first]}; send it the prompt unchanged, without added tokens"
         )
+
+
+def _agrees(own: Sequence[Any], entry: Sequence[Any]) -> bool:
+    """Whether SGLang's (log-probability, id) of the prompt's own token fits its most probable."""
+    value, token = own[:2]
+    likely = {i: log_prob for log_prob, i, *_ in entry}
+    least = min(likely.values())
+    return value is not None and (
+        abs(value - likely[token]) < SAME if token in likely else value < least + SAME
+    )
 
 
 def _states(found: Any, row: tuple[int, ...], teacher: ServedTeacher) -> Tensor:

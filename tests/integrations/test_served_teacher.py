@@ -19,7 +19,8 @@ from fastkd.cli import cache_command
 from fastkd.cli.command_settings import CacheSettings
 from fastkd.cli.distill_command import show
 from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, student_from_teacher
-from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+from fastkd.integrations import ServedTeacher
+from fastkd.integrations.served_teacher import ServerError
 from fastkd.train.config import DistillConfig
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, TrainingFailed
@@ -57,7 +58,7 @@ def make_teacher(width=16):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=V, n_positions=32, n_embd=width, n_layer=2, n_head=2, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
     )  # fmt: skip
     return GPT2LMHeadModel(config).eval()
 
@@ -167,16 +168,17 @@ def test_packed_and_left_padded_rows(server, teacher):
     assert_same_step(served_by(server, "vllm"), teacher, padded)
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "reorder"])
+@pytest.mark.parametrize("fault", [500, 503, 507, 530, 429, "cut", "reorder"])
 def test_passing_faults_change_nothing(server, teacher, fault, monkeypatch):
     monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.01)
     server.plant(fault, fault)
     assert_same_step(served_by(server, "vllm"), teacher, batch())
 
 
-def test_slow_answers_time_out_and_are_requested_again(server, teacher, monkeypatch):
+@pytest.mark.parametrize("fault", ["delay", "drip"])
+def test_slow_answers_time_out_and_are_requested_again(server, teacher, fault, monkeypatch):
     monkeypatch.setattr("fastkd.integrations.served_teacher.LONGEST_PAUSE", 0.01)
-    server.plant("delay")
+    server.plant(fault)
     assert_same_step(served_by(server, "vllm", timeout=0.5), teacher, batch())
 
 
@@ -189,6 +191,10 @@ def test_slow_answers_time_out_and_are_requested_again(server, teacher, monkeypa
         ("truncate", "without truncation"),
         ("token", "without added tokens"),
         ("logits", "log-probabilities"),
+        ("shift", r"entry \d isn't that of the prompt's token"),
+        ("swap", r"entry \d isn't that of the prompt's token"),
+        ("other", r"entry \d isn't that of the prompt's token|without added tokens"),
+        ("choices", "2 answers to one prompt"),
     ],
 )
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
@@ -196,8 +202,9 @@ def test_answers_that_teach_nothing_end_in_a_sentence(server, teacher, fault, se
     if (fault, protocol) == ("twice", "vllm"):
         sentence = "request at least k"  # a JSON object keeps one of two equal keys
     server.plant(*[fault] * 3)
+    k = V if fault == "twice" else 3
     with pytest.raises(ServerError, match=sentence):
-        distiller_of(served_by(server, protocol), teacher)(**batch())
+        distiller_of(served_by(server, protocol, top_k=k), teacher)(**batch())
 
 
 def test_fewer_tokens_than_k(server, teacher):

@@ -2,8 +2,8 @@
 
 `python -m tests.support.protocol_server FOLDER` serves the model of a folder, prints its port, and
 ends with its standard input. `POST /faults` with a list of faults makes each of the next requests
-fail in that way: a status, or one of "delay", "cut", "reorder", "twice", "nan", "truncate",
-"token", "logits".
+fail in that way: a status, or one of "delay", "drip", "cut", "reorder", "twice", "nan", "truncate",
+"token", "logits", "shift", "swap", "other" (another prompt, without its ids), "choices".
 """
 
 import asyncio
@@ -31,6 +31,11 @@ class Served:
         ids = torch.tensor([tokens])
         states = self.model.base_model(input_ids=ids).last_hidden_state
         return self.model.lm_head(states)[0], states[0]
+
+    def own(self, tokens: list[int]) -> list[tuple[float, int]]:
+        """(log-probability, id) of the prompt's own tokens at positions 1 to T − 1."""
+        values = self.run(tokens)[0].log_softmax(-1)
+        return [(values[n, i].item(), i) for n, i in enumerate(tokens[1:])]
 
     def entries(self, tokens: list[int], k: int, fault: Any) -> list[list[tuple[float, int]]]:
         """(log-probability, id) of the k most probable tokens at positions 1 to T − 1."""
@@ -65,11 +70,16 @@ async def answer(request: web.Request, made: Any) -> web.StreamResponse:
         tokens[1] = (tokens[1] + 1) % 8
     if fault == "truncate":
         del tokens[-1]
+    if fault == "other":
+        tokens[1:] = tokens[:0:-1]
     text = json.dumps(made(body, tokens, fault))
-    if fault != "cut":
+    if fault not in ("cut", "drip"):
         return web.Response(text=text, content_type="application/json")
     response = web.StreamResponse(headers={"Content-Length": str(len(text))})
     await response.prepare(request)
+    for letter in text if fault == "drip" else ():
+        await response.write(letter.encode())
+        await asyncio.sleep(0.05)
     await response.write(text[: len(text) // 2].encode())
     assert request.transport is not None
     request.transport.close()
@@ -79,20 +89,35 @@ async def answer(request: web.Request, made: Any) -> web.StreamResponse:
 def application(served: Served) -> web.Application:
     """Both protocols, the faults, and the received requests."""
 
+    def moved(entries: list, fault: Any) -> list:
+        """The entries of a prompt, the first one None, at other positions."""
+        if fault == "shift":
+            entries = [*entries[-1:], *entries[:-1]]
+        if fault == "swap":
+            entries[:2] = entries[1::-1]
+        return [None, *entries]
+
     def completion(body: dict, tokens: list[int], fault: Any) -> dict:
         rows = served.entries(tokens, body["prompt_logprobs"], fault)
-        mapped = [{str(i): {"logprob": v} for v, i in row} for row in rows]
-        choice = {"prompt_logprobs": [None, *mapped], "prompt_token_ids": tokens}
-        return {"choices": [choice]}
+        entries = [
+            {str(i): {"logprob": v} for v, i in (own, *row)}
+            for own, row in zip(served.own(tokens), rows, strict=True)
+        ]
+        choice = {"prompt_logprobs": moved(entries, fault)}
+        if fault != "other":
+            choice["prompt_token_ids"] = tokens
+        return {"choices": [choice] * (1 + (fault == "choices"))}
 
-    def generate(body: dict, tokens: list[int], fault: Any) -> dict:
-        about: dict[str, Any] = {"input_token_logprobs": [[None, i, None] for i in tokens]}
+    def generate(body: dict, tokens: list[int], fault: Any) -> Any:
+        own = [[v, i, None] for v, i in ((None, tokens[0]), *served.own(tokens))]
+        about: dict[str, Any] = {"input_token_logprobs": own}
         if body.get("top_logprobs_num"):
             rows = served.entries(tokens, body["top_logprobs_num"], fault)
-            about["input_top_logprobs"] = [None, *[[[v, i, None] for v, i in row] for row in rows]]
+            entries = [[[v, i, None] for v, i in row] for row in rows]
+            about["input_top_logprobs"] = moved(entries, fault)
         if body.get("return_hidden_states"):
             about["hidden_states"] = [served.run(tokens)[1].tolist()]
-        return {"meta_info": about}
+        return [{"meta_info": about}] * 2 if fault == "choices" else {"meta_info": about}
 
     async def completions(request: web.Request) -> web.StreamResponse:
         return await answer(request, completion)
