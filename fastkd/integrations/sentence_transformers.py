@@ -38,6 +38,7 @@ from fastkd.losses.cos_nce import cos_nce_loss
 from fastkd.models.backbone import Backbone
 
 EXTRA = "sentence-transformers"
+_models: Any = require("sentence_transformers", EXTRA)
 _gradcache: Any = require("sentence_transformers.base.losses.gradcache", EXTRA)
 _merged_forward: Any = require("sentence_transformers.base.losses.merged_forward", EXTRA)
 _CachedLossMixin: Any = _gradcache.CachedLossMixin
@@ -508,13 +509,28 @@ class _EncoderInPipeline(Backbone):
         return seen[-1]
 
 
+# What the library's other models return, and where they are distilled.
+OTHER_MODELS = {
+    "MultiVectorEncoder": "has one for each token; pass its transformers models to a Distiller, or "
+    "take a SentenceTransformer",
+    "SparseEncoder": "has a weight for each token of its vocabulary; pass its transformers models "
+    "to a Distiller, or take a SentenceTransformer",
+    "CrossEncoder": "has a score for a pair of texts; use Distiller(teacher.model, student.model, "
+    "method)",
+}
+
+
 def _check_one_vector(name: str, model: Any, loss: str) -> None:
-    """Raise for a model with a vector for each token (late interaction)."""
-    if any(kind.__name__ == "MultiVectorEncoder" for kind in type(model).__mro__):
-        raise TypeError(
-            f"{name}: {loss} compares one vector a text, and {type(model).__name__} has one for "
-            "each token; pass its transformers models to a Distiller, or take a SentenceTransformer"
-        )
+    """Raise unless a model is a SentenceTransformer, with a dense vector for each text."""
+    if isinstance(model, _models.SentenceTransformer):
+        return
+    for kind in type(model).__mro__:
+        if kind.__name__ in OTHER_MODELS:
+            raise TypeError(
+                f"{name}: {loss} compares one vector a text, and {type(model).__name__} "
+                f"{OTHER_MODELS[kind.__name__]}"
+            )
+    raise TypeError(f"{name} must be a SentenceTransformer, got {type(model).__name__}")
 
 
 def _encoder(name: str, model: Any) -> Any:

@@ -9,10 +9,12 @@ import torch
 pytest.importorskip("sentence_transformers")
 from datasets import Dataset
 from sentence_transformers import (
+    CrossEncoder,
     MultiVectorEncoder,
     SentenceTransformer,
     SentenceTransformerTrainer,
     SentenceTransformerTrainingArguments,
+    SparseEncoder,
 )
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MSELoss
@@ -383,9 +385,17 @@ def test_invalid_calls_raise_one_sentence(folder, tmp_path):
         LayerDistillLoss(model, other, FCD(task_weight=0.0))
 
 
-def test_late_interaction_is_refused_by_name(folder):
-    encoder, teacher = MultiVectorEncoder(str(folder)), teacher_of(folder)
-    wrong = "compares one vector a text, and MultiVectorEncoder has one for each token"
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (MultiVectorEncoder, "one for each token"),
+        (SparseEncoder, "a weight for each token of its vocabulary"),
+        (CrossEncoder, r"a score for a pair of texts; use Distiller\(teacher.model, student.model"),
+    ],
+)
+def test_models_without_one_dense_vector_are_refused_by_name(folder, kind, words):
+    encoder, teacher = kind(str(folder)), teacher_of(folder)
+    wrong = f"compares one vector a text, and {kind.__name__} has {words}"
     for make in (RelationDistillLoss, CCADistillLoss, CosNCEDistillLoss):
         with pytest.raises(TypeError, match=f"model: {make.__name__} {wrong}"):
             make(encoder)
