@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fastkd._core import check
 from fastkd._core.atomic_files import create_file, write_file
@@ -818,11 +819,16 @@ def _weights_digest(model: nn.Module) -> str:
             "write the cache from a model that isn't partitioned"
         )
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        flat = value.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    for name, entry in sorted(model.state_dict().items()):
+        for value in tree_leaves(entry):  # quantised layers have tuples
+            if not isinstance(value, Tensor):
+                digest.update(f"{name} {value}".encode())
+                continue
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            value = value.dequantize() if value.is_quantized else value
+            flat = value.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return digest.hexdigest()
 
 

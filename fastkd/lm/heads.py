@@ -257,6 +257,7 @@ def _form_of(model: Any) -> tuple[float, float | None]:
 def _dense(layer: nn.Module) -> Tensor:
     """The weight (V, D) of an output layer, dequantised if it is quantised."""
     weight = getattr(layer, "weight", None)
+    weight = weight if isinstance(weight, Tensor) else None  # a method of torch.ao's layers
     if hasattr(layer, "dequantize"):
         weight = layer.dequantize()  # type: ignore[operator]
     elif weight is not None and type(weight).dequantize is not Tensor.dequantize:

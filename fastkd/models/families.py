@@ -124,6 +124,7 @@ def rows_of(head: nn.Module) -> int | None:
     weight: Any = getattr(head, "weight", None)
     if weight is None:
         return None
+    weight = weight() if callable(weight) else weight  # torch.ao's quantised layers
     shape = getattr(weight, "ds_shape", weight.shape)  # before DeepSpeed's ZeRO-3 partitioned it
     return int(shape[0])
 

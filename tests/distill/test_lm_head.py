@@ -1,12 +1,14 @@
 """Language models' terms from hidden states and heads, against those from all logits."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import transformers as t
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastkd import soft_target_loss
 from fastkd.distill import FCD, Distiller, Several, SoftTargets, student_from_teacher
 from fastkd.distill.verify import taken
 from fastkd.lm import linear_soft_targets
@@ -201,3 +203,30 @@ def test_a_teacher_that_accelerate_has_offloaded(method, where, tmp_path):
     assert teacher.lm_head.weight.is_meta
     out = Distiller(teacher, student, method()).eval()(**data)
     torch.testing.assert_close(out.terms, expected.terms)
+
+
+@pytest.mark.parametrize("method", [SoftTargets, FCD])
+@pytest.mark.parametrize(
+    ("family", "head"), [("llama", "next word"), ("bert", "masked words"), ("bert", "sequence")]
+)
+def test_a_dynamically_quantised_teacher(family, head, method, tmp_path):
+    """Its head multiplies by more than a weight, so its own logits are the targets."""
+    data, teacher = support.data_of(family, head), support.model_of(family, head).eval()
+    student = student_from_teacher(teacher, [1, 3]).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao's own
+        teacher = torch.ao.quantization.quantize_dynamic(teacher, {torch.nn.Linear})
+    distiller = Distiller(teacher, student, method(soft_weight=1.0) if method is FCD else method())
+    out = distiller.eval()(**data)
+    inputs = {name: x for name, x in data.items() if name != "labels"}
+    logits = [model(**inputs).logits for model in (student, teacher)]
+    mask = None
+    if head != "sequence":
+        mask = data["labels"] != -100
+    if head == "next word":
+        logits, mask = [x[:, :-1] for x in logits], mask[:, 1:]
+    soft = soft_target_loss(*logits, temperature=distiller.method.temperature, mask=mask)
+    torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-4, atol=1e-6)
+    cache = distiller.cache_teacher([data], tmp_path / "cache")
+    stored = Distiller(cache, student, distiller.method).eval()(**data)
+    torch.testing.assert_close(stored.terms, out.terms)
