@@ -26,6 +26,7 @@ from torch import Tensor
 from fastkd import (
     CrossEntropy,
     Divergence,
+    Draft,
     ImportanceRatio,
     TopK,
     linear_soft_target_loss,
@@ -258,7 +259,7 @@ def counted_drafts(h_t, w_t, drafts, mask):
 def our_kl(h, w, h_t, w_t, drafts, mask, counted=None, **_):
     ids, found = counted_drafts(h_t, w_t, drafts, mask) if counted is None else counted
     loss, terms = linear_soft_target_loss(
-        h, w, h_t, w_t, draft_vocabulary=ids, mask=found, denominator=found.numel(),
+        h, w, h_t, w_t, draft=Draft(ids), mask=found, denominator=found.numel(),
         return_terms=["teacher_entropy"],
     )  # fmt: skip
     return loss + terms["teacher_entropy"]
@@ -267,7 +268,7 @@ def our_kl(h, w, h_t, w_t, drafts, mask, counted=None, **_):
 def our_distance(h, w, h_t, w_t, counted, divergence):
     ids, found = counted
     return linear_soft_target_loss(
-        h, w, h_t, w_t, draft_vocabulary=ids, teacher_mass="whole", mask=found,
+        h, w, h_t, w_t, draft=Draft(ids, "whole"), mask=found,
         divergence=Divergence(divergence),
     )  # fmt: skip
 
@@ -304,17 +305,17 @@ def our_dspark(h, w, h_t, w_t, ids, mask, steps, **_):
 
 
 def specforge() -> Iterator[Row]:
-    states = "h, w, h_t, w_t, draft_vocabulary=ids"
+    states = "h, w, h_t, w_t, draft=Draft(ids"
     yield Row(
         "SpecForge", "`LogSoftmaxLoss` of `compute_target_from_hidden(h_t, w_t, t2d, mask)`",
-        f"`linear_soft_target_loss({states}, mask=found, denominator=B * N)`, with `ids = "
+        f"`linear_soft_target_loss({states}), mask=found, denominator=B * N)`, with `ids = "
         "t2d.nonzero()[:, 0]` and `found = t2d[TopK.of(h_t, w_t, 1).ids[..., 0]] & mask`; theirs "
         "has the teacher's entropy (`return_terms`) in addition",
         of_draft_heads, specforge_kl, our_kl,
     )  # fmt: skip
     yield Row(
         "SpecForge", '`compute_lk_loss(..., lk_loss_type="alpha")` of the same teacher',
-        f'`linear_soft_target_loss({states}, teacher_mass="whole", mask=found, '
+        f'`linear_soft_target_loss({states}, "whole"), mask=found, '
         'divergence=Divergence("negative_log_acceptance"))`',
         of_draft_heads, specforge_alpha, our_alpha,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from fastkd.functional import *  # noqa: F403 - its __all__ is the list of funct
 from fastkd.lm.divergences import Divergence
 from fastkd.lm.heads import Head
 from fastkd.lm.soft_targets import SoftTargetLoss
-from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK
+from fastkd.lm.targets import CrossEntropy, Draft, ImportanceRatio, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.losses.attention import AttentionLoss
 from fastkd.losses.cca import CCALoss
@@ -18,9 +18,9 @@ from fastkd.losses.queue import FeatureQueue
 from fastkd.losses.relation import FCDLoss
 
 __all__ = [
-    "AttentionLoss", "CCALoss", "CosNCELoss", "CrossEntropy", "Divergence", "DualProjectionLoss",
-    "FCDLoss", "FeatureQueue", "Head", "HiddenStateLoss", "ImportanceRatio", "IntraClassKNNLoss",
-    "OrthogonalProjection", "SoftTargetLoss", "TopK", "VocabularyMatch", "clear_plans",
-    "functional",
+    "AttentionLoss", "CCALoss", "CosNCELoss", "CrossEntropy", "Divergence", "Draft",
+    "DualProjectionLoss", "FCDLoss", "FeatureQueue", "Head", "HiddenStateLoss", "ImportanceRatio",
+    "IntraClassKNNLoss", "OrthogonalProjection", "SoftTargetLoss", "TopK", "VocabularyMatch",
+    "clear_plans", "functional",
 ]  # fmt: skip
 __all__ += functional.__all__

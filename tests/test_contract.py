@@ -45,7 +45,8 @@ def arguments(function) -> str:
             default = "|".join(f'"{word}"' for word in dict.fromkeys([default, *words]))
             written.append(f"{name}={default}")
         else:
-            written.append(name if default is parameter.empty else f"{name}={default!r}")
+            stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+            written.append(stars + name if default is parameter.empty else f"{name}={default!r}")
     return ", ".join(written)
 
 

@@ -8,6 +8,7 @@ import torch
 from fastkd import (
     CrossEntropy,
     Divergence,
+    Draft,
     Head,
     ImportanceRatio,
     TopK,
@@ -43,11 +44,10 @@ def drafts(rows=4, D=5, V=9, dtype=torch.float64):
     return [torch.randn(shape).to(dtype) for shape in shapes], torch.tensor([7, 0, 4])
 
 
-def everything(ids, rows=4):
+def everything(ids, mass, rows=4):
     """Options that may be passed together."""
     return {
-        "rows": torch.randint(rows, (2, rows)),
-        "draft_vocabulary": ids,
+        "draft": Draft(ids, mass, rows=torch.randint(rows, (2, rows))),
         "weights": torch.randn(2, rows),
         "mask": torch.rand(2, rows) < 0.8,
         "ratio": ImportanceRatio(
@@ -80,7 +80,7 @@ def test_one_token_has_no_loss(name, runs_on):
 def test_a_draft_vocabulary_of_one_token(mass, name, runs_on):
     (h, w, h_t, w_t), _ = drafts()
     given = h, w[:1], h_t.expand(2, -1, -1), w_t
-    options = dict(divergence=of(name), teacher_mass=mass, draft_vocabulary=torch.tensor([7]))
+    options = dict(divergence=of(name), draft=Draft(torch.tensor([7]), mass))
     found = values_and_grads(
         linear_soft_target_loss, given[:2], *given[2:], backend=runs_on, **options
     )
@@ -108,8 +108,8 @@ def test_equal_distributions_have_no_loss(mass, name, runs_on):
             hidden, weight, teacher, ids = given
             return linear_soft_target_loss(
                 hidden, Head(weight, bias).subset(ids), hidden, teacher, divergence=of(name),
-                draft_vocabulary=ids, teacher_mass=mass, rows=torch.zeros(1).long(),
-                weights=-torch.ones(1), backend=runs_on,
+                draft=Draft(ids, mass, rows=torch.zeros(1).long()), weights=-torch.ones(1),
+                backend=runs_on,
             )  # fmt: skip
 
         value, grad = value_and_grad(loss, bias)
@@ -130,7 +130,7 @@ def test_a_teacher_that_excludes_the_drafts_tokens(name, runs_on):
     bias = torch.zeros(9)
     bias[ids] = -INF
     given = h_t.expand(2, -1, -1), Head(w_t, bias)
-    options = dict(divergence=Divergence(name), teacher_mass="whole", draft_vocabulary=ids)
+    options = dict(divergence=Divergence(name), draft=Draft(ids, "whole"))
     value, *grads = values_and_grads(
         linear_soft_target_loss, (h, w), *given, backend=runs_on, **options
     )
@@ -148,7 +148,7 @@ def test_a_teacher_whose_tokens_the_draft_lacks(name, runs_on):
     bias = torch.zeros(9, dtype=torch.float64)
     bias[ids] = -300
     given = h_t.expand(2, -1, -1), Head(w_t, bias)
-    options = dict(divergence=Divergence(name), teacher_mass="whole", draft_vocabulary=ids)
+    options = dict(divergence=Divergence(name), draft=Draft(ids, "whole"))
     value, *grads = values_and_grads(
         linear_soft_target_loss, (h, w), *given, backend=runs_on, **options
     )
@@ -165,7 +165,7 @@ def test_lk_of_the_whole_mass_as_its_page_composes_it(runs_on):
     rate, (tensors, ids) = 2.0, drafts(dtype=torch.float32)
     h, w, h_t, w_t = (x.requires_grad_(i < 2) for i, x in enumerate(tensors))
     h_t = h_t.expand(2, -1, -1)
-    options = dict(draft_vocabulary=ids, teacher_mass="whole", reduction="none", backend=runs_on)
+    options = dict(draft=Draft(ids, "whole"), reduction="none", backend=runs_on)
     kl, tv = (
         linear_soft_target_loss(h, w, h_t, w_t, divergence=Divergence(name), **options)
         for name in ("forward_kl", "total_variation")
@@ -222,12 +222,12 @@ def test_rows_of_one_teacher_row_and_of_no_position():
     (h, w, h_t, _), _ = drafts()
     head = torch.randn(3, 6).double()
     rows = torch.zeros(2, 4).long()
-    found = linear_soft_target_loss(h, w, h_t[:1], head, rows=rows)
+    found = linear_soft_target_loss(h, w, h_t[:1], head, draft=Draft(rows=rows))
     torch.testing.assert_close(found, linear_soft_target_loss(h, w, h_t[:1].expand(2, 4, 6), head))
-    assert linear_soft_target_loss(h[:0], w, h_t, head, rows=rows[:0]) == 0
+    assert linear_soft_target_loss(h[:0], w, h_t, head, draft=Draft(rows=rows[:0])) == 0
     masked = torch.zeros(2, 4).bool()
     value, grad = value_and_grad(
-        linear_soft_target_loss, h, w, h_t, head, rows=rows - 5, mask=masked
+        linear_soft_target_loss, h, w, h_t, head, draft=Draft(rows=rows - 5), mask=masked
     )
     assert value == 0 and (grad == 0).all()
 
@@ -246,8 +246,13 @@ def test_terms_of_many_tokens(name, temperature):
     labels, bias = torch.tensor([3, 2000, 7, 1500, 2499, 3]), torch.zeros(2500).double()
     bias[1024:1030] = -INF
     given = (h, w), h_t, Head(w_t, bias)
-    options = dict(rows=torch.tensor([2, 0, 0, 1, 2, 2]), task=CrossEntropy(labels, 0.5))
-    options |= dict(divergence=of(name), temperature=temperature, return_terms=TERMS)
+    options = dict(draft=Draft(rows=torch.tensor([2, 0, 0, 1, 2, 2])))
+    options |= dict(
+        task=CrossEntropy(labels, 0.5),
+        divergence=of(name),
+        temperature=temperature,
+        return_terms=TERMS,
+    )
     for more in ({"reduction": "none"}, {"mask": labels != 7}):
         (loss, terms), (ref, wanted) = (
             call(*given[0], *given[1:], **options, **more)
@@ -290,7 +295,7 @@ def test_log_probs_and_top_k_of_few_tokens():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(mass, name, dtype):
     (h, w, *teacher), ids = drafts(rows=16, D=12, dtype=dtype)
-    options = everything(ids, 16) | dict(divergence=of(name), teacher_mass=mass)
+    options = everything(ids, mass, 16) | dict(divergence=of(name))
     assert_matches_reference(
         functools.partial(linear_soft_target_loss, **options),
         lambda h, w, *teacher: linear_soft_target_loss_ref(h, w, *teacher, **options),
@@ -303,7 +308,7 @@ def test_half_precision(mass, name, dtype):
 @pytest.mark.parametrize("mass", ["renormalised", "whole"])
 def test_autocast_changes_nothing(mass):
     (h, w, *teacher), ids = drafts(dtype=torch.float32)
-    options = everything(ids) | dict(teacher_mass=mass)
+    options = everything(ids, mass)
     terms = ["total_variation", "teacher_entropy", "log_prob", "teacher_log_prob"]
 
     def call(h, w):
@@ -336,8 +341,8 @@ def on_another_device():
         return ImportanceRatio(ids, old, at_most=2.0)
 
     return {
-        "rows": lambda: linear(rows=no_ids),
-        "draft_vocabulary": lambda: part(draft_vocabulary=no_ids),
+        "draft.rows": lambda: linear(draft=Draft(rows=no_ids)),
+        "draft.vocabulary": lambda: part(draft=Draft(no_ids)),
         "weights": lambda: linear(weights=far(3)),
         "weights ": lambda: linear(task=CrossEntropy(ids, weights=far(3))),
         "labels": lambda: linear(task=CrossEntropy(no_ids)),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastkd
-from fastkd import CrossEntropy, Divergence, Head, ImportanceRatio, TopK, VocabularyMatch
+from fastkd import CrossEntropy, Divergence, Draft, Head, ImportanceRatio, TopK, VocabularyMatch
 from fastkd._core import extension, products
 from fastkd.lm import linear_soft_targets
 from fastkd.lm.heads import LowRank
@@ -840,11 +840,10 @@ def test_options_of_draft_models(
     teacher = torch.randn(*leading, 6, dtype=torch.float64), torch.randn(own, 6).double()
     options = draft_options((4, 6), 7, masked, ratio, task, weighted)
     options |= dict(divergence=divergence, reduction=reduction, temperature=1.7)
-    if vocabulary != "same":
-        options |= dict(draft_vocabulary=part, teacher_mass=vocabulary)
+    drafts = (None,) if vocabulary == "same" else (part, vocabulary)
     upstream = torch.rand(4, 6, dtype=torch.float64) if reduction == "none" else None
-    if shared:
-        options["rows"] = torch.randint(8, (4, 6))
+    rows = torch.randint(8, (4, 6)) if shared else None
+    options["draft"] = Draft(*drafts, rows=rows)
     wanted = value_grads_and_terms(
         linear_soft_target_loss_ref, student, *teacher, upstream=upstream, **options
     )
@@ -852,7 +851,7 @@ def test_options_of_draft_models(
     if mask is not None:  # what masked positions hold has no effect
         student[0] = student[0].masked_fill(~mask[..., None], torch.nan)
         if shared:
-            options["rows"] = options["rows"].masked_fill(~mask, 99)
+            options["draft"] = Draft(*drafts, rows=rows.masked_fill(~mask, 99))
         else:
             teacher = teacher[0].masked_fill(~mask[..., None], torch.nan), teacher[1]
         if ratio:
@@ -876,7 +875,7 @@ def test_positions_without_soft_target(backend, device, unmatched, chunk_bytes):
     student, teacher = (torch.randn(6, D, device=device) for D in (4, 5))
     heads = torch.randn(19, 4, device=device), torch.randn(19, 5, device=device)
     kept = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
-    options = dict(task=CrossEntropy(torch.arange(6, device=device)), soft_mask=kept)
+    options = dict(task=CrossEntropy(torch.arange(6, device=device)), draft=Draft(soft_mask=kept))
     if unmatched:
         ids = torch.arange(9)
         options |= dict(vocabulary=VocabularyMatch(ids, ids + 3, 19, 19), unmatched=unmatched)
@@ -909,8 +908,8 @@ def test_nothing_counts_where_there_is_no_soft_target(backend, device):
         ids[1] = 99 if math.isnan(junk) and loss is linear_soft_target_loss else 3
         value, terms = loss(
             student.requires_grad_(), heads[0], teacher, heads[1], weights=weights,
-            ratio=ImportanceRatio(ids, old, at_most=2.0), soft_mask=kept, return_terms=names,
-            task=CrossEntropy(torch.arange(4, device=device)), **more,
+            ratio=ImportanceRatio(ids, old, at_most=2.0), draft=Draft(soft_mask=kept),
+            return_terms=names, task=CrossEntropy(torch.arange(4, device=device)), **more,
         )  # fmt: skip
         return value.detach(), torch.autograd.grad(value, student)[0], terms
 
@@ -927,8 +926,8 @@ def test_whole_mass_of_a_draft_vocabulary(backend, device, divergence):
     student = [torch.randn(*n, device=device) for n in ((6, 5), (5, 5), (5,))]
     teacher = torch.randn(6, 4, device=device), torch.randn(19, 4, device=device)
     teacher[0][0], teacher[0][1] = 30 * teacher[1][1], 30 * teacher[1][18]
-    options = dict(divergence=Divergence(divergence), draft_vocabulary=part, temperature=1.7)
-    options |= dict(teacher_mass="whole", weights=torch.rand(6, device=device) + 0.5)
+    options = dict(divergence=Divergence(divergence), draft=Draft(part, "whole"), temperature=1.7)
+    options |= dict(weights=torch.rand(6, device=device) + 0.5)
 
     def call(h, w, b, loss=linear_soft_target_loss, **more):
         return loss(h, Head(w, b), *(x.to(h.dtype) for x in teacher), **options, **more)
@@ -952,7 +951,7 @@ def test_reference_of_a_draft_vocabulary_by_hand():
         for mass, value in (("whole", whole), ("renormalised", part)):
             for loss in (linear_soft_target_loss, linear_soft_target_loss_ref):
                 found = loss(
-                    hidden, student, hidden, teacher, draft_vocabulary=one, teacher_mass=mass,
+                    hidden, student, hidden, teacher, draft=Draft(one, mass),
                     divergence=Divergence(name),
                 )  # fmt: skip
                 assert found.item() == pytest.approx(value), (name, mass)
@@ -972,7 +971,7 @@ def test_teacher_rows_are_multiplied_once(monkeypatch):
     hidden, head = torch.randn(4, 32, 6), torch.randn(V, 6)
     teacher = torch.randn(40, 6), torch.randn(V, 6)  # of which 8 have no position
     rows = torch.randperm(40)[:32].expand(4, 32)
-    linear_soft_target_loss(hidden, head, *teacher, rows=rows, chunk_bytes=40 * V * 8)
+    linear_soft_target_loss(hidden, head, *teacher, draft=Draft(rows=rows), chunk_bytes=40 * V * 8)
     # A row at the edge of two chunks is multiplied in both.
     assert sum(sizes) <= (128 + 32 + 3) * V * 6
 
@@ -986,7 +985,7 @@ def test_draft_options_compiled_and_on_the_meta_device(reduction):
 
     def loss(h, w, h_t, w_t, rows, part, weights, ids, old):
         return linear_soft_target_loss(
-            h, w, h_t, w_t, rows=rows, draft_vocabulary=part, teacher_mass="whole",
+            h, w, h_t, w_t, draft=Draft(part, "whole", rows=rows),
             weights=weights, ratio=fastkd.ImportanceRatio(ids, old, at_most=2.0),
             return_terms=EXTRA_TERMS, reduction=reduction,
         )[0].sum()  # fmt: skip
@@ -1028,25 +1027,28 @@ def wrong_options():
         ("chunk_bytes must be at least 1", dict(chunk_bytes=0)),
         ("vocabulary must be at most 13", dict(vocabulary=14)),
         ("divergence must be one of", dict(divergence="skew_kl")),
-        ("rows must be int64", dict(rows=labels.int())),
-        ("rows must have shape", dict(rows=labels[:2])),
-        ("rows must be the teacher's rows 0 to 2, got 4", dict(rows=labels + 2)),
-        ("draft_vocabulary must have shape .13,.", dict(draft_vocabulary=labels)),
-        ("draft_vocabulary must be int64", dict(draft_vocabulary=labels.int())),
+        ("rows must be int64", dict(draft=Draft(rows=labels.int()))),
+        ("rows must have shape", dict(draft=Draft(rows=labels[:2]))),
+        ("rows must be the teacher's rows 0 to 2, got 4", dict(draft=Draft(rows=labels + 2))),
+        ("draft.vocabulary must have shape .13,.", dict(draft=Draft(labels))),
+        ("draft.vocabulary must be int64", dict(draft=Draft(labels.int()))),
         (
-            "draft_vocabulary must be token ids 0 to 12, got 14",
-            dict(draft_vocabulary=torch.arange(2, 15)),
+            "draft.vocabulary must be token ids 0 to 12, got 14",
+            dict(draft=Draft(torch.arange(2, 15))),
         ),
         (
-            r"draft_vocabulary must not have a token twice; of offsets .* d2t \+ torch.arange",
-            dict(draft_vocabulary=whole // 4),
+            r"draft.vocabulary must not have a token twice; of offsets .* d2t \+ torch.arange",
+            dict(draft=Draft(whole // 4)),
         ),
-        ("draft_vocabulary must not have a token twice$", dict(draft_vocabulary=whole * 5 % 12)),
-        ("vocabulary has no use beside", dict(vocabulary=3, draft_vocabulary=whole)),
-        ("teacher_mass must be one of", dict(teacher_mass="part")),
+        ("draft.vocabulary must not have a token twice$", dict(draft=Draft(whole * 5 % 12))),
+        ("vocabulary has no use beside", dict(vocabulary=3, draft=Draft(whole))),
+        ("draft must be a Draft", dict(draft=whole)),
+        ("pass draft=fastkd.Draft.mass=", dict(teacher_mass="whole")),
+        ("pass draft=fastkd.Draft.vocabulary=", dict(draft_vocabulary=whole)),
+        ("unexpected keyword argument 'tau'", dict(tau=2.0)),
         (
-            "teacher_mass='whole' needs divergence",
-            dict(divergence="js", draft_vocabulary=whole, teacher_mass="whole"),
+            "draft.mass='whole' needs divergence",
+            dict(divergence="js", draft=Draft(whole, "whole")),
         ),
         ("return_terms must be one of 'soft'", dict(return_terms=["kl"])),
         ("ratio must be an ImportanceRatio", dict(ratio=labels)),
@@ -1083,8 +1085,9 @@ def wrong_calls():
         ("a token twice", lambda: loss(h, w, TopK(top.ids * 0, log_probs))),
         ("log_probs must be logarithms", lambda: loss(h, w, TopK(top.ids, -log_probs))),
         ("the student's positions, K", lambda: soft_target_loss(torch.randn(4, V), top)),
-        ("rows: a TopK has no hidden states", lambda: loss(h, w, top, rows=labels)),
-        ("draft_vocabulary: a TopK", lambda: loss(h, w, top, draft_vocabulary=labels)),
+        ("mass must be one of", lambda: Draft(mass="part")),
+        ("rows: a TopK has no hidden", lambda: loss(h, w, top, draft=Draft(rows=labels))),
+        ("draft.vocabulary: a TopK", lambda: loss(h, w, top, draft=Draft(labels))),
         (
             "return_terms: 'teacher_entropy' needs the teacher's whole distribution",
             lambda: loss(h, w, top, return_terms=["teacher_entropy"]),

@@ -12,6 +12,7 @@ from bench.case import Bound
 from fastkd import (
     CrossEntropy,
     Divergence,
+    Draft,
     Head,
     TopK,
     VocabularyMatch,
@@ -167,7 +168,8 @@ def test_terms_and_teacher_rows(backend, device):
     student, (hidden, weight) = make_heads(match, torch.float32, device)
     rows = torch.tensor([[0, 0, 2], [2, 1, 1]], device=device)
     names = "soft", "entropy", "teacher_entropy", "log_prob"
-    options = dict(vocabulary=match, unmatched="sorted", rows=rows, return_terms=names)
+    options = dict(vocabulary=match, unmatched="sorted", draft=Draft(rows=rows))
+    options["return_terms"] = names
     call = *student, hidden.flatten(0, 1)[:3], weight
     loss, terms = linear_soft_target_loss(*call, backend=backend, **options)
     expected, wanted = linear_soft_target_loss_ref(*call, **options)

@@ -154,4 +154,6 @@ LOSSES = (
 )
 
 # Public arguments of losses, not called themselves.
-ARGUMENTS = ("CrossEntropy", "Divergence", "Head", "ImportanceRatio", "TopK", "VocabularyMatch")
+ARGUMENTS = (
+    "CrossEntropy", "Divergence", "Draft", "Head", "ImportanceRatio", "TopK", "VocabularyMatch",
+)  # fmt: skip

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fastkd._core.numerics import upcast, values_readable, working_dtype
 from fastkd.distill.step import Step
 from fastkd.lm.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
-from fastkd.lm.targets import CrossEntropy, TopK
+from fastkd.lm.targets import CrossEntropy, Draft, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.models.backbone import Model
 from fastkd.models.inputs import IGNORED
@@ -248,6 +248,7 @@ def _head_sums(
             ignore_index=IGNORED,
             weights=token_weights,
         )
+    paired = _paired(step)
     loss, terms = linear_soft_target_loss(
         states,
         head,
@@ -258,7 +259,7 @@ def _head_sums(
         scale_by_t2=options.scale_by_t2,
         mask=mask,
         weights=token_weights,
-        soft_mask=_paired(step),
+        draft=None if paired is None else Draft(soft_mask=paired),
         reduction="sum",
         vocabulary=vocabulary if whole else _shared(step),
         unmatched=step.teacher_model.unmatched if whole else "renormalise",

@@ -1,10 +1,12 @@
 """Soft targets: divergence between the softened output distributions of teacher and student."""
 
 import functools
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -50,11 +52,15 @@ from fastkd.lm.reference import (
     soft_target_rows,
 )
 from fastkd.lm.row_losses import divergence_in_cpp, divergence_in_place, reference_rows
-from fastkd.lm.targets import CrossEntropy, ImportanceRatio, TopK
+from fastkd.lm.targets import NO_DRAFT, CrossEntropy, Draft, ImportanceRatio, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
+if sys.version_info >= (3, 11):
+    from typing import Unpack
+else:
+    Unpack = tuple  # for type checkers only
+
 Reduction = Literal["batchmean", "sum", "none"]
-TeacherMass = Literal["renormalised", "whole"]
 Unmatched = Literal["renormalise", "bucket", "sorted"]
 REDUCTIONS = get_args(Reduction)
 UNMATCHED = get_args(Unmatched)
@@ -495,23 +501,22 @@ def linear_soft_target_loss_ref(
     *,
     soft_weight: float = 1.0,
     task: CrossEntropy | None = None,
-    return_terms: bool | Sequence[str] = False,
-    rows: Tensor | None = None,
-    draft_vocabulary: Tensor | None = None,
-    teacher_mass: TeacherMass = "renormalised",
+    draft: Draft | None = None,
     ratio: ImportanceRatio | None = None,
-    soft_mask: Tensor | None = None,
+    return_terms: bool | Sequence[str] = False,
     **options: Any,
 ) -> Any:
     """`soft_target_loss_ref` and cross-entropy of full logits; see `linear_soft_target_loss`."""
+    draft = draft or NO_DRAFT
+    rows, drafts, soft_mask = draft.rows, draft.vocabulary, draft.soft_mask
     student = as_head("student_head", student_head).logits(student_hidden)
     teacher: Any = teacher_hidden
     if not isinstance(teacher, TopK):
         teacher = as_head("teacher_head", teacher_head).logits(teacher)
     if rows is not None:
         teacher = teacher.flatten(0, -2)[rows]
-    if draft_vocabulary is not None and teacher_mass == "renormalised":
-        teacher = teacher[..., draft_vocabulary]
+    if drafts is not None and draft.mass == "renormalised":
+        teacher = teacher[..., drafts]
     mask = options.pop("mask", None)
     if mask is None:
         mask = torch.ones(student.shape[:-1], device=student.device)
@@ -523,8 +528,8 @@ def linear_soft_target_loss_ref(
     match, V = _match_or_number(options.get("vocabulary"), options.get("unmatched", "renormalise"))
     logits = upcast(student)[..., :V].where(mask[..., None], 0)
     labels = None if task is None else task.labels.long().where(mask, 0)
-    if draft_vocabulary is not None and teacher_mass == "whole":
-        soft_rows = _whole_mass_ref(logits, upcast(teacher), draft_vocabulary, mask, **options)
+    if drafts is not None and draft.mass == "whole":
+        soft_rows = _whole_mass_ref(logits, upcast(teacher), drafts, mask, **options)
     else:
         soft_rows = soft_target_loss_ref(student, teacher, mask=mask, reduction="none", **options)
     taught = mask if soft_mask is None else mask & soft_mask.bool()
@@ -540,7 +545,7 @@ def linear_soft_target_loss_ref(
     found = dict(zip(MAIN_TERMS, (soft_rows, task_rows, *rest), strict=True))
     if set(names) - set(MAIN_TERMS):
         of_teacher = None if isinstance(teacher, TopK) else upcast(teacher)
-        whole_of = draft_vocabulary if teacher_mass == "whole" else None
+        whole_of = drafts if draft.mass == "whole" else None
         found |= _terms_ref(logits, of_teacher, whole_of, labels, mask, match, V)
         found |= {x: found[x].where(taught, 0) for x in TEACHER_TERMS if x in found}
     found = {
@@ -615,31 +620,60 @@ def _task_ref(logits: Tensor, mask: Tensor, task: CrossEntropy | None) -> tuple[
     return loss, entropy, (logits.argmax(-1) == labels[..., 0]).to(loss.dtype)
 
 
+class SoftTargetKeywords(TypedDict, total=False):
+    """Options that `linear_soft_target_loss` shares with `soft_target_loss`."""
+
+    temperature: float
+    divergence: DivergenceWord | Divergence
+    mask: Tensor | None
+    reduction: Reduction
+    scale_by_t2: bool
+    denominator: float | Tensor | None
+    vocabulary: int | VocabularyMatch | None
+    unmatched: Unmatched
+    weights: Tensor | None
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(soft_target_loss).parameters.items()
+    if name in SoftTargetKeywords.__annotations__
+}
+# Former options, which `Draft` has.
+_MOVED = {
+    "draft_vocabulary": "vocabulary", "teacher_mass": "mass", "soft_mask": "soft_mask",
+    "rows": "rows",
+}  # fmt: skip
+
+
+def _shared_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The values of `SoftTargetKeywords`, with the defaults of `soft_target_loss`."""
+    for name in options:
+        if name in _MOVED:
+            raise TypeError(
+                f"{name} is {_MOVED[name]} of a Draft; pass draft=fastkd.Draft({_MOVED[name]}=...)"
+            )
+        if name not in _DEFAULTS:
+            raise TypeError(
+                f"linear_soft_target_loss() got an unexpected keyword argument {name!r}"
+            )
+    return _DEFAULTS | options
+
+
 def linear_soft_target_loss(
     student_hidden: Tensor,
     student_head: Tensor | Head,
     teacher_hidden: Tensor | TopK,
     teacher_head: Tensor | Head | None = None,
     *,
-    temperature: float = 1.0,
-    divergence: DivergenceWord | Divergence = "forward_kl",
-    mask: Tensor | None = None,
-    reduction: Reduction = "batchmean",
-    scale_by_t2: bool = True,
-    denominator: float | Tensor | None = None,
-    vocabulary: int | VocabularyMatch | None = None,
-    unmatched: Unmatched = "renormalise",
-    chunk_bytes: int | None = None,
     soft_weight: float = 1.0,
-    weights: Tensor | None = None,
     task: CrossEntropy | None = None,
-    return_terms: bool | Sequence[str] = False,
-    rows: Tensor | None = None,
-    draft_vocabulary: Tensor | None = None,
-    teacher_mass: TeacherMass = "renormalised",
+    draft: Draft | None = None,
     ratio: ImportanceRatio | None = None,
-    soft_mask: Tensor | None = None,
+    return_terms: bool | Sequence[str] = False,
+    chunk_bytes: int | None = None,
     backend: Backend = "auto",
+    **options: Unpack[SoftTargetKeywords],
 ) -> Any:
     """`soft_target_loss` from hidden states and LM heads, without the full logits.
 
@@ -656,36 +690,24 @@ def linear_soft_target_loss(
             a `fastkd.TopK`, without ``teacher_head``.
         teacher_head: weight (V, Dt) or `fastkd.Head` of the same vocabulary, any floating dtype;
             must not require grad. If both models share a head, pass it here with ``.detach()``.
-        temperature, divergence, mask, reduction, scale_by_t2, denominator, backend: as in
-            `soft_target_loss`; the mask is over the leading dimensions. The labels' cross-entropy
-            has kernels in C++ and runs in PyTorch under "triton".
-        vocabulary, unmatched: as in `soft_target_loss`. Labels and terms of the student are over
-            its whole vocabulary with a `fastkd.VocabularyMatch`.
-        chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
-            The result depends on it only by rounding error.
         soft_weight: of the soft targets, at least 0. At 0 the teacher's logits are computed only
             for terms.
-        weights: of the positions' soft targets, as in `soft_target_loss`. The labels' are
-            `CrossEntropy.weights`.
         task: a `fastkd.CrossEntropy`. Positions left out by the mask or by ``ignore_index`` count
             in neither term.
+        draft: a `fastkd.Draft`: the student's tokens, positions or soft targets are a part of the
+            teacher's.
+        ratio: a `fastkd.ImportanceRatio`, whose ratios multiply the positions' soft targets.
         return_terms: also return terms: True for the first four below, or names of those to
             compute.
-        rows: (...) int64, the teacher's row for each of the student's positions: indices into
-            ``teacher_hidden`` (..., Dt), flattened to (T, Dt). Several positions may have one row,
-            whose logits are computed once.
-        draft_vocabulary: (V,) int64, the teacher's token ids of the student's V tokens, if the
-            student's head has a part of the teacher's vocabulary. Labels are the student's ids.
-            Ids, not EAGLE's offsets: ``d2t + torch.arange(len(d2t))``. Offsets that repeat are
-            refused; offsets that all differ can't be told from ids.
-        teacher_mass: of a draft vocabulary: "renormalised" compares p_t normalised over these
-            tokens; "whole" p_t normalised over the teacher's whole vocabulary, for forward and
-            reverse KL, total variation and negative log acceptance. KL then is the sum over these
-            tokens, and the student has probability 0 for all others.
-        ratio: a `fastkd.ImportanceRatio`, whose ratios multiply the positions' soft targets.
-        soft_mask: (...), bool or 0/1, 1 = the position has a soft target. Others have the task
-            alone, whatever the teacher's states, weights and ratios there, and stay in the divisor.
-            The terms that need the teacher are 0 there.
+        chunk_bytes: of logits in memory at a time, by default 64 MiB on the CPU and 2 GiB on a GPU.
+            The result depends on it only by rounding error.
+        backend: as in `soft_target_loss`. The labels' cross-entropy has kernels in C++ and runs in
+            PyTorch under "triton".
+        options: ``temperature``, ``divergence``, ``mask``, ``reduction``, ``scale_by_t2``,
+            ``denominator``, ``vocabulary``, ``unmatched`` and ``weights`` of `soft_target_loss`.
+            Mask and weights are over the leading dimensions; the weights are the soft targets',
+            `CrossEntropy.weights` the labels'. Labels and terms of the student are over its whole
+            vocabulary with a `fastkd.VocabularyMatch`.
 
     Returns:
         As `soft_target_loss`, with gradients to ``student_hidden`` and the tensors of the student's
@@ -704,50 +726,35 @@ def linear_soft_target_loss(
     >>> linear_soft_target_loss(hidden, weight, *teacher, task=CrossEntropy(labels)).shape
     torch.Size([])
     """
+    shared = _shared_options(dict(options))
+    _check_arguments(task, draft, ratio)
+    draft, reduction = draft or NO_DRAFT, shared["reduction"]
     student = as_head("student_head", student_head)
-    check.choice("teacher_mass", teacher_mass, get_args(TeacherMass))
-    match, n = _match_or_number(vocabulary, unmatched)
-    draft = None
-    if draft_vocabulary is not None:
-        teacher_head = _draft_head(
-            student, teacher_hidden, teacher_head, draft_vocabulary, vocabulary, teacher_mass
-        )
-        draft = draft_vocabulary if teacher_mass == "whole" else None
-    teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, match, n, draft, rows)
-    form, coefficient = _check_options(temperature, divergence, reduction)
-    denominator = _denominator(denominator, reduction, student_hidden)
+    match, n = _match_or_number(shared["vocabulary"], shared["unmatched"])
+    if draft.vocabulary is not None:
+        if isinstance(teacher_hidden, TopK):
+            raise ValueError("draft.vocabulary: a TopK has no head; leave it out, and map its ids")
+        teacher_head = draft.head(student, teacher_head, shared["vocabulary"])
+    whole = draft.vocabulary if draft.mass == "whole" else None
+    teacher = _teacher(student_hidden, student, teacher_hidden, teacher_head, match, n, draft)
+    form, coefficient = _check_options(shared["temperature"], shared["divergence"], reduction)
+    denominator = _denominator(shared["denominator"], reduction, student_hidden)
     check.number("soft_weight", soft_weight, at_least=0)
-    names = _names_of_terms(return_terms)
-    if not isinstance(ratio, ImportanceRatio | None):
-        raise TypeError(f"ratio must be an ImportanceRatio, got {type(ratio).__name__}")
-    if draft is not None and form not in OF_WHOLE_MASS:
+    if whole is not None and form not in OF_WHOLE_MASS:
         raise ValueError(
-            f"teacher_mass='whole' needs divergence {', '.join(map(repr, OF_WHOLE_MASS))}, got "
+            f"draft.mass='whole' needs divergence {', '.join(map(repr, OF_WHOLE_MASS))}, got "
             f"{form!r}; take 'renormalised'"
         )
-    of_teacher = set(names) & set(TEACHER_TERMS)
-    if isinstance(teacher, TopK) and of_teacher:
-        raise ValueError(
-            f"return_terms: {min(of_teacher)!r} needs the teacher's whole distribution, which a "
-            "TopK doesn't have; leave it out"
-        )
-    if match is not None and of_teacher - {"teacher_entropy"}:
-        raise ValueError(
-            f"return_terms: {max(of_teacher)!r} compares tokens of one vocabulary, and there are "
-            "two; leave it out"
-        )
+    names = _names_of_terms(return_terms, teacher, match)
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
-    mask = check.mask(mask, leading, student_hidden.device)
-    labels = None
-    if not isinstance(task, CrossEntropy | None):
-        raise TypeError(f"task must be a CrossEntropy, got {type(task).__name__}")
+    mask, labels = check.mask(shared["mask"], leading, student_hidden.device), None
     if task is not None:
         mask, labels = task.counted(V, leading, student_hidden.device, mask)
     teacher_tensors: list[Tensor | None] = []
     teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_hidden.device, mask)
-    if not (soft_weight or "soft" in names or of_teacher):
+    if not (soft_weight or {"soft", *TEACHER_TERMS} & set(names)):
         pass
     elif isinstance(teacher, TopK):
         teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
@@ -755,20 +762,20 @@ def linear_soft_target_loss(
         teacher_tensors = teacher.on(as_rows(teacher_hidden))
         teacher_form = teacher.form
     student_tensors = student.on(as_rows(student_hidden))
-    scale = float(temperature) ** 2 if scale_by_t2 else 1.0
+    temperature = float(shared["temperature"])
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]
     check.positive_int("chunk_bytes", chunk_bytes)
     tensors = *student_tensors, *teacher_tensors
     double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     wider = student_hidden.double() if double else student_hidden
-    runs_on = backend_of(backend, "linear_soft_target_loss", wider)
     smoothing, z_loss = (task.label_smoothing, task.z_loss) if task else (0.0, 0.0)
-    options = LossOptions(
+    scale = temperature**2 if shared["scale_by_t2"] else 1.0
+    settings = LossOptions(
         reduction,
-        runs_on,
+        backend_of(backend, "linear_soft_target_loss", wider),
         len(student_tensors),
-        SoftTargetOptions(form, coefficient, float(temperature), scale, tail),
+        SoftTargetOptions(form, coefficient, temperature, scale, tail),
         CrossEntropyOptions(float(smoothing), float(z_loss)),
         soft_weight=float(soft_weight),
         task_weight=float(task.weight) if task else 0.0,
@@ -779,39 +786,85 @@ def linear_soft_target_loss(
         terms=" ".join(name for name in names if name not in ("soft", "task")),
         narrow=not torch.compiler.is_compiling(),
         largest_ratio=float(ratio.at_most) if ratio else 0.0,
-        unmatched="" if match is None else unmatched,
+        unmatched="" if match is None else shared["unmatched"],
     )
-    soft_mask = check.mask(
-        soft_mask, leading, student_hidden.device, "soft_mask", "student_hidden", False
-    )
-    taught = mask if soft_mask is None else soft_mask if mask is None else mask & soft_mask
-    soft_weights, task_weights = (
-        check.weights(x, leading, student_hidden, counts, of="student_hidden")
-        for x, counts in ((weights, taught), (task.weights if task else None, mask))
-    )
-    ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, taught)
-    if rows is not None and mask is not None:
-        rows = rows.masked_fill(~mask, 0)
-    if rows is not None and isinstance(teacher_hidden, Tensor):
-        check.ids_below("rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
-    of_positions = labels, mask, soft_mask, soft_weights, task_weights, rows, *ratios
-    given = Positions(*(None if x is None else saveable(x.flatten()) for x in of_positions))
-    columns: Sequence[Tensor | None] = [None if draft is None else saveable(draft), None, None]
+    of_loss = shared["weights"], task.weights if task else None
+    positions = _positions(student_hidden, teacher_hidden, V, mask, labels, of_loss, draft, ratio)
+    columns: Sequence[Tensor | None] = [None if whole is None else saveable(whole), None, None]
     columns = columns if match is None else match.columns(student_hidden.device)
-    arguments = *tensors, *given.tensors(), *columns
-    loss, terms = apply(LinearSoftTargets, options, denominator, *arguments)
+    arguments = *tensors, *positions.tensors(), *columns
+    loss, terms = apply(LinearSoftTargets, settings, denominator, *arguments)
     if reduction == "none":
         loss, terms = loss.reshape(leading), terms.reshape(len(terms), *leading)
     return (loss, {name: terms[TERMS.index(name)] for name in names}) if names else loss
 
 
-def _names_of_terms(return_terms: bool | Sequence[str]) -> tuple[str, ...]:
+def _check_arguments(
+    task: CrossEntropy | None, draft: Draft | None, ratio: ImportanceRatio | None
+) -> None:
+    for name, x, kind in (
+        ("task", task, CrossEntropy),
+        ("draft", draft, Draft),
+        ("ratio", ratio, ImportanceRatio),
+    ):
+        if x is not None and not isinstance(x, kind):
+            article = "an" if kind is ImportanceRatio else "a"
+            raise TypeError(f"{name} must be {article} {kind.__name__}, got {type(x).__name__}")
+
+
+def _positions(
+    student_hidden: Tensor,
+    teacher_hidden: Tensor | TopK,
+    V: int,
+    mask: Tensor | None,
+    labels: Tensor | None,
+    weights: tuple[Tensor | None, Tensor | None],
+    draft: Draft,
+    ratio: ImportanceRatio | None,
+) -> Positions:
+    """Checked tensors of the positions; ``weights`` of the soft targets and of the labels."""
+    leading, device = student_hidden.shape[:-1], student_hidden.device
+    soft_mask = check.mask(
+        draft.soft_mask, leading, device, "draft.soft_mask", "student_hidden", False
+    )
+    taught = mask if soft_mask is None else soft_mask if mask is None else mask & soft_mask
+    soft_weights, task_weights = (
+        check.weights(x, leading, student_hidden, counts, of="student_hidden")
+        for x, counts in zip(weights, (taught, mask), strict=True)
+    )
+    ratios = (None, None) if ratio is None else ratio.rows(V, leading, student_hidden, taught)
+    rows = draft.rows
+    if rows is not None and mask is not None:
+        rows = rows.masked_fill(~mask, 0)
+    if rows is not None and isinstance(teacher_hidden, Tensor):
+        check.ids_below("draft.rows", rows, as_rows(teacher_hidden).shape[0], "the teacher's rows")
+    tensors = labels, mask, soft_mask, soft_weights, task_weights, rows, *ratios
+    return Positions(*(None if x is None else saveable(x.flatten()) for x in tensors))
+
+
+def _names_of_terms(
+    return_terms: bool | Sequence[str],
+    teacher: Head | TopK | None = None,
+    match: VocabularyMatch | None = None,
+) -> tuple[str, ...]:
+    """Names of the terms; raises for terms that the teacher or a match doesn't have."""
     if isinstance(return_terms, bool):
         return MAIN_TERMS if return_terms else ()
     if isinstance(return_terms, str):
         raise TypeError(f"return_terms must be a bool or a list of names, got {return_terms!r}")
     for name in return_terms:
         check.choice("return_terms", name, TERMS)
+    of_teacher = set(return_terms) & set(TEACHER_TERMS)
+    if isinstance(teacher, TopK) and of_teacher:
+        raise ValueError(
+            f"return_terms: {min(of_teacher)!r} needs the teacher's whole distribution, which a "
+            "TopK doesn't have; leave it out"
+        )
+    if match is not None and of_teacher - {"teacher_entropy"}:
+        raise ValueError(
+            f"return_terms: {max(of_teacher)!r} compares tokens of one vocabulary, and there are "
+            "two; leave it out"
+        )
     return tuple(return_terms)
 
 
@@ -822,8 +875,7 @@ def _teacher(
     teacher_head: Tensor | Head | None,
     match: VocabularyMatch | None,
     n: int | None,
-    draft: Tensor | None,
-    rows: Tensor | None,
+    draft: Draft,
 ) -> Head | TopK:
     """The teacher's head, or its `TopK`. Checks all inputs except the ids of a `TopK`."""
     check.floating("student_hidden", student_hidden)
@@ -835,8 +887,8 @@ def _teacher(
     if isinstance(teacher_hidden, TopK):
         if teacher_head is not None:
             raise ValueError("teacher_head: a TopK has no hidden states and no head; leave it out")
-        if rows is not None:
-            raise ValueError("rows: a TopK has no hidden states; index its ids and log_probs")
+        if draft.rows is not None:
+            raise ValueError("draft.rows: a TopK has no hidden states; index its ids and log_probs")
         _check_no_match_of_top_k(match)
         _check_vocabularies("head", n, student.weight, V)
         return teacher_hidden
@@ -852,41 +904,15 @@ def _teacher(
         check.no_grad("teacher_head", x)
     if match is not None:
         _check_match("head", match, V, teacher.weight.shape[0])
-    elif draft is None:
+    elif draft.vocabulary is None or draft.mass != "whole":
         _check_vocabularies("head", n, student.weight, V, teacher.weight.shape[0])
     leading, Dt = student_hidden.shape[:-1], teacher.weight.shape[1]
-    if rows is None:
-        shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
-    else:
+    shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
+    if draft.rows is not None:
         shape, meaning = (*teacher_hidden.shape[:-1], Dt), "the teacher's rows, Dt"
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"rows must be a Tensor, got {type(rows).__name__}")
-        if rows.dtype != torch.int64:
-            raise TypeError(f"rows must be int64, got {rows.dtype}")
-        check.shape("rows", rows, leading, "the leading dimensions of student_hidden")
-        check.device("rows", rows, "student_hidden", student_hidden)
+        draft.check_rows(leading, student_hidden)
     check.shape("teacher_hidden", teacher_hidden, shape, meaning)
     return teacher
-
-
-def _draft_head(
-    student: Head,
-    teacher_hidden: Tensor | TopK,
-    teacher_head: Tensor | Head | None,
-    ids: Tensor,
-    vocabulary: int | VocabularyMatch | None,
-    teacher_mass: TeacherMass,
-) -> Head:
-    """The teacher's head for a student of the tokens ``ids``: whole, or of these tokens."""
-    if isinstance(teacher_hidden, TopK):
-        raise ValueError("draft_vocabulary: a TopK has no head; leave it out, and map its ids")
-    if vocabulary is not None:
-        raise ValueError("vocabulary has no use beside draft_vocabulary; leave it out")
-    teacher = as_head("teacher_head", teacher_head)
-    check.vocabulary_part("draft_vocabulary", ids, teacher.weight.shape[0])
-    check.device("draft_vocabulary", ids, "student_head", student.weight)
-    check.shape("draft_vocabulary", ids, (student.weight.shape[0],), "the student's tokens")
-    return teacher if teacher_mass == "whole" else teacher.subset(ids)
 
 
 @dataclass(eq=False, repr=False)

@@ -1,4 +1,4 @@
-"""Targets of the soft-target losses besides teacher logits: labels, and a teacher's top k."""
+"""Arguments of the soft-target losses besides logits and hidden states: labels, top k, drafts."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fastkd._core import check, extension
 from fastkd._core.numerics import as_rows, values_readable, working_dtype
-from fastkd.lm.heads import Head
+from fastkd.lm.heads import Head, as_head
 from fastkd.lm.log_probs import top_k
 
 Tail = Literal["bucket", "renormalise"]
+TeacherMass = Literal["renormalised", "whole"]
 
 # Log-probabilities may exceed 0 by this, for rounding error.
 SLACK = 1e-2
@@ -256,3 +257,66 @@ class ImportanceRatio:
             ids, old = ids.masked_fill(~mask, 0), old.masked_fill(~mask, 0)
         check.ids_below("ids", ids, V)
         return ids, old
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Tokens and positions of a draft model in those of its teacher, as ``draft`` of
+    `linear_soft_target_loss`.
+
+    Args:
+        vocabulary: (V,) int64, the teacher's token ids of the student's V tokens, if the student's
+            head has a part of the teacher's vocabulary. Labels are the student's ids. Ids, not
+            EAGLE's offsets: ``d2t + torch.arange(len(d2t))``. Offsets that repeat are refused;
+            offsets that all differ can't be told from ids.
+        mass: of a ``vocabulary``: "renormalised" compares p_t normalised over these tokens; "whole"
+            p_t normalised over the teacher's whole vocabulary, for forward and reverse KL, total
+            variation and negative log acceptance. KL then is the sum over these tokens, and the
+            student has probability 0 for all others.
+        soft_mask: (...), bool or 0/1, 1 = the position has a soft target. Others have the task
+            alone, whatever the teacher's states, weights and ratios there, and stay in the divisor.
+            The terms that need the teacher are 0 there.
+        rows: (...) int64, the teacher's row for each of the student's positions: indices into
+            ``teacher_hidden`` (..., Dt), flattened to (T, Dt). Several positions may have one row,
+            whose logits are computed once.
+
+    Raises:
+        ValueError: another mass. `linear_soft_target_loss` checks the tensors.
+
+    >>> Draft(torch.tensor([7, 0, 4]), "whole").mass
+    'whole'
+    """
+
+    vocabulary: Tensor | None = None
+    mass: TeacherMass = "renormalised"
+    _: KW_ONLY
+    soft_mask: Tensor | None = None
+    rows: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check.choice("mass", self.mass, get_args(TeacherMass))
+
+    def head(self, student: Head, teacher: Tensor | Head | None, vocabulary: object) -> Head:
+        """The teacher's head for a student of the tokens ``vocabulary``: whole, or of these."""
+        assert self.vocabulary is not None
+        if vocabulary is not None:
+            raise ValueError("vocabulary has no use beside draft.vocabulary; leave it out")
+        whole = as_head("teacher_head", teacher)
+        check.vocabulary_part("draft.vocabulary", self.vocabulary, whole.weight.shape[0])
+        check.device("draft.vocabulary", self.vocabulary, "student_head", student.weight)
+        shape = (student.weight.shape[0],)
+        check.shape("draft.vocabulary", self.vocabulary, shape, "the student's tokens")
+        return whole if self.mass == "whole" else whole.subset(self.vocabulary)
+
+    def check_rows(self, leading: torch.Size, student_hidden: Tensor) -> None:
+        """Raise unless ``rows`` are int64, at the student's positions and on its device."""
+        rows = self.rows
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"draft.rows must be a Tensor, got {type(rows).__name__}")
+        if rows.dtype != torch.int64:
+            raise TypeError(f"draft.rows must be int64, got {rows.dtype}")
+        check.shape("draft.rows", rows, leading, "the leading dimensions of student_hidden")
+        check.device("draft.rows", rows, "student_hidden", student_hidden)
+
+
+NO_DRAFT = Draft()

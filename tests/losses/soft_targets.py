@@ -302,7 +302,8 @@ def random_linear_soft_targets(draw: Draw) -> Case:
 
     kept = mask.nonzero()[:, 0]
     if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
-        options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+        rows_of = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+        options["draft"] = fastkd.Draft(rows=rows_of)
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = scale * (product(draw, hidden, weight) + bias)[:, :n]
@@ -313,7 +314,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     ):
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
-        teacher = teacher[options["rows"]] if "rows" in options else teacher
+        teacher = teacher[options["draft"].rows] if "draft" in options else teacher
         rows = options["soft_weight"] * soft_targets(student, teacher, 2.0, options["divergence"])
         rows = rows if weights is None else rows * weights
         if labelled:
@@ -453,7 +454,7 @@ def random_matched_heads(draw: Draw) -> Case:
             mask=mask,
             chunk_bytes=chunk_bytes,
             soft_weight=0.5,
-            soft_mask=draw.mask_argument(has_soft),
+            draft=fastkd.Draft(soft_mask=draw.mask_argument(has_soft)),
             task=fastkd.CrossEntropy(labels),
             backend=draw.backend,
         )
@@ -543,10 +544,8 @@ def random_drafts(draw: Draw) -> Case:
             temperature=2.0,
             scale_by_t2=False,
             divergence=divergence,
-            draft_vocabulary=ids,
-            teacher_mass=mass,
+            draft=fastkd.Draft(ids, mass, rows=rows),
             weights=weights,
-            rows=rows,
             ratio=fastkd.ImportanceRatio(labels, old, at_most=at_most) if with_ratio else None,
             soft_weight=soft_weight,
             task=fastkd.CrossEntropy(labels, 0.7),

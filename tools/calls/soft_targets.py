@@ -96,6 +96,17 @@ def calls_of_top_k() -> Calls:
         yield Call(of_top_k, inputs | mask_of(2, 3, masked=masked), options)
 
 
+def of_draft(
+    drafts: Tensor | None = None,
+    soft_mask: Tensor | None = None,
+    mass: str = "renormalised",
+    **inputs: Any,
+) -> Tensor:
+    """A call of `linear_soft_target_loss` with a `fastkd.Draft`."""
+    draft = fastkd.Draft(drafts, mass, soft_mask=soft_mask)
+    return fastkd.linear_soft_target_loss(draft=draft, **inputs)
+
+
 def calls_of_drafts() -> Calls:
     """Weights of positions, and a student's part of the vocabulary."""
     forms = [*DIVERGENCES, *(Divergence(name) for name in NAMES if name not in DIVERGENCES)]
@@ -109,9 +120,8 @@ def calls_of_drafts() -> Calls:
     whole = ("forward_kl", "reverse_kl", *map(Divergence, OF_WHOLE_MASS[2:]))
     for divergence, dtype, mass in itertools.product(whole, ALL_TYPES, ("renormalised", "whole")):
         inputs = heads(6, V=1025, dtype=dtype) | {"student_head": learns(50, 48, dtype=dtype)}
-        inputs |= {"draft_vocabulary": numbers(50), "weights": given(6)}
-        options = {"divergence": divergence, "teacher_mass": mass}
-        yield Call(fastkd.linear_soft_target_loss, inputs, options)
+        inputs |= {"drafts": numbers(50), "weights": given(6)}
+        yield Call(of_draft, inputs, {"divergence": divergence, "mass": mass})
 
 
 def calls_of_two_vocabularies() -> Calls:
@@ -123,8 +133,7 @@ def calls_of_two_vocabularies() -> Calls:
         inputs = logits(6, 50, dtype=dtype) | {"teacher_logits": given(6, 70, dtype=dtype)}
         yield Call(fastkd.soft_target_loss, inputs, options)
         inputs = heads(6, V=50, dtype=dtype) | {"teacher_head": given(70, 64, dtype=dtype)}
-        inputs |= {"soft_mask": numbers(6)}
-        yield Call(fastkd.linear_soft_target_loss, inputs, options)
+        yield Call(of_draft, inputs | {"soft_mask": numbers(6)}, options)
 
 
 def of_labels(hidden: Tensor, head: Tensor, labels: Tensor, **options: Any) -> Tensor:
