@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
-from fastkd.cli.main import COMMANDS, imported
-from fastkd.train.options import Option, defaults_of, options_of
-from fastkd.train.settings import Pairing
+from fastkd.cli.main import COMMANDS, options_for
+from fastkd.train.options import Option
 
 PAGE = Path(__file__).parents[1] / "docs" / "distill.md"
 BEGIN = "<!-- Options, by `python -m tools.command_options` -->\n"
@@ -27,16 +26,13 @@ def usage(meta: Option, kind: Any) -> str:
 
 def rows(command: str) -> dict[str, str]:
     """Table row of each option of a command, by field name."""
-    cls = imported(COMMANDS[command].options)
-    kinds, defaults = get_type_hints(cls), defaults_of(cls)
     found = {}
-    for name, meta in options_of(cls).items():
-        default = defaults[name]
+    for name, (meta, kind, default) in options_for(command).items():
         shown = "required" if default is MISSING else f"`{default}`"
         if default is None or default is False or default == {} or default == "":
             shown = ""
         help = meta.help.replace("|", "\\|").replace("<", "&lt;")
-        cells = (f"`{usage(meta, kinds[name])}`", shown, help)
+        cells = (f"`{usage(meta, kind)}`", shown, help)
         found[name] = f"| {' | '.join(cells)} |"
     return found
 
@@ -44,12 +40,12 @@ def rows(command: str) -> dict[str, str]:
 def table(command: str) -> Iterator[str]:
     """Lines on a command's options; `cache` and `verify` refer to those of `distill`."""
     yield f"### Options of {command}\n"
-    cls, own = imported(COMMANDS[command].options), rows(command)
-    if issubclass(cls, Pairing) and command != "distill":
-        distill, flags = rows("distill"), options_of(cls)
+    own, flags = rows(command), options_for(command)
+    if COMMANDS[command].options == COMMANDS["distill"].options and command != "distill":
+        distill = rows("distill")
         shared = [name for name, row in own.items() if row == distill.get(name)]
         own = {name: row for name, row in own.items() if name not in shared}
-        names = ", ".join(f"`{flags[name].flag}`" for name in shared)
+        names = ", ".join(f"`{flags[name][0].flag}`" for name in shared)
         yield f"As in [distill](#options-of-distill): {names}.\n"
     if not own:
         yield "No options.\n"

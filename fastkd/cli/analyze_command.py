@@ -55,10 +55,10 @@ MODEL_NAMES = {"model": "model", "before": "student before", "student": "student
 def run(settings: AnalyzeSettings, console: Console) -> None:
     """Run `fastkd analyze`; several processes share the rows."""
     with contextlib.ExitStack() as stack:
-        processes.join(settings.device)
+        processes.join(settings.device_name)
         stack.enter_context(processes.enter_on_first_process(locked(settings.out)))
         with processes.errors_on_all():
-            device = choose_device(settings.device, "fp32")
+            device = choose_device(settings.device_name, "fp32")
             texts, *more = read(settings)
             models, tokenizer = load_models(settings, device)
             length = min(
@@ -130,12 +130,13 @@ def load_models(
                     models[name] = student_from_teacher(model, began[0], config=began[1])
                 except (TypeError, ValueError) as error:
                     raise InputError(f"--student was made of another --model: {error}") from error
+    named = {"model": settings.model, "student": settings.student, "before": settings.before}
     for name, found in models.items():
         if getattr(found.config, "num_hidden_layers", 1) < 1:
-            raise InputError(f"--{name} {getattr(settings, name)}: it has no layers to compare")
+            raise InputError(f"--{name} {named[name]}: it has no layers to compare")
         if found.config.vocab_size != model.config.vocab_size:
             raise InputError(
-                f"--{name} {getattr(settings, name)}: its vocabulary has "
+                f"--{name} {named[name]}: its vocabulary has "
                 f"{found.config.vocab_size} tokens, the model's {model.config.vocab_size}; both "
                 "must read the same tokens"
             )
@@ -229,7 +230,8 @@ def analyze(
             continue
         across = found("model", name)
         report[name] = {
-            "name": getattr(settings, name) or f"layers of {settings.model}",
+            "name": {"student": settings.student, "before": settings.before}[name]
+            or f"layers of {settings.model}",
             **about(name, seen),
             "to_model": {m: across[m] for m in measures},
         }

@@ -49,7 +49,7 @@ def run(settings: AugmentSettings, console: Console) -> None:
     if not tokenizer.is_fast or tokenizer.mask_token_id is None:
         raise InputError(f"--mlm {settings.mlm}: needs a fast tokenizer with a mask token")
     model = load("--mlm", settings.mlm, AutoModelForMaskedLM, remote)
-    model.to(choose_device(settings.device, "fp32"))
+    model.to(choose_device(settings.device_name, "fp32"))
     augmenter = Augmenter(
         model, tokenizer, settings.probability, settings.candidates, settings.batch_size
     )

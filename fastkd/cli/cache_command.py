@@ -9,25 +9,21 @@ import itertools
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from torch import nn
 
-from fastkd.cli.command_settings import CacheSettings
 from fastkd.cli.display import RichDisplay
 from fastkd.distill.cache import ABOUT, TeacherCache
-from fastkd.distill.distiller import Distiller
 from fastkd.distributed import world_size
-from fastkd.train import processes
-from fastkd.train.config import TrainingConfig
+from fastkd.train import auto_method, processes
+from fastkd.train.assembling import Models, assemble, load_teacher, select
+from fastkd.train.computation import Computation
+from fastkd.train.config import AUTO, Config
 from fastkd.train.errors import InputError
-from fastkd.train.job import Job, save_model, sizes_of
-from fastkd.train.models import (
-    STUDENT,
-    TEACHERS_TOKENIZER,
-    make_method,
-)
+from fastkd.train.fitting import save_model
+from fastkd.train.loading import describe_match, encode, load_data
+from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method
 from fastkd.train.options import as_json
 from fastkd.train.progress import Display, counted
 from fastkd.train.run_directory import row_fingerprints, size_text
@@ -40,20 +36,20 @@ from fastkd.train.saving import (
     saving,
     write_json,
 )
-from fastkd.train.settings import AUTO
+from fastkd.train.scoring import Judged, Run, judge, sizes_of
 
 KEPT = "the same command goes on with what is there"
 
 
-def write(settings: CacheSettings, console: Console) -> None:
+def write(config: Config, console: Console) -> None:
     """Run or resume `fastkd cache`, in any number of processes.
 
     Raises:
         InputError: an option cannot be used, or the directory holds another cache.
     """
-    out = settings.out
+    out = config.out
     with contextlib.ExitStack() as stack:
-        processes.join(settings.device_name)
+        processes.join(config.device_name)
         stack.enter_context(processes.enter_on_first_process(locked(out)))
         display = stack.enter_context(RichDisplay(console))
         with processes.errors_on_all():
@@ -62,55 +58,77 @@ def write(settings: CacheSettings, console: Console) -> None:
                 raise InputError(
                     f"--out {out} holds other files than a cache's; give another --out"
                 )
-            job = begin(settings, settings.batch_size, display)
-            job.load()
-            nn.Module.to(job.teacher, job.device)
-            selected = job.select()
-            distiller = job.assemble(selected).to(job.device)
+            run, models = begin(config, display)
+            nn.Module.to(models.teacher, run.computation.device)
+            models.distiller.to(run.computation.device)
         processes.on_first_process(lambda: _remove_partial(out))
         # As `DistillationTrainer` does: the first batches choose the layers that MC3KD compares.
-        rows, size = job.all_rows, settings.batch_size
-        first = rows.batches(job.collate, size, rows.by_length, device=job.device)
-        distiller.prepare(itertools.islice(first, 64))
-        scores, judged = dict[str, float](), sum(map(len, job.eval_rows.values()))
-        if job.teacher_model is not None:  # a server has no scores
-            display.say(f"the teacher's scores, on {judged} evaluation rows ...")
-            scores = job.score(job.teacher, who="teacher")
-        number, own = rows.shared(job.collate, size, job.device)
-        own = counted(own, display, "teacher", number)
-        read = job.teacher_tokenizer or job.tokenizer
-        processes.on_first_process(lambda: check_room(settings, job, distiller))
-        with processes.errors_on_all(), saving(out, KEPT), job.training_config.autocast():
-            try:
-                if number:
-                    distiller.cache_teacher(own, out, tokenizer=read, top_k=settings.top_k)
-            except ValueError as error:  # another teacher's cache, or a method that has none
-                path = str(error).startswith(str(out))
-                option = f"--method {job.settings.method}:"
-                if str(error).startswith("top_k"):
-                    option = "--top-k:"
-                what = "--out" if path else option
-                raise InputError(f"{what} {error}") from error
-        processes.on_first_process(lambda: _complete(settings, job, distiller, scores, selected))
+        rows, size, device = run.sets.all, config.batch_size, run.computation.device
+        first = rows.batches(run.sets.collate, size, rows.by_length, device=device)
+        models.distiller.prepare(itertools.islice(first, 64))
+        judged, scored = Judged(), sum(map(len, run.sets.evals.values()))
+        if models.teacher_model is not None:  # a server has no scores
+            display.say(f"the teacher's scores, on {scored} evaluation rows ...")
+            judged = judge(run, models.teacher, who="teacher", teacher=True)
+        processes.on_first_process(lambda: check_room(run, models))
+        _fill(run, models)
+        processes.on_first_process(lambda: _complete(run, models, judged.scores))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
         display.say(f"{len(cache)} different samples, {used / 2**20:.1f} MiB in {out}")
 
 
-def check_room(settings: CacheSettings, job: Job, distiller: Distiller) -> None:
-    """Raise if the disk lacks room for the cache, by the outputs on rows of all lengths."""
-    rows, out = job.all_rows, settings.out
-    order = rows.by_length
-    some = order[:: max(1, len(order) // settings.batch_size)][: settings.batch_size]
-    batches = rows.batches(job.collate, len(some), some, device=job.device)
-    with tempfile.TemporaryDirectory() as folder, job.training_config.autocast():
+def begin(config: Config, display: Display) -> tuple[Run, Models]:
+    """Rows and models of a command that trains nothing."""
+    computation = Computation.of(config, world_size())
+    if config.method != AUTO:
+        make_method(config.method, config.options, config.preset)
+    data = load_data(config, display)
+    config, why = auto_method.settled(config, data.task, data.teacher_tokenizer is not None)
+    if why:
+        display.say(why)
+    teacher = load_teacher(config, data)
+    selected = select(config, data, teacher, display)
+    models = assemble(config, data, display, teacher, selected)
+    run = Run(config, computation, data, encode(config, data, models.max_length), display)
+    if data.match is not None:
+        display.say(describe_match(data, run.sets.train))
+    return run, models
+
+
+def _fill(run: Run, models: Models) -> None:
+    """Write the teacher's outputs on this process's share of the rows."""
+    config, data, out = run.config, run.data, run.config.out
+    number, own = run.sets.all.shared(run.sets.collate, config.batch_size, run.computation.device)
+    own = counted(own, run.display, "teacher", number)
+    read = data.teacher_tokenizer or data.tokenizer
+    with processes.errors_on_all(), saving(out, KEPT), run.computation.autocast():
         try:
-            distiller.cache_teacher(batches, folder, top_k=settings.top_k)
+            if number:
+                models.distiller.cache_teacher(own, out, tokenizer=read, top_k=config.top_k)
+        except ValueError as error:  # another teacher's cache, or a method that has none
+            path = str(error).startswith(str(out))
+            option = f"--method {config.method}:"
+            if str(error).startswith("top_k"):
+                option = "--top-k:"
+            what = "--out" if path else option
+            raise InputError(f"{what} {error}") from error
+
+
+def check_room(run: Run, models: Models) -> None:
+    """Raise if the disk lacks room for the cache, by the outputs on rows of all lengths."""
+    rows, config, out = run.sets.all, run.config, run.config.out
+    order = rows.by_length
+    some = order[:: max(1, len(order) // config.batch_size)][: config.batch_size]
+    batches = rows.batches(run.sets.collate, len(some), some, device=run.computation.device)
+    with tempfile.TemporaryDirectory() as folder, run.computation.autocast():
+        try:
+            models.distiller.cache_teacher(batches, folder, top_k=config.top_k)
         except ValueError:  # which the cache itself raises
             return
         used = _bytes_in(Path(folder))
-    student: Any = distiller.student
-    needed = used * len(rows) // len(some) + student.get_memory_footprint(return_buffers=False)
+    student = models.student.get_memory_footprint(return_buffers=False)
+    needed = used * len(rows) // len(some) + student
     needed, free = needed - _bytes_in(out), free_bytes(out)
     if needed > free:
         raise InputError(
@@ -133,37 +151,19 @@ def _remove_partial(out: Path) -> None:
         path.unlink()
 
 
-def begin(settings: Any, batch_size: int, display: Display) -> Job:
-    """The rows of a command that trains nothing; `Job.load` loads its teacher."""
-    training_config = TrainingConfig(
-        batch_size=batch_size * world_size(),
-        precision=settings.precision,
-        device_name=settings.device_name,
-        seed=settings.seed,
-    )
-    if settings.method != AUTO:
-        make_method(settings.method, settings.options, settings.preset)
-    return Job(settings, training_config, display)
-
-
-def _complete(
-    settings: CacheSettings,
-    job: Job,
-    distiller: Distiller,
-    scores: dict[str, float],
-    selected: list[int] | None,
-) -> None:
-    student: Any = distiller.student
-    save_model(settings.out / STUDENT, student, job.tokenizer, {}, job.task)
-    if job.teacher_tokenizer is not None:
-        save_tokenizer(job.teacher_tokenizer, settings.out / TEACHERS_TOKENIZER)
-    with saving(settings.out, KEPT):
+def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
+    """Write the student, and the report, with which the cache is complete."""
+    data, out, teacher = run.data, run.config.out, models.teacher_model
+    save_model(out / STUDENT, models.student, data.tokenizer, {}, data.task)
+    if data.teacher_tokenizer is not None:
+        save_tokenizer(data.teacher_tokenizer, out / TEACHERS_TOKENIZER)
+    with saving(out, KEPT):
         report = {
-            "settings": {**as_json(settings), "max_length": job.max_length},
-            "fingerprints": row_fingerprints(job.corpus),
+            "settings": {**as_json(run.config), "max_length": models.max_length},
+            "fingerprints": row_fingerprints(data.corpus),
             "teacher": scores,
-            **({} if job.teacher_model is None else sizes_of(job.teacher)),
-            "selected": selected,
-            "samples": len(TeacherCache(settings.out)),
+            **({} if teacher is None else sizes_of(teacher)),
+            "selected": models.selected,
+            "samples": len(TeacherCache(out)),
         }
-        write_json(settings.out / MANIFEST, report)
+        write_json(out / MANIFEST, report)

@@ -4,71 +4,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastkd.train import tasks
-from fastkd.train.errors import InputError, nearest
-from fastkd.train.glue_server import TASKS
-from fastkd.train.hub import is_served
-from fastkd.train.options import (
-    Checked,
-    data_option,
-    model_option,
-    option,
-    run_option,
-    set_flags,
-)
-from fastkd.train.settings import (
+from fastkd.train.config import (
     MAX_LENGTH,
     ColumnOptions,
-    Pairing,
     device,
     precision,
     remote_code,
     seed,
+)
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue_server import TASKS
+from fastkd.train.options import (
+    Checked,
+    data_option,
+    option,
+    set_flags,
 )
 
 # Those of `fastkd.analysis`, which needs torch.
 MEASURES = ("svcca", "pwcca", "cca", "cka", "unbiased_cka")
 
 
-@dataclass(kw_only=True)
-class CacheSettings(Pairing):
-    out: Path = run_option(Path("runs/teacher-cache"), "Output directory of the cache.")
-    batch_size: int = run_option(32, "Rows of a forward pass.", least=1)
-    top_k: int | None = run_option(
-        None,
-        "Number of most probable tokens to store for each soft target of a language model, 8 bytes "
-        "each; default: store the inputs of the LM head instead, or 20 of a server.",
-        least=1,
-    )
-    teacher_model: str | None = model_option(
-        None, "Name of the model, where --teacher is a server's URL.", metavar="NAME"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.teacher_model is not None and not is_served(self.teacher):
-            raise InputError("--teacher-model needs --teacher URL, a server")
-
-
-@dataclass(kw_only=True)
-class VerifySettings(Pairing):
-    rows: int = run_option(8, "Rows of the verified step.", least=2)
-    ranks: int = run_option(
-        2, "Processes that share the step (Linux only); 0: do not test several processes.", least=0
-    )
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DemoSettings(Checked):
     out: Path = option(Path("runs/demo"), "Output directory for the table and the pictures.")
     steps: int | None = option(
         None, "Training steps of each student; default: 40, or 2 with --fast.", least=1
     )
     seed: int = seed()
-    device: str = device()
+    device_name: str = device()
     fast: bool = option(False, "Train for a few steps on a few rows, as a check.")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AnalyzeSettings(ColumnOptions):
     model: str = option(..., "Model to analyze: a directory or a hub name.")
     student: str | None = option(
@@ -107,7 +75,7 @@ class AnalyzeSettings(ColumnOptions):
         "Maximum length of a text in tokens; the default is lowered to what the model can read.",
         least=4,
     )
-    device: str = device()
+    device_name: str = device()
     trust_remote_code: bool = remote_code()
 
     def __post_init__(self) -> None:
@@ -130,7 +98,7 @@ class AnalyzeSettings(ColumnOptions):
                 raise InputError(f"--measures {name!r}: {nearest(name, MEASURES)}")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AnswerSettings(ColumnOptions):
     """Options of `fastkd predict` and `fastkd evaluate`."""
 
@@ -149,7 +117,7 @@ class AnswerSettings(ColumnOptions):
         None, "Maximum length of a text in tokens; default: as in the model's training.", least=4
     )
     precision: str = precision()
-    device: str = device()
+    device_name: str = device()
     trust_remote_code: bool = remote_code()
     out: Path | None = option(None, "Output file: .tsv, .csv, .json or .jsonl.")
     overwrite: bool = option(False, "Replace an existing --out.")
@@ -160,7 +128,7 @@ class AnswerSettings(ColumnOptions):
             tasks.check(self.task)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictSettings(AnswerSettings):
     model: str | None = option(  # type: ignore[assignment]
         None, "Model: a directory, such as a student's, or a hub name."
@@ -201,7 +169,7 @@ class PredictSettings(AnswerSettings):
             )
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluateSettings(AnswerSettings):
     metric: str | None = option(None, "Metric to compute besides the task's own.")
     label_order: str | None = option(
@@ -215,7 +183,7 @@ class EvaluateSettings(AnswerSettings):
         tasks.check_metric(self.task, self.metric)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AugmentSettings(ColumnOptions):
     data: Path = option(..., "File of labelled rows: .tsv, .csv, .json, .jsonl or .parquet.")
     task: str | None = option(
@@ -229,7 +197,7 @@ class AugmentSettings(ColumnOptions):
     overwrite: bool = option(False, "Replace an existing --out.", saved=False)
     batch_size: int = option(32, "Masked texts of a forward pass.", least=1, saved=False)
     seed: int = seed()
-    device: str = device()
+    device_name: str = device()
     trust_remote_code: bool = remote_code()
 
     def __post_init__(self) -> None:

@@ -19,7 +19,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import PreTrainedModel
 
 import fastkd
 from fastkd.analysis import plot_relations
@@ -34,13 +33,13 @@ from fastkd.study.grid_runs import GridRuns
 from fastkd.study.statistics import LEVEL, Difference, summarize
 from fastkd.study.study_settings import StudySettings
 from fastkd.train.computation import choose_device
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
-from fastkd.train.job import Job
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
 from fastkd.train.saving import MANIFEST, locked, move_directory, read_json, write_json
+from fastkd.train.scoring import Trained, seconds_a_batch
 
 LABELS_ONLY = "labels"
 TITLES = {
@@ -96,7 +95,7 @@ def make_study(size: Size, settings: DemoSettings) -> Grid:
         "learning_rate": 2e-4,
         "max_length": size.max_length,
         "labelled": size.labelled,
-        "device": settings.device,
+        "device": settings.device_name,
         "seeds": [*range(seed, seed + size.seeds)],
         "methods": {name: {} for name in METHODS},
         "tasks": {"docstrings": {"docstrings": "areas", "rows": rows}},
@@ -120,7 +119,7 @@ def run_demo(settings: DemoSettings, console: Console) -> dict[str, Any]:
         runs.train(1)
         return {}
     with locked(out), display:
-        device = choose_device(settings.device, "fp32")
+        device = choose_device(settings.device_name, "fp32")
         display.say(f"teacher: {teacher.parent.name}, device {device}, seed {settings.seed}")
         display.say("reading the docstrings of Python's standard library ...")
         runs.check()
@@ -196,26 +195,27 @@ def _report(runs: GridRuns, size: Size) -> dict[str, Any]:
 def _keep_best(report: dict[str, Any], runs: GridRuns, size: Size, out: Path) -> None:
     """Train the best student again, the same bits; save it, time it, draw what it sees."""
 
-    def draw(job: Job, student: PreTrainedModel) -> dict[str, Any]:
-        seconds = job.seconds_a_batch(student, size.timing_rounds)
+    def draw(trained: Trained) -> dict[str, Any]:
+        run, student, teacher = trained.run, trained.student, trained.teacher
+        seconds = seconds_a_batch(run, student, teacher, size.timing_rounds)
         report["speedup"] = seconds["teacher"] / seconds["student"]
-        held_out = job.eval_rows[""]
-        batch = job.collate([held_out[int(held_out.lengths.argmax())]])
-        inputs = {k: v.to(job.device) for k, v in batch.items() if k != "labels"}
-        tokens = job.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
+        held_out = run.sets.evals[""]
+        batch = run.sets.collate([held_out[int(held_out.lengths.argmax())]])
+        inputs = {k: v.to(run.computation.device) for k, v in batch.items() if k != "labels"}
+        tokens = run.data.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())
 
         def features(model: nn.Module) -> torch.Tensor:
             with torch.no_grad():
                 return model.eval()(**inputs, output_hidden_states=True).hidden_states[-1]
 
-        pair = features(student), features(job.teacher)
+        pair = features(student), features(teacher)
         plot_relations(*pair, inputs["attention_mask"], out / "relations.png", tokens=[tokens])
         return {}
 
     cell = next(cell for cell in runs.cells if cell.variant == report["best"])
     folder = runs.out / "best"
     shutil.rmtree(folder, ignore_errors=True)
-    run_distillation(DistillConfig(**runs.options(cell), out=folder), measure=draw)
+    run_distillation(Config.of({**runs.options(cell), "out": folder}), measure=draw)
     move_directory(folder / "student", out / "student")
 
 

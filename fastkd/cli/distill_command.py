@@ -10,14 +10,12 @@ from rich.table import Table
 
 from fastkd.cli.display import RichDisplay, say
 from fastkd.train import distillation, processes, stages
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.progress import compared, format_scores
-from fastkd.train.settings import DistillOptions
 
 
-def run(options: DistillOptions, console: Console) -> None:
+def run(settings: Config, console: Console) -> None:
     """Run `fastkd distill`; see `fastkd.train.distillation` and `fastkd.train.stages`."""
-    settings = DistillConfig(**{name: getattr(options, name) for name in options.given_options})
     log_json = settings.log_json if processes.first() else None
     if settings.stages is None:
         report = distillation.run_distillation(settings, RichDisplay(console, log_json))

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import fastkd
@@ -18,7 +19,7 @@ from fastkd.cli.display import new_console
 from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import check_launcher, first, launched, leave_launcher
-from fastkd.train.options import Option, assignments, options_of
+from fastkd.train.options import Option, assignments, defaults_of, options_of
 from fastkd.train.signals import stopping_at_once
 
 typer: Any = require("typer", "train")
@@ -36,7 +37,8 @@ class Command(NamedTuple):
     ``function(settings, console)`` may return False for exit code 1. The packages in ``needs`` are
     imported before it starts work. Only the first of several processes runs it if ``alone``.
     ``after_stop`` ends the sentence for an interrupted command. ``early(settings)`` runs before the
-    packages are imported; a text that it returns is all that the command prints.
+    packages are imported; a text that it returns is all that the command prints. ``required``
+    options of a `Config`, and ``out``, its default.
     """
 
     help: str
@@ -46,8 +48,15 @@ class Command(NamedTuple):
     alone: bool = False
     after_stop: str = ""
     early: str = ""
+    required: Sequence[str] = ()
+    out: str | None = None
 
 
+# The options of `fastkd distill` that people need first, in a panel of their own.
+FIRST = (
+    "teacher", "finetune_teacher", "student", "student_layers", "task", "train", "evals", "test",
+    "method", "num_train_epochs", "batch_size", "learning_rate", "max_length", "out", "resume",
+)  # fmt: skip
 AGAIN = ", the same command goes on"
 COMMANDS = {
     "distill": Command(
@@ -61,7 +70,7 @@ COMMANDS = {
 
         fastkd distill --teacher ./teacher --train train.tsv --eval dev.tsv --method knn --set k=3
     """,
-        "train.settings.DistillOptions",
+        "train.config.Config",
         "cli.distill_command.run",
         after_stop=", --resume continues the run",
     ),
@@ -98,9 +107,11 @@ COMMANDS = {
 
         fastkd distill --teacher-cache runs/cache --train train.tsv --eval dev.tsv
     """,
-        "cli.command_settings.CacheSettings",
+        "train.config.Config",
         "cli.cache_command.write",
         after_stop=AGAIN,
+        required=("teacher",),
+        out="runs/teacher-cache",
     ),
     "verify": Command(
         """Compute one step in every way that should give the same, and print how far the gradients
@@ -109,9 +120,10 @@ COMMANDS = {
     Order, padding, packing, accumulation, processes, a cached teacher, compilation, resuming: on
     your teacher, student, method and rows, in float64, without dropout.
     """,
-        "cli.command_settings.VerifySettings",
+        "train.config.Config",
         "cli.verify_command.verify",
         alone=True,
+        required=("teacher",),
     ),
     "augment": Command(
         """Add copies of each row with some words replaced by a masked language model (TinyBERT's).
@@ -273,47 +285,69 @@ def _end(message: str, code: int) -> None:
 
 
 def imported(path: str) -> Any:
-    """What a path such as ``train.settings.DistillOptions`` names in fastkd."""
+    """What a path such as ``train.config.Config`` names in fastkd."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"fastkd.{module}"), name)
 
 
-def _parameter(field: dataclasses.Field, kind: Any, meta: Option) -> inspect.Parameter:
+def options_for(name: str) -> dict[str, tuple[Option, Any, Any]]:
+    """Each option of a command with its type and default, by field; required ones have
+    `dataclasses.MISSING`."""
+    command = COMMANDS[name]
+    cls = imported(command.options)
+    kinds, defaults = typing.get_type_hints(cls), defaults_of(cls)
+    if command.out is not None:
+        defaults["out"] = Path(command.out)
+    defaults |= dict.fromkeys(command.required, dataclasses.MISSING)
+    shared = name not in ("distill", "cache", "verify")
+    return {
+        field: (meta, kinds[field], defaults[field])
+        for field, meta in options_of(cls).items()
+        if shared or name in meta.commands
+    }
+
+
+def _parameter(field: str, meta: Option, kind: Any, default: Any, first: bool) -> inspect.Parameter:
     """The typer parameter of an option."""
-    required = field.default is field.default_factory is dataclasses.MISSING
-    default = None if field.default is dataclasses.MISSING else field.default
     if kind == Mapping[str, Any]:
-        kind = list[str] | None
+        kind, default = list[str] | None, None
+    elif Path in typing.get_args(kind):
+        kind = Path | None
+    panel = "First" if first else meta.panel
     if meta.flag.startswith("-"):
-        shown = typer.Option(
-            meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=meta.panel
-        )
+        shown = typer.Option(meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=panel)
     else:
-        shown = typer.Argument(help=meta.help, metavar=meta.flag, rich_help_panel=meta.panel)
+        shown = typer.Argument(help=meta.help, metavar=meta.flag, rich_help_panel=panel)
     return inspect.Parameter(
-        field.name,
+        field,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if required else default,
+        default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
         annotation=Annotated[kind, shown],
     )
+
+
+def _settings(name: str, context: Any, values: Mapping[str, Any]) -> Any:
+    """The options of a call: `Config`, or the dataclass of another command."""
+    given, cls = {}, imported(COMMANDS[name].options)
+    for field, (meta, kind, _) in options_for(name).items():
+        if context.get_parameter_source(field).name == "DEFAULT":
+            continue
+        value = values[field]
+        if kind == Mapping[str, Any]:
+            value = assignments(meta.flag, value or [], meta.joined, meta.names)
+        given[field] = value
+    if COMMANDS[name].out is not None:
+        given.setdefault("out", values["out"])
+    return cls.of(given, name) if hasattr(cls, "of") else cls(**given)
 
 
 def _register(name: str, meta: Command) -> None:
     """List a command; its options are imported when it is called, and its function when it runs."""
 
     def build() -> Any:
-        cls = imported(meta.options)
-        options, kinds = options_of(cls), typing.get_type_hints(cls)
-
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
-            for name, option in options.items():
-                if context.get_parameter_source(name).name == "DEFAULT":
-                    del values[name]  # so that the settings know which options are given
-                elif kinds[name] == Mapping[str, Any]:
-                    given = option.flag, values[name] or [], option.joined, option.names
-                    values[name] = assignments(*given)
-            settings = cls(**values)
+            settings = _settings(name, context, values)
             check_inputs(settings)
             if meta.early and (text := imported(meta.early)(settings)):
                 typer.echo(text)
@@ -330,13 +364,13 @@ def _register(name: str, meta: Command) -> None:
                 if imported(meta.function)(settings, console) is False:
                     raise typer.Exit(1)
 
+        few = FIRST if name == "distill" else ()
         parameters = [
-            _parameter(field, kinds[field.name], options[field.name])
-            for field in dataclasses.fields(cls)
-            if field.name in options
+            _parameter(field, *about, first=field in few)
+            for field, about in options_for(name).items()
         ]
-        # The help lists required options first.
-        parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+        # The help lists required options first, then those that people need first.
+        parameters.sort(key=lambda p: (p.default is not p.empty, few and p.name not in few))
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters.insert(0, inspect.Parameter("context", kind, annotation=typer.Context))
         run.__annotations__ = {p.name: p.annotation for p in parameters}

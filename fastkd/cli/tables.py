@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastkd.cli.command_settings import AnswerSettings
-from fastkd.train.computation import PredictionConfig, choose_device
+from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.saving import check_new_file, csv_text
 from fastkd.train.trained_model import TrainedModel
@@ -17,13 +17,9 @@ def begin(settings: AnswerSettings) -> TrainedModel:
     check_new_file(settings.out, settings.overwrite)
     if settings.out is not None and settings.out.suffix not in FORMATS:
         raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
-    training_config = PredictionConfig(
-        batch_size=settings.batch_size,
-        precision=settings.precision,
-        device=choose_device(settings.device, settings.precision),
-    )
+    computation = Computation.of(settings)
     remote = settings.trust_remote_code
-    return TrainedModel(settings.model, training_config, remote, settings.onnx, settings.task)
+    return TrainedModel(settings.model, computation, remote, settings.onnx, settings.task)
 
 
 def table(kind: str, found: list[dict[str, Any]], between: str | None = None) -> str:

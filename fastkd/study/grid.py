@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.study.study_settings import StudySettings
+from fastkd.train.config import AUTO, ColumnOptions, Config, option_values
 from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
@@ -40,15 +41,15 @@ from fastkd.train.options import (
     file_keys,
     fits,
     lists_of,
+    options_of,
     read_options_file,
     set_flags,
 )
 from fastkd.train.recipes import MAKES
-from fastkd.train.settings import AUTO, ColumnOptions, DistillOptions, Source, option_values
 from fastkd.train.tasks import NAMES as NAMED_TASKS
 
 #: Options whose value is a list.
-LISTS = lists_of(DistillOptions)
+LISTS = lists_of(Config)
 PAPERS = Path(__file__).with_name("papers")
 PAPER = "paper:"
 #: Keys of a study beside the options of `fastkd distill`.
@@ -147,15 +148,18 @@ def early(settings: StudySettings) -> str:
         titles = {x: read_options_file(PAPERS / f"{x}.toml")["title"] for x in names_of_papers()}
         return "\n".join(f"{PAPER}{name}  {title}" for name, title in titles.items())
     found, folder = _content(settings)
-    fields, written = {field.name for field in dataclasses.fields(Source)}, _written(settings)
+    written, fields = (
+        _written(settings),
+        {n for n, x in options_of(Config).items() if x.panel == "Data"},
+    )
     shared = {k: v for k, v in found.items() if k not in OWN}
     shared = option_values("the study", shared, folder, OWN)
     for name, options in _tasks(found.get("tasks", {}), settings, folder).items():
         both = {**shared, **options}
         known = {k: v for k, v in both.items() if k in fields and not _is_axis(k, v)}
         if written not in known.get("train", Path()).parents:  # docstrings, which a run writes
-            with errors_with_file_keys(f"tasks.{name}", DistillOptions):
-                check_inputs(Source(**known))
+            with errors_with_file_keys(f"tasks.{name}", Config):
+                check_inputs(Config.of(known, "verify"))
     return ""
 
 
@@ -219,7 +223,7 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
     searching = found.get("grid", {})
     top = {k: v for k, v in found.items() if k not in OWN}
     shared = option_values("the study", {"teacher": "packaged", **top}, folder, OWN)
-    common = {k: v for k, v in searching.items() if k not in file_keys(DistillOptions)}
+    common = {k: v for k, v in searching.items() if k not in file_keys(Config, "distill")}
     searched = {k: v for k, v in searching.items() if k not in common}
     searched = option_values("grid", searched, folder, OWN)
     unknown = set(common)
@@ -297,8 +301,8 @@ def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> di
             run = {
                 k: v for k, v in run.items() if k not in ("teacher_learning_rate", "teacher_lora")
             }
-    if settings.device != "auto":
-        run["device_name"] = settings.device
+    if settings.device_name != "auto":
+        run["device_name"] = settings.device_name
     return run
 
 

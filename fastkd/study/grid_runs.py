@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from fastkd._core.extras import require
 from fastkd.study import docstrings
@@ -31,19 +31,19 @@ from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.train import data, distillation, tasks
 from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.computation import choose_device
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import MODELS, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
 from fastkd.train.hub import file_of, is_served
-from fastkd.train.job import Job
-from fastkd.train.models import check_depth, finished_task, load
+from fastkd.train.loading import finished_task
+from fastkd.train.models import check_depth, load
 from fastkd.train.options import as_paths, errors_with_file_keys, paths_of
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.run_directory import row_fingerprints
 from fastkd.train.saving import find_damage, read_json, write_json
-from fastkd.train.settings import MODELS, DistillOptions, Source
+from fastkd.train.scoring import Trained
 
 filelock: Any = require("filelock", "train")
 
@@ -75,7 +75,7 @@ def key_of(options: Mapping[str, Any]) -> str:
 
 def _contents(options: Mapping[str, Any]) -> Iterator[str]:
     """Fingerprints of rows, models and caches; a model on the hub has its commit."""
-    for name in paths_of(DistillOptions):
+    for name in paths_of(Config):
         for path in as_paths(options.get(name)) or []:
             yield from _files(name, path)
     models = {name: options.get(name) for name in MODELS}
@@ -114,7 +114,9 @@ def _commit(model: str) -> str:
 @functools.cache
 def _hub_rows(source: str) -> str:
     """Fingerprints of the rows of a hub data set; ``source`` has its options as JSON."""
-    return json.dumps(row_fingerprints(data.load(Source(**json.loads(source)))), sort_keys=True)
+    return json.dumps(
+        row_fingerprints(data.load(Config.of(json.loads(source), "verify"))), sort_keys=True
+    )
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
@@ -127,18 +129,19 @@ def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def measured(job: Job, student: PreTrainedModel) -> dict[str, Any]:
+def measured(trained: Trained) -> dict[str, Any]:
     """Predictions of the best student, the right ones, and the similarities of its layers."""
-    rows, task = job.eval_rows[""], job.task
-    labels, names = job.corpus.train.labels, job.corpus.names
+    run, corpus = trained.run, trained.run.data.corpus
+    rows, task = run.sets.evals[""], corpus.task
+    labels, names = corpus.train.labels, corpus.names
     references = task.references(rows)
     one_class = names is not None and bool(references) and isinstance(references[0], int)
     found: dict[str, Any] = {
-        "predictions": task.short_answers(job.answers[""], rows),
+        "predictions": task.short_answers(trained.judged.answers[""], rows),
         "references": references,
         "classes": names if one_class else [],
-        "warnings": job.warnings,
-        **similarities(job, student),
+        "warnings": trained.warnings,
+        **similarities(run, trained.student),
     }
     if one_class and labels is not None:
         found["training_rows"] = np.bincount(labels, minlength=len(names or [])).tolist()
@@ -180,11 +183,10 @@ class GridRuns:
         seen: set[tuple[str, ...]] = set()
         for cell in {str(c.options): c for c in self.grid.cells}.values():
             with self._errors_named(cell):
-                DistillOptions(**cell.options)
+                config = Config.of(cell.options)
                 new = {(cell.task,), (cell.variant, cell.task)} - seen
                 if not new:
                     continue
-                config = DistillConfig(**cell.options)
                 distillation.check(config)
                 name, wanted = config.teacher, config.student_layers
                 if wanted is not None and name is not None and not is_served(name):
@@ -198,7 +200,7 @@ class GridRuns:
 
     @contextlib.contextmanager
     def _errors_named(self, cell: Cell) -> Iterator[None]:
-        with errors_with_file_keys(f"{cell.variant} on {cell.task}", DistillOptions):
+        with errors_with_file_keys(f"{cell.variant} on {cell.task}", Config):
             yield
 
     def _write_docstrings(self) -> None:
@@ -266,7 +268,7 @@ class GridRuns:
     def _run(self, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
         """Run `fastkd distill` with the ``options`` of a cell; its result."""
         folder = self.path(cell).with_suffix("")
-        config = DistillConfig(**options, out=folder, resume=folder.exists())
+        config = Config.of({**options, "out": folder, "resume": folder.exists()})
         about = {
             "variant": cell.variant, "task": cell.task, "seed": cell.seed, "values": cell.values,
             "options": options,
@@ -337,7 +339,7 @@ class GridRuns:
             self.display.say(f"{cell.task}: fine-tuning the teacher {own['teacher']}")
             steps = {"method": "labels", "student_layers": 1, "training_steps": 1, "seed": 0}
             where: dict[str, Any] = {"out": folder, "resume": folder.exists()}
-            config = DistillConfig(**{**own, **steps, **where})
+            config = Config.of({**own, **steps, **where})
             display = Bars(self.display, f"{cell.task}: teacher")
             report = distillation.run_distillation(config, display, lambda *_: {})
             self.display.say(f"{cell.task}: teacher  {format_scores(report['teacher'])}")
@@ -354,8 +356,8 @@ class GridRuns:
                 for steps in TIMED:
                     folder = path.with_suffix(f".{steps}")
                     shutil.rmtree(folder, ignore_errors=True)
-                    config = DistillConfig(
-                        **{**own, "training_steps": steps, "max_eval_rows": 32, "out": folder}
+                    config = Config.of(
+                        {**own, "training_steps": steps, "max_eval_rows": 32, "out": folder}
                     )
                     report = distillation.run_distillation(config, measure=lambda *_: {})
                     times.append(report["seconds"]["training"])

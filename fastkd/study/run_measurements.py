@@ -15,7 +15,7 @@ from fastkd._core import machine
 from fastkd.analysis import layer_intra_class_similarity, rccc, svcca_matrix
 from fastkd.models.backbone import Backbone
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.job import Job
+from fastkd.train.scoring import Run
 
 SIMILARITY_ROWS = 256
 
@@ -31,18 +31,19 @@ def without_labels(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
     return backbone.with_decoder_inputs({**inputs, "decoder_attention_mask": mask}, labels)
 
 
-def similarities(job: Job, student: PreTrainedModel) -> dict[str, float]:
+def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
     """RCCC and, if each row has one class, M_ICS of ``student`` on the first held-out rows.
 
     RCCC is from MC3KD, section 3.2, and M_ICS from intra-class KNN, section 2.
     """
-    rows = job.eval_rows[""]
+    rows = run.sets.evals[""]
     first = range(min(SIMILARITY_ROWS, len(rows)))
-    collate = job.task.collator(job.tokenizer)  # `job.collate` may add the teacher's tokens
-    batches = list(rows.batches(collate, 32, first, device=job.device))
+    # `run.sets.collate` may add the teacher's tokens.
+    collate, device = run.data.task.collator(run.data.tokenizer), run.computation.device
+    batches = list(rows.batches(collate, 32, first, device=device))
     inputs = [without_labels(student, batch) for batch in batches]
     found = {"rccc": rccc(svcca_matrix(student, inputs))}
-    if job.corpus.names is not None and batches[0]["labels"].dim() == 1:
+    if run.data.corpus.names is not None and batches[0]["labels"].dim() == 1:
         by_layer = layer_intra_class_similarity(student, batches)
         found["intra_class_similarity"] = float(by_layer[-1])
     return found

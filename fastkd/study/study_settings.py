@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastkd.train.config import ColumnOptions, device
 from fastkd.train.options import option, run_option, training_option
-from fastkd.train.settings import ColumnOptions, device
 
 comparison_option = functools.partial(option, panel="What is compared")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StudySettings(ColumnOptions):
     """The options of `fastkd study`; an option overrides the field of the study's file.
 
@@ -76,5 +76,5 @@ class StudySettings(ColumnOptions):
         "Training time of each run in seconds, instead of --steps; default: none.",
         above=0,
     )
-    device: str = device()
+    device_name: str = device()
     jobs: int = run_option(1, "Number of runs at a time, each in its own process.", least=1)

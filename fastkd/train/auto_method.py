@@ -1,15 +1,14 @@
 """`--method auto`: the method of each kind of task, which a study found."""
 
-import copy
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import NamedTuple
 
 from fastkd.train import tasks
-from fastkd.train.settings import AUTO, Pairing
+from fastkd.train.config import AUTO, Config
 from fastkd.train.tasks.base import Task
 
 #: The page with the study, and the method of each kind in a table.
 PAGE = "docs/studies/method_by_task.md"
-SettingsT = TypeVar("SettingsT", bound=Pairing)
 
 
 class Choice(NamedTuple):
@@ -56,13 +55,11 @@ def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
 
 
 def settled(
-    settings: SettingsT, task: Task, own_tokens: bool = False, kept: str | None = None
-) -> tuple[SettingsT, str]:
-    """``settings`` with the method that auto takes, and the line that says so; ``kept``: that of
+    config: Config, task: Task, own_tokens: bool = False, kept: str | None = None
+) -> tuple[Config, str]:
+    """``config`` with the method that auto takes, and the line that says so; ``kept``: that of
     the run to resume."""
-    if settings.method != AUTO:
-        return settings, ""
+    if config.method != AUTO:
+        return config, ""
     found, why = choose(task, own_tokens) if kept is None else (kept, "as the run began")
-    settings = copy.copy(settings)
-    settings.method = found
-    return settings, f"method {found} (--method {AUTO}): {why}"
+    return replace(config, method=found), f"method {found} (--method {AUTO}): {why}"

@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,12 +22,19 @@ def choose_device(name: str, precision: str) -> torch.device:
     return torch.device(chosen)
 
 
+@dataclass(frozen=True)
 class Computation:
-    """Precision and batch size of this process's share of the work."""
+    """Device, precision, and the rows of a batch over all processes."""
 
-    batch_size: int
-    precision: str
     device: torch.device
+    precision: str
+    batch_size: int
+
+    @classmethod
+    def of(cls, options: Any, processes: int = 1) -> "Computation":
+        """That of a command's ``options``, with --batch-size rows for each process."""
+        device = choose_device(options.device_name, options.precision)
+        return cls(device, options.precision, options.batch_size * processes)
 
     @property
     def own_rows(self) -> int:
@@ -38,12 +46,3 @@ class Computation:
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=PRECISIONS[self.precision])
-
-
-@dataclass(kw_only=True)
-class PredictionConfig(Computation):
-    """Batch size, precision and device of predictions, without transformers.TrainingArguments."""
-
-    batch_size: int
-    precision: str
-    device: torch.device

@@ -1,254 +1,700 @@
-"""`DistillConfig`: every option of `fastkd distill`, as transformers.TrainingArguments."""
+"""`Config`: every option of `fastkd distill`, `fastkd cache` and `fastkd verify`.
 
-import contextlib
-import math
-import typing
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+It needs neither torch nor transformers, so that the help and the errors of a command are quick.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.training_args import TrainingArguments
-
-from fastkd._core.extras import require
-from fastkd.distributed import world_size
-from fastkd.train import processes
-from fastkd.train.computation import Computation, choose_device
+from fastkd.train import files, recipes, tasks
+from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.glue import GLUE_TASKS, Glue
+from fastkd.train.hub import is_served
+from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
-    as_json,
     check_types,
-    defaults_of,
-    jsonable,
+    data_option,
+    file_keys,
     lists_of,
+    model_option,
+    option,
+    options_of,
     paths_of,
+    resolve_path,
+    run_option,
+    set_flags,
+    training_option,
 )
-from fastkd.train.settings import DistillOptions, TrainingOptions
+from fastkd.train.packaged_teacher import resolved
+from fastkd.train.recipes import MAKES, RECIPES
 
-
-@dataclass(kw_only=True)
-class TrainingConfig(TrainingOptions, Computation, TrainingArguments):  # type: ignore[misc]
-    """Length, speed, precision and device of a training, as ``transformers.TrainingArguments``.
-
-    ``batch_size`` is the number of rows of a batch over all processes once a run has begun, and
-    that of one process on the command line. ``gradient_accumulation_steps`` is the number of
-    batches of a step. A process computes its rows of a batch in ``accumulate`` micro-batches.
-    ``labelled_share`` is the least fraction of labelled rows in a batch.
-
-    Like TrainingArguments, it joins the process group of a launched process.
-
-    Raises:
-        InputError: an option is out of its bounds, or the device is missing.
-    """
-
-    # Derived from the options of `TrainingOptions`.
-    output_dir: str = field(default="", init=False)
-    per_device_train_batch_size: int = field(default=0, init=False)
-    warmup_steps: float = field(default=0, init=False)
-    bf16: bool = field(default=False, init=False)
-    fp16: bool = field(default=False, init=False)
-    use_cpu: bool = field(default=False, init=False)
-    # A NaN is reported, not smoothed over.
-    logging_nan_inf_filter: bool = False
-    remove_unused_columns: bool = False
-    disable_tqdm: bool | None = True
-    save_strategy: Any = "no"
-    #: Arguments of `PASSED` that are given, most often by the file --trainer-args.
-    passed: dict[str, Any] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        Checked.__post_init__(self)
-        if self.training_steps is not None:
-            self.max_steps = self.training_steps
-        processes.join(self.device_name)
-        self.use_cpu = choose_device(self.device_name, self.precision).type == "cpu"
-        self.bf16, self.fp16 = self.precision == "bf16", self.precision == "fp16"
-        self.per_device_train_batch_size = self.own_rows
-        TrainingArguments.__post_init__(self)
-        # One device per process: each replica of DataParallel would see a part of a batch.
-        self._n_gpu = min(self._n_gpu, 1)
-
-    def steps(self, rows: int) -> tuple[int, int]:
-        """Steps in all, and steps of an epoch, for this number of rows."""
-        batches = math.ceil(rows / self.batch_size)
-        per_epoch = math.ceil(batches / self.gradient_accumulation_steps)
-        total = self.max_steps if self.max_steps > 0 else self.num_train_epochs * per_epoch
-        return math.ceil(total), per_epoch
-
-    def to_dict(self) -> dict[str, Any]:
-        """See ``TrainingArguments.to_dict``; paths are strings, for trackers that write JSON."""
-        return {k: jsonable(v) for k, v in super().to_dict().items()}
-
-
-@dataclass(kw_only=True)
-class DistillConfig(DistillOptions, TrainingConfig):  # type: ignore[misc]
-    """Options of `fastkd distill`, as TrainingArguments; `DistillOptions` lists them.
-
-    Raises:
-        InputError: an option is out of its bounds, or options exclude each other.
-
-    >>> config = DistillConfig(teacher="bert-base-uncased", task="sst2", method="fcd",
-    ...                        finetune_teacher=3, num_train_epochs=2, device_name="cpu")
-    >>> config.num_train_epochs, config.weight_decay
-    (2, 0.01)
-    """
-
-    def __post_init__(self) -> None:
-        for name in {*paths_of(DistillOptions)} - {*lists_of(DistillOptions)}:
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else Path(value))
-        DistillOptions.__post_init__(self)
-        if self.stages is not None:  # the options of its trainings are in that file
-            return
-        self._check_trackers()
-        default = defaults_of(self)
-        # TrainingArguments turns some defaults into False.
-        given = {name: value for name in PASSED if (value := getattr(self, name)) is not False}
-        changed = {name: x for name, x in given.items() if x is not None and x != default[name]}
-        self.passed = {**changed, **read_trainer_args(self.trainer_args)}
-        if self.schedule is not None:
-            if self.passed.get("lr_scheduler_type", self.schedule) != self.schedule:
-                raise InputError("--schedule and lr_scheduler_type of --trainer-args differ")
-            self.passed["lr_scheduler_type"] = self.schedule
-        vars(self).update(self.passed)
-        with _errors_of(self.trainer_args, self.schedule):
-            TrainingConfig.__post_init__(self)
-            if self.passed:
-                _try(self)
-        self._check_accumulation()
-
-    def saved(self) -> dict[str, Any]:
-        """The options that the result depends on, for the file of a run."""
-        return {**as_json(self), "trainer_args": self.passed}
-
-    def _check_trackers(self) -> None:
-        given: Any = self.report_to or []
-        names = [x for x in given.split(",") if x] if isinstance(given, str) else given
-        integrations: Any = require("transformers.integrations", "train")
-        known = integrations.get_available_reporting_integrations() if names else []
-        for name in names:
-            if name not in known:
-                have = f"installed: {', '.join(known)}" if known else "none is installed"
-                raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
-        vars(self)["report_to"] = names
-
-    def _check_accumulation(self) -> None:
-        if self.accumulate > 1 and self.gradient_accumulation_steps > 1:
-            raise InputError(
-                "--accumulate and gradient_accumulation_steps of --trainer-args exclude each other"
-            )
-        if self.accumulate > 1 and world_size() > 1 and not self.gather:
-            raise InputError(
-                "--accumulate: several processes share a step; pass --gather, which computes the "
-                "loss over all its rows"
-            )
-
-
-# Fields of TrainingArguments that an option of fastkd sets, and this option.
-OURS = {
-    "output_dir": "--out",
-    "num_train_epochs": "--epochs",
-    "max_steps": "--steps",
-    "per_device_train_batch_size": "--batch-size",
-    "learning_rate": "--learning-rate",
-    "weight_decay": "--weight-decay",
-    "warmup_steps": "--warmup",
-    "bf16": "--precision",
-    "fp16": "--precision",
-    "use_cpu": "--device",
-    "seed": "--seed",
-    "data_seed": "--seed",
-    "report_to": "--report-to",
-    "save_strategy": "--checkpoint-every",
-    "save_steps": "--checkpoint-every",
-    "resume_from_checkpoint": "--resume",
-    "metric_for_best_model": "--metric",
-}
-# Fields that --trainer-args may set. All others concern work that fastkd does itself (evaluation,
-# saving, the order of the rows), or would change the loss without the method's knowledge.
-PASSED = (
-    "lr_scheduler_type", "lr_scheduler_kwargs", "optim", "optim_args", "optim_target_modules",
-    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "gradient_accumulation_steps",
-    "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
-    "activation_checkpointing_kwargs", "tf32", "torch_compile", "torch_compile_backend",
-    "torch_compile_mode", "torch_empty_cache_steps", "neftune_noise_alpha", "full_determinism",
-    "logging_steps", "logging_first_step", "run_name", "project", "dataloader_num_workers",
-    "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-    "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_timeout",
+# Methods by name and the default of --labelled-share, as in `fastkd.distill`, which needs torch.
+NAMES = (
+    "labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd", "tinybert", "pkd",
+    "distilbert", "minilm", "minilmv2", "embeddings", "gold",
 )  # fmt: skip
+LABELLED_SHARE = 0.25
+# --method: the one that suits the kind of task, see `fastkd.train.auto_method`.
+AUTO = "auto"
+# Default of --max-length, lowered where a model reads less.
+MAX_LENGTH = 128
+# --teacher-layers: chosen from data (MC3KD, Algorithm 1).
+SELECT = "select"
+# Options beside --stages; all others belong into its file.
+OF_ALL_STAGES = (
+    "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",
+)  # fmt: skip
+DISTILL, WRITING = ("distill",), ("distill", "cache")
 
 
-def read_trainer_args(path: Path | None) -> dict[str, Any]:
-    """Fields of TrainingArguments in the file --trainer-args; none without a file.
+def device() -> Any:
+    return training_option(
+        "auto",
+        "Device of the models: auto (cuda if there is one), cpu or cuda.",
+        flag="--device",
+        key="device",
+        choices=("auto", "cpu", "cuda"),
+    )
 
-    Raises:
-        InputError: it cannot be read, or holds a name or a value that cannot be passed on.
+
+def seed() -> Any:
+    return training_option(0, "Seed of all random numbers.", least=0, most=2**32 - 1)
+
+
+def precision() -> Any:
+    return training_option(
+        "fp32", "Precision of the models: fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16")
+    )
+
+
+def remote_code() -> Any:
+    return option(False, "Allow code from a model's hub repository to run.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnOptions(Checked):
+    """Columns of text and label in a file or data set."""
+
+    text_column: str | None = data_option(None, "Column of the text; the task's own if not given.")
+    text_pair_column: str | None = data_option(
+        None, "Column of the second text, for tasks on pairs; the task's own if not given."
+    )
+    label_column: str | None = data_option(None, 'Column of the label; "label" if not given.')
+    no_header: bool = data_option(
+        False, "Files have no header line; columns are 0, 1, 2 and so on."
+    )
+
+    @property
+    def columns(self) -> Columns:
+        """The given columns."""
+        label = self.label_column
+        return Columns(self.text_column, self.text_pair_column, label, not self.no_header)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ColumnOptions):
+    """The options of `fastkd distill`, `fastkd cache` and `fastkd verify`, and their checks.
+
+    >>> config = Config.of(teacher="bert-base-uncased", task="sst2", method="fcd")
+    >>> config.num_train_epochs, config.weight_decay
+    (3.0, 0.01)
     """
-    if path is None:
-        return {}
-    yaml: Any = require("yaml", "train")
-    option = f"--trainer-args {path}"
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{option}: can't be read ({error})") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise InputError(f"{option}: must hold names and values, one 'name: value' a line")
-    kinds = typing.get_type_hints(TrainingArguments)
-    known = [name for name in PASSED if name in kinds]
-    for name in found:
-        if name in OURS:
-            raise InputError(f"{option}: {name} is what {OURS[name]} sets")
-        if name not in kinds:
-            raise InputError(f"{option}: {name} is no training argument; {nearest(name, known)}")
-        if name.startswith("fsdp"):
-            raise InputError(f"{option}: {name} is what --fsdp sets")
-        if name not in known:
-            raise InputError(f"{option}: {name} is settled by fastkd itself; leave it out")
-    check_types(f"{option}: ", found, TrainingArguments)
-    if found.get("gradient_accumulation_steps", 1) < 1:
-        raise InputError(f"{option}: gradient_accumulation_steps must be at least 1")
-    if found.get("dataloader_num_workers", 0) < 0:
-        raise InputError(f"{option}: dataloader_num_workers must be at least 0")
-    if found.get("dataloader_persistent_workers") and not found.get("dataloader_num_workers"):
-        raise InputError(f"{option}: dataloader_persistent_workers needs dataloader_num_workers")
+
+    #: The command: some options belong to one of the three only.
+    command: str = "distill"
+
+    task: str | None = data_option(
+        None,
+        f"A GLUE task ({', '.join(GLUE_TASKS)}), or the kind of task: {tasks.KINDS}.",
+    )
+    data: str | None = data_option(None, "Data set on the Hugging Face hub, instead of files.")
+    data_config: str | None = data_option(None, "Configuration (subset) of the data set --data.")
+    train_split: str = data_option("train", "Split of the hub data set to train on.")
+    eval_split: str | None = data_option(
+        None, 'Split of the hub data set to evaluate on; "validation" if not given.'
+    )
+    train: Path | None = data_option(
+        None, "File of training rows: .tsv, .csv, .json, .jsonl or .parquet, also as .gz."
+    )
+    evals: Path | None = data_option(
+        None, "File of evaluation rows, which select the best student.", flag="--eval"
+    )
+    test: list[Path] | None = data_option(
+        None,
+        "File of test rows, on which the selected student is scored once, at the end; repeatable, "
+        "and scores of several files end in the file's name.",
+        metavar="PATH",
+    )
+    unlabelled: Path | None = data_option(
+        None, "File of further training rows without labels; a .txt file has one text a line."
+    )
+    labelled: int | None = data_option(
+        None,
+        "Number of training rows whose label the student reads, balanced over classes; "
+        "--finetune-teacher reads all labels; default: all.",
+        least=1,
+        commands=DISTILL,
+    )
+    labels: str = data_option(
+        "auto",
+        "Meaning of the labels: classes, numbers (regression), or auto (by their values).",
+        choices=("auto", "classes", "numbers"),
+    )
+    thinking: str = data_option(
+        KEEP,
+        "Thoughts of chat answers (<think>, reasoning_content): keep (trained), drop (left out) or "
+        "prompt (read, not trained).",
+        choices=THINKING,
+    )
+    label_order: str | None = data_option(
+        None,
+        "Classes of the data in the order of the teacher's outputs; needed if the names differ.",
+        metavar="NAME,NAME",
+    )
+    metric: str | None = data_option(
+        None,
+        "Metric that selects the best student: accuracy, mcc, f1, pearson, spearman, mse, or a "
+        "metric of the task; the task's first if not given.",
+    )
+    max_train_rows: int | None = data_option(
+        None, "Number of labelled rows to train on, drawn at random; default: all.", least=2
+    )
+    max_eval_rows: int | None = data_option(
+        None, "Number of rows to evaluate on, drawn at random; default: all.", least=1
+    )
+    max_new_tokens: int | None = data_option(
+        None,
+        "Maximum number of tokens of a generated text; chat and seq2seq; default: 128.",
+        least=1,
+        commands=DISTILL,
+    )
+    sample: float = data_option(
+        0.0,
+        "Temperature at which generated text is sampled for the scores, by --seed; 0: the most "
+        "probable tokens; chat and seq2seq.",
+        metavar="TEMPERATURE",
+        least=0,
+        commands=DISTILL,
+    )
+    teacher: str | None = option(
+        None, "Teacher model: a directory, a hub name, packaged (the demo's), or a server's URL."
+    )
+    teacher_model: str | None = model_option(
+        None, "Name of the model in the server of --teacher.", metavar="NAME", commands=WRITING
+    )
+    top_k: int | None = model_option(
+        None,
+        "Tokens of each position that the server of --teacher returns (default: 20), or that "
+        "`fastkd cache` stores, 8 bytes each (default: the inputs of the LM head instead).",
+        least=1,
+        commands=WRITING,
+    )
+    teachers: Path | None = model_option(
+        None,
+        "TOML file of several teachers, each for the rows that name it: a directory, a server or a "
+        "cache for each name.",
+        metavar="FILE",
+        commands=DISTILL,
+    )
+    teacher_column: str = data_option(
+        "teacher", "Column of each row's teacher, for --teachers.", commands=DISTILL
+    )
+    teacher_cache: Path | None = model_option(
+        None,
+        "Directory written by `fastkd cache`, instead of a teacher.",
+        metavar="DIR",
+        commands=DISTILL,
+    )
+    finetune_teacher: float = model_option(
+        0.0,
+        "Number of epochs to fine-tune the teacher on the task first.",
+        metavar="EPOCHS",
+        least=0,
+        commands=DISTILL,
+    )
+    teacher_learning_rate: float = model_option(
+        5e-5, "Peak learning rate of --finetune-teacher.", above=0, commands=DISTILL
+    )
+    teacher_lora: Mapping[str, Any] = model_option(
+        {},
+        "Fine-tune LoRA adapters on the teacher instead of its weights, as --lora on the student.",
+        metavar="r=16,alpha=32",
+        joined=True,
+        commands=DISTILL,
+    )
+    trust_remote_code: bool = remote_code()
+    tokenizer: str | None = model_option(
+        None,
+        "Tokenizer of both models, for a teacher folder without one; it must give the ids that the "
+        "teacher was trained on.",
+    )
+    student: str | None = model_option(
+        None, "Student model: a directory or a hub name; made of teacher layers if not given."
+    )
+    student_layers: int | None = model_option(
+        None, "Number of teacher layers that make the student; default: half of them.", least=1
+    )
+    teacher_layers: str = model_option(
+        "uniform",
+        "Teacher layers that make the student: uniform, top, bottom, numbers such as 2,4,6, or "
+        "select, the layers that differ most from the layer before.",
+    )
+    student_config: Mapping[str, Any] = model_option(
+        {},
+        "Sizes of a narrower student, such as hidden_size=256,num_attention_heads=4; all other "
+        "sizes are the teacher's.",
+        metavar="NAME=NUMBER,...",
+        joined=True,
+    )
+    student_weights: str = model_option(
+        "cut",
+        "Initial weights of the student: cut (from the teacher's) or random.",
+        choices=("cut", "random"),
+    )
+    lora: Mapping[str, Any] = model_option(
+        {},
+        "Train LoRA adapters on the student instead of its weights: r, alpha, dropout, and targets "
+        "such as q_proj+v_proj (default: all linear layers).",
+        metavar="r=16,alpha=32",
+        joined=True,
+    )
+    unmatched: str = model_option(
+        "renormalise",
+        "Student with another tokenizer: how soft targets treat tokens that only one model has; "
+        "renormalise leaves them out, bucket makes them one outcome, sorted also compares their "
+        "sorted probabilities.",
+        choices=("renormalise", "bucket", "sorted"),
+    )
+    attention: str | None = model_option(
+        None,
+        "Attention implementation of both models: eager (returns attention maps, for a method of "
+        "your own that compares them) or sdpa; transformers' choice if not given.",
+        choices=("eager", "sdpa"),
+    )
+    method: str = option(
+        AUTO,
+        f"Method: auto (by the kind of task), {', '.join(NAMES)}, or your own as "
+        "package.module:Class.",
+    )
+    preset: str = option(
+        "default",
+        "Hyper-parameters and training to start from: fastkd's (default), or those of the "
+        "method's paper (paper).",
+        choices=("default", "paper"),
+    )
+    recipe: str | None = option(
+        None,
+        f"Paper whose training --preset paper takes, if not the method's: {', '.join(RECIPES)}.",
+        choices=RECIPES,
+    )
+    options: Mapping[str, Any] = option(
+        {},
+        "Value of one hyper-parameter of the method; repeatable.",
+        flag="--set",
+        metavar="NAME=VALUE",
+    )
+    num_train_epochs: float = training_option(
+        3.0,
+        "Number of passes over the training rows.",
+        flag="--epochs",
+        key="epochs",
+        above=0,
+        commands=DISTILL,
+    )
+    training_steps: int | None = training_option(
+        None,
+        "Number of training steps, instead of --epochs; default: as --epochs says.",
+        flag="--steps",
+        key="steps",
+        least=1,
+        commands=DISTILL,
+    )
+    batch_size: int = training_option(
+        32,
+        "Rows of a training step for each process; in `fastkd cache` of a forward pass.",
+        least=1,
+        commands=WRITING,
+    )
+    accumulate: int = training_option(
+        1,
+        "Split each batch into N parts to save memory; same gradient, slower.",
+        least=1,
+        commands=DISTILL,
+    )
+    learning_rate: float = training_option(
+        5e-5, "Peak learning rate of AdamW.", above=0, commands=DISTILL
+    )
+    weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0, commands=DISTILL)
+    warmup: float = training_option(
+        0.1,
+        "Share of the steps, 0 to 1, in which the learning rate rises to its peak.",
+        least=0,
+        most=1,
+        commands=DISTILL,
+    )
+    schedule: str | None = training_option(
+        None,
+        "Schedule of the learning rate: cosine, constant_with_warmup or another one of "
+        "transformers; linear if not given.",
+        commands=DISTILL,
+    )
+    labelled_share: float = training_option(
+        LABELLED_SHARE,
+        "With few labels: repeat labelled rows until they are this share of each batch; 0: never.",
+        least=0,
+        most=1,
+        commands=DISTILL,
+    )
+    max_length: int = training_option(
+        MAX_LENGTH,
+        "Maximum length of a text in tokens; the default is lowered to what both models can read.",
+        least=4,
+    )
+    seed: int = seed()
+    precision: str = precision()
+    device_name: str = device()
+    pack: bool = training_option(
+        False,
+        "Pack several conversations into each row of --max-length tokens; chat only.",
+        commands=DISTILL,
+    )
+    on_policy: float = training_option(
+        0.0,
+        "Share of steps on answers generated by the student (GKD); chat only.",
+        metavar="SHARE",
+        least=0,
+        most=1,
+        commands=DISTILL,
+    )
+    gather: bool = training_option(
+        False,
+        "Gather the samples of all processes in losses that compare samples.",
+        commands=DISTILL,
+    )
+    shard: bool = training_option(
+        False,
+        "Shard teacher and student over the processes (FSDP2).",
+        flag="--fsdp",
+        saved=False,
+        commands=DISTILL,
+    )
+    trainer_args: Path | Mapping[str, Any] | None = training_option(
+        None,
+        "YAML file with further fields of transformers.TrainingArguments.",
+        metavar="FILE",
+        commands=DISTILL,
+    )
+    out: Path = run_option(
+        Path("runs/distill"),
+        "Output directory: the student with its report, or the cache.",
+        commands=WRITING,
+    )
+    checkpoint_every: int | None = run_option(
+        None,
+        "Number of steps between checkpoints; default: only at the end of each epoch.",
+        metavar="STEPS",
+        least=1,
+        commands=DISTILL,
+    )
+    report_to: str | None = run_option(
+        None,
+        "Trackers to report losses to, such as tensorboard, separated by commas.",
+        commands=DISTILL,
+    )
+    log_json: Path | None = run_option(
+        None, "File to write the progress to, as lines of JSON.", commands=DISTILL
+    )
+    stages: Path | None = run_option(
+        None,
+        "TOML file with the options of several runs; each trains the student of the run before.",
+        metavar="FILE",
+        commands=DISTILL,
+    )
+    resume: bool = run_option(
+        False, "Continue an interrupted run, with the same options.", commands=DISTILL
+    )
+    overwrite: bool = run_option(
+        False,
+        "Replace an existing student in --out when the new one is complete.",
+        commands=DISTILL,
+    )
+    rows: int = run_option(8, "Rows of the verified step.", least=2, commands=("verify",))
+    ranks: int = run_option(
+        2,
+        "Processes that share the step (Linux only); 0: do not test several processes.",
+        least=0,
+        commands=("verify",),
+    )
+    follows: str | None = option(
+        None, "Ids of the runs whose students a stage of --stages starts from.", commands=()
+    )
+
+    @classmethod
+    def of(
+        cls, given: Mapping[str, Any] | None = None, command: str = "distill", **options: Any
+    ) -> "Config":
+        """The ``given`` ``options``, above those of a paper's recipe, above the defaults.
+
+        Raises:
+            InputError: an option is out of its bounds, or options exclude each other.
+        """
+        options = {**(given or {}), **options}
+        known = [field.name for field in fields(cls)]
+        for name in options.keys() - {*known}:
+            raise TypeError(
+                f"Config has no option {name!r}, {nearest(name, known)}; arguments of "
+                "transformers' trainer go into trainer_args"
+            )
+        given = {name: _converted(name, value) for name, value in options.items()}
+        config = cls(command=command, **given)
+        if config.stages is not None:
+            check_stages(config)
+            return config
+        entries = recipes.entries_of(config, given)
+        config = replace(config, **{n: e.value for n, e in entries.items() if n not in given})
+        for check in (check_data, check_models, check_training if command == "distill" else None):
+            if check is not None:
+                check(config)
+        return config
+
+    @property
+    def columns(self) -> Columns:
+        """The given columns; with --teachers also the column of each row's teacher."""
+        return replace(super().columns, teacher=self.teacher_column if self.teachers else None)
+
+    @property
+    def passed(self) -> Mapping[str, Any]:
+        """Arguments of --trainer-args, once its file is read."""
+        return self.trainer_args if isinstance(self.trainer_args, Mapping) else {}
+
+    @property
+    def glue_name(self) -> str | None:
+        """Name of the GLUE task that --task or --data gives, if any."""
+        return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
+
+    @property
+    def glue(self) -> Glue | None:
+        """Columns and metrics of the GLUE task, if any."""
+        return GLUE_TASKS.get(self.glue_name or "")
+
+    @property
+    def kind(self) -> str | None:
+        """Value of --task if it is a kind of rows, not a GLUE data set."""
+        return tasks.kind_of(self.task)
+
+
+@functools.cache
+def _path_kinds() -> tuple[list[str], list[str]]:
+    """Names of the options that are paths, and of those that are lists of paths."""
+    return paths_of(Config), lists_of(Config)
+
+
+def _converted(name: str, value: Any) -> Any:
+    """The value of an option in the type of its field; text is a path where that is one."""
+    paths, lists = _path_kinds()
+    if name in lists:
+        many = value if isinstance(value, list | tuple) else [value]
+        return [Path(each) for each in many if each is not None] or None
+    if name in paths and isinstance(value, str):
+        return Path(value)
+    return resolved(value) if name == "teacher" and value is not None else value
+
+
+def refuse(config: Config, wrong: Iterable[tuple[Any, str]]) -> None:
+    """Raise InputError with the first message whose condition holds."""
+    for condition, message in wrong:
+        if condition:
+            raise InputError(message)
+
+
+def check_stages(config: Config) -> None:
+    """Raise for options that belong into the file --stages."""
+    others = (name for name in options_of(config) if name not in OF_ALL_STAGES)
+    for flag in set_flags(config, *others):
+        raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
+    _check_resume(config)
+
+
+def check_data(config: Config) -> None:
+    """Raise for options of the rows that exclude each other."""
+    if len(files.names_of(config.test or [])) < len(config.test or []):
+        raise InputError(
+            "--test: two files have the same name, which their scores end in; rename one"
+        )
+    tasks.check(config.task)
+    tasks.check_metric(config.task, config.metric)
+    hub = set_flags(config, "data", "data_config", "train_split", "eval_split")
+    local = set_flags(config, "train", "evals")
+    remote = config.glue_name is not None or config.data is not None
+    refuse(config, (
+        (not local and config.no_header, "--no-header is about files; give --train and --eval"),
+        (not local and not remote and config.unlabelled is not None,
+         "--eval is missing: name rows, or text alone, to evaluate on"),
+        (not local and not remote,
+         "no data: pass --task NAME, --data HUB_NAME, or --train and --eval FILE"),
+        (local and hub, f"{''.join(local[:1])} and {''.join(hub[:1])} exclude each other: give "
+         "files or a hub name"),
+        (config.task in GLUE_TASKS and config.data is not None,
+         "--task and --data exclude each other"),
+        (config.data_config is not None and (config.data is None or config.data in GLUE_TASKS),
+         "--data-config belongs to --data, a data set that is no GLUE task"),
+    ))  # fmt: skip
+
+
+def check_models(config: Config) -> None:
+    """Raise for options of teacher, student and method that exclude each other."""
+    makes, drawn = set_flags(config, *MAKES[1:]), config.student_weights == "random"
+    method = set_flags(config, "preset", "options") if config.method == AUTO else []
+    served = is_served(config.teacher)
+    refuse(config, (
+        (config.recipe is not None and config.preset != "paper", "--recipe needs --preset paper"),
+        (method, f"{''.join(method[:1])} needs --method NAME: --method {AUTO} takes another method "
+         "for another kind of task"),
+        (config.student is not None and makes,
+         f"--student and {''.join(makes[:1])} exclude each other"),
+        (drawn and set_flags(config, "teacher_layers"),
+         "--teacher-layers and --student-weights random exclude each other"),
+        ("num_hidden_layers" in config.student_config,
+         "--student-config num_hidden_layers: give --student-layers"),
+        (config.lora and drawn,
+         "--lora and --student-weights random exclude each other: adapters alone learn"),
+        (config.unlabelled is not None and config.method == "labels",
+         "--unlabelled and --method labels exclude each other"),
+        (config.command == "cache" and config.teacher_model is not None and not served,
+         "--teacher-model needs --teacher URL, a server"),
+        (config.command == "verify" and served,
+         f"--teacher {config.teacher}: a server teaches `fastkd distill` and `fastkd cache`"),
+    ))  # fmt: skip
+    if served:
+        _check_served(config)
+    for flag, adapters in (("--lora", config.lora), ("--teacher-lora", config.teacher_lora)):
+        if adapters:
+            from fastkd.train import lora
+
+            lora.read(adapters, flag)
+
+
+def _check_served(config: Config) -> None:
+    """Raise for options that need the teacher's weights, which a server keeps."""
+    url = f"--teacher {config.teacher}"
+    if config.student is None or config.teacher_model is None:
+        raise InputError(
+            f"{url}: a server's model can't be cut; pass --student, which reads its tokens, and "
+            "--teacher-model NAME"
+        )
+    for flag in set_flags(config, "finetune_teacher", "student_layers", "student_config"):
+        raise InputError(f"{flag}: needs the teacher's weights, and {url} is a server")
+    if config.method == AUTO:
+        raise InputError(
+            f"{url}: a server's log-probabilities have temperature 1; pass --method soft_targets "
+            "--set temperature=1"
+        )
+
+
+def check_training(config: Config) -> None:
+    """Raise for options of `fastkd distill` that exclude each other."""
+    cache, shard = config.teacher_cache is not None, config.shard
+    served = is_served(config.teacher)
+    no_tuning = [] if config.finetune_teacher else set_flags(
+        config, "teacher_learning_rate", "teacher_lora"
+    )  # fmt: skip
+    _check_resume(config)
+    if config.teachers is not None:
+        _check_teachers(config)
+    refuse(config, (
+        (not cache and config.teacher is None and config.teachers is None,
+         "--teacher is missing: a directory or a hub name"),
+        (cache and config.on_policy, "--on-policy and --teacher-cache exclude each other: a "
+         "cache has no outputs on text that the student generates"),
+        (cache and config.finetune_teacher, "--teacher-cache and --finetune-teacher exclude each "
+         "other: the teacher of a cache is fine-tuned already"),
+        (shard and config.teacher_layers == SELECT, f"--fsdp and --teacher-layers {SELECT} "
+         "exclude each other: selecting layers needs a whole teacher; name the layers"),
+        (shard and config.precision == "fp16", "--fsdp and --precision fp16 exclude each other: "
+         "take bf16"),
+        (shard and config.on_policy and config.gather, "--fsdp, --gather and --on-policy exclude "
+         "each other: a process without rows cannot take part in generating text"),
+        (no_tuning, f"{''.join(no_tuning[:1])} needs --finetune-teacher EPOCHS"),
+        (config.teachers is None and set_flags(config, "teacher_column"),
+         "--teacher-column needs --teachers FILE"),
+        (not served and set_flags(config, "teacher_model", "top_k"),
+         "--teacher-model and --top-k need --teacher URL, a server"),
+        (config.accumulate > config.batch_size,
+         f"--accumulate {config.accumulate}: a step of {config.batch_size} rows has no more "
+         "micro-batches than rows; give a larger --batch-size"),
+    ))  # fmt: skip
+    if config.log_json is not None:
+        _check_log(config, config.log_json)
+
+
+def _check_resume(config: Config) -> None:
+    if config.resume and config.overwrite:
+        raise InputError("--resume and --overwrite exclude each other")
+
+
+def _check_teachers(config: Config) -> None:
+    """Raise for options of one teacher."""
+    for flag in set_flags(
+        config, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher", "pack",
+        "on_policy", "shard", "student_layers", "student_config",
+    ):  # fmt: skip
+        raise InputError(f"--teachers and {flag} exclude each other")
+    if config.student is None:
+        raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
+
+
+def _check_log(config: Config, path: Path) -> None:
+    """Raise if the file --log-json is one that the run reads or replaces."""
+    log, arguments = path.absolute(), config.trainer_args
+    read = (config.train, config.evals, *(config.test or ()), config.unlabelled, arguments)
+    if log in [each.absolute() for each in read if isinstance(each, Path)]:
+        raise InputError(f"--log-json {path} is a file that the run reads")
+    for name in ("student", "teacher", "unfinished"):
+        if log.is_relative_to((config.out / name).absolute()):
+            raise InputError(f"--log-json {path} lies in what the run replaces")
+
+
+# Options that name a model: a directory, or a name on the hub.
+MODELS = ("teacher", "student", "tokenizer")
+
+
+def option_values(
+    where: str,
+    table: Mapping[str, Any],
+    folder: Path,
+    study: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Fields of `Config` by the keys of a file's ``table``, but those beside --stages.
+
+    Paths are relative to the ``folder`` of the file. ``study``: the further keys of a study's file,
+    where a value may be a list of values.
+    """
+    keys = {k: n for k, n in file_keys(Config, "distill").items() if n not in OF_ALL_STAGES}
+    found, (paths, lists) = {}, _path_kinds()
+    for key, value in table.items():
+        if key not in keys:
+            raise InputError(f"{where} has no option {key!r}; {nearest(key, [*study, *keys])}")
+        name, several = keys[key], isinstance(value, list) and bool(study)
+        whole = name in lists  # a list is one value
+        many = value if several and not whole else [value]
+        if name in paths:
+            many = [resolve_path(f"{where}: {key}", each, folder, whole) for each in many]
+        elif name in MODELS:
+            many = [_model_in(folder, each) for each in many]
+        for each in many if name not in paths else ():
+            check_types(f"{where}: ", {name: each}, Config)
+        found[name] = many if several and not whole else many[0]
     return found
 
 
-@contextlib.contextmanager
-def _errors_of(trainer_args: Path | None, schedule: str | None) -> Iterator[None]:
-    """Context in which an error of TrainingArguments names --trainer-args or --schedule."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if trainer_args is schedule is None:
-            raise
-        option = (
-            f"--schedule {schedule}" if trainer_args is None else f"--trainer-args {trainer_args}"
-        )
-        raise InputError(f"{option}: {error}") from error
-
-
-def _try(config: DistillConfig) -> None:
-    """Raise now the errors of optimizer, schedule and compiler, which would be raised later."""
-    transformers: Any = require("transformers", "train")
-    kind, options = transformers.Trainer.get_optimizer_cls_and_kwargs(config)
-    if kind.__module__.startswith(("torch.", "transformers.")):  # others need groups of weights
-        kind([torch.zeros(1)], **options)
-    if config.passed.get("torch_compile_backend") is not None:
-        accelerate: Any = require("accelerate.utils", "train")
-        accelerate.DynamoBackend(str(config.torch_compile_backend).upper())
-    transformers.get_scheduler(
-        config.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)]),
-        num_warmup_steps=1,
-        num_training_steps=10,
-        scheduler_specific_kwargs=config.lr_scheduler_kwargs,
-    )
+def _model_in(folder: Path, name: Any) -> Any:
+    """A name on the hub, or a directory beside a file; $NAME is an environment variable."""
+    if not isinstance(name, str):
+        return name
+    path = resolve_path("", name, folder)
+    return str(path) if path.is_dir() or name.startswith(("$", "~")) else name

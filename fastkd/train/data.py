@@ -17,13 +17,13 @@ import numpy as np
 from fastkd._core.extras import require
 from fastkd.train import files, tasks
 from fastkd.train.arrow_rows import UNLABELLED, Rows, file_fingerprint, stored
+from fastkd.train.config import Config
 from fastkd.train.conversations import KEEP
 from fastkd.train.encoding import code_fingerprints
 from fastkd.train.errors import EmptyLabel, InputError
 from fastkd.train.glue import HUB, Glue
 from fastkd.train.hub import hub_answers, why_not
 from fastkd.train.input_columns import Columns, field
-from fastkd.train.settings import Source
 from fastkd.train.tasks.base import AGREEMENT, TEXT, ClassTask, Corpus, LabelInfo, Task
 from fastkd.train.tasks.classification import Classification
 
@@ -166,56 +166,56 @@ def read_hub(
     return replace(found, classes=None if classes is None else tuple(classes))
 
 
-def load(source: Source, finished: Task | None = None) -> Corpus:
-    """Read and check all rows that ``source`` names.
+def load(config: Config, finished: Task | None = None) -> Corpus:
+    """Read and check all rows that ``config`` names.
 
     ``finished``: the task of a finished teacher, of whose classes the rows may lack some.
     """
-    kind = tasks.of_file(source.kind, source.train)
-    glue = source.glue
-    if source.thinking != KEEP and not hasattr(kind, "thinking"):
+    kind = tasks.of_file(config.kind, config.train)
+    glue = config.glue
+    if config.thinking != KEEP and not hasattr(kind, "thinking"):
         raise InputError(
-            f"--thinking {source.thinking}: rows of --task {kind.name()} are no conversations; "
+            f"--thinking {config.thinking}: rows of --task {kind.name()} are no conversations; "
             "leave it out"
         )
 
     def read(path: Path, option: str, labelled: bool = True) -> Rows:
-        columns = file_columns(source.columns, glue, path, kind, labelled)
+        columns = file_columns(config.columns, glue, path, kind, labelled)
         return read_file(path, columns, option, task=kind)
 
-    if source.train is None and source.unlabelled is not None and source.evals is not None:
-        return _of_text_alone(source, finished, read)
-    if source.train is None and source.evals is None:
-        train, evals = _read_splits(source, kind, glue)
-    elif source.evals is None:
+    if config.train is None and config.unlabelled is not None and config.evals is not None:
+        return _of_text_alone(config, finished, read)
+    if config.train is None and config.evals is None:
+        train, evals = _read_splits(config, kind, glue)
+    elif config.evals is None:
         raise InputError("--eval is missing: name the file to evaluate on")
-    elif source.train is None:
+    elif config.train is None:
         raise InputError("--train is missing: name the file to train on")
     else:
-        train, evals = read(source.train, "--train"), {"": read(source.evals, "--eval")}
-    tests = {k: read(path, "--test") for k, path in files.names_of(source.test or []).items()}
+        train, evals = read(config.train, "--train"), {"": read(config.evals, "--eval")}
+    tests = {k: read(path, "--test") for k, path in files.names_of(config.test or []).items()}
     head = None if finished is None else finished.names
-    order = None if source.label_order is None else source.label_order.split(",")
+    order = None if config.label_order is None else config.label_order.split(",")
     if head is not None and order is not None and len(order) == len(head):
         head = [name.strip() for name in order]
     declared = None if train.classes is None else list(train.classes)
     sets = {**evals, **{f"test {name}": rows for name, rows in tests.items()}}
-    given = LabelInfo(source.labels, glue, declared, head, source.thinking)
+    given = LabelInfo(config.labels, glue, declared, head, config.thinking)
     task = kind.fit(train, sets, given)
     unknown = "does not occur in the training rows"
     prepared = [task.read_labels(rows, unknown) for rows in (train, *sets.values())]
     train, *found = (one.rows for one in prepared)
     evals, more = dict(zip(evals, found, strict=False)), prepared[0].without_labels
     tests = dict(zip(tests, found[len(evals) :], strict=True))
-    if source.unlabelled is not None:
+    if config.unlabelled is not None:
         check_unlabelled(task)
-        unlabelled = read(source.unlabelled, "--unlabelled", labelled=False)
+        unlabelled = read(config.unlabelled, "--unlabelled", labelled=False)
         more = unlabelled if more is None else more.followed_by(unlabelled)
     return Corpus(
-        train.sample(source.max_train_rows, source.seed),
-        {k: rows.sample(source.max_eval_rows, source.seed) for k, rows in evals.items()},
+        train.sample(config.max_train_rows, config.seed),
+        {k: rows.sample(config.max_eval_rows, config.seed) for k, rows in evals.items()},
         task,
-        task.select_metrics(source.metric, glue),
+        task.select_metrics(config.metric, glue),
         tests,
         None if more is None else task.without_labels(more),
         notes=tuple(dict.fromkeys(line for one in prepared for line in one.notes)),
@@ -248,22 +248,22 @@ def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
     )
 
 
-def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows]) -> Corpus:
+def _of_text_alone(config: Config, task: Task | None, read: Callable[..., Rows]) -> Corpus:
     """Rows of --unlabelled alone, for the soft targets of a finished teacher.
 
     Evaluation rows without the label column are scored by the agreement with the teacher.
     """
-    evals, label = source.evals, source.label_column
-    assert source.unlabelled is not None and evals is not None
+    evals, label = config.evals, config.label_column
+    assert config.unlabelled is not None and evals is not None
     if task is None:
         raise InputError(
             "--train is missing: text alone needs a teacher with a finished head, for "
             "classification, regression, multi-label or token-classification"
         )
     check_unlabelled(task)
-    if source.label_order is not None:
+    if config.label_order is not None:
         raise InputError("--label-order: without --train no label is read; leave it out")
-    train = task.without_labels(read(source.unlabelled, "--unlabelled", labelled=False))
+    train = task.without_labels(read(config.unlabelled, "--unlabelled", labelled=False))
     names = {label, task.columns.label} - {None}
     labelled = label is not None or bool(names & {*files.first_row(evals)})
     rows = read(evals, "--eval", labelled=labelled)
@@ -272,22 +272,22 @@ def _of_text_alone(source: Source, task: Task | None, read: Callable[..., Rows])
     if labelled:
         found = task.prepare(rows)
         task, rows, notes = found.task, found.rows, notes + found.notes
-        metrics = task.select_metrics(source.metric, source.glue)
-    elif AGREEMENT in task.metrics and source.metric in (None, AGREEMENT):
+        metrics = task.select_metrics(config.metric, config.glue)
+    elif AGREEMENT in task.metrics and config.metric in (None, AGREEMENT):
         rows = task.without_labels(rows)
     else:
         raise InputError(
             f"--eval {evals}: no column {task.columns.label!r}, which --metric "
-            f"{source.metric or task.metrics[0]} compares; name it by --label-column"
+            f"{config.metric or task.metrics[0]} compares; name it by --label-column"
         )
     return Corpus(
-        train.sample(source.max_train_rows, source.seed),
-        {"": rows.sample(source.max_eval_rows, source.seed)},
+        train.sample(config.max_train_rows, config.seed),
+        {"": rows.sample(config.max_eval_rows, config.seed)},
         task,
         metrics,
         {
             k: task.prepare(read(path, "--test")).rows
-            for k, path in files.names_of(source.test or []).items()
+            for k, path in files.names_of(config.test or []).items()
         },
         notes=notes,
         labelled=False,
@@ -304,23 +304,23 @@ def check_unlabelled(task: Task, option: str = "--unlabelled") -> None:
 
 
 def _read_splits(
-    source: Source, kind: type[Task], glue: Glue | None
+    config: Config, kind: type[Task], glue: Glue | None
 ) -> tuple[Rows, dict[str, Rows]]:
     """Training and evaluation splits of a GLUE task, or of any data set on the hub."""
-    dataset, config, columns, option = source.data, source.data_config, kind.columns, "--data"
+    dataset, name, columns, option = config.data, config.data_config, kind.columns, "--data"
     eval_splits: tuple[str, ...] = ("validation",)
     if glue is not None:
-        dataset, config, option = HUB, source.glue_name, "--task"
+        dataset, name, option = HUB, config.glue_name, "--task"
         eval_splits, columns = glue.eval_splits, glue.hub
-    if source.eval_split is not None:
-        eval_splits = (source.eval_split,)
-    columns = source.columns.over(columns)
+    if config.eval_split is not None:
+        eval_splits = (config.eval_split,)
+    columns = config.columns.over(columns)
     assert dataset is not None
-    train = read_hub(dataset, config, source.train_split, columns, option, kind)
+    train = read_hub(dataset, name, config.train_split, columns, option, kind)
     evals: dict[str, Rows] = {}
     for split in eval_splits:
         suffix = "mm" if split == "validation_mismatched" and evals else ""
-        evals[suffix] = read_hub(dataset, config, split, columns, option, kind)
+        evals[suffix] = read_hub(dataset, name, split, columns, option, kind)
     return train, evals
 
 

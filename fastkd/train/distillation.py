@@ -2,27 +2,67 @@
 
 import contextlib
 import dataclasses
+import json
+import math
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from transformers import set_seed
+
+import fastkd
+from fastkd._core.extras import require
+from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.distiller import Distiller
+from fastkd.distill.methods import Labels
 from fastkd.distributed import world_size
 from fastkd.models.layer_map import SCHEMES
-from fastkd.train import data, processes, tasks
-from fastkd.train.config import DistillConfig
+from fastkd.train import auto_method, lora, processes, recipes, sharding, tasks
+from fastkd.train import data as rows_of_source
+from fastkd.train.arguments import settled
+from fastkd.train.arrow_rows import fingerprint
+from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
+from fastkd.train.card import CARD, write_card
+from fastkd.train.computation import Computation
+from fastkd.train.config import AUTO, SELECT, Config
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.job import Job, Measure, check_classes
+from fastkd.train.fitting import fit, load_best, servers_of
+from fastkd.train.generation import Generation
+from fastkd.train.loading import Data, describe_match, encode, load_data
 from fastkd.train.models import be_quiet, make_method
 from fastkd.train.options import set_flags
-from fastkd.train.progress import Display
-from fastkd.train.run_directory import RunDirectory
-from fastkd.train.saving import locked
-from fastkd.train.settings import AUTO
+from fastkd.train.progress import Display, format_scores
+from fastkd.train.run_directory import (
+    CHECKPOINTS,
+    EVAL_ROWS,
+    Checkpoints,
+    RunDirectory,
+    is_complete,
+    model_fingerprint,
+    rows_of,
+)
+from fastkd.train.saving import MANIFEST, locked, read_json, saving, update_manifest
+from fastkd.train.scoring import (
+    Judged,
+    Run,
+    Trained,
+    judge,
+    rows_by_teacher,
+    seconds_a_batch,
+    sizes_of,
+)
+from fastkd.train.tasks.base import reorder_classes
+
+filelock: Any = require("filelock", "train")
+#: Measurements of a run's best student, by name.
+Measure = Callable[[Trained], dict[str, Any]]
 
 
 def run_distillation(
-    config: DistillConfig,
+    config: Config,
     display: Display | None = None,
     measure: Measure | None = None,
     cache: Path | None = None,
@@ -36,11 +76,32 @@ def run_distillation(
         InputError: an option, file or model cannot be used; raised before training.
     """
     started = time.perf_counter()
-    display = display or Display()
     be_quiet()
-    with contextlib.ExitStack() as stack:
+    with processes.errors_on_all():
+        config = check(config)
+    display = display or Display()
+    with _opened(config, display) as out:
         with processes.errors_on_all():
-            check(config)
+            data = load_data(config, display)
+        for line in rows_of_source.describe(data.corpus):
+            display.say(line)
+        if out.done:
+            out.begin(rows_of(reorder_classes(out.done.get("labels"), data.corpus)))
+            display.say(f"{config.out}: this run is already complete")
+            return out.done
+        run, models, recipe = begin(config, data, display, out)
+        if config.finetune_teacher:
+            models = finetune_teacher(run, models)
+        report = train_student(run, models, recipe, measure, cache)
+        report["seconds"]["total"] += time.perf_counter() - started
+        finish(run, report)
+    return report
+
+
+@contextlib.contextmanager
+def _opened(config: Config, display: Display) -> Iterator[RunDirectory]:
+    """Context of the locked output directory, in which the display prints."""
+    with contextlib.ExitStack() as stack:
         stack.enter_context(processes.enter_on_first_process(locked(config.out)))
         with processes.errors_on_all():
             stack.enter_context(display)
@@ -50,25 +111,356 @@ def run_distillation(
             display.say(f"{config.out}: no run to resume; this one begins")
         if config.student is not None and config.student == config.teacher:
             display.say("warning: --student is the teacher; --student-layers makes a smaller one")
-        with processes.errors_on_all():
-            whole = dataclasses.replace(config, batch_size=config.batch_size * out.processes)
-            job = Job(config, whole, display, out)
-        for line in data.describe(job.corpus):
-            display.say(line)
-        if out.done:
-            job.check_done()
-            return out.done
-        distiller: Distiller | None = job.begin()
-        if config.finetune_teacher:
-            distiller = None  # its student has the weights before fine-tuning
-            job.finetune_teacher()
-        report = job.train_student(distiller, measure, cache)
-        report["seconds"]["total"] += time.perf_counter() - started
-        job.finish(report)
-    return report
+        yield out
 
 
-def check_resume(config: DistillConfig) -> None:
+def begin(
+    config: Config, data: Data, display: Display, out: RunDirectory
+) -> tuple[Run, Models, dict[str, Any]]:
+    """Load and check the models, and start the run in the output directory.
+
+    Also returns the paper's recipe and what deviates from it, with --preset paper. Errors of
+    student and method are raised now, not after the teacher's fine-tuning.
+    """
+    with processes.errors_on_all():
+        own = data.teacher_tokenizer is not None
+        config, why = auto_method.settled(config, data.task, own, out.manifest.get("method"))
+        if why:
+            display.say(why)
+        tuned = out.teacher if config.finetune_teacher and is_complete(out.teacher) else None
+        models = assemble(config, data, display, load_teacher(config, data, tuned))
+        computation = Computation.of(config, out.processes)
+        run = Run(config, computation, data, encode(config, data, models.max_length), display, out)
+        if data.match is not None:
+            display.say(describe_match(data, run.sets.train))
+        check_training(run, models)
+    recipe = recipes.compared(config, models.distiller.method)
+    for line in recipes.lines(recipe):
+        display.say(line)
+    size = models.student.get_memory_footprint(return_buffers=False)
+    teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
+    processes.on_first_process(lambda: out.check_room(teacher, size))
+    out.begin(_inputs(run, models, tuned))
+    out.once("method", lambda: config.method)
+    counts = ", ".join(f"{number} {name} rows" for name, number in run.sets.counts().items())
+    display.say(f"{counts}, device {computation.device.type}")
+    if max(world_size(), out.processes) > 1:
+        begun = f", as in the {out.processes} that began" if out.processes != world_size() else ""
+        steps = config.passed.get("gradient_accumulation_steps", 1)
+        rows = computation.batch_size * steps
+        display.say(f"{world_size()} processes: {rows} rows a step in all{begun}")
+    if not config.shard:
+        nn.Module.to(models.teacher, computation.device)
+    return run, models, recipe
+
+
+def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
+    """Rows, tokenizers and models on which the result depends, by their names in messages."""
+    config, data, teacher = run.config, run.data, models.teacher
+    found = rows_of(data.corpus)
+    if data.cached:
+        found["teacher cache"] = teacher
+    elif data.row_teachers:
+        each = zip(teacher.names, teacher.models, strict=True)
+        found |= {f"teacher {name}": model for name, model in each}
+    elif models.teacher_model is None:
+        found["served teacher"] = teacher
+    elif tuned is None:
+        found["teacher weights"] = teacher
+    if data.teacher_tokenizer is not None:
+        found["teacher's tokenizer files"] = data.teacher_tokenizer
+    found["tokenizer files"] = data.tokenizer
+    if config.student is not None:
+        found["student weights"] = models.student
+    return found
+
+
+def check_training(run: Run, models: Models) -> None:
+    """Raise unless a cache holds every training row, and an on-policy student has a loss."""
+    task, distiller = run.data.task, models.distiller
+    if run.data.cached:
+        _check_cached(run, models)
+    if not run.config.on_policy:
+        return
+    if task.generated is None:
+        raise InputError(
+            f"--on-policy: models of --task {task.name()} do not generate text; leave it out"
+        )
+    for progress in (0.0, 1.0):
+        weights = distiller.method.weights(progress)
+        if not any(weight for name, weight in weights.items() if name != "task"):
+            raise InputError(
+                f"--on-policy: {type(distiller.method).__name__} trains on labels alone, and "
+                "generated text has none; take another --method"
+            )
+
+
+def _check_cached(run: Run, models: Models) -> None:
+    """Raise unless the cache holds every training row; the processes share the check."""
+    rows, cache, size, distiller = run.sets.all, models.teacher, 256, models.distiller
+    rank, ranks = processes.rank(), world_size()
+    batches = rows.batches(run.sets.collate, size, rank=rank, ranks=ranks)
+    for number, batch in enumerate(batches):
+        if all(key in cache for key in distiller.sample_keys(batch)):
+            continue
+        for i in range(len(batch["input_ids"])):
+            row = {name: x[i : i + 1] for name, x in batch.items()}
+            if not all(key in cache for key in distiller.sample_keys(row)):
+                source, number = rows.source_of((number * ranks + rank) * size + i)
+                raise InputError(
+                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write "
+                    "it from the same rows with the same --max-length"
+                )
+
+
+def finetune_teacher(run: Run, models: Models) -> Models:
+    """The models with a teacher that was fine-tuned on the labels, saved as OUT/teacher.
+
+    The student is made again: it had the weights before fine-tuning.
+    """
+    config, out, teacher = run.config, run.out, models.teacher
+    assert out is not None
+    target, device = out.teacher, run.computation.device
+    if not processes.on_first_process(lambda: is_complete(target)):
+        name = teacher.config.name_or_path
+        tuning = dataclasses.replace(
+            config,
+            num_train_epochs=config.finetune_teacher,
+            training_steps=None,
+            learning_rate=config.teacher_learning_rate,
+        )
+        teacher = teacher.requires_grad_(True)
+        untaught: Any = NoTeacher(teacher)
+        if config.teacher_lora:
+            set_seed(config.seed)
+            adapters, head = config.teacher_lora, run.data.task.head
+            teacher = lora.adapted(teacher, adapters, head, config.teacher, "--teacher-lora")
+        distiller = Distiller(untaught, teacher, Labels(), gather=config.gather)
+        if config.shard:
+            sharding.shard(teacher, device)
+        alone = dataclasses.replace(run, config=tuning)
+        history = fit(alone, distiller, target, run.sets.teacher, {})
+        teacher = load_best(run, target, teacher)
+        # The student's adapters name the teacher as it was given, not the folder of a running run.
+        teacher.config.name_or_path = name
+        if not config.shard:  # which initialises the student from a whole teacher first
+            teacher.to(device)
+
+        def complete() -> None:
+            report = {**read_json(target / MANIFEST), "complete": True, "history": history}
+            with saving(target):
+                update_manifest(target, report)
+                Checkpoints(out.work / CHECKPOINTS["teacher"]).clear()
+
+        processes.on_first_process(complete)
+    return assemble(config, run.data, Display(), teacher)
+
+
+class NoTeacher(nn.Module):
+    """Stand-in for the teacher of a model that learns from labels alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        vars(self)["model"] = model  # not a submodule, whose parameters would be frozen
+
+    def get_base_model(self) -> nn.Module:
+        """The model whose sizes the method reads; see ``peft.PeftModel``."""
+        base: nn.Module = vars(self)["model"]
+        return base
+
+
+def train_student(
+    run: Run,
+    models: Models,
+    recipe: Mapping[str, Any],
+    measure: Measure | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Train the student and save its best state as OUT/student; returns the run's report."""
+    config, data, out, display = run.config, run.data, run.out, run.display
+    assert out is not None
+    if config.shard:
+        sharding.shard_distiller(models.distiller, run.computation.device)
+    judged = judge_teacher(run, models)
+    by_teacher, warnings = judge_row_teachers(run, models)
+    if judged.warning:
+        warnings["teacher"] = judged.warning
+    if config.teacher_layers == SELECT:
+        selected = out.once("selected", lambda: select(config, data, models.teacher, display))
+        models = assemble(config, data, Display(), models.teacher, selected)
+    if cache is not None and _can_cache(run, models):
+        outputs = _cache(run, models, cache)
+        models = assemble(config, data, Display(), models.teacher, models.selected, outputs)
+    report: dict[str, Any] = {
+        "fastkd": fastkd.__version__,
+        "torch": torch.__version__,
+        "rows": run.sets.counts(),
+        "layers": models.student.config.num_hidden_layers,
+        "teacher_layers": initial_layers(config, models),
+        "task": data.task.name(),
+        **data.task.report(),
+        "paired": data.corpus.train.paired,
+        "teacher": judged.scores,
+        **({"teachers": by_teacher} if by_teacher else {}),
+        **({"recipe": recipe} if recipe else {}),
+    }
+    began = time.perf_counter()
+    history = fit(run, models.distiller, out.student, run.sets.all, report)
+    if servers := servers_of(models.teacher):
+        report["served_teacher"] = ", ".join(x.throughput() for x in servers)
+        display.say(report["served_teacher"])
+    training = history[-1]["seconds"]
+    before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
+    display.say("scoring and timing the best student ...")
+    report.update(judge_best(run, models, by_teacher, warnings, measure))
+    # The manifest of the saved student has its scores. The first process reads it, before it moves
+    # the directory.
+    return {
+        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
+        **report,
+        "compared_layers": models.distiller.method.teacher_layers,
+        "complete": True,
+        "history": history,
+        "seconds": {"training": training, "total": before},
+    }
+
+
+def _can_cache(run: Run, models: Models) -> bool:
+    """Whether a cache has all that the method reads in a training."""
+    config, method = run.config, models.distiller.method
+    alone = world_size() == 1 and not config.shard and not config.on_policy
+    draws = hasattr(run.sets.collate, "for_epoch")  # inputs of its own in each epoch
+    reads = method.uses_teacher and method.prepared and not teacher_request(method)["inside"]
+    return alone and not draws and reads and models.teacher_model is not None
+
+
+def _cache(run: Run, models: Models, folder: Path) -> TeacherCache:
+    """The teacher's outputs on all training rows; only missing ones are computed."""
+    request = json.dumps(teacher_request(models.distiller.method))
+    parts = (model_fingerprint(models.teacher), request, run.config.precision)
+    path = folder / fingerprint(map(str.encode, parts))
+    path.mkdir(parents=True, exist_ok=True)
+    rows, device = run.sets.all, run.computation.device
+    batches = rows.batches(run.sets.collate, 32, rows.by_length, device=device)
+    with filelock.FileLock(path.with_suffix(".lock")), run.computation.autocast():
+        return models.distiller.cache_teacher(batches, path)
+
+
+def initial_layers(config: Config, models: Models) -> list[int] | None:
+    """Teacher layers that the student was initialised from; None if it was not."""
+    own = config.student is not None or config.student_weights == "random"
+    if own or models.teacher_model is None:
+        return None
+    return models.selected or layers_of(config, models.teacher)
+
+
+def judge_teacher(run: Run, models: Models) -> Judged:
+    """The teacher's scores; those in a cache if it was scored on the same rows."""
+    config, data, found = run.config, run.data, Judged()
+    if models.teacher_model is not None:
+        found = judge(run, models.teacher_model, who="teacher", teacher=True)
+    elif data.cached:  # a server has no scores
+        prints, before = data.cached["fingerprints"], data.cached["settings"]
+        assert run.out is not None
+        same = prints.get(EVAL_ROWS) == run.out.manifest["fingerprints"][EVAL_ROWS]
+        same = same and before.get("max_length") == models.max_length
+        same = same and before.get("precision") == config.precision
+        # `fastkd cache` scores greedy text.
+        if same and data.task.generation in (None, Generation(seed=config.seed)):
+            found = Judged(data.cached["teacher"])
+    _report_teacher(run, found, f"--teacher {config.teacher}", "teacher")
+    return found
+
+
+def judge_row_teachers(
+    run: Run, models: Models
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """For each teacher of --teachers its evaluation rows and scores; and warnings by name."""
+    found, warnings = dict[str, dict[str, Any]](), dict[str, str]()
+    for name, sets in rows_by_teacher(run, models.max_length).items():
+        found[name] = {"rows": sum(map(len, sets.values()))}
+        if name in models.row_teachers:
+            judged = judge(run, models.row_teachers[name], sets, who=f"teacher {name}")
+            _report_teacher(run, judged, f"--teachers {name}", f"teacher {name} on its rows")
+            found[name]["teacher"] = judged.scores
+            if judged.warning:
+                warnings[f"teacher {name}"] = judged.warning
+    return found, warnings
+
+
+def _report_teacher(run: Run, judged: Judged, option: str, who: str) -> None:
+    """Print a teacher's scores; raise if they are not finite."""
+    if any(map(math.isnan, judged.scores.values())):
+        raise InputError(f"{option}: its outputs are not finite")
+    if judged.scores:
+        run.display.say(f"{who}:  {format_scores(judged.scores)}")
+
+
+def judge_best(
+    run: Run,
+    models: Models,
+    by_teacher: Mapping[str, dict[str, Any]],
+    warnings: dict[str, str],
+    measure: Measure | None,
+) -> dict[str, Any]:
+    """Sizes, test scores and seconds per batch of the best student, read from its files."""
+    assert run.out is not None
+    best, device = load_best(run, run.out.student, models.student), run.computation.device
+    live = {"teacher": models.teacher_model, "student": best}
+    sizes: dict[str, Mapping[str, Any]] = {
+        who: sizes_of(model) for who, model in live.items() if model is not None
+    }
+    if "parameters" in run.data.cached:  # not of a server's cache
+        sizes = {"teacher": run.data.cached, **sizes}
+    found: dict[str, Any] = {
+        name: {who: each[name] for who, each in sizes.items()} for name in ("parameters", "bytes")
+    }
+    if run.config.shard:
+        sharding.shard(best, device, trained=False)
+    else:
+        best.to(device)
+    judged = judge(run, best, who="student")
+    if judged.warning:
+        warnings["student"] = judged.warning
+    trained = Trained(run, models.teacher, best, judged, warnings)
+    measured = None if measure is None else measure(trained)
+    for name, sets in rows_by_teacher(run, models.max_length).items():
+        scores = by_teacher[name]["student"] = judge(run, best, sets).scores
+        run.display.say(f"student on rows of {name}:  {format_scores(scores)}")
+    if run.sets.tests:
+        found["test"] = {
+            who: judge(run, model, run.sets.tests, teacher=who == "teacher").scores
+            for who, model in live.items()
+            if model
+        }
+    if measured is not None:
+        return {**found, "seconds_a_batch": {}, **measured}
+
+    def seconds() -> dict[str, float]:
+        return seconds_a_batch(run, best, models.teacher_model)
+
+    if run.config.shard:  # no process runs it alone
+        return {**found, "seconds_a_batch": processes.all_gather(seconds())[0]}
+    return {**found, "seconds_a_batch": processes.on_first_process(seconds)}
+
+
+def finish(run: Run, report: dict[str, Any]) -> None:
+    """Complete the student's directory and move the results to --out."""
+    out = run.out
+    assert out is not None
+
+    def publish() -> None:
+        with saving(run.config.out):
+            write_card(out.student, report)
+            update_manifest(out.student, report, CARD)
+            out.finish()
+
+    processes.on_first_process(publish)
+    out.report_moved_files(run.display)
+    run.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
+
+
+def check_resume(config: Config) -> None:
     """Raise if --resume names no directory."""
     if config.resume and not config.out.exists():
         raise InputError(
@@ -77,8 +469,10 @@ def check_resume(config: DistillConfig) -> None:
         )
 
 
-def check(config: DistillConfig) -> None:
-    """Raise for options that do not fit method, task or processes, before anything is read."""
+def check(config: Config) -> Config:
+    """``config`` with its trainer's arguments; raises for options that do not fit method, task or
+    processes, before anything is read."""
+    config = settled(config)
     if config.shard and world_size() == 1:
         raise InputError(
             "--fsdp: shards models over processes, but there is one; start several by `torchrun "
@@ -101,3 +495,4 @@ def check(config: DistillConfig) -> None:
         raise InputError(
             f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"
         )
+    return config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.train import files, tasks
+from fastkd.train.config import ColumnOptions, Config
 from fastkd.train.hub import check_place, is_served
 from fastkd.train.input_columns import check_columns, settle_columns
 from fastkd.train.options import options_of
@@ -29,25 +30,27 @@ def check_inputs(settings: Any) -> None:
     ``settings`` are the options of a command.
     """
     flags = {name: option.flag for name, option in options_of(settings).items()}
+    values = vars(settings)
     for name in ROWS:
-        value = getattr(settings, name, None)
+        value = values.get(name)
         for path in value if isinstance(value, list) else [value]:
             if isinstance(path, Path):
                 _check_rows(settings, path, flags[name], labelled=name != "unlabelled")
-    if getattr(settings, "teachers", None) is not None:
-        teachers_of(settings.teachers)
+    if values.get("teachers") is not None:
+        teachers_of(values["teachers"])
     for name in MODELS:
-        value = getattr(settings, name, None)
+        value = values.get(name)
         if isinstance(value, str) and not is_served(value):
             check_place(flags[name], value)
 
 
 def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
-    kind = tasks.kind_of(getattr(settings, "task", None))
+    values = vars(settings)
+    kind = tasks.kind_of(values.get("task"))
     known = files.kind_of(path) in files.READERS
     if not path.exists() or (kind in PLAIN and path.is_file() and known):
         files.check_file(path, option)
-    columns = getattr(settings, "columns", None)
+    columns = settings.columns if isinstance(settings, ColumnOptions) else None
     small = files.kind_of(path) == WHOLE and path.stat().st_size <= MOST
     quick = path.is_file() and option != "--text" and (files.kind_of(path) in QUICK or small)
     if columns is None or not quick or kind == "question-answering":
@@ -56,10 +59,9 @@ def _check_rows(settings: Any, path: Path, option: str, labelled: bool) -> None:
     if record is None:
         return
     # `fastkd predict` reads no label.
-    labelled = labelled and hasattr(settings, "label_order")
+    labelled = labelled and "label_order" in values
     columns = replace(columns, label=columns.label if labelled else None)
-    training = hasattr(settings, "train")
-    if training and columns.header and kind in PLAIN and settings.glue is None:
+    if isinstance(settings, Config) and columns.header and kind in PLAIN and settings.glue is None:
         # Text alone may be evaluated without labels.
         label = columns.label or ("label" if labelled and settings.train is not None else None)
         settle_columns(replace(columns, label=label), record, str(path))

@@ -24,7 +24,7 @@ def predict(
     examples: Encoded,
     task: Task,
     tokenizer: Any,
-    training_config: Computation,
+    computation: Computation,
     display: Display | None = None,
 ) -> Any:
     """`Task.answer` of ``model`` for all rows, in eval mode, without random numbers.
@@ -34,17 +34,17 @@ def predict(
     """
     was_training = model.training
     model.eval()
-    order, parts, size = examples.by_length, list[Any](), 2 * training_config.own_rows
+    order, parts, size = examples.by_length, list[Any](), 2 * computation.own_rows
     together, ranks, collate = sharding.sharded(model), world_size(), task.collator(tokenizer)
-    number, batches = examples.shared(collate, size, training_config.device)
+    number, batches = examples.shared(collate, size, computation.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:
-        with torch.no_grad(), training_config.autocast():
+        with torch.no_grad(), computation.autocast():
             for batch in batches:
                 parts.append(task.answer(model, batch, tokenizer))
             if together and number < -(-len(order) // (ranks * size)):  # others have another batch
                 (spare,) = itertools.islice(
-                    examples.batches(collate, 1, device=training_config.device), 1
+                    examples.batches(collate, 1, device=computation.device), 1
                 )
                 task.answer(model, spare, tokenizer)
     finally:

@@ -29,7 +29,8 @@ class Option:
     ``flag`` defaults to the field's name; a word in capitals is an argument without a flag.
     ``key``, the name in a run's saved settings, defaults to the field's name too; an option that
     does not change the result is not ``saved``. ``joined``: assignments separated by commas.
-    ``names``: a word without "=" is a list of names, each with the value True.
+    ``names``: a word without "=" is a list of names, each with the value True. ``commands`` of a
+    `fastkd.train.config.Config` that have the option.
     """
 
     help: str
@@ -41,6 +42,7 @@ class Option:
     above: float | None = None
     most: float | None = None
     choices: Callable[[], Iterable[str]] | Iterable[str] = ()
+    commands: tuple[str, ...] = ("distill", "cache", "verify")
     saved: bool = True
     joined: bool = False
     names: bool = False
@@ -88,9 +90,9 @@ class Checked:
     """Base class of options that checks their bounds when they are created."""
 
     def __post_init__(self) -> None:
+        values = vars(self)
         for name, meta in options_of(self).items():
-            value = getattr(self, name)
-            if value is not None:
+            if (value := values[name]) is not None:
                 meta.check(value)
 
 
@@ -129,8 +131,8 @@ def as_paths(given: Any) -> list[Path] | None:
 
 def set_flags(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
-    default, flags = defaults_of(settings), options_of(settings)
-    return [flags[name].flag for name in names if getattr(settings, name) != default[name]]
+    default, flags, values = defaults_of(settings), options_of(settings), vars(settings)
+    return [flags[name].flag for name in names if values[name] != default[name]]
 
 
 def defaults_of(settings: Any) -> dict[str, Any]:
@@ -145,8 +147,9 @@ def defaults_of(settings: Any) -> dict[str, Any]:
 
 def as_json(settings: Any) -> dict[str, Any]:
     """The options that the result depends on, in JSON's types."""
+    values = vars(settings)
     return {
-        meta.key: jsonable(getattr(settings, name))
+        meta.key: jsonable(values[name])
         for name, meta in options_of(settings).items()
         if meta.saved
     }
@@ -273,9 +276,10 @@ def resolve_path(where: str, given: Any, folder: Path, several: bool = False) ->
     return folder / Path(os.path.expandvars(given)).expanduser()
 
 
-def file_keys(cls: Any) -> dict[str, str]:
-    """Field names of a dataclass of options, by their names in a file."""
-    return {meta.file_key: name for name, meta in options_of(cls).items()}
+def file_keys(cls: Any, command: str = "") -> dict[str, str]:
+    """Field names of a dataclass of options, by their names in a file; those of one command."""
+    options = options_of(cls).items()
+    return {m.file_key: name for name, m in options if not command or command in m.commands}
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ from fastkd.distributed import world_size
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.errors import InputError
 from fastkd.train.models import STUDENT
+from fastkd.train.options import as_json
 from fastkd.train.progress import Display
 from fastkd.train.saving import (
     MANIFEST,
@@ -118,10 +119,10 @@ class RunDirectory:
         InputError: --out has content that --resume cannot continue or --overwrite may not replace.
     """
 
-    def __init__(self, config: DistillConfig):
+    def __init__(self, config: Config):
         self.path, self.resume, self.overwrite = config.out, config.resume, config.overwrite
         #: Options on which the result depends.
-        self.saved = config.saved()
+        self.saved = as_json(config)
         self.work = self.path / "unfinished"
         self.student, self.teacher = self.work / "student", self.work / "teacher"
         #: Directory to which files in `work` were moved that fastkd did not write.

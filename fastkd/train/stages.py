@@ -27,31 +27,23 @@ from typing import Any
 from transformers import AutoConfig
 
 from fastkd.train import data, distillation, processes, tasks
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import OF_ALL_STAGES, Config, option_values
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.models import STUDENT, check_depth, finished_task, load
+from fastkd.train.loading import finished_task
+from fastkd.train.models import STUDENT, check_depth, load
 from fastkd.train.options import (
     check_name,
     check_tables,
     errors_with_file_keys,
-    option,
     read_options_file,
 )
 from fastkd.train.progress import Display
 from fastkd.train.recipes import MAKES
 from fastkd.train.run_directory import RESULTS
 from fastkd.train.saving import read_manifest
-from fastkd.train.settings import OF_ALL_STAGES, option_values
 
 LAST = "student"
 STAGES = "stages."  # of a teacher that an earlier stage trains
-
-
-@dataclasses.dataclass(kw_only=True)
-class StageConfig(DistillConfig):
-    """Options of a stage."""
-
-    follows: str | None = option(None, "Ids of the runs whose students this stage starts from.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,34 +55,34 @@ class Stage:
 
     name: str
     number: int
-    settings: StageConfig
+    config: Config
     before: Path | None
     assistant: "Stage | None" = None
 
     @property
     def out(self) -> Path:
         """Output directory of the stage."""
-        return self.settings.out
+        return self.config.out
 
 
-def read(settings: DistillConfig) -> list[Stage]:
+def read(config: Config) -> list[Stage]:
     """The stages in the file --stages.
 
     Raises:
         InputError: the file has an invalid entry; the message names its stage and key.
     """
-    assert settings.stages is not None
-    found = dict(read_options_file(settings.stages))
+    assert config.stages is not None
+    found = dict(read_options_file(config.stages))
     entries = check_tables("stages", found.pop("stages", {}))
     if not entries:
-        raise InputError(f"{settings.stages} has no stages; a table [stages.NAME] is one")
+        raise InputError(f"{config.stages} has no stages; a table [stages.NAME] is one")
     stages: list[Stage] = []
     for number, (name, table) in enumerate(entries.items(), 1):
         check_name(f"stages.{name}", name)
         before = stages[-1].out / "student" if stages else None
-        out = settings.out / f"{number}-{name}"
-        where = f"stages.{name} of {settings.stages}"
-        values = _values(where, {**found, **table}, settings.stages.parent)
+        out = config.out / f"{number}-{name}"
+        where = f"stages.{name} of {config.stages}"
+        values = _values(where, {**found, **table}, config.stages.parent)
         assistant = _assistant(where, values.get("teacher"), stages)
         makes = next((key for key in MAKES if key in (table if assistant else values)), None)
         if assistant is not None:
@@ -106,9 +98,9 @@ def read(settings: DistillConfig) -> list[Stage]:
         if before is not None:
             values = {key: x for key, x in values.items() if key not in MAKES}
             values["student"] = str(before)
-        shared = {name: getattr(settings, name) for name in OF_ALL_STAGES}
-        with errors_with_file_keys(where, DistillConfig):
-            stage = StageConfig(**{**shared, **values, "out": out, "stages": None})
+        shared = {name: vars(config)[name] for name in OF_ALL_STAGES}
+        with errors_with_file_keys(where, Config):
+            stage = Config.of({**shared, **values, "out": out, "stages": None})
         stages.append(Stage(name, number, stage, before, assistant))
     return stages
 
@@ -124,23 +116,23 @@ def _assistant(where: str, teacher: str | None, before: list[Stage]) -> Stage | 
 
 
 def _values(where: str, table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Fields of `DistillConfig` that a stage's table gives."""
+    """Fields of `Config` that a stage's table gives."""
     for key in table:
         if key in OF_ALL_STAGES:
             raise InputError(f"{where}: {key} is of all stages; give it on the command line")
     return option_values(where, table, folder)
 
 
-def check(settings: DistillConfig, stages: list[Stage]) -> None:
+def check(config: Config, stages: list[Stage]) -> None:
     """Check options, files, rows and models of all stages before the first one begins.
 
     All processes call it.
     """
     with processes.errors_on_all():
-        _check_out(settings, stages)
+        _check_out(config, stages)
         known: dict[str, tuple[int, int | None]] = {}
         for stage in stages:
-            with errors_with_file_keys(f"stages.{stage.name} of {settings.stages}", DistillConfig):
+            with errors_with_file_keys(f"stages.{stage.name} of {config.stages}", Config):
                 known[stage.name] = _check(stage, known)
 
 
@@ -149,21 +141,21 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
 
     ``known`` has those of the stages before; the number is None where only the model tells.
     """
-    settings = stage.settings
-    distillation.check(dataclasses.replace(settings, resume=False))  # it may not have begun
-    remote = settings.trust_remote_code
+    config = stage.config
+    distillation.check(dataclasses.replace(config, resume=False))  # it may not have begun
+    remote = config.trust_remote_code
     words = next(iter(known.values()))[0] if known else None
     depth: int | None
     if stage.assistant is not None:
         words, depth = known[stage.assistant.name]
-        teacher_words, name = words, settings.teacher
+        teacher_words, name = words, config.teacher
         _check_assistant(stage)
-        if depth is not None and settings.student_layers is not None:
-            check_depth("--student-layers", settings.student_layers, depth)
+        if depth is not None and config.student_layers is not None:
+            check_depth("--student-layers", config.student_layers, depth)
     else:
-        option, name = "--teacher", str(settings.teacher)
-        if settings.teacher_cache is not None:
-            option, name = "--teacher-cache", str(settings.teacher_cache / STUDENT)
+        option, name = "--teacher", str(config.teacher)
+        if config.teacher_cache is not None:
+            option, name = "--teacher-cache", str(config.teacher_cache / STUDENT)
         teacher = load(option, name, AutoConfig, remote)
         teacher_words, depth = int(teacher.vocab_size), getattr(teacher, "num_hidden_layers", None)
         if words not in (None, teacher_words):
@@ -173,20 +165,20 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
             )
     if stage.before is not None:
         depth = list(known.values())[-1][1]
-    elif settings.student is not None:
-        depth = load("--student", settings.student, AutoConfig, remote).num_hidden_layers
+    elif config.student is not None:
+        depth = load("--student", config.student, AutoConfig, remote).num_hidden_layers
     else:
-        depth = settings.student_layers or (depth and max(1, depth // 2))
+        depth = config.student_layers or (depth and max(1, depth // 2))
     # An assistant's classes are those of its stage's rows.
-    data.load(settings, None if stage.assistant else finished_task(settings))
+    data.load(config, None if stage.assistant else finished_task(config))
     return teacher_words, depth
 
 
 def _check_assistant(stage: Stage) -> None:
     """Raise unless the head of the stage's teacher is of the stage's task."""
     assert stage.assistant is not None
-    kinds = [tasks.of_file(x.kind, x.train) for x in (stage.settings, stage.assistant.settings)]
-    if kinds[0].head != kinds[1].head and not stage.settings.finetune_teacher:
+    kinds = [tasks.of_file(x.kind, x.train) for x in (stage.config, stage.assistant.config)]
+    if kinds[0].head != kinds[1].head and not stage.config.finetune_teacher:
         raise InputError(
             f"--teacher: the student of the stage {stage.assistant.name} is of --task "
             f"{kinds[1].name()}, and this stage of {kinds[0].name()}; pass --finetune-teacher "
@@ -194,17 +186,17 @@ def _check_assistant(stage: Stage) -> None:
         )
 
 
-def _check_out(settings: DistillConfig, stages: list[Stage]) -> None:
-    last = settings.out / LAST
+def _check_out(config: Config, stages: list[Stage]) -> None:
+    last = config.out / LAST
     if last.exists() and not last.is_symlink():
-        raise InputError(f"--out {settings.out} holds a student of a run without --stages")
-    distillation.check_resume(settings)
-    if settings.resume or settings.overwrite:
+        raise InputError(f"--out {config.out} holds a student of a run without --stages")
+    distillation.check_resume(config)
+    if config.resume or config.overwrite:
         return
     for stage in stages:
         if any((stage.out / name).exists() for name in (*RESULTS, "unfinished")):
             raise InputError(
-                f"--out {settings.out} already holds {stage.out.name}; pass --resume to go on from "
+                f"--out {config.out} already holds {stage.out.name}; pass --resume to go on from "
                 "there, --overwrite to start again, or another --out"
             )
 
@@ -214,32 +206,30 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
 
     Results that started from another student are overwritten.
     """
-    settings = stage.settings
-    if settings.resume and not processes.on_first_process(settings.out.exists):
-        settings = dataclasses.replace(settings, resume=False)  # the first stages were run
+    config = stage.config
+    if config.resume and not processes.on_first_process(config.out.exists):
+        config = dataclasses.replace(config, resume=False)  # the first stages were run
     sources = [] if stage.before is None else [stage.before]
     sources += [] if stage.assistant is None else [stage.assistant.out / "student"]
     if sources:
         follows = processes.on_first_process(
             lambda: ",".join(str(_run_manifest(path)) for path in sources)
         )
-        settings = dataclasses.replace(settings, follows=follows)
-        if settings.resume and processes.on_first_process(
-            lambda: _began_with_other_student(settings)
-        ):
-            settings = dataclasses.replace(settings, resume=False, overwrite=True)
-    return distillation.run_distillation(settings, display)
+        config = dataclasses.replace(config, follows=follows)
+        if config.resume and processes.on_first_process(lambda: _began_with_other_student(config)):
+            config = dataclasses.replace(config, resume=False, overwrite=True)
+    return distillation.run_distillation(config, display)
 
 
 def _run_manifest(student: Path) -> str | None:
     return (read_manifest(student) or {}).get("run")
 
 
-def _began_with_other_student(settings: StageConfig) -> bool:
+def _began_with_other_student(config: Config) -> bool:
     """Whether the run in --out, finished or not, started from another student."""
-    places = (settings.out / "unfinished", settings.out / "student")
+    places = (config.out / "unfinished", config.out / "student")
     manifests = [manifest for manifest in map(read_manifest, places) if manifest]
-    return any(m.get("settings", {}).get("follows") != settings.follows for m in manifests)
+    return any(m.get("settings", {}).get("follows") != config.follows for m in manifests)
 
 
 def link(stages: list[Stage]) -> Path:

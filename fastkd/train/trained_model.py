@@ -98,16 +98,16 @@ class TrainedModel:
     def __init__(
         self,
         name: str,
-        training_config: Computation,
+        computation: Computation,
         remote_code: bool,
         onnx: Path | None = None,
         task: str | None = None,
     ):
         local = Path(name).expanduser()
-        self.name, self.training_config, self.onnx = name, training_config, onnx
+        self.name, self.computation, self.onnx = name, computation, onnx
         self.training = read_training_record(local)
         self.model, self.tokenizer, self.task = load_trained(name, remote_code, task)
-        torch.nn.Module.to(self.model, training_config.device).eval()
+        torch.nn.Module.to(self.model, computation.device).eval()
 
     def read(self, path: Path, requested: Columns, task: str | None, labelled: bool) -> Rows:
         """The rows of --data; unless ``labelled``, rows without text are included."""
@@ -129,7 +129,7 @@ class TrainedModel:
         encoded = Encoder(self.tokenizer, length, task)(rows)
         model: Any = self.model if self.onnx is None else OnnxModel(self.onnx, task.outputs)
         with display:
-            found = predict(model, encoded, task, self.tokenizer, self.training_config, display)
+            found = predict(model, encoded, task, self.tokenizer, self.computation, display)
         outputs = task.num_labels
         if isinstance(found, np.ndarray) and outputs not in (None, found.shape[-1]):
             one, other = f"--model {self.name}", f"--task {task.name()}"

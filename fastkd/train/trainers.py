@@ -22,8 +22,9 @@ from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import TEACHER_PREFIX
 from fastkd.train.saving import saving
 from fastkd.train.tasks.base import Task
-from fastkd.train.training import COUNTS
 
+# Entry of the log with the number of steps of each loss term: some terms are not of every step.
+COUNTS = "counts"
 # Shares of steps add up to whole ones, to rounding.
 ROUNDING = 1e-9
 
@@ -134,6 +135,8 @@ def is_on_policy(step: int, share: float) -> bool:
 class StepTrainer(DistillationTrainer):
     """`DistillationTrainer` of batches in a given ``order``, the same for any number of processes.
 
+    An epoch has ``in_epoch`` steps, and a batch ``accumulate`` micro-batches.
+
     In a fraction ``on_policy`` of the steps the student trains on text that it generates by
     ``generated``, see `Task.generated`. The text depends on weights, seed, step and row alone.
     """
@@ -142,6 +145,8 @@ class StepTrainer(DistillationTrainer):
         self,
         *args: Any,
         order: LabelledOrder,
+        in_epoch: int,
+        accumulate: int,
         say: Callable[[str], None],
         on_policy: float = 0.0,
         generated: Callable[..., list[dict[str, Any]]] | None = None,
@@ -152,7 +157,7 @@ class StepTrainer(DistillationTrainer):
         self.steps = StepSampler(
             order, config.seed, config.process_index, config.world_size, self._epoch
         )
-        self.say, self.accumulate = say, config.accumulate
+        self.say, self.accumulate, self.in_epoch = say, accumulate, in_epoch
         self.on_policy, self.generated = on_policy, generated
 
     def warn(self, message: str) -> None:
@@ -164,8 +169,7 @@ class StepTrainer(DistillationTrainer):
 
     def _epoch(self) -> int:
         """The epoch of the next step."""
-        _, in_epoch = self.args.steps(self.steps.order.rows)
-        return self.state.global_step // in_epoch
+        return self.state.global_step // self.in_epoch
 
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""

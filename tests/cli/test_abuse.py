@@ -17,18 +17,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fastkd.cli import main
-from fastkd.train.computation import PredictionConfig
+from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError, TrainingFailed
-from fastkd.train.options import options_of
 from fastkd.train.progress import Display
 from fastkd.train.trained_model import NO_COLUMNS, TrainedModel
 from tests.support.tiny import make_teacher, words_of, write_tsv
 
-COMMANDS = {
-    name: main.imported(command.options)
-    for name, command in main.COMMANDS.items()
-    if name not in ("doctor", "study")
-}
+COMMANDS = [name for name in main.COMMANDS if name not in ("doctor", "study")]
 BAD_NUMBERS = ("nan", "-inf", "1e999", "-1", "abc", "", "1,5", "0x10", "9" * 400)
 BAD_WORDS = ("", "nonsense", "\x1b[31m", "a" * 5000, "--", "../..", "\N{PILE OF POO}")
 BAD_PATHS = ("{file}/below", "{folder}/" + "x" * 300, "{file}\0", "{folder}/none/none.tsv", "")
@@ -59,7 +54,7 @@ def invoke(folder, tmp_path, monkeypatch):
     def trains(*args, **kwargs):
         raise TrainingFailed("reached the training")
 
-    monkeypatch.setattr("fastkd.train.job.Job.train", trains)
+    monkeypatch.setattr("fastkd.train.distillation.fit", trains)
     monkeypatch.setattr("fastkd.cli.cache_command.counted", trains)
     monkeypatch.setattr("fastkd.distill.verify.verify", trains)
     monkeypatch.chdir(tmp_path)
@@ -98,10 +93,8 @@ def invoke(folder, tmp_path, monkeypatch):
 
 def bad_options():
     """(command, flag, value) that must be refused."""
-    for command, cls in COMMANDS.items():
-        kinds = typing.get_type_hints(cls)
-        for name, meta in options_of(cls).items():
-            kind = kinds[name]
+    for command in COMMANDS:
+        for name, (meta, kind, _) in main.options_for(command).items():
             choices = meta.choices() if callable(meta.choices) else meta.choices
             values: tuple[str, ...] = ()
             if {int, float} & {kind, *typing.get_args(kind)}:
@@ -239,7 +232,7 @@ OTHER_FILES = [
 
 @pytest.fixture(scope="module")
 def refusal(folder):
-    computation = PredictionConfig(batch_size=8, precision="fp32", device=torch.device("cpu"))
+    computation = Computation(torch.device("cpu"), "fp32", 8)
     model = TrainedModel(str(folder / "teacher"), computation, remote_code=False)
 
     def read(path):

@@ -10,7 +10,7 @@ from fastkd.study import grid
 from fastkd.study.study_settings import StudySettings
 from fastkd.train import auto_method, tasks
 from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
-from fastkd.train.settings import NAMES, DistillOptions
+from fastkd.train.config import NAMES, Config
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
@@ -95,4 +95,4 @@ def test_auto_is_a_method_of_a_study(tmp_path):
     found = grid.read(StudySettings(methods="labels,auto", tasks={"x": "docstrings"}, out=tmp_path))
     assert found.variants == ["labels", "auto"] and found.cells[-1].options["method"] == "auto"
     for cell in found.cells:
-        DistillOptions(**cell.options)
+        Config.of(**cell.options)

@@ -29,15 +29,15 @@ from fastkd.cli import command_settings
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, Method, baselines, labelled_order
 from fastkd.models.backbone import Backbone
-from fastkd.train import saving, settings, training
-from fastkd.train.config import DistillConfig
+from fastkd.train import config, fitting, saving
+from fastkd.train.config import Config
 from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
-from fastkd.train.models import check_same_tokens, load_teacher, load_tokenizer
-from fastkd.train.options import assignments, options_of
+from fastkd.train.loading import in_order_of_head
+from fastkd.train.models import check_same_tokens
+from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replace_directory
-from fastkd.train.settings import Pairing, Source
-from tests.support.tiny import make_teacher, read_otherwise, run, write_tsv
+from tests.support.tiny import make_teacher, read_otherwise, run, source, write_tsv
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +197,11 @@ def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
 
     def names_of(*words, order=None, fresh_head=False):
         path = rows(*words)
-        given = Pairing(teacher=str(head), train=path, evals=path, label_order=order)
-        tokenizer = load_tokenizer(given)
-        return load_teacher(given, given.teacher, load(given), tokenizer, fresh_head)[1].names
+        given = Config.of(
+            teacher=str(head), train=path, evals=path, label_order=order,
+            finetune_teacher=float(fresh_head),
+        )  # fmt: skip
+        return in_order_of_head(given, load(given)).names
 
     path = rows("Negative", "positive")
     options = {"teacher": head, "train": path, "eval": path, "test": path}
@@ -273,7 +275,7 @@ def test_what_the_rows_hold_is_told(files, tmp_path):
     odd.write_text(files[0].read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
     odd.write_text(odd.read_text() + "good film\tpso\n")
     dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
-    said = "\n".join(describe(load(Source(train=odd, evals=dev))))
+    said = "\n".join(describe(load(source(train=odd, evals=dev))))
     assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in said
     assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in said
     assert "40 of the 40 evaluation rows are training rows too" in said
@@ -335,7 +337,7 @@ def test_selected_layers_make_the_student_and_are_compared(
     options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
     interrupted(3, terminate, expect=143, method="mc3kd", **options)
     # Selected layers are not selected again.
-    monkeypatch.setattr("fastkd.train.models.select_layers", None)
+    monkeypatch.setattr("fastkd.train.assembling.select_layers", None)
     output = distill("--resume", method="mc3kd", **options)
     report = report_of(tmp_path / "out")
     assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
@@ -714,14 +716,14 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
 
 
 def stop_at(monkeypatch, step, how):
-    original = training.TrainingCallback.on_step_end
+    original = fitting.TrainingCallback.on_step_end
 
     def on_step_end(self, args, state, control, **rest):
         if state.global_step == step:
             how()
         return original(self, args, state, control, **rest)
 
-    monkeypatch.setattr(training.TrainingCallback, "on_step_end", on_step_end)
+    monkeypatch.setattr(fitting.TrainingCallback, "on_step_end", on_step_end)
 
 
 def crash():
@@ -918,10 +920,10 @@ def test_every_option_has_help_and_a_default_that_passes():
         for command in ("distill", "evaluate", "predict", "cache", "demo", "doctor", "analyze"):
             assert command in result.output
     output = CliRunner().invoke(app, ["distill", "-h"], env={"COLUMNS": "160"}).output
-    saved = DistillConfig(teacher="t", task="sst2", device_name="cpu").saved()
-    for option in options_of(DistillConfig).values():
-        assert option.flag in output and option.help
-        assert (option.key in saved) == (option.saved or option.key == "trainer_args")
+    saved = as_json(Config.of(teacher="t", task="sst2", device_name="cpu"))
+    for option in options_of(Config).values():
+        assert (option.flag in output) == ("distill" in option.commands) and option.help
+        assert (option.key in saved) == option.saved
 
 
 def test_replacing_a_directory_is_all_or_nothing(tmp_path):
@@ -1020,8 +1022,8 @@ def test_lists_and_mistakes_import_no_torch():
 
 
 def test_names_that_are_listed_without_torch():
-    assert list(settings.NAMES) == [*METHODS, *baselines.BASELINES]
-    assert settings.LABELLED_SHARE == labelled_order.LABELLED_SHARE
+    assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]
+    assert config.LABELLED_SHARE == labelled_order.LABELLED_SHARE
     assert command_settings.MEASURES == MEASURES
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"fastkd {fastkd.__version__}\n")

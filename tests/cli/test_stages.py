@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
-from fastkd.train.job import Job
+from fastkd.train import distillation
 from tests.cli.test_cli import press_ctrl_c, report_of, same_weights, stop_at, visible
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
@@ -59,14 +59,14 @@ def test_the_pages_plan(finished):
 def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
     """Each stage begins with the student of the stage before."""
     plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
-    started, began, original = [], [], Job.train
+    started, began, original = [], [], distillation.fit
 
-    def distil(self, distiller, *rest, **more):
-        started.append(self.train_rows)
+    def distil(run, distiller, *rest):
+        started.append(run.sets.train)
         began.append({name: x.clone() for name, x in distiller.student.state_dict().items()})
-        return original(self, distiller, *rest, **more)
+        return original(run, distiller, *rest)
 
-    monkeypatch.setattr(Job, "train", distil)
+    monkeypatch.setattr(distillation, "fit", distil)
     shutil.rmtree(out / "2-task")
     with monkeypatch.context() as patch:
         stop_at(patch, 3, press_ctrl_c)

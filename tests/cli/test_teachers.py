@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher
@@ -30,7 +30,7 @@ def config(folder, out, **options):
         "student": str(folder / "student"), "training_steps": 3, "batch_size": 6,
         "device_name": "cpu", "out": out,
     }  # fmt: skip
-    return DistillConfig(**{**given, **options})
+    return Config.of(**{**given, **options})
 
 
 def test_each_teacher_serves_its_rows(folder, tmp_path):

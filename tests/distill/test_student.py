@@ -14,7 +14,7 @@ from fastkd.distill import MC3KD, Distiller, layer_map, select_layers, student_f
 from fastkd.models.backbone import Backbone
 from fastkd.models.layer_map import check_layers, resolve_layers, spread_layers
 from fastkd.models.student import kinds_of
-from fastkd.train.settings import NAMES
+from fastkd.train.config import NAMES
 from tests.distill.models import (
     BERT,
     FAMILIES,

@@ -16,12 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastkd.cli import cache_command
-from fastkd.cli.command_settings import CacheSettings
 from fastkd.cli.distill_command import show
 from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations import ServedTeacher
 from fastkd.integrations.served_teacher import ServerError
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError, TrainingFailed
 
@@ -304,7 +303,7 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
         ("here", {"teacher": str(tmp_path / "teacher")}),
         ("served", {"teacher": f"{server.address}/v1", "teacher_model": "tiny", "top_k": V}),
     ):
-        reports.append(run_distillation(DistillConfig(out=tmp_path / out, **given, **more)))
+        reports.append(run_distillation(Config.of(out=tmp_path / out, **given, **more)))
     here, served = (report["student"]["perplexity"] for report in reports)
     assert served == pytest.approx(here, rel=1e-5)
     assert "waited" in reports[1]["served_teacher"]
@@ -312,17 +311,17 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     # So does the server's cache.
     names = ("task", "train", "evals", "student", "method", "options", "max_length", "device_name")
     cached = {name: given[name] for name in names}
-    settings = CacheSettings(out=tmp_path / "cache", batch_size=4, **cached, **more)
+    settings = Config.of(command="cache", out=tmp_path / "cache", batch_size=4, **cached, **more)
     cache_command.write(settings, Console(file=io.StringIO()))
     del given["student"]
-    config = DistillConfig(out=tmp_path / "stored", **given, teacher_cache=tmp_path / "cache")
+    config = Config.of(out=tmp_path / "stored", **given, teacher_cache=tmp_path / "cache")
     stored = run_distillation(config)
     assert stored["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
     show(stored, tmp_path, Console(file=io.StringIO()))
     given["student"] = cached["student"]
     # A server that is gone ends the run in a sentence; the resumed run ends as the others.
     server.plant(*[None] * 9, 404)
-    cut = DistillConfig(out=tmp_path / "cut", **given, **more)
+    cut = Config.of(out=tmp_path / "cut", **given, **more)
     with pytest.raises(TrainingFailed, match="refuses a row of"):
         run_distillation(cut)
     server.plant()
@@ -330,4 +329,4 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     assert resumed["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
     with pytest.raises(InputError, match="pass --student"):
         config = {**given, "student": None, "teacher": server.address}
-        run_distillation(DistillConfig(out=tmp_path / "no", **config))
+        run_distillation(Config.of(out=tmp_path / "no", **config))

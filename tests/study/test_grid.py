@@ -13,7 +13,7 @@ from fastkd.study import grid, grid_report, grid_runs
 from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.study.study_settings import StudySettings
 from fastkd.train import stages
-from fastkd.train.config import DistillConfig
+from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.options import read_options_file
@@ -114,7 +114,7 @@ def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path):
     found = grid.read(StudySettings(spec=path, seeds=1))
     runs = GridRuns(found, out)
     for i, cell in enumerate(found.cells[1::2]):
-        report = run_distillation(DistillConfig(**cell.options, out=tmp_path / f"hand{i}"))
+        report = run_distillation(Config.of(**cell.options, out=tmp_path / f"hand{i}"))
         assert runs.result(cell)["scores"] == report["student"]
         assert runs.result(cell)["best"] == report["best"]["epoch"]
         assert runs.result(cell)["history"][0]["losses"] == report["history"][0]["losses"]
@@ -144,7 +144,7 @@ def test_a_shared_teacher_is_that_of_the_command(root, tmp_path):
     run("study", root / "tuned.toml", out=out)
     assert len(list((out / "teachers").glob("*/teacher"))) == 1
     found = grid.read(StudySettings(spec=root / "tuned.toml"))
-    hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
+    hand = run_distillation(Config.of(**found.cells[0].options, out=tmp_path / "hand"))
     result = GridRuns(found, out).result(found.cells[0])
     assert result["teacher"] == hand["teacher"] and result["scores"] == hand["student"]
     page = (out / "report.md").read_text()
@@ -385,7 +385,7 @@ def test_a_stopped_run_goes_on(root, tmp_path, monkeypatch):
     run("study", root / "one.toml", **options)
     found = grid.read(StudySettings(spec=root / "one.toml", seeds=1))
     runs = GridRuns(found, tmp_path / "out")
-    hand = run_distillation(DistillConfig(**found.cells[0].options, out=tmp_path / "hand"))
+    hand = run_distillation(Config.of(**found.cells[0].options, out=tmp_path / "hand"))
     assert runs.result(found.cells[0])["scores"] == hand["student"]
     assert not list((tmp_path / "out" / "runs").glob("*/"))
 
@@ -396,6 +396,6 @@ def test_files_of_the_pages_are_valid(tmp_path):
             path = tmp_path / "file.toml"
             path.write_text(text)
             if "[stages." in text:
-                assert len(stages.read(DistillConfig(stages=path))) == 2
+                assert len(stages.read(Config.of(stages=path))) == 2
             else:
                 assert grid.read(StudySettings(spec=path)).cells

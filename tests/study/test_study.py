@@ -25,11 +25,11 @@ from fastkd.study.study_settings import StudySettings
 from fastkd.train import data
 from fastkd.train import job as trained
 from fastkd.train.arrow_rows import UNLABELLED
+from fastkd.train.config import Config
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_json
-from fastkd.train.settings import DistillOptions, Source
-from tests.support.tiny import make_teacher, write_tsv
+from tests.support.tiny import make_teacher, source, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_token_classification import write_conll
 from tests.train.test_data import hub
@@ -242,7 +242,7 @@ def test_a_teacher_is_fine_tuned_as_the_command_says(root):
     assert read(path, finetune_teacher=2.0).cells[0].options["finetune_teacher"] == 2
     ready = read(path, finetune_teacher=0.0).cells[0].options
     assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
-    DistillOptions(**ready)
+    Config.of(ready)
 
 
 def test_early_checks_import_no_torch(root):
@@ -383,7 +383,7 @@ def test_error_in_a_worker_is_one_sentence(root):
 
 
 def test_few_labels_balances_classes_and_depends_on_the_seed(root):
-    corpus = data.load(Source(train=root / "train.tsv", evals=root / "dev.tsv"))
+    corpus = data.load(source(train=root / "train.tsv", evals=root / "dev.tsv"))
     corpora = [data.few_labels(corpus, 10, seed) for seed in (0, 0, 1)]
     labelled = [set(corpus.train.columns("number")) for corpus in corpora]
     assert labelled[0] == labelled[1] != labelled[2]
@@ -411,7 +411,7 @@ def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
     )
     found = grid.read(StudySettings(spec=path, runs=tmp_path))
     GridRuns(found, tmp_path)._write_docstrings()
-    one, two = (data.load(Source(**{
+    one, two = (data.load(source(**{
         k: v for k, v in cell.options.items() if k in ("train", "evals", "task", "text_pair_column")
     })) for cell in found.cells[::4])  # fmt: skip
     assert one.names == ["files", "text"] and Counter(one.train.labels.tolist()) == {0: 10, 1: 10}
@@ -557,7 +557,7 @@ def test_study_files_of_bench_are_valid(path, monkeypatch):
     runs = {(cell.variant, cell.task): cell.options for cell in found.cells}
     assert runs.keys() == {*itertools.product(found.variants, found.tasks)}
     for options in runs.values():
-        DistillOptions(**options)
+        Config.of(**options)
     if found.paper is not None:
         assert set(found.paper["rows"]) <= {*found.variants}
         assert all(len(v) == len(found.paper["columns"]) for v in found.paper["rows"].values())

@@ -9,10 +9,11 @@ from transformers import BertConfig, BertForSequenceClassification, BertTokenize
 from typer.testing import CliRunner
 
 from fastkd.cli.main import app
-from fastkd.train.job import Job
+from fastkd.train import distillation
+from fastkd.train.config import Config
 
 # A run times its models for its report: a round of passes, not five, half of all passes otherwise.
-Job.seconds_a_batch.__defaults__ = (1,)
+distillation.seconds_a_batch.__defaults__ = (None, 1)
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 
 
@@ -68,6 +69,11 @@ def run(command: str, *flags: object, expect: int = 0, **options: object) -> str
     if expect in (1, 2):
         assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
     return result.stderr if expect else result.output
+
+
+def source(**options: object) -> Config:
+    """The options of rows, checked as those of a command."""
+    return Config.of(command="verify", **options)
 
 
 def sentences(rows: int, seed: int) -> list[tuple[str, int]]:

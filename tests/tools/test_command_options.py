@@ -1,21 +1,19 @@
 """docs/distill.md has every option of every command, as the code has it, each in a sentence."""
 
 import re
-from typing import get_type_hints
 
 import pytest
 
 pytest.importorskip("typer")
-from fastkd.cli.main import COMMANDS, imported
-from fastkd.train.options import defaults_of, options_of
+from fastkd.cli.main import COMMANDS, options_for
 from tools import command_options
 
 # Words that name neither what an option sets nor its unit.
 VAGUE = re.compile(r"so many|don't tell|doesn't say|what becomes|it thinks|\beverything\b|^Which\b")
 OPTIONS = [
-    pytest.param(imported(command.options), name, id=f"{title} {meta.flag}")
-    for title, command in COMMANDS.items()
-    for name, meta in options_of(imported(command.options)).items()
+    pytest.param(*about, id=f"{title} {about[0].flag}")
+    for title in COMMANDS
+    for about in options_for(title).values()
 ]
 
 
@@ -31,12 +29,11 @@ def test_a_row_has_placeholder_default_and_help():
     assert command_options.rows("cache")["teacher"].startswith("| `--teacher TEXT` | required |")
 
 
-@pytest.mark.parametrize(("settings", "name"), OPTIONS)
-def test_help_is_one_sentence_with_a_default(settings, name):
+@pytest.mark.parametrize(("meta", "kind", "default"), OPTIONS)
+def test_help_is_one_sentence_with_a_default(meta, kind, default):
     """Typer prints a default that is a value; the sentence names what a number left out means."""
-    text = options_of(settings)[name].help
+    text = meta.help
     assert re.fullmatch(r"[A-Z].*[^.]\.", text) and not re.search(r"[.?!] +[A-Z]", text), text
     assert len(text) <= 330 and not VAGUE.search(text), text
-    default, kind = defaults_of(settings)[name], get_type_hints(settings)[name]
     if default is None and kind in (int | None, float | None):
         assert "default: " in text, text

@@ -22,7 +22,7 @@ from fastkd.train import arrow_rows, data, files
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
-from fastkd.train.job import save_model
+from fastkd.train.fitting import save_model
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.regression import Regression
 from tests.cli.launched import Launch

@@ -18,9 +18,9 @@ from fastkd.train.evaluation import (
     useless_numbers,
 )
 from fastkd.train.labels import by_names
-from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification
+from tests.support.tiny import source
 
 
 def write(path, text):
@@ -67,16 +67,16 @@ GLUE = [
 
 def test_files_of_glue(tmp_path):
     for task, text, kind, texts, pairs, labels, metrics in GLUE:
-        corpus = load(Source(task=task, **files(tmp_path, text, suffix=kind)))
+        corpus = load(source(task=task, **files(tmp_path, text, suffix=kind)))
         assert content(corpus.train)[1:] == (texts, pairs, labels), task
         assert corpus.metrics == metrics and (corpus.names is None) == (task == "stsb")
-    bare = Source(text_column="3", label_column="1", no_header=True, **files(tmp_path, GLUE[1][1]))
+    bare = source(text_column="3", label_column="1", no_header=True, **files(tmp_path, GLUE[1][1]))
     assert content(load(bare).train)[1:] == (GLUE[1][3], None, [1, 0])
 
 
 def test_csv_quotes_row_numbers_and_long_fields(tmp_path):
     text = 'text,label\n"a, ""b""\nsecond line",good\nplain,bad\n'
-    corpus = load(Source(**files(tmp_path, text, suffix=".csv")))
+    corpus = load(source(**files(tmp_path, text, suffix=".csv")))
     assert corpus.train.texts == ['a, "b"\nsecond line', "plain"]
     assert [corpus.train.number(i) for i in (0, 1)] == [2, 4]
     assert corpus.names == ["bad", "good"]
@@ -93,14 +93,14 @@ def test_windows_file(tmp_path):
     paths = files(tmp_path, "")
     for path in paths.values():
         path.write_bytes("\ufefftext\tlabel\r\nähm\t1\r\nso\t0\r\n\r\n".encode())
-    train = load(Source(**paths)).train
+    train = load(source(**paths)).train
     assert train.texts == ["ähm", "so"] and train.labels.tolist() == [1, 0]
 
 
 def test_labels_become_ids(tmp_path):
     def names(*labels, **options):
         text = HEAD + "".join(f"x\t{label}\n" for label in labels)
-        return load(Source(**files(tmp_path, text), **options)).names
+        return load(source(**files(tmp_path, text), **options)).names
 
     for labels, expected in (
         (("b", "a", "b"), ["a", "b"]),
@@ -116,16 +116,16 @@ def test_labels_become_ids(tmp_path):
     with pytest.raises(InputError, match="'1_0' is not a number"):
         names("1_0", "0.5")
     rows = "\n".join(json.dumps({"text": "x", "label": label}) for label in (True, False))
-    assert load(Source(**files(tmp_path, rows, suffix=".jsonl"))).names == ["False", "True"]
+    assert load(source(**files(tmp_path, rows, suffix=".jsonl"))).names == ["False", "True"]
 
 
 def test_evaluation_rows_may_spell_a_class_otherwise(tmp_path):
     train = "text\tlabel\nx\tgood\ny\tbad\nz\tpositive\n"
     given = files(tmp_path, train, "text\tlabel\nx\tGood\ny\tPOSITIVE\nz\tbad\n")
-    assert load(Source(**given)).evals[""].labels.tolist() == [1, 2, 0]
+    assert load(source(**given)).evals[""].labels.tolist() == [1, 2, 0]
     given = files(tmp_path, train + "x\tGood\n", "text\tlabel\nx\tGOOD\n")
     with pytest.raises(InputError, match="row 2: label 'GOOD' does not occur in the training rows"):
-        load(Source(**given))
+        load(source(**given))
     assert by_names(["no", "yes"], ["Yes", "NO"]) == ["yes", "no"]
     for names in (["No", "Yes", "NO"], ["No", "perhaps"]):  # a class twice, another one
         assert by_names(["no", "yes"], names) is None
@@ -175,24 +175,24 @@ def test_numbers_that_usually_mean_another_class(tmp_path, names, label, taken):
 def test_rows_that_are_marked_as_without_label(tmp_path):
     text = "text\tlabel\n" + "a\t0\nb\t1\nc\t-100\n" * 3
     given = files(tmp_path, text)
-    corpus = load(Source(**given))
+    corpus = load(source(**given))
     assert corpus.names == ["0", "1"] and len(corpus.train) == 6
     assert corpus.unlabelled.labels.tolist() == [-100] * 3 and corpus.unlabelled.texts == ["c"] * 3
     assert corpus.unlabelled.number(1) == 7
     lines = [*describe(corpus)]
     assert f"{given['train']}: 3 of 9 rows have no label (-100)" in lines
     more = write(tmp_path / "more.txt", "d\n")
-    assert load(Source(**given, unlabelled=more)).unlabelled.texts == ["c", "c", "c", "d"]
-    task = load(Source(**given, labels="classes")).task
+    assert load(source(**given, unlabelled=more)).unlabelled.texts == ["c", "c", "c", "d"]
+    task = load(source(**given, labels="classes")).task
     assert task.names == ["-100", "0", "1"]
     rows = read_file(given["train"], Columns("text"), "--data")
     assert len(task.prepare(rows).rows) == 9  # also when it is evaluated
-    numbers = load(Source(**given, labels="numbers"))
+    numbers = load(source(**given, labels="numbers"))
     assert numbers.train.labels.min() == -100
     assert "warning: 3 training labels are -100, a number here" in "".join(describe(numbers))
     bare = files(tmp_path, text, "text\tlabel\na\t-100\n")
     with pytest.raises(InputError, match="no row has a label, all are -100"):
-        load(Source(**bare))
+        load(source(**bare))
 
 
 def test_answers_that_are_worth_nothing():
@@ -212,10 +212,10 @@ def test_answers_that_are_worth_nothing():
 
 def test_many_rare_classes_are_told_in_a_few_lines(tmp_path):
     text = HEAD + "".join(f"x\tname {i}\n" for i in range(900))
-    lines = [*describe(load(Source(**files(tmp_path, text))))]
+    lines = [*describe(load(source(**files(tmp_path, text))))]
     assert len(lines) < 30 and "880 more classes are as rare" in lines[-2]
     alike = HEAD + "x\t1\nx\t1.0\nx\tnot_this\nx\tNot this\n" * 2
-    lines = [*describe(load(Source(**files(tmp_path, alike), labels="classes")))]
+    lines = [*describe(load(source(**files(tmp_path, alike), labels="classes")))]
     for pair in ("'1' and '1.0'", "'Not this' and 'not_this'"):
         assert any(f"classes {pair} look alike" in line for line in lines)
 
@@ -224,7 +224,7 @@ def test_sampling_is_seeded_and_keeps_classes(tmp_path):
     text = "text\tlabel\n" + "".join(f"t{i}\t{i % 4}\n" for i in range(40))
     paths = files(tmp_path, text)
     first, second, other = (
-        load(Source(max_train_rows=5, max_eval_rows=3, seed=seed, **paths)) for seed in (1, 1, 2)
+        load(source(max_train_rows=5, max_eval_rows=3, seed=seed, **paths)) for seed in (1, 1, 2)
     )
     assert content(first.train) == content(second.train) != content(other.train)
     assert len(first.train) == 5 and len(first.evals[""]) == 3
@@ -259,7 +259,7 @@ MISTAKES = {
 def test_mistakes_are_one_sentence(tmp_path, case):
     text, options, expected = MISTAKES[case]
     with pytest.raises(InputError) as error:
-        load(Source(**files(tmp_path, text) | options))
+        load(source(**files(tmp_path, text) | options))
     assert all(part in str(error.value) for part in expected), str(error.value)
 
 
@@ -287,21 +287,21 @@ def test_rows_of_the_hub(monkeypatch):
     rows = {"sentence": ["a", "b"], "label": [1, 0]}
     named = features(["unacceptable", "acceptable"], "sentence")
     calls = hub(monkeypatch, {"train": rows, "validation": rows}, named)
-    corpus = load(Source(task="cola"))
+    corpus = load(source(task="cola"))
     assert calls == [("nyu-mll/glue", "cola", "train"), ("nyu-mll/glue", "cola", "validation")]
     assert corpus.names == ["unacceptable", "acceptable"]
     assert corpus.train.labels.tolist() == [1, 0]
-    assert content(load(Source(data="cola")).train) == content(corpus.train)
+    assert content(load(source(data="cola")).train) == content(corpus.train)
 
     rows = {"premise": ["a", "b"], "hypothesis": ["c", "d"], "label": [2, 0]}
     splits = dict.fromkeys(("train", "validation_matched", "validation_mismatched"), rows)
     hub(monkeypatch, splits, features(["e", "n", "c"], "premise", "hypothesis"))
-    corpus = load(Source(task="mnli"))
+    corpus = load(source(task="mnli"))
     assert list(corpus.evals) == ["", "mm"] and corpus.train.pairs == ["c", "d"]
 
     rows = {"text": ["a", "b"], "score": [0.5, 1.0]}
     calls = hub(monkeypatch, {"train": rows, "test": rows})
-    corpus = load(Source(data="some/set", label_column="score", eval_split="test"))
+    corpus = load(source(data="some/set", label_column="score", eval_split="test"))
     assert calls[1] == ("some/set", None, "test")
     assert corpus.names is None and corpus.train.labels.tolist() == [0.5, 1.0]
 
@@ -318,7 +318,7 @@ def test_hub_mistakes(monkeypatch):
         ({"data": "sst2", "text_column": "sentense"}, "mean 'sentence'"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=words):
-            load(Source(**options))
+            load(source(**options))
 
 
 def test_scores_by_hand():

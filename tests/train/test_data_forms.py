@@ -7,12 +7,11 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, source, write_tsv
 from tests.train.tasks.through import rows_of
 
 NAMES = ["good", "bad", "fair"]
@@ -35,7 +34,7 @@ def test_declared_classes_count(tmp_path, form):
 
     columns = {"text": ["a", "b", "c"], "label": [2, 0, 1]}
     data = data_set(columns, label=datasets.ClassLabel(names=NAMES))
-    corpus = load(Source(**saved(data, "rows")))
+    corpus = load(source(**saved(data, "rows")))
     assert corpus.names == NAMES and corpus.train.labels.tolist() == [2, 0, 1]
     # Integer tags with names.
     tags = data_set(
@@ -44,7 +43,7 @@ def test_declared_classes_count(tmp_path, form):
         ner_tags=datasets.List(datasets.ClassLabel(names=TAGS)),
     )
     options = {"task": "token-classification", "label_column": "ner_tags"}
-    corpus = load(Source(**options, **saved(tags, "tags")))
+    corpus = load(source(**options, **saved(tags, "tags")))
     assert corpus.names == TAGS and list(corpus.train.column("label")) == [["B-LOC", "O"]]
     assert corpus.metrics[0] == "f1"
 
@@ -55,13 +54,13 @@ def test_mistakes_in_declared_classes(tmp_path):
         data = data_set({"text": ["a"], "label": [label]}, label=datasets.ClassLabel(names=NAMES))
         data.to_parquet(one)
         with pytest.raises(InputError, match="row 1: no label"):
-            load(Source(train=one, evals=one))
+            load(source(train=one, evals=one))
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(both)
     with pytest.raises(InputError, match="several splits; give one of them: test, train"):
-        load(Source(train=both, evals=both))
+        load(source(train=both, evals=both))
     (both / "train/data-00000-of-00001.arrow").write_bytes(b"no")
     with pytest.raises(InputError, match=r"--train .*both/train: can't be read"):
-        load(Source(train=both / "train", evals=one))
+        load(source(train=both / "train", evals=one))
 
 
 def write_rows(path, *labels):
@@ -74,7 +73,7 @@ def write_rows(path, *labels):
 def test_one_hot_rows(tmp_path, number):
     rows = ([1, 0], [0, 1], [0, 0], [1, 1])
     path = write_rows(tmp_path / "a.jsonl", *([number(x) for x in row] for row in rows))
-    corpus = load(Source(task="multi-label", train=path, evals=path))
+    corpus = load(source(task="multi-label", train=path, evals=path))
     assert corpus.names == ["0", "1"]
     assert list(corpus.train.column("label")) == [["0"], ["1"], [], ["0", "1"]]
     assert "labels are one-hot, 2 zeros and ones for each row" in " ".join(describe(corpus))
@@ -87,23 +86,23 @@ def test_one_hot_rows(tmp_path, number):
         MultiLabel(("a", "b", "c")).read_labels(raw)
     odd = write_rows(tmp_path / "b.jsonl", [0, 1], [1])
     with pytest.raises(InputError, match="row 2: its labels are not the 2 zeros and ones"):
-        load(Source(task="multi-label", train=path, evals=odd))
+        load(source(task="multi-label", train=path, evals=odd))
     ids = write_rows(tmp_path / "c.jsonl", [0, 1], [2], [])
-    assert load(Source(task="multi-label", train=ids, evals=ids)).names == ["0", "1", "2"]
+    assert load(source(task="multi-label", train=ids, evals=ids)).names == ["0", "1", "2"]
 
 
 def test_a_column_for_each_label(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text,toxic,rude\na,1,0\nb,0,1\nc,0,0\nd,1.0,1\n")
-    source = Source(task="multi-label", train=path, evals=path, label_column="toxic,rude")
-    corpus = load(source)
+    given = source(task="multi-label", train=path, evals=path, label_column="toxic,rude")
+    corpus = load(given)
     assert corpus.names == ["rude", "toxic"]
     assert list(corpus.train.column("label")) == [["toxic"], ["rude"], [], ["toxic", "rude"]]
     with pytest.raises(InputError, match=r"no column 'rud'.*did you mean 'rude'"):
-        load(Source(task="multi-label", train=path, evals=path, label_column="toxic,rud"))
+        load(source(task="multi-label", train=path, evals=path, label_column="toxic,rud"))
     path.write_text("text,toxic,rude\na,1,2\n")
     with pytest.raises(InputError, match="row 2: column 'rude' holds neither 0 nor 1 but '2'"):
-        load(source)
+        load(given)
 
 
 def test_a_finished_teachers_classes(tmp_path):
@@ -119,7 +118,7 @@ def test_a_finished_teachers_classes(tmp_path):
     run("evaluate", model=tmp_path / "run/student", data=evals, device="cpu")
     # Numbers of classes, of which one is missing.
     numbered = write_tsv(tmp_path / "numbers.tsv", 12, label=lambda y: [0, 2][y])
-    found = load(Source(train=numbered, evals=numbered), Classification(tuple(NAMES)))
+    found = load(source(train=numbered, evals=numbered), Classification(tuple(NAMES)))
     assert found.names == ["0", "1", "2"] and {*found.train.labels.tolist()} == {0, 2}
     run("cache", teacher=teacher, train=numbered, eval=numbered, device="cpu",
         method="soft_targets", out=tmp_path / "cache")  # fmt: skip
@@ -138,16 +137,16 @@ def test_spellings_of_a_finished_heads_classes(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text,label\n" + "".join(f"row,{word}\n" for word in words))
     head = Classification(tuple(NAMES))
-    corpus = load(Source(train=path, evals=path), head)
+    corpus = load(source(train=path, evals=path), head)
     assert corpus.names == ["GOOD", "bad", "fair"] and corpus.train.labels.tolist() == [1, 1, 0, 2]
     rows = read_file(path, Columns("text"), "--data")
     assert head.prepare(rows).rows.labels.tolist() == [1, 1, 0, 2]
     path.write_text("text,labels\nrow,bad|GOOD\nrow,Bad|fair\n")
-    corpus = load(Source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
+    corpus = load(source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
     assert list(corpus.train.column("label")) == [["bad", "GOOD"], ["bad", "fair"]]
     path.write_text("text,labels\nrow,bad|Bad\nrow,fair\n")
     with pytest.raises(InputError, match="row 2: label 'bad' occurs twice"):
-        load(Source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
+        load(source(task="multi-label", train=path, evals=path), MultiLabel(tuple(NAMES)))
 
 
 def test_rare_tags_of_a_finished_tagger(tmp_path):
@@ -156,13 +155,13 @@ def test_rare_tags_of_a_finished_tagger(tmp_path):
     rows = [{"tokens": tokens, "labels": ["O"] * len(tokens)} for tokens in words]
     rows[0]["labels"][0] = "B-LOC"
     path.write_text("\n".join(map(json.dumps, rows)))
-    source = Source(task="token-classification", train=path, evals=path)
-    assert load(source, TokenClassification(tuple(TAGS))).names == TAGS
+    given = source(task="token-classification", train=path, evals=path)
+    assert load(given, TokenClassification(tuple(TAGS))).names == TAGS
     numbers = [{**row, "labels": [TAGS.index(x) for x in row["labels"]]} for row in rows]
     path.write_text("\n".join(map(json.dumps, numbers)))
-    corpus = load(source, TokenClassification(tuple(TAGS)))
+    corpus = load(given, TokenClassification(tuple(TAGS)))
     assert corpus.names == TAGS and corpus.metrics[0] == "f1"
     assert next(corpus.train.column("label")) == rows[0]["labels"]
     assert "1 is 'B-LOC'" in " ".join(describe(corpus))
     bare = TokenClassification(("LABEL_0", "LABEL_1", "LABEL_2"))
-    assert load(source, bare).names == ["0", "1", "2"]
+    assert load(given, bare).names == ["0", "1", "2"]

@@ -1,4 +1,4 @@
-"""`--preset paper`, every value typed here from the papers; `DistillConfig`, the same in Python."""
+"""`--preset paper`, every value typed here from the papers; `Config`, the same in Python."""
 
 import dataclasses
 import json
@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import TrainingArguments
 
-from fastkd.cli.command_settings import CacheSettings
 from fastkd.distill import method_by_name
-from fastkd.train import DistillConfig, run_distillation
+from fastkd.train import Config, run_distillation
+from fastkd.train.arguments import arguments_of, settled
+from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError
+from fastkd.train.options import as_json
 from fastkd.train.recipes import RECIPES, compared, lines
-from fastkd.train.settings import DistillOptions
 from tests.support.tiny import make_teacher, run, write_tsv
 
 TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
@@ -69,14 +69,14 @@ VALUES = {
 
 
 def options(**values):
-    return DistillOptions(**{"teacher": "teacher", "preset": "paper", "task": "rte", **values})
+    return Config.of(**{"teacher": "teacher", "preset": "paper", "task": "rte", **values})
 
 
 @pytest.mark.parametrize("method, task, values", EXPECTED)
 def test_the_papers_training(method, task, values):
     found = options(method=method, task=task)
-    plain = DistillOptions(teacher="teacher", method=method, task=task)
-    kept = vars(plain).keys() - values.keys() - {"given_options", "preset"}
+    plain = Config.of(teacher="teacher", method=method, task=task)
+    kept = vars(plain).keys() - values.keys() - {"preset"}
     assert {name: getattr(found, name) for name in values} == values
     assert {k: getattr(found, k) for k in kept} == {k: getattr(plain, k) for k in kept}
 
@@ -105,7 +105,7 @@ def test_students_of_a_cache_and_fine_tuning_of_the_teacher():
     for method in ("knn", "lrkd"):
         tuned = options(method=method, finetune_teacher=2)
         assert (tuned.finetune_teacher, tuned.teacher_learning_rate) == (2, 3e-5)
-    cache = CacheSettings(teacher="teacher", preset="paper", task="rte", method="fcd")
+    cache = Config.of(command="cache", teacher="teacher", preset="paper", task="rte", method="fcd")
     assert (cache.student_layers, cache.teacher_layers, cache.max_length) == (6, "bottom", 128)
     cached = options(method="fcd", teacher=None, teacher_cache=Path("cache"))
     assert (cached.student_layers, cached.teacher_layers) == (None, "uniform")
@@ -117,7 +117,7 @@ def test_a_baseline_by_a_papers_recipe():
     assert {name: getattr(pkd, name) for name in FCD} == FCD
     assert options(method="pkd").learning_rate == 5e-5
     with pytest.raises(InputError, match="--recipe needs --preset paper"):
-        DistillOptions(teacher="teacher", task="rte", recipe="fcd")
+        Config.of(teacher="teacher", task="rte", recipe="fcd")
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -132,14 +132,14 @@ def test_grids_and_hyperparameters(method):
 
 
 def test_a_config_of_a_config_keeps_its_values():
-    config = DistillConfig(
-        teacher="teacher", task="cola", method="fcd", preset="paper", device_name="cpu"
+    config = settled(
+        Config.of(teacher="teacher", task="cola", method="fcd", preset="paper", device_name="cpu")
     )
     assert config.passed["lr_scheduler_type"] == "cosine" and config.warmup == 0.2
     again = dataclasses.replace(config, learning_rate=1.0)
     assert (again.learning_rate, again.num_train_epochs, again.weight_decay) == (1.0, 25, 0.5)
     with pytest.raises(InputError, match="--schedule cosin:"):
-        DistillConfig(teacher="t", task="cola", schedule="cosin", device_name="cpu")
+        settled(Config.of(teacher="t", task="cola", schedule="cosin", device_name="cpu"))
 
 
 def test_the_command_prints_and_records_the_recipe(tmp_path):
@@ -183,19 +183,18 @@ def test_a_short_run_of_a_schedule_is_reported(tmp_path):
 def test_a_run_in_python(tmp_path):
     write_tsv(tmp_path / "train.tsv", 16)
     write_tsv(tmp_path / "dev.tsv", 8, seed=1)
-    config = DistillConfig(
+    config = Config.of(
         teacher=str(make_teacher(tmp_path / "teacher")), train=str(tmp_path / "train.tsv"),
         evals=str(tmp_path / "dev.tsv"), out=str(tmp_path / "out"), method="soft_targets",
         num_train_epochs=1, batch_size=8, max_length=16, device_name="cpu",
-        gradient_accumulation_steps=2,
+        trainer_args={"gradient_accumulation_steps": 2},
     )  # fmt: skip
-    assert isinstance(config, TrainingArguments) and config.device.type == "cpu"
     report = run_distillation(config)
     assert [entry["step"] for entry in report["history"]] == [1]
     assert report["settings"]["epochs"] == 1
     assert report["settings"]["trainer_args"] == {"gradient_accumulation_steps": 2}
     with pytest.raises(InputError, match="was started with trainer_args"):
-        run_distillation(replace(config, resume=True, gradient_accumulation_steps=1))
+        run_distillation(replace(config, resume=True, trainer_args=None))
     assert (tmp_path / "out" / "student" / "README.md").exists()
 
 
@@ -203,9 +202,10 @@ def test_an_option_has_one_name():
     rows = {"teacher": "t", "task": "sst2", "device_name": "cpu"}
     for name in ("bf16", "output_dir", "per_device_train_batch_size", "warmup_steps", "use_cpu"):
         with pytest.raises(TypeError, match=name):
-            DistillConfig(**rows, **{name: 1})
+            Config.of(**rows, **{name: 1})
     with pytest.raises(InputError, match="--learning-rate must be greater than 0"):
-        DistillConfig(**rows, learning_rate=0.0)
-    config = DistillConfig(**rows, precision="bf16", batch_size=4, warmup=0.5)
-    assert config.bf16 and config.per_device_train_batch_size == 4
-    assert config.saved()["warmup"] == 0.5 and config.to_dict()["out"] == "runs/distill"
+        Config.of(**rows, learning_rate=0.0)
+    config = Config.of(**rows, precision="bf16", batch_size=4, warmup=0.5)
+    arguments = arguments_of(config, Computation.of(config), config.out, rows=40)
+    assert arguments.bf16 and arguments.per_device_train_batch_size == 4
+    assert arguments.warmup_steps == 15 and as_json(config)["warmup"] == 0.5

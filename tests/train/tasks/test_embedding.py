@@ -26,10 +26,9 @@ from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
-from fastkd.train.settings import Source
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.cli.launched import Launch, commands
-from tests.support.tiny import WORDS, make_teacher, run, sentences, words_of
+from tests.support.tiny import WORDS, make_teacher, run, sentences, source, words_of
 from tests.train.tasks.through import killed_and_resumed, rows_of, through, verified
 
 PAGE = Path(__file__).parents[3] / "docs" / "distill.md"
@@ -298,7 +297,7 @@ def test_a_mistake_is_one_sentence(tmp_path, text, given, words):
     path.write_text(f"{text}\n")
     given = {name: path if value is True else value for name, value in given.items()}
     with pytest.raises(InputError, match=words):
-        load(Source(task="embedding", train=path, evals=path, **given))
+        load(source(task="embedding", train=path, evals=path, **given))
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_trained(folder, tmp_path):

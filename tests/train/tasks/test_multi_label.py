@@ -11,9 +11,8 @@ from sklearn.metrics import average_precision_score, f1_score
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
-from fastkd.train.settings import Source
 from fastkd.train.tasks.multi_label import TASK
-from tests.support.tiny import make_teacher, run, sentences
+from tests.support.tiny import make_teacher, run, sentences, source
 from tests.train.tasks.through import refused, through
 
 NAMED = ("bad", "film", "good", "so")
@@ -75,7 +74,7 @@ def test_every_command_takes_it(tmp_path):
 def test_scores_of_rows_and_labels_that_nothing_has(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "labels": [10, 9]}\n{"text": "b", "labels": []}\n')
-    corpus = load(Source(task="multi-label", train=path, evals=path))
+    corpus = load(source(task="multi-label", train=path, evals=path))
     assert corpus.task.classes == ("9", "10")
     rows = corpus.train
     encoded = type("Encoded", (), {"rows": rows})()
@@ -94,7 +93,7 @@ def test_scores_of_one_label_are_of_its_rows(tmp_path):
     """scikit-learn takes one column for the classes yes and no: accuracy, and the mean of both."""
     path = tmp_path / "rows.csv"
     path.write_text("text,labels\na,good\nb,\nc,bad\nd,\n")
-    rows = load(Source(task="multi-label", train=path, evals=path)).train
+    rows = load(source(task="multi-label", train=path, evals=path)).train
     answers = np.array([[1.0], [2.0], [-1.0], [-1.0]])
     scores = TASK(("good",)).scores(TASK.default_metrics, answers, SimpleNamespace(rows=rows))
     f1 = pytest.approx(2 / 3)  # precision 1/2, recall 1
@@ -116,4 +115,4 @@ def test_a_mistake_is_one_sentence(tmp_path):
     train.write_text("text,labels\na,good|bad\n")
     evals.write_text("text,labels\na,good\nb,god\n")
     with pytest.raises(InputError, match="row 3: label 'god' does not occur in the training rows"):
-        load(Source(task="multi-label", train=train, evals=evals))
+        load(source(task="multi-label", train=train, evals=evals))

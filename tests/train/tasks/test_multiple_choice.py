@@ -11,9 +11,8 @@ from transformers import AutoTokenizer
 from fastkd.train.data import load, read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
-from fastkd.train.settings import Source
 from fastkd.train.tasks.multiple_choice import TASK
-from tests.support.tiny import WORDS, make_teacher
+from tests.support.tiny import WORDS, make_teacher, source
 from tests.train.tasks.through import refused, through
 
 
@@ -93,4 +92,4 @@ def test_a_mistake_is_one_sentence(tmp_path):
     train, more = write_jsonl(tmp_path / "a.jsonl", 4), tmp_path / "b.jsonl"
     more.write_text('{"question": "a", "choices": ["b", "c"]}')
     with pytest.raises(InputError, match="2 choices where the training rows have 4"):
-        load(Source(task="multiple-choice", train=train, evals=train, unlabelled=more))
+        load(source(task="multiple-choice", train=train, evals=train, unlabelled=more))

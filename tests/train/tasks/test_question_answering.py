@@ -11,9 +11,8 @@ from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 from fastkd.train.data import load
 from fastkd.train.encoding import Encoder
 from fastkd.train.evaluation import score
-from fastkd.train.settings import Source
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
-from tests.support.tiny import WORDS, make_teacher, run, write_onnx
+from tests.support.tiny import WORDS, make_teacher, run, source, write_onnx
 from tests.train.tasks.through import refused, rows_of, through
 
 
@@ -130,7 +129,7 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     ]
     data = {"data": [{"paragraphs": [{"context": text, "qas": rows}]}]}
     path.write_text(json.dumps(data, indent=1))
-    corpus = load(Source(task="question-answering", train=path, evals=path))
+    corpus = load(source(task="question-answering", train=path, evals=path))
     task = corpus.task
     assert task.empty and list(task.describe(corpus)) == [
         "1 of 2 training questions have no answer"

@@ -12,10 +12,9 @@ from fastkd.distill import Distiller, SoftTargets
 from fastkd.train.data import load, read_file
 from fastkd.train.encoding import Encoder
 from fastkd.train.same_tokens import sample
-from fastkd.train.settings import Source
 from fastkd.train.tasks import Columns, named
 from fastkd.train.trainers import TwoTokenizerCollator
-from tests.support.tiny import make_teacher, run, sentences, write_onnx, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, source, write_onnx, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, says, talks, write_jsonl
 from tests.train.tasks.test_chat import read as read_chats
@@ -310,7 +309,7 @@ def test_rows_of_the_comparison_have_their_numbers(classifiers, tmp_path):
     path = tmp_path / "pairs.csv"
     lines = [f"a {i},b {i},{i % 2}" for i in range(40)]
     path.write_text("\n".join(["text,pair,label", *lines]) + "\n")
-    corpus = load(Source(train=path, evals=path, text_pair_column="pair"))
+    corpus = load(source(train=path, evals=path, text_pair_column="pair"))
     numbers, texts = sample(corpus)
     assert len(numbers) == len(texts) == 80
     assert all(

@@ -13,10 +13,9 @@ from fastkd.train.arrow_rows import Encoded
 from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from fastkd.train.settings import Source
 from fastkd.train.tasks import Task
 from tests.cli.test_cli import crash, same_weights, stop_at
-from tests.support.tiny import run
+from tests.support.tiny import run, source
 
 
 def through(
@@ -91,7 +90,7 @@ def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl
     path = folder / name
     path.write_text(text)
     with pytest.raises(InputError, match=words) as caught:
-        load(Source(task=task, train=path, evals=path))
+        load(source(task=task, train=path, evals=path))
     assert str(path) in str(caught.value)
 
 

@@ -1,0 +1,296 @@
+"""What a training reads: rows with their task, tokenizers, and the order of the classes."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from transformers import AutoConfig
+
+from fastkd.lm.vocabulary_match import Side, VocabularyMatch
+from fastkd.train import data as rows_of_source
+from fastkd.train import tasks
+from fastkd.train.arrow_rows import Encoded, Rows
+from fastkd.train.config import MAX_LENGTH, Config
+from fastkd.train.encoding import Encoder
+from fastkd.train.errors import InputError
+from fastkd.train.generation import MAX_NEW_TOKENS, Generation
+from fastkd.train.hub import is_served
+from fastkd.train.models import (
+    STUDENT,
+    TEACHERS_TOKENIZER,
+    load,
+    load_tokenizer,
+    load_tokenizers,
+    tokenizer_of,
+)
+from fastkd.train.options import as_json, set_flags
+from fastkd.train.progress import Display
+from fastkd.train.recipes import MAKES
+from fastkd.train.row_teachers import ByRowCollator, teachers_of
+from fastkd.train.saving import read_manifest
+from fastkd.train.tasks.base import ClassTask, Corpus, Task
+from fastkd.train.tasks.regression import Regression
+from fastkd.train.trainers import TwoTokenizerCollator
+
+# Rows whose tokens are counted for the report on two vocabularies.
+MATCH_ROWS = 1024
+TOKENS: dict[Side, str] = {"student": "input_ids", "teacher": "teacher_input_ids"}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows with their task, and the tokenizers of both models.
+
+    ``max_length`` is that of the options, or of the teacher's cache.
+    """
+
+    corpus: Corpus
+    tokenizer: Any
+    max_length: int
+    #: The teacher's tokenizer, where it isn't the student's.
+    teacher_tokenizer: Any = None
+    #: Tokens of both models' vocabularies, if predictions of tokens are compared.
+    match: VocabularyMatch | None = None
+    #: Names of the teachers of which each row has one; empty with one teacher.
+    row_teachers: tuple[str, ...] = ()
+    #: The report of `fastkd cache`, where its cache is the teacher.
+    cached: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: Number of rows without a loss.
+    unread: int = 0
+
+    @property
+    def task(self) -> Task:
+        return self.corpus.task
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Encoded rows, and the collator of the training rows.
+
+    ``train`` has the labelled rows, ``all`` the unlabelled ones too, and ``teacher`` those of the
+    teacher's fine-tuning. ``evals`` and ``tests`` are by the suffix of a metric's name.
+    """
+
+    train: Encoded
+    all: Encoded
+    teacher: Encoded
+    evals: dict[str, Encoded]
+    tests: dict[str, Encoded]
+    collate: Any
+
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each kind that is present."""
+        counts = {
+            "train": len(self.train),
+            "eval": sum(map(len, self.evals.values())),
+            "test": sum(map(len, self.tests.values())),
+            "unlabelled": len(self.all) - len(self.train),
+        }
+        return {name: number for name, number in counts.items() if number}
+
+
+def load_data(config: Config, display: Display) -> Data:
+    """The rows and tokenizers that ``config`` names, with the classes in the teacher's order."""
+    corpus = rows_of_source.load(config, finished_task(config))
+    if config.labelled is not None:
+        corpus = rows_of_source.few_labels(corpus, config.labelled, config.seed)
+    unread = 0
+    if config.method == "labels" and corpus.unlabelled is not None:
+        unread = len(corpus.unlabelled)
+        corpus = dataclasses.replace(corpus, unlabelled=None)
+    if corpus.task.generation is not None:
+        new = config.max_new_tokens or MAX_NEW_TOKENS
+        chosen = Generation(new, config.sample, config.seed)
+        task = dataclasses.replace(corpus.task, generation=chosen)
+        corpus = dataclasses.replace(corpus, task=task)
+    cached: Mapping[str, Any] = {}
+    names: tuple[str, ...] = ()
+    teachers, max_length = None, config.max_length
+    if config.teacher_cache is not None:
+        cached = cache_report(config, config.teacher_cache)
+        tokenizer, teachers = _cached_tokenizers(config, config.teacher_cache)
+        if max_length == MAX_LENGTH:
+            max_length = cached["settings"]["max_length"]
+    elif config.teachers is not None:
+        names = tuple(teachers_of(config.teachers))
+        tokenizer = load_tokenizer(config, "student")
+    elif is_served(config.teacher):
+        tokenizer = load_tokenizer(config, "student")
+    else:
+        tokenizer, teachers = load_tokenizers(config, corpus, display)
+    corpus = in_order_of_head(config, corpus)
+    if corpus.reading:
+        display.say(corpus.reading)
+    match = None
+    if teachers is not None:
+        _check_two_tokenizers(config)
+        if corpus.task.two_tokenizers == "spans":
+            match = VocabularyMatch.of(tokenizer, teachers)
+    return Data(corpus, tokenizer, max_length, teachers, match, names, cached, unread)
+
+
+def finished_task(config: Config) -> Task | None:
+    """The task of the teacher's head if that is finished, else None."""
+    kind = tasks.of_file(config.kind, config.train)
+    if not issubclass(kind, ClassTask | Regression) or config.finetune_teacher:
+        return None
+    cache = config.teacher_cache
+    if is_served(config.teacher) or config.teachers is not None:
+        return None
+    if cache is None:
+        head = load("--teacher", str(config.teacher), AutoConfig, config.trust_remote_code)
+    elif (cache / STUDENT).is_dir():
+        head = cached_config(config, cache)
+    else:
+        return None  # `cache_report` says what is missing
+    return kind.of(head) if _has_head(head, kind) else None
+
+
+def _has_head(model: Any, kind: type[Task]) -> bool:
+    """Whether a model's configuration names the class with the head of a task."""
+    ending = kind.head.removeprefix("AutoModel")
+    return any(name.endswith(ending) for name in model.architectures or ())
+
+
+def in_order_of_head(config: Config, corpus: Corpus) -> Corpus:
+    """``corpus`` with its classes in the order of the teachers' heads, and the model's fields."""
+    order, remote = None, config.trust_remote_code
+    for option, who, name in _teachers(config):
+        task, fresh = corpus.task, fresh_head(config)
+        model = load(option, name, AutoConfig, remote)
+        fitting = task.num_labels in (None, model.num_labels)
+        if config.teacher_cache is not None and not fitting:
+            raise InputError(
+                f"{who}: its teacher's head has {model.num_labels} outputs, the data needs "
+                f"{task.num_labels}"
+            )
+        known = fitting and (not isinstance(task, ClassTask) or _has_head(model, type(task)))
+        head = type(task).of(model) if known else None
+        corpus = task.match(corpus, head, config.label_order, who, fresh)
+        if order not in (None, corpus.names):
+            raise InputError(
+                f"{who}: its classes are {', '.join(corpus.names or [])}, those of the first "
+                f"{', '.join(order or [])}; all heads need one order"
+            )
+        order = corpus.names
+    return corpus
+
+
+def fresh_head(config: Config) -> bool:
+    """Whether the teacher may have a random head: before fine-tuning, and in `fastkd verify`."""
+    return bool(config.finetune_teacher) or config.command == "verify"
+
+
+def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """For each teacher with a configuration: its option, its name in errors, and its place."""
+    if config.teacher_cache is not None:
+        folder = config.teacher_cache
+        yield "--teacher-cache", f"--teacher-cache {folder}", str(folder / STUDENT)
+    elif config.teachers is not None:
+        for who, entry in teachers_of(config.teachers).items():
+            if "url" not in entry:
+                cache = entry.get("cache")
+                place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
+                yield "--teachers", f"--teachers {who}", place
+    elif not is_served(config.teacher):
+        yield "--teacher", f"--teacher {config.teacher}", str(config.teacher)
+
+
+def cached_config(config: Config, folder: Path) -> Any:
+    """Configuration of the student in a cache, whose head is the teacher's."""
+    return load("--teacher-cache", str(folder / STUDENT), AutoConfig, config.trust_remote_code)
+
+
+def cache_report(config: Config, folder: Path) -> Mapping[str, Any]:
+    """The report of a cache; raises if an option of the student has another value than there."""
+    option, about = "--teacher-cache", read_manifest(folder)
+    if not (folder / STUDENT).is_dir() or about is None:
+        raise InputError(f"{option} {folder}: no complete cache there; `fastkd cache` writes one")
+    again = as_json(config)
+    for flag in set_flags(config, *MAKES[1:]):
+        name = flag.removeprefix("--").replace("-", "_")
+        written = about["settings"][name]
+        if again[name] != written:
+            raise InputError(
+                f"{option} {folder} was written with {flag} {written or 'left out'}, not "
+                f"{again[name]}; leave {flag} out, or write another cache"
+            )
+    return about
+
+
+def _cached_tokenizers(config: Config, folder: Path) -> tuple[Any, Any]:
+    """The student's tokenizer in a cache, and the teacher's if it differs, else None."""
+    option, remote = "--teacher-cache", config.trust_remote_code
+    student = tokenizer_of(option, str(folder / STUDENT), remote)
+    theirs = folder / TEACHERS_TOKENIZER
+    return student, tokenizer_of(option, str(theirs), remote) if theirs.is_dir() else None
+
+
+def _check_two_tokenizers(config: Config) -> None:
+    """Raise for options that need one tokenizer."""
+    for flag, given, remedy in (
+        ("--pack", config.pack, "leave it out"),
+        ("--on-policy", config.on_policy, "leave it out"),
+        ("--finetune-teacher", config.finetune_teacher, "train the teacher in another run"),
+    ):
+        if given:
+            raise InputError(
+                f"{flag}: the student has a tokenizer of its own, and the teacher reads other "
+                f"tokens; {remedy}"
+            )
+
+
+def encode(config: Config, data: Data, max_length: int) -> Sets:
+    """All rows in the tokens of both models."""
+    corpus, task, encoded = data.corpus, data.task, encoder(data, max_length)
+    train = training_encoder(config, data, max_length)
+    rows = train(corpus.train)
+    return Sets(
+        rows,
+        rows if corpus.unlabelled is None else rows.followed_by(train(corpus.unlabelled)),
+        rows if corpus.teacher_train is None else train(corpus.teacher_train),
+        {suffix: encoded(rows) for suffix, rows in corpus.evals.items()},
+        {suffix: encoded(rows) for suffix, rows in corpus.test.items()},
+        collator(data, task),
+    )
+
+
+def training_encoder(config: Config, data: Data, max_length: int) -> Encoder:
+    """The encoder of training rows."""
+    task = data.task.for_packing() if config.pack else data.task
+    return Encoder(data.tokenizer, max_length, task, data.teacher_tokenizer, data.row_teachers)
+
+
+def encoder(data: Data, max_length: int) -> Callable[[Rows], Encoded]:
+    """The encoder of evaluation rows; with two tokenizers it also encodes for the teacher."""
+    student = Encoder(data.tokenizer, max_length, data.task)
+    if data.teacher_tokenizer is None:
+        return student
+    teacher = Encoder(data.teacher_tokenizer, max_length, data.task)
+
+    def encode(rows: Rows) -> Encoded:
+        return dataclasses.replace(student(rows), teacher_encoded=teacher(rows))
+
+    return encode
+
+
+def collator(data: Data, task: Task) -> Any:
+    """The collator of training rows."""
+    if data.row_teachers:
+        return ByRowCollator(task.collator(data.tokenizer))
+    if data.teacher_tokenizer is not None:
+        return TwoTokenizerCollator(task, data.tokenizer, data.teacher_tokenizer)
+    return task.collator(data.tokenizer)
+
+
+def describe_match(data: Data, train: Encoded) -> str:
+    """A line on the tokens that both vocabularies have."""
+    match = cast(VocabularyMatch, data.match)
+    rows = train.__getitems__(range(min(len(train), MATCH_ROWS)))
+    ids = {side: [i for row in rows for i in row[name]] for side, name in TOKENS.items()}
+    of_text = " and ".join(
+        f"{match.coverage(tokens, side):.1%} of the {side}'s" for side, tokens in ids.items()
+    ).replace("%", " %")
+    return f"{match!r}, {of_text} tokens in {len(rows)} training rows"

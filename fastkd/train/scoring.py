@@ -1,0 +1,139 @@
+"""Scores, sizes and times of the models of a run."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastkd.models.inputs import accepted
+from fastkd.train.arrow_rows import Encoded
+from fastkd.train.computation import Computation
+from fastkd.train.config import Config
+from fastkd.train.evaluation import finite, predict, score
+from fastkd.train.loading import Data, Sets, encoder
+from fastkd.train.progress import Display
+from fastkd.train.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: options, arithmetic, what was read, the display, and the output directory.
+
+    ``fastkd cache`` and ``fastkd verify`` train nothing and have no ``out``.
+    """
+
+    config: Config
+    computation: Computation
+    data: Data
+    sets: Sets
+    display: Display
+    out: RunDirectory | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Scores of a model, its answers by the suffix of their rows, and why they look useless."""
+
+    scores: dict[str, float] = dataclasses.field(default_factory=dict)
+    answers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    warning: str | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The best student of a run and its teacher, for measurements of one's own."""
+
+    run: Run
+    teacher: Any
+    student: PreTrainedModel
+    judged: Judged
+    #: Why the answers of a model look useless, by the model's name.
+    warnings: Mapping[str, str]
+
+
+def judge(
+    run: Run,
+    model: nn.Module,
+    sets: Mapping[str, Encoded] | None = None,
+    who: str = "",
+    teacher: bool = False,
+) -> Judged:
+    """All metrics of ``model`` on all ``sets`` of rows; by default the evaluation rows.
+
+    For a model called ``who`` a warning is printed if the answers look useless. ``teacher``: the
+    model reads the teacher's tokens, and metrics may compare with its answers.
+    """
+    data, metrics, found = run.data, run.data.corpus.metrics, Judged()
+    task, warning = data.task, None
+    for suffix, rows in (run.sets.evals if sets is None else sets).items():
+        read, tokenizer = rows, data.tokenizer
+        if teacher and data.teacher_tokenizer is not None:
+            read, tokenizer = cast(Encoded, rows.teacher_encoded), data.teacher_tokenizer
+        answers = predict(model, read, task, tokenizer, run.computation)
+        if teacher and not task.teacher_metrics.isdisjoint(metrics):
+            rows.teacher_answers = answers
+        found.answers[suffix] = answers
+        why = task.sanity_warning(answers, rows) if who and finite(answers) else None
+        if why:
+            where = f"{len(rows)} evaluation rows{f' ({suffix})' if suffix else ''}"
+            run.display.say(f"warning: the {who}'s answers to the {where} {why}")
+            warning = why
+        for name, value in score(task, metrics, answers, rows).items():
+            found.scores[f"{name}_{suffix}" if suffix else name] = value
+    return dataclasses.replace(found, warning=warning)
+
+
+def rows_by_teacher(run: Run, max_length: int) -> dict[str, dict[str, Encoded]]:
+    """For each teacher that has any, its evaluation rows by the suffix of a metric's name."""
+    found = dict[str, dict[str, Encoded]]()
+    for suffix, rows in run.data.corpus.evals.items() if run.data.row_teachers else ():
+        names = list(rows.column("teacher"))
+        for name in run.data.row_teachers:
+            own = [i for i, other in enumerate(names) if other == name]
+            if own:
+                encoded = encoder(run.data, max_length)(rows.select(own))
+                found.setdefault(name, {})[suffix] = encoded
+    return found
+
+
+def sizes_of(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters and bytes of a model."""
+    memory = model.get_memory_footprint(return_buffers=False)
+    return {"parameters": model.num_parameters(), "bytes": memory}
+
+
+def seconds_a_batch(
+    run: Run, student: nn.Module, teacher: nn.Module | None = None, rounds: int = 5
+) -> dict[str, float]:
+    """Seconds for a forward pass of up to 32 rows: medians over interleaved repeats."""
+    data, rows, device = run.data, run.sets.evals[""], run.computation.device
+    tokenizers, models = {"student": data.tokenizer}, {"student": student.eval()}
+    if teacher is not None:
+        models["teacher"] = teacher.eval()
+        tokenizers["teacher"] = data.teacher_tokenizer or data.tokenizer
+    inputs, seconds = {}, dict[str, list[float]]()
+    for who, tokenizer in tokenizers.items():
+        read = rows if who == "student" else rows.teacher_encoded or rows
+        inputs[who] = next(read.batches(data.task.collator(tokenizer), 32, device=device))
+        if not getattr(student.config, "is_encoder_decoder", False):  # its decoder reads them
+            inputs[who].pop("labels", None)
+    for _ in range(1 + rounds):
+        for who, model in models.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            with torch.no_grad():
+                model(**accepted(model, inputs[who]))
+            _synchronize(device)
+            seconds.setdefault(who, []).append(time.perf_counter() - start)
+    return {who: statistics.median(times[1:]) for who, times in seconds.items()}
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
