@@ -97,16 +97,8 @@ class ColumnOptions(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ColumnOptions):
-    """The options of `fastkd distill`, `fastkd cache` and `fastkd verify`, and their checks.
-
-    >>> config = Config.of(teacher="bert-base-uncased", task="sst2", method="fcd")
-    >>> config.num_train_epochs, config.weight_decay
-    (3.0, 0.01)
-    """
-
-    #: The command: some options belong to one of the three only.
-    command: str = "distill"
+class DataOptions(ColumnOptions):
+    """Source of the rows: a GLUE task, a data set on the hub, or files."""
 
     task: str | None = data_option(
         None,
@@ -181,6 +173,35 @@ class Config(ColumnOptions):
         least=0,
         commands=DISTILL,
     )
+
+    @property
+    def glue_name(self) -> str | None:
+        """Name of the GLUE task that --task or --data gives, if any."""
+        return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
+
+    @property
+    def glue(self) -> Glue | None:
+        """Columns and metrics of the GLUE task, if any."""
+        return GLUE_TASKS.get(self.glue_name or "")
+
+    @property
+    def kind(self) -> str | None:
+        """Value of --task if it is a kind of rows, not a GLUE data set."""
+        return tasks.kind_of(self.task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DataOptions):
+    """The options of `fastkd distill`, `fastkd cache` and `fastkd verify`, and their checks.
+
+    >>> config = Config.of(teacher="bert-base-uncased", task="sst2", method="fcd")
+    >>> config.num_train_epochs, config.weight_decay
+    (3.0, 0.01)
+    """
+
+    #: The command: some options belong to one of the three only.
+    command: str = "distill"
+
     teacher: str | None = option(
         None, "Teacher model: a directory, a hub name, packaged (the demo's), or a server's URL."
     )
@@ -471,21 +492,6 @@ class Config(ColumnOptions):
     def passed(self) -> Mapping[str, Any]:
         """Arguments of --trainer-args, once its file is read."""
         return self.trainer_args if isinstance(self.trainer_args, Mapping) else {}
-
-    @property
-    def glue_name(self) -> str | None:
-        """Name of the GLUE task that --task or --data gives, if any."""
-        return next((name for name in (self.task, self.data) if name in GLUE_TASKS), None)
-
-    @property
-    def glue(self) -> Glue | None:
-        """Columns and metrics of the GLUE task, if any."""
-        return GLUE_TASKS.get(self.glue_name or "")
-
-    @property
-    def kind(self) -> str | None:
-        """Value of --task if it is a kind of rows, not a GLUE data set."""
-        return tasks.kind_of(self.task)
 
 
 @functools.cache

@@ -89,12 +89,18 @@ def run_distillation(
             out.begin(rows_of(reorder_classes(out.done.get("labels"), data.corpus)))
             display.say(f"{config.out}: this run is already complete")
             return out.done
-        run, models, recipe = begin(config, data, display, out)
+        run, models = begin(config, data, display, out)
         if config.finetune_teacher:
             models = finetune_teacher(run, models)
-        report = train_student(run, models, recipe, measure, cache)
-        report["seconds"]["total"] += time.perf_counter() - started
-        finish(run, report)
+        models, report, warnings = judge_teachers(run, models, cache)
+        began = time.perf_counter()
+        history = fit(run, models.distiller, out.student, run.sets.all, report)
+        # Of a resumed run a part was trained before.
+        before = max(0.0, history[-1]["seconds"] - (time.perf_counter() - began))
+        report |= judge_best(run, models, report.get("teachers", {}), warnings, measure)
+        report = finish(run, models, report, history)
+        report["seconds"]["total"] = before + time.perf_counter() - started
+        publish(run, report)
     return report
 
 
@@ -114,13 +120,10 @@ def _opened(config: Config, display: Display) -> Iterator[RunDirectory]:
         yield out
 
 
-def begin(
-    config: Config, data: Data, display: Display, out: RunDirectory
-) -> tuple[Run, Models, dict[str, Any]]:
+def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tuple[Run, Models]:
     """Load and check the models, and start the run in the output directory.
 
-    Also returns the paper's recipe and what deviates from it, with --preset paper. Errors of
-    student and method are raised now, not after the teacher's fine-tuning.
+    Errors of student and method are raised now, not after the teacher's fine-tuning.
     """
     with processes.errors_on_all():
         own = data.teacher_tokenizer is not None
@@ -134,8 +137,7 @@ def begin(
         if data.match is not None:
             display.say(describe_match(data, run.sets.train))
         check_training(run, models)
-    recipe = recipes.compared(config, models.distiller.method)
-    for line in recipes.lines(recipe):
+    for line in recipes.lines(recipes.compared(config, models.distiller.method)):
         display.say(line)
     size = models.student.get_memory_footprint(return_buffers=False)
     teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
@@ -151,7 +153,7 @@ def begin(
         display.say(f"{world_size()} processes: {rows} rows a step in all{begun}")
     if not config.shard:
         nn.Module.to(models.teacher, computation.device)
-    return run, models, recipe
+    return run, models
 
 
 def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
@@ -269,14 +271,10 @@ class NoTeacher(nn.Module):
         return base
 
 
-def train_student(
-    run: Run,
-    models: Models,
-    recipe: Mapping[str, Any],
-    measure: Measure | None = None,
-    cache: Path | None = None,
-) -> dict[str, Any]:
-    """Train the student and save its best state as OUT/student; returns the run's report."""
+def judge_teachers(
+    run: Run, models: Models, cache: Path | None = None
+) -> tuple[Models, dict[str, Any], dict[str, str]]:
+    """The models to train with, the first part of the run's report, and warnings by model."""
     config, data, out, display = run.config, run.data, run.out, run.display
     assert out is not None
     if config.shard:
@@ -291,7 +289,8 @@ def train_student(
     if cache is not None and _can_cache(run, models):
         outputs = _cache(run, models, cache)
         models = assemble(config, data, Display(), models.teacher, models.selected, outputs)
-    report: dict[str, Any] = {
+    recipe = recipes.compared(config, models.distiller.method)
+    report = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
         "rows": run.sets.counts(),
@@ -304,25 +303,7 @@ def train_student(
         **({"teachers": by_teacher} if by_teacher else {}),
         **({"recipe": recipe} if recipe else {}),
     }
-    began = time.perf_counter()
-    history = fit(run, models.distiller, out.student, run.sets.all, report)
-    if servers := servers_of(models.teacher):
-        report["served_teacher"] = ", ".join(x.throughput() for x in servers)
-        display.say(report["served_teacher"])
-    training = history[-1]["seconds"]
-    before = max(0.0, training - (time.perf_counter() - began))  # of a resumed run
-    display.say("scoring and timing the best student ...")
-    report.update(judge_best(run, models, by_teacher, warnings, measure))
-    # The manifest of the saved student has its scores. The first process reads it, before it moves
-    # the directory.
-    return {
-        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
-        **report,
-        "compared_layers": models.distiller.method.teacher_layers,
-        "complete": True,
-        "history": history,
-        "seconds": {"training": training, "total": before},
-    }
+    return models, report, warnings
 
 
 def _can_cache(run: Run, models: Models) -> bool:
@@ -405,6 +386,7 @@ def judge_best(
 ) -> dict[str, Any]:
     """Sizes, test scores and seconds per batch of the best student, read from its files."""
     assert run.out is not None
+    run.display.say("scoring and timing the best student ...")
     best, device = load_best(run, run.out.student, models.student), run.computation.device
     live = {"teacher": models.teacher_model, "student": best}
     sizes: dict[str, Mapping[str, Any]] = {
@@ -444,18 +426,36 @@ def judge_best(
     return {**found, "seconds_a_batch": processes.on_first_process(seconds)}
 
 
-def finish(run: Run, report: dict[str, Any]) -> None:
+def finish(run: Run, models: Models, report: dict[str, Any], history: list[dict]) -> dict[str, Any]:
+    """The whole report of a run, with the scores in the manifest of the saved student."""
+    out = run.out
+    assert out is not None
+    if servers := servers_of(models.teacher):
+        report["served_teacher"] = ", ".join(x.throughput() for x in servers)
+        run.display.say(report["served_teacher"])
+    return {
+        # The first process reads it, before it moves the directory.
+        **processes.on_first_process(lambda: read_json(out.student / MANIFEST)),
+        **report,
+        "compared_layers": models.distiller.method.teacher_layers,
+        "complete": True,
+        "history": history,
+        "seconds": {"training": history[-1]["seconds"]},
+    }
+
+
+def publish(run: Run, report: dict[str, Any]) -> None:
     """Complete the student's directory and move the results to --out."""
     out = run.out
     assert out is not None
 
-    def publish() -> None:
+    def complete() -> None:
         with saving(run.config.out):
             write_card(out.student, report)
             update_manifest(out.student, report, CARD)
             out.finish()
 
-    processes.on_first_process(publish)
+    processes.on_first_process(complete)
     out.report_moved_files(run.display)
     run.display.event("complete", **{k: report[k] for k in ("teacher", "student", "seconds")})
 

@@ -1,0 +1,52 @@
+"""What a reader of `fastkd distill` walks through: functions, files and depth of a small run."""
+
+import sys
+from pathlib import Path
+from types import CodeType
+
+import fastkd
+from tests.support.tiny import make_teacher, run, write_tsv
+
+ROOT = Path(fastkd.__file__).resolve().parent
+#: Named functions, files and depth of calls, at most.
+MOST = (560, 71, 19)
+
+
+def walked(work) -> tuple[int, int, int]:
+    """Named functions of fastkd that ``work()`` calls, their files, and the deepest call."""
+    own: dict[str, bool] = {}
+    functions, stack, deepest = set[CodeType](), list[CodeType](), 0
+
+    def count(frame, event, argument):
+        nonlocal deepest
+        code = frame.f_code
+        if event not in ("call", "return") or code.co_name.startswith("<"):
+            return
+        if code.co_filename not in own:
+            parents = Path(code.co_filename).resolve().parents
+            own[code.co_filename] = ROOT in parents or ROOT.parent / "kernels" in parents
+        if not own[code.co_filename]:
+            return
+        if event == "call":
+            functions.add(code)
+            stack.append(code)
+            deepest = max(deepest, len(stack))
+        elif stack and stack[-1] is code:
+            stack.pop()
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return len(functions), len({code.co_filename for code in functions}), deepest
+
+
+def test_the_walk_through_a_run_is_short(tmp_path):
+    rows = {"train": write_tsv(tmp_path / "train.tsv", 16), "eval": write_tsv(tmp_path / "dev.tsv")}
+    options = {"teacher": make_teacher(tmp_path / "teacher"), "batch_size": 8, "max_length": 16}
+    again = {**rows, **options, "epochs": 1, "device": "cpu"}
+    run("distill", **again, out=tmp_path / "first")  # imports everything
+    rows["train"].write_text(rows["train"].read_text() + "good film\t1\n")  # its tokens are new
+    found = walked(lambda: run("distill", **again, out=tmp_path / "second"))
+    assert all(a <= b for a, b in zip(found, MOST, strict=True)), found
