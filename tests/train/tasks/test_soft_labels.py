@@ -12,8 +12,7 @@ from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from fastkd.train.settings import Source
-from tests.support.tiny import make_teacher, run, sentences
+from tests.support.tiny import make_teacher, run, sentences, source
 from tests.train.tasks.through import refused
 
 PROBS = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [torch.nan] * 3, [0.6, 0.2, 0.2]])
@@ -63,7 +62,7 @@ def test_the_loss_is_the_cross_entropy_with_the_distribution():
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_every_form(tmp_path, form):
     path = write(tmp_path / "a.jsonl", FORMS[form])
-    corpus = load(Source(train=path, evals=path))
+    corpus = load(source(train=path, evals=path))
     assert corpus.names == (["no", "yes"] if form in ("names", "mixed") else ["0", "1"])
     found = dict(corpus.train.columns("label", PROBABILITIES))
     assert found[0] == pytest.approx(LISTS[0])
@@ -118,4 +117,4 @@ def test_a_mistake_is_one_sentence(tmp_path):
     train.write_text(right + right.replace("0.", "1.").replace("1.8", "0.1").replace("1.2", "0.9"))
     evals.write_text(right + json.dumps({"text": "b", "label": {"yes": 0.5, "nope": 0.5}}))
     with pytest.raises(InputError, match="row 2: label 'nope' does not occur in the training"):
-        load(Source(train=train, evals=evals))
+        load(source(train=train, evals=evals))
