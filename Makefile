@@ -73,8 +73,8 @@ compiled: $(VENV)/bytecode
 test-all: test
 	$(MAKE) test-compiled ARGS="--capability 80"
 	$(MAKE) test-compiled ARGS="--capability 90"
-	$(BIN)/python -W ignore -m tools.executed.forms --capability 80
-	$(BIN)/python -W ignore -m tools.executed.forms --capability 90
+	$(BIN)/python -W ignore -m tests.ptx.forms --capability 80
+	$(BIN)/python -W ignore -m tests.ptx.forms --capability 90
 	$(BIN)/python -m tools.compile_report --every
 	$(BIN)/python -m tools.cuda_source
 

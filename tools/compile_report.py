@@ -103,14 +103,6 @@ class Form(NamedTuple):
     def constexprs(self) -> dict[Any, Any]:
         return dict(self.values)
 
-    @property
-    def num_warps(self) -> int:
-        return dict(self.launch)["num_warps"]
-
-    @property
-    def num_stages(self) -> int:
-        return dict(self.launch)["num_stages"]
-
 
 def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, (list, tuple)) else x
@@ -185,8 +177,8 @@ def compile_one(form: Form) -> dict[str, Any]:
         "kernel": form.name,
         "variant": describe(form),
         "arch": f"sm_{form.capability}",
-        "warps": form.num_warps,
-        "stages": form.num_stages,
+        "warps": dict(form.launch)["num_warps"],
+        "stages": dict(form.launch)["num_stages"],
     }
     start = time.perf_counter()
     try:
@@ -272,7 +264,7 @@ def largest(module: str, name: str, capability: int) -> Form:
 
 def _size(form: Form) -> int:
     blocks = [x for name, x in form.values if "BLOCK" in str(name) or name == "TILE"]
-    return math.prod(blocks) * form.num_stages
+    return math.prod(blocks) * dict(form.launch)["num_stages"]
 
 
 def report(forms: list[Form], workers: int | None = None) -> list[dict[str, Any]]:
@@ -295,15 +287,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    known = ",".join(map(str, SHARED_MEMORY))
-    others = ",".join(map(str, CONSUMER))
+    known, others = (",".join(map(str, x)) for x in (SHARED_MEMORY, CONSUMER))
     parser = argparse.ArgumentParser(prog="python -m tools.compile_report", description=__doc__)
     parser.add_argument("modules", nargs="*", help="modules of kernels/ (all by default)")
-    parser.add_argument(
-        "--arch", default=known, help=f"architectures, {known} by default, or others of {others}"
-    )
+    parser.add_argument("--arch", default=known, help=f"of {known} (all by default) and {others}")
     parser.add_argument("--every", action="store_true", help="every form, not one of each kernel")
-    parser.add_argument("--workers", type=int, help="processes (one per core by default)")
     options = parser.parse_args(arguments)
     # The interpreter replaces kernels by Python functions, which have nothing to compile.
     if os.environ.pop("TRITON_INTERPRET", "0") == "1" and "triton" in sys.modules:
@@ -313,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(names) - set(modules()):
         parser.error(f"no kernels in {', '.join(sorted(unknown))}; known: {', '.join(modules())}")
     architectures = [int(text) for text in options.arch.split(",") if text]
-    rows = report(chosen(names, architectures, options.every), options.workers)
+    rows = report(chosen(names, architectures, options.every))
     wrong = [row for row in rows if row["problems"]]
     print(table(rows))
     print(f"{len(rows)} compiled, {len(wrong)} with problems")

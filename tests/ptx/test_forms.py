@@ -6,10 +6,11 @@ import torch
 pytest.importorskip("triton")
 
 from fastkd._core.numerics import values_readable
+from tests.ptx import forms
 from tests.support.interpreter import of_compiled_code
 from tools import calls
 from tools.calls import Call, given
-from tools.executed import executing, forms
+from tools.executed import executing
 
 pytestmark = of_compiled_code
 

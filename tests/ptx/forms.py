@@ -1,4 +1,4 @@
-"""``python -m tools.executed.forms [loss ...] [--capability 90]``: each compiled form, executed.
+"""``python -m tests.ptx.forms [loss ...] [--capability 90]``: each compiled form, executed.
 
 Of the public calls in `tools.calls` the smallest that together start every form of the Triton
 kernels run on random inputs, as on a GPU: Python reads no values. Value and gradients must be those
@@ -209,7 +209,7 @@ def _size(call: Call) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.executed.forms", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.ptx.forms", description=__doc__)
     parser.add_argument("losses", nargs="*", default=calls.FILES, help="all by default")
     parser.add_argument("--capability", type=int, default=80, choices=(80, 90))
     parser.add_argument("--list", action="store_true", help="print each form that was executed")
