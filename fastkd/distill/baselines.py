@@ -15,6 +15,7 @@ from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Layers, Method
 from fastkd.distill.methods import AttentionMSE, SoftTargets
+from fastkd.distill.prediction_losses import margin_loss
 from fastkd.distill.step import Step
 from fastkd.lm.heads import Head
 from fastkd.lm.log_probs import log_probs
@@ -324,6 +325,42 @@ def _span_tokens(step: Step, shifted: bool) -> list[SpanTokens]:
     return found
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
+class MarginMSE(Method):
+    """Margins of a reranker's scores (Hofstätter et al. 2020).
+
+    L = (1 − alpha)·L_labels + alpha·L_margin. L_margin is the mean over a list's pairs of a
+    relevant and another document of ((s₊ − s₋) − (t₊ − t₋))², then over the lists; L_labels is that
+    of the labels' scores, which alpha = 0 takes as the teacher.
+
+    Terms: task, margin.
+    """
+
+    logit_terms = ("task", "margin")
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        Method.__init__(self)
+        check.fraction("alpha", self.alpha)
+
+    def weights(self, progress: float) -> dict[str, float]:
+        return {"task": 1 - self.alpha, "margin": self.alpha}
+
+    def choose_layers(self, teacher: Model, student: Backbone) -> None:
+        if student.output_size != 1 or student.per_token:
+            raise ValueError(
+                f"MarginMSE compares scores, and the head of {student.class_name} has other "
+                "outputs; use a cross-encoder with num_labels=1"
+            )
+
+    def task(self, step: Step) -> Tensor:
+        return margin_loss(step, by_labels=True)
+
+    def margin(self, step: Step) -> Tensor:
+        return margin_loss(step)
+
+
 BASELINES: dict[str, type[Method]] = {
     "tinybert": AttentionMSE,
     "pkd": PKD,
@@ -332,5 +369,6 @@ BASELINES: dict[str, type[Method]] = {
     "minilmv2": MiniLMv2,
     "embeddings": Embeddings,
     "gold": GOLD,
+    "margin_mse": MarginMSE,
 }
 #: Names of all methods, for the commands.

@@ -1,5 +1,6 @@
 """Losses on a model's predictions: labels and soft targets, from logits or from an LM head."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastkd._core.numerics import upcast, values_readable, working_dtype
+from fastkd.distill.lists import Lists
 from fastkd.distill.step import Step
 from fastkd.lm.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
 from fastkd.lm.targets import CrossEntropy, Draft, TopK
@@ -50,10 +52,22 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     """
     if step.student.loss is not None and step.labels is None:
         return step.own_mean(step.student.loss)  # the head has targets of its own
-    logits, labels = _logits_of(step, "student", "task"), step.labels
+    logits: Any = logits_of(step, "student", "task")
+    labels = step.labels
     if labels is None:
         raise ValueError(NO_LABELS)
     problem = _problem(step, logits)
+    lists = Lists.of(labels, logits)
+    if lists is not None:
+        scored = ~lists.any(lists.scores.isnan())
+        known = lists.any(lists.relevant) | scored
+        losses = torch.where(
+            scored, _list_divergence(lists, logits, lists.scores.nan_to_num(), options),
+            lists.contrast(logits),
+        )  # fmt: skip
+        return step.mean(
+            (losses * lists.weights).where(known, 0).sum(), (known * lists.weights).sum()
+        )
     if isinstance(logits, tuple) or isinstance(labels, tuple):
         if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
             raise ValueError(
@@ -143,11 +157,39 @@ def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Te
     return step.mean(torch.where(known, losses, 0).sum(), known.sum())
 
 
+def _list_divergence(
+    lists: Lists, student: Any, teacher: Any, options: PredictionOptions
+) -> Tensor:
+    return lists.divergence(
+        student, teacher, options.temperature, options.divergence, options.scale_by_t2
+    )
+
+
+def margin_loss(step: Step, by_labels: bool = False) -> Tensor:
+    """Mean squared difference of margins from the teacher's scores, or those of the labels."""
+    student: Any = logits_of(step, "student", "margin")
+    lists = Lists.of(step.labels, student)
+    if lists is None:
+        raise ValueError(
+            "MarginMSE compares scores within lists; pass labels (R, 3): the number of the list, "
+            "relevance and score of each pair, and a head with one output"
+        )
+    if not by_labels:
+        teacher: Any = logits_of(step, "teacher", "margin")
+        return step.mean(*lists.margins(student, teacher))
+    scored = ~lists.any(lists.scores.isnan())
+    if values_readable(scored) and not bool(scored.any()):
+        raise ValueError("MarginMSE: no list of the batch has scores; pass them, or alpha=1")
+    lists = dataclasses.replace(lists, relevant=lists.relevant & scored)
+    return step.mean(*lists.margins(student, lists.scores.nan_to_num()))
+
+
 def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
     """Divergence between softened output distributions, or MSE for regression.
 
     Question answering: the mean over start and end, each a distribution over the real tokens.
-    Multi-label heads: the mean over the labels, each a distribution over yes and no.
+    Rerankers: a distribution over each list. Multi-label heads: the mean over the labels, each a
+    distribution over yes and no.
     """
     parts = [_soft_sums(part, options) for part in step.parts()]
     means = []
@@ -159,8 +201,8 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
 
 def _soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any, bool]]:
     """Of each place that is predicted the sum, the number of items, and whether they are tokens."""
-    student, top_k = _logits_of(step, "student", "soft"), step.teacher.top_k
-    teacher = student if top_k is not None else _logits_of(step, "teacher", "soft")
+    student, top_k = logits_of(step, "student", "soft"), step.teacher.top_k
+    teacher = student if top_k is not None else logits_of(step, "teacher", "soft")
     spans = isinstance(student, tuple)
     vocabulary = step.teacher_model.vocabulary
     sums: list[tuple[Tensor, Any, bool]] = []
@@ -178,6 +220,11 @@ def _soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any
             )
         z_t = z_t.to(z_s.dtype)
         problem = _problem(step, student if spans else z_s)
+        lists = Lists.of(step.labels, z_s)
+        if lists is not None:
+            total = (_list_divergence(lists, z_s, z_t, options) * lists.weights).sum()
+            sums.append((total, lists.weights.sum(), False))
+            continue
         if problem == REGRESSION:
             real = _real_numbers(step, z_s)
             errors = torch.where(real, upcast(z_s) - upcast(z_t), 0).square()
@@ -306,7 +353,7 @@ def _paired(step: Step) -> Tensor | None:
     return (places[:, 1:] if step.student_model.causal else places) >= 0
 
 
-def _logits_of(step: Step, side: str, term: str) -> Logits:
+def logits_of(step: Step, side: str, term: str) -> Logits:
     """The logits of the "student" or the "teacher" for a term."""
     outputs = step.student if side == "student" else step.teacher
     model: Model = step.student_model if side == "student" else step.teacher_model

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.ema import averaging_teachers
+from fastkd.distill.lists import Lists
 from fastkd.models.documents import MixedDocuments, find_documents
 from fastkd.models.inputs import IGNORED, rotate
 
@@ -128,7 +129,6 @@ def begin(
     step = _Step(distiller, batch)
     # No rows stay neighbours, as far as their number allows it.
     shuffled = torch.cat([torch.arange(start, len(tokens), 2) for start in (1, 0)])
-    uneven: list[dict[str, Any]] = [step.select(slice(0, 1)), step.select(slice(1, None))]
     ways: dict[str, Way] = {
         "the same again": step.again,
         "other order of samples": lambda: step.gradients(step.select(shuffled)),
@@ -136,7 +136,9 @@ def begin(
         "left padding": step.left_padded,
         "packed rows": step.packed,
         "accumulated in a plain loop": step.accumulated,
-        "Distiller.accumulate": lambda: step.gradients(uneven),
+        "Distiller.accumulate": lambda: step.gradients(
+            [step.select(slice(0, 1)), step.select(slice(1, None))]
+        ),
         "cached teacher": step.cached,
         "checkpointed activations": step.checkpointed,
         "saved and loaded": step.reloaded,
@@ -242,7 +244,14 @@ class _Step:
         return taken(copy.deepcopy(self.distiller) if distiller is None else distiller, given)[1]
 
     def select(self, rows: Any) -> dict[str, Tensor]:
+        if isinstance(rows, slice):
+            self._check_no_lists()
         return {name: x[rows] for name, x in self.batch.items()}
+
+    def _check_no_lists(self) -> None:
+        one = getattr(self.distiller.student.config, "num_labels", None) == 1
+        if one and Lists.of(self.batch.get("labels"), self.batch["input_ids"][:, 0]):
+            raise _CannotDo("the rows of a list stay together")
 
     def again(self) -> Gradients:
         return self.gradients(self.batch)
@@ -420,6 +429,7 @@ class _Step:
 
     def processes(self, ranks: int) -> Gradients:
         """Gradient with the rows split over processes; the last ones may have fewer or no rows."""
+        self._check_no_lists()
         if sys.platform != "linux":
             raise _CannotDo(f"processes are forked, which needs Linux; this is {sys.platform}")
         if not dist.is_available() or not dist.is_gloo_available():

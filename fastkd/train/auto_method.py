@@ -30,6 +30,7 @@ METHODS = {
     "multiple-choice": Choice("soft_targets", _LIKE + "classification"),
     "question-answering": Choice("soft_targets", _LIKE + "token-classification"),
     "regression": Choice("fcd", "above soft targets beyond noise, cheaper than MC3KD"),
+    "reranking": Choice("soft_targets", "not studied; KL over each list"),
     "seq2seq": Choice("fcd", _LIKE + "causal-lm"),
     "token-classification": Choice("soft_targets", "nothing is above it beyond noise"),
 }

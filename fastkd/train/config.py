@@ -36,7 +36,7 @@ from fastkd.train.recipes import MAKES, RECIPES
 # Methods by name and the default of --labelled-share, as in `fastkd.distill`, which needs torch.
 NAMES = (
     "labels", "soft_targets", "fcd", "knn", "lrc_bert", "mc3kd", "lrkd", "tinybert", "pkd",
-    "distilbert", "minilm", "minilmv2", "embeddings", "gold",
+    "distilbert", "minilm", "minilmv2", "embeddings", "gold", "margin_mse",
 )  # fmt: skip
 LABELLED_SHARE = 0.25
 # --method: the one that suits the kind of task, see `fastkd.train.auto_method`.

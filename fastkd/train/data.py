@@ -178,6 +178,11 @@ def load(config: Config, finished: Task | None = None) -> Corpus:
             f"--thinking {config.thinking}: rows of --task {kind.name()} are no conversations; "
             "leave it out"
         )
+    if kind.indivisible and config.accumulate > 1:
+        raise InputError(
+            f"--accumulate: a row of --task {kind.name()} is a list, which micro-batches would "
+            "part; give a smaller --batch-size"
+        )
 
     def read(path: Path, option: str, labelled: bool = True) -> Rows:
         columns = file_columns(config.columns, glue, path, kind, labelled)

@@ -145,6 +145,8 @@ class Task:
     #: Whether rows without labels can be trained on (--unlabelled), and the label they get.
     unlabelled: ClassVar[bool] = False
     no_label: ClassVar[float | None] = None
+    #: Whether a row has several samples, which --accumulate would part.
+    indivisible: ClassVar[bool] = False
     #: Whether a row has one label, by which methods may compare rows of one class.
     by_class: ClassVar[bool] = False
 

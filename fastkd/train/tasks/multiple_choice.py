@@ -105,17 +105,7 @@ class MultipleChoice(Task):
         yield f"{self.choices} choices"
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
-        pairs = list(zip(batch["text"], batch["pair"], strict=True))
-        firsts = [question for question, choices in pairs for _ in choices]
-        seconds = [choice for _, choices in pairs for choice in choices]
-        flat = tokenizer(firsts, seconds, truncation=True, max_length=max_length)
-        ends = np.cumsum([0, *(len(choices) for _, choices in pairs)]).tolist()
-        found = {
-            name: [values[at:end] for at, end in itertools.pairwise(ends)]
-            for name, values in flat.items()
-        }
-        lengths = [max(map(len, ids)) for ids in found["input_ids"]]
-        return {**found, "labels": batch["label"], "length": lengths}
+        return {**paired_tokens(batch, tokenizer, max_length), "labels": batch["label"]}
 
     def scores(self, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
         return {"accuracy": float((answers.argmax(-1) == examples.labels).mean())}
@@ -132,6 +122,22 @@ class MultipleChoice(Task):
             row = {"label": best, "choice": choices[best]}
             found.append({**row, **probabilities(range(len(choices)), x)})
         return found
+
+
+def paired_tokens(
+    batch: Mapping[str, list], tokenizer: Any, max_length: int
+) -> dict[str, list[Any]]:
+    """Tokens of each row's text with each of its ``pair``, lists of lists, and their length."""
+    pairs = list(zip(batch["text"], batch["pair"], strict=True))
+    firsts = [question for question, choices in pairs for _ in choices]
+    seconds = [choice for _, choices in pairs for choice in choices]
+    flat = tokenizer(firsts, seconds, truncation=True, max_length=max_length)
+    ends = np.cumsum([0, *(len(choices) for _, choices in pairs)]).tolist()
+    found = {
+        name: [values[at:end] for at, end in itertools.pairwise(ends)]
+        for name, values in flat.items()
+    }
+    return {**found, "length": [max(map(len, ids)) for ids in found["input_ids"]]}
 
 
 def _endings(record: dict[str, Any], where: str) -> list[str]:
