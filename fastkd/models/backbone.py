@@ -242,6 +242,21 @@ class Backbone(Model):
         own = self.encoder_decoder or (self.base is self.inner and self.has_head)
         self.last_modules = {self.stack} if own else {self.stack, self.base}
 
+    def one_stream(self, hidden: Tensor) -> Tensor:
+        """Hidden states (B, N, D) of a block's input, which may have several residual streams.
+
+        Of hyper-connections (DeepSeek-V4, HY-V4, GLM-5-Next; Qwen4-Exp) the streams' mean, of AltUp
+        (Gemma 3n) the stream that the block computes.
+        """
+        config = self.stack_config
+        if (streams := getattr(config, "hc_count", 1)) > 1:  # (B, N, streams · D)
+            hidden = hidden.unflatten(-1, (streams, self.hidden_size))
+        if max(streams, getattr(config, "hc_mult", 1)) > 1 and hidden.dim() == 4:
+            return hidden.mean(2)  # (B, N, streams, D)
+        if getattr(config, "altup_num_inputs", 1) > 1 and hidden.dim() == 4:
+            return hidden[config.altup_active_idx]  # (streams, B, N, D)
+        return hidden
+
     @property
     def sizes(self) -> tuple[int, ...]:
         return () if self.no_layers else super().sizes

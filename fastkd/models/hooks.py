@@ -73,6 +73,7 @@ def capture(backbone: Backbone, layers: Iterable[int]) -> Iterator[dict[int, Ten
         hidden = entered if isinstance(entered, Tensor) else entered[0]
         if backbone.streams > 1:
             hidden = hidden[:, : hidden.shape[1] // backbone.streams]
+        hidden = backbone.one_stream(hidden)
         captured[layer] = hidden.transpose(0, 1) if backbone.batch_dim == 1 else hidden
 
     def read_output(module: nn.Module, args: tuple, output: Any) -> None:

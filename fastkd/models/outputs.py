@@ -244,7 +244,9 @@ def _run_with_shown_states(
         )
     setattr(output, backbone.hidden_states_name, None)
     # Vision models end their list before the final norm.
-    found = {**dict(enumerate(states)), **captured}
+    shown = {i: x for i, x in enumerate(states) if i < backbone.num_layers}
+    shown = {i: backbone.one_stream(x) for i, x in shown.items()}
+    found = {backbone.num_layers: states[-1], **shown, **captured}
     return output, {layer: found[layer] for layer in layers}
 
 

@@ -15,6 +15,7 @@ from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import BERT, recipe
 from tests.distill.support import FAMILIES as SUPPORTED
 from tests.distill.support import data_of, model_of
+from tests.distill.test_student import GEMMA_3N, PER_LAYER
 from tests.support.compare import raises
 
 SOUND = {
@@ -103,6 +104,61 @@ def test_the_last_layer_has_the_hidden_size():
         kept = model_outputs(Backbone(teacher), data, LayerRequest((3,)))
         narrow = teacher.model.decoder.project_out(kept.hidden[3])
     torch.testing.assert_close(teacher.lm_head(narrow), kept.logits)
+
+
+STREAMS = dict(
+    vocab_size=60, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, head_dim=8,
+    moe_intermediate_size=16, pad_token_id=0, num_experts_per_tok=2,
+)  # fmt: skip
+# Models whose blocks have several residual streams: options, and the stream that is compared.
+STREAMED = {
+    "DeepseekV4": (
+        dict(n_routed_experts=4, q_lora_rank=8, o_lora_rank=8, qk_rope_head_dim=4),
+        lambda x: x.mean(2),
+    ),
+    "HYV4": (dict(num_key_value_heads=1, num_experts=4, intermediate_size=16), lambda x: x.mean(2)),
+    "Qwen4Exp": (
+        dict(
+            num_key_value_heads=1, layer_types=["linear_attention"] * 4, num_experts=4,
+            shared_expert_intermediate_size=16, linear_num_key_heads=1, linear_num_value_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8, hc_lowrank=8,
+        ),
+        lambda x: x.view(*x.shape[:2], 4, 16).mean(2),
+    ),
+    "Gemma3n": ({**PER_LAYER, **GEMMA_3N}, lambda x: x[0]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
+@pytest.mark.parametrize("family", STREAMED)
+def test_one_stream_of_each_token_is_compared(family, tmp_path):
+    if not hasattr(t, f"{family}ForCausalLM"):
+        pytest.skip(f"this transformers has no {family}")
+    options, one = STREAMED[family]
+    config = getattr(t, f"{family}TextConfig", None) or getattr(t, f"{family}Config")
+    torch.manual_seed(0)
+    teacher = getattr(t, f"{family}ForCausalLM")(config(**{**STREAMS, **options})).eval()
+    ids = torch.randint(5, 60, (3, 8))
+    data = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
+    depth = teacher.config.num_hidden_layers
+    with torch.no_grad():
+        run = {"input_ids": ids, "output_hidden_states": True, "use_cache": False}
+        *shown, _ = teacher(**run).hidden_states
+        last = teacher.base_model(ids, use_cache=False).last_hidden_state
+        request = LayerRequest(tuple(range(depth + 1)))
+        kept = model_outputs(Backbone(teacher), {"input_ids": ids}, request)
+    for layer, states in enumerate(shown):
+        torch.testing.assert_close(kept.hidden[layer], one(states))
+    torch.testing.assert_close(kept.hidden[depth], last)
+    student = copy.deepcopy(teacher)
+    for method in (FCD(), recipe("mc3kd"), recipe("lrc_bert")):
+        distiller = Distiller(teacher, student, method)
+        distiller.set_progress(1.0)
+        assert distiller(**data).loss.isfinite()
+    distiller = Distiller(teacher, student, FCD()).eval()
+    cache = distiller.cache_teacher([data], tmp_path / "cache")
+    stored = Distiller(cache, student, FCD()).eval()(**data).terms
+    torch.testing.assert_close(stored, distiller(**data).terms)
 
 
 def test_what_sounds_do_not_support():
