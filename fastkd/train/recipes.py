@@ -18,6 +18,8 @@ from fastkd.train.options import as_json, defaults_of, file_keys, options_of, re
 
 PAPERS = Path(__file__).with_name("papers")
 RECIPES = ("fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
+# Options of other rows or weights than a paper's.
+CHANGES = ("labelled", "max_train_rows", "unlabelled", "lora", "teacher_lora", "on_policy")
 # Options that make a student. With one of them, a recipe's student is left out.
 MAKES = ("student", "student_layers", "teacher_layers", "student_config", "student_weights")
 
@@ -87,8 +89,18 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
     options, defaults, values = options_of(config), defaults_of(config), as_json(config)
     found: dict[str, Any] = {"paper": recipe["title"], "set": {}, "given": {}, "open": {}}
     entries = entries_of(config, ["num_train_epochs"])
-    for name in MAKES:  # another student than the paper's
-        if name not in entries and values[name] != defaults[name]:
+    if config.training_steps is not None:
+        epochs = entries.pop("num_train_epochs", Printed(0))
+        place = f"{epochs.place}, instead of {epochs.value:g} epochs" if epochs.value else ""
+        entries["training_steps"] = Printed(place=place)
+    makes: tuple[str, ...] = (
+        MAKES  # another student than the paper's, or one that an earlier stage made
+    )
+    if _is_of_a_stage(config):
+        entries = {name: entry for name, entry in entries.items() if name not in MAKES}
+        makes = ()
+    for name in (*makes, *CHANGES):
+        if name not in entries and values[options[name].key] != defaults[name]:
             entries[name] = Printed()
     for name, entry in entries.items():
         key = options[name].key
@@ -101,6 +113,12 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
             found[kind][name] = _entry(hyperparameters[name], Printed(**entry))
     found["open"] = {name: values[name] for name in recipe["open"]}
     return found
+
+
+def _is_of_a_stage(config: Any) -> bool:
+    """Whether the student is that of the stage before, of --stages."""
+    places = [*Path(config.student or "").parents][1:2]
+    return config.follows is not None and places == [config.out.parent]
 
 
 def _entry(value: Any, entry: Printed) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from fastkd.train.arguments import arguments_of, settled
 from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError
 from fastkd.train.options import as_json
-from fastkd.train.recipes import RECIPES, compared, lines
+from fastkd.train.recipes import RECIPES, compared, lines, sentence
 from tests.support.tiny import make_teacher, run, write_tsv
 
 TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
@@ -129,6 +129,22 @@ def test_grids_and_hyperparameters(method):
         assert report["set"][name]["value"] in grid
     assert {name: report["set"][name]["value"] for name in VALUES[method]} == VALUES[method]
     assert all(entry["place"] for entry in report["set"].values())
+
+
+def test_a_short_run_and_a_second_stage_say_what_deviates(tmp_path):
+    def told(**given):
+        found = compared(options(method="fcd", task="cola", **given), method_by_name("fcd"))
+        return set(found["given"]), sentence(found)
+
+    given, text = told(training_steps=1, labelled=100, max_train_rows=200)
+    assert given == {"steps", "labelled", "max_train_rows"}
+    assert (
+        "deviations: steps 1 (4.2, instead of 25 epochs); labelled 100 (not in the paper)" in text
+    )
+    first = tmp_path / "1-general/student"
+    stage = {"student": str(first), "out": tmp_path / "2-task"}
+    assert "student" in told(**stage)[0]
+    assert told(**stage, follows="0123")[1].endswith(", without a deviation. ")
 
 
 def test_a_config_of_a_config_keeps_its_values():
