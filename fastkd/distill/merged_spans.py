@@ -21,7 +21,7 @@ Kept = Literal["first", "last"]
 LEAST = 1e-8  # probability, as in TRL's GOLD
 
 
-def merged_span_loss(
+def merged_span_loss(  # noqa: PLR0913 - a public loss
     student_hidden: Tensor,
     student_head: Tensor | Head,
     teacher_hidden: Tensor,

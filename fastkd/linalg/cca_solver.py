@@ -299,11 +299,11 @@ def _whitened_features(
     return _WhitenedFeatures(factor, (left * (shrink / kept).unsqueeze(-2)).mT)
 
 
-def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
-    """Solve in feature space: (D, D) covariances."""
-    student, teacher, _, options, want_grad, memory = problem
-    ranks = options.ranks
-    (a, b), share, means, count = _centred(problem, torch.float64)
+def _covariances(
+    problem: Problem, large: "_Products", share: Tensor, means: list[Tensor], count: Tensor
+) -> tuple[list[Tensor], Tensor, Moments | None]:
+    """Σ_s, Σ_t with their ridges, Σ_ts, and the new memory."""
+    ranks, memory = problem.options.ranks, problem.memory
     totals: list[Tensor] = []
     # Rows that stand for the memory's mean: their products move its scatters to the new mean.
     moved = [] if memory is None else _moved_means(memory, means)
@@ -317,29 +317,36 @@ def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
         totals.append(product.baddbmm_(moved[left].mT, moved[right]))
         return product * share
 
-    large = (_DigitProducts if digits else _Products)(a, b)
-    sigmas, whitenings = [], []
-    features_of = (student, teacher)
-    for i, (ridge, features) in enumerate(zip(options.ridges, features_of, strict=True)):
-        sigma = moment(large.scatter(i, i), i, i, i)
+    sigmas = []
+    for i, ridge in enumerate(problem.options.ridges):
+        sigmas.append(moment(large.scatter(i, i), i, i, i))
         if ridge > 0:
-            _add_ridge(sigma, ridge)
-        sigmas.append(sigma)
-        if not products and ridge > 0:
-            whitenings.append(_Whitening(_cholesky(sigma), triangular=True))
-        elif not products:
-            whitenings.append(_Whitening(_inverse_root(sigma, features), triangular=False))
+            _add_ridge(sigmas[i], ridge)
     sigma_ts = moment(large.scatter(1, 0), 2, 1, 0)
-    combined = None
-    if memory is not None:  # a NaN in one batch must not stay
-        new = (count.flatten(), *means, *totals)
-        finite = (_trace(sigmas[0]) + _trace(sigmas[1])).isfinite()
-        combined = Moments(
-            *(
-                torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
-                for x, before in zip(new, memory, strict=True)
-            )
-        )
+    if memory is None:
+        return sigmas, sigma_ts, None
+    new = (count.flatten(), *means, *totals)
+    # A NaN in one batch must not stay.
+    finite = (_trace(sigmas[0]) + _trace(sigmas[1])).isfinite()
+    kept = (
+        torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
+        for x, before in zip(new, memory, strict=True)
+    )
+    return sigmas, sigma_ts, Moments(*kept)
+
+
+def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
+    """Solve in feature space: (D, D) covariances."""
+    student, teacher, _, options, want_grad, memory = problem
+    ranks = options.ranks
+    (a, b), share, means, count = _centred(problem, torch.float64)
+    large = (_DigitProducts if digits else _Products)(a, b)
+    sigmas, sigma_ts, combined = _covariances(problem, large, share, means, count)
+    whitenings = []
+    if not products:
+        for ridge, sigma, x in zip(options.ridges, sigmas, (student, teacher), strict=True):
+            root = _cholesky(sigma) if ridge > 0 else _inverse_root(sigma, x)
+            whitenings.append(_Whitening(root, triangular=ridge > 0))
     if memory is not None:
         own = count - memory.observations[:, None, None]
         share = share * count / own.clamp_min(1)

@@ -32,6 +32,7 @@ from fastkd._core.products import (
 )
 from fastkd.lm.row_losses import (
     CrossEntropyOptions,
+    Match,
     SoftTargetOptions,
     cross_entropy,
     divergence_in_cpp,
@@ -613,65 +614,102 @@ class _ChunkedPass:
         """
         options, labels, needs_grad = self.options, given.labels, upstream is not None
         self.student.finish(student)
-        logits, shared = teacher[0] if self.teacher is not None else None, given.teacher_rows
-        log_mass = row_terms = None
+        row_terms = None
         if options.terms and self.writes_terms and given.soft_mask is None:
             row_terms = labels, terms[len(LOSSES) :]
         elif options.terms:
+            logits, shared = self.teacher_logits(teacher), given.teacher_rows
             by_row = logits if logits is None or shared is None else logits[shared]
             self.fill_terms(student, by_row, labels, terms)
-        if logits is not None and self.draft is not None:
-            whole, logits = logits, logits.index_select(1, self.draft)
-            log_mass = log_mass_of(logits, whole, options.soft.temperature, self.runs_on)
-            # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
-            logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
-            teacher = [logits]
-            if given.teacher_rows is not None:
-                log_mass = log_mass[given.teacher_rows]
+        teacher, log_mass = self.draft_part(teacher, given)
         slope = self.student.slope(student) if needs_grad else None
-        has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
-        has_task = needs_grad and labels is not None and options.task_weight != 0
         grad = None
         if labels is not None:
-            if has_task:
-                dtype = torch.bfloat16 if self.rounds else student.dtype
-                apart = bool(teacher) or self.rounds
-                grad = torch.empty_like(student, dtype=dtype) if apart else student
-            factors = _times(upstream, given.task_weights)
-            if factors is not None and options.task_weight != 1:
-                factors = factors * options.task_weight
-            terms[1] = cross_entropy(self.runs_on, student, labels, options.task, factors, grad)
+            grad = self.fill_labels(student, labels, terms, given, upstream, bool(teacher))
             if grad is not None and self.rounds:
                 return grad
+        has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         if teacher:
-            ratio = self.ratio(student, given)
-            soft_weights = _times(_times(upstream, given.soft_weights), ratio)
-            mask = given.mask
-            if given.soft_mask is not None:
-                mask = given.soft_mask if mask is None else mask & given.soft_mask
-                if logits is not None and shared is None:  # the teacher may be NaN there
-                    logits.masked_fill_(~mask[:, None], 0)
-            columns = self.columns if options.unmatched else None
-            call = options.soft, options.soft_weight, self.runs_on, has_soft, mask, soft_weights
-            rest = log_mass, shared, row_terms, columns, options.unmatched
-            soft = divergence_in_place(student, teacher, *call, *rest)
-            soft = soft if given.soft_mask is None else soft.masked_fill(~given.soft_mask, 0)
-            terms[0] = soft if ratio is None else soft * ratio
+            call = student, teacher, given, upstream if has_soft else None
+            terms[0] = self.fill_soft(*call, log_mass, row_terms)
         if not needs_grad:
             return student
-        if grad is None:
-            if not has_soft:
-                student.zero_()
-        elif not has_soft:
-            if grad is not student:
-                student.copy_(grad)
-        else:
+        if grad is None and not has_soft:
+            student.zero_()
+        elif grad is not None and has_soft:
             student.add_(grad)
+        elif grad is not None and grad is not student:
+            student.copy_(grad)
         if slope is not None:
             student *= slope
         if options.student.scale != 1:
             student *= options.student.scale
         return student
+
+    def teacher_logits(self, teacher: list[Tensor]) -> Tensor | None:
+        """The teacher's logits; None without a teacher's head."""
+        return None if self.teacher is None else teacher[0]
+
+    def draft_part(
+        self, teacher: list[Tensor], given: Positions
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """The teacher's logits of a draft's tokens and log (R,) of their mass, or ``teacher``."""
+        whole = self.teacher_logits(teacher)
+        if whole is None or self.draft is None:
+            return teacher, None
+        logits = whole.index_select(1, self.draft)
+        log_mass = log_mass_of(logits, whole, self.options.soft.temperature, self.runs_on)
+        # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
+        logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
+        rows = given.teacher_rows
+        return [logits], log_mass if rows is None else log_mass[rows]
+
+    def fill_labels(
+        self,
+        student: Tensor,
+        labels: Tensor,
+        terms: Tensor,
+        given: Positions,
+        upstream: Tensor | None,
+        has_teacher: bool,
+    ) -> Tensor | None:
+        """Write the cross-entropies; returns their gradient (R, V), which may be ``student``."""
+        options, grad = self.options, None
+        if upstream is not None and options.task_weight != 0:
+            dtype = torch.bfloat16 if self.rounds else student.dtype
+            apart = has_teacher or self.rounds
+            grad = torch.empty_like(student, dtype=dtype) if apart else student
+        factors = _times(upstream, given.task_weights)
+        if factors is not None and options.task_weight != 1:
+            factors = factors * options.task_weight
+        terms[1] = cross_entropy(self.runs_on, student, labels, options.task, factors, grad)
+        return grad
+
+    def fill_soft(
+        self,
+        student: Tensor,
+        teacher: list[Tensor],
+        given: Positions,
+        upstream: Tensor | None,
+        log_mass: Tensor | None,
+        row_terms: tuple[Tensor | None, Tensor] | None,
+    ) -> Tensor:
+        """Divergences (R,); with ``upstream`` their gradient overwrites ``student``."""
+        options, mask, soft_mask = self.options, given.mask, given.soft_mask
+        ratio = self.ratio(student, given)
+        weights = _times(_times(upstream, given.soft_weights), ratio)
+        if soft_mask is not None:
+            mask = soft_mask if mask is None else mask & soft_mask
+            logits = self.teacher_logits(teacher)
+            if logits is not None and given.teacher_rows is None:  # the teacher may be NaN there
+                logits.masked_fill_(~mask[:, None], 0)
+        match = Match(self.columns, options.unmatched) if options.unmatched else None
+        soft = divergence_in_place(
+            student, teacher, options.soft, options.soft_weight, self.runs_on,
+            upstream is not None, mask, weights, log_mass, given.teacher_rows, row_terms, match,
+        )  # fmt: skip
+        soft = soft if soft_mask is None else soft.masked_fill(~soft_mask, 0)
+        return soft if ratio is None else soft * ratio
 
     def fill_terms(
         self, student: Tensor, teacher: Tensor | None, labels: Tensor | None, terms: Tensor

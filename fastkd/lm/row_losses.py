@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from fastkd.lm.reference import CrossEntropyOptions, SoftTargetOptions
 CHUNK_LOGITS = 1 << 21
 
 
+class Match(NamedTuple):
+    """Two vocabularies: `fastkd.VocabularyMatch.columns`, and how unmatched tokens count."""
+
+    columns: list[Tensor]
+    unmatched: str
+
+
 def divergence_in_place(
     student: Tensor,
     teacher: list[Tensor],
@@ -30,8 +37,7 @@ def divergence_in_place(
     log_mass: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     terms: tuple[Tensor | None, Tensor] | None = None,
-    columns: list[Tensor] | None = None,
-    unmatched: str = "",
+    match: Match | None = None,
 ) -> Tensor:
     """Divergences (R,) of logits in the working dtype, by any backend.
 
@@ -39,19 +45,18 @@ def divergence_in_place(
     the weights for it. Both are 0 where the mask (R,) is False. ``teacher`` and ``log_mass`` are
     those of `reference.soft_target_rows`. In C++ the teacher's logits may be (T, V), with
     ``teacher_rows`` (R,) of them, and ``terms`` be labels (R,) or None, and a tensor for the terms
-    of `linear_soft_targets.TERMS` from "entropy" on. ``columns``, those of
-    `fastkd.VocabularyMatch.columns`, and ``unmatched`` compare two vocabularies. In Triton
-    ``student`` is then overwritten without a gradient, too.
+    of `linear_soft_targets.TERMS` from "entropy" on. With a ``match`` of two vocabularies
+    ``student`` is overwritten in Triton without a gradient, too.
     """
     if runs_on == "torch":
-        match = None if columns is None else _match_of(*columns)
+        pairs, unmatched = (None, "") if match is None else (_match_of(*match.columns), match[1])
         losses = functools.partial(
-            reference_rows, soft=soft, match=match, unmatched=unmatched, stored=teacher[-1].dtype
+            reference_rows, soft=soft, match=pairs, unmatched=unmatched, stored=teacher[-1].dtype
         )
         factor = weight if weights is None else weights[:, None] * weight
         out = student if needs_grad else None
         return _by_reference(losses, student, out, factor, mask, log_mass, *teacher)
-    if runs_on == "triton" and columns is not None:
+    if runs_on == "triton" and match is not None:
         divergence = functools.partial(
             divergence_in_place, soft=soft, weight=weight, runs_on=runs_on, needs_grad=needs_grad,
             mask=mask, weights=weights,
@@ -61,7 +66,7 @@ def divergence_in_place(
             slope = weight * soft.scale / soft.temperature
             slope = slope if weights is None else weights[:, None] * slope
             slope = slope if mask is None else mask[:, None] * slope
-        value = matched_rows(divergence, student, teacher[0], columns, unmatched, soft, slope)
+        value = matched_rows(divergence, student, teacher[0], *match, soft, slope)
         return value if mask is None else value.masked_fill(~mask, 0)
     if log_mass is not None and soft.form in ("forward_kl", "reverse_kl"):
         mass, call = log_mass.exp(), (student, teacher, soft, weight, runs_on, needs_grad, mask)
@@ -75,7 +80,7 @@ def divergence_in_place(
         if weights is not None and weight != 1:
             weights = weights * weight
         out, (labels, found) = student if needs_grad else None, terms or (None, None)
-        given: dict[str, Any] = {"columns": columns, "unmatched": unmatched or None}
+        given: dict[str, Any] = {} if match is None else match._asdict()
         given |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
         given |= {"labels": labels, "terms": found}
         given = {name: x for name, x in given.items() if x is not None}

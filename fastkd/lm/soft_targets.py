@@ -51,7 +51,7 @@ from fastkd.lm.reference import (
     divergence_rows,
     soft_target_rows,
 )
-from fastkd.lm.row_losses import divergence_in_cpp, divergence_in_place, reference_rows
+from fastkd.lm.row_losses import Match, divergence_in_cpp, divergence_in_place, reference_rows
 from fastkd.lm.targets import NO_DRAFT, CrossEntropy, Draft, ImportanceRatio, TopK
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
@@ -64,8 +64,6 @@ Reduction = Literal["batchmean", "sum", "none"]
 Unmatched = Literal["renormalise", "bucket", "sorted"]
 REDUCTIONS = get_args(Reduction)
 UNMATCHED = get_args(Unmatched)
-# Divergences of a part of the vocabulary and the teacher's whole mass.
-OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
 
 
 def soft_target_loss_ref(
@@ -461,7 +459,7 @@ def matched_soft_targets(
     with autocast_off(student):
         values = divergence_in_place(
             own, [teacher], soft, 1.0, runs_on, weights is not None, mask, weights,
-            columns=columns, unmatched=unmatched,
+            match=Match(columns, unmatched),
         )  # fmt: skip
     return [values] if weights is None else [values, own]
 
@@ -740,11 +738,7 @@ def linear_soft_target_loss(
     form, coefficient = _check_options(shared["temperature"], shared["divergence"], reduction)
     denominator = _denominator(shared["denominator"], reduction, student_hidden)
     check.number("soft_weight", soft_weight, at_least=0)
-    if whole is not None and form not in OF_WHOLE_MASS:
-        raise ValueError(
-            f"draft.mass='whole' needs divergence {', '.join(map(repr, OF_WHOLE_MASS))}, got "
-            f"{form!r}; take 'renormalised'"
-        )
+    draft.check_divergence(form)
     names = _names_of_terms(return_terms, teacher, match)
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
     mask, labels = check.mask(shared["mask"], leading, student_hidden.device), None
@@ -754,13 +748,11 @@ def linear_soft_target_loss(
     teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_hidden.device, mask)
-    if not (soft_weight or {"soft", *TEACHER_TERMS} & set(names)):
-        pass
-    elif isinstance(teacher, TopK):
-        teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
-    elif isinstance(teacher_hidden, Tensor):
-        teacher_tensors = teacher.on(as_rows(teacher_hidden))
-        teacher_form = teacher.form
+    if soft_weight or {"soft", *TEACHER_TERMS} & set(names):
+        if isinstance(teacher, TopK):
+            teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
+        elif isinstance(teacher_hidden, Tensor):
+            teacher_tensors, teacher_form = teacher.on(as_rows(teacher_hidden)), teacher.form
     student_tensors = student.on(as_rows(student_hidden))
     temperature = float(shared["temperature"])
     if chunk_bytes is None:

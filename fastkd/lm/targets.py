@@ -16,6 +16,9 @@ from fastkd.lm.log_probs import top_k
 Tail = Literal["bucket", "renormalise"]
 TeacherMass = Literal["renormalised", "whole"]
 
+# Divergences of a part of the vocabulary and the teacher's whole mass.
+OF_WHOLE_MASS = ("forward_kl", "reverse_kl", "total_variation", "negative_log_acceptance")
+
 # Log-probabilities may exceed 0 by this, for rounding error.
 SLACK = 1e-2
 
@@ -307,6 +310,14 @@ class Draft:
         shape = (student.weight.shape[0],)
         check.shape("draft.vocabulary", self.vocabulary, shape, "the student's tokens")
         return whole if self.mass == "whole" else whole.subset(self.vocabulary)
+
+    def check_divergence(self, form: str) -> None:
+        """Raise unless the whole mass is compared by a divergence of `OF_WHOLE_MASS`."""
+        if self.vocabulary is not None and self.mass == "whole" and form not in OF_WHOLE_MASS:
+            raise ValueError(
+                f"draft.mass='whole' needs divergence {', '.join(map(repr, OF_WHOLE_MASS))}, got "
+                f"{form!r}; take 'renormalised'"
+            )
 
     def check_rows(self, leading: torch.Size, student_hidden: Tensor) -> None:
         """Raise unless ``rows`` are int64, at the student's positions and on its device."""

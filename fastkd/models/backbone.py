@@ -164,8 +164,8 @@ class Backbone(Model):
         self.output_size = rows_of(vocabulary_head) if vocabulary_head else config.num_labels
         if is_a(inner, "ForMultipleChoice"):
             self.output_size = None  # one logit per choice
-        self.predicts_words = bool(vocabulary_head)
-        self.per_token = bool(vocabulary_head) or is_a(inner, "ForTokenClassification")
+        self.predicts_words = words = bool(vocabulary_head)
+        self.per_token = words or is_a(inner, "ForTokenClassification")
         answers = is_a(inner, "ForQuestionAnswering")
         #: Whether the head makes one prediction for a row of tokens.
         self.has_head_of_rows = self.has_head and not self.per_token and not answers
@@ -176,16 +176,7 @@ class Backbone(Model):
                 self.problem = "regression"
         self.num_tokens = self._table_rows()
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
-        if self.has_head_of_rows and self.encoder_decoder:
-            if config.model_type.startswith("t5gemma"):
-                raise ValueError(
-                    f"{name}: classifiers of T5Gemma ({self.class_name}) can't be read; pass a T5"
-                )
-            self.head_end = config.eos_token_id
-        elif self.has_head_of_rows and self.sentence_last:
-            padding = config.get_text_config().pad_token_id
-            whole = padding is None or config.model_type == "xlnet"
-            self.head_padding = -1 if whole else padding
+        self._find_head_end()
         self.causal = predicts_next_token(inner)
         # Hooks on blocks don't run in compiled code, or if a model calls block.forward.
         self.compiled = (
@@ -207,6 +198,20 @@ class Backbone(Model):
         answers_in_peft = type(self.uncompiled).__name__ == "PeftModelForQuestionAnswering"
         self._dropped = {"token_type_ids", "position_ids"} if answers_in_peft else set[str]()
         self._read_layers()
+
+    def _find_head_end(self) -> None:
+        """Find the token that a head of rows reads."""
+        config, name = self.config, self._name
+        if self.has_head_of_rows and self.encoder_decoder:
+            if config.model_type.startswith("t5gemma"):
+                raise ValueError(
+                    f"{name}: classifiers of T5Gemma ({self.class_name}) can't be read; pass a T5"
+                )
+            self.head_end = config.eos_token_id
+        elif self.has_head_of_rows and self.sentence_last:
+            padding = config.get_text_config().pad_token_id
+            whole = padding is None or config.model_type == "xlnet"
+            self.head_padding = -1 if whole else padding
 
     def _read_layers(self) -> None:
         """Find the blocks, or the reason why their hidden states can't be read."""

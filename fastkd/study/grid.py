@@ -260,16 +260,21 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
             "a study needs a data set: [tasks.NAME] in the file, or --tasks NAME=FILES"
         )
     variants = list(dict.fromkeys(cell.variant for cell in cells))
+    baseline = _baseline(found, variants, settings)
+    title, seconds, cache = (found.get(k) for k in ("title", "seconds", "cache"))
+    return Grid(
+        title or "Study", baseline, seeds, select, tuple(cells), paper, seconds, bool(cache)
+    )
+
+
+def _baseline(found: Mapping[str, Any], variants: list[str], settings: StudySettings) -> str:
     baseline = found.get("baseline", variants[0])
     if settings.teacher is not None or settings.student is not None:  # fewer axes than in the file
         parts = set(baseline.split(", "))
         baseline = next((v for v in variants if set(v.split(", ")) <= parts), baseline)
     if baseline not in variants:
         raise InputError(f"baseline {baseline!r}: {nearest(baseline, variants)}")
-    title, seconds, cache = (found.get(k) for k in ("title", "seconds", "cache"))
-    return Grid(
-        title or "Study", baseline, seeds, select, tuple(cells), paper, seconds, bool(cache)
-    )
+    return baseline
 
 
 def _seeds(found: Any) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ import fastkd
 from fastkd import Divergence
 from fastkd._core.products import multiplied_in_half
 from fastkd.lm.divergences import NAMES
-from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
+from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.lm.targets import OF_WHOLE_MASS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, B, Subject, of_module

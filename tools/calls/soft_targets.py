@@ -12,7 +12,8 @@ import fastkd
 from fastkd import Divergence
 from fastkd.lm import log_probs as token_log_probs
 from fastkd.lm.divergences import NAMES
-from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
+from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.lm.targets import OF_WHOLE_MASS
 from tools.calls import (
     ALL_TYPES,
     BOTH,
