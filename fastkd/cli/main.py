@@ -313,7 +313,7 @@ def _parameter(field: str, meta: Option, kind: Any, default: Any, first: bool) -
         kind, default = list[str] | None, None
     elif Path in typing.get_args(kind):
         kind = Path | None
-    panel = "First" if first else meta.panel
+    panel = "Main options" if first else meta.panel
     if meta.flag.startswith("-"):
         shown = typer.Option(meta.flag, help=meta.help, metavar=meta.metavar, rich_help_panel=panel)
     else:

@@ -21,6 +21,7 @@ from fastkd.train.options import (
     data_option,
     file_keys,
     lists_of,
+    method_option,
     model_option,
     option,
     options_of,
@@ -72,8 +73,8 @@ def precision() -> Any:
     )
 
 
-def remote_code() -> Any:
-    return option(False, "Allow code from a model's hub repository to run.")
+def remote_code(panel: str | None = None) -> Any:
+    return option(False, "Allow code from a model's hub repository to run.", panel=panel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ class Config(DataOptions):
     #: The command: some options belong to one of the three only.
     command: str = "distill"
 
-    teacher: str | None = option(
+    teacher: str | None = model_option(
         None, "Teacher model: a directory, a hub name, packaged (the demo's), or a server's URL."
     )
     teacher_model: str | None = model_option(
@@ -248,7 +249,7 @@ class Config(DataOptions):
         joined=True,
         commands=DISTILL,
     )
-    trust_remote_code: bool = remote_code()
+    trust_remote_code: bool = remote_code("Teacher and student")
     tokenizer: str | None = model_option(
         None,
         "Tokenizer of both models, for a teacher folder without one; it must give the ids that the "
@@ -297,23 +298,23 @@ class Config(DataOptions):
         "your own that compares them) or sdpa; transformers' choice if not given.",
         choices=("eager", "sdpa"),
     )
-    method: str = option(
+    method: str = method_option(
         AUTO,
         f"Method: auto (by the kind of task), {', '.join(NAMES)}, or your own as "
         "package.module:Class.",
     )
-    preset: str = option(
+    preset: str = method_option(
         "default",
         "Hyper-parameters and training to start from: fastkd's (default), or those of the "
         "method's paper (paper).",
         choices=("default", "paper"),
     )
-    recipe: str | None = option(
+    recipe: str | None = method_option(
         None,
         f"Paper whose training --preset paper takes, if not the method's: {', '.join(RECIPES)}.",
         choices=RECIPES,
     )
-    options: Mapping[str, Any] = option(
+    options: Mapping[str, Any] = method_option(
         {},
         "Value of one hyper-parameter of the method; repeatable.",
         flag="--set",

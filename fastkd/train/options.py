@@ -82,6 +82,7 @@ def option(default: Any, help: str, **more: Any) -> Any:
 # Panels of several commands' help; options of the last one do not change the result.
 data_option = functools.partial(option, panel="Data")
 model_option = functools.partial(option, panel="Teacher and student")
+method_option = functools.partial(option, panel="Method")
 training_option = functools.partial(option, panel="Training")
 run_option = functools.partial(option, panel="The run", saved=False)
 

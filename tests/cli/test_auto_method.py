@@ -13,7 +13,7 @@ from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
 from fastkd.train.config import NAMES, Config
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
-from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
+from tests.support.runs import press_ctrl_c, report_of, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
 
 ROOT = Path(__file__).parents[2]

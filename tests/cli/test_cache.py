@@ -11,7 +11,7 @@ from fastkd.cli import cache_command, display
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.verify import _Step
 from fastkd.train.saving import MANIFEST, read_json
-from tests.cli.test_cli import press_ctrl_c, report_of, stop_at
+from tests.support.runs import press_ctrl_c, report_of, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 

@@ -1,4 +1,4 @@
-"""`fastkd distill` from its command line: every method, bad input, interruptions, resuming."""
+"""`fastkd distill` from its command line: bad input, whole runs, interruptions, resuming."""
 
 import errno
 import hashlib
@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import pytest
 import torch
 import transformers as t
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -27,17 +25,26 @@ from fastkd._core.extras import MissingExtra, require
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.cli import command_settings
 from fastkd.cli.main import app
-from fastkd.distill import METHODS, Method, baselines, labelled_order
-from fastkd.models.backbone import Backbone
-from fastkd.train import config, fitting, saving
+from fastkd.distill import METHODS, baselines, labelled_order
+from fastkd.train import config, saving
+from fastkd.train.arguments import settled
 from fastkd.train.config import Config
-from fastkd.train.data import describe, load
 from fastkd.train.errors import InputError, SaveFailed
-from fastkd.train.loading import in_order_of_head
-from fastkd.train.models import check_same_tokens
 from fastkd.train.options import as_json, assignments, options_of
+from fastkd.train.run_directory import RunDirectory
 from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replace_directory
-from tests.support.tiny import make_teacher, read_otherwise, run, source, write_tsv
+from tests.support.runs import (
+    crash,
+    hang_up,
+    press_ctrl_c,
+    report_of,
+    same_weights,
+    stop_at,
+    terminate,
+    visible,
+    weights_of,
+)
+from tests.support.tiny import make_teacher, run, write_tsv
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +58,14 @@ def files(tmp_path_factory):
     return write_tsv(folder / "train.tsv"), write_tsv(folder / "dev.tsv", 20, seed=1)
 
 
-@pytest.fixture
-def distill(teacher, files, tmp_path):
+@pytest.fixture(scope="module")
+def call(teacher, files):
     """Run `fastkd distill` on the tiny data; options given here replace the usual ones."""
 
     def call(*flags, **options):
         usual = {
-            "teacher": teacher, "train": files[0], "eval": files[1], "out": tmp_path / "out",
-            "epochs": 1, "batch_size": 8, "max_length": 16, "device": "cpu", "learning_rate": 1e-3,
+            "teacher": teacher, "train": files[0], "eval": files[1], "epochs": 1, "batch_size": 8,
+            "max_length": 16, "device": "cpu", "learning_rate": 1e-3,
         }  # fmt: skip
         return run("distill", *flags, **{**usual, **options})
 
@@ -66,48 +73,46 @@ def distill(teacher, files, tmp_path):
 
 
 @pytest.fixture
-def interrupted(distill, monkeypatch):
-    def call(step, how, *flags, expect=130, **options):
-        with monkeypatch.context() as patch:
-            stop_at(patch, step, how)
-            return distill(*flags, expect=expect, **options)
+def distill(call, tmp_path):
+    return lambda *flags, **options: call(*flags, **{"out": tmp_path / "out", **options})
 
-    return call
+
+@pytest.fixture(scope="module")
+def finished(call, tmp_path_factory):
+    """Output and directory of a whole run."""
+    out = tmp_path_factory.mktemp("finished") / "out"
+    return call(out=out, method="labels", student_layers=2), out
+
+
+@pytest.fixture(scope="module")
+def stopped(call, tmp_path_factory):
+    """Options of a run, its directory after Ctrl-C in step 7 of 10, and that of the whole run."""
+    folder, options = tmp_path_factory.mktemp("stopped"), {"epochs": 2, "method": "lrkd"}
+    call(out=folder / "whole", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 7, press_ctrl_c)
+        call(out=folder / "out", expect=130, **options)
+    return options, folder / "out", folder / "whole"
 
 
 @pytest.fixture
-def begun(request, files, tmp_path):
-    """A copy of the initial folder that all cases of a test share, made by the first case."""
+def opened(teacher, files, tmp_path):
+    """`RunDirectory` of the options of `call`."""
 
-    def call(name, make):
-        kept = files[0].parent / request.node.originalname / name
-        if not kept.exists():
-            make(kept)
-        shutil.copytree(kept, tmp_path / name)
+    def opened(out=tmp_path / "out", **options):
+        usual = {
+            "teacher": teacher, "train": files[0], "evals": files[1], "num_train_epochs": 1.0,
+            "batch_size": 8, "max_length": 16, "device_name": "cpu", "learning_rate": 1e-3,
+        }  # fmt: skip
+        given = {**usual, **options, "out": out}
+        return RunDirectory(settled(Config.of({**given, "teacher": str(given["teacher"])})))
 
-    return call
-
-
-def report_of(out):
-    return json.loads((out / "student" / "fastkd.json").read_text())
-
-
-def weights_of(out):
-    return load_file(out / "student" / "model.safetensors")
-
-
-def visible(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
-def same_weights(a, b):
-    a, b = weights_of(a), weights_of(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return opened
 
 
 # tests/cli/test_demo.py trains by every method.
-def test_labels_alone_train_and_save(distill, tmp_path):
-    output, out = distill(method="labels", student_layers=2), tmp_path / "out"
+def test_labels_alone_train_and_save(finished):
+    output, out = finished
     report = report_of(out)
     assert report["complete"] and report["settings"]["method"] == "labels"
     assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
@@ -117,50 +122,16 @@ def test_labels_alone_train_and_save(distill, tmp_path):
     student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert student.config.num_hidden_layers == 2
     assert student.config.id2label == {0: "0", 1: "1"}
-    assert report["parameters"]["student"] == sum(p.numel() for p in student.parameters())
+    sizes = report["parameters"]
+    assert sizes["student"] == sum(p.numel() for p in student.parameters())
+    assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
     tokens = t.AutoTokenizer.from_pretrained(out / "student")("good film")
     assert len(tokens["input_ids"]) == 4 and visible(out) == ["student"]
     assert "on the labels alone" in (out / "student" / "README.md").read_text()
 
 
-class Halved(Method):
-    uses_teacher = False
-
-    def __init__(self, *, share: float = 0.5, name: str = "") -> None:
-        super().__init__()
-        self.share = share
-
-    def weights(self, progress):
-        return {"task": self.share}
-
-
-def test_a_method_of_ones_own(distill, tmp_path):
-    distill("--set", "share=0.25", "--set", "name=x", method="tests.cli.test_cli:Halved")
-    report = report_of(tmp_path / "out")
-    assert set(report["best"]["losses"]) == {"loss", "task"}
-    assert report["settings"]["options"] == {"share": 0.25, "name": "x"}
-    wrong = {"out": tmp_path / "x", "expect": 2}
-    error = distill(method="tests.cli.test_cli:Halved", set="shar=1", **wrong)
-    assert "did you mean 'share'" in error
-    for name in ("tests.cli.test_cli:Nothing", "no.such:Method", "tests.cli.test_cli:WORDS"):
-        assert f"method '{name}'" in distill(method=name, **wrong)
-    own = {"method": "tests.distill.own_method:HiddenAndAttention", "out": tmp_path / "own"}
-    error = distill(expect=2, **own)
-    assert "compares attention maps" in error and error.endswith("; pass --attention eager\n")
-    distill(attention="eager", **own)
-    assert report_of(tmp_path / "own")["history"][-1]["losses"]["maps"] > 0
-    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
-    assert assignments("--set", words) == values
-
-
 def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
     bare = make_teacher(tmp_path / "bare", head=False)
-    # --label-order helps no head that isn't there.
-    named = write_tsv(tmp_path / "named.tsv", label=lambda y: ("bad", "good")[y])
-    error = distill(teacher=bare, train=named, eval=named, expect=2)
-    assert f"--teacher {bare}: it has no classification head" in error
-    assert "pass --finetune-teacher" in error and "--label-order" not in error
     distill(teacher=bare, finetune_teacher=8, teacher_learning_rate=5e-3, method="soft_targets")
     report = report_of(tmp_path / "out")
     assert report["teacher"]["accuracy"] > 0.9
@@ -168,60 +139,13 @@ def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
     assert report_of(tmp_path / "again")["teacher"] == report["teacher"]
 
 
-def test_regression_and_string_labels(distill, tmp_path):
-    """Whatever problem type a teacher's earlier task left in its configuration."""
-    real, out = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5), tmp_path / "mse"
-    first = make_teacher(tmp_path / "first", problem_type="single_label_classification")
-    distill(teacher=first, train=real, eval=real, finetune_teacher=1, metric="mse", out=out)
-    report = report_of(out)
-    assert report["student"]["mse"] == min(h["scores"]["mse"] for h in report["history"])
-    config = json.loads((out / "student" / "config.json").read_text())
-    assert config["problem_type"] == "regression"
-    distill(teacher=out / "teacher", finetune_teacher=1, out=tmp_path / "again")
-
-    named, out = write_tsv(tmp_path / "b.tsv", label=lambda y: ("no", "yes")[y]), tmp_path / "named"
-    error = distill(train=named, eval=named, out=out, expect=2)
-    assert "LABEL_0, LABEL_1, the data no, yes; pass --label-order" in error
-    distill(train=named, eval=named, out=out, label_order="no,yes")
-    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
-    assert student.config.label2id == {"no": 0, "yes": 1}
-
-
-def test_classes_are_matched_by_name_or_refused(distill, tmp_path):
-    """A head named POSITIVE, NEGATIVE was matched to negative, positive by position: swapped."""
-    names = {0: "POSITIVE", 1: "NEGATIVE"}
-    head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
-
-    def rows(*words):
-        return write_tsv(tmp_path / "rows.tsv", label=lambda y: words[y])
-
-    def names_of(*words, order=None, fresh_head=False):
-        path = rows(*words)
-        given = Config.of(
-            teacher=str(head), train=path, evals=path, label_order=order,
-            finetune_teacher=float(fresh_head),
-        )  # fmt: skip
-        return in_order_of_head(given, load(given)).names
-
-    path = rows("Negative", "positive")
-    options = {"teacher": head, "train": path, "eval": path, "test": path}
-    distill(**options)
+def test_the_least_error_selects_the_student(distill, tmp_path):
+    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
+    head = make_teacher(tmp_path / "head", labels=1)
+    distill(teacher=head, train=real, eval=real, metric="mse", method="labels", epochs=3)
     report = report_of(tmp_path / "out")
-    assert report["labels"] == ["positive", "Negative"]
-    # The order holds for the test rows as well.
-    assert report["test"] == {name: report[name] for name in ("teacher", "student")}
-    # The data has another order of classes, and is the same.
-    assert "already complete" in distill("--resume", **options)
-    assert names_of("bad", "good", order="good, bad") == ["good", "bad"]
-    assert names_of("bad", "good", fresh_head=True) == ["bad", "good"]
-    for words, order, said in (
-        # 1 is positive nearly everywhere.
-        (("0", "1"), None, "label 0 is the model's class 'POSITIVE' by its number, and 'NEGATIVE'"),
-        (("bad", "good"), None, "POSITIVE, NEGATIVE, the data bad, good; pass --label-order"),
-        (("bad", "good"), "good,evil", "--label-order good,evil.*bad, good"),
-    ):
-        with pytest.raises(InputError, match=said):
-            names_of(*words, order=order)
+    scores = [entry["scores"]["mse"] for entry in report["history"]]
+    assert len(scores) == 3 and report["student"]["mse"] == min(scores)
 
 
 def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
@@ -240,181 +164,6 @@ def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
     assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
     said = run("evaluate", model=student, data=rows, metric="f1")
     assert f"f1 {expected:.4g} " in said and "f1 is that of class 'positive'" in said
-
-
-def test_a_student_learns_in_32_bits_whatever_its_teacher_has(distill, tmp_path):
-    """A student's weights stay float32: bfloat16 would round small steps away."""
-    head = make_teacher(tmp_path / "head")
-    model = t.AutoModelForSequenceClassification.from_pretrained(head).bfloat16()
-    model.save_pretrained(head)
-    output, sizes = distill(teacher=head), report_of(tmp_path / "out")["parameters"]
-    assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
-    distill(teacher=head, student=head, finetune_teacher=0.2, out=tmp_path / "tuned")
-    for model in ("out/student", "tuned/student", "tuned/teacher"):
-        weights = load_file(tmp_path / model / "model.safetensors").values()
-        assert {weight.dtype for weight in weights} == {torch.float32}, model
-
-
-def test_answers_that_are_worth_nothing_are_told(distill, tmp_path):
-    bent = make_teacher(tmp_path / "bent")
-    model = t.AutoModelForSequenceClassification.from_pretrained(bent)
-    torch.nn.init.zeros_(model.classifier.weight)
-    model.classifier.bias.data = torch.tensor([0.0, 5.0])
-    model.save_pretrained(bent)
-    output = distill(teacher=bent, method="soft_targets", learning_rate=1e-5)
-    for who in ("teacher", "student"):
-        assert f"warning: the {who}'s answers to the 20 evaluation rows are all '1'" in output
-    words = {"train": tmp_path / "a.tsv", "eval": tmp_path / "a.tsv", "teacher": bent}
-    write_tsv(words["train"])
-    said = run("cache", out=tmp_path / "cache", max_length=16, **words)
-    assert "warning: the teacher's answers to the 40 evaluation rows are all '1'" in said
-
-
-def test_what_the_rows_hold_is_told(files, tmp_path):
-    odd = tmp_path / "odd.tsv"
-    odd.write_text(files[0].read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
-    odd.write_text(odd.read_text() + "good film\tpso\n")
-    dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
-    said = "\n".join(describe(load(source(train=odd, evals=dev))))
-    assert "classes, training/evaluation rows: neg 20/20, pos 20/20, pso 1/0" in said
-    assert "class 'pso' has a single training row, row 42; is it 'pos', misspelled?" in said
-    assert "40 of the 40 evaluation rows are training rows too" in said
-
-
-def test_code_of_a_model_is_not_run_unasked(distill, teacher, tmp_path):
-    own = shutil.copytree(teacher, tmp_path / "own")
-    (own / "code.py").write_text("raise SystemExit('ran')")
-    config = json.loads((own / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.T", None]}
-    config["model_type"] = "unheard_of"
-    (own / "config.json").write_text(json.dumps(config))
-    (own / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": config["auto_map"], "tokenizer_class": "T"})
-    )
-    assert "--trust-remote-code" in distill(teacher=own, expect=2)
-
-
-def test_student_from_a_path(distill, tmp_path):
-    small = make_teacher(tmp_path / "small", layers=1, hidden_size=8)
-    distill(student=small, method="lrkd")
-    assert report_of(tmp_path / "out")["parameters"]["student"] < 3000
-    error = distill(student=small, method="fcd", student_layers=1, expect=2, out=tmp_path / "x")
-    assert "--student" in error and "exclude each other" in error
-    other = make_teacher(tmp_path / "other", vocab_size=99)
-    assert "vocabulary has 99" in distill(student=other, expect=2, out=tmp_path / "y")
-    read_otherwise(small)
-    tokenizer = t.AutoTokenizer.from_pretrained(other)
-    words = "--student .*: 'so' is token 5 of its tokenizer and 16 of the teacher's"
-    with pytest.raises(InputError, match=words):
-        check_same_tokens("--student", str(small), tokenizer, False)
-    error = distill(student=small, method="fcd", expect=2, out=tmp_path / "z")
-    assert "compares tokens, and the student has others than the teacher" in error
-
-
-def family(path, teacher, kind):
-    """A classifier with four unlike layers, and the teacher's tokenizer."""
-    sizes = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = {
-        "bert": t.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=32),
-        "gpt2": t.GPT2Config(vocab_size=17, n_embd=16, n_layer=4, n_head=2, n_positions=32),
-    }[kind]
-    shutil.copytree(teacher, path)
-    torch.manual_seed(2)
-    model = t.AutoModelForSequenceClassification.from_config(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if re.search(r"\.[03]\.", name) and weight.dim() == 2:
-                weight.mul_(40)  # layers 1 and 4 change what comes in
-    model.save_pretrained(path)
-    return path
-
-
-# An encoder is selected from below, and every family's blocks are found in tests/distill.
-def test_selected_layers_make_the_student_and_are_compared(
-    distill, interrupted, teacher, tmp_path, monkeypatch
-):
-    large = family(tmp_path / "gpt2", teacher, "gpt2")
-    options = {"teacher": large, "teacher_layers": "select", "learning_rate": 1e-8}
-    interrupted(3, terminate, expect=143, method="mc3kd", **options)
-    # Selected layers are not selected again.
-    monkeypatch.setattr("fastkd.train.assembling.select_layers", None)
-    output = distill("--resume", method="mc3kd", **options)
-    report = report_of(tmp_path / "out")
-    assert report["teacher_layers"] == report["compared_layers"] == [1, 4], output
-    blocks, student = (
-        Backbone(t.AutoModelForSequenceClassification.from_pretrained(path), "model").blocks
-        for path in (large, tmp_path / "out/student")
-    )
-    for i, block in enumerate(student):
-        for name, weight in block.named_parameters():
-            original = blocks[(0, 3)[i]].get_parameter(name)
-            torch.testing.assert_close(weight, original, rtol=1e-4, atol=1e-4)
-
-
-def test_selected_layers_elsewhere(distill, teacher, files, tmp_path):
-    """After the teacher's fine-tuning, from a cache, and with a map that --set names."""
-    large = family(tmp_path / "bert", teacher, "bert")
-    selecting = {"teacher": large, "teacher_layers": "select", "method": "mc3kd"}
-    # What methods make of two widths is tested in tests/distill/test_width.py.
-    sizes = "hidden_size=12,num_attention_heads=2,intermediate_size=8"
-    narrow = {"student_config": sizes, "precision": "bf16"}
-    distill(finetune_teacher=0.2, out=tmp_path / "tuned", **narrow, **selecting)
-    report = report_of(tmp_path / "tuned")
-    assert report["teacher_layers"] == report["compared_layers"] == [1, 4]
-    assert report["settings"]["student_config"]["hidden_size"] == 12
-    weights = weights_of(tmp_path / "tuned")
-    assert weights["bert.encoder.layer.1.intermediate.dense.weight"].shape == (8, 12)
-    distill(set="layers=top", out=tmp_path / "top", **selecting)
-    report = report_of(tmp_path / "top")
-    assert report["teacher_layers"] == [1, 4] and report["compared_layers"] == [3, 4]
-    cache = tmp_path / "cache"
-    run("cache", out=cache, max_length=16, train=files[0], eval=files[1], **selecting)
-    distill(teacher=None, teacher_cache=cache, method="mc3kd", out=tmp_path / "cached")
-    assert report_of(tmp_path / "cached")["compared_layers"] == [1, 4]
-    assert "only 4" in distill(student_layers=5, out=tmp_path / "x", expect=2, **selecting)
-
-
-def test_the_default_length_is_what_the_models_read(distill, teacher, files, tmp_path, monkeypatch):
-    short = make_teacher(tmp_path / "short", max_position_embeddings=16)
-    said = distill(max_length=None, student=short)
-    assert "--max-length 32: the teacher reads no more" in said
-    assert "--max-length 16: the student reads no more" in said
-    words = {"train": files[0], "eval": files[1], "device": "cpu"}
-    run("cache", out=tmp_path / "cache", teacher=teacher, max_length=20, **words)
-    words |= {"teacher_cache": tmp_path / "cache", "epochs": 1}
-    run("distill", out=tmp_path / "cached", **words)  # texts are as long as in the cache
-    for name in ("plot_layer_panels", "plot_sentence"):
-        monkeypatch.setattr(f"fastkd.cli.analyze_command.{name}", lambda *args, **options: None)
-    said = run("analyze", model=teacher, student=short, data=files[1], out=tmp_path / "layers")
-    assert "--max-length 16: the models read no more tokens" in said
-
-
-def test_a_decoder_without_padding_token_and_a_student_without_segments(distill, teacher, tmp_path):
-    gpt2, out = shutil.copytree(teacher, tmp_path / "gpt2"), tmp_path / "out"
-    config = t.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-    t.GPT2ForSequenceClassification(config).save_pretrained(gpt2)
-    distill(teacher=gpt2, method="lrkd")
-    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
-    assert (student.config.num_hidden_layers, student.config.pad_token_id) == (1, 0)
-    config = t.DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)
-    t.DistilBertForSequenceClassification(config).save_pretrained(tmp_path / "student")
-    distill("--overwrite", student=tmp_path / "student", method="knn")
-    assert report_of(out)["student"]["accuracy"] >= 0
-
-
-def test_a_random_student_and_one_that_goes_on(distill, interrupted, tmp_path):
-    sizes = {"student_config": "num_attention_heads=4", "student_layers": 6}
-    random = {"student_weights": "random", "method": "soft_targets", **sizes}
-    distill(**random)
-    report = report_of(tmp_path / "out")
-    assert report["layers"] == 6 and report["teacher_layers"] is None
-    again = tmp_path / "again"
-    interrupted(3, terminate, expect=143, out=again, **random)
-    other = {**random, "student_config": "num_attention_heads=8"}
-    error = distill("--resume", out=again, expect=2, **other)
-    assert "was started with student_config = {'num_attention_heads': 4}" in error
-    distill("--resume", out=again, **random)
-    assert same_weights(tmp_path / "out", again)
 
 
 # Messages of rejected options; malformed values of every option: test_abuse.py.
@@ -487,16 +236,15 @@ def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     options = {
         "teacher": make_teacher(tmp_path / "still", **still), "method": "fcd",
-        "finetune_teacher": 1, "max_train_rows": 26,
+        "max_train_rows": 26,
     }  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     distill(out=whole, **options)
     distill(out=parts, accumulate=3, **options)
-    for name in ("teacher", "student"):
-        a, b = (load_file(out / name / "model.safetensors") for out in (whole, parts))
-        for key in a:
-            if not key.endswith("key.bias"):  # whose gradient is rounding
-                assert (a[key] - b[key]).abs().max() <= 1e-5, (name, key)
+    a, b = weights_of(whole), weights_of(parts)
+    for key in a:
+        if not key.endswith("key.bias"):  # whose gradient is rounding
+            assert (a[key] - b[key]).abs().max() <= 1e-5, key
     losses = [report_of(out)["history"][-1]["losses"] for out in (whole, parts)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -520,39 +268,35 @@ def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     ("- a", "one 'name: value' a line"),
     ("a: [", "can't be read"),
 ])  # fmt: skip
-def test_wrong_trainer_args_are_one_sentence(distill, tmp_path, text, said):
+def test_wrong_trainer_args_are_one_sentence(tmp_path, text, said):
     file = tmp_path / "args.yaml"
     file.write_text(text)
-    error = distill(trainer_args=file, expect=2)
-    assert said in error and f"--trainer-args {file}" in error
-    assert not (tmp_path / "out").exists()
+    config = Config.of(teacher="t", task="sst2", device_name="cpu", trainer_args=file)
+    with pytest.raises(InputError) as error:
+        settled(config)
+    assert said in str(error.value) and f"--trainer-args {file}" in str(error.value)
 
 
-def test_options_that_are_given_twice_or_do_not_fit_the_rows(distill, files, tmp_path):
+def test_options_that_are_given_twice(distill, files):
+    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
+    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
+    assert assignments("--set", words) == values
     assert "--eval is given twice" in distill("--eval", files[1], expect=2)
     group = get_command(app)
     _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
     assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
     hub = {"train": None, "eval": None, "task": "sst2"}
     assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
-    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    error = distill(train=real, eval=real, finetune_teacher=1, label_order="a,b", expect=2)
-    assert "the labels are numbers, not classes" in error
-    three = write_tsv(tmp_path / "three.tsv", label=lambda y: y)
-    three.write_text(three.read_text() + "dull film\t2\n")
-    error = distill(train=three, expect=2)
-    assert "no head for 3 labels" in error and "--finetune-teacher" in error
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("where", ["student", "unfinished"])
-def test_a_marker_of_something_else(distill, tmp_path, where):
+def test_a_marker_of_something_else(opened, tmp_path, where):
     folder = tmp_path / "out" / where
     folder.mkdir(parents=True)
     for manifest in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
         (folder / MANIFEST).write_text(manifest)
-        error = distill("--resume", expect=2)
-        assert f"{folder}" in error and MANIFEST in error
+        with pytest.raises(InputError, match=f"{folder}.*{MANIFEST}"):
+            opened(resume=True)
     # Only what lies below a marker is its own.
     (tmp_path / "mine").write_text("")
     (folder / MANIFEST).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
@@ -560,16 +304,100 @@ def test_a_marker_of_something_else(distill, tmp_path, where):
     assert (tmp_path / "mine").exists() and not folder.exists()
 
 
-def test_links_and_logs_among_the_results(distill, files, tmp_path):
+def test_results_are_not_replaced_unasked(distill, opened, finished, stopped, tmp_path):
+    """Nor is a file of them that was changed, or that fastkd did not write, ever deleted."""
+    out, same = shutil.copytree(finished[1], tmp_path / "out"), {"method": "labels"}
+    assert "already complete" in distill("--resume", **same, student_layers=2)
+    for options, words in (
+        ({}, "already holds a student; .*--overwrite"),
+        ({"resume": True, **same, "student_layers": 2, "seed": 1}, "seed = 0, now it is 1"),
+    ):
+        with pytest.raises(InputError, match=words):
+            opened(**options)
+    (out / "student" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"student holds notes.txt.*move it away"):
+        opened(overwrite=True)
+    # Put there, or changed, while the new run trains.
+    (out / "student" / "README.md").write_text("a card of my own")
+    replace_directory(out / "student", lambda directory: {"run": "new"})
+    kept = out / "student.old"
+    assert visible(kept) == ["README.md", "notes.txt"] and find_damage(out / "student") is None
+    assert (kept / "README.md").read_text() == "a card of my own"
+    half = shutil.copytree(stopped[1], tmp_path / "half")
+    before = {p: p.stat().st_mtime_ns for p in half.rglob("*") if p.is_file()}
+    with pytest.raises(InputError, match=r"unfinished run.*--resume.*--overwrite"):
+        opened(half)
+    assert before == {p: p.stat().st_mtime_ns for p in half.rglob("*") if p.is_file()}
+    for folder, file, flags in (
+        ("new/unfinished", "mine.txt", ("resume", "overwrite", "gather")),
+        ("other/student", "model.safetensors", ("overwrite",)),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / file).write_text("mine")
+        for flag in flags:
+            with pytest.raises(InputError, match="fastkd did not write"):
+                opened((tmp_path / folder).parent, **{flag: True})
+
+
+def test_files_put_into_an_unfinished_run_stay(distill, opened, stopped, tmp_path):
+    def put(out):
+        work = shutil.copytree(stopped[1], out) / "unfinished"
+        folders = ("", "checkpoints", "checkpoints/checkpoint-7", "student")
+        for i, folder in enumerate(folders):
+            (work / folder / "notes.txt").write_text(f"mine {i}")
+
+    def kept(out):
+        found = (out / "unfinished-2").rglob("*")
+        return sorted(path.read_text() for path in found if path.is_file())
+
+    put(tmp_path / "out")
+    output = distill("--resume", **stopped[0])
+    assert kept(tmp_path / "out") == [f"mine {i}" for i in range(4)]
+    said = f"{tmp_path / 'out/unfinished-2'}: files that fastkd did not write"
+    assert said in " ".join(output.split())
+    assert same_weights(tmp_path / "out", stopped[2])
+    assert "already complete" in distill("--resume", **stopped[0])
+    put(tmp_path / "again")
+    begun = opened(tmp_path / "again", overwrite=True)
+    assert begun.kept == tmp_path / "again/unfinished-2" and not begun.manifest
+    assert kept(tmp_path / "again") == [f"mine {i}" for i in range(4)]
+
+
+def test_the_lock_goes_with_its_process(distill, tmp_path):
+    with saving.locked(tmp_path / "own"):
+        assert f"in use by process {os.getpid()}" in distill(out=tmp_path / "own", expect=2)
+
+    def hold():
+        with saving.locked(tmp_path / "out"):
+            ours.send("held")
+            time.sleep(60)
+
+    fork = multiprocessing.get_context("fork")
+    theirs, ours = fork.Pipe(duplex=False)
+    holder = fork.Process(target=hold)
+    holder.start()
+    assert theirs.recv() == "held"
+    with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
+        saving.locked(tmp_path / "out").__enter__()
+    holder.kill()
+    holder.join()
+    with saving.locked(tmp_path / "out"):
+        pass
+    assert visible(tmp_path / "out") == []
+
+
+def test_links_and_logs_among_the_results(distill, opened, files, tmp_path):
     out, mine = tmp_path / "out", tmp_path / "mine"
     for place in (files[0], out / "student" / "log", out / "unfinished" / "log"):
         assert "--log-json" in distill(log_json=place, expect=2)
     out.mkdir()
     (out / "unfinished").symlink_to(mine)
-    assert "fastkd did not write" in distill(expect=2)
+    with pytest.raises(InputError, match="fastkd did not write"):
+        opened()
     (out / "unfinished").unlink()
     (out / "unfinished").write_text("")
-    assert "fastkd did not write" in distill("--overwrite", expect=2)
+    with pytest.raises(InputError, match="fastkd did not write"):
+        opened(overwrite=True)
     # The target of a link is neither replaced nor removed.
     (mine / "below").mkdir(parents=True)
     (mine / "below" / "thesis.txt").write_text("mine")
@@ -591,116 +419,6 @@ def test_links_and_logs_among_the_results(distill, files, tmp_path):
     assert find_damage(mine) is None
 
 
-def test_an_existing_student_is_not_replaced_unasked(distill, tmp_path):
-    """Nor is a file of it that was changed ever deleted."""
-    distill(seed=1)
-    student, kept = tmp_path / "out" / "student", tmp_path / "out" / "student.old"
-    first = weights_of(tmp_path / "out")
-    assert "--overwrite" in distill(seed=2, expect=2)
-    assert "already complete" in distill("--resume", seed=1)
-    error = distill("--resume", seed=2, expect=2)
-    assert "seed = 1" in error and "now it is 2" in error
-    (student / "README.md").write_text("a card of my own")
-    distill("--overwrite", seed=2)
-    assert report_of(tmp_path / "out")["settings"]["seed"] == 2
-    assert any(not torch.equal(x, first[name]) for name, x in weights_of(tmp_path / "out").items())
-    assert find_damage(student) is None and visible(kept) == ["README.md"]
-    assert (kept / "README.md").read_text() == "a card of my own"
-
-
-def test_a_plain_run_never_touches_unfinished_work(distill, interrupted, tmp_path):
-    options = {"finetune_teacher": 1, "epochs": 2}
-    interrupted(7, press_ctrl_c, **options)
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
-    error = distill(expect=2, **options)
-    assert "unfinished run" in error and "--resume" in error and "--overwrite" in error
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*") if p.is_file()}
-
-
-def test_only_own_files_are_deleted(distill, interrupted, tmp_path):
-    out = tmp_path / "out"
-    for name in ("checkpoints", "teacher-checkpoints"):
-        (out / name).mkdir(parents=True)
-        (out / name / "mine.txt").write_text("mine")
-    distill()
-    distill("--overwrite")
-    distill("--resume")
-    assert (out / "checkpoints" / "mine.txt").exists()
-    assert (out / "teacher-checkpoints" / "mine.txt").exists()
-
-    (out / "student" / "notes.txt").write_text("mine")
-    error = distill("--overwrite", expect=2)
-    assert "student holds notes.txt" in error and "move it away" in error
-    (out / "student" / "notes.txt").unlink()
-    # Put there while the new run trains.
-    interrupted(
-        3, lambda: (out / "student" / "notes.txt").write_text("mine"), "--overwrite", expect=0
-    )
-    assert (out / "student.old" / "notes.txt").read_text() == "mine"
-
-    (tmp_path / "new" / "unfinished").mkdir(parents=True)
-    (tmp_path / "new" / "unfinished" / "mine.txt").write_text("mine")
-    for flag in ("--resume", "--overwrite", "--no-header"):
-        assert "fastkd did not write" in distill(flag, out=tmp_path / "new", expect=2)
-    (tmp_path / "other" / "student").mkdir(parents=True)
-    (tmp_path / "other" / "student" / "model.safetensors").write_text("mine")
-    assert "fastkd did not write" in distill("--overwrite", out=tmp_path / "other", expect=2)
-
-
-@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_files_put_into_an_unfinished_run_stay(distill, interrupted, tmp_path, flag):
-    interrupted(7, press_ctrl_c, epochs=2)
-    work = tmp_path / "out" / "unfinished"
-    folders = (work, work / "checkpoints", work / "checkpoints" / "checkpoint-7", work / "student")
-    for i, folder in enumerate(folders):
-        (folder / "notes.txt").write_text(f"mine {i}")
-    output = distill(flag, epochs=2)
-    found = [path.read_text() for path in (tmp_path / "out").rglob("notes.txt")]
-    assert sorted(found) == [f"mine {i}" for i in range(4)]
-    assert f"{work}-2: files that fastkd did not write" in " ".join(output.split())
-    assert {p.name for p in (work.parent / "unfinished-2").rglob("*") if p.is_file()} == {
-        "notes.txt"
-    }
-    assert find_damage(work.parent / "student") is None
-    assert "already complete" in distill("--resume", epochs=2)
-
-
-def test_a_second_run_says_who_holds_the_output(distill, tmp_path, monkeypatch):
-    fork, seen = multiprocessing.get_context("fork"), []
-
-    def second():
-        theirs, ours = fork.Pipe(duplex=False)
-        process = fork.Process(target=lambda: ours.send(distill("--overwrite", expect=2)))
-        process.start()
-        seen.append(theirs.recv())
-        process.join()
-
-    stop_at(monkeypatch, 3, second)
-    distill()
-    assert f"in use by process {os.getpid()}" in seen[0]
-    assert report_of(tmp_path / "out")["complete"] and visible(tmp_path / "out") == ["student"]
-
-
-def test_the_lock_goes_with_its_process(tmp_path):
-    def hold():
-        with saving.locked(tmp_path / "out"):
-            ours.send("held")
-            time.sleep(60)
-
-    fork = multiprocessing.get_context("fork")
-    theirs, ours = fork.Pipe(duplex=False)
-    holder = fork.Process(target=hold)
-    holder.start()
-    assert theirs.recv() == "held"
-    with pytest.raises(InputError, match=f"in use by process {holder.pid} on"):
-        saving.locked(tmp_path / "out").__enter__()
-    holder.kill()
-    holder.join()
-    with saving.locked(tmp_path / "out"):
-        pass
-    assert visible(tmp_path / "out") == []
-
-
 def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypatch):
     full = shutil.disk_usage(tmp_path)._replace(free=50_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
@@ -715,33 +433,6 @@ def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
     assert "--precision" not in error  # it is fp32 already
 
 
-def stop_at(monkeypatch, step, how):
-    original = fitting.TrainingCallback.on_step_end
-
-    def on_step_end(self, args, state, control, **rest):
-        if state.global_step == step:
-            how()
-        return original(self, args, state, control, **rest)
-
-    monkeypatch.setattr(fitting.TrainingCallback, "on_step_end", on_step_end)
-
-
-def crash():
-    raise KeyboardInterrupt
-
-
-def press_ctrl_c():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def hang_up():
-    os.kill(os.getpid(), signal.SIGHUP)
-
-
 # 40 rows in batches of 8: 5 steps an epoch. Every way to end, once; test_kills.py has every place.
 @pytest.mark.parametrize(("method", "epochs", "step", "how", "every"), [
     ("soft_targets", 1, 7, press_ctrl_c, None),  # in the teacher's fine-tuning
@@ -750,7 +441,7 @@ def hang_up():
     ("mc3kd", 1.6, 8, terminate, 8),  # the last step, in the middle of an epoch
 ])  # fmt: skip
 def test_resuming_gives_the_uninterrupted_result(
-    distill, interrupted, tmp_path, method, epochs, step, how, every
+    distill, tmp_path, method, epochs, step, how, every
 ):
     rarely = tmp_path / "args.yaml"
     rarely.write_text("logging_steps: 99\n")
@@ -763,7 +454,9 @@ def test_resuming_gives_the_uninterrupted_result(
         checkpoints = checkpoints.with_name("teacher-checkpoints")
     distill(out=tmp_path / "whole", **options)
     code = {terminate: 143, hang_up: 129}.get(how, 130)
-    assert "--resume" in interrupted(step, how, expect=code, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, step, how)
+        assert "--resume" in distill(expect=code, **options)
     steps = [int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*")]
     newest = max(steps, default=None)
     # Ctrl-C saves a checkpoint at once; a crash leaves the last one.
@@ -782,14 +475,10 @@ def test_resuming_gives_the_uninterrupted_result(
 @pytest.mark.parametrize(
     "harm", [MANIFEST, "flip model.safetensors", "cut off", "older", "best student"]
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
-    distill, interrupted, begun, tmp_path, harm
-):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, stopped, tmp_path, harm):
     """Without the best student the training starts again."""
-    options = {"epochs": 2, "method": "lrkd"}
-    begun("whole", lambda out: distill(out=out, **options))
-    begun("out", lambda out: interrupted(7, press_ctrl_c, out=out, **options))
-    work = tmp_path / "out" / "unfinished"
+    options, out, whole = stopped
+    work = shutil.copytree(out, tmp_path / "out") / "unfinished"
     assert visible(work / "checkpoints") == ["checkpoint-5", "checkpoint-7"]
     newest = work / "checkpoints" / "checkpoint-7"
     (newest.parent / "checkpoint-mine").mkdir()
@@ -822,47 +511,45 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     else:
         assert f"{newest.name}: cannot be used (" in output and "the one before it" in output
         assert {"cut off": "incomplete", "older": "an older"}.get(harm, harm.split()[-1]) in output
-    assert same_weights(tmp_path / "out", tmp_path / "whole")
+    assert same_weights(tmp_path / "out", whole)
 
 
 def test_resume_wants_the_same_data_models_and_settings(
-    distill, interrupted, files, teacher, tmp_path
+    distill, opened, stopped, files, teacher, tmp_path
 ):
+    options, out = stopped[0], shutil.copytree(stopped[1], tmp_path / "out")
     own = shutil.copytree(teacher, tmp_path / "own")
-    train = shutil.copy(files[0], tmp_path / "train.tsv")
-    options = {"epochs": 2, "teacher": own, "train": train}
-    interrupted(7, press_ctrl_c, **options)
-    train.write_text(train.read_text().replace("film", "a film", 1))
-    assert "started with other training rows" in distill("--resume", expect=2, **options)
-    shutil.copy(files[0], train)
+    given = {**options, "teacher": own, "train": shutil.copy(files[0], tmp_path / "train.tsv")}
+    manifest = out / "unfinished" / MANIFEST
+    content = json.loads(manifest.read_text())
+    content["settings"] |= {"teacher": str(own), "train": str(given["train"])}
+    manifest.write_text(json.dumps(content))
+    given["train"].write_text(files[0].read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", expect=2, **given)
+    shutil.copy(files[0], given["train"])
     short = write_tsv(tmp_path / "dev.tsv", 18, seed=1)
-    error = distill("--resume", eval=short, expect=2, **options)
-    assert "eval" in error
+    assert "eval" in distill("--resume", eval=short, expect=2, **given)
     shutil.rmtree(own)
     make_teacher(own, initializer_range=0.1)
-    assert "started with other teacher weights" in distill("--resume", expect=2, **options)
+    assert "started with other teacher weights" in distill("--resume", expect=2, **given)
     shutil.rmtree(own)
     shutil.copytree(teacher, own)
     words = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(words.replace('"film"', '"mlif"'))
-    assert "started with other tokenizer files" in distill("--resume", expect=2, **options)
-    (own / "tokenizer.json").write_text(words)
-    manifest = tmp_path / "out" / "unfinished" / MANIFEST
-    content = manifest.read_text()
-    manifest.write_text(content[:50])
-    error = distill("--resume", expect=2, seed=5, **options)
-    assert f"{manifest} is damaged" in error and "--overwrite" in error
-    older = json.loads(content)
-    older["fingerprints"]["tokens (tokenizer)"] = older["fingerprints"].pop("tokenizer files")
-    manifest.write_text(json.dumps(older))  # as it was once written
-    distill("--resume", **options)
+    assert "started with other tokenizer files" in distill("--resume", expect=2, **given)
+    manifest.write_text(json.dumps(content)[:50])
+    with pytest.raises(InputError, match=f"{manifest} is damaged.*--overwrite"):
+        opened(resume=True, seed=5)
     # A complete run, too.
-    train.write_text(train.read_text().replace("film", "a film", 1))
-    assert "started with other training rows" in distill("--resume", expect=2, **options)
-    shutil.copy(files[0], train)
-    assert "already complete" in distill("--resume", **options)
-    (tmp_path / "out" / "student" / "model.safetensors").unlink()
-    error = distill("--resume", expect=2, **options)
+    whole = shutil.copytree(stopped[2], tmp_path / "whole")
+    other = write_tsv(tmp_path / "other.tsv", seed=5)
+    settings = json.loads((whole / "student" / MANIFEST).read_text())
+    settings["settings"]["train"] = str(other)
+    (whole / "student" / MANIFEST).write_text(json.dumps(settings))
+    error = distill("--resume", expect=2, **options, train=other, out=whole)
+    assert "started with other training rows" in error
+    (whole / "student" / "model.safetensors").unlink()
+    error = distill("--resume", expect=2, **options, train=other, out=whole)
     assert "its student is damaged (model.safetensors is missing)" in error
 
 
@@ -872,9 +559,9 @@ def test_resume_wants_the_same_data_models_and_settings(
     ("optimizer", RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")),
 ])  # fmt: skip
 def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
-    distill, begun, tmp_path, monkeypatch, error, place
+    distill, finished, tmp_path, monkeypatch, error, place
 ):
-    begun("out", lambda out: distill(out=out, seed=1))
+    shutil.copytree(finished[1], tmp_path / "out")
     before = weights_of(tmp_path / "out")
 
     def full(*args, **kwargs):
@@ -895,7 +582,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
     assert "cannot be saved (No space left on device)" in message and "intact" in message
     after = weights_of(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert report_of(tmp_path / "out")["settings"]["seed"] == 1
+    assert report_of(tmp_path / "out")["settings"]["seed"] == 0
     assert visible(tmp_path / "out") == ["student", "unfinished"]
     room.trained = False
     distill("--resume", seed=2)

@@ -18,8 +18,8 @@ from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train.saving import find_damage
 from fastkd.train.trainers import StepSampler
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
-from tests.cli.test_cli import report_of, same_weights, stop_at, visible
 from tests.cli.test_demo import write_packaged
+from tests.support.runs import report_of, same_weights, stop_at, visible
 from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
 from tests.train.tasks import test_question_answering, test_seq2seq
 from tests.train.tasks.test_causal_lm import make_decoder, write_text

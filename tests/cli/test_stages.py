@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from fastkd.train import distillation
-from tests.cli.test_cli import press_ctrl_c, report_of, same_weights, stop_at, visible
+from tests.support.runs import press_ctrl_c, report_of, same_weights, stop_at, visible
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 

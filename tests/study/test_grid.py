@@ -17,8 +17,8 @@ from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.options import read_options_file
-from tests.cli.test_cli import stop_at, terminate
 from tests.distill.processes import CONTEXT
+from tests.support.runs import stop_at, terminate
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl

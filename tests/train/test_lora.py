@@ -10,7 +10,7 @@ from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from tests.cli.test_cli import crash, stop_at
+from tests.support.runs import crash, stop_at
 from tests.support.tiny import make_teacher, run, write_tsv
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 from tests.train.tasks.through import verified

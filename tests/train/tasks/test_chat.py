@@ -24,7 +24,7 @@ from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, prompts_of, write
 from fastkd.train.trainers import is_on_policy
 from tests.cli.launched import Launch, commands
-from tests.cli.test_cli import crash, stop_at
+from tests.support.runs import crash, stop_at
 from tests.support.tiny import run, sentences, words_of
 from tests.train.tasks.test_causal_lm import make_decoder
 from tests.train.tasks.through import loss_of, refused, through

@@ -14,7 +14,7 @@ from fastkd.train.data import load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import Task
-from tests.cli.test_cli import crash, same_weights, stop_at
+from tests.support.runs import crash, same_weights, stop_at
 from tests.support.tiny import run, source
 
 

@@ -1,0 +1,82 @@
+"""Runs of `fastkd distill` in tests: what they leave, and ways to stop them."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastkd.cli.cache_command import begin
+from fastkd.train import fitting
+from fastkd.train.assembling import Models
+from fastkd.train.config import Config
+from fastkd.train.distillation import check
+from fastkd.train.progress import Display
+from fastkd.train.scoring import Run
+
+
+class Lines(Display):
+    """A display that keeps its lines."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def made(**options: object) -> tuple[Run, Models]:
+    """Rows and models of `fastkd distill`, without a training; `run.display` has the lines."""
+    return begin(check(Config.of(**{"device_name": "cpu", **options})), Lines())
+
+
+def report_of(out: Path) -> dict:
+    return json.loads((out / "student" / "fastkd.json").read_text())
+
+
+def weights_of(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "student" / "model.safetensors")
+
+
+def visible(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    a, b = weights_of(a), weights_of(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, how) -> None:
+    """Call ``how`` after a step of a training."""
+    original = fitting.TrainingCallback.on_step_end
+
+    def on_step_end(self, args, state, control, **rest):
+        if state.global_step == step:
+            how()
+        return original(self, args, state, control, **rest)
+
+    monkeypatch.setattr(fitting.TrainingCallback, "on_step_end", on_step_end)
+
+
+def crash() -> None:
+    raise KeyboardInterrupt
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hang_up() -> None:
+    os.kill(os.getpid(), signal.SIGHUP)
