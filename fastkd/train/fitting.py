@@ -163,8 +163,8 @@ class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
     The student is scored every ``steps_between`` steps (whole epochs) and after the last step, and
-    a line is printed. ``save_best(entry, history)`` is called after the best evaluation so far. The
-    evaluations are stored in the trainer's own log, so that a resumed run has them.
+    a line is printed. ``save_best(entry, history)`` is called after the best evaluation so far; a
+    head that no step has trained yet is never the best. The evaluations are stored in the trainer's own log, so that a resumed run has them.
     """
 
     def __init__(
@@ -252,6 +252,16 @@ class TrainingCallback(TrainerCallback):
         if self.stopping and self.signum is not None:
             raise Interrupted(state.global_step, self.signum)
 
+    def _head_is_trained(self, step: int, steps: int) -> bool:
+        """Whether a step before has trained the head, or none ever does."""
+        method = self.distiller.method
+
+        def trains(step: int) -> bool:
+            weights = method.weights((step - 1) / steps)
+            return any(weights.get(term) for term in method.head_terms)
+
+        return trains(step) or not trains(steps)
+
     def _evaluate(self, state):
         if self.evaluated_at == state.global_step:
             return
@@ -272,7 +282,9 @@ class TrainingCallback(TrainerCallback):
             raise TrainingFailed(
                 f"the model's outputs are not finite after step {state.global_step}; {self.remedy}"
             )
-        entry["best"] = all(sign * main > sign * old["scores"][metric] for old in past)
+        ready = self._head_is_trained(state.global_step, state.max_steps)
+        before = [x for x in past if self._head_is_trained(x["step"], state.max_steps)]
+        entry["best"] = ready and all(sign * main > sign * old["scores"][metric] for old in before)
         if entry["best"]:
             self.save_best(entry, [*past, entry])
         # Seconds are those of training alone.
@@ -280,7 +292,7 @@ class TrainingCallback(TrainerCallback):
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
         self.display.event("evaluation", title=self.title, **entry)
-        mark = "  (best so far)" if entry["best"] else ""
+        mark = "  (best so far)" if entry["best"] else "" if ready else "  (head not trained yet)"
         self.display.say(
             f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"

@@ -140,6 +140,12 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     rows += [(k, _shown(v), "open in the paper") for k, v in report.get("open", {}).items()]
     wide = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:2]]
     table = [f"  {name:{wide[0]}}  {value:{wide[1]}}  {who}" for name, value, who in rows]
+    warmup = {**report.get("set", {}), **report.get("given", {})}.get("warmup", {"value": 0})
+    if warmup["value"] >= 1:
+        table.append(
+            "warning: the learning rate only warms up, to the last step; give more --epochs, or "
+            "--warmup 0.1"
+        )
     return [f"recipe of {report['paper']}:", *table] if rows else []
 
 

@@ -427,6 +427,14 @@ def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
+def test_the_best_epoch_is_one_with_a_trained_head(distill, tmp_path):
+    """LRC-BERT's first stage trains layers alone."""
+    output = distill(method="lrc_bert", set="first_stage=0.5", epochs=4)
+    assert output.count("(head not trained yet)") == 2
+    history = report_of(tmp_path / "out")["history"]
+    assert [entry["best"] for entry in history[:3]] == [False, False, True]
+
+
 def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
     error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
     assert "loss became nan" in error and "learning rate" in error

@@ -166,6 +166,7 @@ def test_the_command_prints_and_records_the_recipe(tmp_path):
         set="alpha=0.4", student_layers=2, device="cpu", out=tmp_path / "out", **rows,
     )  # fmt: skip
     assert "recipe of Feature Correlation Distillation:" in output
+    assert "the learning rate only warms up" in output  # 5 epochs of one
     table = {line.split()[0]: line for line in output.splitlines() if line.strip()}
     assert "set by the paper: 4.2" in table["weight_decay"]
     assert "given by you: 4.2, of 3, 5, 10" in table["epochs"]
