@@ -50,6 +50,8 @@ SELECT = "select"
 OF_ALL_STAGES = (
     "stages", "out", "resume", "overwrite", "checkpoint_every", "report_to", "log_json",
 )  # fmt: skip
+# Begins a --teacher of a stage: the student of an earlier stage.
+STAGES = "stages."
 DISTILL, WRITING = ("distill",), ("distill", "cache")
 
 

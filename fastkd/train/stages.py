@@ -27,7 +27,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from fastkd.train import data, distillation, processes, tasks
-from fastkd.train.config import OF_ALL_STAGES, Config, option_values
+from fastkd.train.config import OF_ALL_STAGES, STAGES, Config, option_values
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.loading import finished_task
 from fastkd.train.models import STUDENT, check_depth, load
@@ -43,7 +43,6 @@ from fastkd.train.run_directory import RESULTS
 from fastkd.train.saving import read_manifest
 
 LAST = "student"
-STAGES = "stages."  # of a teacher that an earlier stage trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,36 +70,55 @@ def read(config: Config) -> list[Stage]:
     Raises:
         InputError: the file has an invalid entry; the message names its stage and key.
     """
-    assert config.stages is not None
-    found = dict(read_options_file(config.stages))
-    entries = check_tables("stages", found.pop("stages", {}))
-    if not entries:
-        raise InputError(f"{config.stages} has no stages; a table [stages.NAME] is one")
+    path = config.stages
+    assert path is not None
+    found = dict(read_options_file(path))
+    tables = check_tables("stages", found.pop("stages", {}))
+    if not tables:
+        raise InputError(f"{path} has no stages; a table [stages.NAME] is one")
+    shared = _values(f"{path}", found, path.parent)
+    given = {
+        name: _values(f"stages.{name} of {path}", table, path.parent)
+        for name, table in tables.items()
+    }
+    run = {name: vars(config)[name] for name in OF_ALL_STAGES}
+    return make(shared, given, {**run, "stages": None}, f" of {path}")
+
+
+def make(
+    shared: Mapping[str, Any],
+    given: Mapping[str, Mapping[str, Any]],
+    run: Mapping[str, Any],
+    where: str,
+) -> list[Stage]:
+    """The stages with ``given`` options of their own beside ``shared`` ones, by field name.
+
+    A value None of a stage leaves out a shared one. ``run``: options of all runs, whose ``out`` is
+    their folder. ``where`` ends the name of a stage in messages.
+    """
     stages: list[Stage] = []
-    for number, (name, table) in enumerate(entries.items(), 1):
+    for number, (name, own) in enumerate(given.items(), 1):
         check_name(f"stages.{name}", name)
         before = stages[-1].out / "student" if stages else None
-        out = config.out / f"{number}-{name}"
-        where = f"stages.{name} of {config.stages}"
-        values = _values(where, {**found, **table}, config.stages.parent)
-        assistant = _assistant(where, values.get("teacher"), stages)
-        makes = next((key for key in MAKES if key in (table if assistant else values)), None)
+        out, place = run["out"] / f"{number}-{name}", f"stages.{name}{where}"
+        values = {k: v for k, v in {**shared, **own}.items() if v is not None}
+        assistant = _assistant(place, values.get("teacher"), stages)
+        makes = next((key for key in MAKES if key in (own if assistant else values)), None)
         if assistant is not None:
             values["teacher"] = str(assistant.out / "student")
             before = None if makes else before
             if before == assistant.out / "student":
                 raise InputError(
-                    f"{where}: teacher and student are both the student of the stage "
+                    f"{place}: teacher and student are both the student of the stage "
                     f"{assistant.name}; give student_layers, or another option that makes a student"
                 )
         elif before is not None and makes:
-            raise InputError(f"{where}: {makes} is for the first stage; others take its student")
+            raise InputError(f"{place}: {makes} is for the first stage; others take its student")
         if before is not None:
             values = {key: x for key, x in values.items() if key not in MAKES}
             values["student"] = str(before)
-        shared = {name: vars(config)[name] for name in OF_ALL_STAGES}
-        with errors_with_file_keys(where, Config):
-            stage = Config.of({**shared, **values, "out": out, "stages": None})
+        with errors_with_file_keys(place, Config):
+            stage = Config.of({**run, **values, "out": out})
         stages.append(Stage(name, number, stage, before, assistant))
     return stages
 
@@ -130,10 +148,15 @@ def check(config: Config, stages: list[Stage]) -> None:
     """
     with processes.errors_on_all():
         _check_out(config, stages)
-        known: dict[str, tuple[int, int | None]] = {}
-        for stage in stages:
-            with errors_with_file_keys(f"stages.{stage.name} of {config.stages}", Config):
-                known[stage.name] = _check(stage, known)
+        check_runs(stages, f" of {config.stages}")
+
+
+def check_runs(stages: list[Stage], where: str) -> None:
+    """Check options, files, rows and models of all stages."""
+    known: dict[str, tuple[int, int | None]] = {}
+    for stage in stages:
+        with errors_with_file_keys(f"stages.{stage.name}{where}", Config):
+            known[stage.name] = _check(stage, known)
 
 
 def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[int, int | None]:
@@ -201,8 +224,13 @@ def _check_out(config: Config, stages: list[Stage]) -> None:
             )
 
 
-def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
-    """Run or resume a stage; returns its report.
+def run_stage(
+    stage: Stage,
+    display: Display,
+    measure: distillation.Measure | None = None,
+    cache: Path | None = None,
+) -> dict[str, Any]:
+    """Run or resume a stage; returns its report. See `fastkd.train.distillation.run_distillation`.
 
     Results that started from another student are overwritten.
     """
@@ -218,7 +246,7 @@ def run_stage(stage: Stage, display: Display) -> dict[str, Any]:
         config = dataclasses.replace(config, follows=follows)
         if config.resume and processes.on_first_process(lambda: _began_with_other_student(config)):
             config = dataclasses.replace(config, resume=False, overwrite=True)
-    return distillation.run_distillation(config, display)
+    return distillation.run_distillation(config, display, measure, cache)
 
 
 def _run_manifest(student: Path) -> str | None:
