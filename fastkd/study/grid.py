@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fastkd.study.study_settings import StudySettings
-from fastkd.train.config import AUTO, ColumnOptions, Config, option_values
+from fastkd.train.config import AUTO, STAGES, ColumnOptions, Config, option_values
 from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
@@ -65,6 +65,8 @@ SETS: Mapping[str, Mapping[str, str]] = {
     "areas": {"task": "classification"},
     "pairs": {"task": "regression", "text_pair_column": "text_pair", "metric": "spearman"},
 }
+#: Options of a teacher's fine-tuning.
+OF_FINETUNING = ("finetune_teacher", "teacher_learning_rate", "teacher_lora")
 #: Epochs of a teacher that take one step.
 ONE_STEP = 1e-9
 #: Options of a task that remain with other files.
@@ -100,7 +102,8 @@ class Grid:
     """A study's cells and how they are trained and reported.
 
     ``seconds``: the budget of a run in training time. ``cache``: whether the teacher's outputs are
-    stored for all runs. ``paper``: a paper's table, with title, columns and rows by variant.
+    stored for all runs. ``paper``: a paper's table, see `fastkd.study.paper_table`. ``teacher`` is
+    that of all runs, if they have one.
     """
 
     title: str
@@ -111,6 +114,7 @@ class Grid:
     paper: Mapping[str, Any] | None = None
     seconds: float | None = None
     cache: bool = False
+    teacher: str | None = None
 
     @property
     def variants(self) -> list[str]:
@@ -189,7 +193,9 @@ def _content(settings: StudySettings) -> tuple[dict[str, Any], Path]:
     if settings.steps is not None and settings.seconds is None:
         found.pop("seconds", None)
     if settings.methods is not None:
-        found["methods"] = {name.strip(): {} for name in settings.methods.split(",")}
+        known = check_tables("methods", found.get("methods", {}))
+        names = [name.strip() for name in settings.methods.split(",")]
+        found["methods"] = {name: known.get(name, {}) for name in names}
     methods = check_tables("methods", found.get("methods", {key: {} for key in METHODS}))
     for flag, values in settings.options.items():
         method, dot, name = flag.partition(".")
@@ -214,10 +220,7 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
     seeds = _seeds(found.get("seeds", 4))
     if found.get("seconds") is not None and "steps" in found:
         raise InputError("steps and seconds exclude each other: give the budget as one of them")
-    paper = found.get("paper")
-    for name, kind in (("title", str), ("columns", list), ("rows", Mapping)):
-        if paper is not None and not isinstance(paper.get(name), kind):
-            raise InputError("paper must have a title, a list columns and a table rows")
+    paper = _paper(found.get("paper"))
     tasks = _tasks(found.get("tasks", {}), settings, folder)
     small = settings.steps is not None and folder == PAPERS
     searching = found.get("grid", {})
@@ -234,7 +237,7 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
         shared = {k: v for k, v in shared.items() if k not in MAKES}
     cells = []
     for entry, table in check_tables("methods", found.get("methods", {})).items():
-        method, own, options = _entry(entry, table, folder)
+        method, own, options, stages = _entry(entry, table, folder)
         known = _parameters(method)
         options = {**{k: v for k, v in common.items() if k in known}, **options}
         unknown -= set(known)
@@ -252,6 +255,8 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
                         k.removeprefix("--set "): run.pop(k) for k in list(run) if k[0] == "-"
                     }
                     run = _overridden(run, settings, small)
+                    if stages:
+                        run = _staged(run, stages, task, tasks[task], settings)
                     cells.append(Cell(variant, task, seed, values, run))
     if unknown:
         raise InputError(f"grid: {min(unknown)!r} is no option, nor of a method of the study")
@@ -261,13 +266,14 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
         )
     variants = list(dict.fromkeys(cell.variant for cell in cells))
     baseline = _baseline(found, variants, settings)
-    title, seconds, cache = (found.get(k) for k in ("title", "seconds", "cache"))
-    return Grid(
-        title or "Study", baseline, seeds, select, tuple(cells), paper, seconds, bool(cache)
-    )
+    taught = {cell.options.get("teacher") for cell in cells}
+    teacher = taught.pop() if len(taught) == 1 else None
+    given = found.get("title") or "Study", baseline, seeds, select, tuple(cells), paper
+    return Grid(*given, found.get("seconds"), bool(found.get("cache")), teacher)
 
 
 def _baseline(found: Mapping[str, Any], variants: list[str], settings: StudySettings) -> str:
+    """The variant that others are compared with."""
     baseline = found.get("baseline", variants[0])
     if settings.teacher is not None or settings.student is not None:  # fewer axes than in the file
         parts = set(baseline.split(", "))
@@ -275,6 +281,22 @@ def _baseline(found: Mapping[str, Any], variants: list[str], settings: StudySett
     if baseline not in variants:
         raise InputError(f"baseline {baseline!r}: {nearest(baseline, variants)}")
     return baseline
+
+
+def _paper(found: Any) -> Mapping[str, Any] | None:
+    """The checked table of a paper; a list of columns has no scores here."""
+    if found is None:
+        return None
+    columns = found.get("columns")
+    if isinstance(columns, list):
+        columns = dict.fromkeys(columns, "")
+    known = isinstance(columns, Mapping) and isinstance(found.get("rows"), Mapping)
+    if not known or not isinstance(found.get("title"), str):
+        raise InputError("paper must have a title, a table columns and a table rows")
+    for name, cells in found["rows"].items():
+        if not isinstance(cells, list) or len(cells) != len(columns):
+            raise InputError(f"paper.rows: {name!r} must be a list of {len(columns)} cells")
+    return {**found, "columns": columns}
 
 
 def _seeds(found: Any) -> tuple[int, ...]:
@@ -313,14 +335,51 @@ def _overridden(run: dict[str, Any], settings: StudySettings, small: bool) -> di
 
 def _entry(
     entry: str, table: Mapping[str, Any], folder: Path
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Method, options and hyper-parameters of an entry of ``methods``."""
-    method = table.get("method", entry)
+) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Method, options, hyper-parameters and stages of an entry of ``methods``."""
+    method, where = table.get("method", entry), f"methods.{entry}"
     known = _parameters(method)
-    rest = {k: v for k, v in table.items() if k != "method"}
+    rest = {k: v for k, v in table.items() if k not in ("method", "stages")}
     options = {k: v for k, v in rest.items() if k in known}
     own = {k: v for k, v in rest.items() if k not in known}
-    return method, option_values(f"methods.{entry}", own, folder, OWN), options
+    stages = {}
+    for name, given in check_tables(f"{where}.stages", table.get("stages", {})).items():
+        of_stage = {k: v for k, v in given.items() if k != "tasks"}
+        stages[name] = {**option_values(f"{where}.stages.{name}", of_stage, folder)}
+        if not fits(given.get("tasks", []), list):
+            raise InputError(f"{where}.stages.{name}: tasks must be a list of names")
+        stages[name]["tasks"] = given.get("tasks")
+    return method, option_values(where, own, folder, OWN), options, stages
+
+
+def _staged(
+    run: Mapping[str, Any],
+    stages: Mapping[str, Mapping[str, Any]],
+    task: str,
+    of_task: Mapping[str, Any],
+    settings: StudySettings,
+) -> dict[str, Any]:
+    """Options of a run in stages: those of all, and ``stages`` with those of each."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, given in stages.items():
+        if task not in (given["tasks"] or [task]):
+            continue
+        own = {k: v for k, v in given.items() if k != "tasks"}
+        alone = own.get("options", {})
+        own["options"] = alone if "method" in own else {**run["options"], **alone}
+        if "task" in own:
+            own = {**dict.fromkeys(of_task), **own}
+        if "teacher" in own:
+            own = {**dict.fromkeys(OF_FINETUNING), **own}
+            if settings.teacher is not None and not own["teacher"].startswith(STAGES):
+                own["teacher"] = settings.teacher
+        if settings.student is not None and {*MAKES} & own.keys():
+            own = {k: v for k, v in own.items() if k not in MAKES} | {"student": settings.student}
+        found[name] = own
+    # Later stages take the student of the first.
+    first = next(iter(found))
+    found[first] = {**{k: v for k, v in run.items() if k in MAKES}, **found[first]}
+    return {**{k: v for k, v in run.items() if k not in MAKES}, "stages": found}
 
 
 def _parameters(method: str) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fastkd._core.extras import require
 from fastkd.analysis.pictures import new_figure
+from fastkd.study import paper_table
 from fastkd.study.grid import ONE_STEP, Cell, Grid
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.statistics import (
@@ -27,11 +28,9 @@ from fastkd.study.statistics import (
     Row,
     Summary,
     empty_classes,
-    quality,
     summarize,
 )
 from fastkd.train.errors import InputError
-from fastkd.train.options import fits
 from fastkd.train.saving import MANIFEST, csv_text, read_manifest, write_file, write_json
 
 jinja2: Any = require("jinja2", "train")
@@ -315,56 +314,9 @@ def _cell(values: list[float], spread: bool) -> str:
     return f"{statistics.fmean(values):.4f}{deviation}"
 
 
-def beside_paper(grid: Grid, summaries: list[Summary], ours: Table) -> dict[str, Any] | None:
-    """The paper's table with our scores, and whether each row's side of the baseline is the same.
-
-    The paper's side is that of the mean over its columns.
-    """
-    if grid.paper is None:
-        return None
-    paper, names = grid.paper, ours[0][1:]
-    theirs: Mapping[str, list[Any]] = paper["rows"]
-    by_name = {row[0]: row[1:] for row in ours[1:]}
-    rows = [
-        [name, *map(str, values), *by_name.get(name, [""] * len(names))]
-        for name, values in theirs.items()
-    ]
-    order, base = [], theirs.get(grid.baseline)
-    for name, values in theirs.items():
-        if base is None or name == grid.baseline:
-            continue
-        pairs = [x for x in zip(values, base, strict=True) if all(fits(y, float) for y in x)]
-        if not pairs:
-            continue
-        gap = float(np.mean([one - two for one, two in pairs]))
-        for row in (row for s in summaries for row in s.rows if row.variant == name):
-            if row.difference is not None:
-                side = ABOVE if gap > 0 else BELOW if gap else "equal"
-                here = _agreement(quality(side, bool(paper.get("lower_is_better"))), row)
-                order.append(f"{row.task}: {name} is {side} {grid.baseline} in the paper "
-                             f"({gap:+.1f}); here {here}")  # fmt: skip
-    columns = ["", *(f"paper: {c}" for c in paper["columns"]), *(f"ours: {c}" for c in names)]
-    return {"title": paper["title"], "columns": columns, "rows": rows, "order": order}
-
-
-def _agreement(paper_quality: str, row: Row) -> str:
-    """Whether a row's verdict is that of the paper, as text."""
-    assert row.difference is not None
-    unit = "" if row.lower_is_better else " points"
-    size = f"({_points(row, row.difference.mean, '+')}{unit})"
-    if not row.quality:
-        return f"{row.verdict} {size}"
-    return f"{'the same' if row.quality == paper_quality else 'the opposite'}, beyond noise {size}"
-
-
 def _scale(row: Row | Summary) -> int:
     """Factor for display: 100 for fractions, 1 for percentages and metrics to minimise."""
     return 1 if row.lower_is_better or row.percent else 100
-
-
-def _points(row: Row, value: float, sign: str = "") -> str:
-    """A score in percentage points; metrics to minimise unscaled."""
-    return f"{_scale(row) * value:{sign}.{2 if row.lower_is_better else 1}f}"
 
 
 def _blocks(
@@ -385,7 +337,7 @@ def _blocks(
     yield "h2", "Columns of the tables"
     yield "list", [f"{name}: {HEADINGS[name]}" for name in headings if name]
     yield from drawn[1:]
-    if paper := beside_paper(grid, summaries, ours):
+    if paper := paper_table.beside(grid, summaries, best):
         yield from (("h2", paper["title"]), ("table", (paper["columns"], paper["rows"])))
         yield "list", paper["order"]
     yield from (("h2", "Machines and versions"), ("list", machines(best)))
@@ -528,6 +480,8 @@ def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
 def _option(value: Any) -> str:
     if value == ONE_STEP:
         return "one step"
+    if isinstance(value, dict):  # stages, or sizes of a student
+        return "+".join(k if isinstance(v, dict) else f"{k}:{v}" for k, v in value.items())
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

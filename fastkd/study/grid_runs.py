@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,12 +27,13 @@ from transformers import AutoConfig
 
 from fastkd._core.extras import require
 from fastkd.study import docstrings
-from fastkd.study.grid import Cell, Grid
+from fastkd.study.grid import OF_FINETUNING, Cell, Grid
+from fastkd.study.paper_table import TIMED as TIMED_MODELS
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
-from fastkd.train import data, distillation, tasks
+from fastkd.train import data, distillation, stages, tasks
 from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.computation import choose_device
-from fastkd.train.config import MODELS, Config
+from fastkd.train.config import MODELS, STAGES, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
 from fastkd.train.hub import file_of, is_served
@@ -43,7 +45,7 @@ from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.run_directory import row_fingerprints
 from fastkd.train.saving import find_damage, read_json, write_json
-from fastkd.train.scoring import Trained
+from fastkd.train.scoring import Trained, seconds_a_batch
 
 filelock: Any = require("filelock", "train")
 
@@ -75,6 +77,9 @@ def key_of(options: Mapping[str, Any]) -> str:
 
 def _contents(options: Mapping[str, Any]) -> Iterator[str]:
     """Fingerprints of rows, models and caches; a model on the hub has its commit."""
+    options = {**options}
+    for own in options.pop("stages", {}).values():
+        yield from _contents({**options, **own})
     for name in paths_of(Config):
         for path in as_paths(options.get(name)) or []:
             yield from _files(name, path)
@@ -83,12 +88,12 @@ def _contents(options: Mapping[str, Any]) -> Iterator[str]:
         entries = teachers_of(Path(options["teachers"])).items()
         models |= {name: entry.get("cache", entry.get("model")) for name, entry in entries}
     for name, model in models.items():
-        if model is None or is_served(model):
+        if model is None or is_served(model) or model.startswith(STAGES):
             continue
         local = Path(resolved(model)).expanduser()
         yield from _files(name, local) if local.is_dir() else [f"{name} {_commit(model)}"]
-    if not {"train", "evals"} & options.keys():
-        kept = {k: v for k, v in options.items() if k in ROWS}
+    if options.get("train") is options.get("evals") is None:
+        kept = {k: v for k, v in options.items() if k in ROWS and v is not None}
         yield _hub_rows(json.dumps(kept, sort_keys=True))
 
 
@@ -183,9 +188,13 @@ class GridRuns:
         seen: set[tuple[str, ...]] = set()
         for cell in {str(c.options): c for c in self.grid.cells}.values():
             with self._errors_named(cell):
-                config = Config.of(cell.options)
+                config = Config.of({k: v for k, v in cell.options.items() if k != "stages"})
                 new = {(cell.task,), (cell.variant, cell.task)} - seen
                 if not new:
+                    continue
+                if "stages" in cell.options:
+                    stages.check_runs(self._stages(cell.options, self.out / "new", False), "")
+                    seen |= {(cell.variant, cell.task)}
                     continue
                 distillation.check(config)
                 name, wanted = config.teacher, config.student_layers
@@ -197,6 +206,23 @@ class GridRuns:
                     if config.labelled is not None:
                         data.few_labels(corpus, config.labelled, config.seed)
             seen |= new
+
+    def _measured(self, trained: Trained) -> dict[str, Any]:
+        """`measured`, and both models' speed if the paper's table has it."""
+        found = measured(trained)
+        columns = str(self.grid.paper["columns"]) if self.grid.paper else ""
+        if any(name in columns for name in TIMED_MODELS):
+            seconds = seconds_a_batch(trained.run, trained.student, trained.teacher)
+            of_teacher = seconds.get("teacher", math.nan)
+            faster = {who: of_teacher / each for who, each in seconds.items()}
+            found |= {"seconds_a_batch": seconds, "speedup": faster}
+        return found
+
+    @staticmethod
+    def _stages(options: Mapping[str, Any], folder: Path, resume: bool) -> list[stages.Stage]:
+        """The stages of a run, below ``folder``."""
+        shared = {k: v for k, v in options.items() if k != "stages"}
+        return stages.make(shared, options["stages"], {"out": folder, "resume": resume}, "")
 
     @contextlib.contextmanager
     def _errors_named(self, cell: Cell) -> Iterator[None]:
@@ -268,7 +294,13 @@ class GridRuns:
     def _run(self, cell: Cell, options: dict[str, Any]) -> dict[str, Any]:
         """Run `fastkd distill` with the ``options`` of a cell; its result."""
         folder = self.path(cell).with_suffix("")
-        config = Config.of({**options, "out": folder, "resume": folder.exists()})
+        before: list[stages.Stage] = []
+        last, resume = folder, folder.exists()
+        if "stages" in options:
+            *before, stage = self._stages(options, folder, resume)
+            config, last = stage.config, stage.out
+        else:
+            config = Config.of({**options, "out": folder, "resume": resume})
         about = {
             "variant": cell.variant, "task": cell.task, "seed": cell.seed, "values": cell.values,
             "options": options,
@@ -279,12 +311,18 @@ class GridRuns:
         cache = self.out / "cache" if self.grid.cache else None
         try:
             with self._errors_named(cell):
-                report = distillation.run_distillation(config, display, measured, cache)
+                reports = [stages.run_stage(each, display) for each in before]
+                if before:
+                    reports.append(stages.run_stage(stage, display, self._measured, cache))
+                else:
+                    run = distillation.run_distillation
+                    reports.append(run(config, display, self._measured, cache))
         except TrainingFailed as error:
             return {**about, "failed": str(error)}
         finally:
-            if (folder / "student").exists():
+            if (last / "student").exists():
                 shutil.rmtree(folder)
+        report = reports[-1]
         kind, sets = tasks.named(report["task"]), names_of(config.test or [])
         # The test rows of MNLI are its mismatched ones in GLUE's own files.
         only = "mm" if config.glue_name == "mnli" else "test"
@@ -296,6 +334,7 @@ class GridRuns:
         copied = (
             "predictions", "references", "classes", "warnings", "training_rows", "rccc",
             "intra_class_similarity", "history", "rows", "parameters", "compared_layers",
+            "seconds_a_batch", "speedup",
         )  # fmt: skip
         return {
             **about,
@@ -307,7 +346,7 @@ class GridRuns:
             "best": report["best"]["epoch"],
             "recipe": report.get("recipe", {}),
             **{name: report[name] for name in copied if name in report},
-            "seconds": report["seconds"]["training"],
+            "seconds": sum(each["seconds"]["training"] for each in reports),
             "peak_bytes": memory.read(),
             "machine": machine_of(str(device)),
         }
@@ -317,10 +356,7 @@ class GridRuns:
         options = dict(cell.options)
         if options.get("finetune_teacher") and not options.get("teacher_cache"):
             options["teacher"] = str(self._teacher(cell))
-            options = {
-                k: v for k, v in options.items()
-                if k not in ("finetune_teacher", "teacher_learning_rate", "teacher_lora")
-            }  # fmt: skip
+            options = {k: v for k, v in options.items() if k not in OF_FINETUNING}
         if self.grid.seconds is not None:
             options["training_steps"] = self._steps(options, self.grid.seconds)
         return options

@@ -164,7 +164,8 @@ class TrainingCallback(TrainerCallback):
 
     The student is scored every ``steps_between`` steps (whole epochs) and after the last step, and
     a line is printed. ``save_best(entry, history)`` is called after the best evaluation so far; a
-    head that no step has trained yet is never the best. The evaluations are stored in the trainer's own log, so that a resumed run has them.
+    head that no step has trained yet is never the best. The evaluations are stored in the trainer's
+    own log, so that a resumed run has them.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import BertConfig, BertForMaskedLM
 
 from fastkd.study import grid, grid_report, grid_runs
 from fastkd.study.grid_runs import GridRuns, write_result
@@ -23,6 +24,7 @@ from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
 from tests.train.tasks.test_question_answering import write_squad
+from tests.train.tasks.test_two_tokenizers import byte_pairs
 
 FILE = """
 title = "Tiny"
@@ -138,6 +140,43 @@ def one_cell_a_method(text):
     return text
 
 
+STAGED = """
+teacher = "teacher"
+epochs = 1
+device = "cpu"
+max_length = 16
+{rows}
+{arm}
+"""
+
+
+def test_an_arm_in_stages_equals_the_same_stages_by_hand(root, tmp_path):
+    rows = 'train = "train.tsv"\neval = "dev.tsv"'
+    arm = """[{at}.assistant]
+student_layers = 2
+[{at}.student]
+teacher = "stages.assistant"
+student_layers = 1
+learning_rate = 1e-3
+set = {{temperature = 3.0}}
+"""
+    by_hand = STAGED.format(rows=rows + '\nmethod = "soft_targets"', arm=arm.format(at="stages"))
+    (root / "plan.toml").write_text(by_hand)
+    run("distill", stages=root / "plan.toml", out=tmp_path / "hand")
+    report = json.loads((tmp_path / "hand" / "student" / "fastkd.json").read_text())
+    at = 'method = "soft_targets"\n' + arm.format(at="methods.TAKD.stages")
+    (root / "arm.toml").write_text(
+        STAGED.format(rows="seeds = 1\n[methods.TAKD]", arm=f"{at}[tasks.own]\n{rows}")
+    )
+    run("study", root / "arm.toml", out=tmp_path / "out")
+    study = grid.read(StudySettings(spec=root / "arm.toml"))
+    result = GridRuns(study, tmp_path / "out").result(study.cells[0])
+    assert result["scores"] == report["student"]
+    assert result["history"][0]["losses"] == report["history"][0]["losses"]
+    assert "stages=assistant+student" in grid_report.plan(study)[1][3]
+    assert not list((tmp_path / "out" / "runs").glob("*/"))
+
+
 def test_a_shared_teacher_is_that_of_the_command(root, tmp_path):
     text, out = one_cell_a_method(FILE.format(select="dev")), tmp_path / "out"
     (root / "tuned.toml").write_text("finetune_teacher = 1\nteacher_learning_rate = 1e-3\n" + text)
@@ -189,10 +228,14 @@ PLANS = {
     "fcd-3": ("fcd", 3, {"mnli", "cola"}, {"layers": {"top", "uniform", "bottom"}}),
     "fcd-4": ("fcd", 5, {"mnli", "qqp", "cola"}, {"distance": {"kl", "mse"},
               "normalize": {"layer_norm", "none", "softmax"}}),
-    "fcd-5": ("fcd", 2, {"squad1", "squad2"}, {"learning_rate": FCD_LR}),
-    "knn-1": ("knn", 4, GLUE8 - {"cola"}, {"learning_rate": KNN_LR, "k": {1, 2, 3, 5},
+    "fcd-figure-3": ("fcd", 12, GLUE8, {"teacher": {"bert-base-uncased", "bert-large-uncased",
+                     "roberta-base", "roberta-large"}, "alpha": {0.0, 0.1, 0.2, 0.4, 1.0}}),
+    "fcd-5": ("fcd", 4, {"squad1", "squad2"}, {"learning_rate": FCD_LR}),
+    "knn-figure-2": ("knn", 2, {"mrpc", "rte"}, {"mse": {0.32}, "alpha2": {0.0}}),
+    "knn-1": ("knn", 5, GLUE8 - {"cola"}, {"learning_rate": KNN_LR, "k": {1, 2, 3, 5},
               "alpha1": {0.1, 0.01, 0.001}, "finetune_teacher": {5}}),
-    "lrc-bert-1": ("lrc_bert", 4, GLUE8, {"learning_rate": LRC_LR}),
+    "lrc-bert-figure-5": ("lrc_bert", 2, {"mnli"}, {"perturb": {False}}),
+    "lrc-bert-1": ("lrc_bert", 5, GLUE8, {"learning_rate": LRC_LR}),
     "lrc-bert-2": ("lrc_bert", 1, {"mrpc"}, {}),
     "lrc-bert-3": ("lrc_bert", 4, {"mnli", "mrpc", "cola"}, {"learning_rate": LRC_LR}),
     "lrc-bert-4": ("lrc_bert", 2, {"mnli"}, {"first_stage": {0.0}}),
@@ -200,14 +243,18 @@ PLANS = {
                 "teacher": {"bert-base-uncased", "bert-large-uncased"},
                 "alpha": {0.2, 0.5, 0.6, 0.7}, "beta": {0.1, 1.0, 10.0}}),
     "mc3kd-3": ("mc3kd", 6, {"cola", "rte", "mrpc", "stsb"}, {"student_layers": {3}}),
-    "mc3kd-4": ("mc3kd", 2, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
+    "mc3kd-1": ("mc3kd", 4, {"rte"}, {"student_layers": {6}}),
+    "mc3kd-7": ("mc3kd", 12, {"cola", "rte", "mrpc", "stsb"}, {"student_layers": {3, 6}}),
+    "mc3kd-4": ("mc3kd", 3, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
     "mc3kd-5": ("mc3kd", 3, GLUE8, {"layers": {"uniform"}, "teacher_layers": {"select"}}),
-    "mc3kd-6": ("mc3kd", 8, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
+    "mc3kd-6": ("mc3kd", 12, {"cola", "rte", "mrpc", "stsb", "sst2"}, {"student_layers": {3}}),
     "mc3kd-8": ("mc3kd", 1, GLUE8, {"student_layers": {6}, "teacher": {"bert-large-uncased"}}),
     "mc3kd-9": ("mc3kd", 4, {"wikitext"}, {"teacher": {"gpt2-medium", "gpt2-large"},
                 "student": {"gpt2"}}),
     "lrkd-1": ("lrkd", 5, GLUE8, {"learning_rate": LRKD_LR, "batch_size": {16, 32},
                "beta": {1.0, 10.0, 15.0}, "temperature": {1.0, 2.0, 3.0, 4.0}}),
+    "lrkd-2": ("lrkd", 1, {"mnli", "qnli", "qqp", "sst2"}, {}),
+    "lrkd-figure-4": ("lrkd", 4, {"qnli", "sst2"}, {"projection_layers": {1, 2, 3, 4}}),
     "lrkd-3a": ("lrkd", 3, {"qnli", "sst2"}, {"student": {"bert-base-uncased"}}),
     "lrkd-3b": ("lrkd", 3, {"qnli", "sst2"}, {"teacher": {"bert-large-uncased"}}),
     "lrkd-4": ("lrkd", 7, {"dolly"}, {
@@ -217,24 +264,33 @@ PLANS = {
     "lrkd-figure-3": ("lrkd", 11, {"qnli"}, {"projection_layers": {1, 3}, "orthogonal": {False}}),
 }  # fmt: skip
 NUMBERS = {  # of a row of each paper's table
-    "fcd-1": ("FCD", [92.8, 83.8, 91.3, 72.0, 71.7, 84.8, 89.1, 52.0, 79.6]),
+    "fcd-1": ("FCD, teacher=roberta-base", ["82M", 2.0, 93.8, 85.6, 92.0, 73.5, 72.5, 88.3, 89.6,
+                                            60.3, 81.9]),
     "fcd-2": ("KL", [83.3, 71.2, 70.7, 75.1]),
     "fcd-3": ("Uniform", [83.8, 52.0]),
     "fcd-4": ("PreNorm + PLC", [83.3, 71.2, 51.7, 68.7]),
     "fcd-5": ("FCD", [88.2, 78.4]),
     "knn-1": ("Ours", [92.5, 92.5, 89.64, 89.7, 89.5, 87.7, 90.9, 84.5, 84.5, 90.8, 75.8]),
-    "lrc-bert-1": ("LRC-BERT", [83.1, 82.7, 72.2, 92.9, 88.7, 87.0, 63.1, 46.5, 81.2, 77.5]),
-    "lrc-bert-2": ("LRC-BERT", [4, 312, "14.5M", 12.7]),
+    "lrc-bert-1": ("LRC-BERT", [14.5, 83.1, 82.7, 72.2, 92.9, 88.7, 87.0, 63.1, 46.5, 81.2, 77.5]),
+    "lrc-bert-2": ("LRC-BERT", [4, 312, 14.5, 12.7]),
     "lrc-bert-3": ("LRC-BERT C", [78.0, 78.2, 81.5, 37.0]),
     "lrc-bert-4": ("LRC-BERT2", [79.4]),
-    "mc3kd-3": ("MC3KD, teacher=bert-large-uncased", [20.05, 61.73, 92.28, 88.97, 83.71, 83.50]),
-    "mc3kd-4": ("TAKD", [14.61, 59.21, 88.23, 82.60, 82.22, 81.84, 86.81]),
+    "mc3kd-1": ("PKD, teacher=bert-large-uncased", [64.62, 71.25]),
+    "mc3kd-3": ("MC3KD, teacher=bert-large-uncased", [20.05, 15.32, 61.73, 78.41, 92.28, 88.97,
+                                                      70.75, 83.71, 83.50, 64.11]),
+    "mc3kd-4": ("TAKD", [14.61, 55.67, 59.21, 80.38, 88.23, 82.60, 85.47, 82.22, 81.84, 77.36,
+                         86.81, 3.41]),
+    "mc3kd-6": ("PKD 6 to 3, teacher=deberta-base", [55.60, 17.21, 91.63, 25.71, 87.88, 81.62,
+                                                     15.45, 32.80, 11.33, 78.52, 79.44, 20.81]),
+    "mc3kd-7": ("KD, teacher=bert-base-uncased, student_layers=6", [42.97, 7.84, 65.70, 70.60,
+                97.02, 95.83, 75.68, 88.18, 87.85, 78.48]),
     "mc3kd-9": ("MC3KD, teacher=gpt2-large", [23.57]),
     "lrkd-1": ("LRKD", [59.4, 83.5, 84.3, 92.3, 91.2, 91.4, 91.3, 70.9, 89.2, 83.7]),
+    "lrkd-2": ("AD-KD", [9000, 3000, 14400, 1920]),
     "lrkd-3a": ("LRKD", [92.5, 94.2]),
     "lrkd-3b": ("LRKD", [91.0, 92.5]),
     "lrkd-4": ("AKL+LRKD", [27.1, 18.6, 19.1, 32.5, 32.5, 26.0]),
-}
+}  # fmt: skip
 
 
 def test_the_tables_are_listed():
@@ -249,7 +305,7 @@ def test_the_plan_of_a_table(name):
     recipe, variants, tasks, values = PLANS[name]
     found = grid.read(StudySettings(spec=Path(f"paper:{name}")))
     assert len(found.variants) == variants and set(found.tasks) == tasks
-    assert len(found.seeds) == (1 if name == "lrc-bert-2" else 4)
+    assert len(found.seeds) == (1 if name in ("lrc-bert-2", "lrkd-2") else 4)
     seen: dict[str, set] = {}
     for cell in found.cells:
         assert cell.options["preset"] == "paper"
@@ -270,8 +326,17 @@ def models(tmp_path_factory):
     path = tmp_path_factory.mktemp("tables")
     write_glue(path / "glue")
     make_teacher(path / "teacher", layers=6, longest=128, head=False)
+    BertForMaskedLM(BertConfig.from_pretrained(path / "teacher")).save_pretrained(path / "teacher")
     make_teacher(path / "student", layers=2, longest=128, head=False)
+    byte_pairs(path / "roberta", 290, causal=False)
+    for name in ("train", "eval"):
+        write_text(path / f"{name}.txt", 12)
+    shutil.copy(path / "glue" / "CoLA" / "train.tsv", path / "cola.tsv")
     return path
+
+
+#: Teacher and student of tables, if not a BERT: two vocabularies, and one RoBERTa.
+OTHERS = {"lrkd-3a": ("roberta", "student"), "fcd-1": ("roberta", "roberta")}
 
 
 GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9", "lrkd-4")]
@@ -289,16 +354,24 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
     """Two steps of each variant; the tables share teachers, and runs of one kind of options."""
     for picture in ("_forest", "_curves"):  # drawn in other tests
         monkeypatch.setattr(grid_report, picture, lambda *_: b"")
+    for folder in ("WIKIPEDIA", "AUGMENTED"):
+        monkeypatch.setenv(folder, str(models))
     out, kinds = tmp_path_factory.mktemp("shared"), set()
     for name in GLUE_TABLES:
+        teacher, student = OTHERS.get(name, ("teacher", "student"))
         options = {
-            "glue": models / "glue", "teacher": str(models / "teacher"), "steps": 2, "seeds": 1,
-            "device": "cpu", "tasks": {min(PLANS[name][2]): True},
-            "student": str(models / "student"), "spec": Path(f"paper:{name}"),
+            "glue": models / "glue", "teacher": str(models / teacher), "steps": 2, "seeds": 1,
+            "device_name": "cpu", "tasks": {min(PLANS[name][2]): True},
+            "student": str(models / student), "spec": Path(f"paper:{name}"),
         }  # fmt: skip
         study, new = grid.read(StudySettings(**options)), {}
         for cell in study.cells:
-            new.setdefault((cell.options["method"], *cell.options["options"]), cell)
+            kind = (
+                cell.options["method"],
+                *cell.options["options"],
+                *cell.options.get("stages", ()),
+            )
+            new.setdefault((*kind, name * (name == "lrkd-3a")), cell)
         cells = [cell for kind, cell in new.items() if kind not in kinds] or study.cells[:1]
         kinds |= new.keys()
         GridRuns(study, out).check()
@@ -307,8 +380,14 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
             result = runs.result(cell)
             assert "failed" not in result, (name, result)
             assert result["options"]["training_steps"] == 2 == result["history"][-1]["step"]
-        assert read_options_file(grid.path_of(options["spec"]))["paper"]["title"] in page
+        paper = read_options_file(grid.path_of(options["spec"])).get("paper", {"title": ""})
+        assert paper["title"] in page
         assert ("mnli accuracy | mnli accuracy_mm |" in page) == (study.tasks == ["mnli"])
+        if name == "lrc-bert-1":  # Wikipedia, augmented rows, the task
+            (staged,) = (c for c in cells if c.variant == "LRC-BERT")
+            assert list(staged.options["stages"]) == ["wikipedia", "cola", "task"]
+        if name in ("lrc-bert-1", "fcd-1"):
+            assert re.search(r"^\| (LRC-BERT|FCD) \|.*\d\.\d\d \|", page, re.MULTILINE)
     teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]
     assert 1 <= len(teachers) < len(GLUE_TABLES) / 2
     shutil.rmtree(out)
@@ -330,7 +409,7 @@ def test_answers_of_a_table(tmp_path):
         files = [write_squad(tmp_path / f"{name}-{i}.json", 8, i) for i in range(2)]
         tasks[name] = f"{files[0]},{files[1]}"
     options = {"tasks": tasks, "teacher": model, "student": model, "steps": 1, "seeds": 1}
-    study = grid.read(StudySettings(spec=Path("paper:fcd-5"), device="cpu", **options))
+    study = grid.read(StudySettings(spec=Path("paper:fcd-5"), device_name="cpu", **options))
     cells = tuple(cell for cell in study.cells if cell.variant == "FCD")
     page = trained(study, cells, tmp_path)[1]
     assert "squad1 f1" in page and "squad2 f1" in page and "| FCD |" in page
@@ -348,7 +427,7 @@ def test_conversations_of_a_table(tmp_path):
     ]
     model = str(tmp_path / "teacher")
     given = {"tasks": {"dolly": ",".join(map(str, files))}, "teacher": model, "student": model}
-    study = grid.read(StudySettings(spec=spec, steps=1, seeds=1, device="cpu", **given))
+    study = grid.read(StudySettings(spec=spec, steps=1, seeds=1, device_name="cpu", **given))
     assert [cell.variant for cell in study.cells] == study.variants
     runs, page = trained(study, (study.cells[1], study.cells[-1]), tmp_path)
     (teacher,) = tmp_path.glob("teachers/*/teacher")
@@ -358,7 +437,7 @@ def test_conversations_of_a_table(tmp_path):
         assert result["recipe"]["given"].keys() >= {"learning_rate", "max_length"}
         scores = [result["scores"][f"rouge_l_{name}"] for name in sets]
         assert f"{sum(scores) / 5:.4f} |" in page
-    assert "paper: VicunaEval" in page and "ours: dolly rouge_l_vicuna" in page
+    assert "paper: VicunaEval" in page and "ours: VicunaEval" in page
 
 
 def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):

@@ -19,11 +19,10 @@ from fastkd.cli import study_command as command
 from fastkd.cli.display import new_console
 from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
-from fastkd.study import docstrings, grid, grid_report, grid_runs
+from fastkd.study import docstrings, grid, grid_report, grid_runs, paper_table
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
-from fastkd.train import data
-from fastkd.train import job as trained
+from fastkd.train import assembling, data
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError
@@ -171,13 +170,13 @@ def test_missing_changed_and_new_runs_are_trained(root, finished, capsys):
 
 
 def test_a_cache_gives_the_same_scores(root, finished, monkeypatch):
-    taught, made = [], trained.Distiller
+    taught, made = [], assembling.Distiller
 
     def distiller(teacher, *rest, **more):
         taught.append(teacher)
         return made(teacher, *rest, **more)
 
-    monkeypatch.setattr(trained, "Distiller", distiller)
+    monkeypatch.setattr(assembling, "Distiller", distiller)
     found = read(write(root, shared="cache = true\n" + SHARED), seeds=1)
     runs = GridRuns(found, root / "out")
     (root / "out" / "runs").mkdir(parents=True)
@@ -493,8 +492,8 @@ PERPLEXITIES = {
     "alike": (28.4, 29.1, 28.3),
 }
 PAPER = {
-    "title": "Perplexity", "columns": ["x"], "lower_is_better": True,
-    "rows": {"labels": [28.5], "lower": [23.7], "higher": [27.0], "alike": ["-"]},
+    "title": "Perplexity", "columns": {"x": "t perplexity", "y": ""},
+    "rows": {"labels": [28.5, 1], "lower": [23.7, 1], "higher": [27.0, 1], "alike": ["-", 1]},
 }  # fmt: skip
 
 
@@ -527,13 +526,13 @@ def test_pictures_and_the_papers_table_of_a_metric_to_minimise(table, monkeypatc
     assert [line.get_color() for line in dots][::2] == ["#b42318", "#1a7f37"]
     assert dots[-1].get_xdata()[0] == pytest.approx(-4.8)  # not in percentage points
     assert ax.get_xlabel() == "perplexity (lower is better) above labels"
-    beside = grid_report.beside_paper(made, summaries, grid_report.scores(made, results))
-    assert beside["columns"] == ["", "paper: x", "ours: t perplexity", "ours: mean over tasks"]
-    assert beside["rows"][1][:2] == ["lower", "23.7"] and beside["rows"][1][2].startswith(
-        "23.8000 ±"
-    )
+    beside = paper_table.beside(made, summaries, results)
+    assert beside["columns"] == ["", "paper: x", "ours: x", "paper: y"]
+    assert beside["rows"][1] == ["lower", "23.7", "23.80 ± 0.36", "1"]
     lower, higher = beside["order"]
-    assert lower.startswith("t: lower is below labels in the paper (-4.8); here the same, beyond")
+    assert (
+        lower == "x: lower is below labels in the paper (-4.8); here the same, beyond noise (-4.80)"
+    )
     assert higher.endswith("(-1.5); here the opposite, beyond noise (+2.93)")
 
 
