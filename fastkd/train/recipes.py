@@ -93,9 +93,7 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
         epochs = entries.pop("num_train_epochs", Printed(0))
         place = f"{epochs.place}, instead of {epochs.value:g} epochs" if epochs.value else ""
         entries["training_steps"] = Printed(place=place)
-    makes: tuple[str, ...] = (
-        MAKES  # another student than the paper's, or one that an earlier stage made
-    )
+    makes: tuple[str, ...] = MAKES  # which make another student than the paper's
     if _is_of_a_stage(config):
         entries = {name: entry for name, entry in entries.items() if name not in MAKES}
         makes = ()

@@ -281,7 +281,7 @@ def parquet_files(folder):
         "lists": ([["a"], ["b"]], [1, 0], "row 1: column 'text' is not text"),
         "times": (["a", "b"], [now, now], "row 1: label"),
         "nan": (["a", "b"], [float("nan"), 0.0], "row 1: label"),
-        "structs": (["a", "b"], [{"a": 1}, {"a": 2}], "row 1: label"),
+        "structs": (["a", "b"], [{"a": 2}, {"a": 3}], "row 1: label"),
         "decimals": (["a", "b"], [decimal.Decimal("1.5"), decimal.Decimal(1)], "row 1: label"),
         "empty": (arrow.array([], arrow.string()), arrow.array([], arrow.int64()), "no rows"),
     }

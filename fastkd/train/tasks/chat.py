@@ -100,9 +100,10 @@ class Chat(Decoder):
         found = {k: (sum(map(_thoughts, x)), sum(map(len, x))) for k, x in sets.items()}
         if any(count for count, _ in found.values()):
             told = ", ".join(
-                f"{count} of {total} {kind} answers" for kind, (count, total) in found.items()
+                f"{count} {kind} answers with and {total - count} without"
+                for kind, (count, total) in found.items()
             )
-            yield f"thoughts (--thinking {self.thinking}): in {told}"
+            yield f"thoughts (--thinking {self.thinking}): {told}"
 
     def report(self) -> dict[str, Any]:
         return {**super().report(), "thinking": self.thinking, "thoughts": self.thoughts}

@@ -13,7 +13,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.models import load_trained
 from fastkd.train.tasks.chat import TASK, _written, prompts_of
 from tests.support.tiny import run
-from tests.train.tasks.test_chat import make_chat_teacher, read, says, write_jsonl
+from tests.train.tasks.test_chat import MARKS, make_chat_teacher, read, says, write_jsonl
 from tests.train.tasks.through import refused
 
 # As Qwen3's: earlier thoughts are dropped, and the last answer gets an empty one.
@@ -125,6 +125,7 @@ def asked(tokenizer, path, label="messages", **task):
     (THINKS, "<think> fine </think> bad [SEP]", "[CLS] user so [SEP] [CLS] assistant"),
     (DROPS, "fine </think> bad [SEP]", "[CLS] so [MASK] <think>"),
     (CHANNELS, "fine fine [SEP] assistant is bad [CLS]", "user so [SEP] assistant"),
+    (MARKS, "<think> fine </think> bad [SEP]", "[CLS] so [MASK]"),
     # The template switches by the row.
     (SWITCHED, "<think> fine </think> bad [SEP]", "[MASK] [CLS] user so [SEP] [CLS] assistant"),
     ("{% for m in messages %}[CLS] {{ m.content }} [SEP] {% endfor %}",
@@ -205,7 +206,7 @@ def test_a_run_with_thoughts(folder, tmp_path):
     options = {"teacher": folder, "train": path, "eval": path, "method": "soft_targets",
                "epochs": 1, "max_length": 32, "device": "cpu", "max_new_tokens": 4}  # fmt: skip
     told = run("distill", task="chat", out=tmp_path / "run", **options)
-    assert "thoughts (--thinking keep): in 3 of 4 training answers, 3 of 4 evaluation" in told
+    assert "thoughts (--thinking keep): 3 training answers with and 1 without, 3 eval" in told
     student = tmp_path / "run/student"
     assert (
         "`--thinking keep`, in 75% of the training answers" in (student / "README.md").read_text()
