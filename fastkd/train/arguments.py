@@ -30,8 +30,9 @@ def settled(config: Config) -> Config:
     """
     processes.join(config.device_name)
     computation = Computation.of(config)
-    check_trackers(config)
-    passed = read_trainer_args(config.trainer_args)
+    if config.report_to is not None:
+        check_trackers(config)
+    passed = {} if config.trainer_args is None else read_trainer_args(config.trainer_args)
     if config.schedule is not None:
         if passed.get("lr_scheduler_type", config.schedule) != config.schedule:
             raise InputError("--schedule and lr_scheduler_type of --trainer-args differ")
@@ -101,10 +102,9 @@ def trackers(config: Config) -> list[str]:
 
 def check_trackers(config: Config) -> None:
     """Raise for a tracker that isn't installed."""
-    names = trackers(config)
-    integrations: Any = require("transformers.integrations", "train") if names else None
-    known = integrations.get_available_reporting_integrations() if names else []
-    for name in names:
+    integrations: Any = require("transformers.integrations", "train")
+    known = integrations.get_available_reporting_integrations()
+    for name in trackers(config):
         if name not in known:
             have = f"installed: {', '.join(known)}" if known else "none is installed"
             raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
@@ -145,7 +145,7 @@ PASSED = (
 )  # fmt: skip
 
 
-def read_trainer_args(given: Path | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_trainer_args(given: Path | Mapping[str, Any]) -> dict[str, Any]:
     """Fields of TrainingArguments from --trainer-args: a file, or a dictionary in Python.
 
     Raises:

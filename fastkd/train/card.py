@@ -53,11 +53,6 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
     if "teacher" in seconds:
         times = compared(seconds["teacher"] / seconds["student"], "faster", "slower", "as fast")
         faster = f", {times} on the machine that trained it"
-    smaller = f"in a server, {report.get('served_teacher')}"
-    if by_teacher:
-        smaller = f"{len(by_teacher)} teachers, each for its rows"
-    if "teacher" in size:
-        smaller = compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
     text = TEXT.read_text("utf-8").format(
         data=data.to_yaml(),
         title=f"{method} student of {Path(teacher).name}",
@@ -66,7 +61,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         version=report["fastkd"],
         made=_made(method, settings["method"]),
         teacher=teacher,
-        smaller=smaller,
+        smaller=_smaller(report),
         faster=faster,
         headings=" | ".join(f"{name} ({kind})" for kind, name in columns),
         rules="---:|" * (len(columns) - 1) + "---:",
@@ -74,12 +69,22 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         student_scores=scores["student"],
         by_teacher=_by_teacher(by_teacher),
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
-        recipe=recipes.sentence(report.get("recipe", {})),
+        recipe=recipes.sentence(report["recipe"]) if "recipe" in report else "",
         labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
         adapters=_adapters(settings, report, task.head, Path(directory).name),
         usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def _smaller(report: Mapping[str, Any]) -> str:
+    """The student's size beside the teacher's, or where the teachers are."""
+    size, teachers = report["parameters"], report.get("teachers")
+    if "teacher" in size:
+        return compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
+    if teachers:
+        return f"{len(teachers)} teachers, each for its rows"
+    return f"in a server, {report.get('served_teacher')}"
 
 
 def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:

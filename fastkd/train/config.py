@@ -31,6 +31,7 @@ from fastkd.train.options import (
     set_flags,
     training_option,
 )
+from fastkd.train.packaged_teacher import NAME as PACKAGED
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.recipes import MAKES, RECIPES
 
@@ -479,11 +480,13 @@ class Config(DataOptions):
         if config.stages is not None:
             check_stages(config)
             return config
-        entries = recipes.entries_of(config, given)
-        config = replace(config, **{n: e.value for n, e in entries.items() if n not in given})
-        for check in (check_data, check_models, check_training if command == "distill" else None):
-            if check is not None:
-                check(config)
+        if config.preset == "paper":
+            entries = recipes.entries_of(config, given)
+            config = replace(config, **{n: e.value for n, e in entries.items() if n not in given})
+        check_data(config)
+        check_models(config)
+        if command == "distill":
+            check_training(config)
         return config
 
     @property
@@ -511,7 +514,7 @@ def _converted(name: str, value: Any) -> Any:
         return [Path(each) for each in many if each is not None] or None
     if name in paths and isinstance(value, str):
         return Path(value)
-    return resolved(value) if name == "teacher" and value is not None else value
+    return resolved(value) if name == "teacher" and value == PACKAGED else value
 
 
 def refuse(config: Config, wrong: Iterable[tuple[Any, str]]) -> None:

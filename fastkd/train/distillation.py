@@ -137,8 +137,9 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
         if data.match is not None:
             display.say(describe_match(data, run.sets.train))
         check_training(run, models)
-    for line in recipes.lines(recipes.compared(config, models.distiller.method)):
-        display.say(line)
+    if config.preset == "paper":
+        for line in recipes.lines(recipes.compared(config, models.distiller.method)):
+            display.say(line)
     size = models.student.get_memory_footprint(return_buffers=False)
     teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
     processes.on_first_process(lambda: out.check_room(teacher, size))
@@ -280,16 +281,14 @@ def judge_teachers(
     if config.shard:
         sharding.shard_distiller(models.distiller, run.computation.device)
     judged = judge_teacher(run, models)
-    by_teacher, warnings = judge_row_teachers(run, models)
-    if judged.warning:
-        warnings["teacher"] = judged.warning
+    warnings = {"teacher": judged.warning} if judged.warning else {}
+    by_teacher = judge_row_teachers(run, models, warnings) if data.row_teachers else {}
     if config.teacher_layers == SELECT:
         selected = out.once("selected", lambda: select(config, data, models.teacher, display))
         models = assemble(config, data, Display(), models.teacher, selected)
     if cache is not None and _can_cache(run, models):
         outputs = _cache(run, models, cache)
         models = assemble(config, data, Display(), models.teacher, models.selected, outputs)
-    recipe = recipes.compared(config, models.distiller.method)
     report = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
@@ -301,8 +300,10 @@ def judge_teachers(
         "paired": data.corpus.train.paired,
         "teacher": judged.scores,
         **({"teachers": by_teacher} if by_teacher else {}),
-        **({"recipe": recipe} if recipe else {}),
     }
+    recipe = recipes.compared(config, models.distiller.method) if config.preset == "paper" else {}
+    if recipe:
+        report["recipe"] = recipe
     return models, report, warnings
 
 
@@ -354,10 +355,10 @@ def judge_teacher(run: Run, models: Models) -> Judged:
 
 
 def judge_row_teachers(
-    run: Run, models: Models
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """For each teacher of --teachers its evaluation rows and scores; and warnings by name."""
-    found, warnings = dict[str, dict[str, Any]](), dict[str, str]()
+    run: Run, models: Models, warnings: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """For each teacher of --teachers its evaluation rows and scores; adds ``warnings`` by name."""
+    found = dict[str, dict[str, Any]]()
     for name, sets in rows_by_teacher(run, models.max_length).items():
         found[name] = {"rows": sum(map(len, sets.values()))}
         if name in models.row_teachers:
@@ -366,7 +367,7 @@ def judge_row_teachers(
             found[name]["teacher"] = judged.scores
             if judged.warning:
                 warnings[f"teacher {name}"] = judged.warning
-    return found, warnings
+    return found
 
 
 def _report_teacher(run: Run, judged: Judged, option: str, who: str) -> None:
@@ -406,7 +407,8 @@ def judge_best(
         warnings["student"] = judged.warning
     trained = Trained(run, models.teacher, best, judged, warnings)
     measured = None if measure is None else measure(trained)
-    for name, sets in rows_by_teacher(run, models.max_length).items():
+    several = rows_by_teacher(run, models.max_length) if run.data.row_teachers else {}
+    for name, sets in several.items():
         scores = by_teacher[name]["student"] = judge(run, best, sets).scores
         run.display.say(f"student on rows of {name}:  {format_scores(scores)}")
     if run.sets.tests:
@@ -478,7 +480,8 @@ def check(config: Config) -> Config:
             "--fsdp: shards models over processes, but there is one; start several by `torchrun "
             "--nproc-per-node N -m fastkd distill ...`"
         )
-    check_resume(config)
+    if config.resume:
+        check_resume(config)
     kind = tasks.of_file(config.kind, config.train)
     if config.method != AUTO:
         method = make_method(config.method, config.options, config.preset)

@@ -35,7 +35,8 @@ def predict(
     was_training = model.training
     model.eval()
     order, parts, size = examples.by_length, list[Any](), 2 * computation.own_rows
-    together, ranks, collate = sharding.sharded(model), world_size(), task.collator(tokenizer)
+    ranks, collate = world_size(), task.collator(tokenizer)
+    together = ranks > 1 and sharding.sharded(model)
     number, batches = examples.shared(collate, size, computation.device)
     batches = counted(batches, display or Display(), f"{len(order)} rows", number)
     try:

@@ -56,8 +56,8 @@ def fit(
     place, every = out.work / CHECKPOINTS[target.name], config.checkpoint_every
     checkpoints = Checkpoints(place, out.manifest["run"], every, config.resume)
     processes.on_first_process(lambda: _clear_damage(run, target, checkpoints))
-    kind = ShardedTrainer if sharding.sharded(distiller) else StepTrainer
-    if kind is StepTrainer:
+    kind = ShardedTrainer if config.shard else StepTrainer
+    if not config.shard:
         distiller.to(computation.device)
     size, share = computation.batch_size, config.labelled_share
     order = LabelledOrder(rows.labelled, size, share)
@@ -68,8 +68,9 @@ def fit(
 
     def save_best(entry: dict[str, Any], history: list[dict]) -> None:
         found = {"complete": False, "student": entry["scores"], "best": entry, "history": history}
-        manifest, whole = {**out.manifest, **report, **found}, sharding.whole(distiller.student)
-        data = run.data
+        manifest, data = {**out.manifest, **report, **found}, run.data
+        student: Any = distiller.student
+        whole = sharding.whole(student) if config.shard else student
         processes.on_first_process(
             lambda: save_model(target, whole, data.tokenizer, manifest, data.task)
         )
@@ -135,7 +136,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
 
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
-    kind = type(lora.plain(sharding.without_shards(model)))
+    kind = type(lora.plain(sharding.without_shards(model) if run.config.shard else model))
     # Teacher and student are timed with the same attention.
     return kind.from_pretrained(target, **attention_for(run.config.method, run.config.attention))
 

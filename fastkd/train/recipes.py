@@ -148,9 +148,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def sentence(report: Mapping[str, Any]) -> str:
-    """The recipe and what deviates from it, for a model card; empty without one."""
-    if not report:
-        return ""
+    """The recipe and what deviates from it, for a model card."""
     changed = [f"{k} {_shown(v['value'])} ({_paper(v)})" for k, v in report["given"].items()]
     deviations = f"; deviations: {'; '.join(changed)}" if changed else ", without a deviation"
     return f"Trained by the recipe of {report['paper']}{deviations}. "

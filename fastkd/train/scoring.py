@@ -92,7 +92,7 @@ def judge(
 def rows_by_teacher(run: Run, max_length: int) -> dict[str, dict[str, Encoded]]:
     """For each teacher that has any, its evaluation rows by the suffix of a metric's name."""
     found = dict[str, dict[str, Encoded]]()
-    for suffix, rows in run.data.corpus.evals.items() if run.data.row_teachers else ():
+    for suffix, rows in run.data.corpus.evals.items():
         names = list(rows.column("teacher"))
         for name in run.data.row_teachers:
             own = [i for i, other in enumerate(names) if other == name]
