@@ -338,8 +338,6 @@ def called_differently(rank):
         relation_loss(student, teacher, gather=True, group=groups[1 - rank])
     own = relation_loss(student, teacher, gather=True, group=groups[rank])
     assert own == relation_loss(student, teacher)
-    nothing = FCDLoss(0, 0, gather=True)(student.requires_grad_(), teacher)
-    assert nothing == 0 and not torch.autograd.grad(nothing, student)[0].any()
     return said
 
 

@@ -1,17 +1,50 @@
 """Base class of the losses' Modules."""
 
+import functools
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
+
+from fastkd._core import check
 
 
 @dataclass(eq=False, repr=False)
 class LossModule(nn.Module):
-    """A loss as a Module; a subclass is a dataclass, ``eq=False, repr=False``, of its options."""
+    """A loss as a Module; a subclass is a dataclass, ``eq=False, repr=False``, of its options.
+
+    Options are checked whenever they are set, in the constructor and later. Those in ``fixed``
+    decided what the constructor made, and can't be changed.
+    """
+
+    fixed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         super().__init__()
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise for a wrong option. Subclasses add what isn't one of a type's fixed words."""
+        kind: Any = type(self)
+        for name, words in _words(kind).items():
+            check.choice(name, getattr(self, name), words)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in type(self).__dataclass_fields__ or "_parameters" not in vars(self):
+            super().__setattr__(name, value)
+            return
+        before = getattr(self, name)
+        if value is before:
+            return
+        if name in self.fixed:
+            kind = type(self).__name__
+            raise ValueError(f"{name} is fixed; make a new {kind}(..., {name}={value!r})")
+        super().__setattr__(name, value)
+        try:
+            self.check_options()
+        except Exception:
+            super().__setattr__(name, before)
+            raise
 
     def options(self, *names: str) -> dict[str, Any]:
         """Options by name, for the function that computes the loss."""
@@ -22,3 +55,10 @@ class LossModule(nn.Module):
         options = ((x, getattr(self, x.name)) for x in fields(self))
         shown = (x.name for x, value in options if not x.kw_only or value != x.default)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+
+
+@functools.cache
+def _words(kind: type) -> dict[str, tuple[str, ...]]:
+    """The words of each option that takes nothing else."""
+    hints = get_type_hints(kind)
+    return {name: get_args(of) for name, of in hints.items() if get_origin(of) is Literal}

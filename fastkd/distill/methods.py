@@ -92,7 +92,7 @@ class FCD(WithSoftTargets):
         check.choice("layers_reduction", self.layers_reduction, ("mean", "sum"))
         self.soft_weight = self.task_weight if self.soft_weight is None else self.soft_weight
         self.check_weights("alpha", "beta", "task_weight", "soft_weight")
-        self.relations = FCDLoss(self.alpha, self.beta, self.normalize, self.distance)
+        self.relations = FCDLoss(normalize=self.normalize, distance=self.distance)
 
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
@@ -103,10 +103,11 @@ class FCD(WithSoftTargets):
 
     def compute(self, step: Step, weights: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
         loss, terms = super().compute(step, weights)
-        fcd = step.across(self.relations)
-        fcd.alpha, fcd.beta = (weights.get(name, 0.0) for name in ("tokens", "samples"))
-        if fcd.alpha == fcd.beta == 0:
+        factors = [weights.get(name, 0.0) for name in ("tokens", "samples")]
+        if not any(factors):
             return loss, terms
+        fcd = step.across(self.relations)
+        fcd.alpha, fcd.beta = factors
         layers = step.layers(self.student_layers, self.teacher_layers)
         related, values = fcd(*layers, step.mask, return_terms=True)
         if self.layers_reduction == "sum":  # FCDLoss averages over the layers

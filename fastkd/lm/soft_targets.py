@@ -922,8 +922,8 @@ class SoftTargetLoss(LossModule):
     scale_by_t2: bool = True
     backend: Backend = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_options(self) -> None:
+        super().check_options()
         _check_options(self.temperature, self.divergence, self.reduction)
 
     def forward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core import check
-from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import LossInCpp, apply, reduced, saveable, upcast
@@ -108,12 +108,6 @@ class AttentionLoss(LossModule):
     _: KW_ONLY
     reduction: Reduction = "mean"
     backend: Backend = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check.choice("heads", self.heads, HEADS)
-        check.choice("reduction", self.reduction, REDUCTIONS)
-        check.choice("backend", self.backend, BACKENDS)
 
     def forward(
         self,

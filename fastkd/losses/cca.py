@@ -210,15 +210,17 @@ class CCALoss(LossModule, InGroup):
     memory: int | Literal["auto"] = 0
     persistent: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_options(self) -> None:
+        super().check_options()
         _ridge_pair(self.ridge)
         if self.memory != "auto":
             check.integer("memory", self.memory)
             check.number("memory", self.memory, at_least=0)
         if self.top_k is not None:
             check.positive_int("top_k", self.top_k)
-        check.choice("pool", self.pool, POOLS)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._warned: set[tuple[int, int]] = set()  # (Ds, Dt)
         self._memories: list[Moments] = []  # one for each batch of layers
 

@@ -318,12 +318,12 @@ class CosNCELoss(LossModule, InGroup):
     gather: bool = False
     group: Group = None
 
+    fixed = "student_dim", "teacher_dim"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive_int("student_dim", self.student_dim)
         check.positive_int("teacher_dim", self.teacher_dim)
-        check.choice("pool", self.pool, POOLS)
-        check.choice("reduction", self.reduction, ("mean", "sum"))
         self.W = Projector(self.student_dim, self.teacher_dim, bias=False)
 
     def forward(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastkd._core import check
-from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
@@ -162,12 +162,14 @@ class HiddenStateLoss(LossModule):
     reduction: Reduction = "mean"
     backend: Backend = "auto"
 
+    fixed = "student_dim", "teacher_dim"
+
+    def check_options(self) -> None:
+        super().check_options()
+        check.number("beta", self.beta, at_least=0)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice("kind", self.kind, KINDS)
-        check.number("beta", self.beta, at_least=0)
-        check.choice("reduction", self.reduction, REDUCTIONS)
-        check.choice("backend", self.backend, BACKENDS)
         self.projector = None
         dims = self.student_dim, self.teacher_dim
         if dims[0] is not None and dims[1] is not None:

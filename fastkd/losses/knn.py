@@ -236,12 +236,17 @@ class IntraClassKNNLoss(LossModule, InGroup):
     gather: bool = False
     group: Group = None
 
+    fixed = "student_dim", "teacher_dim"
+
+    def check_options(self) -> None:
+        super().check_options()
+        check.positive_int("k", self.k)
+        check.integer("ignore_index", self.ignore_index)
+        if self.tolerance is not None:
+            check.number("tolerance", self.tolerance, at_least=0)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.positive_int("k", self.k)
-        check.choice("pool", self.pool, POOLS)
-        check.choice("reduction", self.reduction, REDUCTIONS)
-        check.integer("ignore_index", self.ignore_index)
         self.projector = None
         sizes = self.student_dim, self.teacher_dim
         if sizes[0] is not None and sizes[1] is not None and sizes[0] != sizes[1]:

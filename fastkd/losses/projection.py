@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastkd._core import check
-from fastkd._core.dispatch import BACKENDS, Backend, backend_of
+from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
@@ -125,9 +125,10 @@ class OrthogonalProjection(LossModule):
     orthogonal: bool = True
     backend: Backend = "auto"
 
+    fixed = "in_dim", "out_dim", "layers", "orthogonal"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check.choice("backend", self.backend, BACKENDS)
         for name in ("in_dim", "out_dim", "layers"):
             check.positive_int(name, getattr(self, name))
         n = max(self.in_dim, self.out_dim)
@@ -420,12 +421,16 @@ class DualProjectionLoss(LossModule):
     reduction: Reduction = "mean"
     backend: Backend = "auto"
 
+    fixed = "student_dim", "teacher_dim", "layers", "orthogonal"
+
+    def check_options(self) -> None:
+        super().check_options()
+        check.fraction("gamma", self.gamma)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check.positive_int("student_dim", self.student_dim)
         check.positive_int("teacher_dim", self.teacher_dim)
-        check.fraction("gamma", self.gamma)
-        check.choice("reduction", self.reduction, REDUCTIONS)
         dims = self.student_dim, self.teacher_dim
         # C++ computes only the distance.
         backend: Backend = "torch" if self.backend == "cpp" else self.backend

@@ -210,7 +210,7 @@ class FCDLoss(LossModule, InGroup):
     its options and no parameters.
 
     Args:
-        alpha, beta: weights, at least 0.
+        alpha, beta: weights, at least 0, and one of them above it.
         normalize, distance, temperature, eps, backend, gather, group: as in `relation_loss`.
 
     ``forward(student, teacher, mask=None, *, segments=None, return_terms=False)``.
@@ -233,9 +233,17 @@ class FCDLoss(LossModule, InGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_weights()
+
+    def check_options(self) -> None:
+        super().check_options()
         check.number("alpha", self.alpha, at_least=0)
         check.number("beta", self.beta, at_least=0)
         _check_options(self.normalize, self.distance, self.temperature, self.eps)
+
+    def _check_weights(self) -> None:
+        if self.alpha == self.beta == 0:
+            raise ValueError("alpha and beta are both 0, which compares nothing; raise one of them")
 
     def forward(
         self,
@@ -252,6 +260,7 @@ class FCDLoss(LossModule, InGroup):
         ``(loss, {"tokens": ..., "samples": ...})``: the terms whose weight isn't 0, unweighted and
         detached, from the same pass.
         """
+        self._check_weights()
         pairs = check.layer_pairs(student, teacher)
         options = Options(
             self.alpha / len(pairs),
@@ -330,7 +339,7 @@ def _relations(
     weights = check.weights(weights, rows[:1], first, related, remedy=remedy)
     if segments is not None:
         pairs, mask, weights = _unpacked(pairs, mask, weights, segments)
-    if ranks is not None and (options.tokens or options.samples):
+    if ranks is not None:
         return _across_ranks(pairs, mask, weights, options, backend, ranks)
 
     widest = next((student for student, _ in pairs if student.dtype == torch.float64), first)
@@ -381,9 +390,7 @@ def _by_reference(
     if normalize == "l2" and first.dtype == torch.float16:
         normalize = "l2 of float16"
     choices = relations, normalize, options.distance, options.temperature, options.eps
-    zero = functools.reduce(torch.add, (upcast(student[:0]).sum() for student, _ in pairs))
-    if options.tokens or options.samples:  # else the loss is in the students' graph by it alone
-        zero = zero.detach()
+    zero = functools.reduce(torch.add, (upcast(student.detach()[:0]).sum() for student, _ in pairs))
     terms = []
     for over, weight in zip(OVER, (options.tokens, options.samples), strict=True):
         term = zero
