@@ -38,7 +38,7 @@ def test_the_last_backward_pass_scales_the_saved_gradient_in_place():
     torch.testing.assert_close(last, first)
 
 
-@pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpp", marks=MARKS["cpp"])])
+@pytest.mark.parametrize("runs_on", [pytest.param(x, marks=MARKS[x]) for x in MARKS])
 def test_one_saved_gradient_times_a_batch_of_upstream_gradients(runs_on):
     student, teacher = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
 

@@ -450,6 +450,25 @@ def test_second_derivatives(loss):
         torch.autograd.grad(value, student, create_graph=True)
 
 
+@every_loss
+def test_a_batch_of_upstream_gradients(loss):
+    """A pass for each; torch.func's transforms are refused in one sentence."""
+    for dtype in (torch.float32, torch.float16):
+        student, teacher = features(dtype)
+        upstream = torch.tensor([1.0, -0.5, 3.0], device=DEVICE)
+
+        def gradient(loss=loss, pair=(student, teacher), **how):
+            return torch.autograd.grad(loss(*pair, padding()), pair[0], **how)[0]
+
+        found = gradient(grad_outputs=upstream, is_grads_batched=True)
+        wanted = torch.stack([gradient(grad_outputs=one) for one in upstream])
+        torch.testing.assert_close(found, wanted)
+    pair = [x.detach() for x in features()]
+    for transform, given in ((torch.func.grad, pair), (torch.func.vmap, [x[None] for x in pair])):
+        with pytest.raises(RuntimeError, match=r"tensor of torch\.func"):
+            transform(loss)(*given)
+
+
 def test_ddp(tmp_path):
     """DDP"""
     run_ranks(_ddp_process, 2, tmp_path)

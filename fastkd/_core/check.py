@@ -17,6 +17,11 @@ def floating(name: str, x: Tensor, ndim: int | None = None, min_ndim: int = 1) -
     """Raise unless ``x`` is a tensor of a supported floating dtype and number of dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise RuntimeError(
+            f"{name} is a tensor of torch.func.grad, vmap or jvp, under which fastkd's losses "
+            "don't run; pass a whole batch, and take gradients by torch.autograd.grad"
+        )
     if hasattr(x, "full_tensor"):
         raise TypeError(f"{name} must be whole in this process, got a DTensor; use full_tensor()")
     if x.is_nested or x.layout != torch.strided:

@@ -1,7 +1,9 @@
 """Precision and derivative rules of all losses."""
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -41,8 +43,8 @@ def multiplies_in_float32() -> bool:
 def values_readable(x: Tensor) -> bool:
     """Whether Python may read the values of ``x``: on the CPU, neither traced nor fake.
 
-    On a GPU reading would wait for the device. Under torch.compile, torch.export and vmap, on the
-    meta device and in fake tensors there are no values.
+    On a GPU reading would wait for the device. Under torch.compile, torch.export and vmap, in a
+    batch of upstream gradients, on the meta device and in fake tensors there are no values.
     """
     if torch.compiler.is_compiling():
         return False
@@ -52,6 +54,7 @@ def values_readable(x: Tensor) -> bool:
         x.is_cpu
         and (plain or not is_fake(x))
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
 
 
@@ -191,14 +194,8 @@ def times_upstream(gradient: Tensor, upstream: Tensor | None, dtype: torch.dtype
     if upstream is None:
         return gradient.to(dtype)
     compiling = torch.compiler.is_compiling()
-    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it; with
-    # ``is_grads_batched`` and in vmap one gradient is multiplied by many.
-    shared = (
-        compiling
-        or torch._C._autograd._get_current_graph_task_keep_graph()
-        or torch._C._functorch.is_legacy_batchedtensor(upstream)
-        or torch._C._functorch.is_batchedtensor(upstream)
-    )
+    # With ``retain_graph`` another pass may read what is saved, and a receiver may change it.
+    shared = compiling or torch._C._autograd._get_current_graph_task_keep_graph()
     if upstream.dim() == 0 and values_readable(upstream) and upstream.item() == 1:
         return gradient.to(dtype, copy=gradient.dtype == dtype and shared)
     upstream = upstream.to(working_dtype(gradient))
@@ -222,6 +219,8 @@ def once_differentiable(backward):
 
     PyTorch's decorator of this name raises only when the gradient is differentiated. That gradient
     doesn't depend on the inputs in the graph, so PyTorch skips the error and a Hessian is zeros.
+
+    A batch of upstream gradients, of ``is_grads_batched=True`` or vmap, has a pass for each.
     """
 
     @functools.wraps(backward)
@@ -231,9 +230,42 @@ def once_differentiable(backward):
                 return backward(ctx, *grads)
         if torch.is_grad_enabled():
             raise RuntimeError("fastkd's losses have first derivatives only, no create_graph=True")
+        if any(map(_is_batch, grads)):
+            return _one_by_one(once, ctx, grads)
         return backward(ctx, *grads)
 
     return once
+
+
+def _is_batch(x: Any) -> bool:
+    functorch = torch._C._functorch
+    return isinstance(x, Tensor) and (
+        functorch.is_legacy_batchedtensor(x) or functorch.is_batchedtensor(x)
+    )
+
+
+def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Any]) -> Any:
+    """Gradients of a batch of upstream gradients, which kernels don't know."""
+    functorch, first = torch._C._functorch, next(filter(_is_batch, grads))
+    of_vmap = functorch.is_batchedtensor(first)
+    level = functorch.maybe_get_level(first) if of_vmap else 1  # nothing nests is_grads_batched
+    tools: Any = functorch if of_vmap else torch
+    size = len(tools._remove_batch_dim(first, level, 1, 0))
+    batches = [
+        tools._remove_batch_dim(x, level, size, 0) if isinstance(x, Tensor) else [x] * size
+        for x in grads
+    ]
+    each = SimpleNamespace(**vars(ctx), needs_input_grad=ctx.needs_input_grad)
+    saved, found = ctx.saved_tensors, []
+    for of_one in zip(*batches, strict=True):
+        # A pass may change what is saved.
+        each.saved_tensors = tuple(None if x is None else x.clone() for x in saved)
+        result = backward(each, *of_one)
+        found.append(result if isinstance(result, tuple) else (result,))
+    columns = zip(*found, strict=True)
+    return tuple(
+        None if x[0] is None else tools._add_batch_dim(torch.stack(x), 0, level) for x in columns
+    )
 
 
 class GradientInForward(torch.autograd.Function):
