@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._core.registry import ARGUMENTS, LOSSES
-from fastkd.cli.doctor import inputs_of
+from fastkd._core.registry import ARGUMENTS, LOSSES, inputs_of
 from tests.support.compare import counted
 
 FEATURES = torch.ones(2, 3, 4)

@@ -12,8 +12,7 @@ from torch.autograd import functional
 import fastkd
 from fastkd._core import allocation, extension
 from fastkd._core.numerics import multiplies_in_float32, sum_by_doubling, times_upstream
-from fastkd._core.registry import LOSSES
-from fastkd.cli.doctor import inputs_of
+from fastkd._core.registry import LOSSES, inputs_of
 from fastkd.models.outputs import Outputs
 from fastkd.models.spans import Spans
 from tests.support.compare import relative_error, values_and_grads

@@ -52,6 +52,9 @@ class TestRow:
             file = ROOT / f"tests/kernels/test_{loss.name}_kernel.py"
             assert file.exists(), f"there is no {file.name}"
 
+    def test_doctor_has_a_call_of_each_function(self, loss):
+        assert set(loss.calls) == set(loss.with_reference), f"the row {loss.name} lacks calls"
+
     def test_loss_has_a_benchmark(self, loss):
         assert loss.name in suite.LOSSES, f"there is no bench/test_{loss.name}.py"
 

@@ -1,15 +1,20 @@
 """Registry of the losses, read by dispatch, `fastkd doctor`, tests, benchmarks and the README.
 
-A row holds a loss's module, its file name in bench/ and tests/, its public names and what its
-kernels support. tests/test_registry.py reports what a new row still lacks and public names without
-a row.
+A row holds a loss's module, its file name in bench/ and tests/, its public names, what its kernels
+support and a call for `fastkd doctor`. tests/test_registry.py reports what a new row lacks and
+public names without a row.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
+# Tensors of a call: with a gradient, without, and by keyword.
+Inputs = tuple[list[Tensor], list[Tensor], dict[str, Tensor]]
+Random = Callable[..., Tensor]  # of a shape
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Loss:
     triton: Mapping[str, Kernels] = field(default_factory=dict)  # public name → its kernels
     cpp: Mapping[str, Kernels] = field(default_factory=dict)
     kernel_files: tuple[str, ...] = ()  # kernels/<file>.py
+    calls: Mapping[str, Callable[[Random], Inputs]] = field(default_factory=dict)  # with_reference
 
     @property
     def with_reference(self) -> tuple[str, ...]:
@@ -58,6 +64,29 @@ class Loss:
         """All public names of the loss."""
         references = (f"{function}_ref" for function in self.with_reference)
         return [*self.with_reference, *references, *self.modules, *self.without_reference]
+
+
+def inputs_of(function: str) -> Inputs:
+    """Inputs of a function with a reference, random float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return next(loss.calls[function] for loss in LOSSES if function in loss.calls)(random)
+
+
+def _mask(B: int, N: int) -> Tensor:
+    return torch.arange(N) < torch.arange(B)[:, None] + N - B
+
+
+def _skew(x: Tensor) -> Tensor:
+    return x - x.mT
+
+
+def _positive(x: Tensor) -> Tensor:
+    """Positive definite matrices."""
+    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
 
 
 _RELATIONS = {"normalize": ("l2",), "distance": ("pearson",)}
@@ -72,6 +101,7 @@ LOSSES = (
         cpp={"relation_loss": replace(_CPP, options=_RELATIONS)},
         triton={"relation_loss": Kernels(options=_RELATIONS)},
         kernel_files=("relation", "relation_rows", "relation_small", "relation_long"),
+        calls={"relation_loss": lambda x: ([x(4, 10, 16)], [x(4, 10, 24)], {"mask": _mask(4, 10)})},
     ),
     Loss(
         name="knn",
@@ -83,6 +113,13 @@ LOSSES = (
         cpp={"knn_feature_loss": replace(_CPP, limits={"products": 2**27})},
         triton={"knn_feature_loss": Kernels(limits={"neighbours": 32})},
         kernel_files=("knn",),
+        calls={
+            "knn_feature_loss": lambda x: (
+                [x(20, 16)],
+                [x(20, 16)],
+                {"student_labels": torch.arange(20) % 3},
+            )
+        },
     ),
     Loss(
         name="contrastive",
@@ -92,6 +129,7 @@ LOSSES = (
         cpp={"cos_nce_loss": _CPP},
         triton={"cos_nce_loss": Kernels()},
         kernel_files=("contrastive",),
+        calls={"cos_nce_loss": lambda x: ([x(6, 10, 16)], [x(6, 10, 16)], {})},
     ),
     Loss(
         name="cca",
@@ -101,6 +139,7 @@ LOSSES = (
         kernel_files=("cca",),
         modules=("CCALoss",),
         without_reference=("canonical_correlations",),
+        calls={"cca_loss": lambda x: ([x(64, 12)], [x(64, 16)], {})},
     ),
     Loss(
         name="projection",
@@ -115,6 +154,10 @@ LOSSES = (
         },
         cpp={"layer_norm_mse": _CPP},
         kernel_files=("projection", "cayley"),
+        calls={
+            "layer_norm_mse": lambda x: ([x(20, 16), x(20, 16)], [], {}),
+            "cayley": lambda x: ([_skew(x(2, 12, 12))], [], {}),
+        },
     ),
     Loss(
         name="attention",
@@ -124,6 +167,9 @@ LOSSES = (
         cpp={"attention_loss": _CPP},
         triton={"attention_loss": Kernels()},
         kernel_files=("attention",),
+        calls={
+            "attention_loss": lambda x: ([x(3, 4, 6, 6)], [x(3, 4, 6, 6)], {"mask": _mask(3, 6)})
+        },
     ),
     Loss(
         name="hidden_states",
@@ -133,6 +179,13 @@ LOSSES = (
         cpp={"hidden_state_loss": _CPP},
         triton={"hidden_state_loss": Kernels()},
         kernel_files=("hidden_states",),
+        calls={
+            "hidden_state_loss": lambda x: (
+                [x(3, 7, 16)],
+                [x(3, 7, 16)],
+                {"mask": _mask(3, 7), "weights": x(3, 7)},
+            )
+        },
     ),
     Loss(
         name="soft_targets",
@@ -148,9 +201,31 @@ LOSSES = (
             "reduction",
             "upstream",
         ),
+        calls={
+            "soft_target_loss": lambda x: ([x(20, 33)], [x(20, 33)], {}),
+            "linear_soft_target_loss": lambda x: ([x(20, 8), x(33, 8)], [x(20, 12), x(33, 12)], {}),
+        },
     ),
-    Loss(name="token_log_probs", module="fastkd.lm.log_probs", building_blocks=("log_probs",)),
-    Loss(name="linalg", module="fastkd.linalg.roots", building_blocks=("sqrtm", "inv_sqrtm")),
+    Loss(
+        name="token_log_probs",
+        module="fastkd.lm.log_probs",
+        building_blocks=("log_probs",),
+        calls={
+            "log_probs": lambda x: (
+                [x(20, 8), x(33, 8)],
+                [],
+                {"ids": torch.arange(60).view(20, 3) % 33},
+            )
+        },
+    ),
+    Loss(
+        name="linalg",
+        module="fastkd.linalg.roots",
+        building_blocks=("sqrtm", "inv_sqrtm"),
+        calls={
+            name: lambda x: ([_positive(x(2, 12, 12))], [], {}) for name in ("sqrtm", "inv_sqrtm")
+        },
+    ),
 )
 
 # Public arguments of losses, not called themselves.

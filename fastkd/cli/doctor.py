@@ -21,7 +21,7 @@ from fastkd._core.dispatch import (
     TRITON_FUNCTIONS,
     why_not,
 )
-from fastkd._core.registry import LOSSES
+from fastkd._core.registry import LOSSES, inputs_of
 from fastkd._core.versions import TESTED
 from fastkd.train.errors import first_line
 
@@ -36,49 +36,6 @@ TOLERANCE = 1e-3
 @dataclass(frozen=True)
 class Settings:
     """The command has no options."""
-
-
-def inputs_of(function: str) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """Tensors of a call in float64 on the CPU: with a gradient, without, and by keyword."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def mask(B: int, N: int) -> Tensor:
-        return torch.arange(N) < torch.arange(B)[:, None] + N - B
-
-    match function:
-        case "relation_loss":
-            return [random(4, 10, 16)], [random(4, 10, 24)], {"mask": mask(4, 10)}
-        case "knn_feature_loss":
-            labels = {"student_labels": torch.arange(20) % 3}
-            return [random(20, 16)], [random(20, 16)], labels
-        case "cos_nce_loss":
-            return [random(6, 10, 16)], [random(6, 10, 16)], {}
-        case "cca_loss":
-            return [random(64, 12)], [random(64, 16)], {}
-        case "layer_norm_mse":
-            return [random(20, 16), random(20, 16)], [], {}
-        case "attention_loss":
-            return [random(3, 4, 6, 6)], [random(3, 4, 6, 6)], {"mask": mask(3, 6)}
-        case "hidden_state_loss":
-            options = {"mask": mask(3, 7), "weights": random(3, 7)}
-            return [random(3, 7, 16)], [random(3, 7, 16)], options
-        case "soft_target_loss":
-            return [random(20, 33)], [random(20, 33)], {}
-        case "linear_soft_target_loss":
-            return [random(20, 8), random(33, 8)], [random(20, 12), random(33, 12)], {}
-        case "log_probs":
-            ids = torch.arange(60).view(20, 3) % 33
-            return [random(20, 8), random(33, 8)], [], {"ids": ids}
-        case "cayley":
-            x = random(2, 12, 12)
-            return [x - x.mT], [], {}
-        case "sqrtm" | "inv_sqrtm":
-            x = random(2, 12, 12)
-            return [x @ x.mT + torch.eye(12, dtype=x.dtype)], [], {}
-    raise KeyError(function)
 
 
 @dataclass(frozen=True)
