@@ -878,6 +878,7 @@ def test_linear_bad_inputs():
         (dict(temperature=float("nan")), ValueError, "temperature must be finite"),
         (dict(divergence="forward"), ValueError, "did you mean 'forward_kl'"),
         (dict(reduction="batch_mean"), ValueError, "did you mean 'batchmean'"),
+        (dict(divergence="lk"), ValueError, r"'lk' is no word; pass Divergence\('lk'\)"),
         (dict(reduction="sum", denominator=3), ValueError, "denominator needs reduction"),
         (dict(denominator=0), ValueError, "denominator must be greater than 0"),
         (dict(denominator=torch.tensor(0)), ValueError, "denominator must be greater than 0"),

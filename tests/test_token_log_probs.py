@@ -134,6 +134,17 @@ def test_top_k_of_hidden_states(dtype, chunk_bytes):
     torch.testing.assert_close(top.log_probs.double(), exact.topk(5)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_top_k_keeps_the_mass_of_a_thin_tail(temperature):
+    logits = torch.randn(7, 50)
+    logits[:, 0] = 20 * temperature
+    top = TopK.of(torch.eye(7), logits.T, 1, temperature=temperature)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    rest = [-torch.expm1(x.double()[:, 0]) for x in (top.log_probs, exact)]
+    assert (rest[1] < 1e-6).all()
+    torch.testing.assert_close(*rest, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core.allocation import empty
+from fastkd._core.fallback import wide_dtype
 from fastkd._core.numerics import (
     autocast_off,
     once_differentiable,
@@ -78,6 +79,20 @@ class _Chunks:
             return self.scaled(logits).logsumexp(-1)
         return log_totals(logits, self.temperature, self.runs_on)
 
+    def most_probable(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """log Σ (R,), and the k largest log-probabilities and their ids (R, k), in float64.
+
+        Rounded once: the mass of the other tokens, 1 − Σ q, may be smaller than the rounding error
+        of log Σ in float32. The logits are overwritten.
+        """
+        z, ids = logits.topk(k, -1)
+        peak = z[:, :1]
+        sums = logits.sub_(peak).div_(self.temperature).exp_().sum(-1, dtype=wide_dtype(logits))
+        peak, z = peak.to(sums.dtype), z.to(sums.dtype)
+        log_sums = sums.log()
+        values = (z - peak) / self.temperature - log_sums[:, None]
+        return peak[:, 0] / self.temperature + log_sums, values, ids
+
     def softmax(self, logits: Tensor, log_total: Tensor, factors: Tensor) -> Tensor:
         """q times factors (R,), in the memory of the logits."""
         if self.runs_on == "torch":
@@ -113,11 +128,11 @@ def token_log_probs(
         chunks = _Chunks(tensors, options)
         for chunk, logits in chunks:
             if ids is None:
-                z_of_ids, found[2][chunk] = logits.topk(k, -1)
+                log_total[chunk], values[chunk], found[2][chunk] = chunks.most_probable(logits, k)
             else:
                 z_of_ids = logits.gather(-1, ids[chunk])
-            log_total[chunk] = chunks.log_total(logits)
-            values[chunk] = z_of_ids / options.temperature - log_total[chunk, None]
+                log_total[chunk] = chunks.log_total(logits)
+                values[chunk] = z_of_ids / options.temperature - log_total[chunk, None]
     return found
 
 

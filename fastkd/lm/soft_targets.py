@@ -31,7 +31,7 @@ from fastkd._core.numerics import (
 )
 from fastkd._core.operator import operator
 from fastkd._core.plans import planned
-from fastkd.lm.divergences import DIVERGENCES, Divergence, DivergenceWord
+from fastkd.lm.divergences import DIVERGENCES, NAMES, Divergence, DivergenceWord
 from fastkd.lm.heads import Head, as_head
 from fastkd.lm.linear_soft_targets import (
     CHUNK_BYTES,
@@ -328,6 +328,10 @@ def _check_options(
     """Check the options; returns the divergence's `Divergence.form`."""
     check.number("temperature", temperature, above=0)
     if not isinstance(divergence, Divergence):
+        if divergence in NAMES and divergence not in DIVERGENCES:
+            raise ValueError(
+                f"divergence={divergence!r} is no word; pass Divergence({divergence!r})"
+            )
         check.choice("divergence", divergence, DIVERGENCES)
     check.choice("reduction", reduction, REDUCTIONS)
     return _form_of(divergence)
