@@ -39,6 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import guards
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.operator import RECORDING
@@ -55,6 +56,12 @@ METADATA = {
     "nelement", "ndimension", "numel", "promote_types", "result_type", "size", "storage_offset",
     "stride", "untyped_storage",
 }  # fmt: skip
+# Of operators whose result, or its shape, depends on values.
+BY_VALUE = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
 _BY_TYPE = {int, bool, float, str, type(None), torch.dtype, torch.device}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -198,6 +205,23 @@ def _tensors(x: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+class _Operators(TorchDispatchMode):
+    """Context that notes operators which a record can't repeat, also inside of an operation."""
+
+    def __init__(self, recording: "Recording") -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if BY_VALUE.intersection(func.tags) and not (
+            # x[i] is tagged for its boolean masks.
+            func is torch.ops.aten.index.Tensor
+            and all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in args[1])
+        ):
+            self.recording.problem = f"{func} depends on values"
+        return func(*args, **(kwargs or {}))
+
+
 class Recording(TorchFunctionMode):
     """Context in which operations, launches and autograd functions become a program's steps.
 
@@ -223,11 +247,14 @@ class Recording(TorchFunctionMode):
 
     def __enter__(self) -> "Recording":
         self.outer, RECORDING.of = getattr(RECORDING, "of", None), self
+        self.operators = _Operators(self)
+        self.operators.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         RECORDING.of = self.outer
         super().__exit__(*error)
+        self.operators.__exit__(*error)
 
     def add(self, x: Tensor | None) -> int:
         """Number of a new tensor; an input may be there twice, or be None."""
@@ -359,6 +386,7 @@ class Recording(TorchFunctionMode):
             lines.insert(0, f"driver = {self.constant(self.driver)}.active")
             lines.insert(1, f"stream = driver.get_current_stream({self.device})")
         self.read.update(used)
+        self.constant(compiled)  # some versions of Triton unload a kernel that is collected
         run, around = _launcher(compiled, (*grid, 1, 1)[:3], given)
         texts = [self.constant(x) if type(x) is list else self.text(x) for x in around]
         lines.append(f"{self.constant(run)}({', '.join(texts)})")
@@ -496,7 +524,12 @@ def _forward(ctx: Any, node: _Node, *tensors: Any) -> Any:
 
 
 def _backward(ctx: Any, *grads: Any) -> Any:
-    node, saved = ctx.node, ctx.saved_tensors
+    node = ctx.node
+    if torch.compiler.is_compiling():  # compiled autograd
+        for name, x in node.attributes.items():
+            setattr(ctx, name, x)
+        return node.function.backward(ctx, *grads)
+    saved = ctx.saved_tensors
     key = None
     if not node.problem and not torch.is_grad_enabled():
         of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()

@@ -791,6 +791,49 @@ def modes_hooks_and_the_switch() -> None:
 
 
 @check
+def values_and_random_numbers_are_not_repeated() -> None:
+    functions = [
+        lambda x, mask: x.sum() * mask.nonzero().shape[0],
+        lambda x, mask: x.sum() * len(x[mask]),
+        lambda x, mask: x.sum() * len(torch.unique(mask.long() * torch.arange(8))),
+        lambda x, mask: x.sum() * torch.rand(()),
+    ]
+    x, y = torch.ones(8, 6, 16), torch.ones(8, 6, 16)
+    for function in functions:
+        clear()
+        call = plans.planned(lambda x, y, mask: (function(x, mask), _loss(x, y)))  # noqa: B023
+        for n in (3, 3, 3, 5, 7):
+            mask, seed = torch.arange(8) < n, torch.get_rng_state()
+            found = call(x, y, mask)[0]
+            torch.set_rng_state(seed)
+            assert torch.equal(found, function(x, mask)), n
+        assert sum(plan.refused for plan in MADE) == 1
+
+
+@check
+def compiled_autograd() -> None:
+    from torch._dynamo.compiled_autograd import _enable
+
+    x, y = _pair()
+    for _ in range(4):
+        with _enable(torch.compile(backend="eager")):
+            _loss(x, y).backward()
+    assert _hits()
+
+
+@check
+def a_record_keeps_its_kernels() -> None:
+    """Triton 3.8 unloads a kernel that is collected, and a launch takes its function's address."""
+    _loss(*_pair(), 3)
+    held = [
+        x
+        for x in gc.get_objects()
+        if type(x) is dict and any(type(y) is _Compiled for y in x.values()) and "torch" in x
+    ]
+    assert held
+
+
+@check
 def fork() -> None:
     x, y = _pair()
     _loss(x, y, 3)

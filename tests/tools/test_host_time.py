@@ -1,5 +1,6 @@
 """``python -m tools.host_time`` runs every call over its stub of libcuda."""
 
+import ctypes
 import json
 import shutil
 
@@ -8,6 +9,8 @@ import pytest
 pytest.importorskip("triton.backends.nvidia")
 
 from tools.host_time import __main__ as host_time
+
+OF_TRITON_3_8 = ("cuCtxGetDevice", "cuModuleUnload", "cuPointerGetAttributes")
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
@@ -26,6 +29,8 @@ def test_measures_calls_and_counts_launches(monkeypatch, capsys):
     for forward, backward, launches in found.values():
         assert 1 < forward < 1e5 and 1 < backward < 1e5
         assert launches >= 2
+    stub = ctypes.CDLL(str(host_time.BUILD / "libcuda.so.1"))
+    assert all(hasattr(stub, name) for name in OF_TRITON_3_8)
     table = run(*names).splitlines()
     assert table[0].split() == ["call", "forward", "backward", "launches"]
     assert {line[:28].strip() for line in table[1:]} == set(names)
