@@ -512,7 +512,6 @@ class TestFCDLoss:
         for gradient, *parts in zip(gradients, *(found for _, found in alone), strict=True):
             torch.testing.assert_close(gradient, 0.4 * parts[0] + 3.0 * parts[1])
         assert list(results(0, 2.0, return_terms=True)[2]) == ["samples"]
-        assert not any(map(torch.any, results(0, 0)[1]))  # and there are gradients
 
 
 @settings(max_examples=25, deadline=None)
