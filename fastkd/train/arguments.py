@@ -4,7 +4,7 @@ import contextlib
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,19 @@ from fastkd.train import processes
 from fastkd.train.computation import Computation
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.options import check_types
+from fastkd.train.options import as_json, check_types
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """Arguments of transformers' Trainer, and the ``options`` of the run, which trackers record."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``TrainingArguments.to_dict``."""
+        found = super().to_dict()
+        return {**found.pop("options"), **found}
 
 
 def settled(config: Config) -> Config:
@@ -57,11 +69,12 @@ def settled(config: Config) -> Config:
 
 def arguments_of(
     config: Config, computation: Computation, folder: Path, rows: int = 1
-) -> TrainingArguments:
+) -> Arguments:
     """The arguments of one training on this number of ``rows``, with checkpoints in ``folder``."""
     total, _ = steps_of(config, computation.batch_size, rows)
-    found = TrainingArguments(
+    found = Arguments(
         **{
+            "options": as_json(config),
             "output_dir": str(folder),
             "num_train_epochs": config.num_train_epochs,
             "max_steps": config.training_steps or -1,

@@ -146,6 +146,7 @@ def check(config: Config, stages: list[Stage]) -> None:
 
     All processes call it.
     """
+    processes.join(stages[0].config.device_name)
     with processes.errors_on_all():
         _check_out(config, stages)
         check_runs(stages, f" of {config.stages}")
