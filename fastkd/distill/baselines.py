@@ -331,7 +331,9 @@ class MarginMSE(Method):
 
     L = (1 − alpha)·L_labels + alpha·L_margin. L_margin is the mean over a list's pairs of a
     relevant and another document of ((s₊ − s₋) − (t₊ − t₋))², then over the lists; L_labels is that
-    of the labels' scores, which alpha = 0 takes as the teacher.
+    of the labels' scores, which alpha = 0 takes as the teacher. Labels (R, 3) of R pairs of query
+    and document have the number of the pair's list, whether the document is relevant, and its
+    score, NaN without one.
 
     Terms: task, margin.
     """
