@@ -20,5 +20,5 @@ def __getattr__(name: str) -> Any:
 
         return run_distillation
     if name == "DistillConfig":
-        raise AttributeError("fastkd.train.DistillConfig(...) is now Config.of(...)")
+        raise ImportError("fastkd.train.DistillConfig(...) is now Config.of(...)")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

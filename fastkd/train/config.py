@@ -507,13 +507,17 @@ def _path_kinds() -> tuple[list[str], list[str]]:
 
 
 def _converted(name: str, value: Any) -> Any:
-    """The value of an option in the type of its field; text is a path where that is one."""
+    """The value of an option in the type of its field: paths and text are exchanged, as needed."""
     paths, lists = _path_kinds()
     if name in lists:
         many = value if isinstance(value, list | tuple) else [value]
         return [Path(each) for each in many if each is not None] or None
     if name in paths and isinstance(value, str):
         return Path(value)
+    if name in MODELS and isinstance(value, Path):
+        return str(value)
+    if name == "report_to" and isinstance(value, list | tuple):
+        return ",".join(value)
     return resolved(value) if name == "teacher" and value == PACKAGED else value
 
 

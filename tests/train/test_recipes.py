@@ -201,7 +201,7 @@ def test_a_run_in_python(tmp_path):
     write_tsv(tmp_path / "train.tsv", 16)
     write_tsv(tmp_path / "dev.tsv", 8, seed=1)
     config = Config.of(
-        teacher=str(make_teacher(tmp_path / "teacher")), train=str(tmp_path / "train.tsv"),
+        teacher=make_teacher(tmp_path / "teacher"), train=str(tmp_path / "train.tsv"),
         evals=str(tmp_path / "dev.tsv"), out=str(tmp_path / "out"), method="soft_targets",
         num_train_epochs=1, batch_size=8, max_length=16, device_name="cpu",
         trainer_args={"gradient_accumulation_steps": 2},
@@ -220,6 +220,8 @@ def test_an_option_has_one_name():
     for name in ("bf16", "output_dir", "per_device_train_batch_size", "warmup_steps", "use_cpu"):
         with pytest.raises(TypeError, match=name):
             Config.of(**rows, **{name: 1})
+    with pytest.raises(ImportError, match=r"DistillConfig\(...\) is now Config.of"):
+        __import__("fastkd.train", fromlist=["DistillConfig"])
     with pytest.raises(InputError, match="--learning-rate must be greater than 0"):
         Config.of(**rows, learning_rate=0.0)
     config = Config.of(**rows, precision="bf16", batch_size=4, warmup=0.5)
