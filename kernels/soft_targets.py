@@ -593,6 +593,263 @@ def _write_gradient(
         )
 
 
+@triton.jit
+def _first_read(
+    student_row,  # (BLOCK_R,)
+    teacher_row,
+    columns,
+    is_real,
+    V,
+    slope,
+    edge_0,  # logits, for adaptive_kl
+    edge_1,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+):
+    """Maxima (BLOCK_R,) of student and teacher, and sums (BLOCK_R, LANES) of 2^x below them.
+
+    Then Σ 2^{x_t} (x_t − x_s) of a KL (for reverse_kl with s and t exchanged), or Σ 2^{x_t} of the
+    teacher's logits above each edge. Each lane has its own maximum until the end of the row, so
+    threads do not wait for each other within it.
+    """
+    top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+    top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
+    sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    mass_0, mass_1 = cross, cross
+    for start in range(0, V, BLOCK_V):
+        z_s = _load(student_row, start + columns, V, is_real)
+        z_t = _load(teacher_row, start + columns, V, is_real)
+        new_s = tl.maximum(top_s, _lane_max(z_s))
+        new_t = tl.maximum(top_t, _lane_max(z_t))
+        shift_s, shift_t = _shift(top_s, new_s) * slope, _shift(top_t, new_t) * slope
+        top_s, top_t = new_s, new_t
+        x_s = (z_s - _base(top_s)[:, None, :, None]) * slope
+        x_t = (z_t - _base(top_t)[:, None, :, None]) * slope
+        w_s, w_t = tl.exp2(x_s), tl.exp2(x_t)
+        shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
+        if DIVERGENCE == "forward_kl":
+            cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
+            cross += _lane_sum(_times(w_t, x_t - x_s))
+        if DIVERGENCE == "reverse_kl":
+            cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
+            cross += _lane_sum(_times(w_s, x_s - x_t))
+        if DIVERGENCE == "adaptive_kl":
+            mass_0 = mass_0 * shrink_t + _lane_sum(tl.where(z_t > edge_0, w_t, 0.0))
+            mass_1 = mass_1 * shrink_t + _lane_sum(tl.where(z_t > edge_1, w_t, 0.0))
+        sum_s = sum_s * shrink_s + _lane_sum(w_s)
+        sum_t = sum_t * shrink_t + _lane_sum(w_t)
+
+    # The lanes are rescaled to the row's maximum.
+    if DIVERGENCE == "adaptive_kl":  # its loop over rows keeps registers for each reduction
+        row_s, row_t = tl.split(tl.max(tl.join(top_s, top_t), axis=1))
+    else:
+        row_s, row_t = tl.max(top_s, axis=1), tl.max(top_t, axis=1)
+    shift_s = _shift(top_s, row_s[:, None]) * slope
+    shift_t = _shift(top_t, row_t[:, None]) * slope
+    shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
+    if DIVERGENCE == "forward_kl":
+        cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
+    if DIVERGENCE == "reverse_kl":
+        cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
+    sum_s, sum_t = rounded(sum_s * shrink_s), rounded(sum_t * shrink_t)
+    return (
+        _base(row_s), _base(row_t), sum_s, sum_t, cross, mass_0 * shrink_t, mass_1 * shrink_t,
+    )  # fmt: skip
+
+
+@triton.jit
+def _second_read(
+    student_row,  # (BLOCK_R,)
+    teacher_row,
+    columns,
+    is_real,
+    V,
+    slope,
+    coefficient,
+    base_s,
+    total_s,
+    base_t,
+    total_t,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    IS_HOT: tl.constexpr,
+):
+    """Loss of rows with known normalisers, and the mean and the share of their gradients."""
+    share = tl.zeros([BLOCK_R], dtype=tl.float32)
+    to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    log_s, log_t = _by_row(tl.log2(total_s)), _by_row(tl.log2(total_t))
+    log_ratio = _by_row(tl.log2(total_t / total_s))
+    weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
+    for done in range(0, V, BLOCK_V):
+        start = _from_end(done, V, BLOCK_V)
+        z_s = _load(student_row, start + columns, V, is_real)
+        z_t = _load(teacher_row, start + columns, V, is_real)
+        x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
+        p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
+        r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
+        if IS_HOT:
+            if DIVERGENCE == "forward_kl":
+                to_teacher += _lane_sum(_excess(p_t, p_s, r))
+            elif DIVERGENCE == "reverse_kl":
+                to_student += _lane_sum(_excess(p_s, p_t, -r))
+                weighed += _lane_sum(_times(p_s, r))
+            else:
+                middle, log_middle = (p_s + p_t) * 0.5, _log_mean(-r)  # log(m/p_s)
+                to_student += _lane_sum(_excess(p_s, middle, log_middle))
+                to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
+                weighed -= _lane_sum(_times(p_s, log_middle))
+        elif DIVERGENCE == "mixed":
+            of_teacher, of_student = _both_excesses(p_s, p_t, r)
+            to_student += _lane_sum(of_student)
+            to_teacher += _lane_sum(of_teacher)
+        elif (
+            DIVERGENCE == "total_variation"
+            or DIVERGENCE == "negative_log_acceptance"
+            or DIVERGENCE == "lk"
+        ):
+            weighed += _lane_sum(p_s * _below(p_s, p_t))
+            distance += _lane_sum(tl.abs(p_t - p_s))
+            overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
+            if DIVERGENCE == "lk":
+                to_teacher += _lane_sum(_excess(p_t, p_s, r))
+        elif (
+            DIVERGENCE == "skew_kl"
+            or DIVERGENCE == "skew_reverse_kl"
+            or DIVERGENCE == "generalized_js"
+        ):
+            log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+            log_m = _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)
+            p_s, p_t, m = tl.exp2(log_ps), tl.exp2(log_pt), tl.exp2(log_m)
+            ratio = log_ps - log_m  # log2(p_s/m)
+            if DIVERGENCE != "skew_kl":
+                to_student += _lane_sum(_excess(p_s, m, ratio * -LOG_2))
+            if DIVERGENCE != "skew_reverse_kl":
+                to_teacher += _lane_sum(_excess(p_t, m, (log_m - log_pt) * LOG_2))
+            if DIVERGENCE == "skew_kl":
+                weighed += _lane_sum(p_t * ((1.0 - coefficient) * tl.exp2(ratio)))
+            elif DIVERGENCE == "skew_reverse_kl":
+                weighed += _lane_sum(p_s * (ratio * LOG_2 - coefficient * tl.exp2(ratio)))
+            else:
+                weighed += _lane_sum(p_s * (ratio * LOG_2))
+        else:
+            log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
+            p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
+            above = _above_mean(tl.abs(gap))
+            to_student += _lane_sum(p_s * (above - tl.maximum(gap, 0.0)))
+            to_teacher += _lane_sum(p_t * (above + tl.minimum(gap, 0.0)))
+    expectation = tl.sum(to_student, axis=1)
+    of_teacher = tl.sum(to_teacher, axis=1)
+    loss = expectation + of_teacher
+    if DIVERGENCE == "js" and not IS_HOT:
+        # The maxima hide a NaN.
+        expectation += 0.0 * (total_s + total_t)
+        loss = 0.5 * LOG_2 * tl.sum(to_student + to_teacher, axis=1) + 0.0 * expectation
+    elif DIVERGENCE == "js":
+        loss *= 0.5
+    elif DIVERGENCE == "generalized_js":
+        loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
+    elif DIVERGENCE == "mixed":
+        share += coefficient
+        loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
+    elif DIVERGENCE == "total_variation":
+        loss = tl.sum(distance, axis=1) * 0.5
+    elif DIVERGENCE == "negative_log_acceptance":
+        accepted = tl.sum(overlap, axis=1)
+        share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
+        # Not only the logarithm: the minimum of two probabilities hides a NaN.
+        loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
+    elif DIVERGENCE == "lk":
+        share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
+        loss = _times(share, of_teacher) + (1.0 - share) * (tl.sum(distance, axis=1) * 0.5)
+    if IS_HOT or (
+        DIVERGENCE == "total_variation"
+        or DIVERGENCE == "negative_log_acceptance"
+        or DIVERGENCE == "lk"
+        or DIVERGENCE == "skew_kl"
+        or DIVERGENCE == "skew_reverse_kl"
+        or DIVERGENCE == "generalized_js"
+    ):
+        # The gradient subtracts this mean from values with the same rounding.
+        expectation = tl.sum(weighed, axis=1)
+    if DIVERGENCE == "skew_kl" or DIVERGENCE == "skew_reverse_kl" or DIVERGENCE == "generalized_js":
+        # The maxima hide a NaN.
+        hidden = 0.0 * (tl.log(total_s) + tl.log(total_t))
+        loss, expectation = loss + hidden, expectation + hidden
+    return loss, expectation, share
+
+
+@triton.jit
+def _store(
+    student_row,  # (BLOCK_R,)
+    teacher_row,
+    divisor_ptr,
+    factors_ptr,
+    loss_ptr,
+    dstudent_ptr,
+    columns,
+    row,
+    is_real,
+    exists,
+    V,
+    stride_factors,
+    slope,
+    scale,
+    factor,
+    coefficient,
+    gradient,
+    divided,
+    weighted,
+    loss,
+    expectation,
+    share,
+    base_s,
+    total_s,
+    base_t,
+    total_t,
+    DIVERGENCE: tl.constexpr,
+    IS_HOT: tl.constexpr,
+    DESCENDS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Store losses of rows and, if asked for, their gradients."""
+    tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
+    if gradient != 0:
+        by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
+        by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
+        _write_gradient(
+            student_row,
+            teacher_row,
+            _by_row(dstudent_ptr + row * V),
+            columns,
+            is_real,
+            _by_row(exists),
+            V,
+            slope,
+            coefficient,
+            # In masked rows every value is finite and multiplied by 0.
+            _by_row(tl.where(is_real, by, 0.0)),
+            _by_row(base_s),
+            _by_row(tl.where(is_real, total_s, 1.0)),
+            _by_row(base_t),
+            _by_row(tl.where(is_real, total_t, 1.0)),
+            _by_row(tl.where(is_real, expectation, 0.0)),
+            _by_row(tl.where(is_real, share, 0.0)),
+            DIVERGENCE,
+            IS_HOT,
+            DESCENDS,
+            BLOCK_V,
+        )
+
+
 @triton.jit(do_not_specialize=["R", "stride_factors", "gradient", "divided", "weighted"])
 def soft_target_kernel(
     student_ptr,
@@ -603,7 +860,6 @@ def soft_target_kernel(
     factors_ptr,  # (R,) or (), of the rows' gradients; read if ``weighted``
     loss_ptr,  # (R,)
     dstudent_ptr,  # (R, V), written if ``gradient``; may be the student's logits
-    near_ptr,  # (programs, blocks · BLOCK_V), of adaptive_kl
     R,
     V,
     stride_student,
@@ -612,7 +868,6 @@ def soft_target_kernel(
     slope,  # log2(e)/τ: all exponentials are powers of 2
     scale,
     factor,  # of the gradient
-    most,  # depth of the end of adaptive_kl's head, at most, in powers of 2
     coefficient,  # of the divergence
     gradient,
     divided,
@@ -626,243 +881,106 @@ def soft_target_kernel(
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Every divergence but adaptive_kl."""
     columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
     ONE_PASS: tl.constexpr = (
         DIVERGENCE == "forward_kl" or DIVERGENCE == "reverse_kl"
     ) and not IS_HOT
-    first = tl.program_id(0) * BLOCK_R
-    if DIVERGENCE == "adaptive_kl":  # programs have lists of their own, and several rows
-        last, step = R, tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < R
+    is_real = exists
+    if HAS_MASK:
+        is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
+    student_row = student_ptr + row * stride_student
+    teacher_row = teacher_ptr + row * stride_teacher
+    base_s, base_t, sum_s, sum_t, cross, _, _ = _first_read(
+        student_row, teacher_row, columns, is_real, V, slope, 0.0, 0.0, BLOCK_R, BLOCK_V, LANES,
+        DIVERGENCE,
+    )  # fmt: skip
+    total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)  # (BLOCK_R,)
+    if HAS_MASS:  # the sum over all tokens of the teacher
+        total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
+    if ONE_PASS:
+        expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
+        share = tl.zeros([BLOCK_R], dtype=tl.float32)
+        if DIVERGENCE == "forward_kl":
+            loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
+        else:
+            loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
+            expectation = loss
     else:
-        first = first.to(tl.int64)
-        last, step = first + 1, BLOCK_R
-    for start_row in range(first, last, step):
-        row = start_row + tl.arange(0, BLOCK_R).to(tl.int64)
-        is_real = row < R
+        loss, expectation, share = _second_read(
+            student_row, teacher_row, columns, is_real, V, slope, coefficient, base_s, total_s,
+            base_t, total_t, BLOCK_R, BLOCK_V, LANES, DIVERGENCE, IS_HOT,
+        )  # fmt: skip
+    _store(
+        student_row, teacher_row, divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr, columns, row,
+        is_real, exists, V, stride_factors, slope, scale, factor, coefficient, gradient, divided,
+        weighted, loss, expectation, share, base_s, total_s, base_t, total_t, DIVERGENCE, IS_HOT,
+        ONE_PASS,  # the pass before ended at the last block
+        BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["R", "stride_factors", "gradient", "divided", "weighted"])
+def adaptive_kl_kernel(
+    student_ptr,
+    teacher_ptr,
+    mask_ptr,
+    divisor_ptr,  # these as in `soft_target_kernel`
+    factors_ptr,
+    loss_ptr,
+    dstudent_ptr,
+    near_ptr,  # (programs, blocks · BLOCK_V)
+    R,
+    V,
+    stride_student,
+    stride_teacher,
+    stride_factors,
+    slope,
+    scale,
+    factor,
+    most,  # depth of the head's end, at most, in powers of 2
+    gradient,
+    divided,
+    weighted,
+    HAS_MASK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Programs have lists of their own, and several rows, one at a time."""
+    columns = _columns(BLOCK_V // (LANES * WIDTH), LANES, WIDTH)
+    DIVERGENCE: tl.constexpr = "adaptive_kl"
+    of_float16: tl.constexpr = 13 if teacher_ptr.dtype.element_ty == tl.float16 else 0
+    SHIFT: tl.constexpr = 16 if teacher_ptr.dtype.element_ty == tl.bfloat16 else of_float16
+    of_program = tl.program_id(0).to(tl.int64) * tl.cdiv(V, BLOCK_V) * BLOCK_V
+    for first in range(tl.program_id(0), R, tl.num_programs(0)):
+        row = first + tl.arange(0, 1).to(tl.int64)
+        exists = row < R
+        is_real = exists
         if HAS_MASK:
             is_real = is_real & (tl.load(mask_ptr + row, mask=is_real, other=0) != 0)
         student_row = student_ptr + row * stride_student
         teacher_row = teacher_ptr + row * stride_teacher
-
-        # Each lane has its own maximum, so threads do not wait for each other within a row.
-        top_s = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
-        top_t = tl.full([BLOCK_R, LANES], -float("inf"), tl.float32)
-        sum_s = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        sum_t = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        # Σ 2^{x_t} (x_t − x_s); for reverse_kl with s and t exchanged.
-        cross = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-        if DIVERGENCE == "adaptive_kl":
-            of_float16: tl.constexpr = 13 if teacher_ptr.dtype.element_ty == tl.float16 else 0
-            SHIFT: tl.constexpr = 16 if teacher_ptr.dtype.element_ty == tl.bfloat16 else of_float16
-            edge_0, edge_1 = _guesses(teacher_row, is_real, V, slope, BLOCK_V, LANES, WIDTH, SHIFT)
-            mass_0, mass_1 = cross, cross
-        for start in range(0, V, BLOCK_V):
-            z_s = _load(student_row, start + columns, V, is_real)
-            z_t = _load(teacher_row, start + columns, V, is_real)
-            new_s = tl.maximum(top_s, _lane_max(z_s))
-            new_t = tl.maximum(top_t, _lane_max(z_t))
-            shift_s, shift_t = _shift(top_s, new_s) * slope, _shift(top_t, new_t) * slope
-            top_s, top_t = new_s, new_t
-            x_s = (z_s - _base(top_s)[:, None, :, None]) * slope
-            x_t = (z_t - _base(top_t)[:, None, :, None]) * slope
-            w_s, w_t = tl.exp2(x_s), tl.exp2(x_t)
-            shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
-            if DIVERGENCE == "forward_kl":
-                cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
-                cross += _lane_sum(_times(w_t, x_t - x_s))
-            if DIVERGENCE == "reverse_kl":
-                cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
-                cross += _lane_sum(_times(w_s, x_s - x_t))
-            if DIVERGENCE == "adaptive_kl":
-                mass_0 = mass_0 * shrink_t + _lane_sum(tl.where(z_t > edge_0, w_t, 0.0))
-                mass_1 = mass_1 * shrink_t + _lane_sum(tl.where(z_t > edge_1, w_t, 0.0))
-            sum_s = sum_s * shrink_s + _lane_sum(w_s)
-            sum_t = sum_t * shrink_t + _lane_sum(w_t)
-
-        # The lanes are rescaled to the row's maximum.
-        row_s, row_t = tl.max(top_s, axis=1), tl.max(top_t, axis=1)
-        if DIVERGENCE == "adaptive_kl":  # its loop over rows keeps registers for each reduction
-            row_s, row_t = tl.split(tl.max(tl.join(top_s, top_t), axis=1))
-        shift_s = _shift(top_s, row_s[:, None]) * slope
-        shift_t = _shift(top_t, row_t[:, None]) * slope
-        base_s, base_t = _base(row_s), _base(row_t)
-        shrink_s, shrink_t = tl.exp2(shift_s), tl.exp2(shift_t)
-        if DIVERGENCE == "forward_kl":
-            cross = _times(shrink_t, cross + sum_t * (shift_t - shift_s))
-        if DIVERGENCE == "reverse_kl":
-            cross = _times(shrink_s, cross + sum_s * (shift_s - shift_t))
-        sum_s, sum_t = rounded(sum_s * shrink_s), rounded(sum_t * shrink_t)
-        total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)  # (BLOCK_R,)
-        if HAS_MASS:  # the sum over all tokens of the teacher
-            total_t = total_t / tl.exp(tl.load(log_mass_ptr + row, mask=is_real, other=0.0))
-        expectation = tl.zeros([BLOCK_R], dtype=tl.float32)
-        share = tl.zeros([BLOCK_R], dtype=tl.float32)
-        if DIVERGENCE == "forward_kl" and ONE_PASS:
-            loss = LOG_2 * (tl.sum(cross, axis=1) / total_t) + tl.log(total_s / total_t)
-        elif DIVERGENCE == "reverse_kl" and ONE_PASS:
-            loss = LOG_2 * (tl.sum(cross, axis=1) / total_s) + tl.log(total_t / total_s)
-            expectation = loss
-        elif DIVERGENCE == "adaptive_kl":
-            of_program = tl.program_id(0).to(tl.int64) * tl.cdiv(V, BLOCK_V) * BLOCK_V
-            share, forward_kl, expectation = _adaptive(
-                student_row,
-                teacher_row,
-                near_ptr + of_program,
-                columns,
-                is_real,
-                V,
-                base_s,
-                total_s,
-                base_t,
-                total_t,
-                edge_0,
-                edge_1,
-                mass_0 * shrink_t,
-                mass_1 * shrink_t,
-                slope,
-                most,
-                BLOCK_V,
-                LANES,
-                WIDTH,
-                SHIFT,
-            )
-            loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
-        else:
-            to_student = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-            to_teacher = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-            log_s, log_t = _by_row(tl.log2(total_s)), _by_row(tl.log2(total_t))
-            log_ratio = _by_row(tl.log2(total_t / total_s))
-            weighed = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-            distance = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-            overlap = tl.zeros([BLOCK_R, LANES], dtype=tl.float32)
-            for done in range(0, V, BLOCK_V):
-                start = _from_end(done, V, BLOCK_V)
-                z_s = _load(student_row, start + columns, V, is_real)
-                z_t = _load(teacher_row, start + columns, V, is_real)
-                x_s, x_t = (z_s - _by_row(base_s)) * slope, (z_t - _by_row(base_t)) * slope
-                p_s, p_t = tl.exp2(x_s - log_s), tl.exp2(x_t - log_t)
-                r = ((x_s - x_t) + log_ratio) * LOG_2  # log(p_s/p_t)
-                if IS_HOT:
-                    if DIVERGENCE == "forward_kl":
-                        to_teacher += _lane_sum(_excess(p_t, p_s, r))
-                    elif DIVERGENCE == "reverse_kl":
-                        to_student += _lane_sum(_excess(p_s, p_t, -r))
-                        weighed += _lane_sum(_times(p_s, r))
-                    else:
-                        middle, log_middle = (p_s + p_t) * 0.5, _log_mean(-r)  # log(m/p_s)
-                        to_student += _lane_sum(_excess(p_s, middle, log_middle))
-                        to_teacher += _lane_sum(_excess(p_t, middle, _log_mean(r)))
-                        weighed -= _lane_sum(_times(p_s, log_middle))
-                elif DIVERGENCE == "mixed":
-                    of_teacher, of_student = _both_excesses(p_s, p_t, r)
-                    to_student += _lane_sum(of_student)
-                    to_teacher += _lane_sum(of_teacher)
-                elif (
-                    DIVERGENCE == "total_variation"
-                    or DIVERGENCE == "negative_log_acceptance"
-                    or DIVERGENCE == "lk"
-                ):
-                    weighed += _lane_sum(p_s * _below(p_s, p_t))
-                    distance += _lane_sum(tl.abs(p_t - p_s))
-                    overlap += _lane_sum(tl.where(p_s < p_t, p_s, p_t))
-                    if DIVERGENCE == "lk":
-                        to_teacher += _lane_sum(_excess(p_t, p_s, r))
-                elif (
-                    DIVERGENCE == "skew_kl"
-                    or DIVERGENCE == "skew_reverse_kl"
-                    or DIVERGENCE == "generalized_js"
-                ):
-                    log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
-                    log_m = _log_mixture(log_ps, log_pt, coefficient, DIVERGENCE)
-                    p_s, p_t, m = tl.exp2(log_ps), tl.exp2(log_pt), tl.exp2(log_m)
-                    ratio = log_ps - log_m  # log2(p_s/m)
-                    if DIVERGENCE != "skew_kl":
-                        to_student += _lane_sum(_excess(p_s, m, ratio * -LOG_2))
-                    if DIVERGENCE != "skew_reverse_kl":
-                        to_teacher += _lane_sum(_excess(p_t, m, (log_m - log_pt) * LOG_2))
-                    if DIVERGENCE == "skew_kl":
-                        weighed += _lane_sum(p_t * ((1.0 - coefficient) * tl.exp2(ratio)))
-                    elif DIVERGENCE == "skew_reverse_kl":
-                        weighed += _lane_sum(p_s * (ratio * LOG_2 - coefficient * tl.exp2(ratio)))
-                    else:
-                        weighed += _lane_sum(p_s * (ratio * LOG_2))
-                else:
-                    log_ps, log_pt = tl.maximum(x_s - log_s, LEAST), tl.maximum(x_t - log_t, LEAST)
-                    p_s, p_t, gap = tl.exp2(log_ps), tl.exp2(log_pt), log_pt - log_ps
-                    above = _above_mean(tl.abs(gap))
-                    to_student += _lane_sum(p_s * (above - tl.maximum(gap, 0.0)))
-                    to_teacher += _lane_sum(p_t * (above + tl.minimum(gap, 0.0)))
-            expectation = tl.sum(to_student, axis=1)
-            of_teacher = tl.sum(to_teacher, axis=1)
-            loss = expectation + of_teacher
-            if DIVERGENCE == "js" and not IS_HOT:
-                # The maxima hide a NaN.
-                expectation += 0.0 * (total_s + total_t)
-                loss = 0.5 * LOG_2 * tl.sum(to_student + to_teacher, axis=1) + 0.0 * expectation
-            elif DIVERGENCE == "js":
-                loss *= 0.5
-            elif DIVERGENCE == "generalized_js":
-                loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
-            elif DIVERGENCE == "mixed":
-                share += coefficient
-                loss = coefficient * of_teacher + (1.0 - coefficient) * expectation
-            elif DIVERGENCE == "total_variation":
-                loss = tl.sum(distance, axis=1) * 0.5
-            elif DIVERGENCE == "negative_log_acceptance":
-                accepted = tl.sum(overlap, axis=1)
-                share = tl.where(accepted == 0.0, 0.0, 1.0 / accepted)
-                # Not only the logarithm: the minimum of two probabilities hides a NaN.
-                loss = tl.sum(distance, axis=1) * 0.0 - tl.log(accepted)
-            elif DIVERGENCE == "lk":
-                share = tl.exp(-coefficient * tl.sum(overlap, axis=1))
-                loss = _times(share, of_teacher) + (1.0 - share) * (tl.sum(distance, axis=1) * 0.5)
-            if IS_HOT or (
-                DIVERGENCE == "total_variation"
-                or DIVERGENCE == "negative_log_acceptance"
-                or DIVERGENCE == "lk"
-                or DIVERGENCE == "skew_kl"
-                or DIVERGENCE == "skew_reverse_kl"
-                or DIVERGENCE == "generalized_js"
-            ):
-                # The gradient subtracts this mean from values with the same rounding.
-                expectation = tl.sum(weighed, axis=1)
-            if (
-                DIVERGENCE == "skew_kl"
-                or DIVERGENCE == "skew_reverse_kl"
-                or DIVERGENCE == "generalized_js"
-            ):
-                # The maxima hide a NaN.
-                hidden = 0.0 * (tl.log(total_s) + tl.log(total_t))
-                loss, expectation = loss + hidden, expectation + hidden
-
-        exists = row < R
-        tl.store(loss_ptr + row, tl.where(is_real, loss * scale, 0.0), mask=exists)
-        if gradient != 0:
-            by = tl.load(factors_ptr + row * stride_factors, is_real & (weighted != 0), other=1.0)
-            by = by * factor / tl.load(divisor_ptr, divided != 0, other=1.0)
-            _write_gradient(
-                student_row,
-                teacher_row,
-                _by_row(dstudent_ptr + row * V),
-                columns,
-                is_real,
-                _by_row(exists),
-                V,
-                slope,
-                coefficient,
-                # In masked rows every value is finite and multiplied by 0.
-                _by_row(tl.where(is_real, by, 0.0)),
-                _by_row(base_s),
-                _by_row(tl.where(is_real, total_s, 1.0)),
-                _by_row(base_t),
-                _by_row(tl.where(is_real, total_t, 1.0)),
-                _by_row(tl.where(is_real, expectation, 0.0)),
-                _by_row(tl.where(is_real, share, 0.0)),
-                DIVERGENCE,
-                IS_HOT,
-                ONE_PASS,  # the pass before ended at the last block
-                BLOCK_V,
-            )
+        edge_0, edge_1 = _guesses(teacher_row, is_real, V, slope, BLOCK_V, LANES, WIDTH, SHIFT)
+        base_s, base_t, sum_s, sum_t, _, mass_0, mass_1 = _first_read(
+            student_row, teacher_row, columns, is_real, V, slope, edge_0, edge_1, 1, BLOCK_V,
+            LANES, DIVERGENCE,
+        )  # fmt: skip
+        total_s, total_t = tl.sum(sum_s, axis=1), tl.sum(sum_t, axis=1)
+        share, forward_kl, expectation = _adaptive(
+            student_row, teacher_row, near_ptr + of_program, columns, is_real, V, base_s, total_s,
+            base_t, total_t, edge_0, edge_1, mass_0, mass_1, slope, most, BLOCK_V, LANES, WIDTH,
+            SHIFT,
+        )  # fmt: skip
+        loss = _times(share, forward_kl) + _times(1.0 - share, expectation)
+        _store(
+            student_row, teacher_row, divisor_ptr, factors_ptr, loss_ptr, dstudent_ptr, columns,
+            row, is_real, exists, V, stride_factors, slope, scale, factor, 0.0, gradient, divided,
+            weighted, loss, expectation, share, base_s, total_s, base_t, total_t, DIVERGENCE,
+            False, False, BLOCK_V,
+        )  # fmt: skip
 
 
 def _soft_target_shapes(student, teacher, mask, weights, denominator, upstream, reduction, *rest):
@@ -987,43 +1105,39 @@ def fill(
         return
     aligned = all(size % 16 == 0 for size in (V, student.stride(0), teacher.stride(0)))
     config = blocks(V, divergence, student.element_size(), aligned)
-    programs, near = cdiv(R, config["BLOCK_R"]), None
+    # One compiled form with and without what these hold: in its place another is not read.
+    pointers = (
+        loss if divisor is None else divisor,
+        loss if factors is None else factors,
+        loss,
+        student if dstudent is None else dstudent,
+    )
+    sizes = (
+        R, V, student.stride(0), teacher.stride(0),
+        0 if factors is None or factors.dim() == 0 else factors.stride(0),
+        LOG2_E / temperature, scale, factor,
+    )  # fmt: skip
+    present = int(dstudent is not None), int(divisor is not None), int(factors is not None)
+    sides, has_mask = (student, teacher, bytes_of(mask)), mask is not None
     if divergence == "adaptive_kl":
+        assert config.pop("BLOCK_R") == 1
         programs = min(R, multiprocessors(student.device) * (32 // config["num_warps"]))
         near = torch.empty(
             programs, cdiv(V, config["BLOCK_V"]) * config["BLOCK_V"], device=student.device,
             dtype=torch.int64 if teacher.itemsize == 4 else torch.int32,
         )  # fmt: skip
+        # At most V tokens hold half the mass, so the largest of them is at least 1/2V.
+        values = *sides, *pointers, near, *sizes, math.log2(V) + 1.5, *present
+        launch_kernel(adaptive_kl_kernel, (programs,), *values, HAS_MASK=has_mask, **config)
+        return
+    values = *sides, log_mass, *pointers, *sizes, coefficient, *present
     launch_kernel(
         soft_target_kernel,
-        (programs,),
-        student,
-        teacher,
-        bytes_of(mask),
-        log_mass,
-        # One compiled form with and without what these hold: in its place another is not read.
-        loss if divisor is None else divisor,
-        loss if factors is None else factors,
-        loss,
-        student if dstudent is None else dstudent,
-        near,
-        R,
-        V,
-        student.stride(0),
-        teacher.stride(0),
-        0 if factors is None or factors.dim() == 0 else factors.stride(0),
-        LOG2_E / temperature,
-        scale,
-        factor,
-        # At most V tokens hold half the mass, so the largest of them is at least 1/2V.
-        math.log2(V) + 1.5,
-        coefficient,
-        int(dstudent is not None),
-        int(divisor is not None),
-        int(factors is not None),
+        (cdiv(R, config["BLOCK_R"]),),
+        *values,
         DIVERGENCE=divergence,
         IS_HOT=is_hot and divergence in WITH_HOT_FORM,
-        HAS_MASK=mask is not None,
+        HAS_MASK=has_mask,
         HAS_MASS=log_mass is not None,
         **config,
     )
