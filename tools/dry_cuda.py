@@ -190,7 +190,7 @@ def columns_on_device(match: VocabularyMatch, device: torch.device) -> tuple[Ten
 
 
 class Device:
-    """Pretended GPU and Triton driver: launches record their forms and run nothing."""
+    """Fake GPU and Triton driver: launches record their forms and run nothing."""
 
     def __init__(self) -> None:
         self.capability = FIRST

@@ -113,7 +113,7 @@ class Positions:
 
 
 COLUMNS = 3  # tensors of `fastkd.VocabularyMatch.columns`; the first may be a draft vocabulary
-GIVEN = len(fields(Positions)) + COLUMNS
+TRAILING = len(fields(Positions)) + COLUMNS
 
 
 class LinearSoftTargets(torch.autograd.Function):
@@ -133,31 +133,33 @@ class LinearSoftTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, denominator, *tensors):
         ctx.options = options
-        given, columns, student, teacher = _arguments(tensors, options)
+        positions, columns, student, teacher = _arguments(tensors, options)
         ctx.dtypes = [None if x is None else x.dtype for x in student]
         needs = list(ctx.needs_input_grad[2 : 2 + len(student)])
         hidden = student[0]
         assert hidden is not None
-        one_operator = _in_one_operator(student, teacher, given, options)
+        one_operator = _in_one_operator(student, teacher, positions, options)
         if options.reduction == "none":
             save_for_backward(ctx, *tensors)
-            (rows,) = _run(options, student, teacher, given, columns, None, [False] * len(needs))
+            (rows,) = _run(
+                options, student, teacher, positions, columns, None, [False] * len(needs)
+            )
             total = rows
-        elif one_operator and given.task_weights is None:
+        elif one_operator and positions.task_weights is None:
             count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
             with autocast_off(hidden):
                 loss, total, *grads = _cross_entropy_of_states(
-                    student, given.labels, None, denominator, count, options, needs
+                    student, positions.labels, None, denominator, count, options, needs
                 )
             save_for_backward(ctx, *grads)
             ctx.mark_non_differentiable(total)
             return loss, total
         else:
-            divisor = divisor_of(hidden, given.mask, options.reduction, denominator)
+            divisor = divisor_of(hidden, positions.mask, options.reduction, denominator)
             upstream = None
             if any(needs):
                 upstream = divisor.reciprocal().expand(hidden.shape[0])
-            rows, *grads = _run(options, student, teacher, given, columns, upstream, needs)
+            rows, *grads = _run(options, student, teacher, positions, columns, upstream, needs)
             save_for_backward(ctx, *grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
@@ -169,8 +171,10 @@ class LinearSoftTargets(torch.autograd.Function):
         options, students = ctx.options, len(ctx.dtypes)
         needs = list(ctx.needs_input_grad[2 : 2 + students])
         if options.reduction == "none":
-            given, columns, student, teacher = _arguments(ctx.saved_tensors, options)
-            _, *computed = _run(options, student, teacher, given, columns, grad.contiguous(), needs)
+            positions, columns, student, teacher = _arguments(ctx.saved_tensors, options)
+            _, *computed = _run(
+                options, student, teacher, positions, columns, grad.contiguous(), needs
+            )
             grad = None
         else:
             computed = list(ctx.saved_tensors)
@@ -186,16 +190,16 @@ def _arguments(
     tensors: Sequence[Tensor | None], options: LossOptions
 ) -> tuple[Positions, list[Tensor | None], list[Tensor | None], list[Tensor | None]]:
     """Positions, columns, student and teacher of the tensors of `LinearSoftTargets`."""
-    heads, given, columns = tensors[:-GIVEN], tensors[-GIVEN:-COLUMNS], tensors[-COLUMNS:]
+    heads, positions, columns = tensors[:-TRAILING], tensors[-TRAILING:-COLUMNS], tensors[-COLUMNS:]
     student, teacher = heads[: options.students], heads[options.students :]
-    return Positions(*given), list(columns), list(student), list(teacher)
+    return Positions(*positions), list(columns), list(student), list(teacher)
 
 
 def _run(
     options: LossOptions,
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    given: Positions,
+    positions: Positions,
     columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
@@ -204,7 +208,9 @@ def _run(
     run: Any = linear_soft_targets
     if options.runs_on != "triton" and not torch.compiler.is_compiling():
         run = run.__wrapped__
-    found: list[Tensor] = run(student, teacher, given.tensors(), columns, upstream, needs, options)
+    found: list[Tensor] = run(
+        student, teacher, positions.tensors(), columns, upstream, needs, options
+    )
     return found
 
 
@@ -243,7 +249,7 @@ def _shapes(student, teacher, positions, columns, upstream, needs, *rest):
 def linear_soft_targets(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    positions: list[Tensor | None],
+    position_tensors: list[Tensor | None],
     columns: list[Tensor | None],
     upstream: Tensor | None,
     needs: list[bool],
@@ -254,52 +260,52 @@ def linear_soft_targets(
     Tensors are those of `LinearSoftTargets`; ``needs`` selects the gradients. Terms are 0 where the
     mask (R,) is False. Gradients have the working dtype, except for `LossOptions.narrow`.
     """
-    given = Positions(*positions)
+    positions = Positions(*position_tensors)
     hidden = student[0]
     assert hidden is not None
     R, real = hidden.shape[0], None  # real: row numbers, if values can be read and some are masked
-    if given.mask is not None and values_readable(hidden):
-        real = given.mask.nonzero()[:, 0]
-        given = replace(given, mask=None)
+    if positions.mask is not None and values_readable(hidden):
+        real = positions.mask.nonzero()[:, 0]
+        positions = replace(positions, mask=None)
         real = None if len(real) == R else real
-    tail, by_row = bool(options.soft.tail), given.teacher_rows is not None and bool(teacher)
+    tail, by_row = bool(options.soft.tail), positions.teacher_rows is not None and bool(teacher)
     if by_row and not (values_readable(hidden) or hidden.is_cuda):
-        assert given.teacher_rows is not None
-        teacher, by_row = _real_states(teacher, given.teacher_rows, None), False
-    mask = given.mask
+        assert positions.teacher_rows is not None
+        teacher, by_row = _real_states(teacher, positions.teacher_rows, None), False
+    mask = positions.mask
     if mask is not None:  # values can't be read
         student = _real_states(student, None, mask)
         teacher = teacher if tail or by_row else _real_states(teacher, None, mask)
         upstream = None if upstream is None else upstream.masked_fill(~mask, 0)
     if by_row:
-        real, given, teacher = _by_teacher_row(real, given, teacher)
+        real, positions, teacher = _by_teacher_row(real, positions, teacher)
     if real is not None:
-        student, given = _real_states(student, real, None), given.at(real)
+        student, positions = _real_states(student, real, None), positions.at(real)
         upstream = None if upstream is None else upstream[real]
         if tail:
             teacher = [None if x is None else x[real] for x in teacher]
         elif not by_row:
             teacher = _real_states(teacher, real, None)
-    mask = given.mask
+    mask = positions.mask
     with autocast_off(hidden):
-        if _in_one_operator(student, teacher, given, options):
-            weights = _times(upstream, given.task_weights) if any(needs) else None
+        if _in_one_operator(student, teacher, positions, options):
+            weights = _times(upstream, positions.task_weights) if any(needs) else None
             _, terms, *computed = _cross_entropy_of_states(
-                student, given.labels, weights, None, 0, options, needs
+                student, positions.labels, weights, None, 0, options, needs
             )
             grads = dict(zip((i for i in range(3) if needs[i]), computed, strict=False))
             terms = torch.nn.functional.pad(terms, (0, 0, 0, len(TERMS) - len(terms)))
         else:
             work = _ChunkedPass(student, teacher, columns, options, needs)
-            work.share_teacher_rows(given.teacher_rows if by_row else None)
+            work.share_teacher_rows(positions.teacher_rows if by_row else None)
             for chunk in work.chunks:
                 rows = None if upstream is None else upstream[chunk]
-                work.add(chunk, given.at(chunk), rows)
+                work.add(chunk, positions.at(chunk), rows)
             terms, grads = work.terms, work.grads
-    if given.soft_mask is not None:
+    if positions.soft_mask is not None:
         of_teacher = slice(TERMS.index(TEACHER_TERMS[0]), TERMS.index(TEACHER_TERMS[-1]) + 1)
-        terms[of_teacher] = terms[of_teacher].masked_fill(~given.soft_mask, 0)
-    for i, factor in enumerate((given.soft_weights, given.task_weights)):
+        terms[of_teacher] = terms[of_teacher].masked_fill(~positions.soft_mask, 0)
+    for i, factor in enumerate((positions.soft_weights, positions.task_weights)):
         if factor is not None:
             terms[i] *= factor
     if mask is not None:
@@ -311,13 +317,13 @@ def linear_soft_targets(
 
 
 def _by_teacher_row(
-    real: Tensor | None, given: Positions, teacher: list[Tensor | None]
+    real: Tensor | None, positions: Positions, teacher: list[Tensor | None]
 ) -> tuple[Tensor, Positions, list[Tensor | None]]:
     """Real positions in the order of their teacher rows, and the teacher with these rows alone.
 
     ``teacher_rows`` then are rows of that teacher. On a GPU this waits for the device.
     """
-    rows = given.teacher_rows
+    rows = positions.teacher_rows
     assert rows is not None
     used, local = (rows if real is None else rows[real]).unique(return_inverse=True)
     order = local.argsort(stable=True)
@@ -325,7 +331,7 @@ def _by_teacher_row(
                for i, x in enumerate(teacher)]  # fmt: skip
     kept = order if real is None else real[order]
     places = torch.empty_like(rows).index_copy_(0, kept, local[order])
-    return kept, replace(given, teacher_rows=places), teacher
+    return kept, replace(positions, teacher_rows=places), teacher
 
 
 def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -336,15 +342,15 @@ def _times(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 def _in_one_operator(
     student: list[Tensor | None],
     teacher: list[Tensor | None],
-    given: Positions,
+    positions: Positions,
     options: LossOptions,
 ) -> bool:
     """Whether one C++ operator computes all: labels alone, one chunk, a head of one product."""
     hidden, weight = student[0], student[1]
     assert hidden is not None and weight is not None
-    if options.runs_on != "cpp" or given.mask is not None or torch.compiler.is_compiling():
+    if options.runs_on != "cpp" or positions.mask is not None or torch.compiler.is_compiling():
         return False
-    plain = given.labels is not None and len(student) == 3 and not options.student.softcap
+    plain = positions.labels is not None and len(student) == 3 and not options.student.softcap
     if not plain or teacher or options.terms or options.task_weight == 0:
         return False
     if hidden.dtype in HALF and not multiplied_in_half(hidden):
@@ -554,7 +560,7 @@ class _ChunkedPass:
         ):
             self.teacher_chunks[chunk.start] = slice(first, last + 1)
 
-    def add(self, chunk: slice, given: Positions, upstream: Tensor | None) -> None:
+    def add(self, chunk: slice, positions: Positions, upstream: Tensor | None) -> None:
         """Compute a chunk's terms and, with an upstream gradient (R,), add its gradients."""
         student = self.student.products(chunk).to(self.dtype)
         shared = self.teacher_chunks.get(chunk.start)
@@ -563,8 +569,8 @@ class _ChunkedPass:
         else:
             teacher = [x[chunk] for x in self.top_k]
         if shared is not None:
-            assert given.teacher_rows is not None
-            given = replace(given, teacher_rows=given.teacher_rows - shared.start)
+            assert positions.teacher_rows is not None
+            positions = replace(positions, teacher_rows=positions.teacher_rows - shared.start)
         terms = self.terms[:, chunk]
         ranges = [] if self.runs_on == "triton" else row_chunks(student)
         if len(ranges) < 2:
@@ -572,7 +578,7 @@ class _ChunkedPass:
         if shared is not None and self.teacher is not None:
             self.teacher.finish(teacher[0])
         for rows in ranges:
-            part, of_rows = None if upstream is None else upstream[rows], given.at(rows)
+            part, of_rows = None if upstream is None else upstream[rows], positions.at(rows)
             if shared is None:
                 targets = [x[rows] for x in teacher]
                 if self.teacher is not None:
@@ -585,52 +591,54 @@ class _ChunkedPass:
             self.student.back(chunk, grad, self.grads)
 
     def shared_targets(
-        self, teacher: list[Tensor], given: Positions
+        self, teacher: list[Tensor], positions: Positions
     ) -> tuple[list[Tensor], Positions]:
         """The teacher's logits of these positions, without a copy for the C++ operator."""
-        own = given.teacher_rows
+        own = positions.teacher_rows
         assert own is not None
         if self.runs_on == "cpp":
             first, last = own[[0, -1]].tolist()  # ascending
-            return [x[first : last + 1] for x in teacher], replace(given, teacher_rows=own - first)
+            return [x[first : last + 1] for x in teacher], replace(
+                positions, teacher_rows=own - first
+            )
         targets = [x[own] for x in teacher]
-        if given.mask is not None:  # any row of the teacher
-            targets[0].masked_fill_(~given.mask[:, None], 0)
-        return targets, replace(given, teacher_rows=None)
+        if positions.mask is not None:  # any row of the teacher
+            targets[0].masked_fill_(~positions.mask[:, None], 0)
+        return targets, replace(positions, teacher_rows=None)
 
     def fill(
         self,
         student: Tensor,
         teacher: list[Tensor],
         terms: Tensor,
-        given: Positions,
+        positions: Positions,
         upstream: Tensor | None,
     ) -> Tensor:
         """Write the terms of products (R, V), and overwrite ``student`` with their gradient.
 
         Returns the gradient, which is another tensor where the kernel rounds it.
 
-        ``teacher`` is logits, of the rows ``given.teacher_rows`` if there are any, or a top k.
+        ``teacher`` is logits, of the rows ``positions.teacher_rows`` if there are any, or a top k.
         """
-        options, labels, needs_grad = self.options, given.labels, upstream is not None
+        options, labels, needs_grad = self.options, positions.labels, upstream is not None
         self.student.finish(student)
         row_terms = None
-        if options.terms and self.writes_terms and given.soft_mask is None:
+        if options.terms and self.writes_terms and positions.soft_mask is None:
             row_terms = labels, terms[len(LOSSES) :]
         elif options.terms:
-            logits, shared = self.teacher_logits(teacher), given.teacher_rows
+            logits, shared = self.teacher_logits(teacher), positions.teacher_rows
             by_row = logits if logits is None or shared is None else logits[shared]
             self.fill_terms(student, by_row, labels, terms)
-        teacher, log_mass = self.draft_part(teacher, given)
+        teacher, log_mass = self.draft_part(teacher, positions)
         slope = self.student.slope(student) if needs_grad else None
         grad = None
         if labels is not None:
-            grad = self.fill_labels(student, labels, terms, given, upstream, bool(teacher))
+            grad = self.fill_labels(student, labels, terms, positions, upstream, bool(teacher))
             if grad is not None and self.rounds:
                 return grad
         has_soft = needs_grad and bool(teacher) and options.soft_weight != 0
         if teacher:
-            call = student, teacher, given, upstream if has_soft else None
+            call = student, teacher, positions, upstream if has_soft else None
             terms[0] = self.fill_soft(*call, log_mass, row_terms)
         if not needs_grad:
             return student
@@ -651,7 +659,7 @@ class _ChunkedPass:
         return None if self.teacher is None else teacher[0]
 
     def draft_part(
-        self, teacher: list[Tensor], given: Positions
+        self, teacher: list[Tensor], positions: Positions
     ) -> tuple[list[Tensor], Tensor | None]:
         """The teacher's logits of a draft's tokens and log (R,) of their mass, or ``teacher``."""
         whole = self.teacher_logits(teacher)
@@ -661,7 +669,7 @@ class _ChunkedPass:
         log_mass = log_mass_of(logits, whole, self.options.soft.temperature, self.runs_on)
         # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
         logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
-        rows = given.teacher_rows
+        rows = positions.teacher_rows
         return [logits], log_mass if rows is None else log_mass[rows]
 
     def fill_labels(
@@ -669,7 +677,7 @@ class _ChunkedPass:
         student: Tensor,
         labels: Tensor,
         terms: Tensor,
-        given: Positions,
+        positions: Positions,
         upstream: Tensor | None,
         has_teacher: bool,
     ) -> Tensor | None:
@@ -679,7 +687,7 @@ class _ChunkedPass:
             dtype = torch.bfloat16 if self.rounds else student.dtype
             apart = has_teacher or self.rounds
             grad = torch.empty_like(student, dtype=dtype) if apart else student
-        factors = _times(upstream, given.task_weights)
+        factors = _times(upstream, positions.task_weights)
         if factors is not None and options.task_weight != 1:
             factors = factors * options.task_weight
         terms[1] = cross_entropy(self.runs_on, student, labels, options.task, factors, grad)
@@ -689,24 +697,26 @@ class _ChunkedPass:
         self,
         student: Tensor,
         teacher: list[Tensor],
-        given: Positions,
+        positions: Positions,
         upstream: Tensor | None,
         log_mass: Tensor | None,
         row_terms: tuple[Tensor | None, Tensor] | None,
     ) -> Tensor:
         """Divergences (R,); with ``upstream`` their gradient overwrites ``student``."""
-        options, mask, soft_mask = self.options, given.mask, given.soft_mask
-        ratio = self.ratio(student, given)
-        weights = _times(_times(upstream, given.soft_weights), ratio)
+        options, mask, soft_mask = self.options, positions.mask, positions.soft_mask
+        ratio = self.ratio(student, positions)
+        weights = _times(_times(upstream, positions.soft_weights), ratio)
         if soft_mask is not None:
             mask = soft_mask if mask is None else mask & soft_mask
             logits = self.teacher_logits(teacher)
-            if logits is not None and given.teacher_rows is None:  # the teacher may be NaN there
+            if (
+                logits is not None and positions.teacher_rows is None
+            ):  # the teacher may be NaN there
                 logits.masked_fill_(~mask[:, None], 0)
         match = Match(self.columns, options.unmatched) if options.unmatched else None
         soft = divergence_in_place(
             student, teacher, options.soft, options.soft_weight, self.runs_on,
-            upstream is not None, mask, weights, log_mass, given.teacher_rows, row_terms, match,
+            upstream is not None, mask, weights, log_mass, positions.teacher_rows, row_terms, match,
         )  # fmt: skip
         soft = soft if soft_mask is None else soft.masked_fill(~soft_mask, 0)
         return soft if ratio is None else soft * ratio
@@ -758,9 +768,9 @@ class _ChunkedPass:
             return -cross_entropy(self.runs_on, logits, ids, plain)
         return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
 
-    def ratio(self, student: Tensor, given: Positions) -> Tensor | None:
+    def ratio(self, student: Tensor, positions: Positions) -> Tensor | None:
         """Importance ratios (R,) of logits (R, V), or None."""
-        if given.ratio_ids is None or given.ratio_old is None:
+        if positions.ratio_ids is None or positions.ratio_old is None:
             return None
-        log_q = self.log_probs(student, given.ratio_ids)
-        return (log_q - given.ratio_old).exp_().clamp_(max=self.options.largest_ratio)
+        log_q = self.log_probs(student, positions.ratio_ids)
+        return (log_q - positions.ratio_old).exp_().clamp_(max=self.options.largest_ratio)

@@ -134,14 +134,14 @@ def _outcomes_of_top_k(
     log_ps: Tensor, ids: Tensor, log_probs: Tensor, tail: str, stored: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the k tokens and, for "bucket", of all others: student and teacher."""
-    given, log_probs = log_probs, log_probs.to(log_ps.dtype)
+    stored_log_probs, log_probs = log_probs, log_probs.to(log_ps.dtype)
     absent = log_probs == -torch.inf
     ids = ids.masked_fill(absent, 0)
     q_s, q_t = log_ps.exp().gather(-1, ids).masked_fill(absent, 0), log_probs.exp()
     if tail == "bucket":
         one_hot = torch.zeros_like(log_ps).scatter_add(-1, ids, (~absent).to(log_ps.dtype))
         of_student = log_ps.exp().masked_fill(one_hot > 0, 0).sum(-1, keepdim=True)
-        of_teacher = probability_of_rest(given, log_ps.shape[-1], of_student > 0, stored)
+        of_teacher = probability_of_rest(stored_log_probs, log_ps.shape[-1], of_student > 0, stored)
         q_s, q_t = torch.cat([q_s, of_student], -1), torch.cat([q_t, of_teacher.to(q_t.dtype)], -1)
     q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
     log_qs, log_qt = (

@@ -80,11 +80,11 @@ def divergence_in_place(
         if weights is not None and weight != 1:
             weights = weights * weight
         out, (labels, found) = student if needs_grad else None, terms or (None, None)
-        given: dict[str, Any] = {} if match is None else match._asdict()
-        given |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
-        given |= {"labels": labels, "terms": found}
-        given = {name: x for name, x in given.items() if x is not None}
-        loss = divergence_in_cpp(student, teacher, soft, out, mask, weights, **given)
+        arguments: dict[str, Any] = {} if match is None else match._asdict()
+        arguments |= {"log_mass": log_mass, "teacher_rows": teacher_rows}
+        arguments |= {"labels": labels, "terms": found}
+        arguments = {name: x for name, x in arguments.items() if x is not None}
+        loss = divergence_in_cpp(student, teacher, soft, out, mask, weights, **arguments)
     else:
         loss = _triton_in_place(
             student, teacher, soft, weight, mask, weights if needs_grad else None, log_mass
@@ -184,11 +184,11 @@ def _by_reference(
     logits: Tensor,
     out: Tensor | None,
     factor: float | Tensor,
-    *given: Tensor | None,
+    *others: Tensor | None,
 ) -> Tensor:
     """Losses (R,) of logits; with ``out`` their gradient times a number or (R, 1) is stored."""
-    entries = logits.shape[-1] + sum(x.shape[-1] for x in given if x is not None and x.dim() > 1)
-    tensors, learns = [logits, *given], [out is not None, *[False] * len(given)]
+    entries = logits.shape[-1] + sum(x.shape[-1] for x in others if x is not None and x.dim() > 1)
+    tensors, learns = [logits, *others], [out is not None, *[False] * len(others)]
     loss, _ = in_chunks(rows, entries, tensors, learns, [] if out is None else [out])
     if out is not None:
         out *= factor

@@ -382,8 +382,8 @@ class _Options:
 
         _, mask, denominator, weights, _ = tensors
         student, teacher = dense_rows(tensors[0], tensors[-1])
-        given = student, teacher, mask, weights, denominator, upstream
-        return soft_targets(*given, self.reduction, *self.soft.per_row, needs[0])
+        arguments = student, teacher, mask, weights, denominator, upstream
+        return soft_targets(*arguments, self.reduction, *self.soft.per_row, needs[0])
 
 
 class _SoftTargets(torch.autograd.Function):
@@ -415,8 +415,8 @@ class _SoftTargets(torch.autograd.Function):
             if needs_grad:
                 factors = torch.ones(len(student), dtype=dtype, device=student.device) / divisor
                 factors = factors if weights is None else factors * weights
-            given = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
-            loss, *gradient = matched_soft_targets(*given, options.soft, options.runs_on)
+            arguments = student, teacher[0], mask, factors, list(teacher[1:]), options.unmatched
+            loss, *gradient = matched_soft_targets(*arguments, options.soft, options.runs_on)
             dstudent = gradient[0] if needs_grad else None
             loss = loss if weights is None else loss * weights
             loss = loss if ctx.by_rows else loss.sum() / divisor
@@ -478,10 +478,10 @@ class _TritonTopK(torch.autograd.Function):
         student, ids = dense_rows(student, ids)
         soft, needs_grad = options.soft, ctx.needs_input_grad[1]
         ctx.kernel_options = soft.tail, soft.temperature
-        given = student, ids, log_probs, mask, weights, denominator
+        arguments = student, ids, log_probs, mask, weights, denominator
         factors = soft.scale, soft.scale / soft.temperature, soft.coefficient
         row = soft.tail, soft.form, soft.temperature, *factors
-        loss, *saved = top_k_forward(*given, options.reduction, *row, needs_grad)
+        loss, *saved = top_k_forward(*arguments, options.reduction, *row, needs_grad)
         save_for_backward(ctx, student, ids, mask, *saved)
         return loss
 

@@ -1,6 +1,6 @@
 """Proof of `fastkd._core.plans` without a GPU; ``python -m tests.kernels.planned`` prints JSON.
 
-In a process of its own, without Triton's interpreter. `Pretended` is a GPU for tensors of the CPU,
+In a process of its own, without Triton's interpreter. `FakeGPU` is a GPU for tensors of the CPU,
 on which a launch is noted instead of executed: the kernel, the grid, the stream, and each
 parameter as bytes. An address is noted as the number of an input or of an allocation of the call,
 plus an offset, with a checksum of the memory there. Then the launch writes to the memory that the
@@ -63,7 +63,7 @@ def _hits() -> int:
     return sum(plan.program is not None for plan in MADE)
 
 
-class Pretended:
+class FakeGPU:
     """Triton's driver of a GPU that notes its launches."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Compiled:
 
     function = packed_metadata = None
 
-    def __init__(self, kernel: JITFunction, signature: Any, device: Pretended) -> None:
+    def __init__(self, kernel: JITFunction, signature: Any, device: FakeGPU) -> None:
         self.name, self.signature, self.device = kernel.__name__, signature, device
 
     def launch_metadata(self, *_: Any) -> None:
@@ -221,7 +221,7 @@ def tensors_in(x: Any) -> list[Tensor]:
     return [y for item in x for y in tensors_in(item)] if isinstance(x, (list, tuple)) else []
 
 
-def outcome(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
+def outcome(device: FakeGPU, subject: Subject, inputs: dict[str, Any]) -> Any:
     """What a call leaves: notes, loss and gradients, each as bytes and by its memory."""
     device.start(tensors_in(inputs))
     results = subject.results(inputs)
@@ -231,7 +231,7 @@ def outcome(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
     return notes, described
 
 
-def _described(device: Pretended, x: Tensor) -> Any:
+def _described(device: FakeGPU, x: Tensor) -> Any:
     values = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     memory, offset = device.place(x.data_ptr())
     return (
@@ -245,7 +245,7 @@ def _described(device: Pretended, x: Tensor) -> Any:
     )
 
 
-def as_written(device: Pretended, subject: Subject, inputs: dict[str, Any]) -> Any:
+def as_written(device: FakeGPU, subject: Subject, inputs: dict[str, Any]) -> Any:
     with mock.patch.object(plans, "ENABLED", False):
         return outcome(device, subject, inputs)
 
@@ -297,7 +297,7 @@ def _subject(call: calls.Call) -> Subject:
     return Subject(make, run)
 
 
-def compare_calls(device: Pretended, every: int) -> dict[str, Any]:
+def compare_calls(device: FakeGPU, every: int) -> dict[str, Any]:
     """Calls whose parameters, loss or gradients differ with a plan, at two sets of addresses."""
     wrong, refused, count = [], [], 0
     for name, subject in subjects(every):
@@ -388,7 +388,7 @@ def changed_calls() -> dict[str, Callable[[], Any]]:
     }
 
 
-def hits(device: Pretended) -> list[str]:
+def hits(device: FakeGPU) -> list[str]:
     """Changed calls that hit the plan of another one; each hits its own."""
     clear()
     made, wrong = changed_calls(), []
@@ -513,7 +513,7 @@ class Sequence:
         return Subject(dict, run, no_grad), inputs, name
 
 
-def differs(device: Pretended, seed: int, among: tuple[str, ...] = KINDS) -> str | None:
+def differs(device: FakeGPU, seed: int, among: tuple[str, ...] = KINDS) -> str | None:
     """What a sequence does otherwise with plans, if anything."""
     sequence, length = Sequence(seed, among), 10
     for number in range(length):
@@ -525,13 +525,13 @@ def differs(device: Pretended, seed: int, among: tuple[str, ...] = KINDS) -> str
     return None
 
 
-def sequences(device: Pretended, numbers: range) -> list[str]:
+def sequences(device: FakeGPU, numbers: range) -> list[str]:
     clear()
     found = [differs(device, seed) for seed in numbers]
     return [x for x in found if x]
 
 
-def threads(device: Pretended, numbers: range) -> list[str]:
+def threads(device: FakeGPU, numbers: range) -> list[str]:
     """The same in four threads, which share plans. Plans stay on: their switch is global."""
     clear()
     expected = {}
@@ -554,7 +554,7 @@ def threads(device: Pretended, numbers: range) -> list[str]:
     return wrong
 
 
-def _all_outcomes(device: Pretended, seed: int) -> Any:
+def _all_outcomes(device: FakeGPU, seed: int) -> Any:
     subject, inputs, _ = _one_of(seed)
     return [outcome(device, subject, inputs)[0] for _ in range(3)]
 
@@ -593,7 +593,7 @@ def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
     return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
-def planted(device: Pretended, numbers: range) -> dict[str, int]:
+def planted(device: FakeGPU, numbers: range) -> dict[str, int]:
     """Number of sequences that find a fault of the key."""
     describe = plans._describe
 
@@ -624,7 +624,7 @@ def planted(device: Pretended, numbers: range) -> dict[str, int]:
     return found
 
 
-def _fails(device: Pretended, seed: int, among: tuple[str, ...]) -> bool:
+def _fails(device: FakeGPU, seed: int, among: tuple[str, ...]) -> bool:
     try:
         return differs(device, seed, among) is not None
     except Exception:  # a wrong plan may raise, too
@@ -634,7 +634,7 @@ def _fails(device: Pretended, seed: int, among: tuple[str, ...]) -> bool:
 # --- Behaviour -----------------------------------------------------------------------------------
 
 
-def behaviours(device: Pretended) -> list[str]:
+def behaviours(device: FakeGPU) -> list[str]:
     """What a planned call does otherwise than the call as written, besides computing."""
     found = []
     for name, check in CHECKS.items():
@@ -924,7 +924,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     numerics_modules = _readers()
     assert numerics in numerics_modules
-    device = Pretended()
+    device = FakeGPU()
     with device.running():
         report = {
             "hits": hits(device),

@@ -11,9 +11,9 @@ inline int64_t pad(W* z, int64_t n) {
 
 // A row's unmatched tokens: their weights e^{z/τ}, each block relative to its own base.
 template <typename W>
-class Rest {
+class UnmatchedTokens {
  public:
-  Rest(int64_t size, int64_t tokens, double slope)
+  UnmatchedTokens(int64_t size, int64_t tokens, double slope)
       : size_(size), slope_(slope), by_(slope), weights_(new W[size + kPadding]),
         parts_((tokens + kBlock - 1) / kBlock), ends_(parts_.size()) {}
 
@@ -80,7 +80,7 @@ template <typename W>
 class SortedDistance {
  public:
   // Returns the distance of probabilities, which replace the weights, with sums p_s and p_t.
-  double fill(Rest<W>& student, double p_s, Rest<W>& teacher, double p_t) {
+  double fill(UnmatchedTokens<W>& student, double p_s, UnmatchedTokens<W>& teacher, double p_t) {
     mean_ = 0, met_s_.clear(), met_t_.clear(), meetings_.clear();
     if (std::isnan(p_s + p_t)) return p_s + p_t;
     student.normalise(p_s), teacher.normalise(p_t);
@@ -100,7 +100,7 @@ class SortedDistance {
   double mean() const { return mean_; }
 
   // Replaces the student's p_u by p_u·(gradient + weight·σ_u).
-  void differentiate(Rest<W>& student, double gradient, double weight) {
+  void differentiate(UnmatchedTokens<W>& student, double gradient, double weight) {
     W* p = student.weights();
     FASTKD_CALL(multiply_by_sign, p, student.size(), W(gradient), W(weight), bins_, signs_.data());
     for (const Met& met : met_s_) {
@@ -127,7 +127,7 @@ class SortedDistance {
 
   // Sets the signs of bins, and `meetings_`. Returns how many entries these hold. The bins' counts
   // become their places in ``met_s_`` and ``met_t_``.
-  int64_t find_signs(Rest<W>& student, Rest<W>& teacher) {
+  int64_t find_signs(UnmatchedTokens<W>& student, UnmatchedTokens<W>& teacher) {
     const int size = bins_.size;
     counts_.assign(4 * size, 0), signs_.resize(size), meetings_.clear();
     int32_t *of_s = counts_.data(), *of_t = of_s + 2 * size;
@@ -152,7 +152,7 @@ class SortedDistance {
     return met_s + met_t;
   }
 
-  void count(Rest<W>& rest, int32_t* counts) const {
+  void count(UnmatchedTokens<W>& rest, int32_t* counts) const {
     for (int64_t start = 0; start < rest.size(); start += kBlock) {
       const int64_t n = std::min(kBlock, rest.size() - start);
       FASTKD_CALL(count_by_bins, rest.weights() + start, n, bins_, counts);
@@ -160,7 +160,7 @@ class SortedDistance {
   }
 
   // Σ σ p of the entries whose bin has a sign. Stores all others in ``met``, at their bin's place.
-  double signed_sum(Rest<W>& rest, int32_t* places, std::vector<Met>& met) {
+  double signed_sum(UnmatchedTokens<W>& rest, int32_t* places, std::vector<Met>& met) {
     double sum = 0;
     int32_t found[kBlock];
     for (int64_t start = 0; start < rest.size(); start += kBlock) {
@@ -355,7 +355,7 @@ class MatchedWork {
   const std::vector<int64_t> outcomes_;
   Work<W> work_;
   const std::unique_ptr<W[]> weights_;  // of the student's outcomes
-  Rest<W> rest_s_, rest_t_;
+  UnmatchedTokens<W> rest_s_, rest_t_;
   std::unique_ptr<SortedDistance<W>> distance_;
   W student_[kBlock + kPadding], teacher_[kBlock + kPadding], copy_[kBlock];  // of a block
   alignas(W) char picked_[2][(kBlock + kPadding) * sizeof(W)];  // the teacher's own numbers

@@ -123,21 +123,21 @@ const int64_t* places_of(const std::optional<Tensor>& x, const char* name, int64
   return data<const int64_t>(holder);
 }
 
-// What all three operators have: logits (R, V), and the divergence.
+// Arguments shared by the three operators: logits (R, V), and the divergence.
 SoftTargets divergence_from(const Tensor& student, const std::string& divergence,
                             double temperature, double scale, double coefficient) {
   check(student, "student", check_floating(student, "student"), {kAnySize, kAnySize});
-  SoftTargets of{};
-  of.student = rows_of(student), of.divergence = divergence_of(divergence);
-  of.coefficient = coefficient, of.slope = 1 / temperature, of.scale = scale;
-  return of;
+  SoftTargets targets{};
+  targets.student = rows_of(student), targets.divergence = divergence_of(divergence);
+  targets.coefficient = coefficient, targets.slope = 1 / temperature, targets.scale = scale;
+  return targets;
 }
 
 // Losses (R,), 0 where the mask is false, or Σ weight·loss / divisor: the denominator, for
 // "batchmean" without one the number of real rows, else 1. The gradient of that sum is stored in
 // ``gradient`` (R, V), which may be the student's logits. Weights (R,) are finite where the mask is
 // false, and 1 if they are missing.
-Tensor losses_of(SoftTargets of, const Tensor& student, const std::optional<Tensor>& gradient,
+Tensor losses_of(SoftTargets targets, const Tensor& student, const std::optional<Tensor>& gradient,
                  const Mask& mask, const std::optional<Tensor>& weights,
                  const std::string& reduction, const std::optional<Tensor>& denominator) {
   const int64_t R = student.size(0), V = student.size(1);
@@ -146,7 +146,7 @@ Tensor losses_of(SoftTargets of, const Tensor& student, const std::optional<Tens
   check_numbers(denominator, "denominator");
   if (gradient) {
     check(*gradient, "gradient", working_type(student), {R, V}, Strides::kWritten);
-    of.gradient = rows_of(*gradient);
+    targets.gradient = rows_of(*gradient);
   }
   Tensor holder;
   const bool* real = bytes_of(mask, holder);
@@ -161,7 +161,7 @@ Tensor losses_of(SoftTargets of, const Tensor& student, const std::optional<Tens
   const int64_t step = weights ? 1 : 0;
   const Rows of_rows{reinterpret_cast<char*>(factors.data()), step, 1, Type::kDouble};
   each_row(R, 3 * V * student.element_size(), [&](int64_t begin, int64_t end) {
-    of.fill(begin, end, real, of_rows, losses.data());
+    targets.fill(begin, end, real, of_rows, losses.data());
   });
   if (reduction == "none") return vector_of(losses, student);
   for (int64_t i = 0; i < R; ++i) losses[i] *= factors[i * step];
@@ -179,22 +179,22 @@ Tensor soft_targets(const Tensor& student, const Tensor& teacher,
                     const std::optional<Tensor>& log_mass,
                     const std::optional<Tensor>& teacher_rows,
                     const std::optional<Tensor>& labels, const std::optional<Tensor>& terms) {
-  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  SoftTargets targets = divergence_from(student, divergence, temperature, scale, coefficient);
   const int64_t R = student.size(0), V = student.size(1);
   check(teacher, "teacher", student.scalar_type(), {teacher_rows ? kAnySize : R, V});
   check_numbers(log_mass, "log_mass", R);
   Tensor rows, classes;
-  of.teacher = rows_of(teacher);
-  of.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
-  of.labels = places_of(labels, "labels", R, V, classes);
-  if (log_mass) of.log_masses = numbers_of(*log_mass);
+  targets.teacher = rows_of(teacher);
+  targets.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
+  targets.labels = places_of(labels, "labels", R, V, classes);
+  if (log_mass) targets.log_masses = numbers_of(*log_mass);
   std::vector<double> numbers;
   if (terms) {
     check(*terms, "terms", working_type(student), {kTerms, R}, Strides::kWritten);
     numbers.resize(R * kTerms);
-    of.terms = numbers.data();
+    targets.terms = numbers.data();
   }
-  const Tensor losses = losses_of(of, student, gradient, mask, weights, reduction, denominator);
+  const Tensor losses = losses_of(targets, student, gradient, mask, weights, reduction, denominator);
   for (int k = 0; terms && k < kTerms; ++k) {
     const Rows term = numbers_of(torch::stable::select(*terms, 0, k));
     for (int64_t i = 0; i < R; ++i) term.put(i, numbers[i * kTerms + k]);
@@ -209,13 +209,14 @@ Tensor top_k_soft_targets(const Tensor& student, const Tensor& ids, const Tensor
                           const std::string& divergence, double temperature, double scale,
                           double coefficient, const std::string& reduction,
                           const std::optional<Tensor>& denominator) {
-  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  SoftTargets targets = divergence_from(student, divergence, temperature, scale, coefficient);
   const int64_t R = student.size(0), V = student.size(1);
   check(log_probs, "log_probs", check_floating(log_probs, "log_probs"), {R, kAnySize});
   check(ids, "ids", ScalarType::Long, {R, log_probs.size(1)}, Strides::kAny);
   const Tensor tokens = checked_ids(ids, V);
-  of.teacher = rows_of(log_probs), of.ids = data<const int64_t>(tokens), of.bucket = bucket;
-  return losses_of(of, student, gradient, mask, weights, reduction, denominator);
+  targets.teacher = rows_of(log_probs), targets.bucket = bucket;
+  targets.ids = data<const int64_t>(tokens);
+  return losses_of(targets, student, gradient, mask, weights, reduction, denominator);
 }
 
 // Losses with a teacher of another vocabulary, see `match_of`: logits (R, V'), or (T, V') of which
@@ -227,14 +228,14 @@ Tensor matched_soft_targets(const Tensor& student, const Tensor& teacher, const 
                             double coefficient, const std::string& reduction,
                             const std::optional<Tensor>& denominator,
                             const std::optional<Tensor>& teacher_rows) {
-  SoftTargets of = divergence_from(student, divergence, temperature, scale, coefficient);
+  SoftTargets targets = divergence_from(student, divergence, temperature, scale, coefficient);
   const int64_t R = student.size(0), V = student.size(1);
   check(teacher, "teacher", student.scalar_type(), {teacher_rows ? kAnySize : R, kAnySize});
   const Match match = match_of(teacher_of, V, teacher.size(1), unmatched);
   Tensor rows;
-  of.teacher = rows_of(teacher), of.match = &match;
-  of.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
-  return losses_of(of, student, gradient, mask, weights, reduction, denominator);
+  targets.teacher = rows_of(teacher), targets.match = &match;
+  targets.teacher_rows = places_of(teacher_rows, "teacher_rows", R, teacher.size(0), rows);
+  return losses_of(targets, student, gradient, mask, weights, reduction, denominator);
 }
 
 // log Σ exp(z/τ) (R,) of logits (R, V).
