@@ -186,7 +186,7 @@ def _content(settings: StudySettings) -> tuple[dict[str, Any], Path]:
     path = path_of(settings.spec)
     found: dict[str, Any] = {"select": "none"} if path is None else {**read_options_file(path)}
     for name in ("seeds", "seconds"):
-        if (value := getattr(settings, name)) is not None:
+        if (value := vars(settings)[name]) is not None:
             found[name] = value
     if settings.seconds is not None and settings.steps is None:
         found.pop("steps", None)
@@ -399,7 +399,7 @@ def _tasks(found: Any, settings: StudySettings, folder: Path) -> dict[str, dict[
         if name not in GLUE_TASKS:
             raise InputError(f"tasks.glue: {name!r}; {nearest(name, GLUE_TASKS)}")
     tables = {**{name: {} for name in names}, **tables}
-    columns = {k: v for k in _COLUMNS if (v := getattr(settings, k))}
+    columns = {k: v for k in _COLUMNS if (v := vars(settings)[k])}
     if columns and not settings.tasks:
         raise InputError(
             f"{set_flags(settings, *columns)[0]}: applies to --tasks NAME=FILES only; write "
