@@ -92,6 +92,22 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("backend", backends)
 
 
+@pytest.fixture
+def loss(request):
+    """The loss of a parameter of `tests.support.every`."""
+    from tests.support import every  # it imports every loss
+
+    return every.made(*request.param)
+
+
+@pytest.fixture
+def wanted(request):
+    """The loss's value and gradient of the usual features."""
+    from tests.support import every
+
+    return every.usual(*request.node.callspec.params["loss"])
+
+
 def _left_out(item) -> bool:
     """Whether the kernels don't support the call that the test's parameters describe."""
     if not hasattr(item, "callspec"):

@@ -2,10 +2,10 @@
 
     python -m tests.fuzz --seconds 600          # as `make fuzz`; --only knn --seed 7: from there on
 
-Each case is drawn from its seed alone: sizes 0, 1, primes and powers of two, all dtypes, both
-backends, masks with NaN behind them, strided and repeated features, huge, tiny, constant and
-nearly parallel ones, autocast. Value and every gradient are compared in float64. `USES` are made of
-every loss: under torch.compile with changing sizes, with a gradient that overflows.
+Each case is drawn from its seed alone (`tests.support.draw`): sizes, dtypes, backends, masks with
+NaN behind them, layouts, options set at construction or later, autocast. Value and every gradient
+are compared in float64, the gradient taken in one of `WAYS`. `USES` are made of every loss: under
+torch.compile with changing sizes, with a gradient that overflows.
 
 An error is allowed up to the table of `tools/tolerance.py`, relative to the larger of the
 value and of the terms it is made of, plus ten times what rounding the inputs once would change.
@@ -13,6 +13,8 @@ value and of the terms it is made of, plus ten times what rounding the inputs on
 
 import argparse
 import contextlib
+import functools
+import inspect
 import itertools
 import os
 import time
@@ -22,6 +24,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fastkd._core.registry import LOSSES
 from tests.losses import FILES, subjects
@@ -31,6 +34,12 @@ from tests.support.draw import Case, Draw, poisoned
 from tests.support.subject import D_S, D_T, Subject
 
 MAGNIFIED = 16  # so that rounding errors of float64 are measurable in float64
+# How a gradient is taken: in one backward pass, from a retained graph after the receiver of the
+# first gradient overwrote it, as one of a batch, in a recomputed forward pass, of views.
+WAYS = ("once", "once", "retained", "batched", "checkpoint", "views")
+# Calls that failed once: name, backend and seed. Every run begins with them. A seed draws the same
+# call only as long as the generator stays, so the fault's own test goes to the loss's rows.
+FOUND: tuple[tuple[str, str, int], ...] = ()
 
 
 def compiled(draw: Draw) -> str | None:
@@ -89,8 +98,11 @@ CPP -= {"cayley", "projection"}
 
 
 def backends(name: str) -> tuple[str, ...]:
+    """Backends of a function; those that `Draw.function` calls have a reference too."""
     triton = () if name in TORCH_ONLY else ("triton",)
-    return ("torch", *triton, *(("cpp",) if name in CPP | set(USES) else ()))
+    reference = ("reference",) if "draw.function(" in inspect.getsource(FUNCTIONS[name]) else ()
+    cpp = ("cpp",) if name in CPP | set(USES) else ()
+    return ("torch", *triton, *cpp, *reference)
 
 
 def failure(name: str, backend: str, seed: int) -> str | None:
@@ -100,6 +112,23 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     case = FUNCTIONS[name](draw)
     if not isinstance(case, Case):
         return case
+    found = _wrong(case, draw)
+    return f"{found}\n{described(case)}" if found else None
+
+
+def described(case: Case) -> str:
+    """The call's tensors and options."""
+    shown = {n: x for n, x in (case.learning | case.given | case.options).items() if x is not None}
+    tensors = (
+        f"{n} {tuple(x.shape)} {x.dtype} {x.stride()}" if isinstance(x, Tensor) else f"{n}={x!r}"
+        for n, x in shown.items()
+    )
+    module = "" if case.module is None else f"{case.module!r}: "
+    return f"  {module}{', '.join(tensors)}"
+
+
+def _wrong(case: Case, draw: Draw) -> str | None:
+    """What is wrong with the call's value or gradients."""
     parameters = dict(case.module.named_parameters()) if case.module is not None else {}
     dtypes = {n: x.dtype for n, x in (case.learning | parameters | case.given).items()}
 
@@ -108,34 +137,40 @@ def failure(name: str, backend: str, seed: int) -> str | None:
     expected, expected_grads = _evaluate(case.oracle, exact, learning, None)
     working = torch.float64 if torch.float64 in dtypes.values() else torch.float32
     wanted = dtypes[case.like] if case.like else working
-    upstream = torch.randn(expected.shape, generator=draw.generator, dtype=torch.float64)
+    upstream = draw.normal(*expected.shape)
+    if draw.dtype == torch.float16:  # a loss scale
+        upstream = upstream * draw.pick([1.0, 1024.0])
     upstream = upstream.to(wanted).double()  # the upstream gradient
     expected, expected_grads = _evaluate(case.oracle, exact, learning, upstream)
 
     features = case.learning | case.given
     masked = case.masked or features
+    poison = None if draw.backend == "reference" else case.mask
     actual_inputs = {
-        n: poisoned(x, case.mask) if n in masked else x.detach() for n, x in features.items()
+        n: poisoned(x, poison) if n in masked else x.detach() for n, x in features.items()
     }
     leaves = {n: actual_inputs[n].requires_grad_() for n in case.learning}
+    way = "once" if draw.backend == "reference" else draw.pick(WAYS)
+    passed = actual_inputs | leaves | case.options
+    if way == "views":
+        passed |= {n: x.view_as(x) for n, x in leaves.items()}
     context = torch.autocast("cpu", torch.bfloat16) if case.autocast else contextlib.nullcontext()
     with context:
-        actual = case.call(**(actual_inputs | leaves), **case.options)
+        if way == "checkpoint":
+            actual = checkpoint(case.call, use_reentrant=False, **passed)
+        else:
+            actual = case.call(**passed)
     if actual.dtype != wanted:
         return f"the result is {actual.dtype}, not {wanted}"
     if actual.shape != expected.shape:
         return f"the result has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-    gradients = torch.autograd.grad(
-        actual,
-        [*leaves.values(), *parameters.values()],
-        upstream.to(actual.dtype),
-        allow_unused=True,
-    )
+    inputs = [*leaves.values(), *parameters.values()]
+    gradients = _gradients(actual, inputs, upstream.to(actual.dtype), way)
 
     noise = _sensitivity(case, exact, learning, upstream, working, draw.generator)
     scales = [case.scale, *_gradient_scales(case, exact, learning, upstream, draw)]
     named = zip(
-        ["the result", *(f"the gradient of {n}" for n in learning)],
+        ["the result", *(f"the gradient of {n} ({way})" for n in learning)],
         [actual, *gradients],
         [expected, *expected_grads],
         scales,
@@ -153,6 +188,21 @@ def failure(name: str, backend: str, seed: int) -> str | None:
         if found:
             return f"{what}: {found}"
     return None
+
+
+def _gradients(
+    value: Tensor, inputs: list[Tensor], upstream: Tensor, way: str
+) -> list[Tensor | None]:
+    """Gradients of the inputs, taken in one of `WAYS`."""
+    grad = functools.partial(torch.autograd.grad, value, inputs, allow_unused=True)
+    if way == "batched":
+        batch = torch.stack([upstream * 2, upstream])
+        return [None if g is None else g[1] for g in grad(batch, is_grads_batched=True)]
+    if way == "retained":
+        for g in grad(upstream, retain_graph=True):
+            if g is not None:
+                g.fill_(torch.nan)
+    return list(grad(upstream))
 
 
 def _unsure(x: Tensor, rows: Tensor) -> Tensor:
@@ -277,6 +327,12 @@ def checked(name: str, backend: str, seed: int) -> str | None:
         return traceback.format_exc(limit=-3)
 
 
+def pasted(name: str, backend: str, seed: int) -> str:
+    """A command that makes the call again."""
+    call = f"print(__import__('tests.fuzz').fuzz.failure({name!r}, {backend!r}, {seed}))"
+    return f'TRITON_INTERPRET=1 python -c "{call}"'
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -293,7 +349,7 @@ def main() -> None:
         found = checked(name, backend, seed)
         if found:
             failures += 1
-            print(f"--only {name} --seed {seed} ({backend}): {found}", flush=True)
+            print(pasted(name, backend, seed), found, sep="\n", flush=True)
     print(f"{count} cases, {failures} failures")
     raise SystemExit(failures > 0)
 

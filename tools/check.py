@@ -49,13 +49,13 @@ COMPILES = "compiles or compiled or dynamic_graph or tensor_twice or one_graph o
 PROCESSES = "ddp or process or sharded or parallel or split_steps"
 
 
-def copy_source(place: Path) -> None:
+def copy_source(place: Path, root: Path = ROOT) -> None:
     """Copy the files that git tracks or does not ignore; symbolic links stay links."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
-    for name in subprocess.check_output(command, cwd=ROOT, text=True).splitlines():
-        if (ROOT / name).exists():
+    for name in subprocess.check_output(command, cwd=root, text=True).splitlines():
+        if (root / name).exists():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, place / name, follow_symlinks=False)
+            shutil.copy(root / name, place / name, follow_symlinks=False)
 
 
 def main() -> None:

@@ -1,73 +1,112 @@
-"""COS-NCE: `cos_nce`, the oracle; `RANDOM` calls against it; `subjects` that keep every promise."""
+"""COS-NCE: `cos_nce`, the oracle, and the tables of `tests/losses/__init__.py`."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm, module_case, projected_slopes, reduced
-from tests.support.subject import D_S, D_T, Subject, labels, of_module
+from tests.support.draw import (
+    BATCH,
+    LENGTH,
+    WIDTH,
+    Case,
+    Draw,
+    by_norm,
+    module_case,
+    projected_slopes,
+    reduced,
+)
+from tests.support.subject import D_S, D_T, Subject, function_of, labels, of_module
 
 
-def cos_nce(student, teacher, negatives, labels, mask) -> tuple[Tensor, Tensor]:
+def cos_nce(
+    student, teacher, negatives, labels, mask, negatives_mask=None, negatives_labels=None
+) -> tuple[Tensor, Tensor]:
     """LRC-BERT, eqs. 1-2, at every position (B, P), and a mask of positions with a negative."""
     B, P, _ = student.shape
     losses, compared = student.sum(-1) * 0, torch.zeros(B, P, dtype=torch.bool)
     rows = []
     for i, p in itertools.product(range(B), range(P)):
-        if negatives is not None:
-            others = list((negatives if negatives.dim() == 3 else negatives[i])[:, p])
+        if negatives is None:
+            real, given = mask[:, p].clone(), labels
+            real[i] = False  # a sample is never its own negative
+            bank = teacher[:, p]
         else:
-            others = [
-                teacher[j, p]
-                for j in range(B)
-                if mask[j, p] and (j != i if labels is None else labels[j] != labels[i])
-            ]
-        compared[i, p] = bool(mask[i, p]) and len(others) > 0
+            bank, real, given = (
+                x if x is None or not each else x[i]
+                for x, each in (
+                    (negatives, negatives.dim() == 4),
+                    (negatives_mask, negatives.dim() == 4),
+                    (negatives_labels, negatives.dim() == 4),
+                )
+            )
+            bank = bank[:, p]
+            real = torch.ones(len(bank), dtype=torch.bool) if real is None else real[:, p]
+        if labels is not None:
+            real = real & torch.tensor([x != labels[i] for x in given.tolist()]).bool()
+        compared[i, p] = bool(mask[i, p]) and bool(real.any())
         if compared[i, p]:
             z = student[i, p]
             positive = 1 - oracles.cosine(teacher[i, p], z)
-            terms = [2 - ((1 - oracles.cosine(n, z)) - positive) for n in others]
-            rows.append((i, p, sum(terms) / (2 * len(others)) + positive))
+            g = 1 - oracles.cosine(bank[real], z)
+            rows.append((i, p, (2 - (g - positive)).sum() / (2 * len(g)) + positive))
     for i, p, value in rows:
         losses = losses.index_put((torch.tensor(i), torch.tensor(p)), value)
     return losses, compared
 
 
+def bank_of(draw: Draw, B: int, P: int, D: int, wide: tuple[float, ...]) -> tuple[dict, dict]:
+    """Negatives, shared by all samples or each sample's own, and their masks and labels."""
+    K = draw.size(zero=True)
+    lead = draw.pick([(K,), (B, K)])
+    tensors = {"negatives": draw.features(*lead, P, D, scales=wide)}
+    rest: dict[str, Any] = {}
+    if draw.chance(0.5):
+        rest["negatives_mask"] = draw.mask(*lead, P)
+    if draw.chance(0.5):
+        rest["negatives_labels"] = torch.randint(0, 4, lead, generator=draw.generator)
+    return tensors, rest
+
+
 def random_cos_nce(draw: Draw) -> Case:
-    B, P, D, K = draw.size(zero=True), draw.size(), draw.size(), draw.size()
+    B, P, D = draw.sizes(BATCH, LENGTH, WIDTH, zero=True)
     reduction = draw.pick(["mean", "sum", "none"])
-    kind = draw.pick(["batch", "labels", "shared", "each"])
-    wide = (1e-18, 1e15) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
+    wide = (1e-18, 1e15, 1.0) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
     mask = draw.mask(B, P)
-    labels = draw.labels(B) if kind == "labels" else None
-    weights, factors = draw.weights(mask)
-    given = {"teacher": draw.features(B, P, D, scales=wide)}
-    if kind in ("shared", "each"):
-        lead = (B, K) if kind == "each" else (K,)
-        given["negatives"] = draw.features(*lead, P, D, scales=wide)
+    labels = draw.labels(B) if draw.chance(0.5) else None
+    banked, rest = bank_of(draw, B, P, D, wide) if draw.chance(0.5) else ({}, {})
+    if banked and (labels is None) != ("negatives_labels" not in rest):
+        labels = None if "negatives_labels" not in rest else draw.labels(B)
+    if labels is not None and draw.chance(0.2):  # a sample without a label is unlike all others
+        labels = torch.where(draw.uniform(B) < 0.5, labels.double(), torch.nan)
+    given = {"teacher": draw.features(B, P, D, scales=wide)} | banked
+    student = draw.features(B, P, D, scales=wide)
+    flat = {n: x.double() for n, x in given.items()}
+    bank = flat.get("negatives")
+    _, compared = cos_nce(student.double(), flat["teacher"], bank, labels, mask, **rest)
+    weights, factors = draw.weights(compared)
+    loss = draw.function("cos_nce_loss")
 
     def oracle(student: Tensor, teacher: Tensor, negatives: Tensor | None = None) -> Tensor:
-        losses, compared = cos_nce(student, teacher, negatives, labels, mask)
+        losses, _ = cos_nce(student, teacher, negatives, labels, mask, **rest)
         return reduced(losses * factors, compared, reduction)
 
+    def call(student: Tensor, teacher: Tensor, mask, negatives: Tensor | None = None) -> Tensor:
+        if "negatives_mask" in rest and draw.backend != "reference":
+            negatives = negatives.masked_fill(~rest["negatives_mask"][..., None], torch.nan)
+        options = {"mask": mask, "weights": weights, "reduction": reduction, **rest}
+        return loss(student, teacher, labels=labels, negatives=negatives, **options)
+
     return Case(
-        lambda student, teacher, mask, negatives=None: fastkd.cos_nce_loss(
-            student,
-            teacher,
-            negatives=negatives,
-            labels=labels,
-            mask=mask,
-            weights=weights,
-            reduction=reduction,
-            backend=draw.backend,
-        ),
+        call,
         oracle,
-        {"student": draw.features(B, P, D, scales=wide)},
+        {"student": student},
         given,
         {"mask": draw.mask_argument(mask)},
         scale=2.0 * factors.abs().max().item() if factors.numel() else 2.0,
@@ -78,11 +117,12 @@ def random_cos_nce(draw: Draw) -> Case:
 
 
 def random_cos_nce_module(draw: Draw) -> Case:
-    B, N, D_s, D_t = (draw.size() for _ in range(4))
-    pool = draw.pick(["tokens", "cls", "mean"])
-    module = fastkd.CosNCELoss(D_s, D_t, pool=pool, backend=draw.backend)
-    mask = draw.mask(B, N)
-
+    B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH)
+    pool, reduction = draw.pick(["tokens", "cls", "mean"]), draw.pick(["mean", "sum"])
+    module = draw.module(
+        functools.partial(fastkd.CosNCELoss, D_s, D_t), pool=pool, reduction=reduction
+    )
+    mask, labels = draw.mask(B, N), draw.labels(B) if draw.chance(0.5) else None
     real = mask if pool == "tokens" else mask.any(1, keepdim=True)
 
     def compared(x: Tensor) -> Tensor:
@@ -90,17 +130,65 @@ def random_cos_nce_module(draw: Draw) -> Case:
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
         projected = compared(student) @ parameters["W.weight"].mT
-        return reduced(*cos_nce(projected, compared(teacher), None, None, real), "mean")
+        return reduced(*cos_nce(projected, compared(teacher), None, labels, real), reduction)
 
     def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
         size, _ = projected_slopes(compared(student)[real], inputs["W.weight"])
-        return {"W.weight": size}
+        return {"W.weight": size * (int(real.sum()) if reduction == "sum" else 1)}
 
-    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    case = module_case(
+        draw, module, oracle, (B, N, D_s, D_t), mask,
+        scale=float(max(int(real.sum()), 1)) if reduction == "sum" else 1.0, labels=labels,
+    )  # fmt: skip
     return dataclasses.replace(case, parameter_slopes=slopes)
 
 
-RANDOM = {"cos_nce": random_cos_nce, "cos_nce_module": random_cos_nce_module}
+def random_layers(draw: Draw) -> Case:
+    """Lists of layers, and their negatives."""
+    B, N, D_s, D_t = (draw.size() for _ in range(4))
+    layers, banked = draw.pick([2, 3]), draw.chance(0.5)
+    module, mask = draw.module(functools.partial(fastkd.CosNCELoss, D_s, D_t)), draw.mask(B, N)
+    if draw.dtype == torch.float64:
+        module.double()
+    students = {f"s{i}": draw.features(B, N, D_s) for i in range(layers)}
+    teachers = {f"t{i}": draw.features(B, N, D_t) for i in range(layers)}
+    banks = {f"n{i}": draw.features(4, N, D_t) for i in range(layers) if banked}
+
+    def call(mask: Tensor | None, **x: Tensor) -> Tensor:
+        negatives = [x[n] for n in banks] if banked else None
+        sides = [x[n] for n in students], [x[n] for n in teachers]
+        return module(*sides, mask, negatives=negatives)
+
+    def oracle(**x: Tensor) -> Tensor:
+        losses = []
+        for i in range(layers):
+            projected, bank = x[f"s{i}"] @ x["W.weight"].mT, x.get(f"n{i}")
+            losses.append(reduced(*cos_nce(projected, x[f"t{i}"], bank, None, mask), "mean"))
+        return torch.stack(losses).mean()
+
+    def slopes(**x: Tensor) -> dict[str, float]:
+        rows = torch.cat([x[n][mask] for n in students])
+        return {"W.weight": projected_slopes(rows, x["W.weight"])[0]}
+
+    return Case(
+        call,
+        oracle,
+        students,
+        teachers | banks,
+        {"mask": draw.mask_argument(mask)},
+        module=module,
+        mask=mask,
+        masked=(*students, *teachers),
+        slope=by_norm,
+        parameter_slopes=slopes,
+    )
+
+
+RANDOM = {
+    "cos_nce": random_cos_nce,
+    "cos_nce_module": random_cos_nce_module,
+    "cos_nce_layers": random_layers,
+}
 
 
 def subjects(backend: str) -> Iterator[Subject]:
@@ -118,3 +206,129 @@ def subjects(backend: str) -> Iterator[Subject]:
         yield of_module(
             f"CosNCELoss {pool}", fastkd.CosNCELoss(D_S, D_T, pool=pool, backend=backend)
         )
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("cos_nce_loss", backend)
+    pair = torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    # Sample 0: g(n, z) = 1, g(t, z) = 0, so (2 - 1)/2 + 0. Sample 1: g(n, z) = 0.4,
+    # g(t, z) = 0.2, so (2 - 0.2)/2 + 0.2.
+    yield "none", loss(*pair, reduction="none"), [0.5, 1.1]
+    yield "mean", loss(*pair), 0.8
+    yield "sum", loss(*pair, reduction="sum"), 1.6
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = function_of("cos_nce_loss", backend)
+    x, y = torch.randn(2, 4, 3, 6)
+    constant = torch.full((4, 3, 8), 0.1)
+    yield "constant", lambda s: loss(s, constant), constant, 1.0, 0.0, 1e-5  # 2 + 1/2 - 3/2
+    # The cosine of a vector without entries is 0, as that of a zero vector.
+    yield "zeros", lambda s: loss(s, y), 0 * x, 2.0, 0.0
+    yield "zero teacher", lambda s: loss(s, 0 * y), x, 2.0, 0.0
+    yield "no features", lambda s: loss(s, y[..., :0]), x[..., :0], 2.0, 0.0
+    for name, options in (
+        ("one sample", {}),
+        ("one label", {"labels": torch.full((4,), 2)}),
+        ("an empty bank", {"negatives": torch.empty(0, 3, 6)}),
+        ("an empty bank of each", {"negatives": torch.empty(4, 0, 3, 6)}),
+    ):
+        rows = x[:1] if name == "one sample" else x
+        call = functools.partial(loss, teacher=y[: len(rows)], **options)
+        yield f"no negatives: {name}", call, rows, 0.0, 0.0, 0.0
+    # One sample of another label: its sum must not be a difference of two large ones.
+    many, labels = (
+        torch.randn(65, 1, 16) + 1,
+        torch.zeros(65).long().index_fill(0, torch.tensor([40]), 1),
+    )
+    each = (2 - (1 - torch.cosine_similarity(many[40, 0], many[:, 0], dim=-1))) / 2
+    others = torch.where(labels == 0, each, loss(many, many, labels=labels, reduction="none")[:, 0])
+    call = functools.partial(loss, teacher=many, labels=labels, reduction="none")
+    yield "few negatives", call, many, others[:, None], None
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    loss = function_of("cos_nce_loss", backend)
+    x, y = torch.randn(2, 7, 3, 5)
+    labels, mask, order = torch.randint(0, 3, (7,)), torch.rand(7, 3) > 0.3, torch.randperm(7)
+    options = {"labels": labels, "mask": mask, "reduction": "none"}
+    plain = loss(x, y, **options)
+    rotation = torch.linalg.qr(torch.randn(5, 5)).Q
+    moved = {"labels": labels[order], "mask": mask[order], "reduction": "none"}
+    found = loss(3 * x[order] @ rotation, 0.5 * y[order] @ rotation, **moved)
+    yield "order, scale and rotation", found, plain[order]
+    bank = {"negatives": y, "negatives_mask": mask, "negatives_labels": labels}
+    yield "the batch as a bank", loss(x, y, **options, **bank), plain
+    each = {name: z.expand(7, *z.shape) for name, z in bank.items()}
+    yield "the batch as each one's bank", loss(x, y, **options, **each), plain
+    large = {
+        "labels": torch.arange(7) + 2**24, "negatives": y,
+        "negatives_labels": torch.tensor([2.0**24 + 2] * 6 + [2.0**25]),
+    }  # fmt: skip
+    small = large | {
+        "labels": torch.arange(7), "negatives_labels": torch.tensor([2] * 6 + [99]),
+    }  # fmt: skip
+    found = (loss(x, y, reduction="none", **given) for given in (large, small))
+    yield "integer labels are not rounded to floats", *found
+
+
+def growing() -> dict[str, tuple]:
+    def pair(*shape):
+        return torch.randn(*shape, requires_grad=True), torch.randn(*shape)
+
+    def loss(student, teacher, mask, labels, negatives, bank_labels, reduction):
+        return fastkd.cos_nce_loss(
+            student, teacher, mask=mask, labels=labels, negatives=negatives,
+            negatives_labels=bank_labels, reduction=reduction, backend="torch",
+        )  # fmt: skip
+
+    in_batch, bank, each = (
+        lambda n: (*pair(n, n + 1, 8), torch.rand(n, n + 1) > 0.3, torch.arange(n) % 3, None, None),
+        lambda n: (
+            *pair(n, 8), None, torch.arange(n), torch.randn(2 * n, 8), torch.arange(2 * n)
+        ),
+        lambda n: (*pair(n, 8), None, None, torch.randn(n, n, 8), None),
+    )  # fmt: skip
+    mean, none = (functools.partial(loss, reduction=r) for r in ("mean", "none"))
+
+    def layers():
+        for n in (4, 5, 9):
+            yield list(torch.randn(2, n, 3, 8)), list(torch.randn(2, n, 3, 6)), torch.ones(n, 3)
+
+    return {
+        "batch": (mean, map(in_batch, (4, 5, 9))),
+        "labelled bank": (none, map(bank, (4, 5, 9))),
+        "each": (mean, map(each, (4, 5, 9))),
+        "layers": (fastkd.CosNCELoss(8, 6), layers()),
+    }
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    right = {"student": torch.randn(4, 3, 8), "teacher": torch.randn(4, 3, 8)}
+    bank = {"negatives": torch.randn(6, 3, 8)}
+    for words, change in (
+        ("student must have at least 2 dimensions", {"student": torch.randn(8)}),
+        (r"labels must have shape \(4,\)", {"labels": torch.zeros(5)}),
+        (r"negatives must have shape \(K, 3, 8\)", {"negatives": torch.randn(6, 2, 8)}),
+        ("negatives must have shape", {"negatives": torch.randn(5, 6, 3, 8)}),
+        ("negatives are given; pass both or neither", bank | {"labels": torch.zeros(4)}),
+        ("pass both or neither", bank | {"negatives_labels": torch.zeros(6)}),
+        ("negatives_mask belongs to negatives", {"negatives_mask": torch.ones(6, 3)}),
+        (
+            r"negatives_mask must have shape \(6, 3\) \(the leading dimensions of negatives\)",
+            bank | {"negatives_mask": torch.ones(6)},
+        ),
+        (
+            r"negatives_labels must have shape \(6,\)",
+            bank | {"labels": torch.zeros(4), "negatives_labels": torch.zeros(4, 6)},
+        ),
+        ("did you mean 'mean'", {"reduction": "means"}),
+    ):
+        yield words, functools.partial(fastkd.cos_nce_loss, **right | change)
+    module, x, y = fastkd.CosNCELoss(6, 8), torch.randn(2, 3, 6), torch.randn(2, 3, 8)
+    yield r"student must have 6 columns \(student_dim\)", lambda: module(y, y)
+    yield (
+        "negatives has 1 layers but student has 2",
+        lambda: module([x, x], [y, y], negatives=[torch.randn(2, 3, 8)]),
+    )
+    yield r"student must have shape \(2, 3, 8\) \(leading", lambda: module([x, x[:1]], [y, y[:1]])

@@ -1,64 +1,64 @@
-"""Hidden states: `distance`, the oracle; `RANDOM` calls against it; `subjects`."""
+"""Hidden states: `distance`, the oracle, and the tables of `tests/losses/__init__.py`."""
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm, module_case, projected_slopes, reduced
-from tests.support.subject import D_S, D_T, Subject, of_module
+from tests.support.draw import (
+    BATCH,
+    LENGTH,
+    WIDTH,
+    Case,
+    Draw,
+    by_norm,
+    module_case,
+    projected_slopes,
+    reduced,
+)
+from tests.support.subject import D_S, D_T, Subject, function_of, of_module
 
 KINDS = ("mse", "cosine", "smooth_l1")
 
 
 def distance(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
-    """The loss of every position (...), one after the other."""
-    rows = []
-    pairs = zip(student.flatten(0, -2), teacher.flatten(0, -2), strict=True)
-    for s, t in pairs:
-        d = s - t
-        if kind == "mse":
-            rows.append((d * d).sum() / len(d))
-        elif kind == "cosine":
-            rows.append(1 - oracles.cosine(s, t))
-        else:
-            size = (d * d.detach().sign()).clone()
-            near = size < beta
-            size[near] = d[near] ** 2 / (2 * beta) if beta else 0.0
-            size[~near] = size[~near] - beta / 2
-            rows.append(size.sum() / len(d))
-    losses = torch.stack(rows) if rows else student.sum(-1).flatten()
-    return losses.view(student.shape[:-1])
+    """The loss of every position (...)."""
+    if kind == "cosine":
+        return 1 - oracles.cosine(student, teacher)
+    d = student - teacher
+    if kind == "mse":
+        return (d * d).mean(-1)
+    size = d * d.detach().sign()
+    if beta:
+        size = torch.where(size.detach() < beta, d * d / (2 * beta), size - beta / 2)
+    return size.mean(-1)
 
 
 def random_hidden_states(draw: Draw) -> Case:
-    rows, D = (draw.size(zero=True), draw.size()), draw.pick([1, 3, 16, 31, 100])
+    *rows, D = draw.sizes(BATCH, LENGTH, WIDTH, most=2**17)
+    D = draw.pick([D, D, 100])
+    rows = draw.pick([rows, rows, [0, rows[1]], rows[1:]])
     kind, reduction = draw.pick(KINDS), draw.pick(["mean", "sum", "none"])
-    beta = draw.pick([0.0, 0.5, 1.0])
+    beta = draw.pick([0.0, 0.3, 0.5, 1.0, 2.0])
     mask = draw.mask(*rows)
     weights, factors = draw.weights(mask)
     wide: tuple[float, ...] = (1e-3, 30.0)
     if kind == "cosine" and draw.dtype in (torch.float32, torch.bfloat16):
-        wide = (1e-18, 1e15)
+        wide = (1e-18, 1e15, 1.0)
     largest = factors.abs().max().item() if factors.numel() else 1.0
+    loss = draw.function("hidden_state_loss")
 
     def oracle(student: Tensor, teacher: Tensor) -> Tensor:
         losses = distance(student, teacher, kind, beta).masked_fill(~mask, 0)
         return reduced(losses * factors, mask, reduction)
 
     return Case(
-        lambda student, teacher, mask: fastkd.hidden_state_loss(
-            student,
-            teacher,
-            mask,
-            kind=kind,
-            beta=beta,
-            weights=weights,
-            reduction=reduction,
-            backend=draw.backend,
+        lambda student, teacher, mask: loss(
+            student, teacher, mask, kind=kind, beta=beta, weights=weights, reduction=reduction
         ),
         oracle,
         {"student": draw.features(*rows, D, scales=wide)},
@@ -71,15 +71,23 @@ def random_hidden_states(draw: Draw) -> Case:
 
 
 def random_module(draw: Draw) -> Case:
-    B, N, D_s, D_t = (draw.size() for _ in range(4))
+    B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH, most=2**16)
     kind, mask = draw.pick(KINDS), draw.mask(B, N)
-    module = fastkd.HiddenStateLoss(kind, D_s, D_t, backend=draw.backend)
+    beta, reduction = draw.pick([0.3, 1.0]), draw.pick(["mean", "sum"])
+    module = draw.module(
+        functools.partial(fastkd.HiddenStateLoss, student_dim=D_s, teacher_dim=D_t),
+        kind=kind, beta=beta, reduction=reduction,
+    )  # fmt: skip
+    weights, factors = draw.weights(mask)
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
         if parameters:
             student = student @ parameters["projector.weight"].mT + parameters["projector.bias"]
-        losses = distance(student, teacher, kind, 1.0).masked_fill(~mask, 0)
-        return reduced(losses, mask, "mean")
+        losses = distance(student, teacher, kind, beta).masked_fill(~mask, 0)
+        return reduced(losses * factors, mask, reduction)
+
+    largest = max(float(factors.abs().sum()), 1.0)
+    terms = largest if reduction == "sum" else largest / max(int(mask.sum()), 1)
 
     def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
         parameters = [x for name, x in inputs.items() if name.startswith("projector.")]
@@ -88,7 +96,10 @@ def random_module(draw: Draw) -> Case:
         sizes = projected_slopes(student[mask], *parameters)
         return dict(zip(("projector.weight", "projector.bias"), sizes, strict=True))
 
-    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
+    scale = terms if kind == "cosine" else 1.0
+    case = module_case(
+        draw, module, oracle, (B, N, D_s, D_t), mask, scale=max(scale, 1.0), weights=weights
+    )
     return dataclasses.replace(case, parameter_slopes=slopes)
 
 
@@ -105,3 +116,47 @@ def subjects(backend: str) -> Iterator[Subject]:
             same_size=True,
         )
     yield of_module("HiddenStateLoss", fastkd.HiddenStateLoss("mse", D_S, D_T, backend=backend))
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("hidden_state_loss", backend)
+    pair = torch.tensor([[3.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 0.0], [2.0, 2.0]])
+    yield "mse", loss(*pair), (4.5 + 1) / 2
+    yield "smooth L1", loss(*pair, kind="smooth_l1"), (1.25 + 0.5) / 2
+    yield "L1", loss(*pair, kind="smooth_l1", beta=0.0), (1.5 + 1) / 2
+    # A zero vector has no direction: its cosine is 0.
+    yield "cosine", loss(*pair, kind="cosine"), 0.5
+    yield "mask", loss(*pair, torch.tensor([0, 1])), 1.0
+    yield "weights", loss(*pair, weights=torch.tensor([0.0, -2.0])), -1.0
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = function_of("hidden_state_loss", backend)
+    x = torch.randn(3, 5, 100)
+    for kind in KINDS:
+        call = functools.partial(loss, kind=kind)
+        yield f"{kind} of itself", lambda s, c=call: c(s, x), x, 0.0, 0.0, 1e-7
+    cosine = functools.partial(loss, kind="cosine")
+    yield "cosine of twice itself", lambda s: cosine(s, 2 * x), x, 0.0, 0.0, 1e-7
+    yield "cosine of zeros", lambda s: cosine(s, x), 0 * x, 1.0, 0.0
+    yield "cosine with zeros", lambda s: cosine(s, 0 * x), x, 1.0, 0.0
+    yield "L1 at its kink", lambda s: loss(s, x, kind="smooth_l1", beta=0.0), x, 0.0, 0.0, 0.0
+    # Squares that overflow a sum alone.
+    large = torch.full((1, 4096), 5e17)
+    yield "large squares", lambda s: loss(s, 0 * large), large, 2.5e35, 2 * 5e17 / 4096
+    call = functools.partial(loss, kind="smooth_l1")
+    yield "large differences", lambda s: call(s, 0 * large), large, 5e17, 1 / 4096
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    right = {"student": torch.zeros(2, 3, 4), "teacher": torch.zeros(2, 3, 4)}
+    for words, change in (
+        ("at least", {"student": torch.zeros(2, 3, 0), "teacher": torch.zeros(2, 3, 0)}),
+        ("kind must be one of", {"kind": "mae"}),
+        ("beta must be at least 0", {"beta": -1.0}),
+    ):
+        yield words, functools.partial(fastkd.hidden_state_loss, **right | change)
+    module = fastkd.HiddenStateLoss
+    yield "pass both or neither", lambda: module("mse", 4)
+    yield "did you mean 'cosine'", lambda: module("cosin")
+    yield "student_dim=4", lambda: module("mse", 4, 6)(torch.zeros(2, 5), torch.zeros(2, 6))

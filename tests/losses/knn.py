@@ -1,28 +1,28 @@
-"""K nearest rows of the same class: `nearest` and `class_similarity`, the oracles.
+"""K nearest rows of one class: `nearest` and `class_similarity`, the oracles, and the tables."""
 
-`RANDOM` calls are held against them; `subjects` that keep every promise.
-"""
-
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm, module_case
-from tests.support.subject import D_S, D_T, Subject, labels, of_module
+from tests.support.draw import BATCH, LENGTH, WIDTH, Case, Draw, by_norm, module_case
+from tests.support.subject import D_S, D_T, Subject, function_of, labels, of_module
 
 
-def nearest(student, teacher, labels, bank_labels, k, tolerance=None) -> Tensor:
+def nearest(student, teacher, labels, bank_labels, k, tolerance=None, ignore_index=None) -> Tensor:
     """Per row (1/D) Σ of the squared distances to its k nearest rows of the same label."""
     student, teacher = student.flatten(1), teacher.flatten(1)
+    bank_labels = bank_labels.tolist()
     losses = []
     for x, label in zip(student, labels.tolist(), strict=True):
         same = [
             j
-            for j, other in enumerate(bank_labels.tolist())
+            for j, other in enumerate(bank_labels)
             if (label == other if tolerance is None else abs(label - other) <= tolerance)
+            and ignore_index not in (label, other)
         ]
         squares = (teacher[same] - x).square().sum(-1)  # at most the number of rows with its label
         order = squares.detach().argsort(stable=True)[:k]
@@ -42,40 +42,41 @@ def class_similarity(features: Tensor, labels: Tensor) -> Tensor:
 
 
 def random_knn(draw: Draw) -> Case:
-    N, M, D = draw.size(zero=True), draw.size(zero=True), draw.size()
-    shape = (D,) if draw.chance(0.7) else (D, draw.size())
+    N, M, D = draw.sizes(BATCH, LENGTH, WIDTH, most=2**15, zero=True)
+    shape = (D,) if draw.chance(0.7) else (D, draw.pick([1, 2, 5]))
     given = M != N or draw.chance(0.5)
     labels, bank_labels = draw.labels(N), draw.labels(M)
-    tolerance = draw.pick([None, None, 0.5])
-    if tolerance is not None and draw.chance(0.3):  # closer than float64 can distinguish
+    tolerance, ignored = draw.pick([None, None, 0.5, 1]), draw.pick([-100, -100, 1])
+    kind = draw.pick(["plain", "plain", "large", "halves", "small"])
+    if kind == "large" and tolerance is not None:  # closer than float64 can distinguish
         labels, bank_labels = labels + 2**54, bank_labels + 2**54
+    elif kind == "halves" and tolerance is not None:  # of another dtype than the students'
+        labels, bank_labels = labels / 2, (bank_labels / 2).double()
+    elif kind == "small":
+        labels, bank_labels = labels.to(torch.uint8), bank_labels.to(torch.int32)
     if not given:
         bank_labels = labels
     k, reduction = draw.pick([1, 2, 5, 16]), draw.pick(["sum", "mean", "none"])
-    weights, factors = draw.weights(torch.ones(N, dtype=torch.bool))
-    wide = (1e-30, 1e19) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
+    real = labels != ignored
+    weights, factors = draw.weights(real)
+    wide = (1e-30, 1e19, 1.0) if draw.dtype in (torch.float32, torch.bfloat16) else (1.0,)
+    rule = {"k": k, "tolerance": tolerance, "ignore_index": ignored}
 
     def reduced(losses: Tensor) -> Tensor:
         if reduction == "none":
             return losses
-        return losses.sum() / (max(N, 1) if reduction == "mean" else 1)
+        return losses.sum() / (real.sum().clamp_min(1) if reduction == "mean" else 1)
 
     student, teacher = (draw.features(rows, *shape, scales=wide) for rows in (N, M))
-    plain = nearest(student.double(), teacher.double(), labels, bank_labels, k, tolerance)
+    plain = nearest(student.double(), teacher.double(), labels, bank_labels, **rule)
+    loss = draw.function("knn_feature_loss")
+    banked = bank_labels if given else None
     return Case(
-        lambda student, teacher: fastkd.knn_feature_loss(
-            student,
-            teacher,
-            labels,
-            bank_labels if given else None,
-            k=k,
-            tolerance=tolerance,
-            weights=weights,
-            reduction=reduction,
-            backend=draw.backend,
+        lambda student, teacher: loss(
+            student, teacher, labels, banked, weights=weights, reduction=reduction, **rule
         ),
         lambda student, teacher: reduced(
-            nearest(student, teacher, labels, bank_labels, k, tolerance) * factors
+            nearest(student, teacher, labels, bank_labels, **rule) * factors
         ),
         {"student": student},
         {"teacher": teacher},
@@ -86,9 +87,15 @@ def random_knn(draw: Draw) -> Case:
 
 
 def random_knn_module(draw: Draw) -> Case:
-    B, N, D_s, D_t = (draw.size() for _ in range(4))
-    pool = draw.pick(["cls", "mean", "tokens"])
-    module = fastkd.IntraClassKNNLoss(2, D_s, D_t, pool=pool, backend=draw.backend)
+    B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH)
+    k, pool = draw.pick([1, 2, 3]), draw.pick(["cls", "mean", "tokens"])
+    tolerance, ignored = draw.pick([None, 1]), draw.pick([-100, 0])
+    rule = {"k": k, "tolerance": tolerance, "ignore_index": ignored}
+    reduction = draw.pick(["sum", "mean"])
+    module = draw.module(
+        functools.partial(fastkd.IntraClassKNNLoss, student_dim=D_s, teacher_dim=D_t),
+        **rule, pool=pool, reduction=reduction,
+    )  # fmt: skip
     labels, mask = draw.labels(B), draw.mask(B, N)
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
@@ -103,18 +110,24 @@ def random_knn_module(draw: Draw) -> Case:
         else:
             student = projected(oracles.pooled(student, mask, pool))
             teacher = oracles.pooled(teacher, mask, pool)
-        return nearest(student, teacher, labels, labels, 2, None).sum()
+        losses = nearest(student, teacher, labels, labels, **rule)
+        divisor = (labels != ignored).sum().clamp_min(1) if reduction == "mean" else 1
+        return losses.sum() / divisor
 
     return module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=0.0, labels=labels)
 
 
 def random_class_similarity(draw: Draw) -> Case:
-    N = draw.size(zero=True)
+    N, D = draw.sizes(BATCH, WIDTH, zero=True)
     labels = draw.labels(N)
     return Case(
         lambda features: fastkd.intra_class_similarity(features, labels),
         lambda features: class_similarity(features, labels),
-        {"features": draw.features(N, draw.size())},
+        {
+            "features": draw.features(
+                N, D, scales=(1e-30, 1e18, 1.0) if draw.dtype == torch.float32 else (1.0,)
+            )
+        },
         slope=by_norm,
     )
 
@@ -139,3 +152,126 @@ def subjects(backend: str) -> Iterator[Subject]:
             fastkd.IntraClassKNNLoss(2, D_S, D_T, pool=pool, backend=backend),
             labelled=True,
         )
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("knn_feature_loss", backend)
+    student = torch.tensor([[0.0, 0.0], [5.0, 5.0], [9.0, 9.0]])
+    bank = torch.tensor([[0.0, 2.0], [1.0, 0.0], [5.0, 4.0], [0.0, 0.1]])
+    call = functools.partial(
+        loss, student, bank, torch.tensor([0, 1, 7]), torch.tensor([0, 0, 1, 2])
+    )
+    # Row 0: 1 and 4, over D = 2; row 1: only one of its label, at 1; row 2: none.
+    yield "k=1", call(k=1, reduction="none"), [0.5, 0.5, 0.0]
+    yield "k=2", call(k=2, reduction="none"), [2.5, 0.5, 0.0]
+    yield "sum", call(k=2), 3.0
+    yield "mean", call(k=2, reduction="mean"), 1.0
+    labels = torch.tensor([0.0, 1.0, 7.0]), torch.tensor([0.4, -0.5, 1.6, 6.9])
+    losses = loss(student, bank, *labels, k=2, tolerance=0.5, reduction="none")
+    yield "tolerance", losses, [2.5, 0.0, (81 + 8.9**2) / 2]
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    def loss(bank: Tensor, own: Tensor, others: Tensor | None, **options) -> Callable:
+        call = function_of("knn_feature_loss", backend)
+        given = {"teacher": bank, "student_labels": own, "teacher_labels": others}
+        return functools.partial(call, **given, **options)
+
+    # Of equally near rows the one with the lower index, in any order of the labels.
+    bank, zeros = torch.tensor([[2.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0], [1.0, 0]]), torch.zeros
+    call = loss(bank, torch.tensor([0, 1, 0]), zeros(5).long(), k=2)
+    yield "ties", call, zeros(3, 2), 2.0, torch.tensor([[1.0, -1.0], [0, 0], [1.0, -1.0]]), 0.0
+    call = loss(bank, zeros(3), torch.tensor([0.0, 0.4, 0.3, 0.2, 0.1]), tolerance=0.5)
+    yield "ties across labels", call, zeros(3, 2), 1.5, torch.tensor([0.0, -1.0]), 0.0
+    # More ties than the list of candidates holds.
+    many, first = torch.cat([2 * torch.eye(40)[:20], torch.eye(40), torch.eye(40)[:30]]), zeros(40)
+    first[:2] = -2 / 40
+    for others, tolerance in ((zeros(90), None), (torch.arange(90).flip(0) / 100, 1.0)):
+        call = loss(many, zeros(2), others, k=2, tolerance=tolerance)
+        yield f"many ties within {tolerance}", call, zeros(2, 40), 4 / 40, first, 0.0
+    for value in (0.0, 0.1, 1e4):
+        same = torch.full((4, 6), value)
+        call = loss(same, torch.tensor([0, 1, 0]), torch.tensor([0, 0, 1, 1]), k=2)
+        yield f"constant {value}", call, same[:3], 0.0, 0.0, 0.0
+    holed = torch.randn(4, 5)
+    holed[2] = torch.nan
+    ignored = torch.full((3,), -100)
+    for name, own, others, student in (
+        ("no row of its label", torch.arange(3), torch.arange(5, 9), torch.randn(3, 5)),
+        ("ignored rows", ignored, torch.full((4,), -100), torch.randn(3, 5)),
+        ("ignored rows of NaN", ignored, zeros(4), holed[:3]),
+    ):
+        for reduction in ("sum", "mean"):
+            call = loss(holed, own, others, k=3, reduction=reduction)
+            if backend != "reference" or "NaN" not in name:
+                yield f"{name}, {reduction}", call, student, 0.0, 0.0, 0.0
+    # The mean of two losses whose sum is beyond float32.
+    huge = loss(torch.full((2, 400), 1.7e19), torch.arange(2), None, reduction="mean")
+    yield "squares beyond float32", huge, zeros(2, 400), 1.7e19**2, -1.7e19 / 400
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    loss = function_of("knn_feature_loss", backend)
+    student, bank = torch.randn(7, 6), torch.randn(20, 6)
+    own, labels, order = torch.arange(7) % 3, torch.arange(20) % 3, torch.randperm(20)
+    rotation = torch.linalg.qr(torch.randn(6, 6)).Q
+    plain = loss(student, bank, own, labels, k=3, reduction="none")
+    moved = student @ rotation + 3, bank[order] @ rotation + 3, own, labels[order]
+    yield "order, rotation and shift", loss(*moved, k=3, reduction="none"), plain
+    far = torch.where((labels == own[0])[:, None], bank, 1e6)
+    others = loss(student[:1], far, own[:1], labels, k=3, reduction="none")
+    yield "rows of other classes", others, plain[:1]
+    shaped = loss(student.view(7, 2, 3), bank.view(20, 2, 3), own, labels, k=3, reduction="none")
+    yield "trailing dimensions", shaped, plain
+
+
+def growing() -> dict[str, tuple]:
+    def calls():
+        for n in (4, 8, 17, 64):
+            student, bank = torch.randn(n, n + 2, requires_grad=True), torch.randn(n + 1, n + 2)
+            yield student, bank, torch.arange(n) % 3, torch.arange(n + 1) % 3
+
+    loss = functools.partial(fastkd.knn_feature_loss, k=2, reduction="mean", backend="torch")
+    return {"knn": (loss, calls())}
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    x, y = torch.randn(2, 4, 8)
+    zeros = torch.zeros(4)
+    for words, change in (
+        ("as many features per row", {"teacher": y[:, :7]}),
+        ("teacher_labels is missing", {"teacher": torch.randn(6, 8)}),
+        (r"teacher_labels must have shape \(4,\)", {"teacher_labels": torch.zeros(5)}),
+        (r"student_labels must have shape \(4,\)", {"student_labels": torch.zeros(3)}),
+        ("student_labels must be a Tensor", {"student_labels": None}),
+        ("student_labels must be integers or real", {"student_labels": zeros + 0j}),
+        ("k must be at least 1", {"k": 0}),
+        ("k must be an int", {"k": 1.5}),
+        ("tolerance must be at least 0", {"tolerance": -1.0}),
+        ("ignore_index must be an int", {"ignore_index": 0.5}),
+    ):
+        right = {"student": x, "teacher": y, "student_labels": zeros}
+        yield words, functools.partial(fastkd.knn_feature_loss, **right | change)
+    tokens, labels = torch.randn(2, 3, 4), torch.arange(2)
+    mask, rows = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.randn(2, 4)
+    loss = fastkd.IntraClassKNNLoss(pool="mean")
+    yield (
+        "student must have student_dim=6 features, got 4",
+        lambda: fastkd.IntraClassKNNLoss(1, 6, 4)(tokens, tokens, labels),
+    )
+    yield (
+        r"mask has shape \(2, 3\), which doesn't fit teacher \(2, 5, 4\)",
+        lambda: loss(tokens, torch.randn(2, 5, 4), labels, mask=mask),
+    )
+    yield (
+        r"mask: student \(2, 4\) has no tokens to mask",
+        lambda: loss(rows, rows, labels, mask=mask[:, 0]),
+    )
+    yield (
+        r"teacher_mask: teacher \(2, 4\) has no tokens",
+        lambda: loss(tokens, rows, labels, mask=mask, teacher_mask=mask[:, 0]),
+    )
+    yield (
+        r"student must be \(B, D\) or \(B, N, D\)",
+        lambda: loss(torch.randn(2, 3, 1, 4), tokens, labels),
+    )

@@ -1,11 +1,9 @@
-"""Dual projection: `cayley`, `layer_norm_mse` and `projected`, the oracles.
-
-`RANDOM` calls are held against them; `subjects` that keep every promise.
-"""
+"""Dual projection: `cayley`, `layer_norm_mse`, `projected`, the oracles, and the tables."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +11,8 @@ from torch import Tensor
 import fastkd
 from fastkd.losses.projection import REDUCTIONS
 from tests.support import oracles
-from tests.support.draw import ROUNDINGS, Case, Draw, module_case
-from tests.support.subject import D_S, D_T, Subject, of_module
+from tests.support.draw import BATCH, LENGTH, ROUNDINGS, WIDTH, Case, Draw, module_case
+from tests.support.subject import D_S, D_T, Subject, function_of, of_module
 
 
 def cayley(skew: Tensor) -> Tensor:
@@ -34,22 +32,21 @@ def layer_norm_mse(x: Tensor, y: Tensor, eps: float) -> Tensor:
 
 def random_cayley(draw: Draw) -> Case:
     n = draw.size(zero=True)
-    raw = draw.normal(draw.pick([1, 2]), n, n) * draw.pick([0.01, 1.0])
+    raw = draw.normal(*draw.pick([(), (1,), (2,), (2, 3), (0,)]), n, n) * draw.pick([0.01, 1.0])
     skew = draw.laid_out((raw - raw.mT).to(draw.dtype))
-    call = functools.partial(fastkd.cayley, backend=draw.backend)
-    return Case(call, cayley, {"skew": skew}, like="skew")
+    return Case(draw.function("cayley"), cayley, {"skew": skew}, like="skew")
 
 
 def random_layer_norm(draw: Draw) -> Case:
-    shape = (draw.size(zero=True), draw.size())
-    eps, reduction = draw.pick([1e-5, 1e-12]), draw.pick(REDUCTIONS)
+    rows, columns = draw.sizes(LENGTH, WIDTH, most=2**17)
+    shape = (draw.pick([rows, 0, rows]), columns)
+    eps, reduction = draw.pick([1e-5, 1e-12, 1e-3]), draw.pick(REDUCTIONS)
     divisor = {"mean": shape[0] * shape[1], "batchmean": shape[0], "sum": 1}[reduction]
     wide = (1e-3, 30.0) if draw.dtype == torch.float16 else (1e-3, 30.0, 1e30)
     weights, factors = draw.weights(torch.ones(shape[0], dtype=torch.bool))
+    loss = draw.function("layer_norm_mse")
     return Case(
-        lambda x, y: fastkd.layer_norm_mse(
-            x, y, eps=eps, reduction=reduction, backend=draw.backend, weights=weights
-        ),
+        lambda x, y: loss(x, y, eps=eps, reduction=reduction, weights=weights),
         lambda x, y: (layer_norm_mse(x, y, eps) * factors).sum() / max(divisor, 1),
         {"x": draw.features(*shape, scales=wide), "y": draw.features(*shape, scales=wide)},
         scale=float(shape[1]) if reduction != "mean" else 1.0,
@@ -74,7 +71,7 @@ def projected(x: Tensor, matrices: Sequence[Tensor], orthogonal: bool, columns: 
 
 
 def random_projection(draw: Draw) -> Case:
-    D_in, D_out, layers = draw.size(), draw.size(), draw.pick([1, 2, 3])
+    D_in, D_out, layers = draw.size(), draw.size(), draw.pick([1, 2, 3, 4])
     orthogonal = draw.chance(0.7)
     module = fastkd.OrthogonalProjection(D_in, D_out, layers, orthogonal, backend=draw.backend)
     moved(draw, module)
@@ -84,7 +81,8 @@ def random_projection(draw: Draw) -> Case:
     def oracle(x: Tensor, **parameters: Tensor) -> Tensor:
         return projected(x, list(parameters.values()), orthogonal, D_out)
 
-    x = draw.features(draw.size(zero=True), draw.size(), D_in)
+    lead = draw.pick([(), (draw.size(zero=True),), (draw.size(zero=True), draw.size())])
+    x = draw.features(*lead, D_in)
     return Case(
         module,
         oracle,
@@ -97,11 +95,16 @@ def random_projection(draw: Draw) -> Case:
 
 
 def random_dual_projection(draw: Draw) -> Case:
-    B, N, D_s, D_t = (draw.size() for _ in range(4))
-    orthogonal = draw.chance(0.5)
-    module = fastkd.DualProjectionLoss(D_s, D_t, orthogonal=orthogonal, backend=draw.backend)
-    moved(draw, module)
+    B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, (8, 64), (8, 64))
+    orthogonal, layers = draw.chance(0.5), draw.pick([1, 2, 3])
+    gamma, reduction = draw.pick([0.3, 0.0, 0.8]), draw.pick(REDUCTIONS)
+    kind = functools.partial(fastkd.DualProjectionLoss, D_s, D_t, layers, orthogonal=orthogonal)
+    module = moved(draw, draw.module(kind, gamma=gamma, reduction=reduction))
     mask = draw.mask(B, N)
+    samples = max(int(mask.any(1).sum()), 1)
+    to_t, to_s = (
+        {"mean": samples * D, "batchmean": samples, "sum": 1}[reduction] for D in (D_t, D_s)
+    )
 
     def oracle(student: Tensor, teacher: Tensor, **parameters: Tensor) -> Tensor:
         h_s, h_t = (oracles.pooled(x, mask, "mean") for x in (student, teacher))
@@ -111,18 +114,18 @@ def random_dual_projection(draw: Draw) -> Case:
             [x for name, x in parameters.items() if name.startswith(side)]
             for side in ("student", "teacher")
         )
-        to_t = layer_norm_mse(projected(h_s, of_s, orthogonal, D_t), h_t, 1e-5)
-        to_s = layer_norm_mse(projected(h_t, of_t, orthogonal, D_s), h_s, 1e-5)
-        loss = 0.3 * to_t.sum() / D_t + 0.7 * to_s.sum() / D_s
-        return loss / real.sum().clamp_min(1)
+        spl = layer_norm_mse(projected(h_s, of_s, orthogonal, D_t), h_t, 1e-5).sum() / to_t
+        tpl = layer_norm_mse(projected(h_t, of_t, orthogonal, D_s), h_s, 1e-5).sum() / to_s
+        return gamma * spl + (1 - gamma) * tpl
 
-    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask)
-    return dataclasses.replace(case, roundings=ROUNDINGS * module.student_projection.layers)
+    scale = {"mean": 1.0, "batchmean": max(D_s, D_t), "sum": samples * max(D_s, D_t)}[reduction]
+    case = module_case(draw, module, oracle, (B, N, D_s, D_t), mask, scale=float(scale))
+    return dataclasses.replace(case, roundings=ROUNDINGS * layers)
 
 
 RANDOM = {
-    "cayley": random_cayley,
     "layer_norm": random_layer_norm,
+    "cayley": random_cayley,
     "projection": random_projection,
     "dual_projection": random_dual_projection,
 }
@@ -138,3 +141,92 @@ def subjects(backend: str) -> Iterator[Subject]:
     layers = 1 if backend == "triton" else 2  # the interpreter inverts matrices one by one
     module = fastkd.DualProjectionLoss(D_S, D_T, layers=layers, backend=backend)
     yield of_module("DualProjectionLoss", module)
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("layer_norm_mse", backend)
+    # norm(1, 2, 3) = (−a, 0, a) and norm(3, 1, 2) = (a, −a, 0) with a = √1.5: ½(4 + 1 + 1)a².
+    x, y = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[3.0, 1.0, 2.0]])
+    for reduction, value in (("sum", 4.5), ("batchmean", 4.5), ("mean", 1.5)):
+        yield reduction, loss(x, y, eps=0.0, reduction=reduction), value
+    if backend != "cpp":
+        # Q = [[0, −t], [t, 0]] with t = tan(θ/2) turns the plane by θ.
+        theta = torch.tensor(0.7)
+        sin, cos, t = theta.sin(), theta.cos(), (theta / 2).tan()
+        zero = torch.zeros_like(t)
+        skew = torch.stack([zero, -t, t, zero]).reshape(2, 2)
+        turned = torch.stack([cos, -sin, sin, cos]).reshape(2, 2)
+        yield "rotation", function_of("cayley", backend)(skew), turned
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = function_of("layer_norm_mse", backend)
+    y = torch.randn(3, 48)
+    centred, variance = y - y.mean(-1, keepdim=True), y.double().var(-1, correction=0)
+    for number, eps in itertools.product((0.0, 0.7, 1000.1, -3.1e4, 1e30), (0.0, 1e-8, 1e-5)):
+        if backend == "reference" and (eps == 0 or number == 1e30):
+            continue  # autograd's 0/0
+        value = (24 * variance / (variance + eps)).sum()  # zeros against a row of variance 1
+        gradient = -centred / (variance[:, None] + eps).sqrt() / eps**0.5 if eps else 0.0
+        # A mean that is no number of the dtype makes a row that isn't quite constant.
+        gradient = None if eps and number in (1000.1, -3.1e4) else gradient
+        call, x = functools.partial(loss, y=y, eps=eps, reduction="sum"), torch.full_like(y, number)
+        yield f"constant {number}, eps {eps}", call, x, value, gradient, 1e-3
+    yield "itself", lambda s: loss(s, s), y, 0.0, 0.0
+    yield "no features", lambda s: loss(s, y[:, :0]), y[:, :0], 0.0, 0.0
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    loss = function_of("layer_norm_mse", backend)
+    x, y = torch.randn(2, 3, 20)
+    plain = loss(x, y, eps=0.0)
+    yield "affine maps of rows", loss(3 * x - 2, y, eps=0.0), plain
+    yield "order of the arguments", loss(y, x, eps=0.0), plain
+    rho = torch.stack([torch.corrcoef(torch.stack(rows))[0, 1] for rows in zip(x, y, strict=True)])
+    yield "one minus Pearson's correlation", plain, 1 - rho.mean()
+
+
+def growing() -> dict[str, tuple]:
+    def learns(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    def loss(reduction):
+        return functools.partial(fastkd.layer_norm_mse, reduction=reduction, backend="torch")
+
+    module = fastkd.DualProjectionLoss(16, 12, backend="torch")
+    return {
+        "mean": (loss("mean"), [(learns(4, n), learns(4, n)) for n in (4, 5, 33)]),
+        "batchmean": (loss("batchmean"), [(learns(3, n, 8), learns(3, n, 8)) for n in (4, 5, 33)]),
+        "cayley": (fastkd.cayley, [(learns(n, n),) for n in (4, 5, 33)]),
+        "batch of cayley": (fastkd.cayley, [(learns(2, n, 4, 4),) for n in (4, 5, 33)]),
+        "dual projection": (
+            module,
+            [
+                (learns(n, n + 2, 16), torch.randn(n, n + 2, 12), torch.ones(n, n + 2))
+                for n in (4, 5, 15)
+            ],
+        ),
+    }
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    x, y = torch.randn(2, 3, 6)
+    yield "did you mean 'batchmean'", lambda: fastkd.layer_norm_mse(x, y, reduction="batch_mean")
+    yield "eps must be at least 0", lambda: fastkd.layer_norm_mse(x, y, eps=-1.0)
+    yield r"skew must be square .* got \(3, 6\)", lambda: fastkd.cayley(x)
+    yield "at least 2 dimensions", lambda: fastkd.cayley(x[0])
+    yield "skew must be bfloat16", lambda: fastkd.cayley(torch.zeros(3, 3).long())
+    projection, dual = fastkd.OrthogonalProjection, fastkd.DualProjectionLoss
+    yield r"backend must be .* did you mean 'torch'", lambda: projection(4, 4, backend="pytorch")
+    yield "layers must be at least 1", lambda: projection(4, 4, layers=0)
+    yield "in_dim must be an int", lambda: projection(4.0, 4)
+    yield r"x must have 4 columns \(in_dim\), got \(3, 6\)", lambda: projection(4, 4)(x)
+    module = dual(4, 6)
+    yield r"student must have 4 columns \(student_dim\)", lambda: module(x, x)
+    yield r"teacher must have 6 columns \(teacher_dim\)", lambda: module(x[:, :4], x[:, :4])
+    yield "3 samples but teacher has 2", lambda: module(x[:, :4], x[:2])
+    yield r"student must be \(B, D\) or \(B, N, D\)", lambda: module(torch.randn(1, 1, 3, 4), x)
+    tokens = torch.randn(2, 5, 4), torch.randn(2, 3, 6)
+    yield "pass teacher_mask too", lambda: module(*tokens, torch.ones(2, 5))
+    yield "gamma must be at most 1", lambda: dual(4, 6, gamma=1.5)
+    yield "did you mean 'mean'", lambda: dual(4, 6, reduction="means")

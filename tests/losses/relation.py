@@ -1,17 +1,17 @@
-"""FCD's relations: `relation`, the oracle.
+"""FCD's relations: `relation`, the oracle, and the tables of `tests/losses/__init__.py`."""
 
-`RANDOM` calls are held against it; `subjects` that keep every promise.
-"""
-
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import fastkd
 from tests.support import oracles
-from tests.support.draw import Case, Draw, by_norm
-from tests.support.subject import Subject, of_module
+from tests.support.draw import BATCH, LENGTH, WIDTH, Case, Draw, by_norm
+from tests.support.subject import Subject, function_of, of_module
 
 # The kernels take a float32 unit row as two float16 numbers times 4096. The second is a multiple of
 # 2⁻²⁴. SPACING is the rounding error of rows too short for unit length, in roundings of 1.
@@ -68,23 +68,44 @@ def _relation(x: Tensor, normalize: str, spacing: float) -> Tensor:
     return x @ x.mT
 
 
+def documents(x: Tensor, segments: Tensor) -> list[Tensor]:
+    """Tokens (n, ...) of each document, row after row, of ``x`` (B, N, ...)."""
+    return [x[b][row == n] for b, row in enumerate(segments) for n in row.unique()]
+
+
+def unpacked(x: Tensor, segments: Tensor) -> Tensor:
+    """Documents of ``x`` (B, N, ...) in rows of their own, padded with zeros."""
+    found = documents(x, segments)
+    return pad_sequence(found, batch_first=True) if found else x[:, :0]
+
+
 def random_relation(draw: Draw) -> Case:
-    B, N, D_s, D_t = (draw.size(zero=True) for _ in range(4))
-    kernels, unit = draw.backend == "triton", draw.backend != "torch"
+    B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH, zero=True)
+    kernels, unit = draw.backend == "triton", draw.backend in ("triton", "cpp")
     options = {
         "over": draw.pick(["tokens", "samples"]),
         "normalize": "l2" if unit else draw.pick(["l2", "layer_norm", "softmax", "none"]),
         "distance": "pearson" if unit else draw.pick(["pearson", "mse", "kl"]),
-        "temperature": draw.pick([1.0, 10.0]),
+        "temperature": draw.pick([0.5, 1.0, 10.0]),
         "eps": draw.pick([1e-8, 1e-4]),
     }
     rows: tuple[int, ...] = (B, N)
-    if options["over"] == "samples" and draw.chance(0.2):  # embeddings (B, D)
-        rows, N = (B,), 1
+    if options["over"] == "samples" and draw.backend != "reference" and draw.chance(0.2):
+        rows, N = (B,), 1  # embeddings (B, D)
     mask = draw.mask(*rows)
-    weights, factors = None, None
+    weights, factors, segments = None, None, None
     if options["over"] == "tokens":
         weights, factors = draw.weights(mask.sum(1) >= 2)
+    if B and N and len(rows) == 2 and draw.chance(0.2):
+        segments = draw.labels(B * N).view(B, N)  # documents may be scattered over a row
+        if weights is not None:
+            weights = weights.nan_to_num(0.5)
+            per_row = weights.double()
+            factors = torch.stack(
+                [per_row[b] for b, row in enumerate(segments) for _ in row.unique()]
+            )
+        else:
+            factors = None
     wide = {"l2": (1e-18, 1e15, 1e30), "layer_norm": (0.1, 1e30)}.get(options["normalize"], (0.1,))
     if draw.dtype == torch.float16:
         wide = (0.1,)
@@ -92,18 +113,21 @@ def random_relation(draw: Draw) -> Case:
     size = 1.0
     if options["normalize"] == "none" and student.numel() and teacher.numel():
         size = max(x.double().square().sum(-1).max().item() for x in (student, teacher))
+    given = {} if segments is None else {"segments": segments}
+
+    def oracle(student: Tensor, teacher: Tensor) -> Tensor:
+        pair = [student.reshape(B, N, D_s), teacher.reshape(B, N, D_t), mask.reshape(B, N)]
+        if segments is not None:
+            pair = [unpacked(x, segments) for x in pair]
+        spacing = SPACING if kernels else 0.0
+        return relation(*pair, **options, spacing=spacing, factors=factors)
+
+    loss = draw.function("relation_loss")
     return Case(
-        lambda student, teacher, mask: fastkd.relation_loss(
-            student, teacher, mask, weights=weights, backend=draw.backend, **options
+        lambda student, teacher, mask: loss(
+            student, teacher, mask, weights=weights, **given, **options
         ),
-        lambda student, teacher: relation(
-            student.reshape(B, N, D_s),
-            teacher.reshape(B, N, D_t),
-            mask.reshape(B, N),
-            **options,
-            spacing=SPACING if kernels else 0.0,
-            factors=factors,
-        ),
+        oracle,
         {"student": student},
         {"teacher": teacher},
         {"mask": draw.mask_argument(mask)},
@@ -117,18 +141,22 @@ def random_relation(draw: Draw) -> Case:
 
 
 def random_fcd(draw: Draw) -> Case:
-    B, N, layers = draw.size(), draw.size(), draw.pick([1, 2, 3])
-    sizes = [(draw.size(), draw.size()) for _ in range(layers)]
-    module = fastkd.FCDLoss(draw.pick([0.0, 1.0]), draw.pick([0.5, 1.0]), backend=draw.backend)
-    mask = draw.mask(B, N)
-    students = {f"s{i}": draw.features(B, N, s) for i, (s, _) in enumerate(sizes)}
-    teachers = {f"t{i}": draw.features(B, N, t) for i, (_, t) in enumerate(sizes)}
+    layers = draw.pick([1, 2, 3])
+    B, N, *widths = draw.sizes(BATCH, LENGTH, *[WIDTH] * (2 * layers))
+    unit = draw.backend != "torch"
+    weights = {"alpha": draw.pick([0.0, 1.0, 2.5]), "beta": draw.pick([0.5, 1.0])}
+    rest = {"temperature": draw.pick([0.5, 10.0]), "eps": draw.pick([1e-8, 1e-4])}
+    rest["normalize"] = "l2" if unit else draw.pick(["l2", "l2", "layer_norm"])
+    rest["distance"] = "pearson" if unit else draw.pick(["pearson", "pearson", "kl"])
+    module, mask = draw.module(fastkd.FCDLoss, **weights, **rest), draw.mask(B, N)
+    students = {f"s{i}": draw.features(B, N, D) for i, D in enumerate(widths[:layers])}
+    teachers = {f"t{i}": draw.features(B, N, D) for i, D in enumerate(widths[layers:])}
 
     def oracle(**x: Tensor) -> Tensor:
         terms = [
-            weight * relation(x[s], x[t], mask, over, "l2", "pearson", 10.0, 1e-8)
+            weight * relation(x[s], x[t], mask, over, **rest)
             for s, t in zip(students, teachers, strict=True)
-            for weight, over in ((module.alpha, "tokens"), (module.beta, "samples"))
+            for weight, over in ((weights["alpha"], "tokens"), (weights["beta"], "samples"))
         ]
         return torch.stack(terms).sum() / layers
 
@@ -140,6 +168,7 @@ def random_fcd(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         mask=mask,
         slope=by_norm,
+        scale=rest["temperature"] if rest["distance"] == "kl" else 1.0,
         products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,
     )
 
@@ -154,3 +183,93 @@ def subjects(backend: str) -> Iterator[Subject]:
             lambda s, t, m, over=over: fastkd.relation_loss(s, t, m, over=over, backend=backend),
         )
     yield of_module("FCDLoss", fastkd.FCDLoss(backend=backend))
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("relation_loss", backend)
+    # Three unit rows at right angles against rows of which two coincide: R_s = I and
+    # R_t = [[1,1,0],[1,1,0],[0,0,1]], with covariance 3 − 3·5/9 and variances 3 − 1 and 5 − 25/9.
+    rows = torch.eye(3)[None], torch.tensor([[[2.0, 0.0], [5.0, 0.0], [0.0, 3.0]]])
+    yield "three rows", loss(*rows), 1 - (3 - 15 / 9) / (2 * (5 - 25 / 9)) ** 0.5
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = function_of("relation_loss", backend)
+    for over, members in itertools.product(("tokens", "samples"), (9, 40)):
+        name = f"over {members} {over}"
+        call = functools.partial(loss, over=over)
+        shape = (2, members) if over == "tokens" else (members, 2)
+        x, y, wide = torch.randn(*shape, 8), torch.randn(*shape, 7), torch.randn(*shape, 300)
+        same = x[:1, :1].expand_as(x)
+        yield f"{name}: equal student rows", lambda s, y=y, c=call: c(s, y), same, 1.0, 0.0, 1e-3
+        # 1/eps multiplies differences of rows, not rows.
+        yield f"{name}: wide teacher", lambda s, y=wide, c=call: c(s, y), same, 1.0, 0.0, 1e-3
+        equal = wide[:1, :1].expand_as(wide)
+        # Rounding error of the mean must not become a relation.
+        yield f"{name}: equal teacher rows", lambda s, y=equal, c=call: c(s, y), x, 1.0, 0.0, 1e-5
+        yield f"{name}: zeros", lambda s, y=y, c=call: c(s, y), 0 * x, 1.0, None
+        yield f"{name}: itself", lambda s, y=x, c=call: c(s, y), x, 0.0, 0.0, 1e-5
+    x = torch.randn(3, 2, 8)
+    yield "two tokens have one relation", lambda s: loss(s, x), x.sin(), 0.0, 0.0
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    """Rows √a·x̂ with a common part √(1−a) have the relation a·R + (1 − a)."""
+    loss = function_of("relation_loss", backend)
+    x, y = torch.randn(2, 5, 12, 8).unbind()
+    for over in ("tokens", "samples"):
+        plain = loss(x, y, over=over)
+        unit = torch.nn.functional.normalize(x, dim=-1)
+        mapped = torch.cat([0.3**0.5 * unit, torch.full((5, 12, 1), 0.7**0.5)], -1)
+        yield f"affine maps of the relation over {over}", loss(mapped, y, over=over), plain
+        order = torch.randperm(8)
+        yield f"order of features over {over}", loss(3 * x[..., order], -y, over=over), plain
+
+
+def growing() -> dict[str, tuple]:
+    def calls(masked):
+        for n in (4, 9, 30):
+            mask = torch.arange(n + 3) < torch.arange(2, n + 2)[:, None] if masked else None
+            yield torch.randn(n, n + 3, 24, requires_grad=True), torch.randn(n, n + 3, 16), mask
+
+    return {
+        "tokens": (fastkd.FCDLoss(1, 0, backend="torch"), calls(True)),
+        "KL of samples": (fastkd.FCDLoss(0, 1, "layer_norm", "kl", backend="torch"), calls(False)),
+        "MSE of samples": (fastkd.FCDLoss(0, 1, "softmax", "mse", backend="torch"), calls(False)),
+    }
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    x, y = torch.randn(2, 2, 5, 8)
+    loss, fcd = fastkd.relation_loss, fastkd.FCDLoss
+    for call in (loss, fcd()):
+        yield r"student is \(B, D\), which has no tokens to relate", lambda c=call: c(x[0], y[0])
+        yield "student must have at least 2 dimensions", lambda c=call: c(x[0, 0], y[0, 0])
+        yield "teacher must have 3 dimensions", lambda c=call: c(x, y[0])
+        yield r"teacher must have shape \(2, 5, 8\)", lambda c=call: c(x, y[:, :4])
+        yield (
+            r"segments must have shape \(2, 5\)",
+            lambda c=call: c(x, y, segments=torch.zeros(2, 4).long()),
+        )
+        yield (
+            "segments must be integers, got torch.float32",
+            lambda c=call: c(x, y, segments=torch.zeros(2, 5)),
+        )
+        yield "segments must be a Tensor, got list", lambda c=call: c(x, y, segments=[0] * 5)
+    yield "student has 2 layers but teacher has 1", lambda: fcd()([x, x], [y])
+    yield r"student must have shape \(2, 5, 8\)", lambda: fcd()([x, x[:, :4]], [y, y[:, :4]])
+    yield r"mask must have shape \(2,\)", lambda: fcd(0)(x[:, 0], y[:, 0], torch.ones(2, 1))
+    yield (
+        "segments are document ids of tokens",
+        lambda: fcd(0)(x[:, 0], y[:, 0], segments=torch.zeros(2).long()),
+    )
+    yield "take over='tokens'", lambda: loss(x, y, over="samples", weights=torch.ones(2))
+    for words, options in (
+        ("over must be one of .* mean 'tokens'", {"over": "token"}),
+        ("normalize must be one of .* 'layer_norm'", {"normalize": "layernorm"}),
+        ("distance must be one of .* mean 'pearson'", {"distance": "person"}),
+        ("temperature must be greater than 0", {"temperature": 0.0}),
+    ):
+        yield words, lambda o=options: loss(x, y, **o)
+    yield "eps must be greater than 0", lambda: fcd(eps=0.0)
+    yield "alpha must be at least 0", lambda: fcd(alpha=-1.0)

@@ -1,9 +1,7 @@
-"""Soft targets: `soft_targets`, `of_top_k` and `divergence_with_coefficient`, the oracles.
-
-`RANDOM` calls are held against them; `subjects` that keep every promise.
-"""
+"""Soft targets: `soft_targets`, `of_top_k`, `of_match`, the oracles, and the tables."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +13,10 @@ import fastkd
 from fastkd import Divergence
 from fastkd._core.products import multiplied_in_half
 from fastkd.lm.divergences import NAMES
-from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
-from fastkd.lm.targets import OF_WHOLE_MASS
+from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
-from tests.support.subject import D_S, D_T, B, Subject, of_module
+from tests.support.subject import D_S, D_T, B, Subject, function_of, of_module
 
 
 def soft_targets(student, teacher, temperature, divergence, working=torch.float64) -> Tensor:
@@ -180,14 +177,18 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
 
 
+OF_OVERLAP = ("total_variation", "negative_log_acceptance", "lk")
+
+
 def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     return (p * (log_p - log_q).masked_fill(p == 0, 0)).sum(-1)
 
 
 def random_soft_targets(draw: Draw) -> Case:
-    shape, V = (draw.size(zero=True),), draw.pick([*SIZES, 1030])
+    V = draw.pick([*SIZES, *SIZES, 129, 300, 1030, 2500])
+    shape = draw.pick([(draw.size(zero=True),), (draw.size(), draw.pick([1, 3])), ()])
     options = {
-        "temperature": draw.pick([1.0, 2.5, 100.0]),
+        "temperature": draw.pick([0.5, 1.0, 2.5, 20.0, 100.0]),
         "divergence": draw.pick(DIVERGENCES),
     }
     reduction, t2 = draw.pick(REDUCTIONS), draw.chance(0.5)
@@ -213,11 +214,11 @@ def random_soft_targets(draw: Draw) -> Case:
         rows = torch.where(mask, rows, 0)
         return rows if reduction == "none" else rows.sum() / count
 
-    common = {**options, "reduction": reduction, "scale_by_t2": t2, "backend": draw.backend}
+    common = {**options, "reduction": reduction, "scale_by_t2": t2}
     rest = {"denominator": denominator, "weights": weights}
-    call = functools.partial(fastkd.soft_target_loss, **common, **rest)
-    if draw.chance(0.5):
-        call = functools.partial(fastkd.SoftTargetLoss(**common), **rest)
+    call = functools.partial(draw.function("soft_target_loss"), **common, **rest)
+    if draw.backend != "reference" and draw.chance(0.5):
+        call = functools.partial(draw.module(fastkd.SoftTargetLoss, **common), **rest)
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
     largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
     most = 1 + weights.abs().max().item() if weights is not None and weights.numel() else 1.0
@@ -257,6 +258,11 @@ def product(draw: Draw, hidden: Tensor, weight: Tensor) -> Tensor:
     return rounded_gradient(logits, draw.dtype) if in_half else logits
 
 
+def chunks(draw: Draw) -> dict[str, Any]:
+    """Bytes of logits at a time; a reference has no chunks."""
+    return {} if draw.backend == "reference" else {"chunk_bytes": draw.pick([None, 1, 3000])}
+
+
 def case_of_heads(
     draw: Draw,
     call: Callable[..., Tensor],
@@ -284,18 +290,21 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     R, V, D_s, D_t = draw.size(), draw.pick([2, 17, 64]), draw.size(), draw.size()
     n = draw.pick([V, max(V - 3, 1)])
     scale, cap = draw.pick([1.0, 0.5]), draw.pick([None, 4.0])
-    options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": False}
-    options |= {"vocabulary": None if n == V else n, "backend": draw.backend}
-    options |= {"chunk_bytes": draw.pick([None, 1, 3000]), "soft_weight": draw.pick([1.0, 0.3])}
+    tau, t2 = draw.pick([0.5, 1.0, 2.0]), draw.chance(0.5)
+    options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": t2}
+    options |= {"vocabulary": None if n == V else n, "temperature": tau}
+    options |= {"soft_weight": draw.pick([1.0, 0.3])} | chunks(draw)
     mask, labels = draw.mask(R), torch.randint(n, (R,), generator=draw.generator)
     labelled = draw.chance(0.5)
     weights, of_task = (draw.normal(R) if draw.chance(0.3) else None for _ in range(2))
     options["weights"] = weights
     if labelled:
-        labels = labels.masked_fill(torch.rand(R, generator=draw.generator) < 0.2, -100)
+        ignored = draw.pick([-100, -100, 1])  # a token of the vocabulary, too
+        labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored)
         smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
-        mask_of_both = mask & (labels != -100)
+        mask_of_both = mask & (labels != ignored)
         rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": of_task}
+        rest["ignore_index"] = ignored
         options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
         options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
     else:
@@ -303,8 +312,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
 
     kept = mask.nonzero()[:, 0]
     if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
-        rows_of = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
-        options["draft"] = fastkd.Draft(rows=rows_of)
+        options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = scale * (product(draw, hidden, weight) + bias)[:, :n]
@@ -315,8 +323,9 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     ):
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
-        teacher = teacher[options["draft"].rows] if "draft" in options else teacher
-        rows = options["soft_weight"] * soft_targets(student, teacher, 2.0, options["divergence"])
+        teacher = teacher[options["rows"]] if "rows" in options else teacher
+        rows = soft_targets(student, teacher, tau, options["divergence"])
+        rows = options["soft_weight"] * (tau**2 if t2 else 1) * rows
         rows = rows if weights is None else rows * weights
         if labelled:
             log_p = student.log_softmax(-1)
@@ -331,8 +340,8 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     ):
         student = fastkd.Head(student_head, student_bias, scale, cap)
         teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
-        return fastkd.linear_soft_target_loss(
-            student_hidden, student, teacher_hidden, teacher, mask=mask, temperature=2.0, **options
+        return draw.function("linear_soft_target_loss")(
+            student_hidden, student, teacher_hidden, teacher, mask=mask, **options
         )
 
     learning, given = (
@@ -364,7 +373,7 @@ def random_top_k(draw: Draw) -> Case:
         return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
 
     def call(student_logits: Tensor, mask: Tensor) -> Tensor:
-        return fastkd.soft_target_loss(
+        return draw.function("soft_target_loss")(
             student_logits,
             fastkd.TopK(ids, given, tail),
             temperature=temperature,
@@ -373,7 +382,6 @@ def random_top_k(draw: Draw) -> Case:
             reduction=reduction,
             weights=weights,
             scale_by_t2=False,
-            backend=draw.backend,
         )
 
     return Case(
@@ -407,13 +415,12 @@ def random_matched_tokens(draw: Draw) -> Case:
 
     return Case(
         functools.partial(
-            fastkd.soft_target_loss,
+            draw.function("soft_target_loss"),
             vocabulary=match,
             unmatched=unmatched,
             temperature=temperature,
             divergence=divergence,
             scale_by_t2=False,
-            backend=draw.backend,
         ),
         oracle,
         {"student_logits": draw.features(R, match.student_size, scales=(0.5, 5.0))},
@@ -431,33 +438,33 @@ def random_matched_heads(draw: Draw) -> Case:
     mask, divergence = draw.mask(R), _any_divergence(draw)
     V = match.student_size
     labels = torch.randint(V, (R,), generator=draw.generator)
-    chunk_bytes = draw.pick([None, 1, 3000])
-    has_soft = draw.mask(R)
+    tau, has_soft, chunked = draw.pick([0.5, 1.0, 2.0]), draw.mask(R), chunks(draw)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
         student = product(draw, student_hidden, student_head)
         teacher = product(draw, teacher_hidden, teacher_head)
         rows = student.new_zeros(R)
         both = mask & has_soft
-        rows[both] = of_match(student[both], teacher[both], match, unmatched, 1.0, divergence)
+        rows[both] = of_match(student[both], teacher[both], match, unmatched, tau, divergence)
         task = -student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
         return torch.where(mask, 0.5 * rows + task, 0).sum() / mask.sum().clamp_min(1)
 
     def call(student_hidden, student_head, teacher_hidden, teacher_head, mask):
-        return fastkd.linear_soft_target_loss(
+        return draw.function("linear_soft_target_loss")(
             student_hidden,
             student_head,
             teacher_hidden,
             teacher_head,
             vocabulary=match,
             unmatched=unmatched,
+            temperature=tau,
+            scale_by_t2=False,
             divergence=divergence,
             mask=mask,
-            chunk_bytes=chunk_bytes,
             soft_weight=0.5,
-            draft=fastkd.Draft(soft_mask=draw.mask_argument(has_soft)),
+            soft_mask=draw.mask_argument(has_soft),
             task=fastkd.CrossEntropy(labels),
-            backend=draw.backend,
+            **chunked,
         )
 
     learning, given = (
@@ -514,7 +521,7 @@ def random_drafts(draw: Draw) -> Case:
     rows = None
     if draw.chance(0.5) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
         rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
-    soft_weight = draw.pick([1.0, 0.3])
+    soft_weight, tau, chunked = draw.pick([1.0, 0.3]), draw.pick([0.5, 1.0, 2.0]), chunks(draw)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
         student = product(draw, student_hidden, student_head)
@@ -522,9 +529,9 @@ def random_drafts(draw: Draw) -> Case:
         teacher = teacher if rows is None else teacher[rows]
         if mass == "whole":
             name = divergence if isinstance(divergence, str) else divergence.name
-            losses = of_whole_mass(student, teacher, ids, 2.0, name)
+            losses = of_whole_mass(student, teacher, ids, tau, name)
         else:
-            losses = soft_targets(student, teacher[:, ids], 2.0, divergence)
+            losses = soft_targets(student, teacher[:, ids], tau, divergence)
         losses = losses if weights is None else losses * weights
         if with_ratio:
             log_q = student.detach().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
@@ -536,23 +543,24 @@ def random_drafts(draw: Draw) -> Case:
         return torch.where(mask, losses, 0).sum() / mask.sum().clamp_min(1)
 
     def call(student_hidden, student_head, teacher_hidden, teacher_head, mask) -> Tensor:
-        loss, terms = fastkd.linear_soft_target_loss(
+        loss, terms = draw.function("linear_soft_target_loss")(
             student_hidden,
             student_head,
             teacher_hidden,
             teacher_head,
             mask=mask,
-            temperature=2.0,
+            temperature=tau,
             scale_by_t2=False,
             divergence=divergence,
-            draft=fastkd.Draft(ids, mass, rows=rows),
+            draft_vocabulary=ids,
+            teacher_mass=mass,
             weights=weights,
+            rows=rows,
             ratio=fastkd.ImportanceRatio(labels, old, at_most=at_most) if with_ratio else None,
             soft_weight=soft_weight,
             task=fastkd.CrossEntropy(labels, 0.7),
             return_terms=TERMS_OF_DRAFTS,
-            chunk_bytes=draw.pick([None, 1, 3000]),
-            backend=draw.backend,
+            **chunked,
         )
         return loss + sum(terms.values()) if with_terms else loss
 
@@ -567,10 +575,10 @@ def random_drafts(draw: Draw) -> Case:
 
 
 RANDOM = {
+    "soft_targets": random_soft_targets,
     "drafts": random_drafts,
     "matched_tokens": random_matched_tokens,
     "matched_heads": random_matched_heads,
-    "soft_targets": random_soft_targets,
     "linear_soft_targets": random_linear_soft_targets,
     "top_k": random_top_k,
 }
@@ -599,3 +607,226 @@ def subjects(backend: str) -> Iterator[Subject]:
             s, weights[0].to(s), t, weights[1].to(t), mask=m, backend=backend
         ),
     )
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("soft_target_loss", backend)
+
+    def value(p_s: list[float], p_t: list[float], divergence: Any, **options: Any) -> Tensor:
+        student, teacher = (torch.tensor([p]).log() for p in (p_s, p_t))
+        return loss(student, teacher, divergence=divergence, **options)
+
+    log = math.log
+    # Only the first and last tokens differ: ±log 2 weighted with ¼ and ½.
+    three = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]
+    yield "forward KL", value(*three, "forward_kl"), 0.25 * log(2)
+    yield "reverse KL", value(*three, "reverse_kl"), 0.25 * log(2)
+    # m = (3/8, 1/4, 3/8): both halves are ¼·log(2/3) + ½·log(4/3).
+    yield "JS", value(*three, "js"), 0.25 * log(2 / 3) + 0.5 * log(4 / 3)
+    # In the teacher's order .35, .30, .20, .15 the second already passes one half: the head is
+    # the last token alone, with a gap of 0.05; the rest is 0.05 + 0.1 + 0.1.
+    p_s, p_t = [0.1, 0.3, 0.2, 0.4], [0.15, 0.2, 0.3, 0.35]
+    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
+    reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
+    yield "adaptive KL", value(p_s, p_t, "adaptive_kl"), (0.05 * forward + 0.25 * reverse) / 0.3
+    # Of .5, .25, .25 the head is the first token; of five equal tokens the first two, which have
+    # all of the gap.
+    p_s, p_t = [0.2, 0.3, 0.5], [0.5, 0.25, 0.25]
+    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
+    reverse = sum(s * log(s / t) for s, t in zip(p_s, p_t, strict=True))
+    yield "a head of one half", value(p_s, p_t, "adaptive_kl"), (forward + reverse) / 2
+    p_s, p_t = [0.3, 0.1, 0.2, 0.2, 0.2], [0.2] * 5
+    forward = sum(t * log(t / s) for s, t in zip(p_s, p_t, strict=True))
+    yield "a head of equal tokens", value(p_s, p_t, "adaptive_kl"), forward
+    two = [0.5, 0.5], [0.75, 0.25]
+    forward = 0.75 * log(3 / 2) + 0.25 * log(1 / 2)
+    reverse = 0.5 * log(2 / 3) + 0.5 * log(2)
+    for divergence, expected in (
+        (Divergence("total_variation"), 0.25),
+        (Divergence("negative_log_acceptance"), -log(0.75)),
+        # λ = exp(−2·¾)
+        (Divergence("lk", rate=2.0), math.exp(-1.5) * forward + (1 - math.exp(-1.5)) * 0.25),
+        (Divergence("skew_kl", skew=0.5), 0.75 * log(6 / 5) + 0.25 * log(2 / 3)),
+        (Divergence("skew_reverse_kl", skew=0.5), 0.5 * log(4 / 5) + 0.5 * log(4 / 3)),
+        (  # m = 0.2·p_t + 0.8·p_s = (0.55, 0.45)
+            Divergence("js", beta=0.2),
+            0.2 * (0.75 * log(0.75 / 0.55) + 0.25 * log(0.25 / 0.45))
+            + 0.8 * (0.5 * log(0.5 / 0.55) + 0.5 * log(0.5 / 0.45)),
+        ),
+        (Divergence("mixed", mix=0.25), 0.25 * forward + 0.75 * reverse),
+    ):
+        yield str(divergence), value(*two, divergence), expected
+    # Sorted, 0.3 and 0.2 of the student's other tokens meet the teacher's 0.6 and nothing.
+    match = fastkd.VocabularyMatch(torch.tensor([0]), torch.tensor([1]), 3, 2)
+    pair = torch.tensor([[0.5, 0.2, 0.3]]).log(), torch.tensor([[0.6, 0.4]]).log()
+    bucket = 0.4 * log(0.4 / 0.5) + 0.6 * log(0.6 / 0.5)
+    for unmatched, expected in (("renormalise", 0.0), ("bucket", bucket), ("sorted", bucket + 0.5)):
+        yield unmatched, loss(*pair, vocabulary=match, unmatched=unmatched), expected
+    # Teacher ½, ¼, ¼ of three tokens; the student has the first two, at ¾ and ¼.
+    linear = function_of("linear_soft_target_loss", backend)
+    head, teacher = (torch.tensor(p)[:, None].log() for p in ([3.0, 1.0], [2.0, 1.0, 1.0]))
+    one = torch.ones(1, 1)
+    for name, whole, part in (
+        ("forward_kl", log(2 / 3) / 2, 2 / 3 * log(8 / 9) + log(4 / 3) / 3),
+        ("reverse_kl", 0.75 * log(3 / 2), 0.75 * log(9 / 8) + 0.25 * log(3 / 4)),
+        ("total_variation", 0.25, 1 / 12),
+        ("negative_log_acceptance", -log(0.75), -log(11 / 12)),
+    ):
+        for mass, expected in (("whole", whole), ("renormalised", part)):
+            options = {"draft_vocabulary": torch.tensor([0, 1]), "teacher_mass": mass}
+            found = linear(one, head, one, teacher, divergence=Divergence(name), **options)
+            yield f"{name} of the {mass} mass", found, expected
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss, inf = function_of("soft_target_loss", backend), torch.inf
+    x, y = 2 * torch.randn(2, 4, 50)
+    row = torch.zeros(1, 2)
+    for divergence in (*DIVERGENCES, *map(Divergence, NAMES)):
+        call = functools.partial(loss, divergence=divergence)
+        name = str(divergence)
+        # |p_s − p_t| has a kink where they are equal: any gradient between the one-sided ones.
+        overlap = isinstance(divergence, Divergence) and divergence.name in OF_OVERLAP
+        gradient = None if overlap else 0.0
+        yield f"{name}: itself", lambda s, c=call: c(s, x), x, 0.0, gradient
+        yield f"{name}: one token", lambda s, c=call: c(s, y[:, :1]), x[:, :1], 0.0, 0.0
+        top = fastkd.TopK(torch.zeros(4, 1).long(), torch.zeros(4, 1))
+        yield f"{name}: a TopK of one token", lambda s, c=call, t=top: c(s, t), x[:, :1], 0.0, 0.0
+        # Tokens that neither can have are left out.
+        both = [torch.cat([z, torch.full((4, 3), -inf)], 1) for z in (x, y)]
+        expected = call(x, y)
+        yield (
+            f"{name}: impossible tokens",
+            lambda s, c=call, t=both[1]: c(s, t),
+            both[0],
+            expected,
+            None,
+        )
+        far = torch.tensor([[0.0, -500.0, 3.0, -2e4], [9e4, 0.0, -9e4, 1.0]])
+        if not overlap:
+            yield f"{name}: far apart and equal", lambda s, c=call, t=far: c(s, t), far, 0.0, 0.0
+    only, some = torch.tensor([[0.0, -inf]]), torch.tensor([[0.0, 1.0]])
+    for divergence, student, teacher, value in (
+        ("forward_kl", only, some, inf),
+        ("forward_kl", some, only, math.log(1 + math.e)),
+        ("reverse_kl", some, only, inf),
+        ("adaptive_kl", some, only, inf),
+        ("adaptive_kl", only, some, inf),
+        ("js", some, only, None),
+        (Divergence("total_variation"), only, only.flip(-1), 1.0),
+        (Divergence("negative_log_acceptance"), only, only.flip(-1), inf),
+        (Divergence("lk"), only, only.flip(-1), inf),
+    ):
+        call = functools.partial(loss, divergence=divergence)
+        name, gradient = f"{divergence}: excluded", ... if value == inf else None
+        yield name, lambda s, c=call, t=teacher: c(s, t), student, value, gradient
+    # Nearly sure of different tokens: α = 2·e⁻⁴⁰, whose gradient does not vanish.
+    call = functools.partial(loss, divergence=Divergence("negative_log_acceptance"))
+    student = torch.tensor([[40.0, 0.0]])
+    half = torch.tensor([[0.5, -0.5]])
+    yield "a small acceptance", lambda s: call(s, student.flip(-1)), student, 40 - math.log(2), half
+    # The infinite forward KL has weight 0: the head, one token, has no gap in float64.
+    sure = torch.tensor([[0.0, -50.0]])
+    yield (
+        "an infinite KL of weight 0",
+        lambda s: loss(s, sure, divergence="adaptive_kl"),
+        only,
+        0.0,
+        None,
+    )
+    yield "no row", lambda s: loss(s, y[:0]), x[:0], 0.0, 0.0
+    zeros, head = torch.randn(5, 0), torch.randn(5, 2)
+    linear, state = function_of("linear_soft_target_loss", backend), torch.zeros(1, 2)
+    call = functools.partial(linear, teacher_hidden=state, teacher_head=head)
+    yield "no features", lambda s: call(s, zeros), row[:, :0], 0.0, 0.0
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    loss, linear = (
+        function_of(name, backend) for name in ("soft_target_loss", "linear_soft_target_loss")
+    )
+    x, y = 2 * torch.randn(2, 4, 9)
+    rows, words = torch.randperm(4), torch.randperm(9)
+    for name in DIVERGENCES:
+        call = functools.partial(loss, divergence=name)
+        plain = call(x, y)
+        yield f"{name}: a constant in the logits", call(x + 30, y - 30), plain
+        yield f"{name}: order", call(x[rows][:, words], y[rows][:, words]), plain
+        yield f"{name}: temperature", call(3 * x, 3 * y, temperature=3.0), 9 * plain
+    same = (
+        (Divergence("js"), "js"),
+        (Divergence("js", beta=0), "forward_kl"),
+        (Divergence("js", beta=1), "reverse_kl"),
+        (Divergence("skew_kl", skew=0), "forward_kl"),
+        (Divergence("skew_reverse_kl", skew=0), "reverse_kl"),
+        (Divergence("mixed", mix=1), "forward_kl"),
+        (Divergence("mixed", mix=0), "reverse_kl"),
+        (Divergence("lk", rate=0), "forward_kl"),
+        (Divergence("adaptive_kl"), "adaptive_kl"),
+    )
+    for one, other in same:
+        yield f"{one}", loss(x, y, divergence=one), loss(x, y, divergence=other)
+    log_p = x.log_softmax(-1), y.log_softmax(-1)
+    kl = torch.nn.functional.kl_div(*log_p, reduction="batchmean", log_target=True)
+    yield "torch's kl_div", loss(x, y), kl
+    top = y.log_softmax(-1).topk(9)
+    for tail in ("bucket", "renormalise"):
+        whole = fastkd.TopK(top.indices, top.values, tail)
+        for name in ("forward_kl", "js"):
+            call = functools.partial(loss, x, divergence=name)
+            yield f"all tokens in a TopK, {tail}", call(whole), call(y)
+        few = fastkd.TopK(top.indices[:, :2], top.values[:, :2], tail)
+        padding = torch.full((4, 2), -torch.inf)
+        longer = fastkd.TopK(
+            top.indices[:, [0, 1, 0, 1]], torch.cat([few.log_probs, padding], -1), tail
+        )
+        yield f"a padded TopK, {tail}", loss(x, longer), loss(x, few)
+    match = fastkd.VocabularyMatch(torch.arange(9), words, 9, 9)
+    moved = torch.empty_like(y)
+    moved[:, words] = y
+    for unmatched in ("renormalise", "bucket", "sorted"):
+        found = loss(x, moved, vocabulary=match, unmatched=unmatched)
+        yield f"all tokens matched, {unmatched}", found, loss(x, y)
+    yield "columns beyond the vocabulary", loss(x, y[:, :7], vocabulary=5), loss(x[:, :5], y[:, :5])
+    ids = torch.eye(4)
+    yield "states and heads", linear(ids, x.T.contiguous(), ids, y.T.contiguous()), loss(x, y)
+
+
+def growing() -> dict[str, tuple]:
+    def logits(masked: bool, weighted: bool) -> Iterator[tuple]:
+        for n, V in ((4, 4), (5, 6), (16, 64)):
+            x, y = torch.randn(n, 2, V, requires_grad=True), torch.randn(n, 2, V)
+            yield (
+                x,
+                y,
+                torch.ones(n, 2) if masked else None,
+                torch.randn(n, 2) if weighted else None,
+            )
+
+    def heads(masked: bool) -> Iterator[tuple]:
+        for n, V in ((4, 4), (5, 6), (16, 64)):
+            student = (
+                torch.randn(n, 2, 6, requires_grad=True),
+                torch.randn(V, 6, requires_grad=True),
+            )
+            teacher = torch.randn(n, 2, 9), torch.randn(V, 9)
+            yield *student, *teacher, torch.ones(n, 2) if masked else None
+
+    def soft(name: str, reduction: str) -> Callable:
+        return lambda s, t, mask, weights: fastkd.soft_target_loss(
+            s, t, mask=mask, weights=weights, divergence=name, reduction=reduction, backend="torch"
+        )
+
+    def linear(reduction: str) -> Callable:
+        return lambda h_s, w_s, h_t, w_t, mask: fastkd.linear_soft_target_loss(
+            h_s, w_s, h_t, w_t, mask=mask, reduction=reduction, chunk_bytes=264, backend="torch"
+        )
+
+    return {
+        "forward KL": (soft("forward_kl", "none"), logits(False, False)),
+        "reverse KL": (soft("reverse_kl", "batchmean"), logits(True, True)),
+        "adaptive KL": (soft("adaptive_kl", "none"), logits(True, False)),
+        "JS": (soft("js", "batchmean"), logits(False, True)),
+        "heads": (linear("batchmean"), heads(True)),
+        "rows of heads": (linear("none"), heads(False)),
+    }

@@ -1,6 +1,7 @@
 """Log-probabilities of tokens: `token_log_probs`, the oracle; `RANDOM` calls against it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -43,8 +44,10 @@ def random_log_probs(draw: Draw) -> Case:
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         head = fastkd.Head(weight, bias, scale, cap)
+        if draw.backend == "reference":
+            return fastkd.functional.log_probs_ref(hidden, head, ids, temperature=temperature)
         options = {"temperature": temperature, "chunk_bytes": chunk_bytes}
-        return fastkd.log_probs(hidden, head, ids, **options)
+        return fastkd.log_probs(hidden, head, ids, **options)  # a draw.function( without backends
 
     def oracle(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         form = fastkd.Head(weight, bias, scale, cap)
@@ -80,3 +83,40 @@ RANDOM = {"log_probs": random_log_probs}
 def subjects(backend: str) -> Iterator[Subject]:
     """None: they compare no student with a teacher."""
     return iter(())
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = fastkd.functional.log_probs_ref if backend == "reference" else fastkd.log_probs
+    hidden, none = torch.randn(3, 5), torch.zeros(3).long()
+    yield "one token", lambda h: loss(h, torch.randn(1, 5), none), hidden, 0.0, 0.0, 0.0
+    head = fastkd.Head(torch.randn(4, 5), torch.tensor([-torch.inf, 0, 0, 0]))
+    yield "a token of probability 0", lambda h: loss(h, head, none).exp(), hidden, 0.0, 0.0
+    # A gradient twice.
+    weight, pair = torch.randn(4, 5), torch.tensor([[1, 1]] * 3)
+    one = loss(hidden, weight, pair[:, 0])
+    yield "repeated ids", lambda h: loss(h, weight, pair), hidden, one[:, None], None
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    right = {
+        "hidden": torch.zeros(2, 3, 4), "head": torch.zeros(9, 4), "ids": torch.ones(2, 3).long()
+    }  # fmt: skip
+    for words, change in (
+        ("hidden must have 4 features", {"hidden": torch.zeros(2, 3, 5)}),
+        ("hidden must be bfloat16", {"hidden": torch.zeros(2, 3, 4).long()}),
+        ("head must have 2 dimensions", {"head": torch.zeros(9)}),
+        ("head must be a Tensor or Head", {"head": "lm_head"}),
+        ("ids must have shape", {"ids": torch.zeros(2, 2).long()}),
+        ("ids must be integers", {"ids": torch.zeros(2, 3)}),
+        ("ids must be a Tensor", {"ids": [[1, 2, 3]] * 2}),
+        ("ids must be token ids 0 to 8, got 9", {"ids": torch.full((2, 3), 9)}),
+        ("ids must be token ids 0 to 8, got -1", {"ids": torch.full((2, 3), -1)}),
+        ("temperature must be greater than 0", {"temperature": 0.0}),
+        ("chunk_bytes must be at least 1", {"chunk_bytes": 0}),
+    ):
+        yield words, functools.partial(fastkd.log_probs, **right | change)
+    hidden, weight, of = torch.randn(7, 6), torch.randn(20, 6), fastkd.TopK.of
+    yield "k must be at most the head's 20 tokens, got 21", lambda: of(hidden, weight, 21)
+    yield "k must be at least 1", lambda: of(hidden, weight, 0)
+    yield "hidden requires grad", lambda: of(hidden.clone().requires_grad_(), weight, 2)
+    yield "tail must be one of", lambda: of(hidden, weight, 2, tail="rest")

@@ -1,5 +1,6 @@
-"""Random calls: sizes, dtypes, layouts, masks and labels drawn from a seed."""
+"""Random calls as users have them: sizes, dtypes, layouts, masks and labels drawn from a seed."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.subject import function_of
+
 SIZES = (1, 2, 2, 3, 5, 7, 8, 13, 16, 17, 31)
-KINDS = ("normal", "normal", "parallel", "scaled", "sparse", "few", "constant")
+# Sizes that users have, drawn seldom.
+BATCH, LENGTH, WIDTH = (1, 64), (1, 512), (8, 768)
+KINDS = (
+    "normal", "normal", "parallel", "scaled", "sparse", "few", "constant", "layer_norm", "far",
+    "uneven", "near",
+)  # fmt: skip
 REGULAR = KINDS[:4]  # of full rank: elsewhere a sum of singular values has no derivative
+MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", "left", "nothing")
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
 
 
@@ -64,14 +73,29 @@ def projected_slopes(
 
 
 class Draw:
-    """Random choices of one seed."""
+    """Random choices of one seed. The backend "reference" calls the `*_ref` function in float64."""
 
     def __init__(self, seed: int, backend: str) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.backend = backend
         types = [torch.float32, torch.float32, torch.float16, torch.bfloat16]
-        self.dtype = self.pick(types if backend == "triton" else [*types, torch.float64])
+        types = types if backend == "triton" else [*types, torch.float64]
+        self.dtype = torch.float64 if backend == "reference" else self.pick(types)
+        self.drawn: list[Tensor] = []  # features, in float64
+
+    def function(self, name: str) -> Callable[..., Tensor]:
+        """A public function on the draw's backend."""
+        return function_of(name, self.backend)
+
+    def module(self, make: Callable[..., Any], /, *fixed: Any, **options: Any) -> Any:
+        """A Module on the draw's backend; in half of all calls its options are set afterwards."""
+        if self.chance(0.5):
+            return make(*fixed, backend=self.backend, **options)
+        module = make(*fixed, backend=self.backend)
+        for name, value in options.items():
+            setattr(module, name, value)
+        return module
 
     def pick(self, choices: Any) -> Any:
         return self.random.choice(list(choices))
@@ -82,8 +106,32 @@ class Draw:
     def size(self, zero: bool = False) -> int:
         return 0 if zero and self.chance(0.05) else self.pick(SIZES)
 
+    def sizes(self, *ranges: tuple[int, int], most: int = 2**13, zero: bool = False) -> list[int]:
+        """A size of each range: small ones, and in every tenth call those that users have.
+
+        The product of the largest size of each range is at most ``most``, which an oracle's loops
+        bear. With ``zero`` some small sizes are 0.
+        """
+        if self.backend == "triton" or not self.chance(0.1):
+            return [self.size(zero) for _ in ranges]
+        found = [
+            round(math.exp(self.random.uniform(math.log(low), math.log(high))))
+            for low, high in ranges
+        ]
+        while True:
+            largest: dict[tuple[int, int], int] = {}
+            for size, limits in zip(found, ranges, strict=True):
+                largest[limits] = max(size, largest.get(limits, 0))
+            if math.prod(largest.values()) <= most:
+                return found
+            longest = max(range(len(found)), key=lambda i: found[i] / ranges[i][0])
+            found[longest] = max(found[longest] // 2, ranges[longest][0])
+
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator)
 
     def features(
         self, *shape: int, scales: tuple[float, ...] = (1e-3, 30.0), kinds: tuple[str, ...] = KINDS
@@ -91,18 +139,38 @@ class Draw:
         """Features (..., D) in the case's dtype, of a random kind and layout."""
         x = self.normal(*shape)
         kind = self.pick(kinds)
+        alike = [other for other in self.drawn if other.shape == x.shape]
         if kind == "parallel":  # mean cosines of real language models, up to 0.9999
             x = x * self.pick([0.3, 0.1, 0.01]) + self.normal(shape[-1])
         elif kind == "scaled":
             x = x * self.pick(scales)
         elif kind == "sparse":
-            x = torch.where(torch.rand(shape, generator=self.generator) < 0.5, x, 0)
+            x = torch.where(self.uniform(*shape) < 0.5, x, 0)
         elif kind == "few" and x.numel():
             flat = x.reshape(-1, shape[-1])
             rows = torch.randint(min(3, len(flat)), (len(flat),), generator=self.generator)
             x = flat[rows].reshape(shape)
         elif kind == "constant":
             x = torch.ones(shape, dtype=torch.float64) * 0.5
+        elif kind == "layer_norm":  # with gains and a few large features, as in real models
+            x = (x - x.mean(-1, keepdim=True)) / (
+                x.var(-1, correction=0, keepdim=True) + 1e-5
+            ).sqrt()
+            x = x * torch.where(
+                self.uniform(shape[-1]) < 0.05, 20.0, 1 + 0.1 * self.normal(shape[-1])
+            )
+        elif kind == "far":  # a mean that bfloat16 rounds coarsely
+            x = x + self.pick([8.0, 100.0])
+        elif kind == "uneven":
+            x = (
+                x
+                * torch.tensor(scales).double()[
+                    torch.randint(len(scales), (*shape[:-1], 1), generator=self.generator)
+                ]
+            )
+        elif kind == "near" and alike:  # the same layer of another step
+            x = self.pick(alike) + self.pick([0.1, 1e-2]) * x
+        self.drawn.append(x)
         return self.laid_out(x.to(self.dtype))
 
     def laid_out(self, x: Tensor) -> Tensor:
@@ -121,9 +189,10 @@ class Draw:
         return x
 
     def mask(self, *shape: int) -> Tensor:
-        kind = self.pick(["none", "random", "right", "left", "nothing"])
+        """A mask (..., N); padded ones have rows of unlike lengths, from 0 to N."""
+        kind = self.pick(MASKS)
         if kind == "random":
-            return torch.rand(shape, generator=self.generator) < 0.7
+            return self.uniform(*shape) < 0.7
         if kind in ("right", "left"):
             lengths = torch.randint(0, shape[-1] + 1, (*shape[:-1], 1), generator=self.generator)
             places = torch.arange(shape[-1])
@@ -141,7 +210,7 @@ class Draw:
         if self.chance(0.5):
             return None, real.double()
         x = self.normal(*real.shape).to(self.pick([torch.bfloat16, torch.float32, torch.float64]))
-        x = x.where(torch.rand(real.shape, generator=self.generator) < 0.8, 0)
+        x = x.where(self.uniform(*real.shape) < 0.8, 0)
         return x.masked_fill(~real, float("nan")), x.double().masked_fill(~real, 0)
 
     def labels(self, size: int) -> Tensor:

@@ -46,10 +46,21 @@ def decomposed(a: Tensor) -> Tensor:
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
-    x, y = (v / v.detach().abs().max() if v.any() else v for v in (x, y))
-    if not (x.any() and y.any()):  # a zero vector has no direction: cosine and gradient are 0
-        return (x * y).sum() * 0
-    return (x * y).sum() / (norm(x) * norm(y))
+    """Cosines of the rows of ``x`` and ``y`` (..., D), which broadcast.
+
+    A zero vector has no direction: cosine and gradient are 0.
+    """
+    x, y = (
+        (v / _or_one(v.detach().abs().amax(-1, keepdim=True)) for v in (x, y))
+        if x.shape[-1]
+        else (x, y)
+    )
+    sizes = norm(x, dim=-1) * norm(y, dim=-1)
+    return (x * y).sum(-1) / _or_one(sizes) * (sizes.detach() != 0)
+
+
+def _or_one(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1, x)
 
 
 def pooled(x: Tensor, mask: Tensor, how: str) -> Tensor:

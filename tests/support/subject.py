@@ -1,12 +1,23 @@
-"""Adapter that gives every loss of features one signature, for `tests/test_promises.py`."""
+"""Adapters for the tests of all losses: a function by name, and losses with one signature."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+import fastkd
+from fastkd import functional
+
 B, N, D_S, D_T = 6, 3, 8, 12
 Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def function_of(name: str, backend: str) -> Callable[..., Tensor]:
+    """A public function on a backend; "reference" is its `*_ref` function."""
+    if backend == "reference":
+        return getattr(functional, f"{name}_ref")
+    return functools.partial(getattr(fastkd, name), backend=backend)
 
 
 class Subject(nn.Module):
@@ -14,6 +25,8 @@ class Subject(nn.Module):
 
     ``masked``: it takes a mask. ``same_size``: Ds must equal Dt.
     """
+
+    runs_on: str
 
     def __init__(
         self,

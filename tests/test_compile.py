@@ -1,0 +1,147 @@
+"""torch.compile: one graph, few graphs for changing sizes, tensors passed twice, Inductor."""
+
+import pytest
+import torch
+
+import fastkd
+from tests.losses import FILES, subjects
+from tests.support.compare import count_graphs, counted, relative_error
+from tests.support.every import (
+    BACKENDS,
+    DEVICE,
+    TABLE,
+    features,
+    made,
+    padding,
+    parameters,
+    value_and_gradient,
+)
+from tests.support.subject import D_S, D_T
+
+# Modules whose rows count the graphs of changing sizes.
+COUNTED = ("FCDLoss", "CosNCELoss", "DualProjectionLoss")
+
+
+def traced() -> list:
+    """Each function, and in PyTorch each Module.
+
+    The kernels are one operator in a graph, whether a function or a Module calls it.
+    """
+    once = {(backend, name.split()[0]): name for backend, name in reversed(TABLE)}
+    return [
+        given
+        for given in parameters(*BACKENDS)
+        for backend, name in [given.values[0]]
+        if once[backend, name.split()[0]] == name and not name.startswith(COUNTED)
+        if backend == "torch" or name[0].islower()
+    ]
+
+
+@pytest.mark.parametrize("loss", traced(), indirect=True)
+def test_compile(loss):
+    """torch.compile(fullgraph=True)"""
+    compiled, graphs = counted(loss)
+    # Sizes that the compiler finds out to change are in `tests.fuzz` and below.
+    for batch in (13, 16):  # more samples than features: CCA's cheaper side is one
+        student, teacher = features(batch=batch)
+        mask = padding(batch)
+        wanted = value_and_gradient(loss, student, teacher, mask)
+        for x in (student, teacher, mask):
+            torch._dynamo.mark_dynamic(x, 0)
+        value = compiled(student, teacher, mask)
+        (gradient,) = torch.autograd.grad(value, student)
+        assert relative_error(value, wanted[0]) <= 1e-5
+        assert relative_error(gradient, wanted[1]) <= 1e-5
+    assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
+
+
+GROWING = [
+    pytest.param(file, name, id=f"{row}: {name}")
+    for row, file in FILES.items()
+    if hasattr(file, "growing")
+    for name in file.growing()
+]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the calls are on the CPU")
+@pytest.mark.parametrize(("file", "name"), GROWING)
+def test_two_graphs_serve_all_sizes(file, name):
+    """In PyTorch; a kernel is one operator in a graph, as above."""
+    loss, calls = file.growing()[name]
+    assert count_graphs(loss, calls, rtol=1e-4, atol=1e-5) <= 2
+
+
+@pytest.mark.parametrize("loss", traced(), indirect=True)
+def test_a_tensor_passed_twice(loss):
+    """Dynamo refuses repeated tensors in an autograd function."""
+    student, teacher = features(batch=13)
+    mask = padding(13)
+
+    def call(student, teacher, mask):
+        own = torch.cat([student, student[..., : D_T - D_S]], -1).detach()
+        return (
+            loss(student, teacher, mask)
+            + loss(student, own, mask)
+            + loss(own[..., :D_S], own, mask)
+        )
+
+    compiled, graphs = counted(call)
+    found, wanted = (
+        (value, *torch.autograd.grad(value, student))
+        for value in (run(student, teacher, mask) for run in (compiled, call))
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_inductor():
+    """Losses in one graph under Inductor, whose compilation takes long."""
+    divergence = fastkd.SoftTargetLoss(temperature=2.0)
+
+    def step(student, teacher, mask):
+        same = teacher[..., :D_S]
+        rows = fastkd.layer_norm_mse(student, same) + divergence(student, same, mask)
+        return fastkd.relation_loss(student, teacher, mask) + rows
+
+    pair, mask = features(), padding()
+    compiled = torch.compile(step, fullgraph=True)
+    wanted, found = (value_and_gradient(call, *pair, mask) for call in (step, compiled))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_an_empty_batch_in_a_dynamic_graph():
+    names = "layer_norm_mse", "hidden_state_loss mse"
+    losses = [s for s in subjects("torch") if s.name in names]
+
+    def step(student, teacher):
+        return sum(loss(student, teacher) for loss in losses)
+
+    student, teacher = (x[:0] for x in features())
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
+    assert compiled(student, teacher).item() == 0
+
+
+def test_losses_twice_in_a_dynamic_graph():
+    names = "relation_loss over tokens", "cos_nce_loss", "soft_target_loss forward_kl"
+    losses = [s for s in subjects("torch") if s.name in names]
+    module = made(
+        "cpp" if ("cpp", "FCDLoss") in TABLE and DEVICE.type == "cpu" else "torch", "FCDLoss"
+    )
+
+    def step(student, teacher):
+        return sum(loss(x, teacher) for loss in (*losses, module) for x in (student, student.sin()))
+
+    student, teacher = features()
+    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)
+    torch.testing.assert_close(compiled(student, teacher), step(student, teacher))
+
+
+def test_compile_without_gradients():
+    projection = fastkd.OrthogonalProjection(D_S, D_T)
+
+    def step(student, teacher):
+        return fastkd.relation_loss(student, teacher) + projection(student[0]).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*features()), step(*features()))

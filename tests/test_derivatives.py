@@ -1,0 +1,139 @@
+"""Derivatives: first, retained, batched, recomputed, hooked; second ones raise.
+
+`tests.fuzz` takes the gradients of its random calls in these ways too.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.autograd import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fastkd
+from fastkd._core.registry import LOSSES
+from fastkd.cli.doctor import inputs_of
+from tests.support.every import every_loss, features, padding, parameters
+
+
+@every_loss
+def test_accumulation(loss):
+    """gradient accumulation"""
+    student, teacher = features()
+    value = loss(student, teacher, padding())
+    found = []
+    for part in (0.3 * value, value):
+        part.backward(retain_graph=True)
+        found.append(student.grad.clone())
+        student.grad.zero_()  # in place: what is saved for the next pass must not change
+    value.backward(retain_graph=True)
+    (0.3 * value).backward()
+    assert torch.equal(student.grad, found[1] + found[0])
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_of_upstream_gradients(loss, dtype):
+    """With is_grads_batched; the student's and the parameters'."""
+    student, teacher = features(dtype)
+    learning = [student, *loss.parameters()]
+    value = loss(student, teacher, padding())
+    batch = torch.tensor([1.0, -2.5, 0.0], device=value.device)
+    found = torch.autograd.grad(value, learning, batch, retain_graph=True, is_grads_batched=True)
+    for i, upstream in enumerate(batch):
+        one = torch.autograd.grad(value, learning, upstream, retain_graph=True)
+        torch.testing.assert_close([x[i] for x in found], list(one))
+
+
+@every_loss
+def test_hooks(loss, wanted):
+    """Of tensors and of Modules, on a student that is no leaf."""
+    student, teacher = features()
+    seen = []
+    inner = student * 1
+    inner.register_hook(lambda g: seen.append(g) or 2 * g)
+    hooked = copy.deepcopy(loss) if list(loss.parameters()) else loss
+    handle = hooked.register_full_backward_hook(lambda *_: seen.append(None))
+    hooked(inner, teacher, padding()).backward()
+    handle.remove()
+    assert len(seen) == 2
+    assert torch.equal(student.grad, 2 * wanted[1])
+
+
+@every_loss
+@pytest.mark.parametrize("upstream", [torch.inf, torch.nan, 2.0**40], ids=str)
+def test_overflow_is_visible_to_a_grad_scaler(loss, upstream):
+    """A GradScaler looks for inf and NaN to find that its scale is too large."""
+    student, teacher = features(torch.float16)
+    value = loss(student, teacher, padding())
+    (gradient,) = torch.autograd.grad(value, student, torch.full_like(value, upstream))
+    assert not gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("loss", parameters("torch"), indirect=True)
+def test_checkpointing(loss, wanted):
+    student, teacher = features()
+    value = checkpoint(loss, student, teacher, padding(), use_reentrant=False)
+    value.backward()
+    assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
+
+
+class _Operations(TorchDispatchMode):
+    """Record the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", parameters("torch", "cpp"), indirect=True)
+def test_no_gradient_is_computed_without_requires_grad(loss):
+    student, teacher = features()
+    made = []
+    for needed in (False, False, True):  # a warning that is given once comes from the first call
+        loss.requires_grad_(needed)
+        with torch.no_grad(), _Operations() as operations:
+            loss(student.requires_grad_(needed), teacher, padding() if loss.masked else None)
+        made.append([name for name in operations.names if name != "aten.detach.default"])
+    assert made[1] == made[2]
+
+
+@every_loss
+def test_second_derivatives(loss):
+    """Only first derivatives"""
+    student, teacher = features()
+    value = loss(student, teacher, padding())
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(value, student, create_graph=True)
+
+
+FUNCTIONS = {
+    name: (getattr(fastkd, name), inputs_of(name))
+    for loss in LOSSES
+    for name in loss.with_reference
+}
+FUNCTIONS["relation_loss, plain autograd"] = (
+    lambda *args, **options: fastkd.relation_loss(*args, distance="kl", **options),
+    FUNCTIONS["relation_loss"][1],
+)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_derivatives_raise(name):
+    """Also with torch.autograd.grad for inputs only, where PyTorch would skip the error."""
+    function, inputs = FUNCTIONS[name]
+    (x, *learning), given, options = inputs
+
+    def loss(x):
+        return function(x, *learning, *given, **options).sum()
+
+    for derivative, *more in ((functional.hessian,), (functional.jvp, x)):
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            derivative(loss, x, *more)
+    gradient = torch.autograd.grad(loss(x.requires_grad_()), x)[0]
+    assert torch.equal(functional.jacobian(loss, x), gradient)

@@ -1,0 +1,94 @@
+"""Wrong input raises one sentence that names the argument."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from tests.losses import FILES
+from tests.support.every import (
+    DEVICE,
+    every_loss,
+    features,
+    padding,
+    parameters,
+)
+
+WRONG = {
+    "a teacher that requires grad": (lambda s, t, m: (s, t.requires_grad_(), m), "detach"),
+    "a teacher that is no leaf": (lambda s, t, m: (s, t.requires_grad_() * 2, m), "detach"),
+    "another number of samples": (lambda s, t, m: (s, t[:-1], m), "teacher|y must"),
+    "integers": (lambda s, t, m: (s.detach().long(), t.long(), m), "float"),
+    "two dtypes": (lambda s, t, m: (s, t.double(), m), "dtype|float64"),
+    "a list of numbers": (lambda s, t, m: (s.tolist(), t, m), "Tensor|tensor"),
+    "a mask of another shape": (lambda s, t, m: (s, t, m[:, :-1]), "mask"),
+    "a mask of other numbers": (lambda s, t, m: (s, t, m * 2), "mask"),
+    "an additive mask": (lambda s, t, m: (s, t, (m - 1.0) * 1e4), "mask"),
+    "sparse tensors": (lambda s, t, m: (s.detach().to_sparse(), t, m), "must be dense"),
+    "the meta device for one": (lambda s, t, m: (s, t.to("meta"), m), "meta"),
+}
+OF_VALUES = ("a mask of other numbers", "an additive mask")  # reading them would wait for a GPU
+# Some losses have no frozen teacher; for lists of layers this test has no dtype to compare.
+NO_MISTAKE = {
+    ("layer_norm_mse", "a teacher that requires grad"),
+    ("layer_norm_mse", "a teacher that is no leaf"),
+    ("linear_soft_target_loss", "a list of numbers"),
+}
+
+
+@every_loss
+def test_wrong_input(loss):
+    """rejects wrong input in one sentence that names the argument"""
+    for mistake, (change, words) in WRONG.items():
+        if (loss.name, mistake) in NO_MISTAKE or ("mask" in mistake and not loss.masked):
+            continue
+        if mistake in OF_VALUES and DEVICE.type == "cuda":
+            continue
+        with pytest.raises((ValueError, TypeError), match=words) as raised:
+            loss(*change(*features(), padding()))
+        assert "\n" not in str(raised.value), mistake
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if hasattr(FILES[name], "bad")])
+def test_mistakes_of_the_rows(name):
+    for words, call in FILES[name].bad():
+        with pytest.raises((ValueError, TypeError), match=words) as raised:
+            call()
+        assert "\n" not in str(raised.value), words
+
+
+def error_of(loss: Callable[[], object]) -> str | None:
+    """The sentence of a call that is refused."""
+    try:
+        loss()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [x for x in parameters("torch") if x.values[0][1].split()[0][0].isupper()],
+    indirect=True,
+)
+def test_options_are_checked_whenever_they_are_set(loss):
+    """An option of a Module that is changed afterwards is refused as in the constructor."""
+    module, call = loss.module, lambda: loss(*features(), padding())
+    fields = [x for x in dataclasses.fields(module) if not x.name.endswith("_dim")]
+    options = {x.name: getattr(module, x.name) for x in dataclasses.fields(module)}
+
+    for field in fields:
+        if isinstance(field.default, bool) or field.name in ("group", "layers"):
+            continue
+        for wrong in ("typo", -5):
+            made = error_of(lambda n=field.name, x=wrong: type(module)(**options | {n: x}))
+
+            def changed(name=field.name, x=wrong) -> None:
+                setattr(module, name, x)
+                call()
+
+            later = error_of(changed)
+            setattr(module, field.name, options[field.name])
+            assert made is None or later == made, (field.name, wrong)
+            assert later is not None or not isinstance(field.default, str), (field.name, wrong)
+    assert call().isfinite()

@@ -1,0 +1,64 @@
+"""Every loss on every backend: worked examples, invariances and random calls.
+
+The random calls are new in every run; a failure prints the command that repeats it.
+"""
+
+import random
+import time
+
+import pytest
+import torch
+
+from tests import fuzz
+from tests.support.every import inputs_of, rows
+from tests.support.interpreter import MARKS
+
+# CPU time of all random calls together; `make fuzz` has more.
+SECONDS = 60
+FIRST = random.SystemRandom().randrange(2**31)  # in each process another
+CASES = [
+    pytest.param(name, backend, marks=MARKS[backend], id=f"{backend}: {name}")
+    for name in fuzz.FUNCTIONS
+    # Compiling takes seconds; test_compile.py compiles every loss on every backend.
+    for backend in (("torch",) if name == "compiled" else fuzz.backends(name))
+]
+
+
+@pytest.mark.parametrize(("file", "runs_on"), rows("examples", "reference"))
+def test_worked_examples(file, runs_on, device):
+    with inputs_of(runs_on, device):
+        for name, found, expected in file.examples(runs_on):
+            expected = torch.as_tensor(expected).to(found)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("file", "runs_on"), rows("invariances", "reference"))
+def test_invariances(file, runs_on, device):
+    """Calls of one row that must give the same value and, of the same tensor, the same gradient."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with inputs_of(runs_on, device):
+            for name, one, other in file.invariances(runs_on):
+                torch.testing.assert_close(
+                    one,
+                    other,
+                    rtol=2e-5,
+                    atol=1e-6,
+                    msg=lambda m, n=name, s=seed: f"{n}, seed {s}: {m}",
+                )
+
+
+@pytest.mark.parametrize(("name", "runs_on"), CASES)
+def test_random_calls_agree_with_the_oracles(name, runs_on):
+    found = [
+        seed for function, backend, seed in fuzz.FOUND if (function, backend) == (name, runs_on)
+    ]
+    end, seed, failures = time.process_time() + SECONDS / len(CASES), FIRST, []
+    while found or seed == FIRST or time.process_time() < end:
+        if not found:
+            seed += 1
+        chosen = found.pop() if found else seed
+        wrong = fuzz.checked(name, runs_on, chosen)
+        if wrong:
+            failures.append(f"{fuzz.pasted(name, runs_on, chosen)}\n{wrong}")
+    assert not failures, f"{len(failures)} of {seed - FIRST} calls\n" + "\n".join(failures[:3])
