@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastkd
-from fastkd._core.registry import LOSSES
-from fastkd.cli.doctor import inputs_of
+from fastkd._core.registry import LOSSES, inputs_of
 from tests.support.every import every_loss, features, padding, parameters
 
 
@@ -137,3 +136,11 @@ def test_second_derivatives_raise(name):
             derivative(loss, x, *more)
     gradient = torch.autograd.grad(loss(x.requires_grad_()), x)[0]
     assert torch.equal(functional.jacobian(loss, x), gradient)
+
+
+@every_loss
+def test_transforms_of_torch_func_are_refused(loss):
+    pair = [x.detach() for x in features()]
+    for transform, given in ((torch.func.grad, pair), (torch.func.vmap, [x[None] for x in pair])):
+        with pytest.raises(RuntimeError, match=r"tensor of torch\.func"):
+            transform(loss)(*given)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastkd
-from fastkd import CrossEntropy, Divergence, Draft, Head, ImportanceRatio, TopK, VocabularyMatch
+from fastkd import CrossEntropy, Divergence, Draft, Head, ImportanceRatio, TopK
 from fastkd._core import extension, products
 from fastkd.lm import linear_soft_targets
 from fastkd.lm.heads import LowRank
@@ -27,7 +27,6 @@ from tests.support.compare import (
     relative_error,
     value_and_grad,
 )
-from tests.support.interpreter import MARKS
 
 TRITON_FUNCTION = "soft_target_loss"
 
@@ -47,11 +46,6 @@ DIVERGENCES = [
 V = 13
 
 
-def alternating(rows, options):
-    """Each row with one of the options, which run outside of the divergences."""
-    return list(zip(rows, itertools.cycle(options), strict=False))
-
-
 def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
     """The k most probable tokens of random distributions, and the distributions."""
     full = (2 * torch.randn(*shape, words, dtype=dtype)).log_softmax(-1)
@@ -62,77 +56,6 @@ def top_k(*shape, k, tail="bucket", dtype=torch.float64, words=V):
 # Divergences against explicit formulas and each other
 
 
-@pytest.mark.parametrize(
-    ("divergence", "value"),
-    [
-        # p_t = (¾, ¼), p_s = (½, ½)
-        (Divergence("total_variation"), 0.25),
-        (Divergence("negative_log_acceptance"), -math.log(0.75)),
-        (  # λ = exp(−2·¾)
-            Divergence("lk", rate=2.0),
-            math.exp(-1.5) * (0.75 * math.log(3 / 2) + 0.25 * math.log(1 / 2))
-            + (1 - math.exp(-1.5)) * 0.25,
-        ),
-        (Divergence("skew_kl", skew=0.5), 0.75 * math.log(6 / 5) + 0.25 * math.log(2 / 3)),
-        (Divergence("skew_reverse_kl", skew=0.5), 0.5 * math.log(4 / 5) + 0.5 * math.log(4 / 3)),
-        (
-            Divergence("js", beta=0.2),  # m = 0.2·p_t + 0.8·p_s = (0.55, 0.45)
-            0.2 * (0.75 * math.log(0.75 / 0.55) + 0.25 * math.log(0.25 / 0.45))
-            + 0.8 * (0.5 * math.log(0.5 / 0.55) + 0.5 * math.log(0.5 / 0.45)),
-        ),
-        (
-            Divergence("mixed", mix=0.25),
-            0.25 * (0.75 * math.log(3 / 2) + 0.25 * math.log(1 / 2))
-            + 0.75 * (0.5 * math.log(2 / 3) + 0.5 * math.log(2)),
-        ),
-    ],
-    ids=str,
-)
-def test_divergences_by_hand(divergence, value):
-    student, teacher = torch.zeros(1, 2).double(), torch.tensor([[3.0, 1.0]]).double().log()
-    for loss in (soft_target_loss, soft_target_loss_ref):
-        assert loss(student, teacher, divergence=divergence).item() == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (Divergence("js"), "js"),
-        (Divergence("js", beta=0), "forward_kl"),
-        (Divergence("js", beta=1), "reverse_kl"),
-        (Divergence("skew_kl", skew=0), "forward_kl"),
-        (Divergence("skew_reverse_kl", skew=0), "reverse_kl"),
-        (Divergence("mixed", mix=1), "forward_kl"),
-        (Divergence("mixed", mix=0), "reverse_kl"),
-        (Divergence("lk", rate=0), "forward_kl"),
-        (Divergence("adaptive_kl"), "adaptive_kl"),
-    ],
-    ids=str,
-)
-def test_coefficients_0_and_1_give_the_plain_divergences(one, other):
-    student, teacher = torch.randn(2, 3, 7, dtype=torch.float64)
-    loss = functools.partial(value_and_grad, soft_target_loss, student, teacher)
-    assert all(map(torch.equal, loss(divergence=one), loss(divergence=other)))
-
-
-@pytest.mark.parametrize(
-    ("divergence", "reduction"), alternating(DIVERGENCES, ["batchmean", "none"]), ids=str
-)
-def test_divergences_of_logits(backend, device, divergence, reduction):
-    dtype = torch.float32 if backend == "triton" else torch.float64
-    student, teacher = (2 * torch.randn(2, 5, 9, dtype=dtype)).to(device)
-    student[:, 3] = teacher[:, 3] = -torch.inf
-    mask = torch.tensor([1, 0, 1, 1, 1], device=device)
-    options = dict(divergence=divergence, temperature=1.6, reduction=reduction, mask=mask)
-    options["upstream"] = torch.rand(5, device=device) if reduction == "none" else 3.0
-    wanted = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
-    student[1] = teacher[1] = torch.nan
-    found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
-    for x, right in zip(found, wanted, strict=True):
-        assert_accurate(x, right, dtype)
-
-
-OF_OVERLAP = ("total_variation", "negative_log_acceptance", "lk")
 WITH_COEFFICIENT = DIVERGENCES[2:]
 
 
@@ -161,42 +84,6 @@ def test_divergences_of_every_dtype_and_size(
         assert_matches_reference(*functions, backend, student, teacher, **options)
 
 
-@pytest.mark.parametrize("name", OF_OVERLAP)
-def test_overlap_of_equal_and_of_disjoint_distributions(backend, device, name):
-    inf, divergence = float("inf"), Divergence(name)
-    loss = functools.partial(
-        value_and_grad, soft_target_loss, divergence=divergence, backend=backend
-    )
-    equal = torch.randn(4, 300, device=device)
-    value, grad = loss(equal, equal)
-    assert value.abs() < 1e-6 and grad.abs().max() < 1e-6
-    student = torch.tensor([[0.0, -inf, 1.0, -inf]], device=device)
-    teacher = torch.tensor([[-inf, 0.0, -inf, 2.0]], device=device)
-    value, grad = loss(student, teacher)
-    assert value.item() == (pytest.approx(1) if name == "total_variation" else inf)
-    assert grad.isfinite().all() or name == "lk"
-
-
-def test_gradient_of_a_small_acceptance_does_not_vanish(backend, device):
-    """Student and teacher are nearly sure of different tokens: α = 2·e⁻⁴⁰, gradient ½."""
-    student = torch.tensor([[40.0, 0.0]], device=device)
-    options = dict(divergence=Divergence("negative_log_acceptance"), backend=backend)
-    value, grad = value_and_grad(soft_target_loss, student, student.flip(-1), **options)
-    assert value.item() == pytest.approx(40 - math.log(2), rel=1e-6)
-    torch.testing.assert_close(grad, torch.tensor([[0.5, -0.5]], device=device))
-
-
-@pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl", "total_variation"])
-def test_bounded_divergences_stay_finite_for_excluded_tokens(name):
-    inf = float("inf")
-    student = torch.tensor([[0.0, 1.0, -inf], [90.0, 0.0, -90.0]])
-    teacher = torch.tensor([[0.0, -inf, 1.0], [-90.0, 0.0, 90.0]])
-    value, grad = value_and_grad(
-        soft_target_loss, student, teacher, divergence=Divergence(name, beta=0.3)
-    )
-    assert value.isfinite() and grad.isfinite().all()
-
-
 # Whole heads
 
 
@@ -210,57 +97,6 @@ def heads(*leading, dtype=torch.float64, learns=True):
 
 
 TEACHERS = ("logits", "bucket", "renormalise")
-
-
-@pytest.mark.parametrize(
-    ("divergence", "reduction", "masked", "chunk_bytes", "teacher", "softcap", "scale", "task"),
-    every_two_meet(
-        DIVERGENCES,
-        ["batchmean", "sum", "none"],
-        [False, True],
-        [None, 400],
-        TEACHERS,
-        [None, 2.0],
-        [1.0, 0.7],
-        [None, (0.0, 0.0), (0.1, 0.01)],
-    ),
-)
-def test_pairs_of_options_match_the_reference(
-    divergence, reduction, masked, chunk_bytes, teacher, softcap, scale, task
-):
-    student, (h_t, w_t, b_t) = heads(3, 4)
-    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]) if masked else None
-    n = V - 2
-    if teacher == "logits":
-        given = h_t, Head(w_t, b_t, 0.5, 3.0)
-    else:
-        given = (top_k(3, 4, k=4, tail=teacher, words=n)[0],)
-    options = dict(divergence=divergence, reduction=reduction, mask=mask, vocabulary=n)
-    options |= dict(temperature=1.7, soft_weight=0.4, return_terms=True)
-    if task is not None:
-        labels = torch.randint(n, (3, 4)).masked_fill(torch.rand(3, 4) < 0.3, -100)
-        smoothing, z_loss = task
-        options["task"] = CrossEntropy(labels, 0.7, label_smoothing=smoothing, z_loss=z_loss)
-    found = made(
-        linear_soft_target_loss, student, scale, softcap, given, chunk_bytes=chunk_bytes, **options
-    )
-    wanted = made(linear_soft_target_loss_ref, student, scale, softcap, given, **options)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-
-
-def made(loss, student, scale, softcap, given, **options):
-    """Compare value, terms, and gradients of states, weight and bias; masked positions hold NaN."""
-    states, weight, bias = (x.detach().requires_grad_() for x in student)
-    hidden, padded, mask = states, given, options["mask"]
-    if mask is not None and loss is linear_soft_target_loss:
-        hidden = states.masked_fill(mask[..., None] == 0, torch.nan)
-        if isinstance(given[0], torch.Tensor):
-            padded = given[0].masked_fill(mask[..., None] == 0, torch.nan), *given[1:]
-    value, terms = loss(hidden, Head(weight, bias, scale, softcap), *padded, **options)
-    assert not any(x.requires_grad for x in terms.values())
-    upstream = torch.arange(1.0, value.numel() + 1).reshape(value.shape).to(value)
-    grads = torch.autograd.grad(value, (states, weight, bias), upstream)
-    return value.detach(), *grads, *terms.values()
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -303,23 +139,6 @@ def test_the_heads_gradient_is_allocated_once():
     below = [node for node, _ in loss.grad_fn.next_functions if node is not None]
     accumulate = [node for node in below if hasattr(node, "variable")]
     assert any(node.variable is w for node in accumulate)
-
-
-@MARKS["cpp"][0]
-@pytest.mark.parametrize("divergence", ["reverse_kl", "js", *DIVERGENCES], ids=str)
-def test_cpp_rows_equal_pytorch(divergence):
-    (h, w, b), (h_t, w_t, _) = heads(20)
-    labels = torch.randint(V, (20,)).masked_fill(torch.arange(20) % 3 == 0, -100)
-    options = dict(divergence=divergence, temperature=1.7, soft_weight=0.4, chunk_bytes=3 * V * 16)
-    found = []
-    for backend in ("cpp", "torch"):
-        task = CrossEntropy(labels, 0.7)
-        head = Head(w, b, 0.5, 4.0)
-        loss = linear_soft_target_loss(
-            h, head, h_t, w_t[:V], task=task, backend=backend, **options
-        )  # fmt: skip
-        found.append((loss.detach(), *torch.autograd.grad(loss, (h, w, b))))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
@@ -447,18 +266,6 @@ def test_gradients_of_each_trained_tensor():
     assert own.abs() < 1e-12
 
 
-def test_backward_twice_and_in_any_size():
-    (h, w, _), (h_t, w_t, _) = heads(4, dtype=torch.float32)
-    loss = linear_soft_target_loss(h, w, h_t, w_t[:V])
-    first = torch.autograd.grad(loss, (h, w), retain_graph=True)
-    half = torch.autograd.grad(loss, (h, w), torch.tensor(0.5), retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for a, b, x in zip(first, half, (h, w), strict=True):
-        torch.testing.assert_close(x.grad, 2 * a)
-        torch.testing.assert_close(b, a / 2)
-
-
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_compiled_loss_equals_eager(teacher):
     def step(h, w, b, h_t, w_t, labels, words, log_probs):
@@ -539,46 +346,7 @@ def test_an_adapter_in_bf16_is_rounded_once():
 # Vocabularies
 
 
-def test_columns_beyond_the_vocabulary_are_removed():
-    (h, w, b), (h_t, w_t, b_t) = heads(4)
-    labels = torch.tensor([1, 2, 3, 4])
-    task = CrossEntropy(labels, label_smoothing=0.1)
-    whole = linear_soft_target_loss(h, Head(w, b), h_t, Head(w_t, b_t), vocabulary=9, task=task)
-    cut = linear_soft_target_loss(h, Head(w[:9], b[:9]), h_t, Head(w_t[:9], b_t[:9]), task=task)
-    torch.testing.assert_close(whole, cut)
-    grads = torch.autograd.grad(whole, (w, b))
-    assert all((g[9:] == 0).all() and (g[:9] != 0).any() for g in grads)
-    logits = torch.randn(4, 15), torch.randn(4, 12)
-    value, grad = value_and_grad(soft_target_loss, *logits, vocabulary=9)
-    cut = value_and_grad(soft_target_loss, *(z[:, :9] for z in logits))
-    torch.testing.assert_close((value, grad[:, :9]), cut)
-    assert (grad[:, 9:] == 0).all()
-
-
 # Top k
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
-def test_top_k_of_all_tokens_equals_the_whole_distribution(divergence):
-    student = torch.randn(5, V, dtype=torch.float64)
-    top, full = top_k(5, k=V)
-    for tail in ("bucket", "renormalise"):
-        found = value_and_grad(
-            soft_target_loss, student, TopK(top.ids, top.log_probs, tail), divergence=divergence
-        )
-        wanted = value_and_grad(soft_target_loss, student, full, divergence=divergence)
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("k", [1, 3, 12])
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "js", "skew_kl", "total_variation"])
-def test_bucket_loss_is_between_zero_and_the_whole_divergence(name, k):
-    student = 2 * torch.randn(50, V, dtype=torch.float64)
-    top, full = top_k(50, k=k)
-    options = dict(divergence=Divergence(name), reduction="none")
-    bucket = soft_target_loss(student, top, **options)
-    assert (bucket >= 0).all()
-    assert (bucket <= soft_target_loss(student, full, **options) * (1 + 1e-8)).all()
 
 
 @pytest.mark.parametrize(
@@ -654,7 +422,7 @@ def test_a_small_rest_of_the_student_is_exact(backend, device):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "tail"), alternating(DIVERGENCES, ["bucket", "renormalise"]), ids=str
+    ("divergence", "tail"), zip(DIVERGENCES, itertools.cycle(["bucket", "renormalise"])), ids=str
 )
 def test_top_k_of_a_student_of_nan(backend, device, tail, divergence):
     top, _ = top_k(3, k=4, tail=tail, dtype=torch.float32)
@@ -678,16 +446,6 @@ def test_masked_top_k_entries_have_no_effect(k):
     top.ids[1], top.log_probs[1] = -5, torch.nan
     assert all(map(torch.equal, loss(top), wanted))
     assert wanted[1].isfinite().all() and (wanted[1][1] == 0).all()
-
-
-@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
-def test_shorter_top_k_lists_are_padded(tail):
-    student = torch.randn(3, V, dtype=torch.float64)
-    top, _ = top_k(3, k=2, tail=tail)
-    inf = torch.full((3, 2), -torch.inf, dtype=torch.float64)
-    longer = TopK(torch.cat([top.ids, top.ids], -1), torch.cat([top.log_probs, inf], -1), tail)
-    found = value_and_grad(soft_target_loss, student, longer)
-    torch.testing.assert_close(found, value_and_grad(soft_target_loss, student, top))
 
 
 def test_rounded_log_probabilities_add_up_to_no_more_than_1():
@@ -786,114 +544,6 @@ def test_top_k_of_one_position_without_leading_dimensions(tail):
 EXTRA_TERMS = ["total_variation", "teacher_entropy", "log_prob", "teacher_log_prob"]
 
 
-def value_grads_and_terms(loss, student, *teacher, upstream=None, **options):
-    """Value, gradients of states, weight and bias, and all terms."""
-    states, weight, bias = (x.detach().requires_grad_() for x in student)
-    names = ["soft", "task", "entropy", "accuracy", *EXTRA_TERMS]
-    value, terms = loss(states, Head(weight, bias), *teacher, return_terms=names, **options)
-    upstream = torch.ones_like(value) if upstream is None else upstream
-    return (
-        value.detach(),
-        *torch.autograd.grad(value, (states, weight, bias), upstream),
-        *(terms[name] for name in names),
-    )
-
-
-def draft_options(leading, words, masked, with_ratio, with_task, weighted):
-    mask = torch.rand(leading) < 0.7 if masked else None
-    labels = torch.randint(words, leading).masked_fill(torch.rand(leading) < 0.2, -100)
-    ids, old = torch.randint(words, leading), -3 * torch.rand(leading, dtype=torch.float64)
-    return {
-        "mask": mask,
-        "task": CrossEntropy(labels, 0.6) if with_task else None,
-        "ratio": fastkd.ImportanceRatio(ids, old, at_most=1.3) if with_ratio else None,
-        "weights": torch.randn(leading) if weighted else None,
-    }
-
-
-@pytest.mark.parametrize(
-    (
-        "vocabulary", "divergence", "shared", "reduction", "masked", "ratio", "task", "weighted",
-        "chunk_bytes", "runs_on",
-    ),
-    every_two_meet(
-        ["same", "renormalised", "whole"],
-        ["forward_kl", "reverse_kl", Divergence("total_variation"),
-         Divergence("negative_log_acceptance")],
-        [False, True],
-        ["batchmean", "none"],
-        [False, True],
-        [False, True],
-        [False, True],
-        [False, True],
-        [None, 700],
-        ["torch", "auto"],
-    ),
-)  # fmt: skip
-def test_options_of_draft_models(
-    vocabulary, divergence, shared, reduction, masked, ratio, task, weighted, chunk_bytes, runs_on
-):
-    words, part = 19, torch.tensor([3, 0, 18, 7, 9, 11, 2])
-    student = [torch.randn(*n, dtype=torch.float64) for n in ((4, 6, 5), (7, 5), (7,))]
-    own = 7 if vocabulary == "same" else words
-    leading = (8,) if shared else (4, 6)
-    teacher = torch.randn(*leading, 6, dtype=torch.float64), torch.randn(own, 6).double()
-    options = draft_options((4, 6), 7, masked, ratio, task, weighted)
-    options |= dict(divergence=divergence, reduction=reduction, temperature=1.7)
-    drafts = (None,) if vocabulary == "same" else (part, vocabulary)
-    upstream = torch.rand(4, 6, dtype=torch.float64) if reduction == "none" else None
-    rows = torch.randint(8, (4, 6)) if shared else None
-    options["draft"] = Draft(*drafts, rows=rows)
-    wanted = value_grads_and_terms(
-        linear_soft_target_loss_ref, student, *teacher, upstream=upstream, **options
-    )
-    mask = options["mask"]
-    if mask is not None:  # what masked positions hold has no effect
-        student[0] = student[0].masked_fill(~mask[..., None], torch.nan)
-        if shared:
-            options["draft"] = Draft(*drafts, rows=rows.masked_fill(~mask, 99))
-        else:
-            teacher = teacher[0].masked_fill(~mask[..., None], torch.nan), teacher[1]
-        if ratio:
-            given = options["ratio"]
-            options["ratio"] = fastkd.ImportanceRatio(
-                given.ids.masked_fill(~mask, -5),
-                given.old_log_probs.masked_fill(~mask, torch.nan),
-                at_most=1.3,
-            )
-    options |= dict(chunk_bytes=chunk_bytes, backend=runs_on)
-    found = value_grads_and_terms(
-        linear_soft_target_loss, student, *teacher, upstream=upstream, **options
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("unmatched", [None, "bucket", "sorted"])
-@pytest.mark.parametrize("chunk_bytes", [None, 1])
-def test_positions_without_soft_target(backend, device, unmatched, chunk_bytes):
-    """NaN of a teacher has no effect there; labels count everywhere."""
-    student, teacher = (torch.randn(6, D, device=device) for D in (4, 5))
-    heads = torch.randn(19, 4, device=device), torch.randn(19, 5, device=device)
-    kept = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
-    options = dict(task=CrossEntropy(torch.arange(6, device=device)), draft=Draft(soft_mask=kept))
-    if unmatched:
-        ids = torch.arange(9)
-        options |= dict(vocabulary=VocabularyMatch(ids, ids + 3, 19, 19), unmatched=unmatched)
-
-    def found(loss, dtype, of_teacher, **more):
-        leaves = [x.to(dtype).requires_grad_() for x in (student, heads[0])]
-        value = loss(*leaves, of_teacher.to(dtype), heads[1].to(dtype), **options, **more)
-        return value.detach(), *torch.autograd.grad(value, leaves)
-
-    right = found(linear_soft_target_loss_ref, torch.float64, teacher)
-    plain = found(linear_soft_target_loss_ref, torch.float32, teacher)
-    teacher = teacher.index_fill(0, torch.tensor([1, 4], device=device), torch.nan)
-    how = dict(backend=backend, chunk_bytes=chunk_bytes)
-    actual = found(linear_soft_target_loss, torch.float32, teacher, **how)
-    for x, exact, reference in zip(actual, right, plain, strict=True):
-        assert_accurate(x, exact, torch.float32, reference)
-
-
 def test_nothing_counts_where_there_is_no_soft_target(backend, device):
     """NaN of weights and of old log-probabilities, ids out of range, and the teacher's terms."""
     student, teacher = (torch.randn(4, D, device=device) for D in (4, 5))
@@ -934,27 +584,6 @@ def test_whole_mass_of_a_draft_vocabulary(backend, device, divergence):
 
     reference = functools.partial(call, loss=linear_soft_target_loss_ref)
     assert_matches_reference(call, reference, backend, student)
-
-
-def test_reference_of_a_draft_vocabulary_by_hand():
-    """Teacher ½, ¼, ¼ of three tokens; the student has the first two, at ¾ and ¼."""
-    hidden, one = torch.ones(1, 1, dtype=torch.float64), torch.tensor([0, 1])
-    student = torch.tensor([[3.0], [1.0]]).double().log()
-    teacher = torch.tensor([[2.0], [1.0], [1.0]]).double().log()
-    log = math.log
-    for name, whole, part in (
-        ("forward_kl", log(2 / 3) / 2, 2 / 3 * log(8 / 9) + log(4 / 3) / 3),
-        ("reverse_kl", 0.75 * log(3 / 2), 0.75 * log(9 / 8) + 0.25 * log(3 / 4)),
-        ("total_variation", 0.25, 1 / 12),
-        ("negative_log_acceptance", -log(0.75), -log(11 / 12)),
-    ):
-        for mass, value in (("whole", whole), ("renormalised", part)):
-            for loss in (linear_soft_target_loss, linear_soft_target_loss_ref):
-                found = loss(
-                    hidden, student, hidden, teacher, draft=Draft(one, mass),
-                    divergence=Divergence(name),
-                )  # fmt: skip
-                assert found.item() == pytest.approx(value), (name, mass)
 
 
 def test_teacher_rows_are_multiplied_once(monkeypatch):

@@ -26,21 +26,6 @@ def states(B=3, N=5, D=9, dtype=torch.float32):
     return [torch.randn(B, N, D, dtype=torch.float64).to(dtype) for _ in range(2)]
 
 
-@pytest.mark.parametrize("function", [hidden_state_loss, hidden_state_loss_ref])
-def test_worked_example(function):
-    student, teacher = (
-        torch.tensor([[3.0, 0.0], [1.0, 1.0]]),
-        torch.tensor([[0.0, 0.0], [2.0, 2.0]]),
-    )
-    assert function(student, teacher).item() == (4.5 + 1) / 2
-    assert function(student, teacher, kind="smooth_l1").item() == (1.25 + 0.5) / 2
-    assert function(student, teacher, kind="smooth_l1", beta=0.0).item() == (1.5 + 1) / 2
-    # A zero vector has no direction: its cosine is 0.
-    assert function(student, teacher, kind="cosine").item() == pytest.approx(0.5, abs=1e-6)
-    assert function(student, teacher, torch.tensor([0, 1])).item() == 1
-    assert function(student, teacher, weights=torch.tensor([0.0, -2.0])).item() == -1
-
-
 @pytest.mark.within_kernels
 @each_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,13 +34,6 @@ def test_matches_reference(backend, shape, dtype, kind):
     # With one feature the cosine is ±1, and its gradient is rounding error only.
     floor = 1.0 if kind == "cosine" and shape[-1] == 1 else 1e-8
     check(backend, *states(*shape, dtype=dtype), kind=kind, gradient_floor=floor)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 2.0])
-def test_beta(backend, beta):
-    student, teacher = states()
-    teacher[0] = student[0]  # no difference: no gradient either
-    check(backend, student, teacher, kind="smooth_l1", beta=beta)
 
 
 @each_kind
@@ -69,14 +47,6 @@ def test_real_nan_is_never_hidden(backend, bad, side, kind):
         options = {"reduction": "none", "kind": kind, "backend": backend, "weights": weights}
         finite = hidden_state_loss(*pair, padding(), **options).isfinite()
         assert not finite[2, 3] and finite.sum() == finite.numel() - 1
-
-
-@each_kind
-def test_equal_states_are_exactly_zero(backend, kind):
-    student, _ = states(D=100)
-    for teacher in (student, student * 2) if kind == "cosine" else (student,):
-        loss, grad = value_and_grad(hidden_state_loss, student, teacher, kind=kind, backend=backend)
-        assert loss == 0 and (grad == 0).all()
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e-12, 1e12, 1e25])
@@ -101,13 +71,6 @@ def test_nearly_parallel_states_keep_their_digits(backend):
     assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["mse", "smooth_l1"])
-def test_squares_that_overflow_a_sum_alone(backend, kind):
-    student = torch.full((1, 4096), 5e17)
-    loss = hidden_state_loss(student, torch.zeros_like(student), kind=kind, backend=backend)
-    assert loss.item() == pytest.approx({"mse": 2.5e35, "smooth_l1": 5e17}[kind], rel=1e-6)
-
-
 def test_a_projection_where_widths_differ(backend):
     module = HiddenStateLoss("mse", 6, 9, backend=backend)
     student, teacher = torch.randn(3, 5, 6), torch.randn(3, 5, 9)
@@ -122,26 +85,3 @@ def test_a_projection_where_widths_differ(backend):
     assert module.projector.weight.grad.abs().sum() > 0
     assert HiddenStateLoss("mse", 6, 6).projector is None
     assert HiddenStateLoss().projector is None
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"student": torch.zeros(2, 3, 0), "teacher": torch.zeros(2, 3, 0)}, "at least"),
-        ({"kind": "mae"}, "kind must be one of"),
-        ({"beta": -1.0}, "beta must be at least 0"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    right = {"student": torch.zeros(2, 3, 4), "teacher": torch.zeros(2, 3, 4)}
-    with pytest.raises(ValueError, match=message):
-        hidden_state_loss(**(right | change))
-
-
-def test_wrong_options_of_the_module_are_named():
-    with pytest.raises(ValueError, match="pass both or neither"):
-        HiddenStateLoss("mse", 4)
-    with pytest.raises(ValueError, match="did you mean 'cosine'"):
-        HiddenStateLoss("cosin")
-    with pytest.raises(ValueError, match="student_dim=4"):
-        HiddenStateLoss("mse", 4, 6)(torch.zeros(2, 5), torch.zeros(2, 6))

@@ -7,25 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import functional
 
 import fastkd
 from fastkd._core import allocation, extension
 from fastkd._core.numerics import multiplies_in_float32, sum_by_doubling, times_upstream
-from fastkd._core.registry import LOSSES, inputs_of
 from fastkd.models.outputs import Outputs
 from fastkd.models.spans import Spans
 from tests.support.compare import relative_error, values_and_grads
-
-FUNCTIONS = {
-    name: (getattr(fastkd, name), inputs_of(name))
-    for loss in LOSSES
-    for name in loss.with_reference
-}
-FUNCTIONS["relation_loss, plain autograd"] = (
-    lambda *args, **options: fastkd.relation_loss(*args, distance="kl", **options),
-    FUNCTIONS["relation_loss"][1],
-)
 
 
 @pytest.mark.skipif(
@@ -58,22 +46,6 @@ def test_half_precision_gradient_is_multiplied_in_float32():
     gradient, upstream = torch.randn(5, 7).bfloat16(), torch.tensor(1 / 3)
     found = times_upstream(gradient, upstream, torch.bfloat16)
     assert torch.equal(found, (gradient.float() / 3).bfloat16())
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_second_derivatives_raise(name):
-    """Also with torch.autograd.grad for inputs only, where PyTorch would skip the error."""
-    function, inputs = FUNCTIONS[name]
-    (x, *learning), given, options = inputs
-
-    def loss(x):
-        return function(x, *learning, *given, **options).sum()
-
-    for derivative, *more in ((functional.hessian,), (functional.jvp, x)):
-        with pytest.raises(RuntimeError, match="first derivatives only"):
-            derivative(loss, x, *more)
-    gradient = torch.autograd.grad(loss(x.requires_grad_()), x)[0]
-    assert torch.equal(functional.jacobian(loss, x), gradient)
 
 
 def normal(*shape, seed=0):

@@ -177,29 +177,3 @@ def test_wrong_weights_are_named(loss):
     remedy = 'reduction="none"' if "none" in reductions(loss) else "call it once for each"
     with pytest.raises(ValueError, match=f"weights requires grad.*{remedy}.*weights.detach"):
         loss.call(student, teacher, torch.ones(shape, requires_grad=True))
-
-
-def test_relations_over_samples_refuse_weights():
-    student, teacher = torch.randn(2, 3, 4, 5).unbind()
-    with pytest.raises(ValueError, match="take over='tokens'"):
-        fastkd.relation_loss(student, teacher, over="samples", weights=torch.ones(3))
-
-
-def test_all_documents_of_a_row_have_its_weight():
-    student, teacher = torch.randn(2, 3, 8, 5).unbind()
-    segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [0] * 8, [2, 2, 2, 2, 2, 0, 0, 0]])
-    weights = torch.tensor([2.0, -1.0, 0.5])
-    found = value_and_grad(
-        fastkd.relation_loss, student, teacher, segments=segments, weights=weights
-    )
-    documents = [(0, 0, 3), (0, 3, 8), (1, 0, 8), (2, 0, 5), (2, 5, 8)]
-
-    def apart(student, teacher):
-        losses = [
-            weights[row] * fastkd.relation_loss(*(x[row : row + 1, a:b] for x in pair))
-            for row, a, b in documents
-            for pair in [(student, teacher)]
-        ]
-        return torch.stack(losses).mean()
-
-    torch.testing.assert_close(found, value_and_grad(apart, student, teacher))

@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,9 +185,11 @@ def run(copy: Path, log: Path, arguments: list[str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)  # of the processes that tests start
     sys.path[:] = [str(copy), *(x for x in sys.path if x and Path(x) != ROOT)]
     for name in [x for x in sys.modules if x.split(".")[0] in ("tools", "tests", "fastkd")]:
         del sys.modules[name]
+    sys.modules["__main__"] = types.ModuleType("__main__")  # which their processes would import
     options = ["-x", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
     os._exit(pytest.main([*options, *arguments]))
 

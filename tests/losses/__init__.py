@@ -1,15 +1,20 @@
-"""Tables of each loss for the tests of all losses, one file for each row of the registry.
+"""Rows of the tests of all losses, one file for each row of the registry: tests/README.md.
 
-====================  =============================================  =======================
-an oracle             the paper's equation in float64, sharing no    ``RANDOM``, and the
-                      code with the loss (`tests.support.oracles`)   loss's own test file
-``RANDOM``            by name, a random call of each public name     tests/fuzz.py,
-                      against the oracle (`tests.support.draw`)      tests/test_fuzz.py
-``subjects``          each as a loss of (B, N, D) features, if it    tests/test_promises.py
-                      has such (`tests.support.subject`)
-``calls``             in tools/calls/<loss>.py, as tools that are    tests/test_dry_cuda.py,
-                      no tests walk them: every word and choice      tools/compile_report.py
-====================  =============================================  =======================
+====================  ============================================  =======================
+an oracle             the paper's equation in float64, sharing no   ``RANDOM``
+                      code with the loss (`tests.support.oracles`)
+``RANDOM``            by name, a random call of each public name    test_values, fuzz
+                      against the oracle (`tests.support.draw`)
+``subjects``          each as a loss of (B, N, D) features, if it   test_layouts, _edges,
+                      has such (`tests.support.subject`)            _errors, _derivatives,
+                                                                    _compile, _processes
+``examples``          calls that the paper or a hand computed       test_values
+``invariances``       pairs of calls with one value                 test_values
+``edges``             degenerate inputs, their value and gradient   test_edges
+``bad``               wrong calls, each after its sentence          test_errors
+``growing``           calls whose sizes change, for the compiler    test_compile
+``calls``             in tools/calls/<loss>.py, as tools walk them  test_dry_cuda
+====================  ============================================  =======================
 
 tests/test_registry.py names a row without a file, and what a file lacks.
 """

@@ -47,13 +47,15 @@ def random_knn(draw: Draw) -> Case:
     given = M != N or draw.chance(0.5)
     labels, bank_labels = draw.labels(N), draw.labels(M)
     tolerance, ignored = draw.pick([None, None, 0.5, 1]), draw.pick([-100, -100, 1])
-    kind = draw.pick(["plain", "plain", "large", "halves", "small"])
+    kind = draw.pick(["plain", "plain", "large", "halves", "small", "bool"])
     if kind == "large" and tolerance is not None:  # closer than float64 can distinguish
         labels, bank_labels = labels + 2**54, bank_labels + 2**54
     elif kind == "halves" and tolerance is not None:  # of another dtype than the students'
         labels, bank_labels = labels / 2, (bank_labels / 2).double()
     elif kind == "small":
         labels, bank_labels = labels.to(torch.uint8), bank_labels.to(torch.int32)
+    elif kind == "bool" and tolerance is None:
+        labels, bank_labels = labels > 0, bank_labels > 0
     if not given:
         bank_labels = labels
     k, reduction = draw.pick([1, 2, 5, 16]), draw.pick(["sum", "mean", "none"])

@@ -310,6 +310,11 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     else:
         mask_of_both = mask
 
+    if draw.chance(0.2):
+        options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
+    has_soft = draw.mask(R) if draw.chance(0.3) else torch.ones(R).bool()
+    if draw.chance(0.8) or not has_soft.all():
+        options["soft_mask"] = draw.mask_argument(has_soft)
     kept = mask.nonzero()[:, 0]
     if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
         options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
@@ -325,7 +330,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
         teacher = teacher[options["rows"]] if "rows" in options else teacher
         rows = soft_targets(student, teacher, tau, options["divergence"])
-        rows = options["soft_weight"] * (tau**2 if t2 else 1) * rows
+        rows = options["soft_weight"] * (tau**2 if t2 else 1) * torch.where(has_soft, rows, 0)
         rows = rows if weights is None else rows * weights
         if labelled:
             log_p = student.log_softmax(-1)
@@ -333,11 +338,14 @@ def random_linear_soft_targets(draw: Draw) -> Case:
             task = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
             task = task + z_loss * student.logsumexp(-1).square()
             rows = rows + 0.7 * (task if of_task is None else task * of_task)
-        return torch.where(mask_of_both, rows, 0).sum() / mask_of_both.sum().clamp_min(1)
+        count = options.get("denominator", mask_of_both.sum().clamp_min(1))
+        return torch.where(mask_of_both, rows, 0).sum() / count
 
     def call(
         student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias, mask
     ):
+        if "rows" not in options and draw.backend != "reference":
+            teacher_hidden = teacher_hidden.masked_fill(~has_soft[:, None], torch.nan)
         student = fastkd.Head(student_head, student_bias, scale, cap)
         teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
         return draw.function("linear_soft_target_loss")(
@@ -830,3 +838,47 @@ def growing() -> dict[str, tuple]:
         "heads": (linear("batchmean"), heads(True)),
         "rows of heads": (linear("none"), heads(False)),
     }
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    """Of logits; tests/test_heads.py has the heads' options."""
+    x, y = torch.randn(2, 3, 5)
+    loss, linear = fastkd.soft_target_loss, fastkd.linear_soft_target_loss
+    for words, options in (
+        ("temperature must be greater than 0", {"temperature": 0.0}),
+        ("temperature must be finite", {"temperature": math.nan}),
+        ("did you mean 'forward_kl'", {"divergence": "forward"}),
+        (r"'lk' is no word; pass Divergence\('lk'\)", {"divergence": "lk"}),
+        ("did you mean 'batchmean'", {"reduction": "batch_mean"}),
+        ("denominator needs reduction", {"reduction": "sum", "denominator": 3}),
+        ("denominator must be greater than 0", {"denominator": 0}),
+        ("denominator must be greater than 0", {"denominator": torch.tensor(0)}),
+        ("denominator must be a real number", {"denominator": torch.tensor(True)}),
+        ("denominator must be a real number", {"denominator": torch.tensor(1j)}),
+        ("denominator is on meta", {"denominator": torch.ones((), device="meta")}),
+        ("0-d tensor", {"denominator": torch.ones(2)}),
+        ("pass vocabulary=n", {"teacher_logits": y[:, :4]}),
+        ("the shape of student_logits", {"teacher_logits": y[:2]}),
+    ):
+        yield words, functools.partial(loss, **{"student_logits": x, "teacher_logits": y} | options)
+    h_s, w_s, h_t, w_t = torch.randn(3, 6), torch.randn(9, 6), torch.randn(3, 4), torch.randn(9, 4)
+    for words, given in (
+        ("pass vocabulary=n", (h_s, w_s, h_t, w_t[:5])),
+        ("teacher_hidden must have shape", (h_s, w_s, h_t[:2], w_t)),
+        ("student_head must have shape", (h_s, w_s[:, :5], h_t, w_t)),
+        ("teacher_head requires grad", (h_s, w_s, h_t, w_t.clone().requires_grad_())),
+        ("teacher_hidden is torch", (h_s, w_s, h_t.double(), w_t)),
+        ("student_head must have vocabulary entries", (h_s, w_s[:0], h_t, w_t[:0])),
+    ):
+        yield words, functools.partial(linear, *given)
+    for words, weights in (
+        (r"weights must have shape \(3,\) ", torch.ones(4)),
+        ("weights must be bfloat16", torch.ones(3, dtype=torch.int64)),
+        ("weights must be a Tensor", [1.0, 1.0, 1.0]),
+        ("weights is on meta", torch.ones(3, device="meta")),
+        ('weights requires grad.*reduction="none"', torch.ones(3, requires_grad=True)),
+    ):
+        yield words, functools.partial(loss, x, y, weights=weights)
+        yield words, functools.partial(linear, h_s, w_s, h_t, w_t, weights=weights)
+        task = fastkd.CrossEntropy(torch.arange(3), weights=weights)
+        yield words, functools.partial(linear, h_s, w_s, h_t, w_t, task=task)
