@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,36 +28,30 @@ def cos_nce(
     student, teacher, negatives, labels, mask, negatives_mask=None, negatives_labels=None
 ) -> tuple[Tensor, Tensor]:
     """LRC-BERT, eqs. 1-2, at every position (B, P), and a mask of positions with a negative."""
-    B, P, _ = student.shape
-    losses, compared = student.sum(-1) * 0, torch.zeros(B, P, dtype=torch.bool)
-    rows = []
-    for i, p in itertools.product(range(B), range(P)):
+    losses, compared = [], []
+    for i, z in enumerate(student):
         if negatives is None:
-            real, given = mask[:, p].clone(), labels
+            bank, real, given = teacher, mask.clone(), labels
             real[i] = False  # a sample is never its own negative
-            bank = teacher[:, p]
         else:
+            each = negatives.dim() == 4
             bank, real, given = (
-                x if x is None or not each else x[i]
-                for x, each in (
-                    (negatives, negatives.dim() == 4),
-                    (negatives_mask, negatives.dim() == 4),
-                    (negatives_labels, negatives.dim() == 4),
-                )
+                x[i] if each and x is not None else x
+                for x in (negatives, negatives_mask, negatives_labels)
             )
-            bank = bank[:, p]
-            real = torch.ones(len(bank), dtype=torch.bool) if real is None else real[:, p]
+            real = torch.ones(bank.shape[:2], dtype=torch.bool) if real is None else real
         if labels is not None:
-            real = real & torch.tensor([x != labels[i] for x in given.tolist()]).bool()
-        compared[i, p] = bool(mask[i, p]) and bool(real.any())
-        if compared[i, p]:
-            z = student[i, p]
-            positive = 1 - oracles.cosine(teacher[i, p], z)
-            g = 1 - oracles.cosine(bank[real], z)
-            rows.append((i, p, (2 - (g - positive)).sum() / (2 * len(g)) + positive))
-    for i, p, value in rows:
-        losses = losses.index_put((torch.tensor(i), torch.tensor(p)), value)
-    return losses, compared
+            other = [x != labels[i] for x in given.tolist()]
+            real = real & torch.tensor(other).bool()[:, None]
+        positive = 1 - oracles.cosine(teacher[i], z)
+        g = 1 - oracles.cosine(bank, z)  # (K, P)
+        count = real.sum(0)
+        terms = torch.where(real, 2 - (g - positive), 0).sum(0) / (2 * count).clamp_min(1)
+        compared.append(mask[i] & (count > 0))
+        losses.append(torch.where(compared[-1], terms + positive, 0))
+    if not losses:
+        return student.sum(-1), mask
+    return torch.stack(losses), torch.stack(compared)
 
 
 def bank_of(draw: Draw, B: int, P: int, D: int, wide: tuple[float, ...]) -> tuple[dict, dict]:

@@ -37,7 +37,7 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
         return reverse
     weights = [
         _head_weight(s, t)
-        for s, t in zip(p_s.detach().flatten(0, -2), p_t.flatten(0, -2), strict=True)
+        for s, t in zip(*(p.detach().reshape(-1, p.shape[-1]) for p in (p_s, p_t)), strict=True)
     ]
     w = torch.tensor(weights, dtype=student.dtype).reshape(student.shape[:-1])
     return torch.where(w == 0, 0, w * forward) + torch.where(w == 1, 0, (1 - w) * reverse)
@@ -90,33 +90,25 @@ def of_top_k(student: Tensor, ids: Tensor, log_probs: Tensor, tail: str, tempera
 
 def of_match(student: Tensor, teacher: Tensor, match, unmatched: str, temperature, divergence):
     """The divergence of each row over the matched tokens, and the unmatched ones' outcome."""
-    p_s, p_t = ((z / temperature).softmax(-1) for z in (student, teacher))
     pairs = sorted(zip(match.student_ids.tolist(), match.teacher_ids.tolist(), strict=True))
-    q_s, q_t = (
-        p[:, list(ids)] for p, ids in zip((p_s, p_t), zip(*pairs, strict=True), strict=True)
-    )
-    rest = [
-        p[:, [i for i in range(p.shape[-1]) if i not in ids]]
-        for p, ids in ((p_s, match.student_ids.tolist()), (p_t, match.teacher_ids.tolist()))
-    ]
+    logs, rest = [], []
+    for z, ids in zip((student, teacher), zip(*pairs, strict=True), strict=True):
+        log_p = (z / temperature).log_softmax(-1)
+        logs.append(log_p[:, list(ids)])
+        rest.append(log_p[:, [i for i in range(z.shape[-1]) if i not in ids]])
     if unmatched == "renormalise":
-        q_s, q_t = (q / q.sum(-1, keepdim=True) for q in (q_s, q_t))
+        logs = [x.log_softmax(-1) for x in logs]
     else:
-        q_s, q_t = (
-            torch.cat([q, x.sum(-1, keepdim=True)], -1)
-            for q, x in zip((q_s, q_t), rest, strict=True)
-        )
-    logs = [torch.where(q == 0, -torch.inf, torch.where(q == 0, 1, q).log()) for q in (q_s, q_t)]
+        others = (x.logsumexp(-1, keepdim=True) for x in rest)
+        logs = [torch.cat(pair, -1) for pair in zip(logs, others, strict=True)]
     if isinstance(divergence, Divergence):
-        value = divergence_with_coefficient(q_s, q_t, *logs, divergence)
+        value = divergence_with_coefficient(*(x.exp() for x in logs), *logs, divergence)
     else:
         value = soft_targets(*logs, 1.0, divergence)
     if unmatched == "sorted" and all(x.shape[-1] for x in rest):
         longest = max(x.shape[-1] for x in rest)
         s, t = (
-            torch.nn.functional.pad(
-                x.sort(dim=-1, descending=True, stable=True)[0], (0, longest - x.shape[-1])
-            )
+            F.pad(x.exp().sort(dim=-1, descending=True, stable=True)[0], (0, longest - x.shape[-1]))
             for x in rest
         )
         value = value + (s - t).abs().sum(-1)
@@ -334,7 +326,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         rows = rows if weights is None else rows * weights
         if labelled:
             log_p = student.log_softmax(-1)
-            right = log_p.gather(-1, labels.clamp_min(0)[:, None])[:, 0]
+            right = log_p.gather(-1, labels.clamp(0, n - 1)[:, None])[:, 0]
             task = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
             task = task + z_loss * student.logsumexp(-1).square()
             rows = rows + 0.7 * (task if of_task is None else task * of_task)

@@ -190,7 +190,7 @@ class Draw:
 
     def mask(self, *shape: int) -> Tensor:
         """A mask (..., N); padded ones have rows of unlike lengths, from 0 to N."""
-        kind = self.pick(MASKS)
+        kind = self.pick(MASKS if shape else ("none", "nothing"))
         if kind == "random":
             return self.uniform(*shape) < 0.7
         if kind in ("right", "left"):
@@ -211,7 +211,8 @@ class Draw:
             return None, real.double()
         x = self.normal(*real.shape).to(self.pick([torch.bfloat16, torch.float32, torch.float64]))
         x = x.where(self.uniform(*real.shape) < 0.8, 0)
-        return x.masked_fill(~real, float("nan")), x.double().masked_fill(~real, 0)
+        unreal = 1.0 if self.backend == "reference" else float("nan")
+        return x.masked_fill(~real, unreal), x.double().masked_fill(~real, 0)
 
     def labels(self, size: int) -> Tensor:
         return torch.randint(0, self.pick([1, 2, 3, 7]), (size,), generator=self.generator)
