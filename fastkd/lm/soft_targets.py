@@ -458,8 +458,9 @@ def matched_soft_targets(
     own = student
     if runs_on == "triton" and mask is not None:  # masked logits may be NaN
         own, teacher = (x.masked_fill(~mask[:, None], 0) for x in (student, teacher))
-    if runs_on == "triton" or weights is not None:  # overwritten
-        own = own.to(working_dtype(student), copy=own is student)
+    if runs_on == "triton" or weights is not None:  # overwritten, by a kernel row after row
+        dense = torch.contiguous_format
+        own = own.to(working_dtype(student), copy=own is student, memory_format=dense)
     with autocast_off(student):
         values = divergence_in_place(
             own, [teacher], soft, 1.0, runs_on, weights is not None, mask, weights,
