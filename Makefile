@@ -47,15 +47,17 @@ $(VENV)/bytecode: $(VENV)/installed
 
 # One process more than cores, since tests wait for the commands that they start; each process has
 # one thread. Python may keep what it compiles.
-# Of the benchmarks a tiny form of each, checked and not timed.
+# Of the benchmarks a tiny form of each, checked and not timed. What asserts no value and takes long
+# is left to test-all: THOROUGH=thorough.
+THOROUGH ?= not thorough
 tests: $(VENV)/bytecode
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests bench --benchmark-disable \
-	  -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
+	  -m "$(THOROUGH)" -n $$(($$(env -u OMP_NUM_THREADS nproc) + 1)) --dist worksteal
 
 # What starts kernels, on compiled code that tools/ptx executes: ARGS="--capability 90 -k masks".
 COMPILED := $(addprefix tests/test_,relation.py knn.py attention.py contrastive.py projection.py \
-  hidden_states.py weights.py \
-  soft_targets.py heads.py promises.py fuzz.py) tests/kernels tests/ptx
+  hidden_states.py weights.py soft_targets.py heads.py \
+  values.py edges.py layouts.py derivatives.py) tests/kernels tests/ptx
 test-compiled: $(VENV)/installed
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tools.executed.plugin \
 	  -n $$(env -u OMP_NUM_THREADS nproc) --dist worksteal $(COMPILED) $(ARGS)
@@ -69,8 +71,10 @@ compiled: $(VENV)/bytecode
 	  -p tools.spread -k "($(CHOSEN)) and not (compil or graph or sizes)" --dist worksteal \
 	  -n $$((($$(env -u OMP_NUM_THREADS nproc) + 1) / 2)) $(COMPILED)
 
-# Beside the tests every form of the kernels, for three architectures.
+# Beside the tests installs, sanitizers, the site, and every form of the kernels, for three
+# architectures.
 test-all: test
+	$(MAKE) tests THOROUGH=thorough
 	$(MAKE) test-compiled ARGS="--capability 80"
 	$(MAKE) test-compiled ARGS="--capability 90"
 	$(BIN)/python -W ignore -m tests.ptx.forms --capability 80

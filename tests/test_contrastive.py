@@ -87,7 +87,7 @@ def test_compiles_with_one_tensor_as_several_arguments(backend, device):
 
 
 def test_inference_mode_and_the_meta_device_with_a_bank(device):
-    """With given negatives, which test_promises.py has not."""
+    """With given negatives, which the general tests have not."""
     student = torch.randn(4, 3, 8, requires_grad=True)
     with torch.inference_mode():
         teacher, bank = torch.randn(4, 3, 8), torch.randn(5, 3, 8)

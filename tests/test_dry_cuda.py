@@ -25,6 +25,7 @@ PUBLIC = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py looks at the real thing")
 @pytest.mark.parametrize("loss", calls.FILES)
 def test_calls_neither_synchronise_nor_mix_devices(loss):

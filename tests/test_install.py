@@ -28,6 +28,7 @@ from tools.check import copy_source
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git lists what to copy"),
 ]
 

@@ -198,9 +198,6 @@ def test_layer_norm_mse_of_one_tensor_twice(backend, device):
     assert compiled(x).item() == loss(x).item() == 0
 
 
-# Sizes that change: in PyTorch, the kernels being one operator in a graph, as in test_promises.py
-
-
 @pytest.mark.parametrize("is_orthogonal", [True, False])
 def test_projection_sizes_share_two_graphs(device, is_orthogonal):
     """Up to as many rows as columns; more are multiplied by W, one more graph."""

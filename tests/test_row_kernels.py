@@ -167,6 +167,7 @@ def test_error_names_the_reason_that_cpp_can_not_run(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("sanitizer", "width"), [("address,undefined", 64), ("thread", 32)])
 def test_sanitizers_find_nothing(sanitizer, width, tmp_path):
     """Bounds, undefined behaviour and races; other bits on threads; roundings of exp and log.

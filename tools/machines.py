@@ -28,8 +28,9 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "avx2": (1, {ATEN: "avx2", MKL: "AVX2", ONEDNN: "AVX2"}),
 }
 LOSSES = (
-    "attention cca contrastive draft_options head_of heads hidden_states knn linalg matched_tokens "
-    "numerics projection promises queue relation soft_targets token_log_probs weights"
+    "attention cca contrastive derivatives draft_options edges errors head_of heads hidden_states "
+    "knn layouts linalg matched_tokens numerics projection queue relation soft_targets "
+    "token_log_probs values weights"
 )
 # Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.
 NOT = "triton or kernels or compile or graph or symbolic or inductor or twice"
