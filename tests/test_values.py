@@ -17,7 +17,7 @@ from tests.support.interpreter import MARKS
 SECONDS = 60
 FIRST = random.SystemRandom().randrange(2**31)  # in each process another
 CASES = [
-    pytest.param(name, backend, marks=MARKS[backend], id=f"{backend}: {name}")
+    pytest.param(name, backend, marks=MARKS.get(backend, ()), id=f"{backend}: {name}")
     for name in fuzz.FUNCTIONS
     # Compiling takes seconds; test_compile.py compiles every loss on every backend.
     for backend in (("torch",) if name == "compiled" else fuzz.backends(name))

@@ -37,7 +37,9 @@ every_loss_with_mask = pytest.mark.parametrize(
 def rows(table: str, *more: str) -> list:
     """Parameters (file, backend) of the rows with a ``table``, and ``more`` backends."""
     return [
-        pytest.param(FILES[loss.name], backend, marks=MARKS[backend], id=f"{backend}: {loss.name}")
+        pytest.param(
+            FILES[loss.name], backend, marks=MARKS.get(backend, ()), id=f"{backend}: {loss.name}"
+        )
         for loss in LOSSES
         if hasattr(FILES.get(loss.name), table)
         for backend in (

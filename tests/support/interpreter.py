@@ -25,7 +25,6 @@ of_compiled_code = pytest.mark.skipif(
 MARKS = {
     "torch": [],
     "triton": [pytest.mark.skipif(not TRITON_INSTALLED, reason="no triton")],
-    "reference": [],
     "cpp": [
         pytest.mark.skipif(
             not extension.CPU or torch.cuda.is_available(),
