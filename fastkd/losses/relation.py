@@ -480,10 +480,12 @@ class _CppRelations(GradientInForward):
 class _TritonRelations(torch.autograd.Function):
     """Layers of one shape, with ℓ2-normalised rows and Pearson's correlation only."""
 
+    # *tensors: see `LossInCpp`.
     @staticmethod
-    def forward(ctx, options, mask, weights, *features):
+    def forward(ctx, options, *tensors):
         from fastkd.kernels.relation import relations
 
+        mask, weights, *features = tensors
         students, teachers = list(features[::2]), list(features[1::2])
         factors = options.tokens, options.samples
         ctx.dtype, gradient = students[0].dtype, any(ctx.needs_input_grad)
