@@ -13,7 +13,8 @@ import fastkd
 from fastkd import Divergence
 from fastkd._core.products import multiplied_in_half
 from fastkd.lm.divergences import NAMES
-from fastkd.lm.soft_targets import DIVERGENCES, OF_WHOLE_MASS, REDUCTIONS
+from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
+from fastkd.lm.targets import OF_WHOLE_MASS
 from tests.support.draw import SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, B, Subject, function_of, of_module
@@ -235,6 +236,15 @@ def cross_entropies(logits, labels, smoothing, z_loss, weights) -> tuple[Tensor,
     return value.detach(), torch.autograd.grad(value, z, weights.to(z))[0]
 
 
+def task_losses(student: Tensor, labels: Tensor, smoothing, z_loss, weights) -> Tensor:
+    """Cross-entropy of each row of logits, 0 to n − 1 of whose tokens are labels."""
+    log_p = student.log_softmax(-1)
+    right = log_p.gather(-1, labels.clamp(0, student.shape[-1] - 1)[:, None])[:, 0]
+    losses = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
+    losses = losses + z_loss * student.logsumexp(-1).square()
+    return losses if weights is None else losses * weights
+
+
 def _any_divergence(draw: Draw) -> str | Divergence:
     share = draw.pick([0.1, 0.3, 0.5, 0.9])
     plain = ["forward_kl", "reverse_kl", "js"]
@@ -287,29 +297,25 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     options |= {"vocabulary": None if n == V else n, "temperature": tau}
     options |= {"soft_weight": draw.pick([1.0, 0.3])} | chunks(draw)
     mask, labels = draw.mask(R), torch.randint(n, (R,), generator=draw.generator)
-    labelled = draw.chance(0.5)
+    counted, labelled = mask, draw.chance(0.5)
     weights, of_task = (draw.normal(R) if draw.chance(0.3) else None for _ in range(2))
     options["weights"] = weights
     if labelled:
         ignored = draw.pick([-100, -100, 1])  # a token of the vocabulary, too
         labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored)
         smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
-        mask_of_both = mask & (labels != ignored)
+        counted = mask & (labels != ignored)
         rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": of_task}
         rest["ignore_index"] = ignored
         options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
         options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
-    else:
-        mask_of_both = mask
-
     if draw.chance(0.2):
         options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
-    has_soft = draw.mask(R) if draw.chance(0.3) else torch.ones(R).bool()
-    if draw.chance(0.8) or not has_soft.all():
-        options["soft_mask"] = draw.mask_argument(has_soft)
+    has_soft, rows = draw.mask(R) if draw.chance(0.3) else torch.ones(R).bool(), None
     kept = mask.nonzero()[:, 0]
     if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
-        options["rows"] = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+        rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+    options["draft"] = fastkd.Draft(soft_mask=draw.mask_argument(has_soft), rows=rows)
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         z = scale * (product(draw, hidden, weight) + bias)[:, :n]
@@ -320,23 +326,19 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     ):
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
-        teacher = teacher[options["rows"]] if "rows" in options else teacher
-        rows = soft_targets(student, teacher, tau, options["divergence"])
-        rows = options["soft_weight"] * (tau**2 if t2 else 1) * torch.where(has_soft, rows, 0)
-        rows = rows if weights is None else rows * weights
+        teacher = teacher if rows is None else teacher[rows]
+        soft = soft_targets(student, teacher, tau, options["divergence"])
+        soft = options["soft_weight"] * (tau**2 if t2 else 1) * torch.where(has_soft, soft, 0)
+        losses = soft if weights is None else soft * weights
         if labelled:
-            log_p = student.log_softmax(-1)
-            right = log_p.gather(-1, labels.clamp(0, n - 1)[:, None])[:, 0]
-            task = -(1 - smoothing) * right - smoothing * log_p.mean(-1)
-            task = task + z_loss * student.logsumexp(-1).square()
-            rows = rows + 0.7 * (task if of_task is None else task * of_task)
-        count = options.get("denominator", mask_of_both.sum().clamp_min(1))
-        return torch.where(mask_of_both, rows, 0).sum() / count
+            losses = losses + 0.7 * task_losses(student, labels, smoothing, z_loss, of_task)
+        count = options.get("denominator", counted.sum().clamp_min(1))
+        return torch.where(counted, losses, 0).sum() / count
 
     def call(
         student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias, mask
     ):
-        if "rows" not in options and draw.backend != "reference":
+        if rows is None and draw.backend != "reference":
             teacher_hidden = teacher_hidden.masked_fill(~has_soft[:, None], torch.nan)
         student = fastkd.Head(student_head, student_bias, scale, cap)
         teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
@@ -462,7 +464,7 @@ def random_matched_heads(draw: Draw) -> Case:
             divergence=divergence,
             mask=mask,
             soft_weight=0.5,
-            soft_mask=draw.mask_argument(has_soft),
+            draft=fastkd.Draft(soft_mask=draw.mask_argument(has_soft)),
             task=fastkd.CrossEntropy(labels),
             **chunked,
         )
@@ -552,10 +554,8 @@ def random_drafts(draw: Draw) -> Case:
             temperature=tau,
             scale_by_t2=False,
             divergence=divergence,
-            draft_vocabulary=ids,
-            teacher_mass=mass,
+            draft=fastkd.Draft(ids, mass, rows=rows),
             weights=weights,
-            rows=rows,
             ratio=fastkd.ImportanceRatio(labels, old, at_most=at_most) if with_ratio else None,
             soft_weight=soft_weight,
             task=fastkd.CrossEntropy(labels, 0.7),
@@ -673,8 +673,8 @@ def examples(backend: str) -> Iterator[tuple]:
         ("negative_log_acceptance", -log(0.75), -log(11 / 12)),
     ):
         for mass, expected in (("whole", whole), ("renormalised", part)):
-            options = {"draft_vocabulary": torch.tensor([0, 1]), "teacher_mass": mass}
-            found = linear(one, head, one, teacher, divergence=Divergence(name), **options)
+            draft = fastkd.Draft(torch.tensor([0, 1]), mass)
+            found = linear(one, head, one, teacher, divergence=Divergence(name), draft=draft)
             yield f"{name} of the {mass} mass", found, expected
 
 
