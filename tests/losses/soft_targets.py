@@ -15,7 +15,7 @@ from fastkd._core.products import multiplied_in_half
 from fastkd.lm.divergences import NAMES
 from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
 from fastkd.lm.targets import OF_WHOLE_MASS
-from tests.support.draw import SIZES, Case, Draw
+from tests.support.draw import OF_HEADS, SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, B, Subject, function_of, of_module
 
@@ -292,7 +292,7 @@ def random_linear_soft_targets(draw: Draw) -> Case:
     R, V, D_s, D_t = draw.size(), draw.pick([2, 17, 64]), draw.size(), draw.size()
     n = draw.pick([V, max(V - 3, 1)])
     scale, cap = draw.pick([1.0, 0.5]), draw.pick([None, 4.0])
-    tau, t2 = draw.pick([0.5, 1.0, 2.0]), draw.chance(0.5)
+    tau, t2 = draw.pick([0.7, 1.0, 2.0]), draw.chance(0.5)
     options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": t2}
     options |= {"vocabulary": None if n == V else n, "temperature": tau}
     options |= {"soft_weight": draw.pick([1.0, 0.3])} | chunks(draw)
@@ -348,8 +348,8 @@ def random_linear_soft_targets(draw: Draw) -> Case:
 
     learning, given = (
         {
-            f"{side}_hidden": draw.features(R, D, scales=(3.0,)),
-            f"{side}_head": draw.features(V, D, scales=(2.0,)),
+            f"{side}_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
+            f"{side}_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS),
             f"{side}_bias": draw.laid_out(draw.normal(V).to(draw.dtype)),
         }
         for side, D in (("student", D_s), ("teacher", D_t))
@@ -440,7 +440,7 @@ def random_matched_heads(draw: Draw) -> Case:
     mask, divergence = draw.mask(R), _any_divergence(draw)
     V = match.student_size
     labels = torch.randint(V, (R,), generator=draw.generator)
-    tau, has_soft, chunked = draw.pick([0.5, 1.0, 2.0]), draw.mask(R), chunks(draw)
+    tau, has_soft, chunked = draw.pick([0.7, 1.0, 2.0]), draw.mask(R), chunks(draw)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
         student = product(draw, student_hidden, student_head)
@@ -471,7 +471,7 @@ def random_matched_heads(draw: Draw) -> Case:
 
     learning, given = (
         {
-            f"{side}_hidden": draw.features(R, D, scales=(1.0,)),
+            f"{side}_hidden": draw.features(R, D, scales=(1.0,), kinds=OF_HEADS),
             f"{side}_head": draw.laid_out(draw.normal(size, D).to(draw.dtype)),  # no equal tokens
         }
         for side, D, size in (("student", D_s, V), ("teacher", D_t, match.teacher_size))
@@ -523,7 +523,7 @@ def random_drafts(draw: Draw) -> Case:
     rows = None
     if draw.chance(0.5) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
         rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
-    soft_weight, tau, chunked = draw.pick([1.0, 0.3]), draw.pick([0.5, 1.0, 2.0]), chunks(draw)
+    soft_weight, tau, chunked = draw.pick([1.0, 0.3]), draw.pick([0.7, 1.0, 2.0]), chunks(draw)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
         student = product(draw, student_hidden, student_head)
@@ -566,8 +566,8 @@ def random_drafts(draw: Draw) -> Case:
 
     learning, given = (
         {
-            f"{side}_hidden": draw.features(R, D, scales=(3.0,)),
-            f"{side}_head": draw.features(tokens, D, scales=(2.0,)),
+            f"{side}_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
+            f"{side}_head": draw.features(tokens, D, scales=(2.0,), kinds=OF_HEADS),
         }
         for side, D, tokens in (("student", D_s, len(ids)), ("teacher", D_t, V))
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastkd
 from fastkd._core.products import multiplied_in_half
-from tests.support.draw import Case, Draw
+from tests.support.draw import OF_HEADS, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import Subject
 
@@ -56,8 +56,8 @@ def random_log_probs(draw: Draw) -> Case:
         return found.view(shape)
 
     learning = {
-        "hidden": draw.features(R, D),
-        "weight": draw.features(V, D),
+        "hidden": draw.features(R, D, kinds=OF_HEADS),
+        "weight": draw.features(V, D, kinds=OF_HEADS),
         "bias": draw.normal(V).to(draw.dtype),
     }
     products = draw.dtype if multiplied_in_half(learning["hidden"]) else None

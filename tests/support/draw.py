@@ -19,6 +19,8 @@ KINDS = (
     "uneven", "near",
 )  # fmt: skip
 REGULAR = KINDS[:4]  # of full rank: elsewhere a sum of singular values has no derivative
+# Of heads and their states: a product of far ones has logits that no model has.
+OF_HEADS = tuple(kind for kind in KINDS if kind not in ("far", "layer_norm"))
 MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", "left", "nothing")
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
 
