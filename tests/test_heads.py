@@ -655,7 +655,7 @@ def wrong_options():
         ("soft_weight must be at least 0", dict(soft_weight=-1)),
         ("chunk_bytes must be at least 1", dict(chunk_bytes=0)),
         ("vocabulary must be at most 13", dict(vocabulary=14)),
-        ("divergence must be one of", dict(divergence="skew_kl")),
+        (r"is no word; pass Divergence\(.skew_kl.\)", dict(divergence="skew_kl")),
         ("rows must be int64", dict(draft=Draft(rows=labels.int()))),
         ("rows must have shape", dict(draft=Draft(rows=labels[:2]))),
         ("rows must be the teacher's rows 0 to 2, got 4", dict(draft=Draft(rows=labels + 2))),
