@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastkd._core import extension
 from fastkd.linalg.roots import inv_sqrtm, inv_sqrtm_ref, sqrtm, sqrtm_ref
 from tests.support.compare import DTYPES, assert_accurate, count_graphs, relative_error
 
@@ -326,16 +325,3 @@ def test_bad_input():
         sqrtm(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="ridge must be at least 0"):
         inv_sqrtm(torch.eye(2), ridge=-1.0)
-
-
-@pytest.mark.parametrize(
-    "n, batched, capturing, ours",
-    [(64, True, False, True), (65, True, False, False), (65, True, True, True),
-     (65, False, False, True), (257, False, True, False)],
-)  # fmt: skip
-def test_gpu_solver_by_version(n, batched, capturing, ours, monkeypatch):
-    """The capture of a graph can't wait, and CCA must not."""
-    monkeypatch.setattr(extension, "BATCHED_SOLVER", batched)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert extension.kernel_is_faster(n, 100, may_wait=True) is ours
-    assert extension.kernel_is_faster(n, 100) is (n <= 256)

@@ -18,6 +18,9 @@
 
 namespace fastkd {
 
+// Largest n, and largest n² for each matrix of a batch, of the kernel.
+constexpr int64_t kLargest = 256, kLargestSquare = 5500;
+
 struct WarpLanes {
   static constexpr int kWarp = 32, count = kWarp;
   static constexpr bool kOneWarp = true;
@@ -114,13 +117,33 @@ void launch(const Tensor& a, const double* in, int64_t batch, int64_t n, double*
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// Whether the GPU runs the kernel, and a block for each matrix is worth it.
+bool has_kernel(const Tensor& a) {
+  const int64_t n = a.size(-1), batch = n ? a.numel() / (n * n) : 0;
+  int major = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
+                                        a.get_device_index()));
+  return major >= 8 && n <= kLargest && n * n <= kLargestSquare * std::max<int64_t>(batch, 1);
+}
+
 Eigen eigh_cuda(const Tensor& a) {
-  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  check_matrices(a);
+  if (!has_kernel(a)) return eigh_by_pytorch(a);
+  const stable::accelerator::DeviceGuard guard(a.get_device_index());
   return decompose_all(a, [&](auto... arguments) { launch(a, arguments...); });
+}
+
+Roots symmetric_roots_cuda(const Tensor& a, const std::optional<Tensor> zero, bool digits) {
+  return in_float64(a, zero, [&](const Tensor& a, const auto& zero) {
+    return has_kernel(a) ? roots_of(eigh_cuda(a), zero) : by_pytorch(a, zero, digits);
+  });
 }
 
 }  // namespace fastkd
 
-STABLE_TORCH_LIBRARY_IMPL(fastkd, CUDA, m) { m.impl("eigh", TORCH_BOX(&fastkd::eigh_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(fastkd, CUDA, m) {
+  m.impl("eigh", TORCH_BOX(&fastkd::eigh_cuda));
+  m.impl("symmetric_roots", TORCH_BOX(&fastkd::symmetric_roots_cuda));
+}
 
 FASTKD_PYTHON_MODULE(_C_cuda)

@@ -22,6 +22,12 @@ def _eigh_meta(a: Tensor) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape[:-1]), a.new_empty(a.shape)
 
 
+def _roots_meta(a: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes of root, inverse root and rank."""
+    root, inverse = (a.new_empty(a.shape, dtype=_scalar(a).dtype) for _ in range(2))
+    return root, inverse, a.new_empty(a.shape[:-2], dtype=torch.int64)
+
+
 def _layer_norm_mse_meta(x: Tensor, *rest: Any) -> list[Tensor]:
     """Shapes of the loss and of the requested gradients."""
     return [_scalar(x), *(_gradient(x) for needed in rest[-2:] if needed)]
@@ -99,15 +105,16 @@ CPP_OPERATORS = {
 }
 
 # A library of an older build lacks operators.
-CPU = _load("fastkd._C") and all(hasattr(torch.ops.fastkd_cpp, name) for name in CPP_OPERATORS)
+CPU = (
+    _load("fastkd._C")
+    and all(hasattr(torch.ops.fastkd_cpp, name) for name in CPP_OPERATORS)
+    and hasattr(torch.ops.fastkd, "roots_by_products")
+)
 CUDA = CPU and torch.version.cuda is not None and _load("fastkd._C_cuda")
 
 LEAST_CAPABILITY = (8, 0)
-# Largest n, and largest n² for each matrix of a batch, of the CUDA kernel for eigenvectors.
-KERNEL_LARGEST, KERNEL_LARGEST_SQUARE = 256, 5500
-# Largest n where it is faster than the batched solver that PyTorch has from version 2.12 on.
-KERNEL_LARGEST_BESIDE_BATCHED = 64
-BATCHED_SOLVER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+# GPUs with fast float64 tensor cores: A100, H100.
+FLOAT64_CAPABILITIES = ((8, 0), (9, 0))
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -130,23 +137,15 @@ def why_not_gpu(device: torch.device) -> str | None:
     return None
 
 
-def runs_cuda_roots(x: Tensor) -> bool:
-    """Whether the CUDA part of the extension runs on the device of ``x``."""
-    return x.is_cuda and CUDA and why_not_gpu(x.device) is None
-
-
-def kernel_is_faster(n: int, batch: int, may_wait: bool = False) -> bool:
-    """Whether the CUDA kernel finds eigenvectors of n×n matrices faster than PyTorch's solver.
-
-    The kernel has a block for each matrix. PyTorch waits for the device, which the capture of a
-    CUDA graph forbids, and decomposes one matrix after another up to version 2.11.
-    """
-    if may_wait and BATCHED_SOLVER and not torch.cuda.is_current_stream_capturing():
-        return n <= KERNEL_LARGEST_BESIDE_BATCHED
-    return n <= KERNEL_LARGEST and n * n <= KERNEL_LARGEST_SQUARE * max(batch, 1)
+def multiplies_float64(device: torch.device) -> bool:
+    """Whether a GPU has fast float64 products."""
+    compiling = torch.compiler.is_compiling()
+    return (_capability if compiling else _known_capability)(device) in FLOAT64_CAPABILITIES
 
 
 if CPU:
     for name, shapes in CPP_OPERATORS.items():
         torch.library.register_fake(f"fastkd_cpp::{name}")(shapes)
     torch.library.register_fake("fastkd::eigh")(_eigh_meta)
+    for name in ("symmetric_roots", "roots_by_products"):
+        torch.library.register_fake(f"fastkd::{name}")(_roots_meta)

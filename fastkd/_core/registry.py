@@ -51,6 +51,7 @@ class Loss:
     without_reference: tuple[str, ...] = ()  # other public functions
     triton: Mapping[str, Kernels] = field(default_factory=dict)  # public name → its kernels
     cpp: Mapping[str, Kernels] = field(default_factory=dict)
+    without_choice: tuple[str, ...] = ()  # computed by the extension wherever it is built
     kernel_files: tuple[str, ...] = ()  # kernels/<file>.py
     calls: Mapping[str, Callable[[Random], Inputs]] = field(default_factory=dict)  # with_reference
 
@@ -222,6 +223,7 @@ LOSSES = (
         name="linalg",
         module="fastkd.linalg.roots",
         building_blocks=("sqrtm", "inv_sqrtm"),
+        without_choice=("sqrtm", "inv_sqrtm"),
         calls={
             name: lambda x: ([_positive(x(2, 12, 12))], [], {}) for name in ("sqrtm", "inv_sqrtm")
         },

@@ -190,6 +190,8 @@ def _vectors() -> str:
 
 def _unavailable(trial: Trial, backend: str, device: torch.device) -> str | None:
     """Why ``backend`` can't run the function here, or None."""
+    if any(trial.function in loss.without_choice for loss in LOSSES):
+        return None if backend == ("cpp" if extension.CPU else "torch") else NO_KERNEL
     if backend == "torch":
         return None
     functions = {"triton": TRITON_FUNCTIONS, "cpp": CPP_FUNCTIONS}[backend]

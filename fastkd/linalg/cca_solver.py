@@ -4,34 +4,29 @@ Let A (m, Ds) and B (m, Dt) be the centred student and teacher features over √
 R_s R_sᵀ = (AᵀA + r_s·I)⁻¹ be any whitening of the student, R_t likewise of the teacher, and
 M = R_tᵀBᵀA R_s. Then corr = tr (MᵀM)^½ and, with the polar factor W = M (MᵀM)^{−½},
 
-    ∂corr/∂A = B·R_t W R_sᵀ − A·R_s (MᵀM)^½ R_sᵀ = (B − A·C)·R_t W R_sᵀ
+    ∂corr/∂A = B·R_t W R_sᵀ − A·R_s (MᵀM)^½ R_sᵀ = B·F − A·C·F,  F = R_t W R_sᵀ
 
-with the regression C = R_s R_sᵀ AᵀB of the teacher on the student, since (MᵀM)^½ = MᵀW. Where
-correlations are near 1 only the difference B − A·C cancels.
+with the regression C = R_s R_sᵀ AᵀB of the teacher on the student, since (MᵀM)^½ = MᵀW. Both roots
+are those of `fastkd.linalg.roots.symmetric_roots`. There are two plans:
 
-Both roots are those of `fastkd.linalg.roots`: `singular` has them as singular values and vectors,
-`polar` as products alone, which never make the host wait for a GPU. There are two plans:
+- covariances, for m > D: (D, D) matrices, whitened by Cholesky factors.
+- observations, for m ≤ D: A = L_s Q_s and B = L_t Q_t with (m, m) Cholesky factors of the Gram
+  matrices. L_s and L_t take the place of A and B, which are their rotations.
 
-- covariances, for m > D: (D, D) matrices, whitened by Cholesky factors. On a GPU all large products
-  of half-precision and float32 features are sums of integer and float16 products
-  (`fastkd.kernels.cca`); float64 has the factors, their inverses, M and C.
-- observations, for m ≤ D: (m, m) matrices, whitened by symmetric roots: with AAᵀ = Q S² Qᵀ,
-  A R_s = Q·S(S² + r)^{−½}.
+Singular values of M up to 1.2e-7 of the largest, and those of rounding size, are zero: W and the
+gradient are zero along their directions, where the loss has a kink.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core import extension
 from fastkd._core.numerics import values_readable, working_dtype
 from fastkd._core.products import symmetric_product
-from fastkd.linalg.roots import POLAR_STEPS, left_roots, polar, singular, symmetric_roots
+from fastkd.linalg.roots import eigh, symmetric_roots
 
 if TYPE_CHECKING:
     from fastkd.distributed import Ranks
@@ -41,14 +36,17 @@ FEW_OBSERVATIONS = 1 / 6
 # Elements of an item's features from which a CPU solves the item alone, so that it stays in the
 # cache, and without its masked rows. Smaller items take fewer steps as a batch.
 LARGE_ITEM = 2**18
-# Up to this many times D observations the gradient is computed from rows (m, D), else from (D, D)
-# matrices.
-FEW_ROWS = 2
-# Float32 products compute the gradient if their rounding error, by norms, is below this fraction of
-# the gradient. Norms overestimate it about ten times.
-FLOAT32_ERROR = 5e-5
-# Largest triangular matrices that a GPU inverts without products.
-LARGEST_SOLVED = 96
+# Elements of features that a CPU centres and converts at a time.
+CHUNK = 2**21
+# Blocks of a symmetric product, whose lower half is multiplied, of this many columns or more.
+BLOCKS, LEAST_BLOCKED = 4, 256
+# Float32 products compute the gradient if their error in this many rows is below this fraction.
+FLOAT32_ERROR = 3e-6
+ROWS_TRIED = 32
+# cuBLAS solves more triangular systems at a time one by one inside, slowly.
+SOLVED_AT_ONCE = 8
+EPSILON = torch.finfo(torch.float64).eps
+TINY = 1e-300
 
 
 class Moments(NamedTuple):
@@ -76,7 +74,7 @@ class Options:
     dims: Sequence[int] | None = None
     # Processes that hold parts of the observations: their moments are added.
     ranks: "Ranks | None" = None
-    kernels: bool = False  # Triton kernels may run
+    digits: bool = False  # products by `fastkd.kernels.cca` instead of float64
 
 
 class Problem(NamedTuple):
@@ -91,14 +89,6 @@ class Problem(NamedTuple):
     memory: Moments | None = None
 
 
-class Plan(NamedTuple):
-    """Choice of the algorithm, by device and sizes."""
-
-    observations: bool  # (m, m) matrices instead of (D, D)
-    products: bool  # no step that makes the host wait: `polar`, and inverses by products
-    digits: bool = False  # products by `fastkd.kernels.cca` instead of float64
-
-
 def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks") -> bool:
     """Whether adding moments over the processes sends fewer bytes than gathering the features.
 
@@ -109,27 +99,6 @@ def moments_are_less(rows: int, student: Tensor, teacher: Tensor, ranks: "Ranks"
     moments = 2 * 8 * (d_s**2 + d_t**2 + d_s * d_t)
     features = ranks.size * rows * (d_s + d_t) * student.element_size()
     return moments < features and ranks.size * rows > min(d_s, d_t)
-
-
-def make_plan(problem: Problem) -> Plan:
-    """The smaller matrices; on a GPU a plan without synchronisation, if there is one.
-
-    Eigenvectors of matrices that are too large for the extension's kernel make the host wait. Ridge
-    0 and ``top_k`` need them; otherwise a GPU has covariances and products beyond that size.
-    """
-    student, teacher, _, options, _, memory = problem
-    m, smaller = student.shape[-2], min(student.shape[-1], teacher.shape[-1])
-    products = options.top_k is None and min(options.ridges) > 0
-    products &= student.is_cuda or options.kernels
-    digits = products and options.kernels
-    # With ``ranks`` the plan must not depend on a process's own observations.
-    if options.ranks is not None or memory is not None:
-        return Plan(False, products, digits)
-    if not products:
-        return Plan(m <= smaller, False)
-    few = m <= FEW_OBSERVATIONS * smaller and student.dtype != torch.float64
-    few &= extension.runs_cuda_roots(student) and extension.kernel_is_faster(m, 2 * len(student))
-    return Plan(few, True, digits)
 
 
 def solve(problem: Problem) -> Solution:
@@ -149,16 +118,11 @@ def solve(problem: Problem) -> Solution:
         return nothing, gradient, memory and Moments(*(x.clone() for x in memory))
     correlations, gradients, moments = [], [], []
     for part, rows in _parts(problem):
-        plan = make_plan(part)
-        if plan.observations:
-            corr, ds, total = _by_observations(part, plan.products)
-        else:
-            corr, ds, total = _by_covariances(part, plan.products, plan.digits)
+        corr, ds, total = _solved(part)
         correlations.append(corr)
         if total is not None:
             moments.append(total)
         if ds is not None:
-            ds = _masked(ds, part.mask).to(dtype)
             if rows is not None:
                 whole = ds.new_zeros(len(ds), *student.shape[1:])
                 whole[:, rows] = ds
@@ -197,7 +161,7 @@ def solve_in_graph(problem: Problem) -> Solution:
         options.ridges,
         options.top_k,
         options.dims,
-        options.kernels,
+        options.digits,
         want_grad,
         list(memory or []),
     )
@@ -213,19 +177,19 @@ def _operator(
     ridges: Sequence[float],
     top_k: int | None,
     dims: Sequence[int] | None,
-    kernels: bool,
+    digits: bool,
     want_grad: bool,
     memory: Sequence[Tensor],
 ) -> list[Tensor]:
     earlier = Moments(*memory) if memory else None
-    options = Options(ridges, top_k, dims, kernels=kernels)
+    options = Options(ridges, top_k, dims, digits=digits)
     problem = Problem(student, teacher, mask, options, want_grad, earlier)
     corr, gradient, totals = solve(problem)
     return [corr, *([] if gradient is None else [gradient]), *(totals or [])]
 
 
 @_operator.register_fake
-def _(student, teacher, mask, ridges, top_k, dims, kernels, want_grad, memory):
+def _(student, teacher, mask, ridges, top_k, dims, digits, want_grad, memory):
     corr = student.new_empty(student.shape[0], dtype=torch.float64)
     ds = student.new_empty(student.shape, dtype=working_dtype(student))
     return [corr, *([ds] if want_grad else []), *map(torch.empty_like, memory)]
@@ -234,257 +198,108 @@ def _(student, teacher, mask, ridges, top_k, dims, kernels, want_grad, memory):
 def correlations(x: Tensor, y: Tensor, mask: Tensor | None, ridges: tuple[float, float]) -> Tensor:
     """Correlations (*, min(m−1, Dx, Dy)), descending, from singular vectors of the features."""
     count = max(0, min(x.shape[-2] - 1, x.shape[-1], y.shape[-1]))
-    problem = Problem(x, y, mask, Options(ridges), want_grad=False)
-    centred, share, _, _ = _centred(problem, torch.float64)
+    rows = _Rows(Problem(x, y, mask, Options(ridges), want_grad=False))
+    centred = rows.all()
     finite = torch.stack([a.isfinite().flatten(-2).all(-1) for a in centred]).all(0)
     white = []
     for a, ridge, features in zip(centred, ridges, (x, y), strict=True):
-        a = a.masked_fill(~finite[..., None, None], 0.0) * share.sqrt()  # LAPACK rejects NaN
+        a = a.masked_fill(~finite[..., None, None], 0.0) * rows.share.sqrt()  # LAPACK rejects NaN
         if a.shape[-2] < a.shape[-1]:  # the same singular values and left vectors
             a = torch.linalg.qr(a.mT, mode="r").R.mT
         left, values, _ = torch.linalg.svd(a, full_matrices=False)
-        white.append(_whitened_features(values, left, ridge, features).factor)
+        keep = values > _zero_deviation(features, ridge) * values[..., :1]
+        kept = torch.where(keep, values, 1.0)
+        white.append(left * (kept * (kept.square() + ridge).rsqrt() * keep).unsqueeze(-2))
     values = torch.linalg.svdvals(white[0].mT @ white[1])[..., :count].clamp_max(1.0)
     return values.masked_fill(~finite.unsqueeze(-1), torch.nan)
 
 
-def _by_observations(problem: Problem, products: bool) -> Solution:
-    """Solve in observation space: roots of (m, m) matrices."""
-    student, teacher, _, options, want_grad, _ = problem
-    (a, b), share, _, _ = _centred(problem, torch.float64)
-    sides = [x * share.sqrt() for x in (a, b)]
-    (left_s, left_t), (r_s, r_t) = left_roots(sides, refine=not products), options.ridges
-    white_s = _whitened_features(*left_s, r_s, student)
-    white_t = _whitened_features(*left_t, r_t, teacher)
-    whitened = white_t.factor.mT @ white_s.factor  # M
-    back = white_s.back
-    if products:
-        left = polar(whitened)
-        corr, of_student = (left * whitened).sum((-2, -1)), white_s.factor @ (left.mT @ whitened)
-    else:
-        corr, (left, values, right) = _roots(whitened, problem)
-        of_student, back = white_s.factor @ (right * values.unsqueeze(-2)), right.mT @ back
-    if not want_grad:
-        return corr, None, None
-    return corr, (white_t.factor @ left - of_student) @ back * share @ a, None
+def _zero_deviation(features: Tensor, ridge: float) -> float:
+    """Fraction of the largest standard deviation up to which a direction counts as constant.
 
-
-def _roots(m: Tensor, problem: Problem) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """tr (MᵀM)^½ and U, σ, V with W = UVᵀ; of the ``top_k`` largest singular values.
-
-    W is zero where σ is at the level of rounding, the features' or this function's: there the loss
-    has a kink, and zero is one of its subgradients.
+    It is the rounding error of float64 or, without a ridge, of the features themselves.
     """
-    rounding = torch.finfo(working_dtype(problem.student)).eps
-    zero = max(rounding, max(m.shape[-2:]) * torch.finfo(torch.float64).eps)
-    left, values, right = (x[..., : problem.options.top_k] for x in singular(m, zero))
-    left = left.masked_fill_(values.unsqueeze(-2) <= zero, 0.0)
-    values = values.clamp_max(1.0)
-    return values.sum(-1), (left, values, right)
+    work = max(features.shape[-2:]) * EPSILON
+    return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
 
 
-class _WhitenedFeatures(NamedTuple):
-    factor: Tensor  # F = A R (*, m, k), with FFᵀ = A(AᵀA + r·I)⁻¹Aᵀ
-    back: Tensor  # (*, k, m), with Rᵀ = back·A
+def _by_observations(problem: Problem) -> bool:
+    """Whether (m, m) matrices are the smaller ones.
 
-
-def _whitened_features(
-    values: Tensor, left: Tensor, ridge: float, features: Tensor
-) -> _WhitenedFeatures:
-    """From A's singular values and left vectors; ``features`` are A's in their own dtype."""
-    keep = values > _zero_deviation(features, ridge) * values[..., :1]
-    kept = torch.where(keep, values, 1.0)
-    shrink = (kept.square() + ridge).rsqrt() * keep
-    factor = left * (kept * shrink).unsqueeze(-2)
-    return _WhitenedFeatures(factor, (left * (shrink / kept).unsqueeze(-2)).mT)
-
-
-def _covariances(
-    problem: Problem, large: "_Products", share: Tensor, means: list[Tensor], count: Tensor
-) -> tuple[list[Tensor], Tensor, Moments | None]:
-    """Σ_s, Σ_t with their ridges, Σ_ts, and the new memory."""
-    ranks, memory = problem.options.ranks, problem.memory
-    totals: list[Tensor] = []
-    # Rows that stand for the memory's mean: their products move its scatters to the new mean.
-    moved = [] if memory is None else _moved_means(memory, means)
-
-    def moment(product: Tensor, scatter: int = 0, left: int = 0, right: int = 0) -> Tensor:
-        if ranks is not None:
-            product = ranks.sum(product)
-        if memory is None:
-            return product.mul_(share)
-        product += memory[3 + scatter]
-        totals.append(product.baddbmm_(moved[left].mT, moved[right]))
-        return product * share
-
-    sigmas = []
-    for i, ridge in enumerate(problem.options.ridges):
-        sigmas.append(moment(large.scatter(i, i), i, i, i))
-        if ridge > 0:
-            _add_ridge(sigmas[i], ridge)
-    sigma_ts = moment(large.scatter(1, 0), 2, 1, 0)
-    if memory is None:
-        return sigmas, sigma_ts, None
-    new = (count.flatten(), *means, *totals)
-    # A NaN in one batch must not stay.
-    finite = (_trace(sigmas[0]) + _trace(sigmas[1])).isfinite()
-    kept = (
-        torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
-        for x, before in zip(new, memory, strict=True)
-    )
-    return sigmas, sigma_ts, Moments(*kept)
-
-
-def _by_covariances(problem: Problem, products: bool, digits: bool) -> Solution:
-    """Solve in feature space: (D, D) covariances."""
-    student, teacher, _, options, want_grad, memory = problem
-    ranks = options.ranks
-    (a, b), share, means, count = _centred(problem, torch.float64)
-    large = (_DigitProducts if digits else _Products)(a, b)
-    sigmas, sigma_ts, combined = _covariances(problem, large, share, means, count)
-    whitenings = []
-    if not products:
-        for ridge, sigma, x in zip(options.ridges, sigmas, (student, teacher), strict=True):
-            root = _cholesky(sigma) if ridge > 0 else _inverse_root(sigma, x)
-            whitenings.append(_Whitening(root, triangular=ridge > 0))
-    if memory is not None:
-        own = count - memory.observations[:, None, None]
-        share = share * count / own.clamp_min(1)
-    if products:
-        root_s, root_t = (x.mT for x in _inverse_choleskies(sigmas))  # R_s, R_t
-        of_student = sigma_ts @ root_s
-        whitened = root_t.mT @ of_student  # M (batch, Dt, Ds)
-        left = large.polar(whitened)
-        corr = (left * whitened).sum((-2, -1))
-        if want_grad:
-            ds = large.gradient(root_s @ of_student.mT, (root_t, left, root_s)) * share
-        return corr, ds if want_grad else None, combined
-    whiten_s, whiten_t = whitenings
-    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # (batch, Dt, Ds)
-    corr, (left, values, right) = _roots(whitened, problem)
-    if not want_grad:
-        return corr, None, combined
-    of_teacher, directions = whiten_t(left), whiten_s(right)  # R_t U, R_s V
-    of_student = directions * values.unsqueeze(-2)
-    last = working_dtype(student)
-    if a.shape[-2] <= FEW_ROWS * a.shape[-1]:
-        rows = (b @ of_teacher).baddbmm_(a, of_student, alpha=-1)
-        # The cancelling terms are subtracted, so float32 is enough for the last product.
-        return corr, rows.to(last) @ directions.mul_(share).mT.to(last), combined
-    factors = [symmetric_product(of_student, directions.mT), of_teacher @ directions.mT]
-    for x in factors:
-        x *= share
-    if last == torch.float32 and memory is None and ranks is None:
-        size = _gradient_norm(left, values, of_teacher, directions, options.ridges, share)
-        if _float32_suffices(sigmas, factors, size, share):
-            del large  # which holds the features in float64
-            factors, a = [x.float() for x in factors], a.float()
-            b = b.float()
-    ds = (b @ factors[1]).baddbmm_(a, factors[0], alpha=-1)
-    if ds.dtype == torch.float32:  # it sums to 0, but for the rounding error of large means
-        ds -= ds.sum(-2, keepdim=True) * (share / (1 + share)).float()
-    return corr, ds, combined
-
-
-def _gradient_norm(
-    left: Tensor,
-    values: Tensor,
-    of_teacher: Tensor,
-    directions: Tensor,
-    ridges: Sequence[float],
-    share: Tensor,
-) -> Tensor:
-    """Norm (batch) of the gradient, but for products of different columns, from (D, D) matrices.
-
-    The gradient is (B R_t U − A R_s V S)(R_s V)ᵀ, and (A R)ᵀ(A R) = I − r·RᵀR.
+    With ``ranks`` the choice must not depend on a process's own observations.
     """
-    r_s, r_t = ridges
-    along_t, along_s = of_teacher.square().sum(-2), directions.square().sum(-2)
-    squares = left.square().sum(-2) - r_t * along_t
-    squares = squares - (1 + r_s * along_s) * values.square()
-    return (squares.clamp_min(0) * along_s).sum(-1).sqrt() * share.flatten().sqrt()
-
-
-def _float32_suffices(
-    sigmas: list[Tensor], factors: list[Tensor], size: Tensor, share: Tensor
-) -> bool:
-    """Whether A·factors[0] and B·factors[1], whose difference is the gradient, may be float32.
-
-    Where correlations are near 1 the products cancel.
-    """
-    if not values_readable(size):
+    student, teacher, _, options, _, memory = problem
+    if options.ranks is not None or memory is not None:
         return False
-    norms = [
-        _trace(x).sqrt() * y.flatten(1).norm(dim=1) for x, y in zip(sigmas, factors, strict=True)
-    ]
-    error = torch.finfo(torch.float32).eps * (norms[0] + norms[1]) / share.flatten().sqrt()
-    return bool((error <= FLOAT32_ERROR * size).all())
+    m, smaller = student.shape[-2], min(student.shape[-1], teacher.shape[-1])
+    if not student.is_cuda:
+        return m <= smaller
+    return m <= FEW_OBSERVATIONS * smaller and student.dtype != torch.float64
 
 
-def _moved_means(memory: Moments, means: Sequence[Tensor]) -> list[Tensor]:
-    """√count times the memory's means from the means of all observations (batch, 1, D)."""
-    root = memory.observations[:, None, None].sqrt()
-    return [
-        root * (old - new) for old, new in zip((memory.mean_s, memory.mean_t), means, strict=True)
-    ]
+def _solved(problem: Problem) -> Solution:
+    """`solve` of one part."""
+    student, _, _, options, want_grad, memory = problem
+    rows, totals = _Rows(problem), None
+    if few := _by_observations(problem):
+        (left_s, right_s), (left_t, _) = (_rotated(x * rows.share.sqrt()) for x in rows.all())
+        pairs = ((left_s, left_s), (left_t, left_t), (left_t, left_s))
+        *sigmas, sigma_ts = (x.mT @ y for x, y in pairs)
+    else:
+        scatters = rows.scatters()
+        if options.ranks is not None:
+            scatters = [options.ranks.sum(x) for x in scatters]
+        if memory is not None:
+            totals = rows.with_memory(scatters)
+            scatters = list(totals[3:])
+        *sigmas, sigma_ts = (x * rows.share for x in scatters)
+    whiten_s, whiten_t = _whitenings(sigmas, problem)
+    whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # M (batch, Dt, Ds)
+    corr, polar = _polar(whitened, _zero_of(whiten_s, whiten_t), options)
+    if not want_grad:
+        return corr, None, totals
+    back = whiten_s(polar.mT).mT  # W R_sᵀ
+    of_teacher, of_student = whiten_t(back), whiten_s(whitened.mT @ back)  # F, C·F
+    if few:
+        weights = (left_t @ of_teacher).baddbmm_(left_s, of_student, alpha=-1)
+        ds = weights * rows.share.sqrt() @ right_s
+        return corr, _masked(ds, problem.mask).to(working_dtype(student)), None
+    scale = rows.share
+    if memory is not None:
+        own = rows.count - memory.observations[:, None, None]
+        scale = scale * rows.count / own.clamp_min(1)
+    ds = rows.gradient(of_teacher.mul_(scale), of_student.mul_(scale))
+    if totals is not None:  # a NaN in one batch must not stay
+        finite = (_trace(totals.scatter_s) + _trace(totals.scatter_t)).isfinite()
+        kept = (
+            torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
+            for x, before in zip(totals, memory or (), strict=True)
+        )
+        totals = Moments(*kept)
+    return corr, ds, totals
 
 
-def _add_ridge(sigma: Tensor, ridge: float) -> None:
-    # A ridge below the rounding error of a variance would let the factorisation fail. Each column
-    # has its own bound: a large column must not raise the ridge of all others.
-    diagonal = sigma.diagonal(dim1=-2, dim2=-1)
-    rounding = 4 * sigma.shape[-1] * torch.finfo(torch.float64).eps
-    diagonal += (rounding * diagonal).clamp_min(ridge)
+def _rotated(x: Tensor) -> tuple[Tensor, Tensor]:
+    """L (m, m) and Q (m, D) with X = LQ; rows of Q are orthonormal, or 0 where X has no variance.
+
+    By two Cholesky factorisations: the first has small directions with few digits, the second has
+    them whole. Shifts of rounding size let them succeed.
+    """
+    lower = None
+    for _ in range(2):
+        gram = symmetric_product(x, x.mT)
+        gram.diagonal(dim1=-2, dim2=-1).add_((4 * EPSILON * _trace(gram)[:, None]).clamp_min(TINY))
+        factor = _cholesky(gram)
+        x = _solve(factor, x, False)
+        lower = factor if lower is None else lower @ _without_zeros(factor)
+    assert lower is not None
+    return lower, x
 
 
-class _Products:
-    """Large products of centred features A (batch, m, Ds) and B (batch, m, Dt), in float64."""
-
-    def __init__(self, *features: Tensor):
-        self.features = features
-
-    def scatter(self, i: int, j: int) -> Tensor:
-        """Product of the transposed features i and the features j, of 0 for A and 1 for B."""
-        x, y = self.features[i], self.features[j]
-        return symmetric_product(x.mT, y) if i == j else x.mT @ y
-
-    def polar(self, m: Tensor) -> Tensor:
-        return polar(m)
-
-    def gradient(self, regression: Tensor, factors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """(B − A·regression)·R_t W R_sᵀ of the factors R_t, W and R_s."""
-        a, b = self.features
-        root_t, left, root_s = factors
-        return torch.baddbmm(b, a, regression, alpha=-1) @ (root_t @ left @ root_s.mT)
-
-
-class _DigitProducts(_Products):
-    """The same by the kernels of `fastkd.kernels.cca`."""
-
-    def __init__(self, *features: Tensor):
-        from fastkd.kernels import cca as kernels
-
-        super().__init__(*features)
-        self.kernels = kernels
-        self.digits = [kernels.split(x.mT) for x in features]
-
-    def scatter(self, i: int, j: int) -> Tensor:
-        return self.kernels.product(self.digits[i], self.digits[j], orders=7, symmetric=i == j)
-
-    def polar(self, m: Tensor) -> Tensor:
-        return self.kernels.polar(m, POLAR_STEPS)
-
-    def gradient(self, regression: Tensor, factors: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        split, product = self.kernels.split, self.kernels.product
-        a, b = self.features
-        root_t, left, root_s = factors
-        # Columns have the scales: one may be much larger than all others.
-        scale = self.digits[0].scale
-        right = split((regression * scale).mT, digits=5)
-        residual = b - product(split(a, scale.mT), right, orders=5)
-        factor = product(split(product(split(root_t), split(left.mT))), split(root_s))
-        scale = self.kernels.scale_of(residual, -2)
-        return product(split(residual, scale), split((factor * scale.mT).mT))
+def _without_zeros(factor: Tensor) -> Tensor:
+    """Cholesky factor of near-orthonormal rows, without columns of dependent ones."""
+    pivots = factor.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    return factor.masked_fill(pivots.square() <= 64 * factor.shape[-1] * EPSILON, 0.0)
 
 
 class _Whitening(NamedTuple):
@@ -492,64 +307,46 @@ class _Whitening(NamedTuple):
 
     factor: Tensor
     triangular: bool
+    # Smallest fraction (batch) of a column's variance that the columns before it don't explain.
+    pivot: Tensor
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
-        if self.triangular:
-            return torch.linalg.solve_triangular(self.factor.mT, y, upper=True)
-        return self.factor @ y
+        return _solve(self.factor.mT, y, True) if self.triangular else self.factor @ y
 
     def transposed(self, y: Tensor) -> Tensor:
         """Rᵀ y."""
-        if self.triangular:
-            return torch.linalg.solve_triangular(self.factor, y, upper=False)
-        return self.factor.mT @ y
+        return _solve(self.factor, y, False) if self.triangular else self.factor.mT @ y
 
 
-def _inverse_root(sigma: Tensor, features: Tensor) -> Tensor:
-    """Eigenvectors of ``sigma`` over the roots of its eigenvalues; 0 for those of rounding size."""
-    roots, vectors = symmetric_roots(sigma, True)
-    rounding = math.sqrt(sigma.shape[-1] * torch.finfo(torch.float64).eps)
-    keep = roots > max(_zero_deviation(features, 0.0), rounding) * roots[..., -1:]
-    inverse = torch.where(keep, roots, 1.0).reciprocal().masked_fill(~keep, 0.0)
-    return vectors * inverse.unsqueeze(-2)
+def _solve(factor: Tensor, y: Tensor, upper: bool) -> Tensor:
+    parts = [(factor, y)]
+    if y.is_cuda and len(y) > SOLVED_AT_ONCE:
+        parts = [*zip(factor.split(SOLVED_AT_ONCE), y.split(SOLVED_AT_ONCE), strict=True)]
+    return _joined([torch.linalg.solve_triangular(f, x, upper=upper) for f, x in parts])
 
 
-def _inverse_choleskies(sigmas: list[Tensor]) -> list[Tensor]:
-    """`_inverse_cholesky` of both sides; the launches of one batch take half the time."""
-    if sigmas[0].shape == sigmas[1].shape:
-        return list(_inverse_cholesky(torch.cat(sigmas)).chunk(2))
-    return [_inverse_cholesky(x) for x in sigmas]
-
-
-def _inverse_cholesky(x: Tensor) -> Tensor:
-    """L⁻¹ with LLᵀ = X.
-
-    A GPU solves small triangular systems fast, and is slow at large ones: the diagonal blocks are
-    inverted in one call, and two neighbours are joined by products into one of twice the size.
-    """
-    n = x.shape[-1]
-    size, count = n, 1
-    while size > LARGEST_SOLVED:
-        size, count = -(-size // 2), 2 * count
-    lower = F.pad(_cholesky(x), (0, count * size - n) * 2)
-    lower.diagonal(dim1=-2, dim2=-1)[..., n:] = 1.0
-    eye = torch.eye(size, dtype=x.dtype, device=x.device)
-    inverse = torch.linalg.solve_triangular(_diagonal_blocks(lower, size), eye, upper=False)
-    while size < n:
-        first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
-        below = _diagonal_blocks(lower, 2 * size)[..., size:, :size]
-        joined = F.pad(first, (0, size) * 2)
-        joined[..., size:, size:] = second
-        joined[..., size:, :size] = -second @ (below @ first)
-        inverse, size = joined, 2 * size
-    return inverse[..., 0, :n, :n]
-
-
-def _diagonal_blocks(x: Tensor, size: int) -> Tensor:
-    """(*, n / size, size, size), a view of x (*, n, n)."""
-    blocks = x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+def _whitenings(sigmas: list[Tensor], problem: Problem) -> list[_Whitening]:
+    """Cholesky's; inverse roots without directions of rounding size where the ridge is smaller."""
+    found = []
+    sides = zip(sigmas, problem.options.ridges, (problem.student, problem.teacher), strict=True)
+    for sigma, ridge, features in sides:
+        # A ridge below the rounding error of a variance would let the factorisation fail. Each
+        # column has its own bound: a large column must not raise the ridge of all others.
+        variances = sigma.diagonal(dim1=-2, dim2=-1)
+        rounding = 4 * sigma.shape[-1] * EPSILON * variances
+        lost = ridge > 0 and values_readable(sigma) and bool((rounding > ridge).any())
+        variances += rounding.clamp_min(ridge) if ridge > 0 and not lost else ridge
+        if ridge == 0 or lost:
+            fraction = max(_zero_deviation(features, ridge) ** 2, 64 * EPSILON)
+            zero = sigma.new_full((len(sigma),), fraction)
+            inverse = symmetric_roots(sigma, zero, False)[1]
+            found.append(_Whitening(inverse, False, torch.ones_like(zero)))
+            continue
+        factor = _cholesky(sigma)
+        pivots = factor.diagonal(dim1=-2, dim2=-1).square() / variances
+        found.append(_Whitening(factor, True, pivots.amin(-1)))
+    return found
 
 
 def _cholesky(x: Tensor) -> Tensor:
@@ -562,41 +359,140 @@ def _trace(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _zero_deviation(features: Tensor, ridge: float) -> float:
-    """Fraction of the largest standard deviation up to which a direction counts as constant.
+def _zero_of(whiten_s: _Whitening, whiten_t: _Whitening) -> Tensor | None:
+    """Fraction (batch) of MᵀM's largest eigenvalue that is rounding error; on a GPU the default.
 
-    It is the rounding error of float64 or, without a ridge, of the features themselves.
+    Whitening multiplies the rounding errors of a covariance.
     """
-    work = max(features.shape[-2:]) * torch.finfo(torch.float64).eps
-    return work if ridge > 0 else max(work, 10 * torch.finfo(working_dtype(features)).eps)
+    if whiten_s.factor.is_cuda:
+        return None
+    size = max(x.factor.shape[-1] for x in (whiten_s, whiten_t))
+    rounding = 16 * size * EPSILON**2 / (whiten_s.pivot * whiten_t.pivot)
+    return rounding.clamp(64 * EPSILON, 1e-2)
 
 
-class _Centred(NamedTuple):
-    features: list[Tensor]  # student's and teacher's, minus their mean, zero where masked
-    share: Tensor  # (*, 1, 1): 1/(N − 1), with N observations of all processes and the memory
-    means: list[Tensor]  # (*, 1, D)
-    observations: Tensor  # (*, 1, 1): N
+def _polar(m: Tensor, zero: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """tr (MᵀM)^½ and W = M (MᵀM)^{−½}; with ``top_k`` those of the largest singular values."""
+    if m.shape[-2] < m.shape[-1]:
+        corr, polar = _polar(m.mT, zero, options)
+        return corr, polar.mT
+    square = symmetric_product(m.mT, m)
+    if options.top_k is None:
+        root, inverse, _ = symmetric_roots(square, zero, options.digits)
+        return _trace(root), m @ inverse
+    values, vectors = (x[..., -options.top_k :] for x in eigh(square))
+    fraction = 64 * EPSILON if zero is None else zero.unsqueeze(-1)
+    dropped = values <= fraction * values[..., -1:]
+    roots = values.masked_fill(dropped, 0.0).sqrt()
+    inverse = vectors * roots.reciprocal().masked_fill(dropped, 0.0).unsqueeze(-2)
+    return roots.sum(-1), m @ inverse @ vectors.mT
 
 
-def _centred(problem: Problem, dtype: torch.dtype) -> _Centred:
-    student, teacher, mask, options, _, memory = problem
-    ranks = options.ranks
-    count = count_observed(student, mask, ranks).to(dtype)[..., None, None]
-    if memory is not None:
-        count = count + memory.observations[:, None, None]
-    centred, means = [], []
-    for i, x in enumerate((student, teacher)):
-        wide = x = _masked(x, mask)
-        if x.device.type == "cpu":  # a sum in another dtype is slower than converting first
-            wide = x.to(dtype)
-        total = wide.sum(-2, keepdim=True, dtype=dtype)
-        if ranks is not None:
-            total = ranks.sum(total)
+class _Rows:
+    """Features of a problem, centred in float64; on a CPU a chunk of rows at a time."""
+
+    def __init__(self, problem: Problem):
+        student, teacher, mask, options, _, memory = problem
+        self.problem = problem
+        count = count_observed(student, mask, options.ranks).double()[..., None, None]
         if memory is not None:
-            total = total + memory.observations[:, None, None] * memory[1 + i]
-        means.append(total / count.clamp_min(1))
-        centred.append(_masked(wide.sub_(means[-1]) if wide is not x else x - means[-1], mask))
-    return _Centred(centred, (count - 1).clamp_min(1).reciprocal(), means, count)
+            count = count + memory.observations[:, None, None]
+        self.count = count  # N (*, 1, 1), of all processes and the memory
+        self.share = (count - 1).clamp_min(1).reciprocal()
+        sizes = student.shape[-1] + teacher.shape[-1]
+        step = (
+            max(1, CHUNK // max(sizes * student.shape[:-2].numel(), 1)) if student.is_cpu else None
+        )
+        starts = range(0, student.shape[-2], step) if step else [0]
+        self.chunks = [slice(i, i + step if step else None) for i in starts]
+        self.means = []  # (*, 1, D)
+        for i, x in enumerate((student, teacher)):
+            total = x.new_zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.float64)
+            for rows in self.chunks:
+                total += self._wide(x, rows).sum(-2, keepdim=True)
+            if options.ranks is not None:
+                total = options.ranks.sum(total)
+            if memory is not None:
+                total = total + memory.observations[:, None, None] * memory[1 + i]
+            self.means.append(total / count.clamp_min(1))
+
+    def _wide(self, x: Tensor, rows: slice) -> Tensor:
+        mask = self.problem.mask
+        return _masked(x[..., rows, :], None if mask is None else mask[..., rows]).double()
+
+    def centred(self, rows: slice) -> list[Tensor]:
+        """Student's and teacher's rows minus their mean, zero where masked."""
+        mask = self.problem.mask
+        real = None if mask is None else mask[..., rows]
+        pair = zip(self.problem[:2], self.means, strict=True)
+        return [_masked(self._wide(x, rows) - mean, real) for x, mean in pair]
+
+    def all(self) -> list[Tensor]:
+        return self.centred(slice(None))
+
+    def scatters(self) -> list[Tensor]:
+        """AᵀA, BᵀB and BᵀA (batch, D, D) of the centred rows."""
+        d_s, d_t = (x.shape[-1] for x in self.means)
+        x = self.means[0]
+        totals = [x.new_zeros(len(x), *shape) for shape in ((d_s, d_s), (d_t, d_t), (d_t, d_s))]
+        for rows in self.chunks:
+            a, b = self.centred(rows)
+            for total, x, y in zip(totals, (a, b, b), (a, b, a), strict=True):
+                if self.problem.options.digits:
+                    total += torch.ops.fastkd.digit_product(x.mT, y, x is y)
+                else:
+                    _add_product(total, x, y)
+        return totals
+
+    def with_memory(self, scatters: list[Tensor]) -> Moments:
+        """Moments of memory and batch; a batch with NaN leaves the memory unchanged."""
+        memory = self.problem.memory
+        assert memory is not None
+        root = memory.observations[:, None, None].sqrt()
+        # Rows that stand for the memory's means: their products move its scatters to the new mean.
+        moved = [root * (old - x) for old, x in zip(memory[1:3], self.means, strict=True)]
+        pairs = ((0, 0), (1, 1), (1, 0))
+        new = [self.count.flatten(), *self.means]
+        for total, old, (i, j) in zip(scatters, memory[3:], pairs, strict=True):
+            new.append((total + old).baddbmm_(moved[i].mT, moved[j]))
+        return Moments(*new)
+
+    def gradient(self, of_teacher: Tensor, of_student: Tensor) -> Tensor:
+        """B·of_teacher − A·of_student; by float32 products where they suffice for float32."""
+        student = self.problem.student
+        ds = student.new_empty(student.shape, dtype=working_dtype(student))
+
+        def of(rows: slice, dtype: torch.dtype) -> Tensor:
+            a, b = (x.to(dtype) for x in self.centred(rows))
+            if self.problem.options.digits:
+                product = torch.ops.fastkd.digit_product
+                return product(b, of_teacher) - product(a, of_student)
+            return (b @ of_teacher.to(dtype)).baddbmm_(a, of_student.to(dtype), alpha=-1)
+
+        dtype = torch.float64
+        if ds.dtype == torch.float32 and len(self.chunks) > 1 and values_readable(student):
+            some = slice(None, None, student.shape[-2] // ROWS_TRIED)
+            right = of(some, dtype)
+            error = (of(some, torch.float32) - right).flatten(1).norm(dim=1)
+            if bool((error <= FLOAT32_ERROR * right.flatten(1).norm(dim=1)).all()):
+                dtype = torch.float32
+                of_teacher, of_student = of_teacher.float(), of_student.float()
+        for rows in self.chunks:
+            ds[..., rows, :] = of(rows, dtype)
+        return _masked(ds, self.problem.mask)
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """total += XᵀY; of a large X with itself the lower blocks alone are multiplied."""
+    n = total.shape[-1]
+    if x is not y or n < LEAST_BLOCKED or len(x) > 1 or not x.is_cpu:
+        total.baddbmm_(x.mT, y)
+        return
+    for i in range(BLOCKS):
+        start, end = i * n // BLOCKS, (i + 1) * n // BLOCKS
+        lower = total[0, start:, start:end]
+        lower.addmm_(x[0, :, start:].T, x[0, :, start:end])
+        total[0, start:end, end:] = lower[end - start :].T
 
 
 def count_observed(x: Tensor, mask: Tensor | None, ranks: "Ranks | None") -> Tensor:
@@ -618,16 +514,17 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _bounded(corr: Tensor, problem: Problem) -> Tensor:
-    """``corr`` cut to its bound min(m − 1, Ds, Dt), which rounding may exceed."""
+    """``corr`` cut to its bound min(m − 1, Ds, Dt, top_k), which rounding may exceed.
+
+    Faded moments of a memory have full rank: their observations bound nothing.
+    """
     student, teacher, mask, options, _, memory = problem
-    rank = min(student.shape[-1], teacher.shape[-1])
+    rank = min(student.shape[-1], teacher.shape[-1], options.top_k or teacher.shape[-1])
     if options.ranks is None and memory is None:
         rank = min(rank, student.shape[-2] - 1)
     corr = corr.clamp_max(rank)
-    if mask is not None or options.ranks is not None or memory is not None:
+    if (mask is not None or options.ranks is not None) and memory is None:
         observed = count_observed(student, mask, options.ranks)
-        if memory is not None:  # faded observations count by their weights
-            observed = observed + memory.observations.ceil()
         corr = torch.minimum(corr, (observed - 1).clamp_min(0))
     dims = options.dims
     if dims is not None and min(dims) < rank:

@@ -4,6 +4,7 @@ The public functions and their checks. `fastkd.linalg.cca_solver` computes corre
 gradients.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, get_args
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastkd._core import check
+from fastkd._core import check, extension
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.module import LossModule
 from fastkd._core.numerics import (
@@ -121,7 +122,7 @@ def cca_loss(
     if top_k is not None:
         check.positive_int("top_k", top_k)
     check.choice("reduction", reduction, REDUCTIONS)
-    options = Options(ridges, top_k, kernels=_uses_kernels(backend, student, ridges, top_k))
+    options = Options(ridges, top_k, digits=_uses_digits(backend, student, ridges, top_k))
     ranks = ranks_of(gather, group)
     arguments = _over_ranks(student, teacher, mask, options, ranks)
     loss: Tensor = apply(_NegativeCorrelation, *arguments, None)[0]
@@ -182,7 +183,8 @@ class CCALoss(LossModule, InGroup):
     the batch's rows only, and its scale is that of a batch alone: N/m times the derivative, with m
     rows in the batch and N observations in all. Only a call with gradient in training mode updates
     the memory: it then holds these N, with all weights times n/N if N is above n. A batch with NaN
-    is not stored.
+    is not stored. Under activation checkpointing the next call updates it, so that a forward pass
+    that is computed again has the same memory; each call needs its backward pass before the next.
 
     Args:
         ridge: r_s = r_t, or the pair (student, teacher).
@@ -222,13 +224,15 @@ class CCALoss(LossModule, InGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._warned: set[tuple[int, int]] = set()  # (Ds, Dt)
-        self._memories: list[Moments] = []  # one for each batch of layers
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Empty the memory."""
-        self._memories = []
+        self._memories: list[Moments] = []  # one for each batch of layers
+        self._awaited: dict[int, tuple] = {}  # arguments of updates after the backward pass
 
     def _apply(self, fn, recurse=True):
+        self._update_awaited()
         super()._apply(fn, recurse)
         # float64 on any device: sums of many observations.
         self._memories = [Moments(*(x.to(fn(x).device) for x in m)) for m in self._memories]
@@ -237,6 +241,8 @@ class CCALoss(LossModule, InGroup):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.persistent:
+            self._update_awaited()
+            destination[f"{prefix}memory.batches"] = torch.tensor(len(self._memories))
             for i, moments in enumerate(self._memories):
                 for name, x in moments._asdict().items():
                     destination[f"{prefix}memory.{i}.{name}"] = x
@@ -245,9 +251,12 @@ class CCALoss(LossModule, InGroup):
         if self.persistent:
             first = f"{prefix}memory."
             found: dict[int, dict[str, Tensor]] = {}
+            if state_dict.pop(f"{first}batches", None) is None:
+                missing.append(f"{first}batches")
             for key in [key for key in state_dict if key.startswith(first)]:
                 i, name = key.removeprefix(first).split(".")
                 found.setdefault(int(i), {})[name] = state_dict.pop(key).detach().clone()
+            self.reset_parameters()
             self._memories = [Moments(**found[i]) for i in sorted(found)]
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
 
@@ -274,6 +283,8 @@ class CCALoss(LossModule, InGroup):
             observed = None if real is None else real.any(1)
         ranks = ranks_of(self.gather, self.group)
         self._warn_if_saturated(pooled, observed, ranks)
+        if not _in_backward():
+            self._update_awaited()
         batches: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
         for s, t in pooled:
             sizes = () if _pads_layers(s) else (s.shape[-1], t.shape[-1])
@@ -284,15 +295,19 @@ class CCALoss(LossModule, InGroup):
             masks = None if observed is None else observed.expand(students.shape[:-1])
             dims = tuple(min(s.shape[-1], t.shape[-1]) for s, t in batch)
             ridges = _ridge_pair(self.ridge)
-            kernels = _uses_kernels("auto", students, ridges, self.top_k)
-            options = Options(ridges, self.top_k, dims, kernels=kernels)
+            digits = _uses_digits("auto", students, ridges, self.top_k)
+            options = Options(ridges, self.top_k, dims, digits=digits)
             arguments = _over_ranks(students, teachers, masks, options, ranks)
             memory = self._memory(i, students, teachers)
             loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
             losses.append(loss)
             learns = self.training and torch.is_grad_enabled() and students.requires_grad
             if memory is not None and learns:
-                self._update(memory, Moments(*totals), students.shape[-1] + teachers.shape[-1])
+                update = memory, Moments(*totals), students.shape[-1] + teachers.shape[-1]
+                if _may_be_recomputed():
+                    self._awaited[i] = update
+                else:
+                    self._update(*update)
         return torch.cat(losses).mean()
 
     def _memory(self, i: int, student: Tensor, teacher: Tensor) -> Moments | None:
@@ -313,6 +328,11 @@ class CCALoss(LossModule, InGroup):
             memory = self._memories[i] = Moments(*(x.to(student.device) for x in memory))
         return memory
 
+    def _update_awaited(self) -> None:
+        awaited, self._awaited = self._awaited, {}
+        for update in awaited.values():
+            self._update(*update)
+
     @torch.no_grad()
     def _update(self, memory: Moments, totals: Moments, dims: int) -> None:
         """Store the moments of memory and batch, faded, in place: a CUDA graph may hold them."""
@@ -330,28 +350,39 @@ class CCALoss(LossModule, InGroup):
     def _warn_if_saturated(
         self, pairs: list[tuple[Tensor, Tensor]], observed: Tensor | None, ranks: Ranks | None
     ) -> None:
-        if torch.compiler.is_compiling():  # a graph must not depend on _warned
+        # A graph must not depend on _warned. Faded moments of a memory have full rank.
+        if torch.compiler.is_compiling() or self.memory:
             return
         sizes = {(s.shape[-1], t.shape[-1]) for s, t in pairs} - self._warned
-        if not sizes or self.memory == "auto":
+        if not sizes:
             return
         observations = pairs[0][0].shape[0]
         if observed is not None and values_readable(observed):
             observations = int(observed.sum())
         if ranks is not None:  # an estimate: the exact sum would make the processes wait
             observations *= ranks.size
-        rank = max(observations + self.memory - 1, 0)
+        rank = max(observations - 1, 0)
         for d_s, d_t in sorted(sizes):
             ones = min(d_s, rank) + min(d_t, rank) - rank
             if ones <= 0:
                 continue
             self._warned.add((d_s, d_t))
-            with_memory = f" and {self.memory} in memory" if self.memory else ""
             warn_caller(
-                f"CCALoss: {observations} observations{with_memory} for {d_s} + {d_t} dimensions; "
-                f"{ones} of {min(d_s, d_t, rank)} correlations are 1 by counting alone, whatever "
-                "the student computes. Use memory=, larger batches, a larger ridge or top_k."
+                f"CCALoss: {observations} observations for {d_s} + {d_t} dimensions; {ones} of "
+                f"{min(d_s, d_t, rank)} correlations are 1 by counting alone, whatever the student "
+                "computes. Use memory=, larger batches, a larger ridge or top_k."
             )
+
+
+def _in_backward() -> bool:
+    """Whether activation checkpointing computes a forward pass again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _may_be_recomputed() -> bool:
+    """Whether hooks replace saved tensors, as those of activation checkpointing do."""
+    compiling = torch.compiler.is_compiling()
+    return not compiling and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _pads_layers(x: Tensor) -> bool:
@@ -385,14 +416,22 @@ def _ridge_pair(ridge: Ridge) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def _uses_kernels(
+def _uses_digits(
     backend: Backend, student: Tensor, ridges: tuple[float, float], top_k: int | None
 ) -> bool:
-    """Whether Triton kernels compute the large products."""
+    """Whether Triton kernels compute the large products, from integer digits.
+
+    A GPU with float64 tensor cores is as fast without them.
+    """
     unsupported = None
     if top_k is not None or min(ridges) == 0:
         unsupported = "ridge=0 and top_k need eigenvectors, which PyTorch computes"
-    return backend_of(backend, "cca_loss", student, unsupported) == "triton"
+    if backend_of(backend, "cca_loss", student, unsupported) != "triton":
+        return False
+    if backend == "auto" and extension.multiplies_float64(student.device):
+        return False
+    importlib.import_module("fastkd.kernels.cca")  # registers the product
+    return True
 
 
 def _over_ranks(
@@ -416,7 +455,7 @@ def _over_ranks(
 
 
 class _NegativeCorrelation(torch.autograd.Function):
-    """Losses (*) of features (*, m, D), and their gradient, from one decomposition.
+    """Losses (*) of features (*, m, D), and their gradient, from one root.
 
     With memory also the moments of memory and batch.
     """

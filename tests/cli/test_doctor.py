@@ -41,6 +41,9 @@ def test_all_backends_that_run_are_right():
         assert f"{package} {', '.join(versions)}\n" in result.output
     table = result.output.split("\n\n")[1].splitlines()
     assert max(map(len, table)) <= 80 and len(table) == 2 + len(doctor.TRIALS)
+    if extension.CPU:  # which computes roots, whatever the backend
+        (cells,) = [line.split(maxsplit=5) for line in table if line.startswith("sqrtm ")]
+        assert cells[1:5] == ["no", "kernel", "no", "kernel"] and cells[5].startswith("ok")
 
 
 def test_the_losses_alone_check_themselves_and_have_a_help():
