@@ -286,7 +286,6 @@ def linear_soft_targets(
             teacher = [None if x is None else x[real] for x in teacher]
         elif not by_row:
             teacher = _real_states(teacher, real, None)
-    mask = positions.mask
     with autocast_off(hidden):
         if _in_one_operator(student, teacher, positions, options):
             weights = _times(upstream, positions.task_weights) if any(needs) else None
@@ -302,18 +301,22 @@ def linear_soft_targets(
                 rows = None if upstream is None else upstream[chunk]
                 work.add(chunk, positions.at(chunk), rows)
             terms, grads = work.terms, work.grads
+    terms = _weighted(terms, positions)
+    if real is not None:
+        terms = _at_rows(terms.T, real, R).T.contiguous()
+        grads = {i: _at_rows(x, real, R) if _is_states(student, i) else x for i, x in grads.items()}
+    return [terms, *(grads[i] for i in sorted(grads))]
+
+
+def _weighted(terms: Tensor, positions: Positions) -> Tensor:
+    """Terms with the positions' weights, 0 where they don't count."""
     if positions.soft_mask is not None:
         of_teacher = slice(TERMS.index(TEACHER_TERMS[0]), TERMS.index(TEACHER_TERMS[-1]) + 1)
         terms[of_teacher] = terms[of_teacher].masked_fill(~positions.soft_mask, 0)
     for i, factor in enumerate((positions.soft_weights, positions.task_weights)):
         if factor is not None:
             terms[i] *= factor
-    if mask is not None:
-        terms = terms.masked_fill(~mask, 0)
-    if real is not None:
-        terms = _at_rows(terms.T, real, R).T.contiguous()
-        grads = {i: _at_rows(x, real, R) if _is_states(student, i) else x for i, x in grads.items()}
-    return [terms, *(grads[i] for i in sorted(grads))]
+    return terms if positions.mask is None else terms.masked_fill(~positions.mask, 0)
 
 
 def _by_teacher_row(

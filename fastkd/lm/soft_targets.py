@@ -536,12 +536,7 @@ def linear_soft_target_loss_ref(
     else:
         soft_rows = soft_target_loss_ref(student, teacher, mask=mask, reduction="none", **options)
     taught = mask if soft_mask is None else mask & soft_mask.bool()
-    if ratio is not None:
-        ids = ratio.ids.long().where(mask, 0)
-        log_q = logits.detach().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        soft_rows = soft_rows * (log_q - ratio.old_log_probs.where(mask, 0)).exp().clamp(
-            max=ratio.at_most
-        )
+    soft_rows = soft_rows if ratio is None else soft_rows * _ratio_ref(logits, ratio, mask)
     soft_rows = soft_rows.where(taught, 0)
     task_rows, *rest = _task_ref(logits, mask, task)
     task_rows = _at_positions_ref(task_rows, task.weights if task else None, mask)
@@ -559,6 +554,12 @@ def linear_soft_target_loss_ref(
     if task is not None:
         loss = loss + task.weight * found["task"]
     return (loss, {name: found[name].detach() for name in names}) if names else loss
+
+
+def _ratio_ref(logits: Tensor, ratio: ImportanceRatio, mask: Tensor) -> Tensor:
+    ids = ratio.ids.long().where(mask, 0)
+    log_q = logits.detach().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    return (log_q - ratio.old_log_probs.where(mask, 0)).exp().clamp(max=ratio.at_most)
 
 
 def _whole_mass_ref(
