@@ -5,10 +5,10 @@ import os
 from rich.console import Console
 
 from fastkd.cli.display import RichDisplay
-from fastkd.study import grid, grid_report
+from fastkd.study import budget, grid, grid_report
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.study_settings import StudySettings
-from fastkd.train.errors import RunFailed
+from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.saving import check_directory
 
@@ -32,13 +32,20 @@ def run(settings: StudySettings, console: Console) -> None:
         for line in grid_report.table(grid_report.plan(study)):
             display.say(line)
         runs = GridRuns(study, settings.runs or settings.out, display)
+        if settings.budget is not None:
+            if together > 1:
+                raise InputError("--budget: one process plans the runs; pass --jobs, no launcher")
+            runs.check()
+            runs = budget.searched(runs, settings.budget, settings.jobs)
+            study = runs.grid
         whole = runs.train(1 if together > 1 else settings.jobs)
         if number:  # the first of a launcher's processes writes the report
             return
         if together > 1:
             runs.finish()
         summaries = grid_report.write(runs, settings.out)
-        display.say(grid_report.headline(study, summaries))
+        for line in (*study.notes, grid_report.headline(study, summaries)):
+            display.say(line)
         for summary in summaries:
             display.say(f"{summary.task}: {grid_report.findings(summary)}")
         display.say(f"report: {settings.out / 'report.html'}")

@@ -103,7 +103,7 @@ class Grid:
 
     ``seconds``: the budget of a run in training time. ``cache``: whether the teacher's outputs are
     stored for all runs. ``paper``: a paper's table, see `fastkd.study.paper_table`. ``teacher`` is
-    that of all runs, if they have one.
+    that of all runs, if they have one. ``notes``: sentences on a search, for the report.
     """
 
     title: str
@@ -115,6 +115,7 @@ class Grid:
     seconds: float | None = None
     cache: bool = False
     teacher: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def variants(self) -> list[str]:
@@ -246,7 +247,7 @@ def make(found: Mapping[str, Any], folder: Path, settings: StudySettings) -> Gri
         for task, top in itertools.product(tasks, _products(tops)):
             at = {k: v for k, v in over.items() if k not in tasks[task]}
             name = _named(entry, {k: v for k, v in top.items() if _is_axis(k, tops[k])})
-            for chosen in _products(at, first=small):
+            for chosen in _products(at, first=small or settings.grid == "first"):
                 values = {k: v for k, v in chosen.items() if _is_axis(k, at[k])}
                 variant = name if select == "dev" else _named(name, values)
                 for seed in seeds:

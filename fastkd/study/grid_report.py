@@ -106,12 +106,12 @@ def best_cells(runs: GridRuns) -> dict[tuple[str, str, int], dict[str, Any]]:
         before = found.get(at)
         if result is None or ("failed" in result and before is not None):
             continue
-        if before is None or "failed" in before or _score(result) > _score(before):
+        if before is None or "failed" in before or score_of(result) > score_of(before):
             found[at] = result
     return found
 
 
-def _score(result: Mapping[str, Any]) -> float:
+def score_of(result: Mapping[str, Any]) -> float:
     """The first metric; more is better."""
     name, value = next(iter(result["scores"].items()))
     return -value if name in result["lower_is_better"] else value
@@ -156,6 +156,7 @@ def _overview(grid: Grid, missing: int) -> str:
         parts.append(f"Each run has the steps that take {grid.seconds:g} seconds.")
     if grid.cache:
         parts.append("Seconds exclude the teacher's forward pass, where its outputs are cached.")
+    parts += grid.notes
     if missing:
         parts.append(f"{missing} runs are not finished; their cells are empty or have fewer seeds.")
     return " ".join(parts)

@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from fastkd._core.extras import require
 from fastkd.study import docstrings
-from fastkd.study.grid import OF_FINETUNING, Cell, Grid
+from fastkd.study.grid import OF_FINETUNING, ONE_STEP, Cell, Grid
 from fastkd.study.paper_table import TIMED as TIMED_MODELS
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.train import data, distillation, stages, tasks
@@ -358,7 +358,8 @@ class GridRuns:
             options["teacher"] = str(self._teacher(cell))
             options = {k: v for k, v in options.items() if k not in OF_FINETUNING}
         if self.grid.seconds is not None:
-            options["training_steps"] = self._steps(options, self.grid.seconds)
+            each = self._timed(_last_stage(options))["seconds"]
+            options["training_steps"] = max(1, round(self.grid.seconds / each))
         return options
 
     def _teacher(self, cell: Cell) -> Path:
@@ -381,8 +382,27 @@ class GridRuns:
             self.display.say(f"{cell.task}: teacher  {format_scores(report['teacher'])}")
         return teacher
 
-    def _steps(self, options: Mapping[str, Any], seconds: float) -> int:
-        """Steps that take so long, by two short runs; the same for all seeds."""
+    def steps(self, cell: Cell) -> tuple[int, float]:
+        """Steps of a whole run and seconds of each, with a teacher that is tuned for one step."""
+        options = _last_stage(cell.options)
+        if options.get("finetune_teacher"):
+            options["finetune_teacher"] = ONE_STEP
+        found = self._timed(options)
+        seconds = found["seconds"] * len(cell.options.get("stages", [""]))
+        return _count(options, found["rows"]), seconds
+
+    def teacher_seconds(self, cell: Cell) -> float:
+        """Seconds of a teacher's fine-tuning: those of a student with all of its layers."""
+        own = {name: cell.options[name] for name in OF_TEACHER if name in cell.options}
+        remote = own.get("trust_remote_code", False)
+        teacher = load("--teacher", resolved(own["teacher"]), AutoConfig, remote)
+        tuning = {"method": "labels", "student_layers": layers_in(teacher), "seed": 0}
+        epochs = {"num_train_epochs": own["finetune_teacher"]}
+        found = self._timed({**own, **tuning, "finetune_teacher": ONE_STEP})
+        return _count({**own, **epochs}, found["rows"]) * found["seconds"]
+
+    def _timed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Seconds of a step, by two short runs, and the number of rows; the same for all seeds."""
         own = {k: v for k, v in options.items() if k not in ("seed", "num_train_epochs")}
         path = self.out / "steps" / f"{key_of(own)}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -398,9 +418,25 @@ class GridRuns:
                     report = distillation.run_distillation(config, measure=lambda *_: {})
                     times.append(report["seconds"]["training"])
                     shutil.rmtree(folder)
-                found = (times[1] - times[0]) / (TIMED[1] - TIMED[0])
+                rows = report["rows"]
+                each = max(1e-9, (times[1] - times[0]) / (TIMED[1] - TIMED[0]))
+                found = {"seconds": each, "rows": rows["train"] + rows.get("unlabelled", 0)}
                 write_json(path, found)
-        return max(1, round(seconds / max(found, 1e-9)))
+        return found
+
+
+def _last_stage(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a run, or of its last stage with the teacher of all."""
+    last = [{}, *options.get("stages", {}).values()][-1]
+    found = {**options, **{k: v for k, v in last.items() if k != "teacher"}}
+    return {k: v for k, v in found.items() if k != "stages" and v is not None}
+
+
+def _count(options: Mapping[str, Any], rows: int) -> int:
+    """Steps of a run with so many ``rows``."""
+    config = Config.of(options)
+    in_epoch = math.ceil(rows / config.batch_size)
+    return math.ceil(config.training_steps or config.num_train_epochs * in_epoch)
 
 
 def layers_in(config: Any) -> int:

@@ -76,5 +76,15 @@ class StudySettings(ColumnOptions):
         "Training time of each run in seconds, instead of --steps; default: none.",
         above=0,
     )
+    grid: str = training_option(
+        "all", "Values of each searched list: all, or the first.", choices=("all", "first")
+    )
+    budget: float | None = training_option(
+        None,
+        "Hours for the whole study: a search by successive halving, then the seeds, as far as they "
+        "fit; default: every run.",
+        metavar="HOURS",
+        above=0,
+    )
     device_name: str = device()
     jobs: int = run_option(1, "Number of runs at a time, each in its own process.", least=1)

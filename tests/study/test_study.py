@@ -201,7 +201,8 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
     def run(config, *_, **__):
         timed.append((config.method, config.training_steps))
         config.out.mkdir()
-        return {"seconds": {"training": 9.0 + 0.1 * config.training_steps}}
+        seconds = {"training": 9.0 + 0.1 * config.training_steps}
+        return {"seconds": seconds, "rows": {"train": 12, "unlabelled": 28}}
 
     monkeypatch.setattr(grid_runs.distillation, "run_distillation", run)
     monkeypatch.setattr(GridRuns, "_teacher", lambda *_: root.parent / "tiny")
