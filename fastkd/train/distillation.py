@@ -1,7 +1,6 @@
 """`fastkd distill`: check everything, fine-tune the teacher, train the student."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
@@ -55,6 +54,7 @@ from fastkd.train.scoring import (
     sizes_of,
 )
 from fastkd.train.tasks.base import reorder_classes
+from fastkd.train.teacher_tuning import NoTeacher, say_estimate, tuning_of
 
 filelock: Any = require("filelock", "train")
 #: Measurements of a run's best student, by name.
@@ -226,12 +226,9 @@ def finetune_teacher(run: Run, models: Models) -> Models:
     target, device = out.teacher, run.computation.device
     if not processes.on_first_process(lambda: is_complete(target)):
         name = teacher.config.name_or_path
-        tuning = dataclasses.replace(
-            config,
-            num_train_epochs=config.finetune_teacher,
-            training_steps=None,
-            learning_rate=config.teacher_learning_rate,
-        )
+        alone = tuning_of(run, models.max_length)
+        if not config.shard and processes.rank() == 0:
+            say_estimate(run, alone, {"teacher": teacher, "student": models.student})
         teacher = teacher.requires_grad_(True)
         untaught: Any = NoTeacher(teacher)
         if config.teacher_lora:
@@ -241,8 +238,7 @@ def finetune_teacher(run: Run, models: Models) -> Models:
         distiller = Distiller(untaught, teacher, Labels(), gather=config.gather)
         if config.shard:
             sharding.shard(teacher, device)
-        alone = dataclasses.replace(run, config=tuning)
-        history = fit(alone, distiller, target, run.sets.teacher, {})
+        history = fit(alone, distiller, target, alone.sets.teacher, {})
         teacher = load_best(run, target, teacher)
         # The student's adapters name the teacher as it was given, not the folder of a running run.
         teacher.config.name_or_path = name
@@ -257,19 +253,6 @@ def finetune_teacher(run: Run, models: Models) -> Models:
 
         processes.on_first_process(complete)
     return assemble(config, run.data, Display(), teacher)
-
-
-class NoTeacher(nn.Module):
-    """Stand-in for the teacher of a model that learns from labels alone."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        vars(self)["model"] = model  # not a submodule, whose parameters would be frozen
-
-    def get_base_model(self) -> nn.Module:
-        """The model whose sizes the method reads; see ``peft.PeftModel``."""
-        base: nn.Module = vars(self)["model"]
-        return base
 
 
 def judge_teachers(

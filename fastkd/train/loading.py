@@ -230,16 +230,11 @@ def _cached_tokenizers(config: Config, folder: Path) -> tuple[Any, Any]:
 
 def _check_two_tokenizers(config: Config) -> None:
     """Raise for options that need one tokenizer."""
-    for flag, given, remedy in (
-        ("--pack", config.pack, "leave it out"),
-        ("--on-policy", config.on_policy, "leave it out"),
-        ("--finetune-teacher", config.finetune_teacher, "train the teacher in another run"),
-    ):
-        if given:
-            raise InputError(
-                f"{flag}: the student has a tokenizer of its own, and the teacher reads other "
-                f"tokens; {remedy}"
-            )
+    for flag in set_flags(config, "pack", "on_policy"):
+        raise InputError(
+            f"{flag}: the student has a tokenizer of its own, and the teacher reads other tokens; "
+            "leave it out"
+        )
 
 
 def encode(config: Config, data: Data, max_length: int) -> Sets:

@@ -1,11 +1,13 @@
 """Students with a tokenizer of their own: aligned rows, one or two tokenizers, every command."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 import transformers as t
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fastkd.distill import Distiller, SoftTargets
@@ -192,7 +194,7 @@ def test_top_k_cache_and_errors(folder, texts, tmp_path):
     assert "pass unmatched='bucket'" in run("distill", **learn, expect=2)
     run("distill", **learn, unmatched="bucket")
     learn = {**texts, **run_of, **teacher, "out": tmp_path / "b", "expect": 2}
-    for flag in ({"pack": True}, {"on_policy": 0.5}, {"finetune_teacher": 1}):
+    for flag in ({"pack": True}, {"on_policy": 0.5}):
         assert "the student has a tokenizer of its own" in run("distill", **learn, **flag)
     learn["student"] = None
     error = run("distill", **learn, unmatched="bucket")
@@ -271,6 +273,20 @@ def test_roberta_teaches_bert(classifiers, tmp_path):
     run("evaluate", model=files[0], data=files[2], out=own, device="cpu", max_length=16)
     assert json.loads(own.read_text())["accuracy"] == report["teacher"]["accuracy"]
     assert vocabulary(tmp_path / "run/student") == vocabulary(classifiers / "bert")
+
+
+def test_a_teacher_is_tuned_on_its_own_tokens(classifiers, tmp_path):
+    """To the weights that it gets beside a student of its own tokens."""
+    options = {"teacher": classifiers / "roberta", "train": classifiers / "train.tsv", "epochs": 1,
+               "eval": classifiers / "eval.tsv", "finetune_teacher": 2, "device": "cpu",
+               "max_length": 16, "method": "soft_targets"}  # fmt: skip
+    for name, student in (("two", {"student": classifiers / "bert"}), ("one", {})):
+        said = run("distill", out=tmp_path / name, **options, **student)
+        assert re.search(r"about \d+:\d\d for 2 steps of the teacher and \d+:\d\d for 1 of", said)
+    one, two = (tmp_path / name / "teacher" for name in ("one", "two"))
+    assert vocabulary(two) == vocabulary(classifiers / "roberta")
+    weights = [load_file(path / "model.safetensors") for path in (one, two)]
+    assert all(torch.equal(weights[0][name], x) for name, x in weights[1].items())
 
 
 @pytest.mark.parametrize("method", ["knn", "lrkd", "labels", "mc3kd"])
