@@ -447,11 +447,22 @@ class Distiller(InGroup):
 
     def output(self, loss: Tensor, terms: dict[str, Tensor], step: Step) -> DistillerOutput:
         """A step's result, with detached logits in the token order of the input rows."""
+        if self.training and torch.is_grad_enabled() and not loss.requires_grad:
+            self._check_trainable()
         # Attached logits that no term uses would make DistributedDataParallel wait for gradients.
         logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
         if step.first is not None and (self.student_model.per_token or isinstance(logits, tuple)):
             logits = put_back(logits, step.first)
         return DistillerOutput(loss, terms, logits)
+
+    def _check_trainable(self) -> None:
+        """Raise if neither the student nor the method has a parameter to train."""
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError(
+                "student: none of its parameters requires a gradient; call "
+                "student.requires_grad_(True) on a copy of a frozen teacher, load adapters with "
+                "is_trainable=True, or call distiller.eval() to compare without training"
+            )
 
     def _warn_of_schedule(self) -> None:
         """Warn once if the loop trains a scheduled method without setting the progress."""

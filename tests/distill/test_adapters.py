@@ -163,3 +163,16 @@ def test_a_trainable_base_is_an_error(options):
         base.bert.embeddings.word_embeddings.weight.requires_grad_(True)
     raises("trains parameters of its base", Distiller, base, student, SoftTargets())
     Distiller(classifier("bert"), student, SoftTargets())
+
+
+def test_a_student_with_nothing_to_train_is_an_error(tmp_path):
+    base, data = classifier("bert"), batch()
+    adapted(base).save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(classifier("bert"), tmp_path)  # is_trainable=False
+    Distiller(base, classifier("bert"), SoftTargets())
+    for student in (loaded, copy.deepcopy(base)):  # which the Distiller froze
+        distiller = Distiller(classifier("bert"), student, SoftTargets())
+        words = r"student: none of its parameters .*requires_grad_\(True\).*is_trainable=True"
+        raises(words, distiller, **data)
+        raises(words, lambda: next(distiller.accumulate([data])))
+        assert distiller.eval()(**data).loss.isfinite()

@@ -175,7 +175,7 @@ def test_the_head_is_read_once_for_all_rows(dtype, method):
     config.vocab_size = 500
     teacher = t.BertForMaskedLM(config).eval()
     distiller = Distiller(teacher, student_from_teacher(teacher, [1, 3]), recipe(method))
-    distiller.requires_grad_(False)
+    distiller.requires_grad_(False).eval()
     data = support.data_of("bert", "masked words")
     with Operands() as seen, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         distiller(**data)
