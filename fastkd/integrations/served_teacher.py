@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +15,10 @@ from torch import Tensor
 from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.method import Method
-from fastkd.distill.teachers import OutputSource
 from fastkd.integrations import sglang, vllm
+from fastkd.integrations._rows import Answer, RowSource, SourceError, SourceModel
 from fastkd.lm.heads import Head
-from fastkd.lm.targets import TopK
-from fastkd.models.backbone import Model
 from fastkd.models.batch import Batch
-from fastkd.models.lm_head import HeadInputs
-from fastkd.models.outputs import Outputs
 
 __all__ = ["ServedTeacher", "ServerError"]
 
@@ -33,42 +27,11 @@ LONGEST_PAUSE = 60.0  # seconds between two tries
 RETRIED = {408, 425, 429, *range(500, 600)}  # statuses of requests that may succeed later
 
 
-class ServedModel(Model):
-    """Properties of a served decoder. Its vocabulary is the student's, unless a head says it."""
-
-    has_head = per_token = sentence_last = predicts_words = True
-    class_labels: Sequence[str] = []
-
-    def __init__(self, name: str, output_size: int | None) -> None:
-        self.class_name, self.output_size = name, output_size
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("num_layers", "hidden_size"):
-            raise ValueError(
-                "teacher: the method compares layers, but a served teacher has predictions only; "
-                "take SoftTargets, or a teacher that runs here"
-            )
-        raise AttributeError(f"{type(self).__name__} has no {name}")
-
-
-class ServerError(RuntimeError):
+class ServerError(SourceError):
     """The server refuses a request, doesn't answer, or answers what can't be learned from."""
 
 
-@dataclass
-class Answer:
-    """What the server computed of one row of T tokens: predictions of tokens 1 to T − 1."""
-
-    ids: Tensor | None = None  # (T − 1, K)
-    log_probs: Tensor | None = None
-    states: Tensor | None = None  # (T, D), the LM head's inputs
-
-
-class ServedTeacher(OutputSource):
+class ServedTeacher(RowSource):
     """A causal language model in a live server, used in a teacher's place.
 
     ``Distiller(ServedTeacher("http://host:8000/v1", "name", top_k=64), student, method)`` learns
@@ -110,6 +73,8 @@ class ServedTeacher(OutputSource):
             NaN, fewer than K, or at another temperature.
     """
 
+    what = "the served teacher"
+
     def __init__(
         self,
         url: str,
@@ -145,7 +110,8 @@ class ServedTeacher(OutputSource):
         self.prefetch, self.timeout, self.retries = prefetch, timeout, retries
         self.concurrency = concurrency
         self.head = head if head is None or isinstance(head, Head) else Head(head)
-        self.model = ServedModel(model, None if self.head is None else len(self.head.weight))
+        size = None if self.head is None else len(self.head.weight)
+        self.model = SourceModel(model, self.what, size)
         self._pending: dict[tuple[int, ...], Future[Answer]] = {}
         self._requests: _Requests | None = None
         self._checked = False
@@ -158,22 +124,6 @@ class ServedTeacher(OutputSource):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ServedTeacher":
         return self  # the server is one
-
-    def serve(self, method: Method, device: torch.device) -> None:
-        """Raise unless the server has every output that a built method reads."""
-        name = type(method).__name__
-        if self.top_k is None:
-            return
-        if method.merges_spans:
-            raise ValueError(
-                f"teacher: {name} compares all tokens, but the served teacher has the {self.top_k} "
-                "most probable ones; pass hidden_states=True and a head"
-            )
-        if wrong := {t for t in method.soft_temperatures if t != self.temperature}:
-            raise ValueError(
-                f"temperature: {name} has {min(wrong)}, the served teacher's log-probabilities "
-                f"{self.temperature}; give them one temperature, or pass hidden_states=True"
-            )
 
     def ahead(
         self, batches: Iterable[dict[str, Any]], distiller: Distiller, left_out: Sequence[str] = ()
@@ -197,15 +147,12 @@ class ServedTeacher(OutputSource):
 
     def request(self, batch: Batch) -> None:
         """Send the requests of a batch's rows that are not in flight."""
-        for row in self._rows(batch.teacher or batch):
+        for row in self.rows_of(batch.teacher or batch):
             self._send(row)
 
-    def outputs(self, batch: Batch, request: dict[str, Any], device: torch.device) -> Outputs:
-        """The teacher's outputs on a batch; waits for the answers."""
-        if not request["logits"]:
-            return Outputs({}, None)
+    def answers(self, rows: list[tuple[int, ...]]) -> list[Answer]:
+        """The server's answers to rows; waits for them."""
         self._began = self._began or time.perf_counter()
-        rows = self._rows(batch)
         futures = [self._send(row) for row in rows]
         start = time.perf_counter()
         try:
@@ -217,27 +164,7 @@ class ServedTeacher(OutputSource):
         self.rows += len(rows)
         if not self._checked and rows:
             self._check_first(rows, answers)
-        real = batch.token_mask
-
-        def scatter(parts: Sequence[Tensor], width: int, dtype: torch.dtype) -> Tensor:
-            """Rows (T, width) of each document at its tokens, (B, N, width); padding is zero."""
-            whole = torch.zeros(*real.shape, width, dtype=dtype)
-            whole[real.cpu()] = torch.cat([torch.zeros(0, width, dtype=dtype), *parts])
-            return whole.to(device)
-
-        if self.top_k is None:
-            assert self.head is not None
-            head = self.head.map(lambda x: x.to(device))
-            states = [answer.states for answer in answers if answer.states is not None]
-            inputs = scatter(states, head.weight.shape[1], torch.float32)
-            return Outputs({}, None, head_inputs=HeadInputs(inputs, head))
-        # The last token of a row predicts nothing that is compared.
-        last = torch.zeros(1, self.top_k)
-        ids = [torch.cat([a.ids, last.long()]) for a in answers if a.ids is not None]
-        values = [torch.cat([a.log_probs, last]) for a in answers if a.log_probs is not None]
-        first = scatter(ids, self.top_k, torch.int64)
-        top_k = TopK(first, scatter(values, self.top_k, torch.float32))
-        return Outputs({}, None, top_k=top_k)
+        return answers
 
     def configuration(self) -> dict[str, Any]:
         """The model's name, the number of tokens of a position, and their temperature."""
@@ -248,18 +175,6 @@ class ServedTeacher(OutputSource):
         seconds = time.perf_counter() - self._began if self._began else 0.0
         rate, share = (self.rows / seconds, self.waited / seconds) if seconds else (0.0, 0.0)
         return f"teacher {rate:.1f} rows/s, waited {share:.0%}"
-
-    def _rows(self, batch: Batch) -> list[tuple[int, ...]]:
-        """The real tokens of each document."""
-        ids = batch.inputs.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or "decoder_input_ids" in batch.inputs:
-            raise ValueError("input_ids: a served teacher reads token ids (B, N); pass them")
-        documents = batch.documents
-        tokens = ids if documents is None else documents.unpack(ids)
-        mask = batch.token_mask if documents is None else documents.mask
-        kept = zip(tokens.cpu(), mask.cpu(), strict=True)
-        rows = [tuple(row[real].tolist()) for row, real in kept]
-        return [row for row in rows if row]
 
     def _send(self, row: tuple[int, ...]) -> "Future[Answer]":
         if row not in self._pending:

@@ -257,6 +257,12 @@ def _texts(tokenizer: Any, specials: set[str]) -> dict[tuple[str, bytes], int]:
     return texts
 
 
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """The bytes that each token stands for, of a special token its name; see `VocabularyMatch`."""
+    texts = _texts(tokenizer, _special_names(tokenizer))
+    return {i: text for (kind, text), i in texts.items() if kind in ("text", "special")}
+
+
 def _word_marker(tokenizer: Any, vocabulary: dict[str, int]) -> str:
     """Mark that the vocabulary's tokens carry: "##", "Ġ", "▁", or "" for none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -174,5 +174,5 @@ def test_a_student_with_nothing_to_train_is_an_error(tmp_path):
         distiller = Distiller(classifier("bert"), student, SoftTargets())
         words = r"student: none of its parameters .*requires_grad_\(True\).*is_trainable=True"
         raises(words, distiller, **data)
-        raises(words, lambda: next(distiller.accumulate([data])))
+        raises(words, next, distiller.accumulate([data]))
         assert distiller.eval()(**data).loss.isfinite()
