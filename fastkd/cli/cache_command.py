@@ -16,6 +16,8 @@ from torch import nn
 from fastkd.cli.display import RichDisplay
 from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distributed import world_size
+from fastkd.integrations.top_k_files import rows_of
+from fastkd.integrations.top_k_files import write as write_rows
 from fastkd.train import auto_method, processes
 from fastkd.train.assembling import Models, assemble, load_teacher, select
 from fastkd.train.computation import Computation
@@ -72,6 +74,8 @@ def write(config: Config, console: Console) -> None:
             judged = judge(run, models.teacher, who="teacher", teacher=True)
         processes.on_first_process(lambda: check_room(run, models))
         _fill(run, models)
+        if config.export is not None:
+            _export(run, models, config.export)
         processes.on_first_process(lambda: _complete(run, models, judged.scores))
         cache = TeacherCache(out)
         used = sum(path.stat().st_size for path in out.glob("*.safetensors"))
@@ -113,6 +117,14 @@ def _fill(run: Run, models: Models) -> None:
                 option = "--top-k:"
             what = "--out" if path else option
             raise InputError(f"{what} {error}") from error
+
+
+def _export(run: Run, models: Models, folder: Path) -> None:
+    """Write this process's share of the stored top k in the form of --export."""
+    _, own = run.sets.all.shared(run.sets.collate, run.config.batch_size, run.computation.device)
+    with processes.errors_on_all(), saving(folder, KEPT):
+        cache, distiller = TeacherCache(run.config.out), models.distiller
+        write_rows(rows_of(cache, map(distiller.read, own), distiller.method), folder)
 
 
 def check_room(run: Run, models: Models) -> None:

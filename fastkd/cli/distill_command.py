@@ -56,7 +56,9 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     if "teacher" in batch:
         times = batch["teacher"] / batch["student"]
         faster = f"{compared(times, 'faster', 'slower', 'as fast')} and "
-    than = f"the teacher is in a server: {report.get('served_teacher')}"
+    than = report.get("stored_teacher", "the teacher is known by its log-probabilities")
+    if "served_teacher" in report:
+        than = f"the teacher is in a server: {report['served_teacher']}"
     if "teachers" in report:
         than = f"{len(report['teachers'])} teachers, each for its rows"
     if "teacher" in sizes:

@@ -52,7 +52,7 @@ class TopKRows(RowSource):
     def answers(self, rows: list[tuple[int, ...]]) -> list[Answer]:
         found = []
         for number, row in enumerate(rows):
-            place = self._places.get(_key(row))
+            place = self._places.get(key_of(row))
             if place is None:
                 raise SourceError(
                     f"row {number} of the batch is not in {self.what} ({len(self)} rows); pass the "
@@ -101,7 +101,7 @@ class TopKFiles(TopKRows):
         if len(columns) != len(COLUMNS):
             raise ValueError(f"columns must name {', '.join(COLUMNS)}, got {list(columns)}")
         self.columns = tuple(columns)
-        self._paths = files_in(self.folder)
+        self._paths = sorted([*self.folder.glob("*.safetensors"), *self.folder.glob("*.parquet")])
         if not self._paths:
             raise FileNotFoundError(f"{self.folder} has no *.safetensors and no *.parquet")
         for number in range(len(self._paths)):
@@ -113,7 +113,7 @@ class TopKFiles(TopKRows):
                 )
             self.top_k = shard.k
             for i, row in enumerate(shard.rows()):
-                self._places.setdefault(_key(row), (number, i))
+                self._places.setdefault(key_of(row), (number, i))
 
     top_k: int | None = None
 
@@ -123,13 +123,6 @@ class TopKFiles(TopKRows):
     def find(self, place: tuple[int, int]) -> tuple[Tensor, Tensor]:
         number, i = place
         return self._shard(number).top_k(i)
-
-
-def files_in(folder: Path) -> list[Path]:
-    """The files that `TopKFiles` reads; none in the directory of a model or a `TeacherCache`."""
-    if any((folder / name).exists() for name in ("config.json", "teacher.json")):
-        return []
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.parquet")])
 
 
 @functools.lru_cache(maxsize=64)
@@ -212,7 +205,8 @@ class _Parquet:
         return first.long(), second
 
 
-def _key(row: Sequence[int]) -> bytes:
+def key_of(row: Sequence[int]) -> bytes:
+    """Digest of a row's tokens."""
     data = torch.tensor(row, dtype=torch.int64).numpy().tobytes()
     return hashlib.blake2b(data, digest_size=16).digest()
 
@@ -298,8 +292,8 @@ def rows_of(source: Any, batches: Iterable[Batch], method: Any) -> Iterator[tupl
         lengths = (real if documents is None else documents.mask).sum(1).tolist()
         parts = (x[real].split(lengths) for x in (own.inputs["input_ids"].cpu(), *_pair(top)))
         for tokens, ids, log_probs in zip(*parts, strict=True):
-            if len(tokens) and _key(tokens.tolist()) not in seen:
-                seen.add(_key(tokens.tolist()))
+            if len(tokens) and key_of(tokens.tolist()) not in seen:
+                seen.add(key_of(tokens.tolist()))
                 yield tokens.tolist(), TopK(ids, log_probs)
 
 

@@ -17,6 +17,7 @@ from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Method
+from fastkd.integrations._rows import RowSource
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.inputs import Batches
@@ -24,9 +25,10 @@ from fastkd.models.layer_map import SCHEMES
 from fastkd.models.student import layers_to_keep, student_from_teacher, with_first
 from fastkd.models.vocabulary import other_vocabulary
 from fastkd.train import lora, processes
+from fastkd.train.completions import stored_teacher
 from fastkd.train.config import SELECT, Config
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.hub import is_served
+from fastkd.train.hub import is_served, is_stored
 from fastkd.train.labels import by_names
 from fastkd.train.loading import Data, cached_config, collator, fresh_head, training_encoder
 from fastkd.train.lora import TRAINED
@@ -82,7 +84,7 @@ class Models:
 
 def model_of(teacher: Any) -> Any:
     """The ``teacher`` if it is a single model, else None."""
-    return None if isinstance(teacher, ServedTeacher | ByRow | TeacherCache) else teacher
+    return None if isinstance(teacher, RowSource | ByRow | TeacherCache) else teacher
 
 
 def assemble(
@@ -230,6 +232,8 @@ def load_teacher(config: Config, data: Data, tuned: Path | None = None) -> Any:
         return ByRow({who: each for who, each in _row_teachers(config, data, config.teachers)})
     if is_served(config.teacher):
         return _served_teacher(config)
+    if is_stored(config.teacher):
+        return stored_teacher(config, data)
     name = str(tuned or config.teacher)
     read = data.teacher_tokenizer or data.tokenizer
     return teacher_model(config, name, data.task, read, fresh_head(config))

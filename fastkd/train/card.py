@@ -30,7 +30,9 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         library_name=task.library,
         pipeline_tag=task.pipeline,
         tags=["fastkd", "knowledge-distillation"],
-        base_model=None if Path(teacher).exists() else settings.get("teacher_model") or teacher,
+        base_model=None
+        if Path(teacher).exists() or "stored_teacher" in report
+        else settings.get("teacher_model") or teacher,
         model_name=f"{method} student",
         eval_results=[
             hub.EvalResult(
@@ -84,7 +86,9 @@ def _smaller(report: Mapping[str, Any]) -> str:
         return compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
     if teachers:
         return f"{len(teachers)} teachers, each for its rows"
-    return f"in a server, {report.get('served_teacher')}"
+    if "served_teacher" in report:
+        return f"in a server, {report['served_teacher']}"
+    return report.get("stored_teacher", "known by its log-probabilities")
 
 
 def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:

@@ -13,7 +13,7 @@ from fastkd.train import files, recipes, tasks
 from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS, Glue
-from fastkd.train.hub import is_served
+from fastkd.train.hub import COMPLETIONS, has_no_weights, is_served, is_stored
 from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
@@ -207,7 +207,9 @@ class Config(DataOptions):
     command: str = "distill"
 
     teacher: str | None = model_option(
-        None, "Teacher model: a directory, a hub name, packaged (the demo's), or a server's URL."
+        None,
+        "Teacher model: a directory, a hub name, packaged (the demo's), a server's URL, a "
+        "directory of top-k files, or completions (the logprobs of chat rows).",
     )
     teacher_model: str | None = model_option(
         None, "Name of the model in the server of --teacher.", metavar="NAME", commands=WRITING
@@ -218,6 +220,18 @@ class Config(DataOptions):
         "`fastkd cache` stores, 8 bytes each (default: the inputs of the LM head instead).",
         least=1,
         commands=WRITING,
+    )
+    export: Path | None = model_option(
+        None,
+        "Directory for the stored --top-k tokens with their rows' token ids too, for other tools.",
+        metavar="DIR",
+        commands=("cache",),
+    )
+    teacher_columns: str = model_option(
+        "input_ids,top_ids,top_log_probs",
+        "Columns of the files in --teacher DIR: token ids, most probable ids, log-probabilities.",
+        metavar="A,B,C",
+        commands=DISTILL,
     )
     teachers: Path | None = model_option(
         None,
@@ -585,9 +599,12 @@ def check_models(config: Config) -> None:
          "--teacher-model needs --teacher URL, a server"),
         (config.command == "verify" and served,
          f"--teacher {config.teacher}: a server teaches `fastkd distill` and `fastkd cache`"),
+        (config.export is not None and config.top_k is None, "--export needs --top-k"),
+        (config.command != "distill" and is_stored(config.teacher),
+         f"--teacher {config.teacher}: stored log-probabilities teach `fastkd distill` alone"),
     ))  # fmt: skip
-    if served:
-        _check_served(config)
+    if has_no_weights(config.teacher):
+        _check_no_weights(config)
     for flag, adapters in (("--lora", config.lora), ("--teacher-lora", config.teacher_lora)):
         if adapters:
             from fastkd.train import lora
@@ -595,20 +612,33 @@ def check_models(config: Config) -> None:
             lora.read(adapters, flag)
 
 
-def _check_served(config: Config) -> None:
-    """Raise for options that need the teacher's weights, which a server keeps."""
-    url = f"--teacher {config.teacher}"
-    if config.student is None or config.teacher_model is None:
+def _check_no_weights(config: Config) -> None:
+    """Raise for options that need the weights of a teacher in a server or in files."""
+    url, served = f"--teacher {config.teacher}", is_served(config.teacher)
+    if config.student is None or (served and config.teacher_model is None):
+        what, more = ("a server's model", ", and --teacher-model NAME") if served else (
+            "a teacher without weights", ""
+        )  # fmt: skip
         raise InputError(
-            f"{url}: a server's model can't be cut; pass --student, which reads its tokens, and "
-            "--teacher-model NAME"
+            f"{url}: {what} can't be cut; pass --student, which reads its tokens{more}"
         )
     for flag in set_flags(config, "finetune_teacher", "student_layers", "student_config"):
-        raise InputError(f"{flag}: needs the teacher's weights, and {url} is a server")
-    if config.method == AUTO:
         raise InputError(
-            f"{url}: a server's log-probabilities have temperature 1; pass --method soft_targets "
+            f"{flag}: needs the teacher's weights, and {url} is "
+            + ("a server" if served else "stored log-probabilities")
+        )
+    if config.method == AUTO:
+        whose = "a server's" if served else "stored"
+        raise InputError(
+            f"{url}: {whose} log-probabilities have temperature 1; pass --method soft_targets "
             "--set temperature=1"
+        )
+    if config.teacher == COMPLETIONS and not served and config.pack:
+        raise InputError(f"{url} and --pack exclude each other")
+    if is_stored(config.teacher) and config.on_policy:
+        raise InputError(
+            f"{url} and --on-policy exclude each other: nothing is stored on text that the student "
+            "generates"
         )
 
 

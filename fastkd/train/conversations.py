@@ -1,6 +1,7 @@
 """Conversations in the forms that data sets have, as messages with ``role`` and ``content``.
 
 - ``messages``: OpenAI's, with parts of text as content, tool calls, and ``tools`` beside them.
+  ``choices`` of a finished chat completion may have the answer.
 - ``conversations``: ShareGPT's, messages with ``from`` and ``value``.
 - ``prompt`` and ``completion``, each a text or a list of messages.
 - ``instruction``, perhaps ``input``, and ``output``: Alpaca's, perhaps with ``history``, a list of
@@ -24,6 +25,7 @@ PROMPT, COMPLETION = "prompt", "completion"
 SYSTEM, DEVELOPER, TOOLS, CALLS = "system", "developer", "tools", "tool_calls"
 USER, ASSISTANT = "user", "assistant"
 CALL = "function_call"
+CHOICES, LOGPROBS = "choices", "logprobs"
 # OpenAI's types of parts that are text.
 TEXT_PARTS = ("text", "input_text", "output_text")
 # ShareGPT's names of roles.
@@ -68,7 +70,7 @@ def messages_of(record: dict[str, Any], columns: Columns, where: str) -> list[Me
     name = columns.text
     value = field(record, name, where)
     if name in (MESSAGES, CONVERSATIONS) or (isinstance(value, list) and name != INSTRUCTION):
-        found = _listed(value, name, where)
+        found = _listed(value, name, where) + _completed(record, where)
     else:
         question = text_of(record, name, where)
         if name == INSTRUCTION and record.get(INPUT) is not None:
@@ -133,6 +135,19 @@ def _listed(value: Any, name: str | None, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"{where}: column {name!r} is not a list of messages but {value!r:.40}")
     return list(value)
+
+
+def _completed(record: dict[str, Any], where: str) -> list[Any]:
+    """The answer of a finished chat completion in ``choices``, with its ``logprobs``."""
+    choices = record.get(CHOICES)
+    if not choices:
+        return []
+    if not isinstance(choices, list) or len(choices) > 1 or not isinstance(choices[0], dict):
+        raise InputError(f"{where}: column {CHOICES!r} is not a list of one completion")
+    message = choices[0].get("message")
+    if not isinstance(message, dict):
+        raise InputError(f"{where}: column {CHOICES!r} has no message")
+    return [{**message, LOGPROBS: choices[0].get(LOGPROBS)}]
 
 
 def _history(record: dict[str, Any], where: str) -> list[Message]:

@@ -140,6 +140,8 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
     if config.preset == "paper":
         for line in recipes.lines(recipes.compared(config, models.distiller.method)):
             display.say(line)
+    if reading := getattr(models.teacher, "reading", ""):
+        display.say(reading)
     size = models.student.get_memory_footprint(return_buffers=False)
     teacher = models.teacher.get_memory_footprint(False) if config.finetune_teacher else 0
     processes.on_first_process(lambda: out.check_room(teacher, size))
@@ -167,7 +169,7 @@ def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
         each = zip(teacher.names, teacher.models, strict=True)
         found |= {f"teacher {name}": model for name, model in each}
     elif models.teacher_model is None:
-        found["served teacher"] = teacher
+        found[teacher.what.removeprefix("the ")] = teacher
     elif tuned is None:
         found["teacher weights"] = teacher
     if data.teacher_tokenizer is not None:
@@ -415,6 +417,8 @@ def finish(run: Run, models: Models, report: dict[str, Any], history: list[dict]
     """The whole report of a run, with the scores in the manifest of the saved student."""
     out = run.out
     assert out is not None
+    if reading := getattr(models.teacher, "reading", ""):
+        report["stored_teacher"] = reading
     if servers := servers_of(models.teacher):
         report["served_teacher"] = ", ".join(x.throughput() for x in servers)
         run.display.say(report["served_teacher"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastkd.train import files, tasks
 from fastkd.train.config import ColumnOptions, Config
-from fastkd.train.hub import check_place, is_served
+from fastkd.train.hub import check_place, has_no_weights
 from fastkd.train.input_columns import check_columns, settle_columns
 from fastkd.train.options import options_of
 from fastkd.train.row_teachers import teachers_of
@@ -40,7 +40,7 @@ def check_inputs(settings: Any) -> None:
         teachers_of(values["teachers"])
     for name in MODELS:
         value = values.get(name)
-        if isinstance(value, str) and not is_served(value):
+        if isinstance(value, str) and not has_no_weights(value):
             check_place(flags[name], value)
 
 

@@ -23,7 +23,8 @@ from transformers import (
 
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.labelled_order import LabelledOrder
-from fastkd.integrations.served_teacher import ServedTeacher, ServerError
+from fastkd.integrations._rows import SourceError
+from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import lora, processes, sharding
 from fastkd.train.arguments import arguments_of, steps_of
 from fastkd.train.arrow_rows import Encoded
@@ -130,7 +131,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
         return
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
-    except ServerError as error:
+    except SourceError as error:
         raise TrainingFailed(str(error)) from error
 
 

@@ -16,7 +16,7 @@ from fastkd.train.config import MAX_LENGTH, Config
 from fastkd.train.encoding import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
-from fastkd.train.hub import is_served
+from fastkd.train.hub import has_no_weights
 from fastkd.train.models import (
     STUDENT,
     TEACHERS_TOKENIZER,
@@ -116,7 +116,7 @@ def load_data(config: Config, display: Display) -> Data:
     elif config.teachers is not None:
         names = tuple(teachers_of(config.teachers))
         tokenizer = load_tokenizer(config, "student")
-    elif is_served(config.teacher):
+    elif has_no_weights(config.teacher):
         tokenizer = load_tokenizer(config, "student")
     else:
         tokenizer, teachers = load_tokenizers(config, corpus, display)
@@ -137,7 +137,7 @@ def finished_task(config: Config) -> Task | None:
     if not issubclass(kind, ClassTask | Regression) or config.finetune_teacher:
         return None
     cache = config.teacher_cache
-    if is_served(config.teacher) or config.teachers is not None:
+    if has_no_weights(config.teacher) or config.teachers is not None:
         return None
     if cache is None:
         head = load("--teacher", str(config.teacher), AutoConfig, config.trust_remote_code)
@@ -194,7 +194,7 @@ def _teachers(config: Config) -> Iterator[tuple[str, str, str]]:
                 cache = entry.get("cache")
                 place = entry["model"] if cache is None else str(Path(cache) / STUDENT)
                 yield "--teachers", f"--teachers {who}", place
-    elif not is_served(config.teacher):
+    elif not has_no_weights(config.teacher):
         yield "--teacher", f"--teacher {config.teacher}", str(config.teacher)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.trainer import METHOD_FILE
 from fastkd.distributed import world_size
-from fastkd.integrations.served_teacher import ServedTeacher
+from fastkd.integrations._rows import RowSource
 from fastkd.train import processes
 from fastkd.train.arrow_rows import Rows, fingerprint, tokenizer_fingerprint
 from fastkd.train.config import Config
@@ -348,7 +348,7 @@ def _fingerprint_of(value: Any) -> str:
     if isinstance(value, TeacherCache):
         student = (read_manifest(value.path / STUDENT) or {}).get("files")
         return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
-    if isinstance(value, ServedTeacher):
+    if isinstance(value, RowSource):
         return fingerprint([json.dumps(value.configuration()).encode()])
     if isinstance(value, nn.Module):
         return model_fingerprint(value)

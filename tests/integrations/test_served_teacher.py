@@ -311,8 +311,14 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     # So does the server's cache.
     names = ("task", "train", "evals", "student", "method", "options", "max_length", "device_name")
     cached = {name: given[name] for name in names}
-    settings = Config.of(command="cache", out=tmp_path / "cache", batch_size=4, **cached, **more)
+    export = {"export": tmp_path / "files", "batch_size": 4, "out": tmp_path / "cache"}
+    settings = Config.of(command="cache", **export, **cached, **more)
     cache_command.write(settings, Console(file=io.StringIO()))
+    # And the files that the cache has written for other tools.
+    files = Config.of(out=tmp_path / "of_files", **given, teacher=str(tmp_path / "files"))
+    report = run_distillation(files)
+    assert report["student"]["perplexity"] == pytest.approx(here, rel=1e-5)
+    show(report, tmp_path, Console(file=io.StringIO()))
     del given["student"]
     config = Config.of(out=tmp_path / "stored", **given, teacher_cache=tmp_path / "cache")
     stored = run_distillation(config)

@@ -1,5 +1,6 @@
 """A teacher whose top k is in files or in finished chat completions."""
 
+import json
 import math
 
 import pyarrow as pa
@@ -8,13 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastkd import TopK
 from fastkd.distill import FCD, Distiller, SoftTargets, student_from_teacher
 from fastkd.integrations import openai
 from fastkd.integrations._rows import SourceError
 from fastkd.integrations.top_k_files import TopKFiles, export, write
+from fastkd.train.config import Config
+from fastkd.train.distillation import run_distillation
+from fastkd.train.errors import InputError
 from tests.integrations.test_served_teacher import assert_same_step, batch, make_teacher
 from tests.support.compare import raises
 
@@ -176,3 +180,47 @@ def test_chat_completions_are_read_where_tokens_are_the_students():
     raises("not a part of the answer's text", openai.top_k, [entry("zz", 1.0)], ids, tokenizer, 2)
     raises("at most 0, got 0.6", openai.top_k, [entry("the", 2.0)], ids, tokenizer, 2)
     raises('must have "token"', openai.top_k, [{}], ids, tokenizer, 2, error=TypeError)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role + '|' + m.content }}<end>{% endfor %}"
+
+
+def test_command_learns_from_finished_chat_completions(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token, tokenizer.chat_template = "<end>", TEMPLATE
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=16, n_layer=1, n_head=2, eos_token_id=0
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    asked = [{"role": "user", "content": "in the house"}]
+    content = [entry("the", 0.5, zebra=0.25), entry(" cat", 0.5), entry(" is", 0.75)]
+    answer = {"role": "assistant", "content": "the cat is"}
+    finished = {
+        "messages": asked,
+        "choices": [{"message": answer, "logprobs": {"content": content}}],
+    }
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps(finished)] * 4))
+    plain = {"messages": [*asked, answer]}
+    (tmp_path / "plain.jsonl").write_text(json.dumps(plain))
+    given = {
+        "task": "chat", "train": tmp_path / "train.jsonl", "evals": tmp_path / "plain.jsonl",
+        "student": str(tmp_path / "student"), "method": "soft_targets", "teacher": "completions",
+        "options": {"temperature": 1.0}, "num_train_epochs": 1, "batch_size": 4, "max_length": 64,
+        "device_name": "cpu", "max_new_tokens": 4,
+    }  # fmt: skip
+    report = run_distillation(Config.of(out=tmp_path / "out", **given))
+    assert report["teacher"] == {} or "teacher" not in report["parameters"]
+    told = (
+        "4 of 4 answers have log-probabilities, at 12 of their 16 tokens; 4 of 16 probable tokens"
+    )
+    assert told in report["stored_teacher"]
+    assert told in (tmp_path / "out/student/README.md").read_text()
+    for change, words in (
+        ({"train": tmp_path / "plain.jsonl"}, "no answer of --train has logprobs"),
+        ({"pack": True}, "--pack exclude each other"),
+        ({"student": None}, "a teacher without weights can't be cut; pass --student"),
+        ({"method": "auto", "options": {}}, "stored log-probabilities have temperature 1"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run_distillation(Config.of(out=tmp_path / "wrong", **{**given, **change}))
