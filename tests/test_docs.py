@@ -114,12 +114,12 @@ def test_python_blocks_of_the_pages_run(page, capsys):
 
 def test_sketches_use_existing_names():
     """Blocks marked ```py, which need the reader's models, data and packages, are only checked."""
-    files = ("sentence_transformers.py", "served_teacher.py")
+    files = ("sentence_transformers.py", "served_teacher.py", "top_k_files.py")
     losses = "".join((ROOT / "fastkd/integrations" / name).read_text() for name in files)
     known = {"SFTTrainer", "GKDTrainer", "SentenceTransformerTrainer"}
     known |= {*fastkd.distill.__all__, *re.findall(r"(?m)^class (\w+)", losses)}
     sketches = re.findall(r"```py\n(.*?)```", "".join(p.read_text() for p in PAGES), re.DOTALL)
-    assert len(sketches) == 3
+    assert len(sketches) == 4
     for sketch in sketches:
         tree = ast.parse(sketch)
         made = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

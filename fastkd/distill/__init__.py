@@ -28,14 +28,15 @@ from fastkd.distill.spans import TwoTokenizers, align_spans
 from fastkd.distill.step import Step
 from fastkd.models.blocks import Blocks
 from fastkd.models.layer_map import layer_map
+from fastkd.models.offload import offload
 from fastkd.models.student import student_from_teacher
 
 __all__ = [
     "FCD", "LRCBERT", "LRKD", "MC3KD", "METHODS", "AttentionMSE", "Blocks", "ByRow",
     "DistillationTrainer", "Distiller", "DistillerOutput", "EMATeacher", "IntraClassKNN", "Labels",
     "Method", "Several", "SoftTargets", "Step", "TeacherCache", "TwoTokenizers", "align_spans",
-    "layer_map", "merged_span_loss", "method_by_name", "methods", "resolve", "select_layers",
-    "span_likelihood_loss", "student_from_teacher",
+    "layer_map", "merged_span_loss", "method_by_name", "methods", "offload", "resolve",
+    "select_layers", "span_likelihood_loss", "student_from_teacher",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from fastkd.models.backbone import Backbone, Model, placed_for
 from fastkd.models.batch import Batch, with_sentence
 from fastkd.models.blocks import Blocks
 from fastkd.models.lm_head import HeadInputs
+from fastkd.models.offload import on_device
 from fastkd.models.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 
 FORMAT = 8
@@ -463,6 +464,10 @@ class CacheWriter:
 
     def write(self, batches: Iterable[Batch]) -> TeacherCache:
         """Add the samples of all batches to the cache."""
+        with on_device(None if self.source is not None else self.teacher.model):
+            return self._write(batches)
+
+    def _write(self, batches: Iterable[Batch]) -> TeacherCache:
         check.positive_int("shard_bytes", self.shard_bytes)
         if self.top_k is not None:
             check.positive_int("top_k", self.top_k)

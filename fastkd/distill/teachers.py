@@ -19,6 +19,8 @@ from fastkd.models.backbone import Backbone, Model, placed_for
 from fastkd.models.batch import Batch, batch_outputs, with_sentence
 from fastkd.models.blocks import backbone_of
 from fastkd.models.inputs import Batches, in_eval_mode
+from fastkd.models.lm_head import HeadInputs
+from fastkd.models.offload import on_device
 from fastkd.models.outputs import EnsembleOutputs, HeadOutput, Outputs, pooled_rows
 
 
@@ -125,14 +127,18 @@ class Teacher:
         own, model = batch.teacher or batch, self.model
         if self.module.training:  # another module that holds the teacher may call train()
             self.module.eval()
-        inputs = placed_for(self.module, own.model_inputs)
         reads = method.compares_logits(progress)
         head: HeadOutput = "none"
         if reads:
             head = "inputs" if use_lm_head else "logits"
-        with torch.no_grad():
+        with torch.no_grad(), on_device(self.module):
+            inputs = placed_for(self.module, own.model_inputs)
             request = method.layer_request("teacher")
             outputs = batch_outputs(model, inputs, request, own, head).to(batch.device)
+            if (found := outputs.head_inputs) is not None:
+                # Offloading replaces the data of the model's own tensors.
+                found = HeadInputs(found.states, found.head.detach())
+                outputs = dataclasses.replace(outputs, head_inputs=found)
             return self.compared(outputs, batch, method)
 
     def compared(self, outputs: Outputs, batch: Batch, method: Method) -> Outputs:

@@ -83,7 +83,11 @@ def _smaller(report: Mapping[str, Any]) -> str:
     """The student's size beside the teacher's, or where the teachers are."""
     size, teachers = report["parameters"], report.get("teachers")
     if "teacher" in size:
-        return compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
+        told = compared(size["teacher"] / size["student"], "smaller", "larger", "as large")
+        if report["settings"].get("teacher_offload"):
+            mib = report["bytes"]["teacher"] / 2**20
+            told += f", its {mib:.1f} MiB of weights on the device only while it ran"
+        return told
     if teachers:
         return f"{len(teachers)} teachers, each for its rows"
     if "served_teacher" in report:

@@ -249,6 +249,11 @@ class Config(DataOptions):
         metavar="DIR",
         commands=DISTILL,
     )
+    teacher_offload: bool = model_option(
+        False,
+        "Keep the teacher's weights in the host's memory, on the device only while it runs.",
+        commands=DISTILL,
+    )
     finetune_teacher: float = model_option(
         0.0,
         "Number of epochs to fine-tune the teacher on the task first.",
@@ -666,6 +671,10 @@ def check_training(config: Config) -> None:
         (shard and config.on_policy and config.gather, "--fsdp, --gather and --on-policy exclude "
          "each other: a process without rows cannot take part in generating text"),
         (no_tuning, f"{''.join(no_tuning[:1])} needs --finetune-teacher EPOCHS"),
+        (config.teacher_offload and (cache or has_no_weights(config.teacher)),
+         "--teacher-offload: this teacher has no weights here; leave it out"),
+        (config.teacher_offload and (shard or config.finetune_teacher),
+         f"--teacher-offload and {'--fsdp' if shard else '--finetune-teacher'} exclude each other"),
         (config.teachers is None and set_flags(config, "teacher_column"),
          "--teacher-column needs --teachers FILE"),
         (not served and set_flags(config, "teacher_model", "top_k"),

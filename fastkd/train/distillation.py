@@ -19,6 +19,7 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distill.methods import Labels
 from fastkd.distributed import world_size
 from fastkd.models.layer_map import SCHEMES
+from fastkd.models.offload import offload
 from fastkd.train import auto_method, lora, processes, recipes, sharding, tasks
 from fastkd.train import data as rows_of_source
 from fastkd.train.arguments import settled
@@ -154,7 +155,11 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
         steps = config.passed.get("gradient_accumulation_steps", 1)
         rows = computation.batch_size * steps
         display.say(f"{world_size()} processes: {rows} rows a step in all{begun}")
-    if not config.shard:
+    if config.teacher_offload:
+        each = models.row_teachers.values() or [models.teacher_model]
+        for model in each:
+            offload(model, computation.device)
+    elif not config.shard:
         nn.Module.to(models.teacher, computation.device)
     return run, models
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastkd.models.inputs import accepted
+from fastkd.models.offload import on_device
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.computation import Computation
 from fastkd.train.config import Config
@@ -75,7 +76,8 @@ def judge(
         read, tokenizer = rows, data.tokenizer
         if teacher and data.teacher_tokenizer is not None:
             read, tokenizer = cast(Encoded, rows.teacher_encoded), data.teacher_tokenizer
-        answers = predict(model, read, task, tokenizer, run.computation)
+        with on_device(model):
+            answers = predict(model, read, task, tokenizer, run.computation)
         if teacher and not task.teacher_metrics.isdisjoint(metrics):
             rows.teacher_answers = answers
         found.answers[suffix] = answers
@@ -125,12 +127,12 @@ def seconds_a_batch(
             inputs[who].pop("labels", None)
     for _ in range(1 + rounds):
         for who, model in models.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            with torch.no_grad():
+            with torch.no_grad(), on_device(model):
+                _synchronize(device)
+                start = time.perf_counter()
                 model(**accepted(model, inputs[who]))
-            _synchronize(device)
-            seconds.setdefault(who, []).append(time.perf_counter() - start)
+                _synchronize(device)
+                seconds.setdefault(who, []).append(time.perf_counter() - start)
     return {who: statistics.median(times[1:]) for who, times in seconds.items()}
 
 

@@ -9,9 +9,10 @@ import transformers as t
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkd import soft_target_loss
-from fastkd.distill import FCD, Distiller, Several, SoftTargets, student_from_teacher
+from fastkd.distill import FCD, Distiller, Several, SoftTargets, offload, student_from_teacher
 from fastkd.distill.verify import taken
 from fastkd.lm import linear_soft_targets
+from fastkd.models.offload import Offload, on_device
 from tests.distill import support
 from tests.distill.models import batch, recipe, step
 from tests.distill.models import model as model_of
@@ -203,6 +204,35 @@ def test_a_teacher_that_accelerate_has_offloaded(method, where, tmp_path):
     assert teacher.lm_head.weight.is_meta
     out = Distiller(teacher, student, method()).eval()(**data)
     torch.testing.assert_close(out.terms, expected.terms)
+
+
+@pytest.mark.parametrize("method", [SoftTargets, FCD])
+@pytest.mark.parametrize(("family", "head"), [("llama", "next word"), ("bert", "sequence")])
+def test_an_offloaded_teacher_is_read_while_it_runs_only(
+    family, head, method, tmp_path, monkeypatch
+):
+    """Outside of a pass its weights are NaN here, and elsewhere on another device."""
+
+    def leave(self):
+        self.runs -= 1
+        for tensor, host in self.stored if not self.runs else ():
+            tensor.data = torch.full_like(host, torch.nan) if host.is_floating_point() else host
+
+    monkeypatch.setattr(Offload, "leave", leave)
+    data, teacher = support.data_of(family, head), support.model_of(family, head).eval()
+    student = student_from_teacher(teacher, [1, 3]).eval()
+    distiller = Distiller(copy.deepcopy(teacher), student, method())
+    expected, wanted = step(distiller.eval(), data)
+    size = sum(x.nbytes for x in (*teacher.parameters(), *teacher.buffers()))
+    assert offload(teacher, "cpu") == size and next(teacher.parameters()).isnan().all()
+    distiller = Distiller(teacher, student, method()).eval().to(torch.float32)
+    out, gradients = step(distiller, data)
+    assert_same((out.terms, gradients), (expected.terms, wanted))
+    cache = distiller.cache_teacher([data], tmp_path / "cache")
+    assert_same(Distiller(cache, student, method()).eval()(**data).terms, expected.terms)
+    with on_device(teacher):
+        assert not next(teacher.parameters()).isnan().any()
+    assert next(teacher.parameters()).isnan().all()
 
 
 @pytest.mark.parametrize("method", [SoftTargets, FCD])

@@ -301,13 +301,16 @@ def test_command_learns_from_a_server_as_from_the_model(server, teacher, tmp_pat
     reports = []
     for out, more in (
         ("here", {"teacher": str(tmp_path / "teacher")}),
+        ("offloaded", {"teacher": str(tmp_path / "teacher"), "teacher_offload": True}),
         ("served", {"teacher": f"{server.address}/v1", "teacher_model": "tiny", "top_k": V}),
     ):
         reports.append(run_distillation(Config.of(out=tmp_path / out, **given, **more)))
-    here, served = (report["student"]["perplexity"] for report in reports)
-    assert served == pytest.approx(here, rel=1e-5)
-    assert "waited" in reports[1]["served_teacher"]
-    show(reports[1], tmp_path, Console(file=io.StringIO()))
+    here, offloaded, served = (report["student"]["perplexity"] for report in reports)
+    assert offloaded == here and served == pytest.approx(here, rel=1e-5)
+    card = (tmp_path / "offloaded/student/README.md").read_text()
+    assert "MiB of weights on the device only while it ran" in card
+    assert "waited" in reports[2]["served_teacher"]
+    show(reports[2], tmp_path, Console(file=io.StringIO()))
     # So does the server's cache.
     names = ("task", "train", "evals", "student", "method", "options", "max_length", "device_name")
     cached = {name: given[name] for name in names}
