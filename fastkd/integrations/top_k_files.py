@@ -64,6 +64,10 @@ class TopKRows(RowSource):
     def __len__(self) -> int:
         return len(self._places)
 
+    def has(self, batch: Batch) -> bool:
+        """Whether all rows of a batch are stored."""
+        return all(key_of(row) in self._places for row in self.rows_of(batch.teacher or batch))
+
     def configuration(self) -> dict[str, Any]:
         """The rows, their number of tokens, and the temperature."""
         rows = hashlib.blake2b(b"".join(sorted(self._places)), digest_size=16).hexdigest()

@@ -18,6 +18,7 @@ from fastkd.distill.cache import TeacherCache, teacher_request
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.methods import Labels
 from fastkd.distributed import world_size
+from fastkd.integrations.top_k_files import TopKRows
 from fastkd.models.layer_map import SCHEMES
 from fastkd.models.offload import offload
 from fastkd.train import auto_method, lora, processes, recipes, sharding, tasks
@@ -188,8 +189,8 @@ def _inputs(run: Run, models: Models, tuned: Path | None) -> dict[str, Any]:
 def check_training(run: Run, models: Models) -> None:
     """Raise unless a cache holds every training row, and an on-policy student has a loss."""
     task, distiller = run.data.task, models.distiller
-    if run.data.cached:
-        _check_cached(run, models)
+    if run.data.cached or isinstance(models.teacher, TopKRows):
+        _check_stored(run, models)
     if not run.config.on_policy:
         return
     if task.generated is None:
@@ -205,21 +206,31 @@ def check_training(run: Run, models: Models) -> None:
             )
 
 
-def _check_cached(run: Run, models: Models) -> None:
-    """Raise unless the cache holds every training row; the processes share the check."""
-    rows, cache, size, distiller = run.sets.all, models.teacher, 256, models.distiller
+def _check_stored(run: Run, models: Models) -> None:
+    """Raise unless the teacher's outputs of every training row are stored.
+
+    The processes share the check.
+    """
+    rows, teacher, size, distiller = run.sets.all, models.teacher, 256, models.distiller
+
+    def stored(batch: dict[str, Any]) -> bool:
+        if isinstance(teacher, TopKRows):
+            return teacher.has(distiller.read(batch))
+        return all(key in teacher for key in distiller.sample_keys(batch))
+
+    option = "--teacher-cache" if run.data.cached else "--teacher"
     rank, ranks = processes.rank(), world_size()
     batches = rows.batches(run.sets.collate, size, rank=rank, ranks=ranks)
     for number, batch in enumerate(batches):
-        if all(key in cache for key in distiller.sample_keys(batch)):
+        if stored(batch):
             continue
         for i in range(len(batch["input_ids"])):
             row = {name: x[i : i + 1] for name, x in batch.items()}
-            if not all(key in cache for key in distiller.sample_keys(row)):
+            if not stored(row):
                 source, number = rows.source_of((number * ranks + rank) * size + i)
                 raise InputError(
-                    f"--teacher-cache {cache.path}: {source}, row {number} is not in it; write "
-                    "it from the same rows with the same --max-length"
+                    f"{option} {run.config.teacher_cache or run.config.teacher}: {source}, row "
+                    f"{number} is not in it; write it from the same rows with the same --max-length"
                 )
 
 
