@@ -13,7 +13,7 @@ class Offload:
     """The weights of one model, in two places; see `offload`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.device, self.runs = device, 0
+        self.model, self.device, self.runs = model, device, 0
         pin = device.type == "cuda"
         self.stored: list[tuple[Tensor, Tensor]] = []
         for tensor in (*model.parameters(), *model.buffers()):
@@ -31,6 +31,18 @@ class Offload:
         if not self.runs:
             for tensor, host in self.stored:
                 tensor.data = host
+
+    # As bound methods a copy of the model has hooks of its own.
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.enter()
+        return tree_map_only(Tensor, lambda x: x.to(self.device), (args, kwargs))
+
+    def after(self, *given: Any) -> None:
+        self.leave()
+
+    def stay(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model's ``_apply``, by which ``to`` moves a module and all in it."""
+        return self.model
 
 
 def offload(model: nn.Module, device: torch.device | str) -> int:
@@ -53,14 +65,9 @@ def offload(model: nn.Module, device: torch.device | str) -> int:
     """
     moved = Offload(model, torch.device(device))
     vars(model)["_fastkd_offload"] = moved
-    vars(model)["_apply"] = lambda *args, **kwargs: model
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        moved.enter()
-        return tree_map_only(Tensor, lambda x: x.to(moved.device), (args, kwargs))
-
-    model.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(lambda *given: moved.leave(), always_call=True)
+    vars(model)["_apply"] = moved.stay
+    model.register_forward_pre_hook(moved.before, with_kwargs=True)
+    model.register_forward_hook(moved.after, always_call=True)
     moved.runs = 1
     moved.leave()
     return sum(host.nbytes for _, host in moved.stored)

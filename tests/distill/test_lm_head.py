@@ -230,6 +230,7 @@ def test_an_offloaded_teacher_is_read_while_it_runs_only(
     assert_same((out.terms, gradients), (expected.terms, wanted))
     cache = distiller.cache_teacher([data], tmp_path / "cache")
     assert_same(Distiller(cache, student, method()).eval()(**data).terms, expected.terms)
+    assert_same(copy.deepcopy(distiller)(**data).terms, expected.terms)
     with on_device(teacher):
         assert not next(teacher.parameters()).isnan().any()
     assert next(teacher.parameters()).isnan().all()
