@@ -8,8 +8,9 @@ import fastkd
 from tests.support.tiny import make_teacher, run, write_tsv
 
 ROOT = Path(fastkd.__file__).resolve().parent
-#: Named functions, files and depth of calls, at most.
-MOST = (570, 72, 19)
+#: Named functions, files and depth of calls, at most; the depth is that of the reference, where the
+#: losses have no extension.
+MOST = (590, 75, 26)
 
 
 def walked(work) -> tuple[int, int, int]:
