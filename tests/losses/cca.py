@@ -151,3 +151,35 @@ def subjects(backend: str) -> Iterator[Subject]:
         return
     for pool in ("tokens", "mean"):
         yield of_module(f"CCALoss {pool}", fastkd.CCALoss(ridge=0.1, pool=pool))
+
+
+def random_cca_memory(draw: Draw) -> str | None:
+    """Steps of a Module with a memory, against the moments of all rows with their faded weights."""
+    n, rows, D_s, D_t = draw.pick([3, 20, 60]), draw.pick([2, 5, 9]), draw.size(), draw.size()
+    module, ridge = fastkd.CCALoss(1e-2, memory=n), 1e-2
+    s, t, w = torch.zeros(0, D_s).double(), torch.zeros(0, D_t).double(), torch.zeros(0).double()
+    for step in range(3):
+        student, teacher = draw.normal(rows, D_s), draw.normal(rows, D_t)
+        leaf, exact = (student.clone().requires_grad_() for _ in range(2))
+        loss = module(leaf[None], teacher[None])
+        loss.backward()
+        s_all, t_all = torch.cat([s, exact]), torch.cat([t, teacher])
+        w = torch.cat([w, torch.ones(rows).double()])
+        white = []
+        for x in (s_all, t_all):
+            x = (x - (w[:, None] * x).sum(0) / w.sum()) * (w / (w.sum() - 1)).sqrt()[:, None]
+            root = torch.linalg.qr(torch.cat((x, ridge**0.5 * torch.eye(x.shape[1]).to(x)))).R.mT
+            white.append(torch.linalg.solve_triangular(root, x.mT, upper=False))
+        wanted = -torch.linalg.svdvals(white[0] @ white[1].mT).sum()
+        wanted.backward()
+        if abs(loss.item() - wanted.item()) > 1e-6 * max(1, min(D_s, D_t)):
+            return f"step {step}, memory {n}: {loss.item()} for {wanted.item()}"
+        right = exact.grad * w.sum() / rows  # of the scale of a batch alone
+        error = (leaf.grad - right).norm() / right.norm().clamp_min(1e-6)
+        if not error <= 1e-4:
+            return f"step {step}, memory {n}: a gradient {error:.1e} off"
+        s, t, w = s_all.detach(), t_all, w * min(1.0, n / w.sum().item())
+    return None
+
+
+RANDOM["cca_memory"] = random_cca_memory
