@@ -1,7 +1,7 @@
 """Mutants: one small change in the package at a time, and whether the tests notice it.
 
-    python -m tools.mutants --results runs/mutants.txt          # all groups of tools/mutants.toml
-    python -m tools.mutants --results FILE --group losses       # one of them
+    python -m tests.mutants --results runs/mutants.txt          # all groups of tests/mutants.toml
+    python -m tests.mutants --results FILE --group losses       # one of them
 
 Mutants are drawn from the syntax trees with a fixed seed: a sign, a comparison, an index by one, a
 forgotten mask, clamp, detach or conversion, a dtype, a flag, a shorter key, an error that isn't
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--package", type=Path, default=ROOT, help="the checkout to mutate")
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout of the tests")
-    parser.add_argument("--table", type=Path, default=ROOT / "tools/mutants.toml")
+    parser.add_argument("--table", type=Path, default=ROOT / "tests/mutants.toml")
     parser.add_argument("--group", action="append", help="of the table; all by default")
     options = parser.parse_args()
     groups = tomllib.loads(options.table.read_text())
