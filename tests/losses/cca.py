@@ -135,7 +135,63 @@ def random_correlations(draw: Draw) -> str | None:
     return f"the sum is {error:.3g} off" if error > 1e-5 * max(1, len(found)) else None
 
 
-RANDOM = {"cca": random_cca, "cca_module": random_cca_module, "correlations": random_correlations}
+def random_hard_cca(draw: Draw) -> str | None:
+    """Items of unlike lengths, scales and ranks in one batch, against a float64 SVD of each."""
+    batch, m, D_s, D_t = draw.pick([1, 1, 2, 5, 64]), *(draw.pick(HARD_SIZES) for _ in range(3))
+    if draw.backend == "triton":
+        batch, m, D_s, D_t = min(batch, 2), min(m, 33), min(D_s, 33), min(D_t, 33)
+    while batch * m * (D_s + D_t) > 2**19 or batch * min(m, D_s, D_t) ** 3 > 2**26:
+        batch, m, D_s, D_t = max(batch // 2, 1), max(m // 2, 1), (D_s + 1) // 2, (D_t + 1) // 2
+    half = draw.dtype in (torch.float16, torch.bfloat16)
+    student, teacher, exact, ranks = [], [], [], []
+    for _ in range(batch):
+        kind, scale = draw.pick(HARD_KINDS), 10.0 ** draw.pick([0, 0, 0, 2, -2, *HARD_SCALES])
+        scale = min(max(scale, 1e-3), 1e2) if half else scale
+        t = draw.normal(m, D_t)
+        s = draw.normal(m, D_s) + t @ draw.normal(D_t, D_s) / D_t**0.5
+        if kind == "deficient":
+            s, t = (x[:, : (x.shape[1] + 1) // 2].repeat(1, 2)[:, : x.shape[1]] for x in (s, t))
+        elif kind in ("equal", "near"):
+            s = t[:, torch.arange(D_s) % D_t] + (kind == "near") * 1e-5 * draw.normal(m, D_s)
+        elif kind == "constant":
+            s = s[:1].expand(m, -1)
+        student.append((scale * s).to(draw.dtype))
+        teacher.append((scale * t).to(draw.dtype))
+        # Beside larger variances an SVD loses the ridge; rank bounds the value.
+        exact.append(scale <= 1e3)
+        halves = (min(D_s, D_t) + 1) // 2
+        ranks.append({"deficient": halves, "constant": 0}.get(kind, min(D_s, D_t)))
+    lengths = torch.tensor([draw.pick([m, m, 0, 1, 2, m // 2 + 1]) for _ in range(batch)])
+    mask = torch.arange(m) < lengths[:, None]
+    s, t = torch.stack(student).requires_grad_(), torch.stack(teacher)
+    backend = "triton" if draw.backend == "triton" and draw.dtype != torch.float64 else "torch"
+    padded = s.masked_fill(~mask[..., None], torch.nan)
+    losses = fastkd.cca_loss(padded, t, mask, reduction="none", backend=backend)
+    (grad,) = torch.autograd.grad(losses.sum(), s)
+    if not (losses.isfinite().all() and grad.isfinite().all() and not grad[~mask].any()):
+        return f"not finite, or a gradient where masked: {losses.tolist()}"
+    for i, real in enumerate(mask):
+        most = max(min(int(real.sum()) - 1, ranks[i]), 0)
+        found = -losses[i].item()
+        if not 0 <= found <= most + 2e-6 * D_s:
+            return f"item {i}: {found} of at most {most} correlations"
+        if exact[i]:
+            x = s[i].detach().double().requires_grad_()
+            wanted = correlation(x, t[i].double(), real, (1e-4, 1e-4), None, False)
+            if abs(found + wanted.item()) > 2e-6 * max(1, most):
+                return f"item {i}: {found} for {-wanted.item()}"
+    return None
+
+
+HARD_SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 100, 200, 384, 768)
+HARD_SCALES = (-30, -10, -5, 5, 10, 30)
+HARD_KINDS = ("normal", "normal", "deficient", "equal", "near", "constant")
+RANDOM = {
+    "cca": random_cca,
+    "cca_hard": random_hard_cca,
+    "cca_module": random_cca_module,
+    "correlations": random_correlations,
+}
 
 
 def subjects(backend: str) -> Iterator[Subject]:

@@ -54,4 +54,35 @@ def random_roots(draw: Draw) -> Case:
     )
 
 
-RANDOM = {"roots": random_roots}
+def random_hard_roots(draw: Draw) -> str | None:
+    """Matrices of unlike ranks and scales, subnormal ones too, against float64 eigenvectors."""
+    n, batch = draw.pick([1, 2, 3, 17, 64, 96, 97, 200]), draw.pick([1, 2, 7])
+    dtype = draw.pick([torch.float32, torch.float64])
+    matrices = []
+    for _ in range(batch):
+        rank = draw.pick([0, 1, (n + 1) // 2, n, n])
+        values = draw.pick([torch.ones(n), torch.linspace(1, 0.1, n), 1 + 1e-9 * torch.arange(n)])
+        values = values.double() * (torch.arange(n) < rank)
+        basis = torch.linalg.qr(draw.normal(n, n)).Q
+        scale = 10.0 ** draw.pick([0, 0, -30, 30, *((-310, 300) if dtype == torch.float64 else ())])
+        matrices.append((basis * values) @ basis.mT * scale)
+    a = torch.stack(matrices)
+    a = ((a + a.mT) / 2).to(dtype)
+    for found, power in ((fastkd.sqrtm(a), 0.5), (fastkd.inv_sqrtm(a), -0.5)):
+        for i, x in enumerate(a.double()):
+            size = x.abs().max()
+            if size < torch.finfo(torch.float64).tiny:
+                wanted = torch.zeros_like(x)
+            else:
+                values, vectors = torch.linalg.eigh(x / size)
+                roundings = 64 if dtype == torch.float64 else 8
+                kept = values > roundings * torch.finfo(dtype).eps * values[-1]
+                wanted = (vectors * torch.where(kept, values, 1.0).pow(power) * kept) @ vectors.mT
+                wanted = wanted * size**power
+            error = (found[i].double() - wanted).norm() / wanted.norm().clamp_min(1e-300)
+            if not error <= (1e-5 if dtype == torch.float32 else 1e-11):
+                return f"power {power} of {n}, {dtype}, largest {size:.1e}: {error:.1e} off"
+    return None
+
+
+RANDOM = {"roots": random_roots, "roots_hard": random_hard_roots}
