@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fastkd
-from fastkd._core import extension
+from fastkd._core import extension, plans
 from fastkd._core.dispatch import (
     CPP_FUNCTIONS,
     TRITON_FUNCTIONS,
@@ -29,6 +29,8 @@ PACKAGES = ("triton", "numpy", "transformers", "datasets", "accelerate", "scikit
 BACKENDS = ("torch", "triton", "cpp")
 NO_KERNEL = "no kernel"
 TO_BUILD = "in a checkout: pip install --no-build-isolation --no-deps ."
+# Calls after which a GPU's plan is recorded, proved and repeated.
+CALLS_ON_GPU = plans.SIGHTS + 4
 # Far above float32 rounding, far below the error of a wrong kernel.
 TOLERANCE = 1e-3
 
@@ -49,12 +51,15 @@ class Trial:
         return getattr(importlib.import_module(self.module), self.function + suffix)
 
     def error(self, backend: str, device: torch.device) -> float:
-        """Largest relative error of value and gradients."""
+        """Largest relative error of value and gradients, of several calls on a GPU."""
         function = self.load()
         extra = {"backend": backend} if has_backends(function) else {}
-        actual = self._run(function, device, torch.float32, extra)
-        oracle = self._run(self.load("_ref"), torch.device("cpu"), torch.float64, {})
-        return max(_relative(a, b) for a, b in zip(actual, oracle, strict=True))
+        oracle = [*self._run(self.load("_ref"), torch.device("cpu"), torch.float64, {})]
+        return max(
+            _relative(a, b)
+            for _ in range(CALLS_ON_GPU if device.type == "cuda" else 1)
+            for a, b in zip(self._run(function, device, torch.float32, extra), oracle, strict=True)
+        )
 
     def _run(
         self,
@@ -112,8 +117,12 @@ def examine(write: Callable[[str], object]) -> bool:
     line("extension", state)
 
     good = _check(write, device) and extension_is_right
+    if device.type == "cuda":
+        off = plans.why_off()
+        line("plans", f"off: {off}" if off else "on, and proved by the calls above")
+        good = good and not plans.failed()
     if not good:
-        line("verdict", "something is wrong: see the extension and the failed checks")
+        line("verdict", "something is wrong: see the extension, plans and the failed checks")
     elif extension.CPU:
         line("verdict", "all right")
     else:

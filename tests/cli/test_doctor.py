@@ -5,9 +5,10 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
-from fastkd._core import extension
+from fastkd._core import extension, plans
 from fastkd._core.extras import how_to_get
 from fastkd._core.versions import TESTED
 from fastkd.cli import doctor
@@ -112,6 +113,22 @@ def test_a_wrong_backend_fails(monkeypatch, mistake):
     assert "failed" in result.output and "something is wrong" in result.output
     if mistake == "error":
         assert "no such kernel" in result.output
+
+
+def test_reports_plans_on_a_gpu(monkeypatch):
+    """Each loss is called until its plan is recorded, proved and repeated."""
+    calls = []
+    trial = doctor.TRIALS[0]
+    monkeypatch.setattr(doctor, "TRIALS", (trial,))
+    monkeypatch.setattr(doctor, "BACKENDS", ("torch",))
+    monkeypatch.setattr(doctor, "_describe", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Tensor, "to", lambda x, *where: calls.append(0) or x.float())
+    monkeypatch.setattr(doctor, "_relative", lambda actual, oracle: 0.0)
+    for off, line in ((None, "on, and proved"), ("triton.knobs is missing", "off: triton.knobs")):
+        monkeypatch.setattr(plans, "why_off", lambda off=off: off)
+        assert f"plans         {line}" in run().output
+    assert len(calls) >= 2 * 3 * (plans.SIGHTS + 3)
 
 
 def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):

@@ -13,15 +13,18 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import json
 import os
 import random
+import re
 import struct
 import sys
 import threading
+import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,8 +34,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-import fastkd
-from fastkd._core import dispatch, numerics, plans
+import fastkd.public  # every loss
+from fastkd._core import dispatch, numerics, plans, recording
 from tools import calls
 from tools.ptx.compiled import ALLOCATING
 from tools.ptx.launches import extent, flat
@@ -43,24 +46,20 @@ LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
 SEQUENCES = 1000
 
 
-class Plan(plans._Plan):
-    """A plan that the checks know."""
-
-    def __init__(self) -> None:
-        MADE.append(self)
+plans.SIGHTS = 2  # as written, recorded, proved, and a plan from the fourth call on
+TO_PLAN = 4
+clear = plans.clear_plans
 
 
-MADE: list[Plan] = []
-plans._Plan = Plan  # type: ignore[misc]
-
-
-def clear() -> None:
-    plans.clear_plans()
-    MADE.clear()
+def _plans() -> list[plans.Plan]:
+    return list(plans._plans.values())
 
 
 def _hits() -> int:
-    return sum(plan.program is not None for plan in MADE)
+    return sum(plan.proved for plan in _plans())
+
+
+TWICE, COPIES_OF = plans.twice, plans.copies_of
 
 
 class FakeGPU:
@@ -82,6 +81,7 @@ class FakeGPU:
     def start(self, inputs: list[Tensor]) -> None:
         """A new call of this thread."""
         self.local.notes, self.local.memory, self.local.numbers = [], [], {}
+        self.local.copies = {}  # number of a memory → that of which it is a copy
         self.local.inputs = len(inputs)
         for x in inputs:
             self.note_memory(x)
@@ -96,10 +96,10 @@ class FakeGPU:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Tensor:
             x = function(*args, **kwargs)
+            if x.numel() and type(x) is Tensor and x.is_cpu and not x.is_inference():
+                start, stop = extent(x)
+                bytes_of((start, stop))[:] = 255
             if getattr(self.local, "memory", None) is not None:
-                if x.numel() and not x.is_inference():
-                    start, stop = extent(x)
-                    bytes_of((start, stop))[:] = 255
                 self.note_memory(x)
             return x
 
@@ -107,6 +107,7 @@ class FakeGPU:
 
     def number(self, memory: int | None) -> Any:
         """Of an input; or of memory by its first use, as a plan leaves out what isn't used."""
+        memory = self.local.copies.get(memory, memory)
         if memory is None or memory < self.local.inputs:
             return memory
         return self.local.numbers.setdefault(memory, f"{len(self.local.numbers)}")
@@ -147,6 +148,34 @@ class FakeGPU:
         for part in written:
             bytes_of(part)[:] = value
 
+    def twice(self, written: Callable[[], Any], repeated: Callable[[], Any]) -> tuple[Any, Any]:
+        """`plans.twice`, in which the program's launches don't count."""
+        if getattr(self.local, "memory", None) is None:
+            return TWICE(written, repeated)
+        notes, numbers = [*self.local.notes], {**self.local.numbers}
+
+        def apart() -> Any:
+            self.local.notes, kept_notes = notes, self.local.notes
+            self.local.numbers, kept_numbers = numbers, self.local.numbers
+            try:
+                return repeated()
+            finally:
+                self.local.notes, self.local.numbers = kept_notes, kept_numbers
+
+        return TWICE(written, apart)
+
+    def copies_of(self, saved: Iterable[Tensor | None]) -> list[Tensor | None]:
+        """`plans.copies_of`, with notes as of the memory that was copied."""
+        copies = COPIES_OF(saved)
+        for x, copy_of_x in zip(saved, copies, strict=True):
+            if x is copy_of_x or x is None or getattr(self.local, "memory", None) is None:
+                continue
+            memory, _ = self.place(x.data_ptr())
+            if memory is not None:
+                self.note_memory(copy_of_x)
+                self.local.copies[len(self.local.memory) - 1] = memory
+        return copies
+
     def compile(
         self, kernel: JITFunction, key: Any, signature: Any, device: Any, *rest: Any
     ) -> Any:
@@ -164,6 +193,8 @@ class FakeGPU:
                 (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
                 (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
                 (plans, "on_gpu", lambda x: True),
+                (plans, "twice", self.twice),
+                (plans, "copies_of", self.copies_of),
                 (calls, "DEVICE", torch.device("cpu")),
                 *((module, "values_readable", lambda x: False) for module in _readers()),
                 *((place, name, self.allocating(getattr(place, name)))
@@ -308,9 +339,9 @@ def compare_calls(device: FakeGPU, every: int) -> dict[str, Any]:
         except (dispatch.BackendUnavailable, ValueError):
             continue
         count += 1
-        # New, recorded, repeated, repeated at other addresses.
+        # New, recorded, proved, repeated (the backward pass proved), repeated at other addresses.
         others = subject.make()
-        for given in (inputs, inputs, inputs, others):
+        for given in (*[inputs] * TO_PLAN, others, inputs):
             if as_written(device, subject, given) != outcome(device, subject, given):
                 wrong.append(name)
                 break
@@ -394,15 +425,15 @@ def hits(device: FakeGPU) -> list[str]:
     made, wrong = changed_calls(), []
     for name, call in made.items():
         before = _hits()
-        for _ in range(3):
+        for _ in range(TO_PLAN):
             call()
         if _hits() == before:
             wrong.append(name)
-    before = len(MADE)
+    before = len(_plans())
     device.device = 1
-    made["base"]()
+    made["base"](), made["base"]()
     device.device = 0
-    return wrong + ["current device"] * (len(MADE) == before)
+    return wrong + ["current device"] * (len(_plans()) == before)
 
 
 # --- Random sequences ----------------------------------------------------------------------------
@@ -518,7 +549,7 @@ def differs(device: FakeGPU, seed: int, among: tuple[str, ...] = KINDS) -> str |
     sequence, length = Sequence(seed, among), 10
     for number in range(length):
         subject, inputs, name = sequence.call()
-        for _ in range(sequence.random.choice([1, 3])):
+        for _ in range(sequence.random.choice([1, 5])):
             if as_written(device, subject, inputs) != outcome(device, subject, inputs):
                 return f"sequence {seed}, call {number}: {name}"
         del subject, inputs
@@ -556,7 +587,7 @@ def threads(device: FakeGPU, numbers: range) -> list[str]:
 
 def _all_outcomes(device: FakeGPU, seed: int) -> Any:
     subject, inputs, _ = _one_of(seed)
-    return [outcome(device, subject, inputs)[0] for _ in range(3)]
+    return [outcome(device, subject, inputs)[0] for _ in range(5)]
 
 
 def _one_of(seed: int) -> Any:
@@ -578,7 +609,7 @@ def on_device(device: str, numbers: range) -> str:
         sequence = Sequence(seed, KINDS, device)
         for _ in range(6):
             subject, inputs, name = sequence.call()
-            for _ in range(sequence.random.choice([1, 3])):
+            for _ in range(sequence.random.choice([1, 5])):
                 with mock.patch.object(plans, "ENABLED", False):
                     right = subject.results(inputs)
                 if not all(map(_same_bits, subject.results(inputs), right)):
@@ -626,9 +657,13 @@ def planted(device: FakeGPU, numbers: range) -> dict[str, int]:
 
 def _fails(device: FakeGPU, seed: int, among: tuple[str, ...]) -> bool:
     try:
-        return differs(device, seed, among) is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a wrong program may be found by its proof
+            return differs(device, seed, among) is not None or plans.why_off() is not None
     except Exception:  # a wrong plan may raise, too
         return True
+    finally:
+        plans.ENABLED, plans._problem = True, None
 
 
 # --- Behaviour -----------------------------------------------------------------------------------
@@ -736,7 +771,7 @@ def anomaly_mode_and_names() -> None:
 @check
 def profiler() -> None:
     x, y = _pair()
-    _loss(x, y, 3)
+    _loss(x, y, TO_PLAN)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with (
         torch.profiler.profile(activities=activities) as profile,
@@ -766,8 +801,9 @@ def modes_hooks_and_the_switch() -> None:
             return func(*args, **(kwargs or {}))
 
     x, y = _pair()
-    _loss(x, y, 3)
-    MADE[0].program = used = mock.Mock(wraps=MADE[0].program)
+    _loss(x, y, TO_PLAN)
+    (plan,) = _plans()
+    plan.program = used = mock.Mock(wraps=plan.program)
     hook = mock.Mock()
     with Mode():
         _loss(x, y)
@@ -776,8 +812,6 @@ def modes_hooks_and_the_switch() -> None:
         _loss(x, y)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
-    with torch.device("cpu"):
-        _loss(x, y)
     with mock.patch.object(plans, "ENABLED", False):
         _loss(x, y)
 
@@ -785,8 +819,9 @@ def modes_hooks_and_the_switch() -> None:
         pass
 
     _loss(x.detach().as_subclass(Other), y)
-    assert len(MADE) == 1 and not used.called
-    _loss(x, y)
+    assert len(_plans()) == 1 and not used.called
+    with torch.device("cpu"):
+        _loss(x, y)
     assert used.called
 
 
@@ -807,7 +842,7 @@ def values_and_random_numbers_are_not_repeated() -> None:
             found = call(x, y, mask)[0]
             torch.set_rng_state(seed)
             assert torch.equal(found, function(x, mask)), n
-        assert sum(plan.refused for plan in MADE) == 1
+        assert sum(plan.program is None for plan in _plans()) == 1
 
 
 @check
@@ -824,7 +859,7 @@ def compiled_autograd() -> None:
 @check
 def a_record_keeps_its_kernels() -> None:
     """Triton 3.8 unloads a kernel that is collected, and a launch takes its function's address."""
-    _loss(*_pair(), 3)
+    _loss(*_pair(), TO_PLAN)
     held = [
         x
         for x in gc.get_objects()
@@ -833,15 +868,128 @@ def a_record_keeps_its_kernels() -> None:
     assert held
 
 
+@contextlib.contextmanager
+def _switched_off(words: str) -> Iterator[None]:
+    """Context in which plans are switched off, with one warning; afterwards they are on again."""
+    try:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            yield
+        assert [words in str(x.message) for x in given] == [True], [str(x.message) for x in given]
+        assert words in (plans.why_off() or "") and not plans.ENABLED
+    finally:
+        plans.ENABLED, plans._problem = True, None
+
+
+def _planted(pattern: str, change: Callable[[re.Match[str]], str]) -> Any:
+    """Patch of the first line of a program that has the pattern."""
+    program = plans.Recording.program
+
+    def faulty(recording: Any, *given: Any) -> Any:
+        changed = 0
+        for step in recording.steps:
+            for i, line in enumerate(step.lines):
+                if not changed:
+                    step.lines[i], changed = re.subn(pattern, change, line, count=1)
+        return program(recording, *given)
+
+    return mock.patch.object(plans.Recording, "program", faulty)
+
+
+FAULTS = {
+    "a wrong stride": (r"\((\d+), (\d+), 1\), c", lambda m: f"({m[1]}, 1, {m[2]}), c"),
+    "an alias": (r"(stream, .*)\bp[2-9]\b", lambda m: f"{m[1]}p1"),
+    "a constant that isn't one": (r"(p\d+, )(\d+)\b", lambda m: f"{m[1]}{int(m[2]) + 1}"),
+    "a name that is gone": (r"get_current_stream", lambda m: "get_stream"),
+}
+
+
+@check
+def a_wrong_program_is_never_used() -> None:
+    device = vars(recording.private())["driver"].active
+    x, y = torch.randn(4, 6, 16).requires_grad_(), torch.randn(4, 6, 16)
+    subject = Subject(dict, functools.partial(fastkd.cos_nce_loss, backend="triton"))
+    inputs = {"student": x, "teacher": y}
+    right = as_written(device, subject, inputs)
+    for name, (pattern, change) in FAULTS.items():
+        clear()
+        words = "raised AttributeError" if "gone" in name else "gave other bits"
+        with _planted(pattern, change), _switched_off(words):
+            for _ in range(TO_PLAN + 2):
+                assert outcome(device, subject, inputs) == right, name
+
+
+@check
+def an_error_of_recording_switches_plans_off() -> None:
+    gone = mock.patch.object(plans.Recording, "place", side_effect=AttributeError("gone"))
+    with gone, _switched_off("can't be recorded: AttributeError"):
+        _loss(*_pair(), TO_PLAN)
+
+
+@check
+def private_names() -> None:
+    for path in recording.PRIVATE.values():
+        module, names = path.split(":")
+        *owners, name = names.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        recording.private.cache_clear()
+        gone = mock.patch.object(owner, name)
+        gone.start()
+        delattr(owner, name)
+        try:
+            reason, covered = plans.why_off(), plans._surroundings()
+        finally:
+            gone.stop()
+            recording.private.cache_clear()
+        assert reason == f"{module}.{names} is missing" and covered is None, (path, reason)
+    assert plans.why_off() is None
+
+
+@check
+def a_capture_uses_proved_plans_only() -> None:
+    x, y = _pair()
+    captures = mock.patch.object(plans, "_capturing", lambda: True)
+    for calls_before in range(1, TO_PLAN):
+        clear()
+        _loss(x, y, calls_before)
+        known = [plan.differs for plan in _plans()]
+        with captures:
+            _loss(x, y, 3)
+        assert known == [plan.differs for plan in _plans()] and not _hits()
+    _loss(x, y, TO_PLAN)
+    (plan,) = _plans()
+    plan.program = used = mock.Mock(wraps=plan.program)
+    with captures:
+        _loss(x, y)
+    assert used.called
+
+
+@check
+def ragged_batches_flush_no_count_and_record_nothing() -> None:
+    with mock.patch.object(plans, "SIGHTS", 8), mock.patch.object(plans, "WINDOW", 200):
+        x, y = torch.randn(150, 1, 16), torch.randn(150, 1, 16)
+        for _ in range(4):
+            _loss(*_pair(), 1)
+            for rows in range(1, 150):
+                _loss(x[:rows], y[:rows])
+        assert not _plans()
+        _loss(*_pair(), 12)
+        assert _hits() == 1
+        for rows in range(450):  # as many sights drop a plan without a call
+            _loss(x[: rows % 149 + 1], y[: rows % 149 + 1])
+        _loss(x, y, 200)
+        assert len(_plans()) <= 1
+
+
 @check
 def fork() -> None:
     x, y = _pair()
-    _loss(x, y, 3)
+    _loss(x, y, TO_PLAN)
     child = os.fork()
     if child == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            empty = not plans._plan.cache_info().currsize
+            empty = not plans._plans
             _loss(x.detach(), y, 4)
             code = 0 if empty and _hits() else 2
         os._exit(code)
@@ -871,6 +1019,17 @@ def executed() -> list[str]:
         "knn": lambda x, y, m: fastkd.knn_feature_loss(
             x[:, 0], y[:, 0], m[:, 0].long(), backend="triton"
         ),
+        "cos_nce": lambda x, y, m: fastkd.cos_nce_loss(x, y, mask=m, backend="triton"),
+        "layer_norm": lambda x, y, m: fastkd.layer_norm_mse(x, y, backend="triton"),
+        "attention": lambda x, y, m: fastkd.attention_loss(
+            x.view(3, 4, 4, 4), y.view(3, 4, 4, 4), m, backend="triton"
+        ),
+        **{
+            word: lambda x, y, m, word=word: fastkd.soft_target_loss(
+                x, y, mask=m, divergence=word, backend="triton"
+            )
+            for word in ("forward_kl", "adaptive_kl")
+        },
     }
     wrong = []
     with executing(80), contextlib.ExitStack() as stack:
@@ -881,7 +1040,7 @@ def executed() -> list[str]:
         clear()
         for name, call in calls_of.items():
             results = []
-            for switch in (False, True, True, True):
+            for switch in (False, *[True] * (TO_PLAN + 1)):
                 generator = torch.Generator().manual_seed(0)
                 x = torch.randn(3, 4, 16, generator=generator).requires_grad_()
                 y = torch.randn(3, 4, 16, generator=generator)
@@ -890,7 +1049,9 @@ def executed() -> list[str]:
                     loss = call(x, y, mask)
                     results.append((loss.detach(), *torch.autograd.grad(loss, x)))
             first, *others = results
-            if not all(map(torch.equal, first * 3, (x for other in others for x in other))):
+            if not all(
+                map(torch.equal, first * (TO_PLAN + 1), (x for other in others for x in other))
+            ):
                 wrong.append(name)
         assert _hits() == len(calls_of), "no plan was executed"
     return wrong
@@ -931,6 +1092,7 @@ def main() -> None:
             "calls": compare_calls(device, given.every),
             "sequences": sequences(device, range(given.sequences)),
             "threads": threads(device, range(12)),
+            "off": plans.why_off(),
             "planted": planted(device, range(20)),
             "behaviours": behaviours(device),
         }

@@ -1,0 +1,354 @@
+"""Record of a call: its allocations, operations, launches and autograd functions, as a program.
+
+`Recording` is a context. What runs inside becomes steps, and `Recording.program` makes Python code
+of them, with a name t<i> for each tensor, p<i> for its address and c<i> for constants. A launch
+calls Triton's own launcher with addresses, each a tensor's plus a number of bytes: a view that only
+launches read is never made. `fastkd._core.plans` decides what is recorded, and proves each program.
+"""
+
+import copy
+import functools
+import pkgutil
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastkd._core.operator import RECORDING
+
+Program = Callable[..., Any]
+
+# What only makes room.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Of operators whose result, or its shape, depends on values.
+BY_VALUE = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+
+
+# What isn't promised to stay as it is, by the name that plans have for it. Without one of these,
+# plans are off.
+PRIVATE = {
+    "functions": "torch._C:_len_torch_function_stack",
+    "dispatches": "torch._C:_len_torch_dispatch_stack",
+    "modes": "torch.overrides:_get_current_function_mode_stack",
+    "device_mode": "torch.utils._device:DeviceContext",
+    "functorch": "torch._C._functorch:peek_interpreter_stack",
+    "tracing": "torch._C:_get_tracing_state",
+    "deterministic": "torch._C:_get_deterministic_algorithms",
+    "autocast": "torch._C:_is_any_autocast_enabled",
+    "keeps_graph": "torch._C._autograd:_get_current_graph_task_keep_graph",
+    "cpu": "torch._C._dynamo.guards:_empty_strided_cpu",
+    "cuda": "torch._C._dynamo.guards:_empty_strided_cuda",
+    "driver": "triton.runtime:driver",
+    "runtime": "triton:knobs.runtime",
+    "enter": "triton:knobs.runtime.launch_enter_hook.calls",
+    "exit": "triton:knobs.runtime.launch_exit_hook.calls",
+}
+
+
+class NoPlan(Exception):
+    """A record can't repeat what happens in a call."""
+
+
+@functools.cache
+def private() -> SimpleNamespace | str:
+    """What `PRIVATE` names, or the first that is missing."""
+    found = SimpleNamespace()
+    for name, path in PRIVATE.items():
+        try:
+            setattr(found, name, pkgutil.resolve_name(path))
+        except (ImportError, AttributeError):
+            return f"{path.replace(':', '.')} is missing"
+    return found
+
+
+class _Step(NamedTuple):
+    """Lines of a program."""
+
+    lines: list[str]
+    used: list[int]  # tensors, by their number
+    made: list[int]
+    droppable: bool  # if nothing uses what it makes
+
+
+class _Text(str):
+    """An argument that a program computes."""
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(item)
+
+
+def layouts(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """What tells whether saved tensors are those of the forward pass, or a hook changed them."""
+    found: list[Any] = []
+    for x in tensors:
+        if x is not None:
+            found += (x.data_ptr(), x.stride(), x.dtype)
+    return found
+
+
+class _Operators(TorchDispatchMode):
+    """Context that notes operators which a record can't repeat, also inside of an operation."""
+
+    def __init__(self, recording: "Recording") -> None:
+        super().__init__()
+        self.recording = recording
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        by_value = bool(BY_VALUE.intersection(func.tags))
+        if func is torch.ops.aten.index.Tensor:  # tagged for its boolean masks
+            by_value = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if by_value or (
+            isinstance(result, Tensor)
+            and result.is_cpu
+            and any(x.is_cuda for x in tensors_in(args))
+        ):
+            self.recording.problem = f"{func} depends on values"
+        return result
+
+
+class Recording(TorchFunctionMode):
+    """Context in which operations, launches and autograd functions become a program's steps."""
+
+    def __init__(self, name: str, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.name, self.private = name, vars(private())
+        self.numbers: dict[int, int] = {}  # by id, of tensors that are alive
+        self.held: list[weakref.ref[Tensor] | None] = []  # by number
+        self.base: dict[int, tuple[int, int]] = {}  # of a view: whose memory, and where in it
+        self.read: set[int] = set()  # whose address a line has
+        self.steps: list[_Step] = []
+        self.constants: dict[str, Any] = {"torch": torch}
+        self.plannable = False  # starts kernels
+        self.problem: str | None = None
+        self.error: Exception | None = None  # of this file, or of what it expects of others
+        self.surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
+        self.driver = self.private["driver"]
+        self.device = self.driver.active.get_current_device()
+        self.operators = _Operators(self)
+        for x in inputs:
+            self.add(x)
+        self.inputs = len(self.held)
+
+    def __enter__(self) -> "Recording":
+        self.outer, RECORDING.of = getattr(RECORDING, "of", None), self
+        self.operators.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        RECORDING.of = self.outer
+        super().__exit__(*error)
+        self.operators.__exit__(*error)
+
+    def fail(self, error: Exception) -> None:
+        """Note why there is no program. The call itself goes on."""
+        self.problem = self.problem or str(error)
+        if not isinstance(error, NoPlan):
+            self.error = error
+
+    def add(self, x: Tensor | None) -> int:
+        """Number of a new tensor; an input may be there twice, or be None."""
+        number, numbers, key = len(self.held), self.numbers, id(x)
+        if x is None or key in numbers:
+            self.held.append(None)
+        else:
+            numbers[key] = number
+            self.held.append(weakref.ref(x, lambda _: numbers.pop(key, None)))
+        return number
+
+    def number(self, x: Tensor) -> int:
+        if id(x) not in self.numbers:
+            raise NoPlan("a tensor comes from elsewhere")
+        return self.numbers[id(x)]
+
+    def text(self, x: Any) -> str:
+        """An expression for ``x``."""
+        if isinstance(x, Tensor):
+            return f"t{self.number(x)}"
+        if type(x) is _Text:
+            return x
+        if isinstance(x, (tuple, list)):
+            items = "".join(f"{self.text(item)}, " for item in x)
+            return f"({items})" if isinstance(x, tuple) else f"[{items}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{name!r}: {self.text(item)}' for name, item in x.items())}}}"
+        return repr(x) if x is None or type(x) in (int, bool, str) else self.constant(x)
+
+    def constant(self, x: Any) -> str:
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return name
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # an outer recording has the autograd function
+            given = list(tensors_in((args, kwargs)))
+            written = [x for x in given if not x.is_inference()]
+            versions = [x._version for x in written]
+            result = func(*args, **kwargs)
+            try:
+                changed = versions != [x._version for x in written]
+                self.operation(func, args, kwargs, given, result, changed)
+            except Exception as error:
+                self.fail(error)
+        return result
+
+    def operation(
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any, changed: bool
+    ) -> None:
+        """Add an operation's step."""
+        name, found = getattr(func, "__name__", ""), list(tensors_in(result))
+        new = [x for x in found if id(x) not in self.numbers]
+        if not changed and not new:  # metadata, or x.contiguous() that is x
+            for x in given if found else ():
+                self.number(x)
+        elif name in ALLOCATIONS and new and new[0] is result:
+            # As compiled graphs allocate: on the current device, in half the time.
+            number, dtype = self.add(result), self.constant(result.dtype)
+            empty = self.constant(self.private[result.device.type])
+            line = f"t{number} = {empty}({tuple(result.shape)}, {result.stride()}, {dtype})"
+            self.steps.append(_Step([line], [], [number], True))
+        else:
+            call = self.in_these_surroundings(func)
+            self.call(call, args, kwargs, given, result)
+            views = [x for x in new if not changed and self.view(x, given)]
+            self.steps[-1] = self.steps[-1]._replace(
+                droppable=len(views) == len(new) and not changed
+            )
+
+    def call(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+        """Add the step of a call."""
+        texts = [self.text(x) for x in args]
+        texts += [f"{name}={self.text(x)}" for name, x in kwargs.items()]
+        line = f"{self.constant(func)}({', '.join(texts)})"
+        made = [self.add(x) for x in tensors_in(result) if id(x) not in self.numbers]
+        if isinstance(result, Tensor):
+            line = f"{self.text(result)} = {line}"
+        elif isinstance(result, (tuple, list)):
+            names = [self.text(x) if isinstance(x, Tensor) else "_" for x in result]
+            line = f"{', '.join(names)}, = {line}"
+        self.steps.append(_Step([line], list(map(self.number, given)), made, False))
+
+    def view(self, x: Tensor, given: list[Tensor]) -> bool:
+        """Whether ``x`` shares the memory of one of ``given``; notes where."""
+        storage = x.untyped_storage().data_ptr()
+        for of in given:
+            if storage and storage == of.untyped_storage().data_ptr():
+                number, offset = self.place(of)
+                self.base[self.number(x)] = number, offset + x.data_ptr() - of.data_ptr()
+                return True
+        return False
+
+    def place(self, x: Tensor) -> tuple[int, int]:
+        """Number of the tensor whose address ``x`` has, plus a number of bytes."""
+        return self.base.get(self.number(x), (self.number(x), 0))
+
+    def in_these_surroundings(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func``, with autocast and grad mode as they are here."""
+        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
+        if (grad, autocast) == self.surroundings:
+            return func
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.set_grad_enabled(grad), torch.autocast("cuda", enabled=autocast):
+                return func(*args, **kwargs)
+
+        return call
+
+    def launch(self, kernel: Any, compiled: Any, grid: Any, args: Any, options: Any) -> None:
+        """Add a launch's step; see `fastkd._core.operator.launch_kernel`."""
+        self.plannable = True
+        try:
+            if compiled is None or self.driver.active.get_current_device() != self.device:
+                raise NoPlan("a launch on another device, or of a kernel that isn't compiled")
+            names = {name: x for name, x in options.items() if name in kernel.signature.parameters}
+            bound = kernel.signature.bind(*args, **names)
+            bound.apply_defaults()
+            lines: list[str] = []
+            used: list[int] = []
+            given = [self.argument(x, lines, used) for x in bound.arguments.values()]
+            if not self.read:
+                lines.insert(0, f"driver = {self.constant(self.driver)}.active")
+                lines.insert(1, f"stream = driver.get_current_stream({self.device})")
+            self.read.update(used)
+            self.constant(compiled)  # some versions of Triton unload a kernel that is collected
+            run, around = _launcher(compiled, (*grid, 1, 1)[:3], given)
+            texts = [self.constant(x) if type(x) is list else self.text(x) for x in around]
+            lines.append(f"{self.constant(run)}({', '.join(texts)})")
+            self.steps.append(_Step(lines, used, [], False))
+        except Exception as error:
+            self.fail(error)
+
+    def argument(self, x: Any, lines: list[str], used: list[int]) -> Any:
+        """Text of a launch's argument; adds lines that read addresses, and whose these are."""
+        if isinstance(x, (tuple, list)):
+            return _Text(f"({''.join(f'{self.argument(y, lines, used)}, ' for y in x)})")
+        if not isinstance(x, Tensor):
+            return _Text(self.text(x))
+        number, offset = self.place(x)
+        if number not in used and number not in self.read:
+            lines.append(f"p{number} = t{number}.data_ptr()")
+        used.append(number)
+        return _Text(f"p{number} + {offset}" if offset else f"p{number}")
+
+    def program(self, results: Any, context: Any = None) -> Program | None:
+        """Python code that repeats the call, if it can: it takes a node's context, and tensors."""
+        if self.problem or (not self.plannable and context is None):
+            return None
+        saved = getattr(context, "to_save", None) or ()
+        constant = getattr(context, "non_differentiable", None) or ()
+        lines = []
+        if context is not None:
+            found: list[Any] = []
+            for number, x in ((self.number(x), x) for x in saved if x is not None):
+                address = f"p{number}" if number in self.read else f"t{number}.data_ptr()"
+                found += _Text(address), x.stride(), x.dtype
+            lines = [f"ctx.save_for_backward({', '.join(map(self.text, saved))})"]
+            lines += [f"ctx.layouts = {self.text(found)}"]
+        if constant:
+            lines.append(f"ctx.mark_non_differentiable(*{self.text(constant)})")
+        lines.append(f"return {self.text(results)}")
+        kept = {self.number(x) for x in tensors_in((results, saved))}
+        for step in reversed(self.steps):
+            if step.droppable and kept.isdisjoint(step.made):
+                continue
+            # What no later step uses is freed, as in the call as written.
+            freed = sorted(i for i in {*step.used, *step.made} - kept if i >= self.inputs)
+            lines[:0] = [*step.lines, *(f"t{i} = None" for i in freed)]
+            kept.update(step.used)
+        names = ["ctx"] * (context is not None) + [f"t{i}" for i in range(self.inputs)]
+        exec("\n    ".join([f"def call({', '.join(names)}):", *lines]), self.constants)
+        return cast(Program, self.constants["call"])
+
+
+def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[_Text]) -> Any:
+    """Triton's launcher, and what it is called with.
+
+    Its class passes everything on to a function in C. What that gets is found by a call with
+    another function in its place: it differs between versions of Triton.
+    """
+    run, got = compiled.run, []
+    around = [*grid, _Text("stream"), compiled.function, compiled.packed_metadata]
+    around += [None, None, None, *arguments]  # no hooks
+    if not callable(getattr(run, "launch", None)) or any(
+        getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")
+    ):
+        return run, around
+    probe = copy.copy(run)
+    probe.launch = lambda *given: got.append(given)
+    probe(*around)
+    return run.launch, got[0]
