@@ -120,7 +120,9 @@ def test_reports_plans_on_a_gpu(monkeypatch):
     calls = []
     trial = doctor.TRIALS[0]
     monkeypatch.setattr(doctor, "TRIALS", (trial,))
-    monkeypatch.setattr(doctor, "BACKENDS", ("torch",))
+    monkeypatch.setattr(
+        doctor, "_unavailable", lambda _, name, device: (name != "torch" and "no") or None
+    )
     monkeypatch.setattr(doctor, "_describe", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "to", lambda x, *where: calls.append(0) or x.float())
