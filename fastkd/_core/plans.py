@@ -91,7 +91,10 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
             _describe(x, key, tensors)
         elif hasattr(kind, "__dataclass_fields__"):
             key.append(kind)
-            _describe((y for name, y in vars(x).items() if name[0] != "_"), key, tensors)
+            _describe(vars(x).values(), key, tensors)
+        elif kind is dict:  # a match's tensors by their device
+            key += (kind, *x)
+            _describe(x.values(), key, tensors)
         else:
             raise NoPlan(f"an argument is a {kind.__name__}")
 
@@ -178,22 +181,20 @@ class Plan:
         """The call as written; in the first such call also the program, compared with it."""
         if not self.to_prove or not ENABLED:
             return written()
-        result, again = twice(written, repeated)
-        if isinstance(again, Exception):
-            _switch_off(self.name, f"raised {type(again).__name__}: {again}")
-        else:
-            self.differs = _difference(result, again)
+        result = written()
+        try:
+            self.differs = _difference(result, again(repeated))
+        except torch.OutOfMemoryError:  # a proof needs twice the memory
+            self.program = None
+        except Exception as error:
+            _switch_off(self.name, f"raised {type(error).__name__}: {error}")
         return result
 
 
-def twice(written: Callable[[], Any], repeated: Callable[[], Any]) -> tuple[Any, Any]:
-    """Results of the call as written and of the program, or its error."""
-    result = written()
-    try:
-        with torch.no_grad():  # no graph, and no call of the hooks on what it would save
-            return result, repeated()
-    except Exception as error:
-        return result, error
+def again(repeated: Callable[[], Any]) -> Any:
+    """What a program returns. Of saved-tensor hooks the innermost alone are called: not a user's."""
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+        return repeated()
 
 
 def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -204,8 +205,11 @@ def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
 @torch.no_grad()
 def _difference(found: Any, right: Any) -> Callable[[], bool | None]:
     """Function that says whether some bits differ, or None while the device computes it."""
-    pairs = [*zip(tensors_in(found), tensors_in(right), strict=True)]
-    facts = [[(x.shape, x.stride(), x.dtype, x.device) for x in pair] for pair in pairs]
+    found, right = list(tensors_in(found)), list(tensors_in(right))
+    if len(found) != len(right):
+        return lambda: True
+    pairs = [*zip(found, right, strict=True)]
+    facts = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in pair] for pair in pairs]
     if any(one != other for one, other in facts):
         return lambda: True
     flags = [

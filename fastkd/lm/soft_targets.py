@@ -124,7 +124,6 @@ def _reduced_ref(
     return loss.sum() / (real.sum().clamp(min=1) if denominator is None else denominator)
 
 
-@planned
 def soft_target_loss(
     student_logits: Tensor,
     teacher_logits: Tensor | TopK,
@@ -196,6 +195,42 @@ def soft_target_loss(
     >>> round(loss.item(), 4)  # ¼·log(½) + ¾·log(3/2)
     0.1308
     """
+    # A number that changes from call to call would have a plan for each; a tensor has one.
+    is_number = isinstance(denominator, (int, float)) and isinstance(student_logits, Tensor)
+    if is_number and not values_readable(student_logits):
+        denominator = _denominator(denominator, reduction, student_logits)
+    return _soft_target_loss(
+        student_logits,
+        teacher_logits,
+        temperature=temperature,
+        divergence=divergence,
+        mask=mask,
+        reduction=reduction,
+        scale_by_t2=scale_by_t2,
+        denominator=denominator,
+        vocabulary=vocabulary,
+        unmatched=unmatched,
+        weights=weights,
+        backend=backend,
+    )
+
+
+@planned
+def _soft_target_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor | TopK,
+    *,
+    temperature: float,
+    divergence: DivergenceWord | Divergence,
+    mask: Tensor | None,
+    reduction: Reduction,
+    scale_by_t2: bool,
+    denominator: float | Tensor | None,
+    vocabulary: int | VocabularyMatch | None,
+    unmatched: Unmatched,
+    weights: Tensor | None,
+    backend: Backend,
+) -> Tensor:
     match, n = _match_or_number(vocabulary, unmatched)
     student_logits, teacher = _cut_logits(student_logits, teacher_logits, match, n)
     form, coefficient = _check_options(temperature, divergence, reduction)

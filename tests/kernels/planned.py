@@ -59,7 +59,7 @@ def _hits() -> int:
     return sum(plan.proved for plan in _plans())
 
 
-TWICE, COPIES_OF = plans.twice, plans.copies_of
+PROVE, COPIES_OF = plans.Plan.prove, plans.copies_of
 
 
 class FakeGPU:
@@ -82,9 +82,9 @@ class FakeGPU:
         """A new call of this thread."""
         self.local.notes, self.local.memory, self.local.numbers = [], [], {}
         self.local.copies = {}  # number of a memory → that of which it is a copy
-        self.local.inputs = len(inputs)
         for x in inputs:
             self.note_memory(x)
+        self.local.inputs = len(self.local.memory)
 
     def note_memory(self, x: Tensor) -> None:
         known = self.local.memory
@@ -148,21 +148,27 @@ class FakeGPU:
         for part in written:
             bytes_of(part)[:] = value
 
-    def twice(self, written: Callable[[], Any], repeated: Callable[[], Any]) -> tuple[Any, Any]:
-        """`plans.twice`, in which the program's launches don't count."""
+    @contextlib.contextmanager
+    def apart(self, notes: int, numbers: dict[int, str]) -> Iterator[None]:
+        """Context in which launches are noted as if only the first ``notes`` had been."""
+        kept = self.local.notes, self.local.numbers
+        self.local.notes, self.local.numbers = kept[0][:notes], numbers
+        try:
+            yield
+        finally:
+            self.local.notes, self.local.numbers = kept
+
+    def prove(self, plan: plans.Plan, written: Any, repeated: Any) -> Any:
+        """`plans.Plan.prove`, in which the program's launches don't count."""
         if getattr(self.local, "memory", None) is None:
-            return TWICE(written, repeated)
-        notes, numbers = [*self.local.notes], {**self.local.numbers}
+            return PROVE(plan, written, repeated)
+        notes, numbers = len(self.local.notes), {**self.local.numbers}
 
-        def apart() -> Any:
-            self.local.notes, kept_notes = notes, self.local.notes
-            self.local.numbers, kept_numbers = numbers, self.local.numbers
-            try:
+        def of_program() -> Any:
+            with self.apart(notes, numbers):
                 return repeated()
-            finally:
-                self.local.notes, self.local.numbers = kept_notes, kept_numbers
 
-        return TWICE(written, apart)
+        return PROVE(plan, written, of_program)
 
     def copies_of(self, saved: Iterable[Tensor | None]) -> list[Tensor | None]:
         """`plans.copies_of`, with notes as of the memory that was copied."""
@@ -193,7 +199,7 @@ class FakeGPU:
                 (dispatch, "triton_devices", lambda: ("cuda", "cpu")),
                 (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
                 (plans, "on_gpu", lambda x: True),
-                (plans, "twice", self.twice),
+                (plans.Plan, "prove", lambda *given: self.prove(*given)),
                 (plans, "copies_of", self.copies_of),
                 (calls, "DEVICE", torch.device("cpu")),
                 *((module, "values_readable", lambda x: False) for module in _readers()),
@@ -301,8 +307,8 @@ def subjects(every: int) -> Iterator[tuple[str, Subject]]:
             code = getattr(names, "__wrapped__", names).__code__
             if number % every or not small(call) or "backend" not in code.co_varnames:
                 continue
-            if call.of.__name__ == "linear_soft_target_loss":
-                continue  # not planned: its products take longer than the host
+            if call.of.__name__ in ("linear_soft_target_loss", "of_tokens"):
+                continue  # not planned: their products take longer than the host
             yield str(call), _subject(call._replace(options=call.options | {"backend": "triton"}))
 
 
@@ -979,6 +985,19 @@ def ragged_batches_flush_no_count_and_record_nothing() -> None:
             _loss(x[: rows % 149 + 1], y[: rows % 149 + 1])
         _loss(x, y, 200)
         assert len(_plans()) <= 1
+
+
+@check
+def a_denominator_that_changes_and_a_match_have_one_plan() -> None:
+    z, w = torch.randn(5, 9).requires_grad_(), torch.randn(5, 9)
+    match = fastkd.VocabularyMatch(torch.arange(4), torch.arange(4).flip(0), 9, 9)
+    for vocabulary in (None, match):
+        clear()
+        for n in range(1, 8):
+            options = {"denominator": n / 2, "vocabulary": vocabulary, "backend": "triton"}
+            found = fastkd.soft_target_loss(z, w, **options)
+            torch.autograd.grad(found, z)
+        assert len(_plans()) == _hits() == 1, vocabulary
 
 
 @check
