@@ -192,7 +192,7 @@ class Plan:
 
 
 def again(repeated: Callable[[], Any]) -> Any:
-    """What a program returns. Of saved-tensor hooks the innermost alone are called: not a user's."""
+    """What a program returns. Of saved-tensor hooks the innermost are called, not a user's."""
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         return repeated()
 
