@@ -117,7 +117,7 @@ def test_sketches_use_existing_names():
     files = ("sentence_transformers.py", "served_teacher.py", "top_k_files.py")
     losses = "".join((ROOT / "fastkd/integrations" / name).read_text() for name in files)
     known = {"SFTTrainer", "GKDTrainer", "SentenceTransformerTrainer"}
-    known |= {*fastkd.distill.__all__, *re.findall(r"(?m)^class (\w+)", losses)}
+    known |= {*fastkd.__all__, *fastkd.distill.__all__, *re.findall(r"(?m)^class (\w+)", losses)}
     sketches = re.findall(r"```py\n(.*?)```", "".join(p.read_text() for p in PAGES), re.DOTALL)
     assert len(sketches) == 4
     for sketch in sketches:

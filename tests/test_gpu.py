@@ -160,6 +160,24 @@ def test_last_rows_of_more_than_2_to_31_logits(device):
     assert not gradient[:-4].any()
 
 
+@pytest.mark.parametrize("calls_before", [0, 8, 20], ids=["unseen", "recorded", "proved"])
+def test_graphed_callables(device, calls_before):
+    """As on docs/any_loop.md, before and after the loss has a plan."""
+    fastkd.clear_plans()
+    loss = fastkd.FCDLoss(backend="triton")
+    right = []
+    for seed in [*[0] * calls_before, *range(3)]:
+        student, teacher, mask = features(device, seed)
+        value = loss(student, teacher, mask)
+        right.append((value.detach(), *torch.autograd.grad(value, student)))
+    graphed = torch.cuda.make_graphed_callables(loss, features(device, 0))
+    for seed, (value, gradient) in enumerate(right[-3:]):
+        student, teacher, mask = features(device, seed)
+        found = graphed(student, teacher, mask)
+        assert torch.equal(found.detach(), value)
+        assert torch.equal(*torch.autograd.grad(found, student), gradient)
+
+
 def test_reduce_overhead(device):
     """``torch.compile(mode="reduce-overhead")`` captures CUDA graphs."""
 
