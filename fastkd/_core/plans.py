@@ -1,11 +1,11 @@
 """Plans: a loss call whose metadata were seen often, without its Python code.
 
 On a GPU no value of a tensor is read, so every check and every choice of a call follows from
-metadata. Calls under `planned` are counted by their metadata, the key. A call that was seen
-`SIGHTS` times is recorded as a program (`fastkd._core.recording`). The next call runs as written
-and as a program too, and a flag on the device tells later whether both gave the same bits: from
-then on the program runs. An autograd function becomes a node of the same name, with a program for
-its forward pass and for each kind of upstream gradient, which prove themselves alike.
+metadata. Calls under `planned` are counted by their metadata, the key, and the eighth of late is
+recorded as a program (`fastkd._core.recording`). The next call runs as written and as a program
+too, and a flag on the device tells later whether both gave the same bits: from then on the program
+runs. An autograd function becomes a node of the same name, with a program for its forward pass and
+for each kind of upstream gradient, which prove themselves alike.
 
 The first program that differs, or raises, switches plans off in this process, with one warning.
 docs/plans.md explains all of it. ``FASTKD_PLANS=0`` in the environment switches plans off.
@@ -27,12 +27,14 @@ from fastkd._core import extension
 from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.recording import NoPlan, Program, Recording, layouts, private, tensors_in
 
-SIGHTS = 8  # a record costs as much as several calls as written
+# A record costs as much as several calls as written: the eighth call is recorded.
+NEAR = 6  # sights of a function and its first shape after which keys are computed
+SIGHTS = 3  # sights of a key after which a call is recorded
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
 MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
-_BY_TYPE = {int, bool, float, str, type(None), torch.dtype, torch.device}
+_NUMBERS = {int, bool, float}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -84,8 +86,10 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
         elif kind is Tensor or kind is nn.Parameter:
             tensors.append(x)
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
-        elif kind in _BY_TYPE:
+        elif kind in _NUMBERS:
             key += (kind, x or str(x))  # 0.0 and -0.0 differ, and so do 1, 1.0 and True
+        elif kind is str or kind is torch.dtype or kind is torch.device:
+            key.append(x)
         elif kind is list or kind is tuple:
             key += (kind, len(x))
             _describe(x, key, tensors)
@@ -332,9 +336,10 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         return node.function.backward(ctx, *grads)
     saved, key = ctx.saved_tensors, None
     if ENABLED and not node.problem and not torch.is_grad_enabled():
-        of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
-        same = layouts(saved) == ctx.layouts
-        key, _ = _key(of, grads if same else (*saved, *grads))
+        with torch._C.DisableTorchFunction():
+            of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
+            same = layouts(saved) == ctx.layouts
+            key, _ = _key(of, grads if same else (*saved, *grads))
     plan = node.backward.get(key)
     if plan is not None and plan.ready():
         return plan.program(*saved, *grads)
@@ -360,11 +365,10 @@ _HALF = bytes(i >> 1 for i in range(256))
 _seen = 0
 
 
-def _often(key: tuple[Any, ...]) -> bool:
-    """Whether ``key`` was seen `SIGHTS` times of late, this one included."""
+def _sight(place: int) -> int:
+    """Sights at a place of `_sights`, with this one. Of late: all counts are halved at times."""
     global _seen
-    place = hash(key) % len(_sights)
-    sights = _sights[place] = min(_sights[place] + 1, 255)
+    _sights[place] = min(_sights[place] + 1, 255)
     _seen += 1
     if _seen % WINDOW == 0:
         _sights[:] = _sights.translate(_HALF)
@@ -372,7 +376,7 @@ def _often(key: tuple[Any, ...]) -> bool:
             if not plan.called:
                 _plans.pop(other, None)
             plan.called = False
-    return sights >= SIGHTS
+    return _sights[place]
 
 
 def clear_plans() -> None:
@@ -407,23 +411,28 @@ def planned(function: Public) -> Public:
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not ENABLED or getattr(_thread, "inside", False):
             return function(*args, **kwargs)
-        first = args[0] if args else None
-        if type(first) is not Tensor:
-            first = next(tensors_in(args or kwargs), None)
-        if first is None or not on_gpu(first) or kwargs.get("gather"):
-            return function(*args, **kwargs)
-        key, tensors = _key((function, *kwargs), (*args, *kwargs.values()))
+        # A default device is a mode of torch functions, under which each attribute costs much.
+        with torch._C.DisableTorchFunction():
+            first = args[0] if args else None
+            if type(first) is not Tensor:
+                first = next(tensors_in(args or kwargs), None)
+            near, key, plan = 0, None, None
+            if first is not None and on_gpu(first) and not kwargs.get("gather"):
+                near = hash((function, first.shape)) % len(_sights)
+                if _sights[near] >= NEAR or _sight(near) >= NEAR:
+                    key, tensors = _key((function, *kwargs), (*args, *kwargs.values()))
+                    plan = None if key is None else _plans.get(key)
+            if plan is not None:
+                plan.called, _sights[near] = True, 255
+                if plan.proved or plan.ready():
+                    return plan.program(*tensors)
         if key is None:
             return function(*args, **kwargs)
-        plan = _plans.get(key)
         if plan is not None:
-            plan.called = True
-            if plan.proved or plan.ready():
-                with torch._C.DisableTorchFunction():  # a default device isn't read
-                    return plan.program(*tensors)
             return plan.prove(lambda: written(*args, **kwargs), lambda: plan.program(*tensors))
+        seldom = _sight(hash(key) % len(_sights)) < SIGHTS
         # Inference mode shows no change of a tensor.
-        if not _often(key) or torch.is_inference_mode_enabled() or _capturing():
+        if seldom or torch.is_inference_mode_enabled() or _capturing():
             return written(*args, **kwargs)
         with Record(function.__name__, tensors) as recording:
             result = written(*args, **kwargs)

@@ -130,7 +130,7 @@ def test_reports_plans_on_a_gpu(monkeypatch):
     for off, line in ((None, "on, and proved"), ("triton.knobs is missing", "off: triton.knobs")):
         monkeypatch.setattr(plans, "why_off", lambda off=off: off)
         assert f"plans         {line}" in run().output
-    assert len(calls) >= 2 * 3 * (plans.SIGHTS + 3)
+    assert len(calls) >= 2 * 3 * doctor.CALLS_ON_GPU
 
 
 def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):

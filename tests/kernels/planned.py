@@ -46,7 +46,8 @@ LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
 SEQUENCES = 1000
 
 
-plans.SIGHTS = 2  # as written, recorded, proved, and a plan from the fourth call on
+NEAR, SIGHTS = plans.NEAR, plans.SIGHTS
+plans.NEAR, plans.SIGHTS = 1, 2  # as written, recorded, proved, and a plan from the fourth call on
 TO_PLAN = 4
 clear = plans.clear_plans
 
@@ -972,7 +973,7 @@ def a_capture_uses_proved_plans_only() -> None:
 
 @check
 def ragged_batches_flush_no_count_and_record_nothing() -> None:
-    with mock.patch.object(plans, "SIGHTS", 8), mock.patch.object(plans, "WINDOW", 200):
+    with mock.patch.multiple(plans, NEAR=NEAR, SIGHTS=SIGHTS, WINDOW=200):
         x, y = torch.randn(150, 1, 16), torch.randn(150, 1, 16)
         for _ in range(4):
             _loss(*_pair(), 1)
