@@ -249,7 +249,7 @@ class _Step:
         return {name: x[rows] for name, x in self.batch.items()}
 
     def _check_no_lists(self) -> None:
-        one = getattr(self.distiller.student.config, "num_labels", None) == 1
+        one = getattr(self.distiller.config, "num_labels", None) == 1
         if one and Lists.of(self.batch.get("labels"), self.batch["input_ids"][:, 0]):
             raise _CannotDo("the rows of a list stay together")
 

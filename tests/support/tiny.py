@@ -1,5 +1,6 @@
 """A tiny teacher with its tokenizer, and tiny data, for tests of the command line."""
 
+import inspect
 import random
 from pathlib import Path
 
@@ -110,9 +111,12 @@ def write_onnx(model: torch.nn.Module, path: Path, *outputs: str) -> None:
         pytest.importorskip(module)
     inputs = {"input_ids": torch.ones(2, 8).long(), "attention_mask": torch.ones(2, 8).long()}
     inputs["attention_mask"][1, 5:] = 0
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
+        inputs["token_type_ids"] = torch.zeros(2, 8).long()
     free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     torch.onnx.export(
         _Graph(model, list(inputs), outputs).eval(), tuple(inputs.values()), str(path),
-        input_names=list(inputs), output_names=list(outputs), dynamic_shapes=((free, free),),
-        dynamo=True, external_data=False, verbose=False,
+        input_names=list(inputs), output_names=list(outputs),
+        dynamic_shapes=((free,) * len(inputs),), dynamo=True, external_data=False,
+        verbose=False,
     )  # fmt: skip
