@@ -1,4 +1,4 @@
-"""Distillation losses of six papers as fused, exact, drop-in PyTorch functions."""
+"""Distillation losses of five papers and others as fused, exact, drop-in PyTorch functions."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -231,7 +231,7 @@ def common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Distil language models into smaller ones with the losses of six papers."""
+    """Distil language models into smaller ones with the losses of five papers and others."""
 
 
 @contextlib.contextmanager
