@@ -107,12 +107,8 @@ def digit_product_kernel(
             tl.store(out_ptr + at, total, mask=inside)
 
 
-@torch.library.custom_op("fastkd::digit_product", mutates_args=())
-def digit_product(a: Tensor, b: Tensor, symmetric: bool = False) -> Tensor:
-    """A·B (batch, M, N) of float64 matrices; of a ``symmetric`` one the lower half is computed.
-
-    An operator, because the extension's roots are products too.
-    """
+def launch_digit_product(a: Tensor, b: Tensor, symmetric: bool = False) -> Tensor:
+    """A·B (batch, M, N) of float64 matrices; of a ``symmetric`` one the lower half is computed."""
     B, M, N = a.shape[0], a.shape[1], b.shape[-1]
     out = torch.empty(B, M, N, dtype=torch.float64, device=a.device)
     (left, scale_a), (right, scale_b) = _split(a), _split(b.mT)
@@ -127,6 +123,12 @@ def digit_product(a: Tensor, b: Tensor, symmetric: bool = False) -> Tensor:
         SYMMETRIC=symmetric, **tile,
     )  # fmt: skip
     return out
+
+
+# An operator, because the extension's roots are products too.
+digit_product = torch.library.custom_op(
+    "fastkd::digit_product", launch_digit_product, mutates_args=()
+)
 
 
 @digit_product.register_fake

@@ -4,6 +4,8 @@ The derivative of ``torch.linalg.eigh`` divides by λ_i − λ_j and gives NaN w
 repeat. The roots themselves are smooth there: their derivatives are divided differences of √λ.
 """
 
+import importlib
+
 import torch
 from torch import Tensor
 
@@ -103,6 +105,8 @@ def symmetric_roots(
     operator computes all sizes, in float64. On a GPU it waits where matrices are too large for the
     kernel and ``zero`` is given. ``digits``: by products of `fastkd.kernels.cca`.
     """
+    if digits:
+        importlib.import_module("fastkd.kernels.cca")  # registers the product
     if extension.CPU:
         return torch.ops.fastkd.symmetric_roots(a, zero, digits)
     values, vectors = eigh(a.double())

@@ -4,7 +4,6 @@ The public functions and their checks. `fastkd.linalg.cca_solver` computes corre
 gradients.
 """
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal, get_args
@@ -428,10 +427,7 @@ def _uses_digits(
         unsupported = "ridge=0 and top_k need eigenvectors, which PyTorch computes"
     if backend_of(backend, "cca_loss", student, unsupported) != "triton":
         return False
-    if backend == "auto" and extension.multiplies_float64(student.device):
-        return False
-    importlib.import_module("fastkd.kernels.cca")  # registers the product
-    return True
+    return backend != "auto" or not extension.multiplies_float64(student.device)
 
 
 def _over_ranks(

@@ -590,6 +590,8 @@ def check_models(config: Config) -> None:
         (config.recipe is not None and config.preset != "paper", "--recipe needs --preset paper"),
         (method, f"{''.join(method[:1])} needs --method NAME: --method {AUTO} takes another method "
          "for another kind of task"),
+        (len({*filter(str.strip, config.teacher_columns.split(","))}) != 3,
+         "--teacher-columns: give three names, separated by commas"),
         (config.student is not None and makes,
          f"--student and {''.join(makes[:1])} exclude each other"),
         (drawn and set_flags(config, "teacher_layers"),

@@ -2,11 +2,18 @@
 
 import itertools
 
+import torch
+
 import fastkd
 from tools.calls import ALL_TYPES, Call, Calls, given, learns, numbers, pair
 
 
 def calls() -> Calls:
+    from fastkd.kernels.cca import launch_digit_product
+
+    for n, symmetric in itertools.product((32, 768), (False, True)):
+        inputs = {name: given(2, n, n, dtype=torch.float64) for name in ("a", "b")}
+        yield Call(launch_digit_product, inputs, {"symmetric": symmetric})
     for (m, D), ridge, top_k, dtype in itertools.product(
         [(32, 768), (64, 64), (512, 768), (4096, 768)],
         (1e-2, (1e-6, 1e-4), (0.0, 1e-4), 0.0),
