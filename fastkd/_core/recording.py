@@ -336,10 +336,10 @@ class Recording(TorchFunctionMode):
 
 
 def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[_Text]) -> Any:
-    """Triton's launcher, and what it is called with.
+    """Triton's launcher in C, and its arguments around those of the kernel.
 
-    Its class passes everything on to a function in C. What that gets is found by a call with
-    another function in its place: it differs between versions of Triton.
+    The launcher's class passes its arguments on to a function in C. They differ between versions of
+    Triton, so a call with a substitute for that function records them.
     """
     run, got = compiled.run, []
     around = [*grid, _Text("stream"), compiled.function, compiled.packed_metadata]

@@ -300,7 +300,7 @@ class _Requests:
             if not all(held):
                 position = held.index(False) + 1
                 raise ValueError(
-                    f"entry {position} isn't that of the prompt's token {row[position]}; have the "
+                    f"entry {position} is not for the prompt's token {row[position]}; have the "
                     "server return an entry for each token, in the prompt's order"
                 )
         except (KeyError, IndexError, TypeError, ValueError) as error:

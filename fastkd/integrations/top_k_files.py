@@ -82,7 +82,7 @@ class TopKFiles(TopKRows):
     Args:
         folder: directory of ``*.safetensors`` or ``*.parquet``.
         columns: names of the token ids, of the most probable ids and of their log-probabilities.
-        temperature: temperature of the log-probabilities, that of the method's soft targets.
+        temperature: temperature of the log-probabilities; the method's soft targets must have it.
 
     Raises:
         FileNotFoundError: the folder has no such file.

@@ -1,8 +1,8 @@
 """A paper's table beside the scores of a study.
 
-``paper`` of a study's file has a ``title``, ``columns`` and ``rows``. A row is that of the variant
-of its name, of ``teacher``, or quoted. A column names a score here, ``"mrpc f1"``, or a measurement
-(`FACTORS`); a list is the mean of columns or scores, and "" has no score here.
+``paper`` of a study's file has a ``title``, ``columns`` and ``rows``. A row shows the variant of
+its name, the ``teacher``, or a quotation. A column names a score here, ``"mrpc f1"``, or a
+measurement (`FACTORS`); a list is the mean of columns or scores, and "" has no score here.
 """
 
 import dataclasses

@@ -338,7 +338,7 @@ def gap_recovered(
 ) -> Difference | None:
     """Mean (student − baseline) over mean (teacher − baseline); ``scores`` pairs the first two.
 
-    The interval is that of the mean residual, gain − ratio · gap, over the mean gap. None if the
+    Its interval is the mean residual's, gain − ratio · gap, over the mean gap. None if the
     gap is below SMALLEST_GAP, within noise over seeds, or unknown for some seed.
 
     >>> gap_recovered([(0.7, 0.6), (0.8, 0.6)], [0.9, 0.9]).mean.__round__(3)

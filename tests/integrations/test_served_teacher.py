@@ -190,9 +190,9 @@ def test_slow_answers_time_out_and_are_requested_again(server, teacher, fault, m
         ("truncate", "without truncation"),
         ("token", "without added tokens"),
         ("logits", "log-probabilities"),
-        ("shift", r"entry \d isn't that of the prompt's token"),
-        ("swap", r"entry \d isn't that of the prompt's token"),
-        ("other", r"entry \d isn't that of the prompt's token|without added tokens"),
+        ("shift", r"entry \d is not for the prompt's token"),
+        ("swap", r"entry \d is not for the prompt's token"),
+        ("other", r"entry \d is not for the prompt's token|without added tokens"),
         ("choices", "2 answers to one prompt"),
     ],
 )
