@@ -1,13 +1,13 @@
 """Mutants: one small change in the package at a time, and whether the tests notice it.
 
-    python -m tests.mutants --results runs/mutants.txt          # all groups of tests/mutants.toml
-    python -m tests.mutants --results FILE --group losses       # one of them
+    python -m tools.mutants --results runs/mutants.txt          # all groups of tools/mutants.toml
+    python -m tools.mutants --results FILE --group losses       # one of them
 
 Mutants are drawn from the syntax trees with a fixed seed: a sign, a comparison, an index by one, a
 forgotten mask, clamp, detach or conversion, a dtype, a flag, a shorter key, an error that isn't
-raised. Each is made in a temporary copy, where the tests of its group run (`-x`). A line of the
-results is a verdict, the group, the place and the change. Those in the file aren't run again, so an
-interrupted run goes on.
+raised. Each is made in a temporary copy, where the tests of its group run (`-x`); without a mutant
+they have to pass. A line of the results is a verdict, the group, the place and the change. Those in
+the file aren't run again, so an interrupted run goes on.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--package", type=Path, default=ROOT, help="the checkout to mutate")
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout of the tests")
-    parser.add_argument("--table", type=Path, default=ROOT / "tests/mutants.toml")
+    parser.add_argument("--table", type=Path, default=ROOT / "tools/mutants.toml")
     parser.add_argument("--group", action="append", help="of the table; all by default")
     options = parser.parse_args()
     groups = tomllib.loads(options.table.read_text())
@@ -140,6 +140,9 @@ def main() -> None:
         for name, group in groups.items():
             if options.group and name not in options.group:
                 continue
+            verdict = verdict_of(copy, group["tests"])
+            if verdict != "survived":
+                sys.exit(f"{name}: without a mutant: {verdict}")
             for file, line, old, new, source in drawn(copy, group["files"], group["count"]):
                 place = f"{name}\t{file}:{line}\t{old[:80]} -> {new[:80]}"
                 if place in known:
