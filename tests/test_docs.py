@@ -18,7 +18,7 @@ import fastkd.distill
 from fastkd._core.extras import how_to_get
 from fastkd.cli.main import app
 from fastkd.study import grid
-from fastkd.study.study_settings import StudySettings
+from fastkd.study.grid import StudySettings
 from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -86,8 +86,8 @@ def started(words, monkeypatch):
 
     for place in (
         "train.distillation.run_distillation", "cli.demo.run_demo",
-        "cli.evaluate_command.evaluate", "cli.predict_command.predict",
-        "cli.analyze_command.run", "cli.cache_command.write", "cli.verify_command.verify",
+        "cli.predict_command.evaluate", "cli.predict_command.predict",
+        "cli.analyze_command.run", "cli.cache_command.write", "cli.cache_command.verify",
         "cli.augment_command.run", "cli.study_command.run", "train.stages.read",
     ):  # fmt: skip
         monkeypatch.setattr(f"fastkd.{place}", stop)

@@ -19,9 +19,8 @@ from fastkd.analysis.similarity_measures import (
     svcca,
 )
 from fastkd.distributed import Group, world_size
-from fastkd.models.backbone import Model
+from fastkd.models.backbone import Model, backbone_of
 from fastkd.models.batch import NOT_INPUTS, Batch, all_layers, batch_of
-from fastkd.models.blocks import backbone_of
 from fastkd.models.inputs import IGNORED, Batches, in_eval_mode
 from fastkd.models.outputs import Outputs, pooled_rows
 

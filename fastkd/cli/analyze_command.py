@@ -36,12 +36,12 @@ from fastkd.models.backbone import Backbone
 from fastkd.models.batch import all_layers, batch_of
 from fastkd.models.student import student_from_teacher
 from fastkd.train import processes, tasks
-from fastkd.train.computation import choose_device
 from fastkd.train.data import read_file, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.files import text_lines
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.models import check_same_tokens, fitting_length, load, tokenizer_of
+from fastkd.train.processes import choose_device
 from fastkd.train.progress import counted
 from fastkd.train.saving import csv_text, locked, read_manifest, saving, write_file, write_json
 from fastkd.train.tasks.base import default_padding_side

@@ -16,14 +16,13 @@ from fastkd.cli.display import RichDisplay, say
 from fastkd.train import tasks
 from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.augmentation import Augmenter
-from fastkd.train.computation import choose_device
 from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.files import first_row
+from fastkd.train.files import Columns, first_row, settle_columns
 from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.input_columns import Columns, settle_columns
 from fastkd.train.models import load, tokenizer_of
 from fastkd.train.options import as_json
+from fastkd.train.processes import choose_device
 from fastkd.train.saving import check_new_file
 from fastkd.train.tasks.classification import Classification
 

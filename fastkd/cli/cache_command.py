@@ -5,28 +5,31 @@ tokenizer, and `MANIFEST`, written last, with settings, scores and sizes of the 
 """
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from torch import nn
 
 from fastkd.cli.display import RichDisplay
+from fastkd.distill import verify as checks
 from fastkd.distill.cache import ABOUT, TeacherCache
 from fastkd.distributed import world_size
 from fastkd.integrations.top_k_files import rows_of
 from fastkd.integrations.top_k_files import write as write_rows
-from fastkd.train import auto_method, processes
+from fastkd.train import processes
 from fastkd.train.assembling import Models, assemble, load_teacher, select
-from fastkd.train.computation import Computation
 from fastkd.train.config import AUTO, Config
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.fitting import save_model
 from fastkd.train.loading import describe_match, encode, load_data
-from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method
+from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method, settled_method
 from fastkd.train.options import as_json
+from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
 from fastkd.train.run_directory import row_fingerprints, size_text
 from fastkd.train.saving import (
@@ -88,7 +91,7 @@ def begin(config: Config, display: Display) -> tuple[Run, Models]:
     if config.method != AUTO:
         make_method(config.method, config.options, config.preset)
     data = load_data(config, display)
-    config, why = auto_method.settled(config, data.task, data.teacher_tokenizer is not None)
+    config, why = settled_method(config, data.task, data.teacher_tokenizer is not None)
     if why:
         display.say(why)
     teacher = load_teacher(config, data)
@@ -179,3 +182,29 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
             "samples": len(TeacherCache(out)),
         }
         write_json(out / MANIFEST, report)
+
+
+def verify(config: Config, console: Console) -> bool:
+    """Run `fastkd verify`; returns whether all equivalent ways agree.
+
+    Raises:
+        InputError: an option cannot be used.
+    """
+    with RichDisplay(console) as display:
+        # No row is evaluated, but a corpus has some.
+        evals = config.evals or config.train
+        few: dict[str, Any] = {"max_train_rows": config.rows, "batch_size": config.rows}
+        run, models = begin(dataclasses.replace(config, **few, evals=evals), display)
+        device, distiller = run.computation.device, models.distiller.to(run.computation.device)
+        train = run.sets.train
+        inputs = next(train.batches(run.sets.collate, len(train), device=device))
+        display.say(f"{len(train)} rows, device {device}, float64, without dropout")
+        try:
+            distiller.prepare([inputs])
+            number, each = checks.begin(distiller, inputs, ranks=config.ranks)
+            found = list(counted(each, display, "checks", number))
+        except (RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()
+            raise RunFailed(f"the step can't be checked: {reason[-1]}") from error
+        display.say(checks.table(found))
+    return all(check.ok for check in found)

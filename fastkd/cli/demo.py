@@ -27,17 +27,16 @@ from fastkd.cli.command_settings import DemoSettings
 from fastkd.cli.display import RichDisplay, say
 from fastkd.distill.methods import METHODS
 from fastkd.study import grid
-from fastkd.study.grid import Grid
+from fastkd.study.grid import Grid, StudySettings
 from fastkd.study.grid_report import best_cells
 from fastkd.study.grid_runs import GridRuns
 from fastkd.study.statistics import LEVEL, Difference, summarize
-from fastkd.study.study_settings import StudySettings
-from fastkd.train.computation import choose_device
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.packaged_teacher import teacher_path
+from fastkd.train.processes import choose_device
 from fastkd.train.saving import MANIFEST, locked, move_directory, read_json, write_json
 from fastkd.train.scoring import Trained, seconds_a_batch
 

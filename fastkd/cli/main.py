@@ -18,9 +18,8 @@ from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
 from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
-from fastkd.train.launcher import check_launcher, first, launched, leave_launcher
+from fastkd.train.launcher import check_launcher, first, launched, leave_launcher, stopping_at_once
 from fastkd.train.options import Option, assignments, defaults_of, options_of
-from fastkd.train.signals import stopping_at_once
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -82,7 +81,7 @@ COMMANDS = {
         fastkd evaluate --model runs/distill/student --data dev.tsv
     """,
         "cli.command_settings.EvaluateSettings",
-        "cli.evaluate_command.evaluate",
+        "cli.predict_command.evaluate",
         ANSWERING,
         alone=True,
     ),
@@ -121,7 +120,7 @@ COMMANDS = {
     your teacher, student, method and rows, in float64, without dropout.
     """,
         "train.config.Config",
-        "cli.verify_command.verify",
+        "cli.cache_command.verify",
         alone=True,
         required=("teacher",),
     ),
@@ -160,7 +159,7 @@ COMMANDS = {
 
         fastkd study --methods labels,fcd --tasks docs=docstrings --finetune-teacher 3
     """,
-        "study.study_settings.StudySettings",
+        "study.grid.StudySettings",
         "cli.study_command.run",
         (*TRAINING, "matplotlib"),
         after_stop=AGAIN,

@@ -1,18 +1,70 @@
-"""`fastkd predict`: predictions of a trained model for the rows of a file."""
+"""`fastkd predict` and `fastkd evaluate`: a trained model on the rows of a file."""
 
 import dataclasses
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from fastkd.cli.command_settings import PredictSettings
+from fastkd.cli.command_settings import AnswerSettings, EvaluateSettings, PredictSettings
 from fastkd.cli.display import say, stderr_display
-from fastkd.cli.tables import begin, table
 from fastkd.train import glue_server
 from fastkd.train.data import empty_column, read_hub
-from fastkd.train.errors import InputError
+from fastkd.train.errors import InputError, nearest
+from fastkd.train.evaluation import score
 from fastkd.train.glue import GLUE_TASKS, HUB
-from fastkd.train.saving import check_new_file, write_file
+from fastkd.train.processes import Computation
+from fastkd.train.progress import format_scores
+from fastkd.train.saving import check_new_file, csv_text, write_file, write_json
+from fastkd.train.trained_model import TrainedModel
+
+
+def begin(settings: AnswerSettings) -> TrainedModel:
+    """The model, loaded after the options are checked."""
+    check_new_file(settings.out, settings.overwrite)
+    if settings.out is not None and settings.out.suffix not in FORMATS:
+        raise InputError(f"--out {settings.out}: unknown kind of file; {nearest('', FORMATS)}")
+    computation = Computation.of(settings)
+    remote = settings.trust_remote_code
+    return TrainedModel(settings.model, computation, remote, settings.onnx, settings.task)
+
+
+def table(kind: str, found: list[dict[str, Any]], between: str | None = None) -> str:
+    """Rows as the text of a file of this kind; ``between`` is `Task.list_separator`."""
+    if kind in TABLES:
+        found = [{name: _joined(x, between) for name, x in row.items()} for row in found]
+    return FORMATS[kind](found)
+
+
+def _joined(value: Any, between: str | None) -> Any:
+    """A list as the text of one cell."""
+    if not isinstance(value, list):
+        return value
+    if between is not None and all(isinstance(x, str) and between not in x for x in value):
+        return between.join(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _tsv(found: list[dict[str, Any]]) -> str:
+    """Unquoted, as `fastkd` reads it; separators inside a text become spaces."""
+    rows = ([*found[0]], *(row.values() for row in found))
+    return "".join("\t".join(map(_cell, row)) + "\n" for row in rows)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
+
+
+TABLES = (".tsv", ".csv")
+FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    ".tsv": _tsv,
+    ".csv": csv_text,
+    ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
+    ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),
+}
 
 
 def predict(settings: PredictSettings, console: Console) -> None:
@@ -82,3 +134,27 @@ def _for_glue(settings: PredictSettings, console: Console) -> None:
             content = [labels[row["label"]] for row in found]
         write_file(targets[name], glue_server.table(content))
         say(console, f"{len(found)} rows: {targets[name]}")
+
+
+def evaluate(settings: EvaluateSettings, console: Console) -> dict[str, float]:
+    """Print the scores on labelled rows, and write them to --out."""
+    model = begin(settings)
+    known = model.task.metrics
+    if settings.metric not in (None, *known):
+        listed = nearest(settings.metric or "", known)
+        raise InputError(f"--metric {settings.metric} doesn't score this model; {listed}")
+    rows = model.read(settings.data, settings.columns, settings.task, labelled=True)
+    model.task, rows, lines, _ = model.task.prepare(rows, order=settings.label_order)
+    metrics = model.task.select_metrics(settings.metric)
+    for line in (*lines, *model.task.explain(metrics)):
+        say(console, line)
+    answers = model.answers(rows, settings.max_length, stderr_display())
+    scores = score(model.task, metrics, *answers)
+    say(console, f"{len(rows)} rows:  {format_scores(scores)}")
+    if settings.out is not None:
+        found = {"rows": len(rows), **scores}
+        if settings.out.suffix == ".json":
+            write_json(settings.out, found)
+        else:
+            write_file(settings.out, table(settings.out.suffix, [found]))
+    return scores

@@ -6,8 +6,8 @@ from rich.console import Console
 
 from fastkd.cli.display import RichDisplay
 from fastkd.study import budget, grid, grid_report
+from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns
-from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError, RunFailed
 from fastkd.train.launcher import leave_launcher
 from fastkd.train.saving import check_directory

@@ -6,7 +6,6 @@ from fastkd.distill import methods
 from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
-from fastkd.distill.ema import EMATeacher
 from fastkd.distill.layers import select_layers
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Method
@@ -26,10 +25,10 @@ from fastkd.distill.methods import (
 from fastkd.distill.several import Several
 from fastkd.distill.spans import TwoTokenizers, align_spans
 from fastkd.distill.step import Step
-from fastkd.models.blocks import Blocks
-from fastkd.models.layer_map import layer_map
-from fastkd.models.offload import offload
-from fastkd.models.student import student_from_teacher
+from fastkd.distill.teachers import EMATeacher
+from fastkd.models.backbone import Blocks
+from fastkd.models.hooks import offload
+from fastkd.models.student import layer_map, student_from_teacher
 
 __all__ = [
     "FCD", "LRCBERT", "LRKD", "MC3KD", "METHODS", "AttentionMSE", "Blocks", "ByRow",

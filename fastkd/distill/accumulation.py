@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
-from fastkd.distill.perturbation import perturbed_embeddings, unit_gradients
-from fastkd.distill.step import ItemCounts, Step, global_count
+from fastkd.distill.step import ItemCounts, Step, global_count, perturbed_embeddings, unit_gradients
 from fastkd.distributed import ranks_of
 from fastkd.models.inputs import IGNORED
 from fastkd.models.outputs import Outputs

@@ -13,7 +13,7 @@ from fastkd._core.numerics import product, upcast
 from fastkd.distill.method import WithSoftTargets
 from fastkd.distill.step import Step
 from fastkd.models.backbone import Backbone, Model
-from fastkd.models.families import reads_whole_rows
+from fastkd.models.inputs import reads_whole_rows
 
 MOST_HEADS = 48  # MiniLMv2's relation heads, at a width of 768
 

@@ -22,11 +22,9 @@ from fastkd.distill.method import Method
 from fastkd.distill.prediction_losses import MULTI_LABEL, REGRESSION
 from fastkd.lm.heads import Head, LowRank
 from fastkd.lm.targets import TopK
-from fastkd.models.backbone import Backbone, Model, placed_for
+from fastkd.models.backbone import Backbone, Blocks, Model, placed_for
 from fastkd.models.batch import Batch, with_sentence
-from fastkd.models.blocks import Blocks
-from fastkd.models.lm_head import HeadInputs
-from fastkd.models.offload import on_device
+from fastkd.models.hooks import HeadInputs, on_device
 from fastkd.models.outputs import HeadOutput, Outputs, model_outputs, pooled_rows
 
 FORMAT = 8

@@ -7,7 +7,7 @@ from fastkd._core import check
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.models.backbone import Backbone
 from fastkd.models.inputs import Batches
-from fastkd.models.layer_map import check_enough
+from fastkd.models.student import check_enough
 
 
 def select_layers(

@@ -15,9 +15,9 @@ from fastkd._core import check
 from fastkd._core.extras import require
 from fastkd._core.warn import warn_caller
 from fastkd.distill.distiller import Distiller, DistillerOutput
-from fastkd.distill.ema import averaging_teachers
 from fastkd.distill.labelled_order import LABELLED_SHARE, LabelledOrder, has_label
 from fastkd.distill.method import Method
+from fastkd.distill.teachers import averaging_teachers
 from fastkd.models.batch import put_back, split_inputs
 from fastkd.models.inputs import IGNORED
 

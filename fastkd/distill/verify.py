@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.ema import averaging_teachers
-from fastkd.distill.lists import Lists
-from fastkd.models.documents import MixedDocuments, find_documents
+from fastkd.distill.prediction_losses import Lists
+from fastkd.distill.teachers import averaging_teachers
+from fastkd.models.batch import MixedDocuments, find_documents
 from fastkd.models.inputs import IGNORED, rotate
 
 __all__ = ["Check", "table", "verify"]

@@ -13,7 +13,7 @@ from fastkd.lm.heads import Head
 from fastkd.lm.targets import TopK
 from fastkd.models.backbone import Model
 from fastkd.models.batch import Batch
-from fastkd.models.lm_head import HeadInputs
+from fastkd.models.hooks import HeadInputs
 from fastkd.models.outputs import Outputs
 
 

@@ -14,10 +14,18 @@ from torch.utils._pytree import tree_map_only
 from fastkd._core.pooling import pool_tokens
 from fastkd.lm.targets import TopK
 from fastkd.models.backbone import Backbone, Model
-from fastkd.models.families import DESCRIBE
-from fastkd.models.hooks import capture, capture_qkv, entering_blocks, head_skipped, is_state
-from fastkd.models.inputs import in_eval_mode
-from fastkd.models.lm_head import HeadInputs, gathered, is_head, stopped_at_head
+from fastkd.models.hooks import (
+    HeadInputs,
+    capture,
+    capture_qkv,
+    entering_blocks,
+    gathered,
+    head_skipped,
+    is_head,
+    is_state,
+    stopped_at_head,
+)
+from fastkd.models.inputs import DESCRIBE, in_eval_mode
 
 Logits = Tensor | tuple[Tensor, Tensor]
 HeadOutput = Literal["logits", "inputs", "none"]

@@ -32,7 +32,6 @@ from fastkd.study.paper_table import TIMED as TIMED_MODELS
 from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
 from fastkd.train import data, distillation, stages, tasks
 from fastkd.train.arrow_rows import file_fingerprint
-from fastkd.train.computation import choose_device
 from fastkd.train.config import MODELS, STAGES, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
 from fastkd.train.files import names_of
@@ -41,6 +40,7 @@ from fastkd.train.loading import finished_task
 from fastkd.train.models import check_depth, load
 from fastkd.train.options import as_paths, errors_with_file_keys, paths_of
 from fastkd.train.packaged_teacher import resolved
+from fastkd.train.processes import choose_device
 from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
 from fastkd.train.run_directory import row_fingerprints

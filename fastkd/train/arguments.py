@@ -14,10 +14,10 @@ from transformers.training_args import TrainingArguments
 from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes
-from fastkd.train.computation import Computation
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.options import as_json, check_types
+from fastkd.train.processes import Computation
 
 
 @dataclass

@@ -16,14 +16,12 @@ from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.layers import select_layers
-from fastkd.distill.method import Method
+from fastkd.distill.method import Method, other_vocabulary
 from fastkd.integrations._rows import RowSource
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.backbone import Backbone
 from fastkd.models.inputs import Batches
-from fastkd.models.layer_map import SCHEMES
-from fastkd.models.student import layers_to_keep, student_from_teacher, with_first
-from fastkd.models.vocabulary import other_vocabulary
+from fastkd.models.student import SCHEMES, layers_to_keep, student_from_teacher, with_first
 from fastkd.train import lora, processes
 from fastkd.train.completions import stored_teacher
 from fastkd.train.config import SELECT, Config

@@ -12,9 +12,9 @@ from typing import Any
 from fastkd.train import files, recipes, tasks
 from fastkd.train.conversations import KEEP, THINKING
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.files import Columns
 from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.hub import COMPLETIONS, has_no_weights, is_served, is_stored
-from fastkd.train.input_columns import Columns
 from fastkd.train.options import (
     Checked,
     check_types,
@@ -41,7 +41,7 @@ NAMES = (
     "distilbert", "minilm", "minilmv2", "embeddings", "gold", "margin_mse",
 )  # fmt: skip
 LABELLED_SHARE = 0.25
-# --method: the one that suits the kind of task, see `fastkd.train.auto_method`.
+# --method: the one that suits the kind of task, see `fastkd.train.models`.
 AUTO = "auto"
 # Default of --max-length, lowered where a model reads less.
 MAX_LENGTH = 128

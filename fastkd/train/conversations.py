@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.input_columns import Columns, field, holds_text, text_of, whole
+from fastkd.train.files import Columns, field, holds_text, text_of, whole
 
 MESSAGES, CONVERSATIONS = "messages", "conversations"
 INSTRUCTION, INPUT, OUTPUT, HISTORY = "instruction", "input", "output", "history"

@@ -19,22 +19,22 @@ from fastkd.distill.distiller import Distiller
 from fastkd.distill.methods import Labels
 from fastkd.distributed import world_size
 from fastkd.integrations.top_k_files import TopKRows
-from fastkd.models.layer_map import SCHEMES
-from fastkd.models.offload import offload
-from fastkd.train import auto_method, lora, processes, recipes, sharding, tasks
+from fastkd.models.hooks import offload
+from fastkd.models.student import SCHEMES
 from fastkd.train import data as rows_of_source
+from fastkd.train import lora, processes, recipes, sharding, tasks
 from fastkd.train.arguments import settled
 from fastkd.train.arrow_rows import fingerprint
 from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
 from fastkd.train.card import CARD, write_card
-from fastkd.train.computation import Computation
 from fastkd.train.config import AUTO, SELECT, Config
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.fitting import fit, load_best, servers_of
 from fastkd.train.generation import Generation
 from fastkd.train.loading import Data, describe_match, encode, load_data
-from fastkd.train.models import be_quiet, make_method
+from fastkd.train.models import be_quiet, make_method, settled_method
 from fastkd.train.options import set_flags
+from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, format_scores
 from fastkd.train.run_directory import (
     CHECKPOINTS,
@@ -129,7 +129,7 @@ def begin(config: Config, data: Data, display: Display, out: RunDirectory) -> tu
     """
     with processes.errors_on_all():
         own = data.teacher_tokenizer is not None
-        config, why = auto_method.settled(config, data.task, own, out.manifest.get("method"))
+        config, why = settled_method(config, data.task, own, out.manifest.get("method"))
         if why:
             display.say(why)
         tuned = out.teacher if config.finetune_teacher and is_complete(out.teacher) else None

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastkd.train import files, tasks
 from fastkd.train.config import ColumnOptions, Config
+from fastkd.train.files import check_columns, settle_columns
 from fastkd.train.hub import check_place, has_no_weights
-from fastkd.train.input_columns import check_columns, settle_columns
 from fastkd.train.options import options_of
 from fastkd.train.row_teachers import teachers_of
 

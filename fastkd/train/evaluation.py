@@ -14,7 +14,7 @@ from fastkd._core.extras import require
 from fastkd.distributed import world_size
 from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import Encoded
-from fastkd.train.computation import Computation
+from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
 from fastkd.train.tasks.base import Task
 

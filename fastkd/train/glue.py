@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from fastkd.train.input_columns import Columns
+from fastkd.train.files import Columns
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastkd.train.errors import EmptyLabel, InputError
-from fastkd.train.input_columns import field, whole
+from fastkd.train.files import field, whole
 
 LARGEST = float(torch.finfo(torch.float32).max)
 MOST_CLASSES_SHOWN = 20

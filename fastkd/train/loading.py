@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from transformers import AutoConfig
 
 from fastkd.lm.vocabulary_match import Side, VocabularyMatch
+from fastkd.models.batch import split_inputs
 from fastkd.train import data as rows_of_source
 from fastkd.train import tasks
-from fastkd.train.arrow_rows import Encoded, Rows
+from fastkd.train.arrow_rows import TEACHER_PREFIX, Encoded, Rows
 from fastkd.train.config import MAX_LENGTH, Config
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.generation import MAX_NEW_TOKENS, Generation
 from fastkd.train.hub import has_no_weights
@@ -32,7 +34,6 @@ from fastkd.train.row_teachers import ByRowCollator, teachers_of
 from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import ClassTask, Corpus, Task
 from fastkd.train.tasks.regression import Regression
-from fastkd.train.trainers import TwoTokenizerCollator
 
 # Rows whose tokens are counted for the report on two vocabularies.
 MATCH_ROWS = 1024
@@ -278,6 +279,30 @@ def collator(data: Data, task: Task) -> Any:
     if data.teacher_tokenizer is not None:
         return TwoTokenizerCollator(task, data.tokenizer, data.teacher_tokenizer)
     return task.collator(data.tokenizer)
+
+
+class TwoTokenizerCollator:
+    """Collator of batches with two tokenizers: the teacher's tokens are in ``teacher_...``."""
+
+    def __init__(self, task: Task, tokenizer: Any, teachers: Any):
+        self.student, self.teacher = task.collator(tokenizer), task.collator(teachers)
+        #: Side on which each model's spans are padded, as its tokens are.
+        self.sides = {
+            "student_spans": type(tokenizer).padding_side,
+            "teacher_spans": type(teachers).padding_side,
+        }
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        both = [split_inputs(row) for row in rows]
+        batch = dict(self.student([own for own, _, _ in both]))
+        theirs = self.teacher([theirs for _, theirs, _ in both])
+        batch |= {f"{TEACHER_PREFIX}{name}": x for name, x in theirs.items()}
+        spans = zip(*(spans for _, _, spans in both if spans is not None), strict=True)
+        for (name, side), numbers in zip(self.sides.items(), spans, strict=False):
+            batch[name] = torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor(row) for row in numbers], True, -1, side
+            )
+        return batch
 
 
 def describe_match(data: Data, train: Encoded) -> str:

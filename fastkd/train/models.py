@@ -1,12 +1,13 @@
 """Teacher, student and tokenizer, loaded and fitted to the data."""
 
 import inspect
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -15,18 +16,91 @@ from transformers.utils import logging as transformers_logging
 from fastkd._core.extras import MissingExtra
 from fastkd.distill.baselines import BASELINES
 from fastkd.distill.methods import AttentionMSE, Method, from_preset, resolve
-from fastkd.models.families import reads_whole_rows
-from fastkd.models.inputs import reads_last_token
+from fastkd.models.inputs import reads_last_token, reads_whole_rows
 from fastkd.train import tasks
 from fastkd.train.config import AUTO, MAX_LENGTH, NAMES, Config
 from fastkd.train.errors import InputError, first_line, nearest
 from fastkd.train.generation import Generation
 from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_not
 from fastkd.train.progress import Display
-from fastkd.train.same_tokens import difference, other_token, same_tokens, sample
 from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import Corpus, Task
 from fastkd.train.tasks.base import fit_config as fit_head
+
+# Rows that are read with both tokenizers, characters of each, and rows in memory at a time.
+ROWS, CHARACTERS, BATCH = 1024, 4096, 32
+# Tokens of a row that a message shows.
+SHOWN = 8
+
+
+class Difference(NamedTuple):
+    """A row that two tokenizers read differently, and the tokens from the first other one."""
+
+    row: int
+    first: list[str]
+    second: list[str]
+
+
+def sample(corpus: Corpus) -> tuple[list[int], list[str]]:
+    """Numbers and beginnings of texts of the first training rows."""
+    train = corpus.train
+    numbers: list[int] = []
+    found: list[str] = []
+    for start in range(0, min(len(train), ROWS), BATCH):
+        rows = train.select(list(range(start, min(start + BATCH, len(train), ROWS))))
+        texts, pairs = type(corpus.task).texts(rows)
+        both = [*texts, *(pairs or ())]
+        # A row may have several texts.
+        numbers += [rows.number(i * len(rows) // len(texts)) for i in range(len(texts))]
+        numbers += numbers[-len(texts) :] * bool(pairs)
+        found += [text[:CHARACTERS] for text in both]
+    return numbers, found
+
+
+def difference(
+    first: Any, second: Any, rows: tuple[list[int], list[str]], special: bool = True
+) -> Difference | None:
+    """The first of ``rows`` with other ids; ``special``: special tokens around a text count."""
+    both = (_ids(each, rows[1], special) for each in (first, second))
+    for number, ids, others in zip(rows[0], *both, strict=True):
+        if ids != others:
+            pairs = enumerate(itertools.zip_longest(ids, others))
+            at = next(i for i, (one, other) in pairs if one != other)
+            part = slice(max(0, at - 1), at - 1 + SHOWN)
+            return Difference(
+                number,
+                first.convert_ids_to_tokens(ids[part]),
+                second.convert_ids_to_tokens(others[part]),
+            )
+    return None
+
+
+def same_tokens(first: Any, second: Any, rows: tuple[list[int], list[str]], special: bool) -> bool:
+    """Whether two tokenizers are one for ``rows``: one may have further tokens, with further ids.
+
+    Two vocabularies of which one holds the other may still cut a text differently.
+    """
+    one, other = first.get_vocab().items(), second.get_vocab().items()
+    nested = one <= other or one >= other
+    return nested and difference(first, second, rows, special) is None
+
+
+def other_token(first: Any, second: Any, texts: Sequence[str]) -> tuple[int, str, str] | None:
+    """An id of ``texts`` read by ``first`` that is another token of ``second``, and both tokens."""
+    own = {i: token for token, i in second.get_vocab().items()}
+    known = first.get_vocab()
+    used = {i for ids in _ids(first, texts, True) for i in ids}
+    for token, i in sorted(known.items(), key=lambda pair: pair[1]):
+        if i in used and own.get(i, token) != token:
+            return i, token, own[i]
+    return None
+
+
+def _ids(tokenizer: Any, texts: Sequence[str], special: bool) -> Iterator[list[int]]:
+    for start in range(0, len(texts), BATCH):
+        part = list(texts[start : start + BATCH])
+        yield from tokenizer(part, add_special_tokens=special, verbose=False)["input_ids"]
+
 
 # Directory in a cache of `fastkd cache`: the initial student with its tokenizer.
 STUDENT = "student"
@@ -312,3 +386,62 @@ def make_method(
         return from_preset(kind, preset, options)
     except (TypeError, ValueError) as error:
         raise InputError(f"--method {name}: {error}") from error
+
+
+#: The page with the study, and the method of each kind in a table.
+PAGE = "docs/studies/method_by_task.md"
+
+
+class Choice(NamedTuple):
+    """A method of `--method auto`, and why it is taken."""
+
+    method: str
+    why: str
+
+
+_LIKE = "not studied; that of "
+#: By the name of the task. `PAGE` has the same table, which a test compares.
+METHODS = {
+    "causal-lm": Choice("fcd", "above soft targets beyond noise"),
+    "chat": Choice("fcd", _LIKE + "causal-lm"),
+    "classification": Choice("soft_targets", "nothing is above it beyond noise"),
+    "embedding": Choice("lrkd", "above FCD, MC3KD and LRC-BERT beyond noise"),
+    "masked-lm": Choice("fcd", _LIKE + "causal-lm"),
+    "multi-label": Choice("soft_targets", _LIKE + "classification"),
+    "multiple-choice": Choice("soft_targets", _LIKE + "classification"),
+    "question-answering": Choice("soft_targets", _LIKE + "token-classification"),
+    "regression": Choice("fcd", "above soft targets beyond noise, cheaper than MC3KD"),
+    "reranking": Choice("soft_targets", "not studied; KL over each list"),
+    "seq2seq": Choice("fcd", _LIKE + "causal-lm"),
+    "token-classification": Choice("soft_targets", "nothing is above it beyond noise"),
+}
+
+
+def kind_of(task: Task | type[Task]) -> str | None:
+    """The kind in `METHODS` of a task; for a user's own the one it derives from, or its head's."""
+    kind = task if isinstance(task, type) else type(task)
+    bases = [base for base in kind.__mro__ if issubclass(base, Task) and base is not Task]
+    alike = [other for other in map(tasks.named, METHODS) if other.head == kind.head]
+    return next((x.name() for x in (*bases, *alike) if x.name() in METHODS), None)
+
+
+def choose(task: Task | type[Task], own_tokens: bool = False) -> Choice:
+    """The method for ``task``; ``own_tokens``: the tokenizer is the student's own."""
+    kind = kind_of(task)
+    if kind is None:
+        return Choice("soft_targets", f"--task {task.name()} is of no kind that was studied")
+    found, why = METHODS[kind]
+    if own_tokens and task.head != "AutoModel":
+        return Choice("soft_targets", "the student has a tokenizer of its own")
+    return Choice(found, f"--task {kind}: {why} ({PAGE})")
+
+
+def settled_method(
+    config: Config, task: Task, own_tokens: bool = False, kept: str | None = None
+) -> tuple[Config, str]:
+    """``config`` with the method that auto takes, and the line that says so; ``kept``: that of
+    the run to resume."""
+    if config.method != AUTO:
+        return config, ""
+    found, why = choose(task, own_tokens) if kept is None else (kept, "as the run began")
+    return replace(config, method=found), f"method {found} (--method {AUTO}): {why}"

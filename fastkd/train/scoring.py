@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastkd.models.hooks import on_device
 from fastkd.models.inputs import accepted
-from fastkd.models.offload import on_device
 from fastkd.train.arrow_rows import Encoded
-from fastkd.train.computation import Computation
 from fastkd.train.config import Config
 from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.loading import Data, Sets, encoder
+from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
 from fastkd.train.run_directory import RunDirectory
 

@@ -32,7 +32,7 @@ from fastkd.analysis import (
 from fastkd.analysis.moments import Covariances, Factors
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.distill import Blocks
-from fastkd.models.documents import MixedDocuments
+from fastkd.models.batch import MixedDocuments
 from fastkd.study.run_measurements import PeakMemory
 from tests.distill.models import SMALL
 from tests.distill.models import model as model_of

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fastkd.cli import main
-from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError, TrainingFailed
+from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
 from fastkd.train.trained_model import NO_COLUMNS, TrainedModel
 from tests.support.tiny import make_teacher, words_of, write_tsv

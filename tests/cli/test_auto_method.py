@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fastkd.study import grid
-from fastkd.study.study_settings import StudySettings
-from fastkd.train import auto_method, tasks
-from fastkd.train.auto_method import METHODS, Choice, choose, kind_of
+from fastkd.study.grid import StudySettings
+from fastkd.train import models, tasks
 from fastkd.train.config import NAMES, Config
+from fastkd.train.models import METHODS, Choice, choose, kind_of
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.support.runs import press_ctrl_c, report_of, stop_at
@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 
 
 def test_the_pages_have_the_same_table():
-    page = (ROOT / auto_method.PAGE).read_text()
+    page = (ROOT / models.PAGE).read_text()
     rows = re.findall(r"(?m)^\| `([\w-]+)` \| `(\w+)` \| (.+) \|$", page)
     assert {kind: Choice(method, why) for kind, method, why in rows} == METHODS
     assert len(rows) == len(METHODS) and list(METHODS) == sorted(tasks.NAMES)
@@ -35,7 +35,7 @@ def test_the_pages_have_the_same_table():
     assert {choice.method for choice in METHODS.values()} <= {*NAMES}
     for kind, choice in METHODS.items():
         task = tasks.named(kind)
-        assert choose(task) == (choice.method, f"--task {kind}: {choice.why} ({auto_method.PAGE})")
+        assert choose(task) == (choice.method, f"--task {kind}: {choice.why} ({models.PAGE})")
 
 
 class Own(CausalLM):
@@ -80,7 +80,7 @@ def test_a_run_records_its_method_and_keeps_it(tmp_path, monkeypatch):
     card = (tmp_path / "out/student/README.md").read_text()
     assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
     output = run("distill", "--overwrite", **options)
-    why = f"--task classification: another reason ({auto_method.PAGE})"
+    why = f"--task classification: another reason ({models.PAGE})"
     assert f"method fcd (--method auto): {why}" in output
 
 

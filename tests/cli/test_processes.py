@@ -15,8 +15,8 @@ from torch.distributed import run as torchrun
 from transformers import BertConfig, BertForQuestionAnswering
 
 from fastkd.distill.labelled_order import LabelledOrder
+from fastkd.train.fitting import StepSampler
 from fastkd.train.saving import find_damage
-from fastkd.train.trainers import StepSampler
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_demo import write_packaged
 from tests.support.runs import report_of, same_weights, stop_at, visible

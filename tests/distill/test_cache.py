@@ -24,7 +24,7 @@ from fastkd.distill import (
 )
 from fastkd.distill import cache as cache_module
 from fastkd.lm.heads import output_layer
-from fastkd.models.documents import MixedDocuments
+from fastkd.models.batch import MixedDocuments
 from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
 from tests.distill.support import data_of, model_of

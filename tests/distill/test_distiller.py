@@ -19,9 +19,9 @@ from fastkd.distill import (
     SoftTargets,
     method_by_name,
     methods,
-    perturbation,
     student_from_teacher,
 )
+from fastkd.distill.step import unit_gradients
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import replaced_embeddings
 from tests.distill import support
@@ -159,10 +159,9 @@ def test_unit_gradient_moves_each_samples_embeddings_by_the_normalised_gradient(
 @pytest.fixture
 def shifts(monkeypatch):
     found = []
-    original = perturbation.unit_gradients
 
     def noted(*run, **options):
-        shifts = original(*run, **options)
+        shifts = unit_gradients(*run, **options)
         found.extend(shifts)
         return shifts
 

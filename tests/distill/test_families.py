@@ -10,7 +10,7 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoder, Whisper
 
 from fastkd.distill import FCD, LRKD, Distiller, SoftTargets, method_by_name, student_from_teacher
 from fastkd.models.backbone import Backbone
-from fastkd.models.families import NoLayers, find_stack
+from fastkd.models.inputs import NoLayers, find_stack
 from fastkd.models.outputs import LayerRequest, model_outputs
 from tests.distill.models import BERT, recipe
 from tests.distill.support import FAMILIES as SUPPORTED

@@ -12,7 +12,7 @@ from fastkd import soft_target_loss
 from fastkd.distill import FCD, Distiller, Several, SoftTargets, offload, student_from_teacher
 from fastkd.distill.verify import taken
 from fastkd.lm import linear_soft_targets
-from fastkd.models.offload import Offload, on_device
+from fastkd.models.hooks import Offload, on_device
 from tests.distill import support
 from tests.distill.models import batch, recipe, step
 from tests.distill.models import model as model_of

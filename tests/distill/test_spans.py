@@ -20,8 +20,8 @@ from fastkd.distill import (
     TwoTokenizers,
     align_spans,
 )
+from fastkd.distill.method import other_vocabulary
 from fastkd.distill.verify import taken
-from fastkd.models.vocabulary import other_vocabulary
 from tests.distill.models import classifier, eager, model, set_dropout, step
 from tests.support.compare import raises
 

@@ -12,8 +12,7 @@ from transformers import GPT2LMHeadModel
 from fastkd.analysis import adjacent_layer_cca
 from fastkd.distill import MC3KD, Distiller, layer_map, select_layers, student_from_teacher
 from fastkd.models.backbone import Backbone
-from fastkd.models.layer_map import check_layers, resolve_layers, spread_layers
-from fastkd.models.student import kinds_of
+from fastkd.models.student import check_layers, kinds_of, resolve_layers, spread_layers
 from fastkd.train.config import NAMES
 from tests.distill.models import (
     BERT,

@@ -4,8 +4,8 @@ import pytest
 
 from fastkd.study import budget, grid
 from fastkd.study.budget import Search
+from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
-from fastkd.study.study_settings import StudySettings
 from fastkd.train.progress import Display
 from tests.support.tiny import make_teacher, run, write_tsv
 

@@ -11,8 +11,8 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM
 
 from fastkd.study import grid, grid_report, grid_runs
+from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
-from fastkd.study.study_settings import StudySettings
 from fastkd.train import stages
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fastkd.study import grid, paper_table
+from fastkd.study.grid import StudySettings
 from fastkd.study.statistics import summarize
-from fastkd.study.study_settings import StudySettings
 from fastkd.train.errors import InputError
 from fastkd.train.options import fits
 from tests.support.tiny import make_teacher

@@ -20,8 +20,8 @@ from fastkd.cli.display import new_console
 from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
 from fastkd.study import docstrings, grid, grid_report, grid_runs, paper_table
+from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns
-from fastkd.study.study_settings import StudySettings
 from fastkd.train import assembling, data
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.config import Config
@@ -250,7 +250,7 @@ def test_early_checks_import_no_torch(root):
     path = write(root, shared=SHARED + 'text_column = "txt"\n')
     code = (
         "import sys; from pathlib import Path; from fastkd.study.grid import early; "
-        "from fastkd.study.study_settings import StudySettings\n"
+        "from fastkd.study.grid import StudySettings\n"
         "assert 'paper:fcd-1  FCD' in early(StudySettings(spec=Path('paper:')))\n"
         f"try: early(StudySettings(spec=Path({str(path)!r})))\n"
         "except Exception as error: print(error)\n"

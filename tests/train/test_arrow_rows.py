@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastkd.train import arrow_rows, data, files
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.files import records
 from fastkd.train.fitting import save_model

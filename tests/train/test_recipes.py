@@ -10,9 +10,9 @@ import pytest
 from fastkd.distill import method_by_name
 from fastkd.train import Config, run_distillation
 from fastkd.train.arguments import arguments_of, settled
-from fastkd.train.computation import Computation
 from fastkd.train.errors import InputError
 from fastkd.train.options import as_json
+from fastkd.train.processes import Computation
 from fastkd.train.recipes import RECIPES, compared, lines, sentence
 from tests.support.tiny import make_teacher, run, write_tsv
 

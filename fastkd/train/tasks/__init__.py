@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastkd.train import files
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.files import Columns
 from fastkd.train.glue import GLUE_TASKS
-from fastkd.train.input_columns import Columns
 
 if TYPE_CHECKING:
     from fastkd.train.tasks.base import Task

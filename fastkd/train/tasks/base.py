@@ -18,9 +18,9 @@ from fastkd.train import files
 from fastkd.train.arrow_rows import PROBABILITIES, TEACHER_PREFIX, UNLABELLED, Encoded, Rows
 from fastkd.train.conversations import KEEP
 from fastkd.train.errors import InputError, nearest
+from fastkd.train.files import Columns, settle_columns, text_of, words_of
 from fastkd.train.generation import Generation
 from fastkd.train.glue import Glue
-from fastkd.train.input_columns import Columns, settle_columns, text_of, words_of
 from fastkd.train.labels import (
     are_numbers_of,
     by_names,

@@ -15,11 +15,11 @@ from torch import nn
 
 from fastkd._core.extras import require
 from fastkd.distill.spans import align_spans
-from fastkd.models.families import reads_whole_rows
+from fastkd.models.inputs import reads_whole_rows
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.input_columns import Columns
+from fastkd.train.files import Columns
 from fastkd.train.tasks.base import (
     TEXT,
     Prepared,

@@ -14,8 +14,8 @@ import torch
 from fastkd.train.arrow_rows import PROBABILITIES, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.evaluation import class_scores, useless_classes
+from fastkd.train.files import Columns
 from fastkd.train.glue import Glue
-from fastkd.train.input_columns import Columns
 from fastkd.train.labels import (
     MOST_CLASSES_SHOWN,
     as_number,

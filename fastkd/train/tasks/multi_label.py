@@ -12,7 +12,7 @@ import torch
 from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.input_columns import Columns, field, whole
+from fastkd.train.files import Columns, field, whole
 from fastkd.train.labels import MOST_CLASSES_SHOWN, as_name, as_number, read_as_ids
 from fastkd.train.tasks.base import (
     AGREEMENT,

@@ -11,7 +11,7 @@ import torch
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import useless_classes
-from fastkd.train.input_columns import Columns, field, settle_columns, text_of, words_of
+from fastkd.train.files import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import (
     LOADING,

@@ -17,7 +17,7 @@ from fastkd.models.inputs import accepted
 from fastkd.train import files
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.input_columns import Columns, field, text_of, whole
+from fastkd.train.files import Columns, field, text_of, whole
 from fastkd.train.tasks.base import (
     LOADING,
     TEXT,

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.input_columns import Columns, text_of, words_of
+from fastkd.train.files import Columns, text_of, words_of
 from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import TEXT, Collate, Corpus, Task, Tokens, logits
 from fastkd.train.tasks.multiple_choice import paired_tokens
@@ -154,7 +154,7 @@ class Reranking(Task):
 
 @dataclass(frozen=True)
 class ListCollator:
-    """``collate`` for the pairs of all lists; labels (R, 3) are those of `fastkd.distill.lists`."""
+    """``collate`` for the pairs of all lists; labels (R, 3) are those of a Distiller's `Lists`."""
 
     collate: Collate
 

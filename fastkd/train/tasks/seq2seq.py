@@ -12,8 +12,8 @@ from fastkd._core.extras import require
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import rouge_l
+from fastkd.train.files import Columns, holds_text, text_of
 from fastkd.train.generation import GREEDY, Generation
-from fastkd.train.input_columns import Columns, holds_text, text_of
 from fastkd.train.tasks.base import LOADING, TEXT, Task, Tokens, token_loss_sums
 
 SOURCE, TARGET = "source", "target"

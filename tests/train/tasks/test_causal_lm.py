@@ -10,8 +10,7 @@ import transformers as t
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.data import read_file
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.evaluation import score
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _with_offsets
 from tests.support.tiny import make_teacher, run, sentences

@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from fastkd.distill import Distiller, SoftTargets, student_from_teacher
-from fastkd.train.data import read_file
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
+from fastkd.train.fitting import is_on_policy
 from fastkd.train.generation import Draw, Generation
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, prompts_of, write
-from fastkd.train.trainers import is_on_policy
 from tests.cli.launched import Launch, commands
 from tests.support.runs import crash, stop_at
 from tests.support.tiny import run, sentences, words_of

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from fastkd.train.data import read_file
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.models import load_trained
 from fastkd.train.tasks.chat import TASK, _written, prompts_of

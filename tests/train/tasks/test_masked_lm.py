@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.masked_lm import TASK
 from tests.support.tiny import make_teacher, run, write_tsv

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from fastkd.train.data import load, read_file
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, load, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.multiple_choice import TASK
 from tests.support.tiny import WORDS, make_teacher, source

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-from fastkd.train.data import load
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, load
 from fastkd.train.evaluation import score
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, make_teacher, run, source, write_onnx

@@ -8,8 +8,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from fastkd.train.data import read_file
-from fastkd.train.encoding import Encoder
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.generation import Generation
 from fastkd.train.tasks.seq2seq import TASK
 from tests.support.tiny import make_teacher, sentences

@@ -8,12 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import read_hub
-from fastkd.train.encoding import Encoder
-from fastkd.train.entities import precision_recall_f1
+from fastkd.train.data import Encoder, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.evaluation import score
-from fastkd.train.tasks.token_classification import TASK
+from fastkd.train.tasks.token_classification import TASK, precision_recall_f1
 from tests.support.tiny import WORDS, make_teacher
 from tests.train.tasks.through import refused, rows_of, through
 

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fastkd.distill import Distiller, SoftTargets
-from fastkd.train.data import load, read_file
-from fastkd.train.encoding import Encoder
-from fastkd.train.same_tokens import sample
+from fastkd.train.data import Encoder, load, read_file
+from fastkd.train.loading import TwoTokenizerCollator
+from fastkd.train.models import sample
 from fastkd.train.tasks import Columns, named
-from fastkd.train.trainers import TwoTokenizerCollator
 from tests.support.tiny import make_teacher, run, sentences, source, write_onnx, write_tsv
 from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, says, talks, write_jsonl
