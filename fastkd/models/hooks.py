@@ -1,4 +1,4 @@
-"""Hooks that read or replace values inside a model while it runs, stop it at its LM head, or move it."""
+"""Hooks that read or replace values inside a model while it runs, or stop it at its LM head."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
