@@ -13,12 +13,14 @@ are those of `fastkd.linalg.roots.symmetric_roots`. There are two plans:
 - observations, for m ≤ D: A = L_s Q_s and B = L_t Q_t with (m, m) Cholesky factors of the Gram
   matrices. L_s and L_t take the place of A and B, which are their rotations.
 
-Singular values of M up to 1.2e-7 of the largest, and those of rounding size, are zero: W and the
-gradient are zero along their directions, where the loss has a kink.
+MᵀM squares, so small singular values lose digits. On a CPU a second root has them whole: that of
+what the large ones leave of M. Singular values up to 1.2e-7 of (Σσ⁴)^¼, which is the largest or
+little more, and those of rounding size, are zero: W and the gradient are zero along their
+directions, where the loss has a kink.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,6 +48,8 @@ ROWS_TRIED = 32
 # cuBLAS solves more triangular systems at a time one by one inside, slowly.
 SOLVED_AT_ONCE = 8
 EPSILON = torch.finfo(torch.float64).eps
+# Eigenvalues of MᵀM up to this fraction of the largest have lost digits that the gradient needs.
+SMALL = 1e-8
 TINY = 1e-300
 
 
@@ -128,14 +132,14 @@ def solve(problem: Problem) -> Solution:
                 whole[:, rows] = ds
                 ds = whole
             gradients.append(ds)
-    corr = _bounded(_joined(correlations), problem)
+    corr = _joined(correlations)
     totals = Moments(*(_joined(list(x)) for x in zip(*moments, strict=True))) if moments else None
     return corr, _joined(gradients) if want_grad else None, totals
 
 
 def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
     """Items that are solved together, and which of their rows (m) are left; None for all."""
-    student, teacher, mask, options, _, memory = problem
+    student, teacher, mask, options, want_grad, memory = problem
     (m, d_s), d_t = student.shape[-2:], teacher.shape[-1]
     large = m * d_s >= LARGE_ITEM and m > min(d_s, d_t) and options.ranks is None
     if not large or not values_readable(student):
@@ -147,7 +151,8 @@ def _parts(problem: Problem) -> list[tuple[Problem, Tensor | None]]:
         if rows is not None:
             s, t = s[:, rows], t[:, rows]
         own = memory and Moments(*(x[i, None] for x in memory))
-        parts.append((problem._replace(student=s, teacher=t, mask=None, memory=own), rows))
+        dims = options.dims and options.dims[i : i + 1]
+        parts.append((Problem(s, t, None, replace(options, dims=dims), want_grad, own), rows))
     return parts
 
 
@@ -255,7 +260,9 @@ def _solved(problem: Problem) -> Solution:
         *sigmas, sigma_ts = (x * rows.share for x in scatters)
     whiten_s, whiten_t = _whitenings(sigmas, problem)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # M (batch, Dt, Ds)
-    corr, polar = _polar(whitened, _zero_of(whiten_s, whiten_t), options)
+    most = _most_correlations(problem)
+    corr, polar = _polar(whitened, _rounding_of(whiten_s, whiten_t), most, options)
+    corr = torch.minimum(corr, most)  # which rounding may exceed
     if not want_grad:
         return corr, None, totals
     back = whiten_s(polar.mT).mT  # W R_sᵀ
@@ -303,20 +310,30 @@ def _without_zeros(factor: Tensor) -> Tensor:
 
 
 class _Whitening(NamedTuple):
-    """R with R Rᵀ = (Σ + r·I)⁻¹: ``factor``, or L⁻ᵀ of a ``triangular`` factor L."""
+    """R with R Rᵀ = (Σ + r·I)⁻¹: L⁻ᵀ of a Cholesky factor L; inverse roots of some items."""
 
-    factor: Tensor
-    triangular: bool
+    factor: Tensor  # (batch, D, D) L
     # Smallest fraction (batch) of a column's variance that the columns before it don't explain.
     pivot: Tensor
+    inverse: Tensor | None = None  # (items, D, D) inverse roots
+    items: Tensor | None = None  # which, (batch); None for all
 
     def __call__(self, y: Tensor) -> Tensor:
         """R y."""
-        return _solve(self.factor.mT, y, True) if self.triangular else self.factor @ y
+        return self._applied(self.factor.mT, y, upper=True)
 
     def transposed(self, y: Tensor) -> Tensor:
         """Rᵀ y."""
-        return _solve(self.factor, y, False) if self.triangular else self.factor.mT @ y
+        return self._applied(self.factor, y, upper=False)
+
+    def _applied(self, factor: Tensor, y: Tensor, upper: bool) -> Tensor:
+        if self.inverse is None:
+            return _solve(factor, y, upper)
+        if self.items is None:
+            return self.inverse @ y
+        product = _solve(factor, y, upper)
+        product[self.items] = self.inverse @ y[self.items]
+        return product
 
 
 def _solve(factor: Tensor, y: Tensor, upper: bool) -> Tensor:
@@ -331,22 +348,32 @@ def _whitenings(sigmas: list[Tensor], problem: Problem) -> list[_Whitening]:
     found = []
     sides = zip(sigmas, problem.options.ridges, (problem.student, problem.teacher), strict=True)
     for sigma, ridge, features in sides:
+        fraction = max(_zero_deviation(features, ridge) ** 2, 64 * EPSILON)
+        variances = sigma.diagonal(dim1=-2, dim2=-1)
+        if ridge == 0:
+            none_lost = torch.ones_like(variances[:, 0])
+            found.append(_Whitening(sigma, none_lost, _inverse_root(sigma, fraction)))
+            continue
         # A ridge below the rounding error of a variance would let the factorisation fail. Each
         # column has its own bound: a large column must not raise the ridge of all others.
-        variances = sigma.diagonal(dim1=-2, dim2=-1)
         rounding = 4 * sigma.shape[-1] * EPSILON * variances
-        lost = ridge > 0 and values_readable(sigma) and bool((rounding > ridge).any())
-        variances += rounding.clamp_min(ridge) if ridge > 0 and not lost else ridge
-        if ridge == 0 or lost:
-            fraction = max(_zero_deviation(features, ridge) ** 2, 64 * EPSILON)
-            zero = sigma.new_full((len(sigma),), fraction)
-            inverse = symmetric_roots(sigma, zero, False)[1]
-            found.append(_Whitening(inverse, False, torch.ones_like(zero)))
-            continue
+        inverse, items = None, (rounding > ridge).any(-1)
+        if values_readable(sigma) and bool(items.any()):
+            ridged = sigma[items]
+            ridged.diagonal(dim1=-2, dim2=-1).add_(ridge)
+            inverse = _inverse_root(ridged, fraction)
+        variances += rounding.clamp_min(ridge)
         factor = _cholesky(sigma)
-        pivots = factor.diagonal(dim1=-2, dim2=-1).square() / variances
-        found.append(_Whitening(factor, True, pivots.amin(-1)))
+        pivot = (factor.diagonal(dim1=-2, dim2=-1).square() / variances).amin(-1)
+        if inverse is not None:
+            pivot = pivot.masked_fill(items, 1.0)
+        found.append(_Whitening(factor, pivot, inverse, items))
     return found
+
+
+def _inverse_root(sigma: Tensor, fraction: float) -> Tensor:
+    """Without eigenvalues up to ``fraction`` of the largest."""
+    return symmetric_roots(sigma, sigma.new_full((len(sigma),), fraction), False)[1]
 
 
 def _cholesky(x: Tensor) -> Tensor:
@@ -359,7 +386,7 @@ def _trace(x: Tensor) -> Tensor:
     return x.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
-def _zero_of(whiten_s: _Whitening, whiten_t: _Whitening) -> Tensor | None:
+def _rounding_of(whiten_s: _Whitening, whiten_t: _Whitening) -> Tensor | None:
     """Fraction (batch) of MᵀM's largest eigenvalue that is rounding error; on a GPU the default.
 
     Whitening multiplies the rounding errors of a covariance.
@@ -371,21 +398,42 @@ def _zero_of(whiten_s: _Whitening, whiten_t: _Whitening) -> Tensor | None:
     return rounding.clamp(64 * EPSILON, 1e-2)
 
 
-def _polar(m: Tensor, zero: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """tr (MᵀM)^½ and W = M (MᵀM)^{−½}; with ``top_k`` those of the largest singular values."""
+def _polar(
+    m: Tensor, rounding: Tensor | None, most: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """tr (MᵀM)^½ and W = M (MᵀM)^{−½}; with ``top_k`` those of the largest singular values.
+
+    ``most`` (batch): how many singular values can be positive.
+    """
     if m.shape[-2] < m.shape[-1]:
-        corr, polar = _polar(m.mT, zero, options)
+        corr, polar = _polar(m.mT, rounding, most, options)
         return corr, polar.mT
     square = symmetric_product(m.mT, m)
-    if options.top_k is None:
-        root, inverse, _ = symmetric_roots(square, zero, options.digits)
-        return _trace(root), m @ inverse
-    values, vectors = (x[..., -options.top_k :] for x in eigh(square))
-    fraction = 64 * EPSILON if zero is None else zero.unsqueeze(-1)
-    dropped = values <= fraction * values[..., -1:]
-    roots = values.masked_fill(dropped, 0.0).sqrt()
-    inverse = vectors * roots.reciprocal().masked_fill(dropped, 0.0).unsqueeze(-2)
-    return roots.sum(-1), m @ inverse @ vectors.mT
+    if options.top_k is not None:
+        values, vectors = (x[..., -options.top_k :] for x in eigh(square))
+        fraction = 64 * EPSILON if rounding is None else rounding.unsqueeze(-1)
+        dropped = values <= fraction * values[..., -1:]
+        roots = values.masked_fill(dropped, 0.0).sqrt()
+        inverse = vectors * roots.reciprocal().masked_fill(dropped, 0.0).unsqueeze(-2)
+        return roots.sum(-1), m @ inverse @ vectors.mT
+    large = None if rounding is None else rounding.clamp_min(SMALL)
+    root, inverse, rank = symmetric_roots(square, large, options.digits)
+    corr, polar = _trace(root), m @ inverse
+    if rounding is None or not values_readable(m):
+        return corr, polar
+    few = (rank < most) & (rounding < SMALL)
+    if bool(few.any()):
+        w = polar[few]
+        rest = m[few] - w @ root[few]
+        rest -= w @ (w.mT @ rest)
+        # A root of all of M, with its large singular values equal and little above the others.
+        size = SMALL * torch.linalg.vector_norm(square[few], dim=(-2, -1))
+        level = symmetric_product(w.mT, w).mul_(size[:, None, None])
+        level += symmetric_product(rest.mT, rest)
+        root, inverse, _ = symmetric_roots(level, rounding[few] / SMALL, options.digits)
+        corr[few] += _trace(root) - rank[few] * size.sqrt()
+        polar[few] += rest @ inverse
+    return corr, polar
 
 
 class _Rows:
@@ -514,21 +562,17 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _bounded(corr: Tensor, problem: Problem) -> Tensor:
-    """``corr`` cut to its bound min(m − 1, Ds, Dt, top_k), which rounding may exceed.
+def _most_correlations(problem: Problem) -> Tensor:
+    """min(m − 1, Ds, Dt, top_k) (batch).
 
     Faded moments of a memory have full rank: their observations bound nothing.
     """
     student, teacher, mask, options, _, memory = problem
     rank = min(student.shape[-1], teacher.shape[-1], options.top_k or teacher.shape[-1])
-    if options.ranks is None and memory is None:
-        rank = min(rank, student.shape[-2] - 1)
-    corr = corr.clamp_max(rank)
-    if (mask is not None or options.ranks is not None) and memory is None:
-        observed = count_observed(student, mask, options.ranks)
-        corr = torch.minimum(corr, (observed - 1).clamp_min(0))
-    dims = options.dims
-    if dims is not None and min(dims) < rank:
-        # Filled on the GPU: a copy from the host would synchronise.
-        corr = torch.minimum(corr, torch.cat([corr.new_full((1,), d) for d in dims]))
-    return corr
+    most = student.new_full((len(student),), rank, dtype=torch.float64)
+    if options.dims is not None:  # filled on the device: a copy from the host would make it wait
+        sizes = torch.cat([most.new_full((1,), d) for d in options.dims])
+        most = torch.minimum(most, sizes)
+    if memory is not None:
+        return most
+    return torch.minimum(most, (count_observed(student, mask, options.ranks) - 1).clamp_min(0))
