@@ -144,7 +144,7 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # On a CUDA machine, with the torch and triton of $(PYTHON); no virtual environment is made.
-# ARGS="--only build,tests,graphs --out DIR", then ARGS="--only bench --out DIR": ten minutes each.
+# ARGS="--minutes 9", then ARGS="--minutes 5 --resume": two commands of one lease of 15 minutes.
 gpu-check:
 	$(PYTHON) -m tools.gpu_check $(ARGS)
 

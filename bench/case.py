@@ -89,7 +89,8 @@ class Case:
     once, each gradient written once. ``check_sizes`` replaces sizes for the check against float64
     where the full size would not fit. ``oracle`` replaces the reference in that check where its
     autograd gives no gradient. ``sweep`` names the size that grows along cases of equal title.
-    ``headline`` puts the case into the README.
+    ``headline`` puts the case into the README. ``data``: what a language model's numbers have that
+    the inputs share, if they do.
     """
 
     loss: str
@@ -105,6 +106,7 @@ class Case:
     oracle: Callable[..., Tensor] | None = None
     sweep: str = ""
     headline: bool = False
+    data: str = ""
 
     @property
     def key(self) -> str:
@@ -213,7 +215,7 @@ class Work:
         self, set: str, dtype: torch.dtype = torch.float32, *, compile: bool = True,
         as_called: bool = False, sweep: str = "", headline: bool = False,
         check_sizes: dict[str, int] | None = None, oracle: Callable[..., Tensor] | None = None,
-        **sizes: int,
+        data: str = "", **sizes: int,
     ) -> Case:  # fmt: skip
         """A case; ``compile`` adds the reference under torch.compile.
 
@@ -225,7 +227,7 @@ class Work:
         own = [Provider("fastkd", call(function))]
         return Case(
             loss=self.loss,
-            title=self.title,
+            title=f"{self.title}, {data}" if data else self.title,
             set=set,
             sizes=sizes,
             dtype=dtype,
@@ -242,4 +244,5 @@ class Work:
             oracle=oracle,
             sweep=sweep,
             headline=headline,
+            data=data,
         )

@@ -12,12 +12,19 @@ def features(
     dtype: torch.dtype,
     seed: int,
     requires_grad: bool = False,
-    shared: float = 1.0,
+    cosine: float = 0.5,
 ) -> Tensor:
-    """Normal features plus ``shared`` in every entry: at 1.0 the mean cosine of two rows is ½."""
+    """Normal features plus a number in every entry, for this mean cosine of two rows."""
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
-    return x.add_(shared).to(dtype).requires_grad_(requires_grad)
+    return x.add_((cosine / (1 - cosine)) ** 0.5).to(dtype).requires_grad_(requires_grad)
+
+
+def zipf(rows: int, V: int, *, exponent: float, device: torch.device) -> Tensor:
+    """Log-probabilities by Zipf's law (rows, V), the tokens in an order of each row."""
+    generator = torch.Generator(device=device).manual_seed(9)
+    ranks = torch.rand(rows, V, generator=generator, device=device).argsort(1)
+    return ranks.add(1).float().log_().mul_(-exponent)
 
 
 def padding(B: int, N: int, device: torch.device) -> Tensor:

@@ -1,27 +1,23 @@
-"""How long each kernel of a step runs on a GPU: ``python -m bench.kernel_times``.
+"""How long each kernel of a step runs on a GPU: ``python -m bench.kernel_times [RESULT]``.
 
-Durations are torch.profiler's, without launches and waits between kernels, of fastkd's Triton
-kernels (PyTorch code where a loss has none) at the benchmarks' sizes for GPUs. Inputs that fit into
-the L2 cache may come from it. Results go to bench/results/kernels/MACHINE.json case by case, and as
-a table to docs/kernels.md; ``--page`` writes the table alone.
+`make gpu-check` measures it (runs/gpu/kernels.json), each case in a process that had no fault
+before. This command keeps the result as bench/results/kernels/MACHINE.json and writes the table of
+docs/kernels.md. Durations are torch.profiler's, without launches and waits between kernels, of
+fastkd's Triton kernels (PyTorch code where a loss has none) at the benchmarks' sizes for GPUs.
+Inputs that fit into the L2 cache may come from it.
 """
 
 import argparse
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastkd._core import machine
-
 from . import suite
 from .case import Bound, Case, Provider
 from .group import DEVICE
-from .measure import limits, one_line, release
 from .report import RESULTS, ROOT, fill, milliseconds, sizes, table
 
 PAGE = ROOT / "docs" / "kernels.md"
@@ -58,25 +54,17 @@ def durations(bound: Bound, steps: int = 5) -> dict[str, list[float]]:
     return dict(sorted(found.items(), key=lambda kernel: -kernel[1][1]))
 
 
-def measured(cases: list[Case], end: float) -> Iterator[dict[str, Any]]:
-    """A row for each case until ``end``, a time of the monotonic clock."""
-    for case in cases:
-        if time.monotonic() > end:
-            return
-        row = {
-            "loss": case.loss, "title": case.title, "sizes": case.sizes,
-            "dtype": str(case.dtype).removeprefix("torch."), "bytes": case.bytes_moved,
-            "operations": case.operations,
-        }  # fmt: skip
-        try:
-            torch.manual_seed(0)
-            provider = own_provider(case)
-            inputs = case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
-            kernels = durations(provider.bind(inputs))
-            yield row | {"provider": provider.name, "kernels": kernels}
-        except Exception as error:
-            print(f"{case.key}: {one_line(error)}", flush=True)
-        release(DEVICE)
+def row(case: Case) -> dict[str, Any]:
+    """Durations of a case's kernels, and what its floor follows from."""
+    torch.manual_seed(0)
+    provider = own_provider(case)
+    inputs = case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
+    return {
+        "loss": case.loss, "title": case.title, "sizes": case.sizes,
+        "dtype": str(case.dtype).removeprefix("torch."), "bytes": case.bytes_moved,
+        "operations": case.operations, "provider": provider.name,
+        "kernels": durations(provider.bind(inputs)),
+    }  # fmt: skip
 
 
 def page(result: dict[str, Any]) -> str:
@@ -113,27 +101,15 @@ def page(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernel_times", description=__doc__)
-    parser.add_argument("--page", action="store_true", help="write the table of what is measured")
-    parser.add_argument("--out", type=Path, help="another result file; the page stays")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no case starts after them")
-    parser.add_argument("--commit", help="recorded where git can't tell")
+    parser.add_argument("measured", nargs="*", type=Path, help="new results, kept in the folder")
     options = parser.parse_args()
-    if not options.page:
-        end = time.monotonic() + options.seconds
-        result = machine.describe(DEVICE, options.commit)
-        result["limits"] = limits(DEVICE, (torch.bfloat16, torch.float32))
-        path = options.out or FOLDER / f"{result['machine']['name']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cases = sorted(suite.cases(SETS), key=lambda case: not case.headline)
-        result["cases"] = []
-        for row in measured(cases, end):
-            result["cases"].append(row)
-            path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"{len(result['cases'])} of {len(cases)} cases: {path}")
-    if options.out is None:
-        texts = [page(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
-        text = "\n\n".join(texts) or "No result file is there yet."
-        PAGE.write_text(fill(PAGE.read_text(), text, START, END))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for path in options.measured:
+        result = json.loads(path.read_text())
+        (FOLDER / f"{result['machine']['name']}.json").write_text(path.read_text())
+    texts = [page(json.loads(path.read_text())) for path in sorted(FOLDER.glob("*.json"))]
+    text = "\n\n".join(texts) or "No result file is there yet."
+    PAGE.write_text(fill(PAGE.read_text(), text, START, END))
     return 0
 
 

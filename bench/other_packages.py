@@ -83,7 +83,7 @@ def positions(rows: int, device: torch.device) -> dict[str, Tensor]:
 
 def of_logits(*, rows: int, V: int, device: torch.device, dtype: torch.dtype, **_: int) -> Any:
     """Logits (1, rows, V)."""
-    make = functools.partial(features, rows, V, device=device, dtype=dtype, shared=0.5)
+    make = functools.partial(features, rows, V, device=device, dtype=dtype, cosine=0.2)
     logits = {"s": make(seed=0)[None].requires_grad_(), "t": make(seed=1)[None]}
     return logits | positions(rows, device)
 
@@ -92,7 +92,7 @@ def of_states(
     *, rows: int, D: int, V: int, device: torch.device, dtype: torch.dtype, part: int = 1
 ) -> Any:
     """Hidden states (1, rows, D), heads of V tokens (V/part for the student), and token ids."""
-    make = functools.partial(features, device=device, dtype=torch.float32, shared=0.5)
+    make = functools.partial(features, device=device, dtype=torch.float32, cosine=0.2)
     generator = torch.Generator().manual_seed(4)
     drafts = torch.zeros(V, dtype=torch.bool)
     drafts[torch.randperm(V, generator=generator)[: V // part]] = True

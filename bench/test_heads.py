@@ -26,7 +26,7 @@ LOSS = "heads"
 
 def make_linear(*, rows, Ds, Dt, V, device, dtype) -> dict[str, Tensor]:
     """Hidden states and vocabulary heads, scaled to logits with a standard deviation near 1."""
-    make = functools.partial(features, device=device, dtype=torch.float32, shared=0.0)
+    make = functools.partial(features, device=device, dtype=torch.float32, cosine=0.0)
     return {
         "student_hidden": make(rows, Ds, seed=0).to(dtype).requires_grad_(),
         "student_head": make(V, Ds, seed=1).mul_(Ds**-0.5).to(dtype).requires_grad_(),

@@ -15,9 +15,9 @@ from .features import features, labels
 LOSS = "knn"
 
 
-def make(*, N, M, D, classes, device, dtype) -> dict[str, Tensor]:
+def make(*, N, M, D, classes, device, dtype, cosine=0.5) -> dict[str, Tensor]:
     """N queries against a bank of M rows."""
-    make = functools.partial(features, device=device, dtype=dtype)
+    make = functools.partial(features, device=device, dtype=dtype, cosine=cosine)
     return {
         "student": make(N, D, seed=0, requires_grad=True),
         "teacher": make(M, D, seed=1),
@@ -80,7 +80,10 @@ def cost(*, N, M, D, classes) -> tuple[int, int]:
     return (2 * N + M) * D, 2 * N * M * D // classes
 
 
-def case(set: str, title: str, *more: Any, k: int = 1, peer: bool = False, **options: Any) -> Case:
+def case(
+    set: str, title: str, *more: Any, k: int = 1, peer: bool = False, cosine: float = 0.5,
+    **options: Any,
+) -> Case:  # fmt: skip
     """``peer`` adds pykeops, where its scalar loops (a CPU) or its unrolled ones (D beyond a few
     thousand, minutes to compile) can finish.
     """
@@ -88,7 +91,10 @@ def case(set: str, title: str, *more: Any, k: int = 1, peer: bool = False, **opt
     peers = (keops(k),) if peer else ()
     if set in ("bert", "bank") and options["N"] * options["M"] <= 2**28:
         peers = (products(k), *peers)
-    work = Work(LOSS, f"{title}, k={k}", make, *functions, cost, peers, {"k": k})
+    inputs = functools.partial(make, cosine=cosine)
+    work = Work(LOSS, f"{title}, k={k}", inputs, *functions, cost, peers, {"k": k})
+    if cosine != 0.5:
+        options["data"] = f"cosine {cosine}"
     return work.case(set, *more, **options)
 
 
@@ -96,6 +102,7 @@ def cases() -> Iterator[Case]:
     half = torch.bfloat16
     yield case("cpu", "batch", N=32, M=32, D=128 * 768, classes=2)
     yield case("cpu", "bank", headline=True, N=2048, M=16384, D=768, classes=2)
+    yield case("cpu", "bank", cosine=0.98, N=2048, M=16384, D=768, classes=2)
     for m in (1024, 4096, 16384):
         yield case("cpu", "bank", peer=True, sweep="M", N=32, M=m, D=768, classes=2)
     for k in (1, 8):
@@ -106,6 +113,8 @@ def cases() -> Iterator[Case]:
             "bank", "bank", half, peer=True, headline=k == 1, k=k, N=32, M=65536, D=768, classes=2
         )
     yield case("bank", "bank", half, peer=True, k=4, N=2048, M=65536, D=768, classes=2)
+    for n in (32, 2048):
+        yield case("bank", "bank", half, cosine=0.99, k=4, N=n, M=65536, D=768, classes=2)
     whole: dict[str, Any] = {"N": 65536, "M": 65536, "D": 768, "classes": 2}
     yield case("bank", "all pairs", half, compile=False, check_sizes={"N": 2048}, **whole)
     for m in (1024, 4096, 16384, 65536):

@@ -17,9 +17,9 @@ RIDGE = 1e-4
 
 def make(*, batch, n, device, dtype) -> dict[str, Tensor]:
     """Covariances of 2n observations, and the upstream gradient."""
-    x = features(batch, 2 * n, n, device=device, dtype=torch.float32, seed=0, shared=0.0)
+    x = features(batch, 2 * n, n, device=device, dtype=torch.float32, seed=0, cosine=0.0)
     covariance = x.mT @ x / (2 * n)
-    weight = features(batch, n, n, device=device, dtype=dtype, seed=1, shared=0.0)
+    weight = features(batch, n, n, device=device, dtype=dtype, seed=1, cosine=0.0)
     return {"matrix": covariance.to(dtype).requires_grad_(), "weight": weight}
 
 

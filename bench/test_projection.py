@@ -46,9 +46,9 @@ def layer_norm_cost(*, rows, D) -> tuple[int, int]:
 
 def make_skew(*, D, device, dtype) -> dict[str, Tensor]:
     """A skew-symmetric Q and the upstream gradient G."""
-    raw = features(D, D, device=device, dtype=torch.float32, seed=0, shared=0.0) * D**-0.5
+    raw = features(D, D, device=device, dtype=torch.float32, seed=0, cosine=0.0) * D**-0.5
     skew = (raw - raw.T) / 2
-    weight = features(D, D, device=device, dtype=dtype, seed=1, shared=0.0)
+    weight = features(D, D, device=device, dtype=dtype, seed=1, cosine=0.0)
     return {"matrix": skew.to(dtype).requires_grad_(), "weight": weight}
 
 
@@ -95,7 +95,7 @@ def make_dual(*, B, Ds, Dt, device, dtype) -> dict[str, Tensor]:
     """Pooled features of student and teacher, and two layers of projection matrices for each."""
     side = max(Ds, Dt)
     make = functools.partial(features, device=device)
-    raw = functools.partial(make, 2, side, side, dtype=torch.float32, shared=0.0)
+    raw = functools.partial(make, 2, side, side, dtype=torch.float32, cosine=0.0)
     return {
         "student": make(B, Ds, dtype=dtype, seed=0, requires_grad=True),
         "teacher": make(B, Dt, dtype=dtype, seed=1),

@@ -38,9 +38,9 @@ def fcd(
     return FCDLoss(*(float(kind in over) for kind in OVER), backend=backend)(student, teacher, mask)
 
 
-def make(*, B, N, Ds, Dt, device, dtype, layers=1, masked=False) -> dict[str, Any]:
+def make(*, B, N, Ds, Dt, device, dtype, layers=1, masked=False, cosine=0.5) -> dict[str, Any]:
     """Lists of student (B, N, Ds) and teacher (B, N, Dt) features, with a quarter padded."""
-    new = functools.partial(features, device=device, dtype=dtype)
+    new = functools.partial(features, device=device, dtype=dtype, cosine=cosine)
     inputs: dict[str, Any] = {
         "student": [new(B, N, Ds, seed=2 * i, requires_grad=True) for i in range(layers)],
         "teacher": [new(B, N, Dt, seed=2 * i + 1) for i in range(layers)],
@@ -61,8 +61,12 @@ def cost(over: Sequence[str], *, B, N, Ds, Dt, layers=1) -> tuple[int, int]:
     return layers * B * N * (2 * Ds + Dt), layers * sum(kinds[kind] for kind in over)
 
 
-def case(set: str, title: str, *more: Any, masked: bool = False, **rest: Any) -> Case:
-    inputs, over = functools.partial(make, masked=masked), title.split(" + ")
+def case(
+    set: str, title: str, *more: Any, masked: bool = False, cosine: float = 0.5, **rest: Any
+) -> Case:
+    inputs, over = functools.partial(make, masked=masked, cosine=cosine), title.split(" + ")
+    if cosine != 0.5:
+        rest["data"] = f"cosine {cosine}"
     given = reference, fcd, "relation_loss", functools.partial(cost, over)
     title = f"{title}, mask" if masked else title
     return Work(LOSS, title, inputs, *given, options={"over": over}).case(set, *more, **rest)
@@ -73,6 +77,7 @@ def cases() -> Iterator[Case]:
     half = torch.bfloat16
     yield case("cpu", "tokens", headline=True, **bert)
     yield case("cpu", "samples", headline=True, **bert)
+    yield case("cpu", "tokens", cosine=0.95, **bert)
     for n in (64, 128, 256, 512):
         sizes: dict[str, Any] = {"B": 8, "N": n, "Ds": 384, "Dt": 768}
         yield case("cpu", "tokens", sweep="N", **sizes)
@@ -82,6 +87,7 @@ def cases() -> Iterator[Case]:
     for count in (6, 12):
         yield case("bert", "tokens + samples", half, headline=count == 6, **bert, layers=count)
     yield case("bert", "tokens + samples", half, masked=True, **bert, layers=6)
+    yield case("bert", "tokens + samples", half, cosine=0.95, **bert, layers=6)
     yield case("bert", "tokens + samples", torch.float32, **bert, layers=6)
     for b, n, ds, dt in (
         (16, 1024, 1024, 1024),

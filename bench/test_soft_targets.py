@@ -12,7 +12,7 @@ from fastkd import Divergence, TopK, VocabularyMatch
 from fastkd.lm.soft_targets import Unmatched, soft_target_loss, soft_target_loss_ref
 
 from .case import Bound, Case, Provider, Work, leaves_of, unless_installed
-from .features import features
+from .features import features, zipf
 
 LOSS = "soft_targets"
 NAMES = {
@@ -28,11 +28,24 @@ NAMES = {
 
 def make(*, rows, V, device, dtype) -> dict[str, Tensor]:
     """Logits of student and teacher that differ for most of the vocabulary."""
-    make = functools.partial(features, rows, V, device=device, dtype=dtype, shared=0.0)
+    make = functools.partial(features, rows, V, device=device, dtype=dtype, cosine=0.0)
     return {
         "student_logits": make(seed=0, requires_grad=True),
         "teacher_logits": make(seed=1),
     }
+
+
+def make_zipf(*, rows, V, device, dtype) -> dict[str, Tensor]:
+    """Logits of tokens by Zipf's law, with noise of each side."""
+    exact, inputs = (
+        zipf(rows, V, exponent=1.2, device=device),
+        make(rows=rows, V=V, device=device, dtype=dtype),
+    )
+    with torch.no_grad():
+        return {
+            name: (x.float() / 2 + exact).to(dtype).requires_grad_(x.requires_grad)
+            for name, x in inputs.items()
+        }
 
 
 def why_no_liger(device: torch.device) -> str | None:
@@ -123,7 +136,8 @@ def case(*more: Any, divergence: str = "forward_kl", **rest: Any) -> Case:
     functions = soft_target_loss_ref, soft_target_loss, "soft_target_loss"
     title, options = NAMES[divergence], {"divergence": Divergence(divergence)}
     peers = liger(divergence) + trl(divergence) + eager(divergence)
-    work = Work(LOSS, title, make, *functions, cost, peers, options)
+    inputs = make_zipf if rest.get("data") else make
+    work = Work(LOSS, title, inputs, *functions, cost, peers, options)
     return work.case(*more, **rest)
 
 
@@ -175,6 +189,7 @@ def cases() -> Iterator[Case]:
     for divergence in ("forward_kl", "reverse_kl", "js", "adaptive_kl"):
         headline = divergence == "forward_kl"
         yield case("cpu", divergence=divergence, headline=headline, rows=4096, V=768)
+    yield case("cpu", divergence="adaptive_kl", data="Zipf's law", rows=4096, V=768)
     for v in (2048, 8192, 32768, 131072):
         yield case("cpu", sweep="V", rows=32, V=v)
     drafts: dict[str, Any] = {"compile": False, "check_sizes": {"rows": 16}}
@@ -190,6 +205,9 @@ def cases() -> Iterator[Case]:
     for divergence in list(NAMES)[1:]:
         sizes: dict[str, Any] = {"rows": 8192, "V": 152064}
         yield case("vocab", half, divergence=divergence, check_sizes=fewer, **sizes)
+    for divergence in ("forward_kl", "adaptive_kl"):
+        data: dict[str, Any] = {"data": "Zipf's law", "check_sizes": fewer}
+        yield case("vocab", half, divergence=divergence, **data, **sizes)
     yield top_k_case("vocab", half, check_sizes=fewer, rows=8192, V=152064, K=64)
     for v in (4096, 16384, 65536, 262144):
         yield case("sweep", half, compile=False, sweep="V", check_sizes=fewer, rows=4096, V=v)

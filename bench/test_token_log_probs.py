@@ -18,8 +18,8 @@ def make(*, rows, D, V, K, device, dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(V, (rows, K), generator=generator).to(device)
     hidden = features(rows, D, device=device, dtype=dtype, seed=0, requires_grad=True)
-    head = features(V, D, device=device, dtype=dtype, seed=1, shared=0.0) * D**-0.5
-    weight = features(rows, K, device=device, dtype=torch.float32, seed=2, shared=0.0)
+    head = features(V, D, device=device, dtype=dtype, seed=1, cosine=0.0) * D**-0.5
+    weight = features(rows, K, device=device, dtype=torch.float32, seed=2, cosine=0.0)
     return {"hidden": hidden, "head": head.requires_grad_(), "ids": ids, "weight": weight}
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,64 +11,143 @@ import pytest
 import torch
 
 from fastkd._core import machine
-from tools import gpu_check
+from tools import apart, gpu_check
+
+# A child with a fake device: a fault of it leaves the process, and `release`, of no use.
+CHILD = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(Path(apart.__file__).parent)!r})
+import apart
+
+broken = []
+
+def run(name):
+    print("printed by", name)
+    if broken:
+        raise RuntimeError("an illegal memory access was encountered")
+    if "raises" in name or "poison" in name:
+        broken.append(name if "poison" in name else "")
+        raise ValueError("a " + name)
+    if "leaves" in name:  # seen by none but the release
+        broken.append(name)
+    if "crash" in name:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if "hang" in name:  # as in C: no signal is handled
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+        time.sleep(60)
+    return os.getpid()
+
+def release():
+    if any(broken):
+        raise RuntimeError("empty_cache: an illegal memory access was encountered")
+
+class Items(dict):
+    def __missing__(self, name):
+        return apart.Item(name, lambda: run(name))
+
+apart.serve(Items(), release)
+"""
+COMMAND = [sys.executable, "-c", CHILD]
 
 
-class Clock:
-    """Time passes only where something is done."""
+def lines_of(names, seconds=100.0, workers=1, patience=2.0):
+    lines = []
+    items = [apart.Item(name, int, patience) for name in names]
+    apart.ask(COMMAND, items, seconds, workers, lines.append)
+    assert len(lines) == len({line["name"] for line in lines})
+    return {line["name"]: line for line in lines}
 
-    def __init__(self):
-        self.now = 1000.0
 
-    def __call__(self):
-        return self.now
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_item_that_fails_in_any_way_leaves_the_others_their_lines(workers):
+    wrong = {
+        "raises": "ValueError: a raises",
+        "poison": "ValueError: a poison",
+        "crash": "its process ended with -11",
+        "hang": "hung",
+    }
+    good = [f"good {i}" for i in range(len(wrong) + 2)]
+    pairs = zip(wrong, good[1:-1], strict=True)
+    names = [good[0], "leaves a fault", *(x for pair in pairs for x in pair), good[-1]]
+    found = lines_of(names, workers=workers)
+    assert set(found) == {*wrong, *good, "leaves a fault"}
+    for name, line in found.items():
+        assert wrong.get(name, "") in line["problem"] and bool(line["problem"]) == (name in wrong)
+    # A process without a fault goes on; after a fault, also of the release, there is a new one.
+    if workers == 1:
+        pids = [found[name]["result"] for name in good]
+        assert found["leaves a fault"]["result"] == pids[0] and len(set(pids)) == len(wrong) + 1
+
+
+def test_no_item_starts_after_the_time_and_none_outlasts_it():
+    assert lines_of(["good"], seconds=0) == {}
+    start = time.monotonic()
+    (line,) = lines_of(["hang", "good"], seconds=1.0, patience=50.0).values()
+    assert "when the time was over" in line["problem"] and time.monotonic() - start < 30
 
 
 def options(tmp_path, **others):
-    return argparse.Namespace(minutes=9.5, out=str(tmp_path), resume=False, **others)
+    given = {"minutes": 9.5, "out": str(tmp_path), "resume": False, "dry": True, "workers": 2}
+    return argparse.Namespace(**given, commit=None, **others)
 
 
-@pytest.mark.parametrize(
-    "only", ["build,tests,graphs", "tests", "bench", ",".join(gpu_check.STAGES)]
-)
-def test_stages_together_end_in_time(tmp_path, only):
-    """Also when each takes all that it may, and some break."""
-    clock = Clock()
-
-    def stage(job):
-        clock.now += job.seconds
-        if len(given) == 1:
-            raise RuntimeError("a stage that breaks")
-        return True
-
-    given = {name: (stage, gpu_check.STAGES[name][1]) for name in only.split(",")}
-    outcome = gpu_check.run_stages(given, options(tmp_path), clock)
-    assert [name for name, _, _ in outcome] == list(given)
-    assert clock.now - 1000 <= 600
-    saved = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert [row["stage"] for row in saved] == list(given)
+def test_a_dry_run_with_a_poisoned_item_writes_all_other_lines(tmp_path, monkeypatch, capsys):
+    """And the next call with --resume asks for that item alone."""
+    every = {name: [x.name for x in group.items(options(tmp_path))]
+             for name, group in gpu_check.GROUPS.items()}  # fmt: skip
+    poisoned = every["kernels"][1]
+    child = CHILD.replace('"poison" in name', f"name == {poisoned!r}")
+    monkeypatch.setattr(gpu_check, "CHILD", [sys.executable, "-c", child])
+    arguments = ["--dry", "--out", str(tmp_path), "--workers", "2"]
+    assert gpu_check.main(arguments) == 1
+    lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert sorted(x["name"] for x in lines) == sorted(x for names in every.values() for x in names)
+    assert [x["name"] for x in lines if x["problem"]] == [poisoned]
+    assert f"{poisoned}: ValueError" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check, "CHILD", COMMAND)
+    assert gpu_check.main([*arguments, "--resume"]) == 0
+    again = (tmp_path / "lines.jsonl").read_text().splitlines()[len(lines) :]
+    assert [json.loads(text)["name"] for text in again] == [poisoned]
 
 
-def test_time_that_a_stage_leaves_goes_to_the_next(tmp_path):
-    clock, allowed = Clock(), []
+def test_groups_together_end_in_time(tmp_path, monkeypatch):
+    """The first groups have most of it; unused time is left to the next."""
+    now, given = [1000.0], []
 
-    def stage(job):
-        allowed.append(job.seconds)
-        clock.now += 10
-        return True
+    def ask(command, items, seconds, workers, note):
+        given.append(seconds)
+        now[0] += seconds
 
-    gpu_check.run_stages({"tests": (stage, 1), "bench": (stage, 1)}, options(tmp_path), clock)
-    assert allowed == [285, 560]
+    monkeypatch.setattr(apart, "ask", ask)
+    passed = gpu_check.run_groups(list(gpu_check.GROUPS), options(tmp_path), lambda: now[0])
+    assert not passed and sum(given) <= 9.5 * 60 and given[0] == 90
 
 
-def test_a_command_is_stopped_in_time(tmp_path):
+def test_what_is_missing_leaves_out_its_own_items(monkeypatch):
+    """Without the extension's CUDA part, nvcc and compute-sanitizer: a reason, no problem."""
+    monkeypatch.setattr(gpu_check.extension, "CUDA", False)
+    monkeypatch.setattr(gpu_check.recipe, "find_nvcc", lambda: None)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **options: None)
+    for item in (gpu_check.build_extension, gpu_check.memcheck):
+        with pytest.raises(gpu_check.LeftOut):
+            item()
+    case, provider = next(iter(gpu_check.pairs().values()))
+    provider = provider.__class__("fastkd cpp", provider.bind, lambda device: "it isn't built")
+    with pytest.raises(gpu_check.LeftOut, match="it isn't built"):
+        gpu_check.right(case, provider)
+
+
+def test_a_command_is_stopped_in_time_and_writes_what_it_has(tmp_path, monkeypatch):
     """With the processes that it started."""
-    started = tmp_path / "pid"
-    job = gpu_check.Job(options(tmp_path), seconds=1.0)
-    assert not gpu_check.command(job, "sh", "-c", 'sleep 60 & echo $! > "$0"; wait', str(started))
+    monkeypatch.setattr(gpu_check, "STOPPING", 2.0)
+    code = 'trap "printf partial > $0; exit" INT; sleep 60 & echo $! > $0.pid; wait'
+    with pytest.raises(RuntimeError, match="not finished after 1 s"):
+        gpu_check.command("sh", "-c", code, str(tmp_path / "result"), seconds=1.0)
+    assert (tmp_path / "result").read_text() == "partial"
+    pid = (tmp_path / "result.pid").read_text().strip()
 
     def runs():
-        command = ["ps", "-o", "stat=", "-p", started.read_text().strip()]
+        command = ["ps", "-o", "stat=", "-p", pid]
         state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         return state and not state.startswith("Z")
 
@@ -75,58 +155,6 @@ def test_a_command_is_stopped_in_time(tmp_path):
     while runs() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not runs()
-
-
-CHILD = """
-while read name; do
-  case $name in
-    crash) exit 7;;
-    hang) exec sleep 60;;
-    bad) echo '"wrong"'; exit;;
-    good*) echo '""';;
-  esac
-done
-"""
-
-
-def test_a_process_that_dies_or_hangs_does_not_topple_the_rest():
-    names = ["good 1", "crash", "good 2", "hang", "bad", "good 3"]
-    answers = dict(gpu_check.ask_children(["sh", "-c", CHILD], names, 100, 2, patience=1.0))
-    assert set(answers) == set(names)
-    assert "ended (7)" in answers["crash"] and "hung" in answers["hang"]
-    assert answers["bad"] == "wrong"
-    assert all(answers[name] == "" for name in names if name.startswith("good"))
-
-
-def test_no_question_is_asked_after_its_time():
-    assert not list(gpu_check.ask_children(["sh", "-c", CHILD], ["good"], 0, 1, 1.0))
-
-
-def test_sets_end_in_time_and_go_on_later(tmp_path, monkeypatch):
-    """A set that was interrupted is measured again by the next call; finished ones are kept."""
-    measured = []
-
-    def command(job, *arguments, environment):
-        assert job.seconds <= 30 and environment == {"FASTKD_COMMIT": "abc"}
-        name, out = arguments[5], arguments[-1].partition("=")[2]
-        measured.append(name)
-        Path(out).write_text("{}")
-        return len(measured) != 2
-
-    monkeypatch.setattr(gpu_check, "command", command)
-    given = argparse.Namespace(set="bert, long,step", out=str(tmp_path), resume=True, commit="abc")
-    job = gpu_check.Job(given, 40.0)
-    assert not gpu_check.bench(job) and measured == ["bert", "long", "step"]
-    assert gpu_check.bench(job) and measured[3:] == ["long"]
-    files = sorted(path.name for path in tmp_path.iterdir())
-    assert files == ["bench-bert.json", "bench-long.json", "bench-step.json"]
-
-
-def test_an_interrupted_command_writes_what_it_has(tmp_path):
-    code = 'trap "printf partial > $0; exit" INT; sleep 60 & wait'
-    job = gpu_check.Job(options(tmp_path), seconds=1.0)
-    assert not gpu_check.command(job, "sh", "-c", code, str(tmp_path / "result"))
-    assert (tmp_path / "result").read_text() == "partial"
 
 
 def test_a_machine_without_git_or_an_installed_package_is_described(monkeypatch):
