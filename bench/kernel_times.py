@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from . import suite
 from .case import Bound, Case, Provider
 from .group import DEVICE
-from .report import RESULTS, ROOT, fill, milliseconds, sizes, table
+from .report import RESULTS, ROOT, fill, mark, milliseconds, sizes, table, with_note
 
 PAGE = ROOT / "docs" / "kernels.md"
 FOLDER = RESULTS / "kernels"
@@ -86,7 +86,8 @@ def page(result: dict[str, Any]) -> str:
                 others += us / 1e3
         own += [f"libraries {others:.3g}"] if others >= 0.005 else []
         rows.append((
-            f"{row['loss']}: {row['title']}", sizes(row), ", ".join(own), f"{floor:.3g}",
+            f"{row['loss']}: {row['title']}{mark(row['loss'], result['commit'])}",
+            sizes(row), ", ".join(own), f"{floor:.3g}",
             milliseconds({"ms": total}), f"{total / floor:.1f}" if floor >= LEAST_FLOOR else "",
         ))  # fmt: skip
     about = (
@@ -96,7 +97,7 @@ def page(result: dict[str, Any]) -> str:
         f"{result['limits']['bfloat16'] / 1e12:.3g} TFLOP/s."
     )
     columns = "loss | sizes | kernels, their launches and ms | floor, ms | all, ms | × floor"
-    return f"{about}\n\n{table(columns, rows, text=3)}"
+    return f"{about}\n\n{with_note(table(columns, rows, text=3))}"
 
 
 def main() -> int:

@@ -6,14 +6,18 @@ runs that a file holds.
 """
 
 import argparse
+import functools
 import itertools
 import json
+import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastkd._core.registry import LOSSES
 from fastkd.analysis.pictures import new_figure
 
 from . import suite
@@ -23,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/pictures"
 GRAPH = "fastkd, CUDA graph"
+CHANGED = "† These kernels have changed since that commit."
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 # One colour for each provider (Okabe and Ito); peers share one and differ in line style.
 COLOURS = {
@@ -162,6 +167,23 @@ def commit(result: dict[str, Any]) -> str:
     return f"commit {found}, {result['datetime'][:10]}"
 
 
+@functools.cache
+def mark(loss: str, measured: str) -> str:
+    """A mark if the kernels of a loss aren't those of the measured commit, or git can't tell."""
+    files = [f"kernels/{x}.py" for row in LOSSES if row.name == loss for x in row.kernel_files]
+    files += ["csrc/linalg"] * (loss in ("cca", "linalg"))
+    git = shutil.which("git")
+    command = [git, "diff", "--quiet", measured.rstrip("+"), "--", *(files or ["kernels"])]
+    equal = git and subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    return "" if equal else " †"
+
+
+def marked(loss: str, result: dict[str, Any]) -> str:
+    """`mark` of a GPU's result."""
+    measured = next(iter(result["benchmarks"]))["extra_info"]["commit"]
+    return mark(loss, measured) if "gpu" in result["machine_info"] else ""
+
+
 def readme(results: list[dict[str, Any]]) -> str:
     """README's tables: the headline groups that were measured on a GPU, and those of a CPU.
 
@@ -190,14 +212,19 @@ def _headline_table(result: dict[str, Any] | None, sets: Sequence[str]) -> str:
             milliseconds(reference), milliseconds(own), *([milliseconds(graph)] * of_gpu),
             faster(own), faster(own, group.get(COMPILED, {})), memory(own, reference),
         )  # fmt: skip
-        rows.append((f"{case.loss}: {case.title}", sizes(case), *cells))
+        sign = marked(case.loss, result) if result else ""
+        rows.append((f"{case.loss}: {case.title}{sign}", sizes(case), *cells))
     columns = f"loss | sizes | reference ms | fastkd ms {'| in a CUDA graph ' * of_gpu}"
     columns += "| vs reference | vs torch.compile | memory, of the reference's"
     about = "Not measured yet: `make bench`."
     if result:
         torch = result["machine_info"]["versions"]["torch"]
         about = f"{where(result)}, torch {torch}, {commit(result)}:"
-    return f"{about}\n\n{table(columns, rows)}"
+    return f"{about}\n\n{with_note(table(columns, rows))}"
+
+
+def with_note(text: str) -> str:
+    return f"{text}\n\n{CHANGED}" if "†" in text else text
 
 
 def fill(text: str, part: str, start: str = START, end: str = END) -> str:
@@ -219,7 +246,8 @@ def headlines(result: dict[str, Any]) -> str:
             floor = f"{timed['ms'] / floor_ms(result, timed):.1f}" if timed else ""
             graphs = [milliseconds(providers.get(name, {})) for name in (COMPILED_GRAPH, GRAPH)]
             rows.append((
-                f"{reference['loss']}: {reference['title']}", sizes(reference),
+                f"{reference['loss']}: {reference['title']}{marked(reference['loss'], result)}",
+                sizes(reference),
                 milliseconds(reference), milliseconds(providers.get(COMPILED, {})),
                 milliseconds(own), own.get("backend", "").removeprefix("fastkd").strip(" ,"),
                 faster(own), floor, mebibytes(own), memory(own, reference), error(own),
@@ -227,7 +255,7 @@ def headlines(result: dict[str, Any]) -> str:
             ))  # fmt: skip
     columns = "loss | sizes | reference ms | torch.compile ms | fastkd ms | backend | vs reference "
     columns += "| × floor | MiB | of the reference's | error"
-    return table(columns + " | torch.compile, graph | fastkd, graph" * of_gpu, rows)
+    return with_note(table(columns + " | torch.compile, graph | fastkd, graph" * of_gpu, rows))
 
 
 def peers(result: dict[str, Any]) -> str:

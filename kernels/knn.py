@@ -25,7 +25,10 @@ the upstream gradient.
 With s bytes per element: the bank is read once per tile of BLOCK_N rows, ⌈N/BLOCK_N⌉·M·D·s bytes,
 most of them from the L2 cache; buckets are 12·BUCKETS bytes per row and split, written and read
 once; settling reads (candidates + 1)·N·D·s, the gradient (k + 2)·N·D·s.
-2·N·M·D/C operations on the tensor cores for C labels of equal size. 32 rows against 65,536 × 768 in
+2·N·M·D/C operations on the tensor cores for C labels of equal size. The search of many rows adds
+every CHAIN features in float32 what the tensor cores summed: rows of a language model have a mean
+cosine of .99, and the bound on the rounding of all 768 features would leave 320 exact comparisons
+a row (2,048 × 65,536, k 4, emulated), at .995 8,400; now 22 and 60. 32 rows against 65,536 × 768 in
 bf16 are bound by bandwidth (100 MB), 65,536 against 65,536 by the tensor cores.
 """
 
@@ -60,8 +63,9 @@ FEATURES_TO_SPLIT = 4096
 MOST_BYTES_TO_COPY = 2**32
 # Elements between rows of a bank from which a tile's offsets need 64 bits: the search has 32.
 FAR_APART = 2**24
-# Most features that the tensor cores sum without a bound on the error that costs exact comparisons.
-MOST_FEATURES_AT_ONCE = 2048
+# Features that the tensor cores sum in a search of many rows: the bound on a longer sum's rounding
+# costs hundreds of exact comparisons where rows have a mean cosine of .99, a shorter one additions.
+CHAIN = 256
 # Candidates after the k-th, which rounding may have misplaced.
 SPARE = 7
 
@@ -98,26 +102,26 @@ def search_blocks(M: int, itemsize: int, aligned: bool, capability: int) -> dict
     return {**tile, "num_warps": 8, "num_stages": 1, "maxnreg": bound}
 
 
-def sorted_blocks(itemsize: int, D: int, aligned: bool, capability: int) -> dict[str, int]:
+def sorted_blocks(itemsize: int, aligned: bool, capability: int) -> dict[str, int]:
     """Block sizes and warps of the search in a sorted bank.
 
     Tiles are as large as the registers hold beside the buckets: the L2 cache's bandwidth limits
     small ones. Only Hopper (9) has enough registers for the largest. float32's products in three
     parts need most registers, and addresses of rows that are not ``aligned`` even more.
     """
-    whole = itemsize == 2 and D <= MOST_FEATURES_AT_ONCE
+    half = itemsize == 2
     block_n, block_m = 32, 32
     if aligned:
         block_n = 128
-        block_m = 32 if itemsize == 4 else 128 if whole and capability == 9 else 64
+        block_m = 32 if itemsize == 4 else 128 if capability == 9 else 64
     return {
         "BLOCK_N": block_n,
         "BLOCK_M": block_m,
         "BLOCK_D": 128 // itemsize,
-        "WHOLE": whole,
+        "CHAIN": CHAIN if half else 128 // itemsize,
         "num_warps": 8,
-        "num_stages": 4 if whole and aligned else 3,
-        **({} if aligned and itemsize == 2 else {"maxnreg": 224}),  # instead of 128, which spill
+        "num_stages": 4 if half and aligned else 3,
+        **({} if aligned and half else {"maxnreg": 224}),  # instead of 128, which spill
     }
 
 
@@ -369,7 +373,7 @@ def knn_sorted_search_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    WHOLE: tl.constexpr,  # the tensor cores sum all features: see `score_rounding`
+    CHAIN: tl.constexpr,  # features that the tensor cores sum: see `score_rounding`
     WIDEN: tl.constexpr,
 ):
     i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -394,32 +398,30 @@ def knn_sorted_search_kernel(
     # One loop over tiles and features, so that a tile's end waits for no load of the next.
     steps = tl.cdiv(D, BLOCK_D)
     product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(0, tl.cdiv(tl.maximum(stop - start, 0), BLOCK_M) * steps):
         first = start + step // steps * BLOCK_M
         d = step % steps * BLOCK_D + tl.arange(0, BLOCK_D)
-        j = first + tl.arange(0, BLOCK_M)
-        t_row = _rows(t_order_ptr, j, j < stop, not ORDERED)
-        s = tl.load(
-            s_ptr + s_row[:, None] * stride_s + d[None, :],
-            mask=s_mask[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        t = tl.load(
-            t_ptr + t_row[:, None] * stride_t + d[None, :],
-            mask=(j < stop)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
+        # Rows without a score are any of the bank's, and of the student's: masks cost instructions.
+        j = tl.minimum(first + tl.arange(0, BLOCK_M), stop - 1)
+        t_row = _rows(t_order_ptr, j, True, not ORDERED)
+        inside = (d < D)[None, :]
+        s = tl.load(s_ptr + s_row[:, None] * stride_s + d[None, :], mask=inside, other=0.0)
+        t = tl.load(t_ptr + t_row[:, None] * stride_t + d[None, :], mask=inside, other=0.0)
         if WIDEN:
             s, t = s.to(tl.float32), t.to(tl.float32)
-        if WHOLE:
-            product = tl.dot(s, tl.trans(t), product, input_precision=PRECISE)
+        if CHAIN > BLOCK_D:
+            if (step % steps > 0) & (step % steps % (CHAIN // BLOCK_D) == 0):
+                product += chain
+                chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            chain = tl.dot(s, tl.trans(t), chain, input_precision=PRECISE)
         else:
             # A difference: the compiler would move a sum into the tensor core, which rounds more.
             product -= tl.dot(s, tl.trans(t), input_precision=PRECISE)
         if step % steps == steps - 1:
             position = first + tl.arange(0, BLOCK_M)
             squares = tl.load(squares_ptr + position, mask=position < stop, other=-float("inf"))
-            score = _scores(product if WHOLE else -product, squares)
+            score = _scores(product + chain if CHAIN > BLOCK_D else -product, squares)
             usual = (squares > -float("inf")) & (squares < float("inf"))
             is_usual = tl.min(usual.to(tl.int32), axis=0) > 0
             if is_usual & (first >= common_low) & (first + BLOCK_M <= common_high):
@@ -429,6 +431,7 @@ def knn_sorted_search_kernel(
                 score = _matching(score, squares, same & (squares != -float("inf"))[None, :])
                 best, second, chosen = _collect(score, first, best, second, chosen)
             product = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            chain = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
 
     _store_buckets(bucket_ptr, i, s_mask, best, second, chosen, BUCKETS)
 
@@ -766,8 +769,8 @@ def knn_forward(
     if is_sorted:
         low, high, labels, s_order, t_order = _sort(low, high, labels)
         bank, squares = _ordered(teacher, labels, t_order, ignore_index)
-        blocks = sorted_blocks(itemsize, D, aligned, capability)
-        chain = D if blocks["WHOLE"] else blocks["BLOCK_D"]
+        blocks = sorted_blocks(itemsize, aligned, capability)
+        chain = min(D, blocks["CHAIN"])
     elif from_products:
         product, squares, features = _products(student, teacher, sizes)
         product_splits = len(product)

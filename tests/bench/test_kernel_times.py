@@ -1,6 +1,10 @@
 """The table of kernels' durations; the durations are a GPU's."""
 
-from bench import kernel_times
+import subprocess
+
+import pytest
+
+from bench import kernel_times, report
 
 
 def test_the_table_names_fastkds_kernels_and_adds_the_others():
@@ -22,4 +26,15 @@ def test_the_table_names_fastkds_kernels_and_adds_the_others():
     text = kernel_times.page(result)
     assert text.startswith("Some GPU, torch 2.11.0, Triton 3.6.0, commit abc1234, 2026-01-02.")
     own = "`soft_target` 3, `eigen_roots` (3) 0.9, libraries 0.1"
-    assert f"| soft_targets: forward KL | rows=8 V=100, bf16 | {own} | 2 | 4 | 2.0 |" in text
+    assert f"| soft_targets: forward KL † | rows=8 V=100, bf16 | {own} | 2 | 4 | 2.0 |" in text
+    assert report.CHANGED in text  # no such commit
+
+
+def test_rows_measured_with_other_kernels_are_marked():
+    command = ["git", "rev-parse", "HEAD"]
+    head = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True).stdout.strip()
+    if not head:
+        pytest.skip("no checkout")
+    changed = subprocess.run(["git", "diff", "--quiet", head, "--", "kernels"], cwd=report.ROOT)
+    assert changed.returncode or report.mark("knn", f"{head}+") == ""
+    assert report.mark("knn", "0" * 40) == " †"

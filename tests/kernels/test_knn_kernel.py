@@ -98,7 +98,7 @@ def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
     )
     knn_feature_loss(student, teacher, *labels, backend="triton")
     busy = scores[0].view(torch.float32)[:, :, 0].isfinite().any(2).any(0)  # of the splits
-    assert busy.sum() == -(-40 // kernels.sorted_blocks(4, 4, False, 9)["BLOCK_M"])
+    assert busy.sum() == -(-40 // kernels.sorted_blocks(4, False, 9)["BLOCK_M"])
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -231,6 +231,25 @@ def test_ordinary_rows_are_proven_without_a_second_look(monkeypatch, dtype):
         knn_feature_loss(student, teacher, *labels, k=k, backend="triton")
     with pytest.raises(Exception, match="a second look"):
         knn_feature_loss(*near_duplicates(20), k=1, backend="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_one_direction_need_few_exact_comparisons(monkeypatch, dtype):
+    """A mean cosine of .99, as of a language model: rounding decides between few rows."""
+    if not triton_interpreted():
+        pytest.skip("only the interpreter calls what a test puts in a function's place")
+    sort_always(monkeypatch)
+    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 4)
+    distances, compared = kernels._distances, []
+
+    def counted(s_ptr, t_ptr, rows, mask, *rest):
+        compared.append(int(mask.handle.data.sum()))
+        return distances(s_ptr, t_ptr, rows, mask, *rest)
+
+    monkeypatch.setattr("fastkd.kernels.knn._distances", counted)
+    student, teacher, *labels = batch(8, 4096, 768, 1, dtype=dtype, mean=99**0.5)
+    knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
+    assert sum(compared) <= 64 * len(student)
 
 
 def test_launches(monkeypatch):
