@@ -1,470 +1,473 @@
-"""Soft-target losses against worked examples, torch's own KL and the float64 reference."""
+"""Soft targets of logits, LM heads, top k, drafts and matched vocabularies: what only they have."""
 
 import functools
+import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fastkd import CrossEntropy, Divergence, Head
-from fastkd._core import fallback
-from fastkd.lm.divergences import NAMES
-from fastkd.lm.linear_soft_targets import _ChunkedPass
-from fastkd.lm.soft_targets import (
-    DIVERGENCES,
+from bench import measure
+from bench.case import Bound
+from fastkd import (
+    CrossEntropy,
+    Divergence,
+    Draft,
+    Head,
+    ImportanceRatio,
+    TopK,
+    VocabularyMatch,
     linear_soft_target_loss,
     linear_soft_target_loss_ref,
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support import compare
+from fastkd._core import extension
+from fastkd.lm.divergences import NAMES
+from fastkd.lm.heads import LowRank
+from fastkd.lm.linear_soft_targets import TERMS
+from fastkd.lm.soft_targets import DIVERGENCES
+from fastkd.lm.targets import OF_WHOLE_MASS
 from tests.support.compare import (
-    DTYPES,
     assert_accurate,
     assert_matches_reference,
-    count_graphs,
     counted,
     every_two_meet,
+    relative_error,
+    value_and_grad,
     values_and_grads,
 )
-from tests.support.interpreter import MARKS
 
 TRITON_FUNCTION = "soft_target_loss"
-WITHOUT_CPP = ("linear",)
-
-divergences = pytest.mark.parametrize("divergence", DIVERGENCES)
-
-
-value_and_grad = functools.partial(compare.value_and_grad, upstream=3.0)
+OBJECTS = [Divergence(name, skew=0.3, mix=0.3) for name in NAMES]
+UNMATCHED = ("renormalise", "bucket", "sorted")
+INF = torch.inf
 
 
-def make_logits(*shape, dtype=torch.float64, device="cpu", spread=2.0):
-    student = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
-    teacher = (spread * torch.randn(*shape, dtype=torch.float64)).to(device, dtype)
-    return student.requires_grad_(), teacher
+def make_logits(*shape, dtype=torch.float32, spread=2.0):
+    return [(spread * torch.randn(*shape, dtype=torch.float64)).to(dtype) for _ in range(2)]
 
 
-def oracle(student, teacher, **options):
-    return value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
+def make_heads(rows=4, V=13, dtype=torch.float64, learns=True):
+    """States, weight and bias of the student, states and weight of the teacher."""
+    shapes = (rows, 6), (V, 6), (V,), (rows, 5), (V, 5)
+    made = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_(learns and i < 3) for i, x in enumerate(made)]
 
 
-def check_against_oracle(student, teacher, backend, **options):
-    functions = soft_target_loss, soft_target_loss_ref
-    assert_matches_reference(*functions, backend, student, teacher, **options)
+def make_match(n, student, teacher):
+    ids = torch.randperm(student)[:n], torch.randperm(teacher)[:n]
+    return VocabularyMatch(*ids, student, teacher)
 
 
-# Worked examples
+def top_k(rows, V, k, tail="bucket", dtype=torch.float32):
+    log_probs, ids = (2 * torch.randn(rows, V, dtype=torch.float64)).log_softmax(-1).topk(k)
+    return TopK(ids, log_probs.to(dtype), tail)
 
 
-@pytest.mark.within_kernels
-@pytest.mark.parametrize("V", [2, 3, 8, 10, 14])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_adaptive_kl_head_of_equal_tokens_is_their_first_half(backend, device, V, dtype):
-    student, teacher = torch.randn(3, V, device=device).to(dtype), torch.full((3, V), 0.5)
-    options = dict(divergence="adaptive_kl", reduction="none")
-    found = soft_target_loss(student, teacher.to(student), backend=backend, **options)
-    p = student.double().softmax(-1)
-    gap = (p - 1 / V).abs()
-    head = gap[:, : max(V // 2, 1)].sum(-1) / gap.sum(-1)
-    forward, reverse = -(p * V).log().mean(-1), (p * (p * V).log()).sum(-1)
-    assert_accurate(found, head * forward + (1 - head) * reverse, dtype)
-    plain = soft_target_loss_ref(student, teacher.to(student), **options)
-    torch.testing.assert_close(found, plain)
+def both(student, teacher, backend, upstream=1.0, **options):
+    """Value and gradient, and the reference's in float64."""
+    options["upstream"] = upstream
+    wide = teacher if isinstance(teacher, TopK) else teacher.double()
+    found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
+    return found, value_and_grad(soft_target_loss_ref, student.double(), wide, **options)
 
 
-def test_adaptive_kl_of_many_equal_tokens(backend, device):
+# Accuracy
+
+
+def test_many_equal_tokens(backend, device):
     """More equal tokens than one block of the search holds, before and after the head's end."""
-    student, _ = make_logits(3, 2500, dtype=torch.float32, device=device)
+    student = make_logits(3, 2500)[0].to(device)
     teacher = torch.randint(4, student.shape).to(student)
-    check_against_oracle(student, teacher, backend, divergence="adaptive_kl")
-
-
-# Against the float64 reference
-
-
-@pytest.mark.within_kernels
-@divergences
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_reference(backend, device, divergence, dtype):
-    student, teacher = make_logits(3, 5, 37, dtype=dtype, device=device)
-    mask = torch.rand(3, 5, device=device) < 0.6
-    options = dict(divergence=divergence, temperature=1.7, scale_by_t2=dtype != torch.float32)
-    check_against_oracle(student, teacher, backend, mask=mask, **options)
-
-
-VOCABULARIES = (1, 2, 15, 16, 17, 127, 128, 129, 300, 1025, 4097)
-WIDTHS = [*((3, V) for V in VOCABULARIES), (9,)]
-RAGGED = [*WIDTHS, *((rows, 6) for rows in (1, 2, 17, 129))]
-SUMS = [d for d in DIVERGENCES if d != "adaptive_kl"]
-
-
-# The search for the head at each edge of a tile; other divergences, sums of rows, alternate.
-@pytest.mark.parametrize(
-    ("divergence", "shape"),
-    [
-        (divergence, shape)
-        for i, shape in enumerate(RAGGED)
-        for divergence in ["adaptive_kl"] * (shape in WIDTHS) + [SUMS[i % len(SUMS)]]
-    ],
-)
-def test_ragged_shapes(backend, device, divergence, shape):
-    student, teacher = make_logits(*shape, dtype=torch.float32, device=device)
-    check_against_oracle(student, teacher, backend, divergence=divergence)
-
-
-@divergences
-def test_chunks_do_not_change_the_result(divergence, monkeypatch):
-    student, teacher = make_logits(7, 10)
-    loss = functools.partial(soft_target_loss, backend="torch", divergence=divergence)
-    whole = value_and_grad(loss, student, teacher)
-    monkeypatch.setattr(fallback, "_chunks", lambda *_: 4)
-    chunked = value_and_grad(loss, student, teacher)
-    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=0)
-
-
-# Weights of positions
-
-
-def signed_weights(*shape, device="cpu", dtype=torch.float32):
-    """Weights of both signs, the first of them 0."""
-    weights = torch.randn(*shape, dtype=torch.float64)
-    weights.view(-1)[0] = 0
-    return weights.to(device, dtype)
-
-
-def test_linear_terms_are_weighted_like_the_loss():
-    heads = make_heads(6)
-    weights, of_task = (signed_weights(6, dtype=torch.float64) for _ in range(2))
-    task = CrossEntropy(torch.arange(6), 0.3, weights=of_task)
-    loss, terms = linear_soft_target_loss(
-        *heads, weights=weights, task=task, soft_weight=0.7, return_terms=True
-    )
-    torch.testing.assert_close(loss.detach(), 0.7 * terms["soft"] + 0.3 * terms["task"])
-    plain = linear_soft_target_loss(*heads, task=CrossEntropy(task.labels), return_terms=True)[1]
-    assert terms["entropy"] == plain["entropy"] and terms["soft"] != plain["soft"]
-
-
-KINDS_OF_SEVEN = [
-    7,
-    7.0,
-    *(torch.tensor(7, dtype=dtype) for dtype in (torch.uint8, torch.int16, torch.int64, *DTYPES)),
-]
-
-
-@pytest.mark.parametrize("denominator", [2.5, *KINDS_OF_SEVEN])
-def test_denominator_replaces_the_count(backend, device, denominator):
-    """The loss keeps its dtype for every type and device of the denominator."""
-    student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
-    mask = torch.tensor([1, 1, 0, 1], device=device)
-    options = dict(mask=mask, backend=backend)
-    loss = functools.partial(value_and_grad, soft_target_loss, student, teacher, **options)
-    if isinstance(denominator, torch.Tensor):
-        on_cpu = loss(denominator=denominator.cpu())
-        denominator = denominator.to(device)
-        assert torch.equal(on_cpu[0], loss(denominator=denominator)[0])
-    total, total_grad = loss(reduction="sum")
-    value, grad = loss(denominator=denominator)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, total / float(denominator))
-    torch.testing.assert_close(grad, total_grad / float(denominator))
-
-
-# Masks, infinities, extremes
-
-
-@pytest.mark.parametrize("kernels", ["torch", pytest.param("cpp", marks=MARKS["cpp"])])
-@pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl"])
-def test_mixtures_of_subnormal_probabilities(kernels, name):
-    # A share of a subnormal number may be 0; multiplied by the upstream gradient it is not.
-    tails, flat = torch.linspace(-112, -70, 200), torch.zeros(200)
-    student = torch.stack([tails, tails - 3, tails, tails - 30])
-    teacher = torch.stack([tails - 3, tails, flat, flat - 300])
-    student = torch.cat([torch.tensor([0.0, -0.5]).expand(4, 2), student], 1).requires_grad_()
-    teacher = torch.cat([torch.tensor([-0.5, 0.0]).expand(4, 2), teacher], 1)
-    divergence = Divergence(name, beta=0.3, skew=0.3)
-    options = {"divergence": divergence, "reduction": "none", "upstream": torch.full((4,), 1e4)}
-    check_against_oracle(student, teacher, kernels, **options)
-
-
-MIXTURES = {
-    "skew_kl": [1e-30, 1e-4, 0.999],
-    "skew_reverse_kl": [1e-30, 1e-4, 1.0],
-    "js": [1e-30, 1e-3, 0.999],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "coefficient"), [(name, x) for name, each in MIXTURES.items() for x in each]
-)
-@pytest.mark.parametrize("linear", [False, True])
-def test_mixtures_with_a_coefficient_near_its_ends(backend, device, name, coefficient, linear):
-    """Its product with a probability underflows."""
-    student, teacher = (20 * torch.randn(2, 6, 50, device=device)).unbind()
-    student[1, 5:9] = teacher[1, 5:9] = -torch.inf
-    teacher[0, :3], student[4, 0], teacher[4, 0] = -torch.inf, 300, -200
-    divergence = Divergence(name, beta=coefficient, skew=coefficient)
-    options = dict(divergence=divergence, reduction="none", upstream=torch.ones(6))
-
-    def loss(student, teacher, **options):
-        if not linear:
-            return soft_target_loss(student, teacher, **options)
-        ids, head = torch.eye(6, device=device), student.T.contiguous()
-        return linear_soft_target_loss(ids, head, ids, teacher.T.contiguous(), **options)
-
-    if linear:  # −inf · 0 is NaN
-        student, teacher = student.clamp_min(-1e4), teacher.clamp_min(-1e4)
-    found = value_and_grad(loss, student, teacher, backend=backend, **options)
-    wanted = value_and_grad(soft_target_loss_ref, student.double(), teacher.double(), **options)
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)  # an ulp of logits
-
-
-@divergences
-def test_log_probabilities_far_below_minus_100(backend, device, divergence):
-    student = torch.tensor([[0.0, -500.0, 3.0, -2e4], [9e4, 0.0, -9e4, 1.0]], device=device)
-    teacher = torch.tensor([[-800.0, 0.0, 1.0, -3e4], [9e4, 1.0, -9e4, 0.0]], device=device)
-    check_against_oracle(student, teacher, backend, divergence=divergence)
-
-
-@pytest.mark.parametrize(
-    ("divergence", "side", "bad"),
-    every_two_meet(
-        [*DIVERGENCES, *map(Divergence, NAMES)], ["student", "teacher"], [torch.nan, torch.inf]
-    ),
-    ids=str,
-)
-def test_nan_and_inf_in_real_rows_give_nan(backend, device, divergence, side, bad):
-    student, teacher = make_logits(3, 6, dtype=torch.float32, device=device)
-    student, teacher = student.detach(), teacher.clone()
-    (student if side == "student" else teacher)[1, 2] = bad
-    value = soft_target_loss(
-        student, teacher, divergence=divergence, reduction="none", backend=backend
-    )
-    assert value[1].isnan()
-    assert value[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("divergence", ["reverse_kl", "js"])
-def test_gradients_are_accurate_at_high_temperature(backend, device, divergence):
-    """Gradients differ from their mean by less than the rounding error of the normalisers."""
-    student, teacher = make_logits(7, 17, dtype=torch.float32, device=device, spread=0.01)
-    options = dict(temperature=100.0, divergence=divergence, scale_by_t2=False)
-    _, expected = oracle(student, teacher, **options)
-    _, found = value_and_grad(soft_target_loss, student, teacher, backend=backend, **options)
-    assert_accurate(found, expected, torch.float32, floor=0)
+    functions = soft_target_loss, soft_target_loss_ref
+    assert_matches_reference(*functions, backend, student, teacher, divergence="adaptive_kl")
 
 
 @pytest.mark.parametrize(
     ("divergence", "offset", "temperature"),
     every_two_meet(DIVERGENCES, [0.0, -1000.0], [20.0, 1000.0]),
 )
-def test_losses_are_accurate_at_high_temperature(backend, device, divergence, offset, temperature):
+def test_digits_at_high_temperature(backend, divergence, offset, temperature):
     """The divergence is of the size of the gaps squared over τ², and multiplied by τ²."""
-    student, teacher = (z.detach().float() + offset for z in make_logits(6, 50, device=device))
+    student, teacher = (z + offset for z in make_logits(6, 50))
     options = dict(temperature=temperature, divergence=divergence, reduction="none")
-    loss = soft_target_loss(student, teacher, **options, backend=backend)
-    right = soft_target_loss_ref(student.double(), teacher.double(), **options)
-    torch.testing.assert_close(loss.double(), right, rtol=5e-6, atol=0)
+    found, right = both(student, teacher, backend, torch.ones(6), **options)
+    torch.testing.assert_close(found[0].double(), right[0], rtol=5e-6, atol=0)
+    if offset == 0:
+        assert_accurate(found[1], right[1], torch.float32, floor=1e-3)
 
 
-# Derivative rules
-
-
-@pytest.mark.left_out(where=lambda given: given["backend"] == "triton")
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_gradients_are_computed_in_the_forward_pass(backend, device, reduction):
-    """The backward pass needs no logits, and may run twice."""
-    student, teacher = make_logits(4, 9, dtype=torch.float32, device=device)
-    options = dict(divergence="js", reduction=reduction)
-    upstream = torch.rand(4 if reduction == "none" else (), device=device)
-    _, expected = oracle(student, teacher, upstream=upstream.double(), **options)
-    loss = soft_target_loss(student, teacher, backend=backend, **options)
-    for z in (student, teacher):
-        z.detach().fill_(float("nan"))
-    once, twice = (torch.autograd.grad(loss, student, upstream, True)[0] for _ in range(2))
-    assert torch.equal(once, twice)
-    assert_accurate(once, expected, torch.float32)
-
-
-@pytest.mark.parametrize("kind", [int, float])
-def test_denominators_stay_symbolic(device, kind):
-    """The number of items changes at every step."""
-    count_graphs(
-        lambda s, t, denominator: soft_target_loss(s, t, denominator=denominator, backend="torch"),
-        (
-            (*make_logits(4, 7, dtype=torch.float32, device=device), kind(items))
-            for items in (3, 5, 8, 13)
-        ),
-    )
-
-
-def test_no_view_between_loss_and_logits(backend, device):
-    """A view would cost the backward pass of a small loss as much as the gradient."""
-    student, teacher = make_logits(3, 7, dtype=torch.float32, device=device)
-    loss = soft_target_loss(student.requires_grad_(), teacher, backend=backend)
-    node, found = loss.grad_fn, []
-    while type(node).__name__ != "AccumulateGrad":
-        found.append(type(node).__name__)
-        ((node, _),) = [x for x in node.next_functions if x[0]]
-    assert len(found) == 1 or backend == "torch"
-    assert not any("View" in name for name in found)
-
-
-def test_student_and_teacher_with_shared_storage(backend, device):
-    pair = torch.randn(2, 4, 6, device=device)
-    loss = functools.partial(soft_target_loss, backend=backend)
-    for compiled in (loss, counted(loss)[0]):
-        assert compiled(pair[0], pair[0]).item() == pytest.approx(0, abs=1e-7)
-        student = pair[0].clone().requires_grad_()
-        assert compiled(student, student.detach()).item() == pytest.approx(0, abs=1e-7)
-        expected = soft_target_loss_ref(pair[0].clone(), pair[1].clone())
-        torch.testing.assert_close(compiled(pair[0], pair[1]), expected)
-
-
-# Properties
-
-
-# From hidden states
-
-
-def make_heads(*leading, vocabulary=11, dtype=torch.float64, device="cpu"):
-    def draw(*shape):
-        return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
-
-    student = draw(*leading, 6), draw(vocabulary, 6)
-    teacher = draw(*leading, 9), draw(vocabulary, 9)
-    return (*(x.requires_grad_() for x in student), *teacher)
-
-
-def exact_dtype(backend):
-    """The most precise dtype that the backend supports."""
-    return torch.float32 if backend == "triton" else torch.float64
-
-
-def linear_value_and_grads(loss, heads, **options):
-    return values_and_grads(loss, heads[:2], *heads[2:], **options)
-
-
-def check_linear(heads, backend, chunk_bytes=None, **options):
-    loss = functools.partial(linear_soft_target_loss, chunk_bytes=chunk_bytes)
-    functions = loss, linear_soft_target_loss_ref
-    assert_matches_reference(*functions, backend, heads[:2], *heads[2:], **options)
-
-
-@pytest.fixture
-def chunks(monkeypatch):
-    """Number of positions in each chunk of logits."""
-    seen = []
-
-    def spy(self, chunk, *rest):
-        seen.append(len(range(*chunk.indices(self.terms.shape[1]))))
-        return add(self, chunk, *rest)
-
-    add = _ChunkedPass.add
-    monkeypatch.setattr(_ChunkedPass, "add", spy)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("rows", "chunk_bytes", "sizes"),
-    [(200, 150 * 11 * 8, [128, 72]), (7, 3 * 11 * 8 + 5, [3, 3, 1])],
-)
-def test_linear_chunks_of_whole_tiles(backend, device, chunks, rows, chunk_bytes, sizes):
-    check_linear(make_heads(rows, dtype=torch.float32, device=device), backend, chunk_bytes)
-    assert chunks == sizes
-
-
-@divergences
-def test_linear_long_vocabulary(backend, device, divergence):
-    heads = make_heads(3, vocabulary=1100, dtype=exact_dtype(backend), device=device)
-    check_linear(heads, backend, divergence=divergence, temperature=2.0)
-
-
-@pytest.mark.left_out(
-    where=lambda given: (given["backend"] == "torch") == (given["reduction"] == "none")
-)
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_linear_shared_head_compiled(backend, device, reduction):
-    """A frozen head is one tensor passed twice, a trained one shares its storage."""
-    h_s, h_t = torch.randn(2, 4, 6, device=device)
-    head = torch.randn(11, 6, device=device)
-    loss = functools.partial(linear_soft_target_loss, reduction=reduction, backend=backend)
-    compiled, _ = counted(loss)
-    expected = linear_soft_target_loss_ref(h_s, head, h_t, head, reduction=reduction)
-    h_s.requires_grad_()
-    torch.testing.assert_close(compiled(h_s, head, h_t, head), expected)
-    learnt = head.clone().requires_grad_()
-    value = compiled(h_s, learnt, h_t, learnt.detach())
-    torch.testing.assert_close(value, expected)
-    assert torch.autograd.grad(value.sum(), learnt)[0].isfinite().all()
-    torch.testing.assert_close(
-        compiled(h_t, learnt, h_t, head), torch.zeros_like(expected), rtol=0, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-def test_linear_heads_wider_than_the_states(backend, device, reduction):
-    """Under autocast the states are bfloat16 and the weights stay float32."""
-    wide = make_heads(6, dtype=torch.float32, device=device)
-    h_s, h_t = wide[0].bfloat16(), wide[2].bfloat16()
-    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
-    options = dict(reduction=reduction, upstream=upstream)
-    exact = linear_value_and_grads(
-        linear_soft_target_loss_ref,
-        [x.double() for x in (h_s, wide[1], h_t, wide[3])],
-        **options,
-    )
-    for teacher_head in (wide[3], wide[3].bfloat16()):
-        heads = h_s, wide[1], h_t, teacher_head
-        value, dh, dw = linear_value_and_grads(
-            linear_soft_target_loss, heads, backend=backend, **options
+@pytest.mark.parametrize("name", ["js", "skew_kl", "skew_reverse_kl"])
+@pytest.mark.parametrize("share", [1e-30, 1e-4, 0.3, 0.999])
+def test_mixtures_of_small_probabilities(backend, name, share):
+    """A share of a subnormal number may be 0; multiplied by the upstream gradient it is not."""
+    divergence, tails = Divergence(name, beta=share, skew=share), torch.linspace(-112, -70, 200)
+    student, teacher = (20 * torch.randn(2, 5, 202)).unbind()
+    student[:2, 2:] = torch.stack([tails, tails - 3])
+    teacher[:2, 2:] = torch.stack([tails - 3, tails])
+    student[2, 5:9] = teacher[2, 5:9] = teacher[3, :3] = -INF
+    for factor in (1.0, 1e4):
+        found, right = both(
+            student, teacher, backend, torch.full((5,), factor), divergence=divergence,
+            reduction="none",
+        )  # fmt: skip
+        torch.testing.assert_close(found[0].double(), right[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            found[1].double() / factor, right[1] / factor, rtol=1e-4, atol=1e-5
         )
-        assert (dh.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
-        if teacher_head.dtype == torch.float32:
-            assert_accurate(value, exact[0], torch.float32)
-            assert_accurate(dh, exact[1], torch.bfloat16)
-            assert_accurate(dw, exact[2], torch.float32)
-        else:
-            torch.testing.assert_close(value.double(), exact[0], rtol=3e-2, atol=3e-2)
 
 
-def test_losses_of_rows_on_the_meta_device():
-    heads = [x.detach().to("meta") for x in make_heads(2, 3)]
-    assert linear_soft_target_loss(*heads, reduction="none").shape == (2, 3)
-    logits = torch.empty(2, 2, 3, 9, device="meta")
-    assert soft_target_loss(*logits, reduction="none").shape == (2, 3)
+def test_small_rests_are_exact(backend, device):
+    """A rest of a millionth: subtracting would lose it; and of a teacher's 990 of 1000 tokens."""
+    student = torch.zeros(3, 2000, device=device)
+    student[:, 7:9] = 22.0
+    ids, log_probs = torch.tensor([[7, 8]] * 3), torch.tensor([[0.5, 0.4]] * 3).log()
+    top = TopK(ids.to(device), log_probs.to(device))
+    options = dict(divergence="reverse_kl", reduction="none")
+    found, right = both(student, top, backend, torch.ones(3), **options)
+    torch.testing.assert_close([x.double() for x in found], [*right], rtol=2e-6, atol=0)
+    student, top = 3 * torch.randn(8, 1000), top_k(8, 1000, 990)
+    found, right = both(student, top, backend, torch.ones(8), **options)
+    torch.testing.assert_close(found[0].double(), right[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def wide_heads():
-    """Logits of standard deviation 3, and enough tokens for rounding errors to add up."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (24, 512), (8000, 512), (24, 512), (8000, 512)
-    heads = [torch.randn(shape, generator=generator) for shape in shapes]
-    return [x if len(x) == 24 else x * 3 / 512**0.5 for x in heads]
+def bfloat16_heads():
+    """A student with an adapter, and a teacher: logits of standard deviation 3, long sums."""
+    shapes = (24, 512), (4000, 512), (16, 512), (4000, 16), (24, 256), (4000, 256)
+    widths = 1, 512 / 9, 512, 16, 1, 256 / 9
+    return [torch.randn(s) / width**0.5 for s, width in zip(shapes, widths, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("divergence", "dtype", "labelled"),
-    every_two_meet(DIVERGENCES, [torch.bfloat16, torch.float16], [False, True]),
+    ("divergence", "dtype", "labelled", "adapted"),
+    every_two_meet(
+        ["forward_kl", "js", OBJECTS[-1]], [torch.bfloat16, torch.float16], [0, 1], [0, 1]
+    ),
 )
-def test_linear_half_precision_is_rounded_once(wide_heads, divergence, dtype, labelled):
-    """Logits are never rounded to half precision, also for labels."""
-    heads = [x.to(dtype) for x in wide_heads]
+def test_half_precision_is_rounded_once(divergence, dtype, labelled, adapted):
+    """Neither logits nor the input of an adapter's second factor are rounded."""
+    parts = [x.to(dtype) for x in bfloat16_heads()]
 
-    def loss(function, h, w, *teacher):
-        task = CrossEntropy(torch.arange(24) * 300, 0.5) if labelled else None
-        softcap = 30.0 if labelled else None
-        return function(h, Head(w, softcap=softcap), *teacher, divergence=divergence, task=task)
+    def step(loss, h, w, down, up, *teacher):
+        head = Head(w, softcap=30.0 if labelled else None)
+        head.low_rank = (LowRank(down, up, 1.7),) if adapted else ()
+        task = CrossEntropy(torch.arange(24) * 150, 0.5) if labelled else None
+        return loss(h, head, *teacher, divergence=divergence, task=task)
 
-    exact = linear_value_and_grads(
-        functools.partial(loss, linear_soft_target_loss_ref), [x.double() for x in heads]
+    count = 4 if adapted else 2
+    found, exact = (
+        [x.detach().requires_grad_(i < count) for i, x in enumerate(given)]
+        for given in (parts, [x.double() for x in parts])
     )
-    found = linear_value_and_grads(functools.partial(loss, linear_soft_target_loss), heads)
-    assert_accurate(found[0], exact[0], torch.float32)
-    for gradient, right in zip(found[1:], exact[1:], strict=True):
-        assert gradient.dtype == dtype
-        rounded = compare.relative_error(right.to(dtype), right)
-        assert compare.relative_error(gradient, right) <= 2 * rounded
+    value, right = step(linear_soft_target_loss, *found), step(linear_soft_target_loss_ref, *exact)
+    assert_accurate(value, right, torch.float32)
+    for upstream in (1.0, 0.3):  # also one that is no power of two
+        factor = torch.tensor(upstream)
+        grads = torch.autograd.grad(value, found[:count], factor, retain_graph=True)
+        wanted = torch.autograd.grad(right, exact[:count], factor.double(), retain_graph=True)
+        for x, y in zip(grads, wanted, strict=True):
+            assert x.dtype == dtype and relative_error(x, y) <= 2 * relative_error(y.to(dtype), y)
 
 
-# Options and messages
+def test_nan_stays_in_its_row(backend, device):
+    top = top_k(3, 6, 4)
+    for divergence, side, bad in itertools.product(
+        [*DIVERGENCES, *OBJECTS], (0, 1, 2), (torch.nan, INF)
+    ):
+        pair = [x.to(device) for x in make_logits(3, 6)]
+        pair[side % 2][1, 2] = bad
+        teacher = TopK(top.ids.to(device), top.log_probs.to(device)) if side == 2 else pair[1]
+        if side == 2 and bad == INF:
+            continue
+        options = dict(divergence=divergence, reduction="none", backend=backend)
+        pair[0][1] = torch.nan if side == 2 else pair[0][1]
+        found = soft_target_loss(pair[0], teacher, **options).isfinite().tolist()
+        assert found == [True, False, True], (divergence, side, bad)
+
+
+@pytest.mark.parametrize("divergence", [*DIVERGENCES, Divergence("lk")])
+def test_chunks(divergence):
+    """More logits than a chunk of the CPU has; and than a chunk of matched tokens."""
+    student, teacher = make_logits(80, 4100, dtype=torch.float64)
+    options = dict(divergence=divergence, backend="torch")
+    found, right = both(student, teacher, **options)
+    torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-13)
+    if divergence != "js":
+        return
+    match = make_match(1500, 4100, 4100)
+    student, teacher = make_logits(520, 4100)
+    for unmatched in UNMATCHED:
+        found, right = both(student, teacher, vocabulary=match, unmatched=unmatched, **options)
+        torch.testing.assert_close([x.double() for x in found], [*right], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_matched_rows_of_several_blocks(dtype):
+    """Thousands of unmatched tokens whose sorted probabilities cross, tie and underflow."""
+    match = make_match(1500, 4100, 3300)
+    student = make_logits(4, 4100, dtype=dtype)[0]
+    teacher = make_logits(4, 3300, dtype=dtype)[0]
+    student[1], teacher[1], teacher[3, :3000] = 0.0, 0.0, -INF
+    student[2] *= 20
+    functions = soft_target_loss, soft_target_loss_ref
+    for unmatched, (divergence, tau) in itertools.product(
+        UNMATCHED, (("js", 1.0), ("adaptive_kl", 20.0))
+    ):
+        options = dict(divergence=divergence, temperature=tau, unmatched=unmatched)
+        options |= dict(vocabulary=match, reduction="none")
+        assert_matches_reference(*functions, "auto", student, teacher, **options)
+
+
+@pytest.mark.skipif(not extension.CPU, reason="needs the extension")
+def test_memory_of_a_match_is_that_of_one_vocabulary():
+    student, teacher = torch.randn(32, 5000, requires_grad=True), torch.randn(32, 6000)
+
+    def peak(teacher, **options):
+        step = Bound(lambda: soft_target_loss(student, teacher, **options), [student]).step
+        return measure.peak_bytes(step, torch.device("cpu"))
+
+    match = make_match(3000, 5000, 6000)
+    for unmatched in UNMATCHED:
+        most = 1.02 * peak(student.detach())
+        assert peak(teacher, vocabulary=match, unmatched=unmatched) <= most
+
+
+# Options of heads
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_cross_entropy_equals_torch(softcap):
+    h, w, b, h_t, w_t = make_heads(20)
+    labels = torch.randint(13, (20,))
+    labels[3] = -1
+    task = CrossEntropy(labels, label_smoothing=0.2, ignore_index=-1)
+    loss, terms = linear_soft_target_loss(
+        h, Head(w, b, softcap=softcap), h_t, w_t, soft_weight=0.0, task=task, return_terms=True
+    )
+    logits = h @ w.T + b
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    wanted = F.cross_entropy(logits, labels, ignore_index=-1, label_smoothing=0.2)
+    torch.testing.assert_close(loss, wanted)
+    grads = [torch.autograd.grad(x, (h, w, b)) for x in (loss, wanted)]
+    torch.testing.assert_close(*grads)
+    kept = labels != -1
+    right = (logits.argmax(-1) == labels)[kept].double().mean()
+    entropy = torch.distributions.Categorical(logits=logits[kept].detach()).entropy().mean()
+    torch.testing.assert_close([terms["accuracy"], terms["entropy"]], [right, entropy])
+
+
+def test_soft_weight_0_computes_no_teacher_logits():
+    h, w, _, h_t, w_t = make_heads()
+    h_t[1] = torch.nan
+    options = dict(soft_weight=0.0, task=CrossEntropy(torch.randint(13, (4,))))
+    assert linear_soft_target_loss(h, w, h_t, w_t, **options).isfinite()
+    loss, every = linear_soft_target_loss(h, w, h_t, w_t, return_terms=True, **options)
+    assert loss.isfinite() and every["soft"].isnan()
+    for names in (["accuracy", "task"], ["soft"]):
+        _, terms = linear_soft_target_loss(h, w, h_t, w_t, return_terms=names, **options)
+        wanted = {name: every[name] for name in names}
+        torch.testing.assert_close(terms, wanted, equal_nan=True)
+
+
+def test_the_heads_gradient_is_allocated_once():
+    """An operation between head and loss would allocate another gradient of the head's size."""
+    h, w, _, h_t, w_t = make_heads()
+    below = linear_soft_target_loss(h, w, h_t, w_t).grad_fn.next_functions
+    assert any(getattr(node, "variable", None) is w for node, _ in below)
+
+
+@pytest.mark.parametrize(("dtype", "V"), [(torch.uint8, 300), (torch.int16, 40000)])
+def test_token_ids_in_a_narrow_dtype(dtype, V):
+    """Neither ignore_index nor the vocabulary's size wraps: as uint8, -100 would be 156."""
+    hidden, *heads = torch.randn(2, 4), torch.randn(V, 4), torch.randn(V, 4)
+    labels, log_probs = torch.tensor([156, 3]), torch.tensor([[0.6, 0.3]]).log()
+
+    def losses(kind: torch.dtype) -> list[float]:
+        task, top = CrossEntropy(labels.to(kind)), TopK(labels[None].to(kind), log_probs)
+        of_labels = linear_soft_target_loss(hidden, heads[0], hidden, heads[1], task=task)
+        return [of_labels.item(), linear_soft_target_loss(hidden[:1], heads[0], top).item()]
+
+    assert losses(dtype) == losses(torch.int64)
+
+
+def test_leading_dimensions():
+    h, w, b, h_t, w_t = make_heads(6)
+    head, labels, top = Head(w, b), torch.randint(13, (6,)), top_k(6, 13, 3)
+    ratio = functools.partial(ImportanceRatio, at_most=2.0)
+    for teacher in ((h_t, w_t), (top,)):
+        flat, one, cube = (
+            linear_soft_target_loss(
+                h[i].view(*shape, 6), head,
+                *(teacher if len(teacher) == 1 else (h_t[i].view(*shape, 5), w_t))
+                if len(teacher) == 2 else (top.map(lambda x, i=i, s=shape: x[i].view(*s, 3)),),
+                task=CrossEntropy(labels[i].view(shape)), reduction="none",
+                ratio=ratio(labels[i].view(shape), torch.full(shape, -1.0)),
+            )
+            for i, shape in ((slice(None), (6,)), (2, ()), (slice(None), (2, 3)))
+        )  # fmt: skip
+        torch.testing.assert_close([one, cube.flatten()], [flat[2], flat])
+
+
+def test_subset_of_a_head():
+    head = Head(torch.randn(9, 4, requires_grad=True), torch.randn(9), 0.5, softcap=3.0)
+    head.low_rank = (LowRank(torch.randn(2, 4), torch.randn(9, 2), 1.7),)
+    hidden, ids = torch.randn(3, 4), torch.tensor([8, 0, 5])
+    part = head.subset(ids)
+    torch.testing.assert_close(part.logits(hidden), head.logits(hidden)[:, ids])
+    assert torch.autograd.grad(part.logits(hidden).sum(), head.weight)[0].shape == (9, 4)
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("mass_of_the_drafts_tokens", [0.0, 1e-130, 1.0])
+@pytest.mark.parametrize("name", OF_WHOLE_MASS)
+def test_degenerate_teachers_of_a_draft(backend, name, mass_of_the_drafts_tokens):
+    """A teacher without the draft's tokens, with nearly none of their mass, and the same model."""
+    h, w, _, h_t, w_t = make_heads(4, 9, torch.float32, learns=False)
+    ids, bias = torch.tensor([7, 0, 4]), torch.zeros(9)
+    bias[ids] = {0.0: -INF, 1e-130: -300.0, 1.0: 0.0}[mass_of_the_drafts_tokens]
+    teacher, part = (h_t, Head(w_t, bias)), w[:3]
+    if mass_of_the_drafts_tokens == 1:
+        ids = torch.randperm(9)
+        teacher, part = (h, Head(w, bias)), w[ids]
+    options = dict(divergence=Divergence(name), draft=Draft(ids, "whole"))
+    value, *grads = values_and_grads(
+        linear_soft_target_loss, (h, part), *teacher, backend=backend, **options
+    )
+    if mass_of_the_drafts_tokens == 1:
+        assert abs(value) < 1e-6
+        return
+    least = {"forward_kl": -1e-9, "total_variation": 1 - 1e-6}.get(name, 200)
+    most = {"forward_kl": 1e-9, "total_variation": 1 + 1e-6}.get(name, INF)
+    assert least <= value <= most
+    if most < INF:
+        assert all(x.abs().max() < 1e-6 for x in grads)
+
+
+def test_lk_of_the_whole_mass_as_its_page_composes_it(backend):
+    """λ·Σ p log(p/q) + (1 − λ)·TV of the draft's tokens, λ = exp(−rate·(1 − TV)) a constant."""
+    h, w, _, h_t, w_t = make_heads(4, 9, torch.float32, learns=False)
+    ids, h, w = torch.tensor([7, 0, 4]), h.requires_grad_(), w[:3].requires_grad_()
+    options = dict(draft=Draft(ids, "whole"), reduction="none", backend=backend)
+    kl, tv = (
+        linear_soft_target_loss(h, w, h_t, w_t, divergence=Divergence(name), **options)
+        for name in ("forward_kl", "total_variation")
+    )
+    weight = torch.exp(-2.0 * (1 - tv.detach()))
+    found = weight * kl + (1 - weight) * tv
+    wide = [x.detach().double().requires_grad_() for x in (h, w)]
+    log_q = (wide[0] @ wide[1].T).log_softmax(-1)
+    p = (h_t.double() @ w_t.double().T).softmax(-1)[..., ids]
+    acceptance = torch.minimum(p, log_q.exp()).sum(-1)
+    weight = torch.exp(-2.0 * acceptance.detach())
+    expected = weight * (p * (p.log() - log_q)).sum(-1) + (1 - weight) * (1 - acceptance)
+    torch.testing.assert_close(found, expected.float())
+    grads = (torch.autograd.grad(x.sum(), y) for x, y in ((found, (h, w)), (expected, wide)))
+    torch.testing.assert_close(next(grads), tuple(x.float() for x in next(grads)))
+
+
+def test_ratios_at_the_ends():
+    h, w, _, h_t, w_t = make_heads(4, 3, torch.float32)
+    ids = torch.tensor([0, 1, 2, 1])
+    loss = functools.partial(linear_soft_target_loss, h, w, h_t, w_t, reduction="none")
+    plain, q = loss(), (h @ w.T).softmax(-1).gather(-1, ids[:, None])[:, 0]
+    for old, ratio in ((-INF, 2.0), (-1e4, 2.0), (0.0, q), (200.0, 0.0), (torch.nan, torch.nan)):
+        found = loss(ratio=ImportanceRatio(ids, torch.full((4,), old), at_most=2.0))
+        torch.testing.assert_close(found, plain * ratio, equal_nan=True)
+
+
+@pytest.mark.parametrize("divergence", ["adaptive_kl", *OBJECTS], ids=str)
+def test_terms_of_many_tokens(divergence):
+    """Several blocks of the C++ pass; with rows, −inf, and two equal largest logits.
+
+    Products of small integers are exact in any order of their terms.
+    """
+    shapes = (6, 5), (2500, 5), (3, 4), (2500, 4)
+    h, w, h_t, w_t = (torch.randint(-2, 3, shape).double() for shape in shapes)
+    w[3] = w[2000] = h.sum(0) * 9
+    labels, bias = torch.tensor([3, 2000, 7, 1500, 2499, 3]), torch.zeros(2500).double()
+    bias[1024:1030] = -INF
+    options = dict(draft=Draft(rows=torch.tensor([2, 0, 0, 1, 2, 2])), divergence=divergence)
+    options |= dict(task=CrossEntropy(labels, 0.5), temperature=2.0, return_terms=TERMS)
+    for more in ({"reduction": "none"}, {"mask": labels != 7}):
+        found, wanted = (
+            loss(h, w, h_t, Head(w_t, bias), **options, **more)
+            for loss in (linear_soft_target_loss, linear_soft_target_loss_ref)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+        if "mask" not in more:
+            accuracy = found[1]["accuracy"]
+            assert accuracy[[0, 5]].sum() > 0 and accuracy[1] == 0
+
+
+def test_terms_and_teacher_rows_of_a_match(backend):
+    h, w, _, h_t, _ = make_heads(6, 9, torch.float32)
+    weight, rows = torch.randn(12, 5), torch.tensor([0, 0, 2, 2, 1, 1])
+    options = dict(vocabulary=make_match(5, 9, 12), unmatched="sorted", draft=Draft(rows=rows))
+    options["return_terms"] = "soft", "entropy", "teacher_entropy", "log_prob"
+    found = linear_soft_target_loss(h, w, h_t[:3], weight, backend=backend, **options)
+    torch.testing.assert_close(found, linear_soft_target_loss_ref(h, w, h_t[:3], weight, **options))
+
+
+# In a graph
+
+
+def of_labels(h, w, b, h_t, w_t):
+    task, head = CrossEntropy(torch.tensor([1, 2, -100, 0, 5, 6])), Head(w, b, softcap=5.0)
+    loss, terms = linear_soft_target_loss(
+        h, head, h_t, w_t, divergence=Divergence("mixed"), task=task, return_terms=True
+    )
+    return loss + 0 * terms["soft"]
+
+
+def of_a_draft(h, w, b, h_t, w_t):
+    ids = torch.arange(6) % 7
+    return linear_soft_target_loss(
+        h, w[:7], h_t, w_t, draft=Draft(torch.arange(7), "whole", rows=ids % 3),
+        weights=b[:6].detach(), ratio=ImportanceRatio(ids, -torch.rand(6), at_most=2.0),
+        return_terms=["total_variation", "teacher_log_prob"], reduction="none",
+    )[0].sum()  # fmt: skip
+
+
+MATCH = VocabularyMatch(torch.arange(5), torch.arange(5) + 3, 13, 13)
+
+
+def of_a_match(h, w, b, h_t, w_t):
+    options = dict(vocabulary=MATCH, unmatched="sorted")
+    loss = soft_target_loss(h @ w.T + b, h_t @ w_t.T, **options)
+    return loss + linear_soft_target_loss(h, w, h_t, w_t, **options)
+
+
+IN_A_GRAPH = {
+    "labels": of_labels,
+    "draft": of_a_draft,
+    "match": of_a_match,
+    # A frozen head is one tensor passed twice, a trained one shares its storage.
+    "shared head": lambda h, w, b, *_: linear_soft_target_loss(h, w, h.sin().detach(), w.detach()),
+    **{
+        tail: lambda h, w, b, h_t, w_t, tail=tail: linear_soft_target_loss(
+            h, w, TopK(*(h_t @ w_t.T).log_softmax(-1).topk(3)[::-1], tail)
+        )
+        for tail in ("bucket", "renormalise")
+    },
+}
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_compiled_and_on_the_meta_device(name):
+    step, given = IN_A_GRAPH[name], make_heads(6, dtype=torch.float32)
+    torch.manual_seed(0)
+    compiled, graphs = counted(step, "aot_eager")
+    values = []
+    for run in (compiled, step):
+        torch.manual_seed(0)
+        value = run(*given)
+        values.append((value, *torch.autograd.grad(value, given[:2])))
+    torch.testing.assert_close(*values)
+    assert len(graphs) == 1
+    if name == "labels":
+        on_meta = [x.detach().to("meta") for x in given]
+        rows = linear_soft_target_loss(*on_meta[:2], *on_meta[3:], reduction="none")
+        assert rows.is_meta and rows.shape == (6,)

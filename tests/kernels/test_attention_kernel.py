@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from fastkd.losses.attention import AttentionLoss
+from fastkd.losses.attention import AttentionLoss, attention_loss, attention_loss_ref
 from tests.kernels.launches import count_launches
+from tests.support.compare import assert_matches_reference
 
 KERNELS = ["attention_kernel", "attention_count_kernel", "reduce_kernel", "upstream_kernel"]
 
@@ -23,3 +24,14 @@ def test_few_launches(device, layers, launches_each, heads):
     assert sorted(ours) == sorted(KERNELS * launches_each)
     if layers == 1:
         assert len(launches) <= 13, launches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("N", [1, 16, 33, 130])
+def test_block_edges(device, N, dtype):
+    maps = (torch.randn(2, heads, N, N, device=device).to(dtype) for heads in (2, 2, 3))
+    student, *teachers = maps
+    mask = torch.arange(N, device=device) < torch.tensor([[N], [N // 2]], device=device)
+    for teacher, heads in zip(teachers, ("match", "mean"), strict=True):
+        functions = attention_loss, attention_loss_ref
+        assert_matches_reference(*functions, "triton", student, teacher, mask, heads=heads)

@@ -140,6 +140,9 @@ def edges(backend: str) -> Iterator[tuple]:
     yield "cosine of twice itself", lambda s: cosine(s, 2 * x), x, 0.0, 0.0, 1e-7
     yield "cosine of zeros", lambda s: cosine(s, x), 0 * x, 1.0, 0.0
     yield "cosine with zeros", lambda s: cosine(s, 0 * x), x, 1.0, 0.0
+    near = x + 1e-4 * torch.randn_like(x)
+    exact = 1 - torch.cosine_similarity(x.double(), near.double(), dim=-1).mean()
+    yield "nearly parallel", lambda s: cosine(s, near), x, exact, None, 0.01 * exact.item()
     yield "L1 at its kink", lambda s: loss(s, x, kind="smooth_l1", beta=0.0), x, 0.0, 0.0, 0.0
     # Squares that overflow a sum alone.
     large = torch.full((1, 4096), 5e17)

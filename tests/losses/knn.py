@@ -43,11 +43,13 @@ def class_similarity(features: Tensor, labels: Tensor) -> Tensor:
 
 def random_knn(draw: Draw) -> Case:
     N, M, D = draw.sizes(BATCH, LENGTH, WIDTH, most=2**15, zero=True)
+    if draw.backend == "torch" and draw.chance(0.05):  # a search by blocks instead of all pairs
+        N, M, D = draw.pick([(300, 700, 6), (1300, 40, 24)])
     shape = (D,) if draw.chance(0.7) else (D, draw.pick([1, 2, 5]))
     given = M != N or draw.chance(0.5)
     labels, bank_labels = draw.labels(N), draw.labels(M)
     tolerance, ignored = draw.pick([None, None, 0.5, 1]), draw.pick([-100, -100, 1])
-    kind = draw.pick(["plain", "plain", "large", "halves", "small", "bool"])
+    kind = draw.pick(["plain", "plain", "large", "halves", "small", "bool", "real"])
     if kind == "large" and tolerance is not None:  # closer than float64 can distinguish
         labels, bank_labels = labels + 2**54, bank_labels + 2**54
     elif kind == "halves" and tolerance is not None:  # of another dtype than the students'
@@ -56,6 +58,11 @@ def random_knn(draw: Draw) -> Case:
         labels, bank_labels = labels.to(torch.uint8), bank_labels.to(torch.int32)
     elif kind == "bool" and tolerance is None:
         labels, bank_labels = labels > 0, bank_labels > 0
+    elif kind == "real" and tolerance is not None:
+        dtype = draw.pick([torch.float32, torch.float64])
+        labels, bank_labels = (5 * draw.uniform(rows).to(dtype) for rows in (N, M))
+        bank_labels[:1], bank_labels[1:2] = torch.nan, torch.inf
+        tolerance = draw.pick([0.0, 0.05, 0.3, 10.0])
     if not given:
         bank_labels = labels
     k, reduction = draw.pick([1, 2, 5, 16]), draw.pick(["sum", "mean", "none"])

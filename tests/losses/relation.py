@@ -273,3 +273,11 @@ def bad() -> Iterator[tuple[str, Callable]]:
         yield words, lambda o=options: loss(x, y, **o)
     yield "eps must be greater than 0", lambda: fcd(eps=0.0)
     yield "alpha must be at least 0", lambda: fcd(alpha=-1.0)
+
+    def changed() -> None:
+        module = fcd(beta=0)
+        module.alpha = 0.0
+        module(x, y)
+
+    yield "alpha and beta are both 0", lambda: fcd(alpha=0, beta=0)
+    yield "alpha and beta are both 0", changed

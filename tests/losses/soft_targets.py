@@ -1,5 +1,6 @@
 """Soft targets: `soft_targets`, `of_top_k`, `of_match`, the oracles, and the tables."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ from torch import Tensor
 
 import fastkd
 from fastkd import Divergence
-from fastkd._core.products import multiplied_in_half
+from fastkd._core.products import HALF, multiplied_in_half
 from fastkd.lm.divergences import NAMES
+from fastkd.lm.heads import LowRank
 from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
 from fastkd.lm.targets import OF_WHOLE_MASS
 from tests.support.draw import OF_HEADS, SIZES, Case, Draw
@@ -27,6 +29,8 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
     """
     log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
     p_s, p_t = (_held(x / temperature, working) for x in (student, teacher))
+    if getattr(divergence, "name", "js") in ("forward_kl", "reverse_kl", "adaptive_kl"):
+        divergence = divergence.name
     if isinstance(divergence, Divergence):
         return divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence)
     if divergence == "js":
@@ -152,8 +156,8 @@ def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
     p_s, p_t = log_s.exp(), log_t.exp()
     ratio = (log_s - (log_m if divergence == "js" else log_t)).nan_to_num(0, 0, 0)
     weighed, plain = (p_s * ratio).abs().sum(-1), p_s.norm(dim=-1) + p_t.norm(dim=-1)
-    terms = {"forward_kl": plain, "adaptive_kl": plain + 2 * weighed}
-    return terms.get(divergence, 2 * weighed) / temperature
+    terms = {"forward_kl": plain, "reverse_kl": 2 * weighed, "js": 2 * weighed}
+    return terms.get(divergence, plain + 2 * weighed) / temperature
 
 
 def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
@@ -170,6 +174,7 @@ def _head_weight(p_s: Tensor, p_t: Tensor) -> float:
     return head / gap.sum().item() if gap.sum() > 0 else 0.5
 
 
+VOCABULARIES = (2, 3, 17, 17, 64, 64, 1100)  # the last of more than a kernel's block
 OF_OVERLAP = ("total_variation", "negative_log_acceptance", "lk")
 
 
@@ -178,20 +183,22 @@ def _kl(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def random_soft_targets(draw: Draw) -> Case:
-    V = draw.pick([*SIZES, *SIZES, 129, 300, 1030, 2500])
+    V = draw.pick([*SIZES, *SIZES, 129, 300, 1030, 2500, 4100])
     shape = draw.pick([(draw.size(zero=True),), (draw.size(), draw.pick([1, 3])), ()])
     options = {
         "temperature": draw.pick([0.5, 1.0, 2.5, 20.0, 100.0]),
-        "divergence": draw.pick(DIVERGENCES),
+        "divergence": draw.pick(DIVERGENCES) if draw.chance(0.6) else _any_divergence(draw),
     }
     reduction, t2 = draw.pick(REDUCTIONS), draw.chance(0.5)
     denominator = None
     if reduction == "batchmean" and draw.chance(0.5):
-        denominator = draw.pick([3, 2.5, torch.tensor(3.0), torch.tensor(7, dtype=torch.float64)])
+        kinds = torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64
+        denominator = draw.pick([3, 2.5, *(torch.tensor(7, dtype=kind) for kind in kinds)])
     mask = draw.mask(*shape)
     student, teacher = (draw.features(*shape, V, scales=(0.01, 100.0)) for _ in range(2))
     if draw.chance(0.2) and V > 2:  # entries that are invalid for both distributions, or for one
-        for side in (student, teacher) if draw.chance(0.7) else (draw.pick([student, teacher]),):
+        of_one = isinstance(options["divergence"], str) and draw.chance(0.3)
+        for side in (draw.pick([student, teacher]),) if of_one else (student, teacher):
             side[..., 0] = -torch.inf
     factor = options["temperature"] ** 2 if t2 else 1.0
     weights = draw.normal(*shape) if draw.chance(0.3) else None
@@ -246,7 +253,7 @@ def task_losses(student: Tensor, labels: Tensor, smoothing, z_loss, weights) -> 
 
 
 def _any_divergence(draw: Draw) -> str | Divergence:
-    share = draw.pick([0.1, 0.3, 0.5, 0.9])
+    share = draw.pick([0.1, 0.3, 0.5, 0.9, 1e-30, 1e-4, 0.999])
     plain = ["forward_kl", "reverse_kl", "js"]
     names = [name for name in NAMES if name not in (*plain[:2], "adaptive_kl")]
     objects = [Divergence(name, beta=share, skew=share, mix=share, rate=share) for name in names]
@@ -283,38 +290,55 @@ def case_of_heads(
         {"mask": draw.mask_argument(mask)},
         scale=10.0,
         mask=mask,
-        masked=("student_hidden", "teacher_hidden"),
+        masked=("student_hidden", "teacher_hidden") if given else ("student_hidden",),
         slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
     )
 
 
+def random_rows(draw: Draw, mask: Tensor) -> Tensor | None:
+    """Rows of the teacher, none of which the mask fills with NaN."""
+    kept = mask.nonzero()[:, 0]
+    if draw.chance(0.6) or not len(kept):
+        return None
+    return kept[torch.randint(len(kept), mask.shape, generator=draw.generator)]
+
+
+def random_task(draw: Draw, R: int, n: int) -> tuple[fastkd.CrossEntropy, Tensor, Callable]:
+    """A task, which of its labels count, and its losses of the student's logits."""
+    ignored = draw.pick([-100, -100, 1])  # a token of the vocabulary, too
+    labels = torch.randint(n, (R,), generator=draw.generator)
+    labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored)
+    smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
+    weights = draw.normal(R) if draw.chance(0.3) else None
+    rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": weights}
+    narrow = labels.to(draw.pick([torch.int64, torch.int64, torch.int32, torch.int16]))
+    task = fastkd.CrossEntropy(narrow, 0.7, ignore_index=ignored, **rest)
+    losses = functools.partial(
+        task_losses, labels=labels, smoothing=smoothing, z_loss=z_loss, weights=weights
+    )
+    return task, labels != ignored, losses
+
+
 def random_linear_soft_targets(draw: Draw) -> Case:
-    R, V, D_s, D_t = draw.size(), draw.pick([2, 17, 64]), draw.size(), draw.size()
+    R, V, D_s, D_t = draw.size(), draw.pick(VOCABULARIES), draw.size(), draw.size()
     n = draw.pick([V, max(V - 3, 1)])
     scale, cap = draw.pick([1.0, 0.5]), draw.pick([None, 4.0])
     tau, t2 = draw.pick([0.7, 1.0, 2.0]), draw.chance(0.5)
     options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": t2}
     options |= {"vocabulary": None if n == V else n, "temperature": tau}
     options |= {"soft_weight": draw.pick([1.0, 0.3])} | chunks(draw)
-    mask, labels = draw.mask(R), torch.randint(n, (R,), generator=draw.generator)
-    counted, labelled = mask, draw.chance(0.5)
-    weights, of_task = (draw.normal(R) if draw.chance(0.3) else None for _ in range(2))
-    options["weights"] = weights
+    mask, labelled = draw.mask(R), draw.chance(0.5)
+    options["weights"] = weights = draw.normal(R) if draw.chance(0.3) else None
+    counted = mask
     if labelled:
-        ignored = draw.pick([-100, -100, 1])  # a token of the vocabulary, too
-        labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored)
-        smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
-        counted = mask & (labels != ignored)
-        rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": of_task}
-        rest["ignore_index"] = ignored
-        options["task"] = fastkd.CrossEntropy(labels, 0.7, **rest)
+        options["task"], has_label, of_labels = random_task(draw, R, n)
         options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
-    if draw.chance(0.2):
+        counted = mask & has_label
+    options["reduction"] = draw.pick(["batchmean", "batchmean", "none"])
+    adapted = draw.chance(0.2)
+    if options["reduction"] == "batchmean" and draw.chance(0.2):
         options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
-    has_soft, rows = draw.mask(R) if draw.chance(0.3) else torch.ones(R).bool(), None
-    kept = mask.nonzero()[:, 0]
-    if draw.chance(0.3) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
-        rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+    has_soft, rows = draw.mask(R), random_rows(draw, mask)
     options["draft"] = fastkd.Draft(soft_mask=draw.mask_argument(has_soft), rows=rows)
 
     def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -322,8 +346,11 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         return z if cap is None else cap * (z / cap).tanh()
 
     def oracle(
-        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias
-    ):
+        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias,
+        down=None, up=None,
+    ):  # fmt: skip
+        if adapted:
+            student_head = student_head + 1.7 * up @ down
         student = logits_of(student_hidden, student_head, student_bias)
         teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
         teacher = teacher if rows is None else teacher[rows]
@@ -331,53 +358,71 @@ def random_linear_soft_targets(draw: Draw) -> Case:
         soft = options["soft_weight"] * (tau**2 if t2 else 1) * torch.where(has_soft, soft, 0)
         losses = soft if weights is None else soft * weights
         if labelled:
-            losses = losses + 0.7 * task_losses(student, labels, smoothing, z_loss, of_task)
-        count = options.get("denominator", counted.sum().clamp_min(1))
-        return torch.where(counted, losses, 0).sum() / count
+            losses = losses + 0.7 * of_labels(student)
+        losses = torch.where(counted, losses, 0)
+        if options["reduction"] == "none":
+            return losses
+        return losses.sum() / options.get("denominator", counted.sum().clamp_min(1))
 
     def call(
-        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias, mask
-    ):
-        if rows is None and draw.backend != "reference":
-            teacher_hidden = teacher_hidden.masked_fill(~has_soft[:, None], torch.nan)
+        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias,
+        mask, down=None, up=None,
+    ):  # fmt: skip
+        own = dict(options)
+        if draw.backend != "reference":
+            if weights is not None:
+                own["weights"] = weights.masked_fill(~(counted & has_soft), torch.nan)
+            if rows is None:
+                teacher_hidden = teacher_hidden.masked_fill(~has_soft[:, None], torch.nan)
         student = fastkd.Head(student_head, student_bias, scale, cap)
+        student.low_rank = (LowRank(down, up, 1.7),) if adapted else ()
         teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
         return draw.function("linear_soft_target_loss")(
-            student_hidden, student, teacher_hidden, teacher, mask=mask, **options
+            student_hidden, student, teacher_hidden, teacher, mask=mask, **own
         )
 
+    wide = torch.float32 if draw.dtype in HALF and draw.chance(0.2) else draw.dtype
     learning, given = (
         {
             f"{side}_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
-            f"{side}_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS),
+            f"{side}_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS).to(wide),
             f"{side}_bias": draw.laid_out(draw.normal(V).to(draw.dtype)),
         }
         for side, D in (("student", D_s), ("teacher", D_t))
     )
+    if adapted:
+        learning["down"] = draw.laid_out(draw.normal(2, D_s).to(draw.dtype))
+        learning["up"] = draw.laid_out(draw.normal(V, 2).to(draw.dtype))
     return case_of_heads(draw, call, oracle, learning, given, mask)
 
 
 def random_top_k(draw: Draw) -> Case:
-    R, V = draw.size(), draw.pick([3, 17, 64])
-    K = draw.pick([1, 2, V])
+    R, V = draw.size(), draw.pick(VOCABULARIES)
+    K = draw.pick([1, min(V, 4), min(V, 40), V])
     tail, temperature = draw.pick(["bucket", "renormalise"]), draw.pick([1.0, 2.5])
     divergence, mask = _any_divergence(draw), draw.mask(R)
-    log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(K)
-    given = log_probs.to(draw.dtype)
+    mask_of_rows = mask
+    log_probs, ids = (draw.pick([2, 12]) * draw.normal(R, V)).log_softmax(-1).topk(K)
+    given = log_probs.to(draw.dtype) * draw.pick([1.0, 1.0, 0.99])  # a server's may not add up
+    real_k = K
+    if K > 1 and draw.chance(0.3):  # an entry that pads a row
+        real_k, given[:, -1], ids[:, -1] = K - 1, -torch.inf, ids[:, 0]
     weights = draw.normal(R) if draw.chance(0.5) else None
     reduction = draw.pick(["batchmean", "none"])
 
     def oracle(student_logits: Tensor) -> Tensor:
-        real = student_logits[mask], ids[mask], given[mask]
+        real = student_logits[mask], ids[mask, :real_k], given[mask, :real_k]
         of_real = of_top_k(*real, tail, temperature, divergence)
         rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
         rows = rows if weights is None else rows * weights
         return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
 
     def call(student_logits: Tensor, mask: Tensor) -> Tensor:
+        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~mask_of_rows
+        top = ids.masked_fill(junk[:, None], -5), given.masked_fill(junk[:, None], torch.nan)
         return draw.function("soft_target_loss")(
             student_logits,
-            fastkd.TopK(ids, given, tail),
+            fastkd.TopK(*top, tail),
             temperature=temperature,
             divergence=divergence,
             mask=mask,
@@ -397,9 +442,42 @@ def random_top_k(draw: Draw) -> Case:
     )
 
 
+def random_top_k_heads(draw: Draw) -> Case:
+    """A teacher's top k, hidden states and a head of the student, and labels."""
+    R, V, D = draw.size(), draw.pick(VOCABULARIES), draw.size()
+    tail, tau, mask = draw.pick(["bucket", "renormalise"]), draw.pick([0.7, 2.0]), draw.mask(R)
+    log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(min(V, draw.pick([1, 4, 40])))
+    top = fastkd.TopK(ids, log_probs.float(), tail)
+    task, has_label, of_labels = random_task(draw, R, V)
+    options = {"divergence": _any_divergence(draw), "reduction": draw.pick(["batchmean", "none"])}
+    counted, chunked = mask & has_label, chunks(draw)
+
+    def oracle(student_hidden: Tensor, student_head: Tensor) -> Tensor:
+        student = product(draw, student_hidden, student_head)
+        soft = of_top_k(student, ids, top.log_probs, tail, tau, options["divergence"])
+        losses = torch.where(counted, 0.4 * tau**2 * soft + 0.7 * of_labels(student), 0)
+        none = options["reduction"] == "none"
+        return losses if none else losses.sum() / counted.sum().clamp_min(1)
+
+    return case_of_heads(
+        draw,
+        lambda student_hidden, student_head, mask: draw.function("linear_soft_target_loss")(
+            student_hidden, student_head, top, mask=mask, task=task, temperature=tau,
+            soft_weight=0.4, **options, **chunked,
+        ),
+        oracle,
+        {
+            "student_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
+            "student_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS),
+        },
+        {},
+        mask,
+    )  # fmt: skip
+
+
 def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
     """Pairs of random ids; both vocabularies have unmatched tokens, so that no KL is infinite."""
-    sizes = [draw.pick([2, 3, 17, 64]) for _ in range(2)]
+    sizes = [draw.pick(VOCABULARIES) for _ in range(2)]
     n = draw.pick([1, max((min(sizes)) // 2, 1), min(sizes) - 1])
     ids = (torch.randperm(size, generator=draw.generator)[:n] for size in sizes)
     return fastkd.VocabularyMatch(*ids, *sizes), draw.pick(["renormalise", "bucket", "sorted"])
@@ -408,12 +486,15 @@ def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
 def random_matched_tokens(draw: Draw) -> Case:
     match, unmatched = _random_match(draw)
     R, temperature, divergence = draw.size(zero=True), draw.pick([1.0, 2.5]), _any_divergence(draw)
-    mask = draw.mask(R)
+    mask, weights = draw.mask(R), draw.normal(R) if draw.chance(0.5) else None
+    reduction = draw.pick(["batchmean", "none"])
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         real = student_logits[mask], teacher_logits[mask]
-        rows = of_match(*real, match, unmatched, temperature, divergence)
-        return rows.sum() / mask.sum().clamp_min(1)
+        of_real = of_match(*real, match, unmatched, temperature, divergence)
+        rows = student_logits.new_zeros(R).masked_scatter(mask, of_real)
+        rows = rows if weights is None else rows * weights
+        return rows if reduction == "none" else rows.sum() / mask.sum().clamp_min(1)
 
     return Case(
         functools.partial(
@@ -423,6 +504,8 @@ def random_matched_tokens(draw: Draw) -> Case:
             temperature=temperature,
             divergence=divergence,
             scale_by_t2=False,
+            weights=weights,
+            reduction=reduction,
         ),
         oracle,
         {"student_logits": draw.features(R, match.student_size, scales=(0.5, 5.0))},
@@ -504,25 +587,32 @@ def terms_at_1(student: Tensor, teacher: Tensor, ids: Tensor, labels: Tensor, ma
     return (entropy + distance + of_label - (log_s.exp() * log_s).sum(-1)).detach()
 
 
-TERMS_OF_DRAFTS = ("entropy", "total_variation", "teacher_entropy", "log_prob", "teacher_log_prob")
+TERMS_OF_DRAFTS = (
+    "soft",
+    "task",
+    "entropy",
+    "total_variation",
+    "teacher_entropy",
+    "log_prob",
+    "teacher_log_prob",
+)
 
 
 def random_drafts(draw: Draw) -> Case:
     """A student with a part of the vocabulary, and all that a position may have besides."""
-    R, V, D_s, D_t = draw.size(), draw.pick([3, 17, 64]), draw.size(), draw.size()
+    R, V, D_s, D_t = draw.size(), draw.pick(VOCABULARIES), draw.size(), draw.size()
     ids = torch.randperm(V, generator=draw.generator)[: draw.pick([1, 2, V])]
     mass, divergence = draw.pick(["renormalised", "whole"]), _any_divergence(draw)
     if mass == "whole":
         name = draw.pick(OF_WHOLE_MASS)
         divergence = name if name in DIVERGENCES else Divergence(name)
     mask, labels = draw.mask(R), torch.randint(len(ids), (R,), generator=draw.generator)
+    real = mask
     weights = draw.normal(R) if draw.chance(0.5) else None
     old, at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
     with_ratio, with_terms = draw.chance(0.5), draw.chance(0.5)
-    kept = mask.nonzero()[:, 0]
-    rows = None
-    if draw.chance(0.5) and len(kept):  # rows of the teacher that the mask doesn't fill with NaN
-        rows = kept[torch.randint(len(kept), (R,), generator=draw.generator)]
+    reduction = draw.pick(["batchmean", "batchmean", "none"])
+    rows = random_rows(draw, mask)
     soft_weight, tau, chunked = draw.pick([1.0, 0.3]), draw.pick([0.7, 1.0, 2.0]), chunks(draw)
 
     def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
@@ -539,13 +629,15 @@ def random_drafts(draw: Draw) -> Case:
             log_q = student.detach().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
             losses = losses * (log_q - old).exp().clamp(max=at_most)
         log_q = student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-        losses = soft_weight * losses - 0.7 * log_q
-        if with_terms:
-            losses = losses + terms_at_1(student, teacher, ids, labels, mass)
-        return torch.where(mask, losses, 0).sum() / mask.sum().clamp_min(1)
+        terms = (losses - log_q).detach() + terms_at_1(student, teacher, ids, labels, mass)
+        losses = soft_weight * losses - 0.7 * log_q + (terms if with_terms else 0)
+        losses = torch.where(mask, losses, 0)
+        return losses if reduction == "none" else losses.sum() / mask.sum().clamp_min(1)
 
     def call(student_hidden, student_head, teacher_hidden, teacher_head, mask) -> Tensor:
-        loss, terms = draw.function("linear_soft_target_loss")(
+        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~real
+        ratio = labels.masked_fill(junk, 99), old.masked_fill(junk, torch.nan)
+        found = draw.function("linear_soft_target_loss")(
             student_hidden,
             student_head,
             teacher_hidden,
@@ -555,14 +647,15 @@ def random_drafts(draw: Draw) -> Case:
             scale_by_t2=False,
             divergence=divergence,
             draft=fastkd.Draft(ids, mass, rows=rows),
-            weights=weights,
-            ratio=fastkd.ImportanceRatio(labels, old, at_most=at_most) if with_ratio else None,
+            weights=weights if weights is None else weights.masked_fill(junk, torch.nan),
+            ratio=fastkd.ImportanceRatio(*ratio, at_most=at_most) if with_ratio else None,
             soft_weight=soft_weight,
             task=fastkd.CrossEntropy(labels, 0.7),
-            return_terms=TERMS_OF_DRAFTS,
+            reduction=reduction,
+            return_terms=TERMS_OF_DRAFTS if with_terms else False,
             **chunked,
         )
-        return loss + sum(terms.values()) if with_terms else loss
+        return found[0] + sum(found[1].values()) if with_terms else found
 
     learning, given = (
         {
@@ -581,6 +674,7 @@ RANDOM = {
     "matched_heads": random_matched_heads,
     "linear_soft_targets": random_linear_soft_targets,
     "top_k": random_top_k,
+    "top_k_heads": random_top_k_heads,
 }
 
 
@@ -705,6 +799,9 @@ def edges(backend: str) -> Iterator[tuple]:
         far = torch.tensor([[0.0, -500.0, 3.0, -2e4], [9e4, 0.0, -9e4, 1.0]])
         if not overlap:
             yield f"{name}: far apart and equal", lambda s, c=call, t=far: c(s, t), far, 0.0, 0.0
+            other = torch.tensor([[-800.0, 0.0, 1.0, -3e4], [9e4, 1.0, -9e4, 0.0]])
+            wanted = soft_targets(far.double(), other.double(), 1.0, divergence).mean()
+            yield f"{name}: far apart", lambda s, c=call, t=other: c(s, t), far, wanted, None, 0.1
     only, some = torch.tensor([[0.0, -inf]]), torch.tensor([[0.0, 1.0]])
     for divergence, student, teacher, value in (
         ("forward_kl", only, some, inf),
@@ -739,6 +836,37 @@ def edges(backend: str) -> Iterator[tuple]:
     linear, state = function_of("linear_soft_target_loss", backend), torch.zeros(1, 2)
     call = functools.partial(linear, teacher_hidden=state, teacher_head=head)
     yield "no features", lambda s: call(s, zeros), row[:, :0], 0.0, 0.0
+    yield from edges_of_rests(backend)
+
+
+def edges_of_rests(backend: str) -> Iterator[tuple]:
+    """Tokens besides a top k, besides a match, and weights of 0."""
+    loss, inf = function_of("soft_target_loss", backend), torch.inf
+    x, y, row = torch.randn(4, 50), torch.randn(4, 50), torch.zeros(1, 2)
+    only = torch.tensor([[0.0, -inf]])
+    # A student without a rest, of which rounding makes none; one that excludes the rest.
+    lacking, pair = torch.tensor([[0.0, 0.0, -inf]]), torch.tensor([[0, 1]])
+    two = torch.tensor([[0.75, 0.25]]).log()
+    for off in (-3e-8, 0.0, 3e-8):
+        top = fastkd.TopK(pair, torch.tensor([[0.75, 0.25 + off]]).log())
+        wanted = ... if backend == "reference" else loss(row, two)
+        yield f"no rest, {off}", lambda s, t=top: loss(s, t), lacking, wanted, ...
+    half = fastkd.TopK(pair, torch.tensor([[0.5, 0.25]]).log())
+    yield "an excluded rest", lambda s: loss(s, half), lacking, inf, ...
+    yield "JS, an excluded rest", lambda s: loss(s, half, divergence="js"), lacking, None, None
+    none = torch.zeros(0).long()
+    call = functools.partial(loss, teacher_logits=y, unmatched="bucket")
+    match = fastkd.VocabularyMatch(none, none, 50, 50)
+    yield "no token matched", lambda s: call(s, vocabulary=match), x, 0.0, 0.0
+    few = fastkd.VocabularyMatch(torch.arange(3), torch.arange(3), 3, 50)
+    yield "no rest of the student", lambda s: call(s, vocabulary=few), x[:, :3], inf, ...
+    js = functools.partial(call, vocabulary=few, divergence="js")
+    yield "JS, no rest of the student", lambda s: js(s), x[:, :3], None, None
+    # An infinite loss times 0 is NaN, as documented; the finite gradient times 0 is 0.
+    once = functools.partial(loss, teacher_logits=row, weights=torch.zeros(1))
+    zero = 0.0 if backend != "reference" else ...
+    yield "a weight of zero is not a mask", once, only, torch.tensor(torch.nan), zero
+    yield "masked", functools.partial(once, mask=torch.zeros(1)), only, 0.0, 0.0
 
 
 def invariances(backend: str) -> Iterator[tuple]:
@@ -833,9 +961,8 @@ def growing() -> dict[str, tuple]:
 
 
 def bad() -> Iterator[tuple[str, Callable]]:
-    """Of logits; tests/test_heads.py has the heads' options."""
     x, y = torch.randn(2, 3, 5)
-    loss, linear = fastkd.soft_target_loss, fastkd.linear_soft_target_loss
+    loss = fastkd.soft_target_loss
     for words, options in (
         ("temperature must be greater than 0", {"temperature": 0.0}),
         ("temperature must be finite", {"temperature": math.nan}),
@@ -853,24 +980,152 @@ def bad() -> Iterator[tuple[str, Callable]]:
         ("the shape of student_logits", {"teacher_logits": y[:2]}),
     ):
         yield words, functools.partial(loss, **{"student_logits": x, "teacher_logits": y} | options)
-    h_s, w_s, h_t, w_t = torch.randn(3, 6), torch.randn(9, 6), torch.randn(3, 4), torch.randn(9, 4)
-    for words, given in (
-        ("pass vocabulary=n", (h_s, w_s, h_t, w_t[:5])),
-        ("teacher_hidden must have shape", (h_s, w_s, h_t[:2], w_t)),
-        ("student_head must have shape", (h_s, w_s[:, :5], h_t, w_t)),
-        ("teacher_head requires grad", (h_s, w_s, h_t, w_t.clone().requires_grad_())),
-        ("teacher_hidden is torch", (h_s, w_s, h_t.double(), w_t)),
-        ("student_head must have vocabulary entries", (h_s, w_s[:0], h_t, w_t[:0])),
+    yield from bad_heads()
+    yield from bad_matches()
+
+
+def bad_heads() -> Iterator[tuple[str, Callable]]:
+    h, w, h_t, w_t = torch.randn(3, 6), torch.randn(13, 6), torch.randn(3, 4), torch.randn(13, 4)
+    loss, linear = fastkd.soft_target_loss, fastkd.linear_soft_target_loss
+    labels, whole, far = torch.tensor([0, 1, 2]), torch.arange(13), torch.ones(3, device="meta")
+    task, draft, divergence = fastkd.CrossEntropy, fastkd.Draft, Divergence
+    ratio, no_ids = functools.partial(fastkd.ImportanceRatio, at_most=2.0), far.long()
+    old = torch.zeros(3)
+    for words, options in (
+        ("labels must be token ids 0 to 12 .* got 99", {"task": task(labels + 97)}),
+        ("labels must have shape", {"task": task(labels[:2])}),
+        ("labels is on meta but", {"task": task(no_ids)}),
+        ("task must be a CrossEntropy", {"task": labels}),
+        ("soft_weight must be at least 0", {"soft_weight": -1}),
+        ("chunk_bytes must be at least 1", {"chunk_bytes": 0}),
+        ("vocabulary must be at most 13", {"vocabulary": 14}),
+        (r"is no word; pass Divergence\(.skew_kl.\)", {"divergence": "skew_kl"}),
+        ("rows must be int64", {"draft": draft(rows=labels.int())}),
+        ("rows must have shape", {"draft": draft(rows=labels[:2])}),
+        ("rows must be the teacher's rows 0 to 2, got 4", {"draft": draft(rows=labels + 2)}),
+        ("draft.rows is on meta but", {"draft": draft(rows=no_ids)}),
+        ("draft.vocabulary must have shape .13,.", {"draft": draft(labels)}),
+        ("draft.vocabulary must be int64", {"draft": draft(labels.int())}),
+        ("draft.vocabulary must be token ids 0 to 12, got 14", {"draft": draft(whole + 2)}),
+        (
+            r"not have a token twice; of offsets .* d2t \+ torch.arange",
+            {"draft": draft(whole // 4)},
+        ),
+        ("draft.vocabulary must not have a token twice$", {"draft": draft(whole * 5 % 12)}),
+        ("draft.vocabulary is on meta but", {"draft": draft(whole.to("meta"))}),
+        ("vocabulary has no use beside", {"vocabulary": 3, "draft": draft(whole)}),
+        ("draft must be a Draft", {"draft": whole}),
+        ("pass draft=fastkd.Draft.mass=", {"teacher_mass": "whole"}),
+        ("pass draft=fastkd.Draft.vocabulary=", {"draft_vocabulary": whole}),
+        ("unexpected keyword argument 'tau'", {"tau": 2.0}),
+        (
+            "draft.mass='whole' needs divergence",
+            {"divergence": "js", "draft": draft(whole, "whole")},
+        ),
+        ("return_terms must be one of 'soft'", {"return_terms": ["kl"]}),
+        ("must be a bool or a list of names, got 'soft'", {"return_terms": "soft"}),
+        ("ratio must be an ImportanceRatio", {"ratio": labels}),
+        ("ids must be token ids 0 to 12, got 13", {"ratio": ratio(labels + 11, old)}),
+        ("ids is on meta but", {"ratio": ratio(no_ids, old)}),
+        ("old_log_probs is on meta but", {"ratio": ratio(labels, far)}),
     ):
-        yield words, functools.partial(linear, *given)
+        yield words, functools.partial(linear, h, w, h_t, w_t, **options)
+    top = fastkd.TopK(torch.tensor([[0, 3]] * 3), torch.tensor([[0.5, 0.4]] * 3).log())
+    ids, log_probs, head, of_words = top.ids, top.log_probs, fastkd.Head, fastkd.TopK
+    yield from (
+        ("pass vocabulary=n", lambda: linear(h, w, h_t, w_t[:5])),
+        ("teacher_hidden must have shape", lambda: linear(h, w, h_t[:2], w_t)),
+        ("student_head must have shape", lambda: linear(h, w[:, :5], h_t, w_t)),
+        ("teacher_hidden is torch", lambda: linear(h, w, h_t.double(), w_t)),
+        ("student_head must have vocabulary entries", lambda: linear(h, w[:0], h_t, w_t[:0])),
+        ("bias must have shape", lambda: head(w, w[:3, 0])),
+        ("softcap must be greater than 0", lambda: head(w, softcap=0.0)),
+        ("ids must be int64", lambda: head(w).subset(labels.int())),
+        ("ids is on meta but", lambda: head(w).subset(no_ids)),
+        ("name must be one of .* did you mean 'skew_kl'", lambda: divergence("skew")),
+        ("rate must be at least 0", lambda: divergence("lk", rate=-1)),
+        ("beta must be at most 1", lambda: divergence("js", beta=2)),
+        ("labels must be integers", lambda: task(labels.float())),
+        ("label_smoothing must be at most 1", lambda: task(labels, label_smoothing=2)),
+        ("weight must be at least 0", lambda: task(labels, -1.0)),
+        ("mass must be one of", lambda: draft(mass="part")),
+        ("at_most must be greater than 0", lambda: ratio(labels, old, at_most=0.0)),
+        ("ids must have shape", lambda: ratio(labels[:2], old)),
+        ("ids must be integers", lambda: ratio(labels.float(), old)),
+        ("teacher_head must be a Tensor or Head, got None", lambda: linear(h, w, h_t)),
+        ("teacher_head: a TopK has no hidden states", lambda: linear(h, w, top, w_t)),
+        (
+            "teacher_head requires grad",
+            lambda: linear(h, w, h_t, head(w_t, (w_t[:, 0] + 0).requires_grad_())),
+        ),
+        ("student_head must be a Tensor or Head", lambda: linear(h, "head", h_t, w_t)),
+        ("ids must have shape", lambda: of_words(ids[:2], log_probs)),
+        ("ids must be integers", lambda: of_words(ids.float(), log_probs)),
+        ("tail must be one of", lambda: of_words(ids, log_probs, "rest")),
+        ("ids must be token ids 0 to 12", lambda: linear(h, w, of_words(ids + 13, log_probs))),
+        ("a token twice", lambda: linear(h, w, of_words(ids * 0, log_probs))),
+        ("log_probs must be logarithms", lambda: linear(h, w, of_words(ids, -log_probs))),
+        ("the student's positions, K", lambda: loss(torch.randn(4, 13), top)),
+        ("ids is on meta but", lambda: loss(w[:3], of_words(no_ids[:, None], far[:, None]))),
+        ("rows: a TopK has no hidden", lambda: linear(h, w, top, draft=draft(rows=labels))),
+        ("draft.vocabulary: a TopK", lambda: linear(h, w, top, draft=draft(labels))),
+        (
+            "'teacher_entropy' needs the teacher's whole",
+            lambda: linear(h, w, top, return_terms=["teacher_entropy"]),
+        ),
+    )
     for words, weights in (
         (r"weights must have shape \(3,\) ", torch.ones(4)),
         ("weights must be bfloat16", torch.ones(3, dtype=torch.int64)),
         ("weights must be a Tensor", [1.0, 1.0, 1.0]),
-        ("weights is on meta", torch.ones(3, device="meta")),
+        ("weights is on meta", far),
         ('weights requires grad.*reduction="none"', torch.ones(3, requires_grad=True)),
     ):
-        yield words, functools.partial(loss, x, y, weights=weights)
-        yield words, functools.partial(linear, h_s, w_s, h_t, w_t, weights=weights)
-        task = fastkd.CrossEntropy(torch.arange(3), weights=weights)
-        yield words, functools.partial(linear, h_s, w_s, h_t, w_t, task=task)
+        yield words, functools.partial(loss, w[:3], w[3:6], weights=weights)
+        yield words, functools.partial(linear, h, w, h_t, w_t, weights=weights)
+        yield words, functools.partial(linear, h, w, h_t, w_t, task=task(labels, weights=weights))
+
+
+def bad_matches() -> Iterator[tuple[str, Callable]]:
+    student, teacher, none = torch.randn(4, 9), torch.randn(4, 12), torch.zeros(0).long()
+    match = fastkd.VocabularyMatch(torch.arange(5), torch.arange(5), 9, 12)
+    loss, linear = fastkd.soft_target_loss, fastkd.linear_soft_target_loss
+    heads, top = (torch.randn(9, 9), teacher, torch.randn(12, 12)), fastkd.TopK
+    padded = dataclasses.replace(match, student_size=16)
+    for words, options in (
+        ("unmatched must be one of", {"vocabulary": match, "unmatched": "buckets"}),
+        ("needs a VocabularyMatch as vocabulary", {"unmatched": "bucket"}),
+        ("has no matched tokens", {"vocabulary": fastkd.VocabularyMatch(none, none, 9, 12)}),
+        ("student_size 16 but student_logits has 9 entries", {"vocabulary": padded}),
+        ("an int or a VocabularyMatch, got tuple", {"vocabulary": (9, 12)}),
+        ("teacher_logits must have shape", {"teacher_logits": teacher[:2], "vocabulary": match}),
+        (
+            "needs the teacher's whole distribution",
+            {
+                "teacher_logits": top(torch.zeros(4, 1).long(), torch.zeros(4, 1)),
+                "vocabulary": match,
+            },
+        ),
+    ):
+        right = {"student_logits": student, "teacher_logits": teacher}
+        yield words, functools.partial(loss, **right | options)
+    linear = functools.partial(linear, student, vocabulary=match)
+    terms = {"return_terms": ("total_variation",)}
+    yield "compares tokens of one vocabulary", lambda: linear(*heads, **terms)
+    words = "teacher_size 12 but teacher_head has 11 entries"
+    yield words, lambda: linear(*heads[:2], heads[2][:11])
+    ids = torch.tensor([0, 1])
+    for words, change in (
+        ("student_ids must be a Tensor, got list", {"student_ids": [0, 1]}),
+        ("student_ids must be int64", {"student_ids": ids.float()}),
+        ("teacher_ids must be int64", {"teacher_ids": ids.int()}),
+        (r"student_ids must have shape \(n,\)", {"student_ids": ids[None]}),
+        ("student_ids must be token ids 0 to 3, got 4", {"student_ids": ids * 4}),
+        ("teacher_ids must be token ids 0 to 7, got -1", {"teacher_ids": ids - 1}),
+        ("teacher_ids must not repeat an id, got 0 twice", {"teacher_ids": ids * 0}),
+        ("one id for each of student_ids, got 1 for 2", {"teacher_ids": ids[:1]}),
+        ("student_size", {"student_size": 0}),
+    ):
+        sizes = {"student_size": 4, "teacher_size": 8}
+        right = {"student_ids": ids, "teacher_ids": ids + 2} | sizes
+        yield words, functools.partial(fastkd.VocabularyMatch, **right | change)

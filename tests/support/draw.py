@@ -214,7 +214,8 @@ class Draw:
         x = self.normal(*real.shape).to(self.pick([torch.bfloat16, torch.float32, torch.float64]))
         x = x.where(self.uniform(*real.shape) < 0.8, 0)
         unreal = 1.0 if self.backend == "reference" else float("nan")
-        return x.masked_fill(~real, unreal), x.double().masked_fill(~real, 0)
+        given = self.laid_out(x.masked_fill(~real, unreal)) if x.dim() else x
+        return given, x.double().masked_fill(~real, 0)
 
     def labels(self, size: int) -> Tensor:
         return torch.randint(0, self.pick([1, 2, 3, 7]), (size,), generator=self.generator)
