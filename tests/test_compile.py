@@ -11,7 +11,6 @@ from tests.support.every import (
     DEVICE,
     TABLE,
     features,
-    made,
     padding,
     parameters,
     value_and_gradient,
@@ -40,18 +39,23 @@ def traced() -> list:
 @pytest.mark.parametrize("loss", traced(), indirect=True)
 def test_compile(loss):
     """torch.compile(fullgraph=True)"""
-    compiled, graphs = counted(loss)
+
+    def call(student, teacher, mask):
+        """Also with one tensor as both, which Dynamo refuses in an autograd function."""
+        own = torch.cat([student, student[..., : D_T - D_S]], -1).detach()
+        pairs = (student, teacher), (student, own), (own[..., :D_S], own)
+        return sum(loss(*pair, mask) for pair in pairs)
+
+    compiled, graphs = counted(call)
     # Sizes that the compiler finds out to change are in `tests.fuzz` and below.
     for batch in (13, 16):  # more samples than features: CCA's cheaper side is one
         student, teacher = features(batch=batch)
         mask = padding(batch)
-        wanted = value_and_gradient(loss, student, teacher, mask)
         for x in (student, teacher, mask):
             torch._dynamo.mark_dynamic(x, 0)
-        value = compiled(student, teacher, mask)
-        (gradient,) = torch.autograd.grad(value, student)
-        assert relative_error(value, wanted[0]) <= 1e-5
-        assert relative_error(gradient, wanted[1]) <= 1e-5
+        values = [run(student, teacher, mask) for run in (compiled, call)]
+        gradients = [torch.autograd.grad(x, student)[0] for x in values]
+        assert max(relative_error(*values), relative_error(*gradients)) <= 1e-5
     assert len(graphs) == 1, f"{len(graphs)} graphs for two sizes"
 
 
@@ -69,29 +73,6 @@ def test_two_graphs_serve_all_sizes(file, name):
     """In PyTorch; a kernel is one operator in a graph, as above."""
     loss, calls = file.growing()[name]
     assert count_graphs(loss, calls, rtol=1e-4, atol=1e-5) <= 2
-
-
-@pytest.mark.parametrize("loss", traced(), indirect=True)
-def test_a_tensor_passed_twice(loss):
-    """Dynamo refuses repeated tensors in an autograd function."""
-    student, teacher = features(batch=13)
-    mask = padding(13)
-
-    def call(student, teacher, mask):
-        own = torch.cat([student, student[..., : D_T - D_S]], -1).detach()
-        return (
-            loss(student, teacher, mask)
-            + loss(student, own, mask)
-            + loss(own[..., :D_S], own, mask)
-        )
-
-    compiled, graphs = counted(call)
-    found, wanted = (
-        (value, *torch.autograd.grad(value, student))
-        for value in (run(student, teacher, mask) for run in (compiled, call))
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert len(graphs) == 1
 
 
 def test_inductor():
@@ -119,21 +100,6 @@ def test_an_empty_batch_in_a_dynamic_graph():
     student, teacher = (x[:0] for x in features())
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="eager")
     assert compiled(student, teacher).item() == 0
-
-
-def test_losses_twice_in_a_dynamic_graph():
-    names = "relation_loss over tokens", "cos_nce_loss", "soft_target_loss forward_kl"
-    losses = [s for s in subjects("torch") if s.name in names]
-    module = made(
-        "cpp" if ("cpp", "FCDLoss") in TABLE and DEVICE.type == "cpu" else "torch", "FCDLoss"
-    )
-
-    def step(student, teacher):
-        return sum(loss(x, teacher) for loss in (*losses, module) for x in (student, student.sin()))
-
-    student, teacher = features()
-    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=True)
-    torch.testing.assert_close(compiled(student, teacher), step(student, teacher))
 
 
 def test_compile_without_gradients():

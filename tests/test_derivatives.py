@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.autograd import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fastkd
 from fastkd._core.registry import LOSSES, inputs_of
@@ -61,21 +60,14 @@ def test_hooks(loss, wanted):
 
 
 @every_loss
-@pytest.mark.parametrize("upstream", [torch.inf, torch.nan, 2.0**40], ids=str)
-def test_overflow_is_visible_to_a_grad_scaler(loss, upstream):
+def test_overflow_is_visible_to_a_grad_scaler(loss):
     """A GradScaler looks for inf and NaN to find that its scale is too large."""
     student, teacher = features(torch.float16)
     value = loss(student, teacher, padding())
-    (gradient,) = torch.autograd.grad(value, student, torch.full_like(value, upstream))
-    assert not gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("loss", parameters("torch"), indirect=True)
-def test_checkpointing(loss, wanted):
-    student, teacher = features()
-    value = checkpoint(loss, student, teacher, padding(), use_reentrant=False)
-    value.backward()
-    assert torch.equal(value, wanted[0]) and torch.equal(student.grad, wanted[1])
+    for upstream in (torch.inf, torch.nan, 2.0**40):
+        factor = torch.full_like(value, upstream)
+        (gradient,) = torch.autograd.grad(value, student, factor, retain_graph=True)
+        assert not gradient.isfinite().all()
 
 
 class _Operations(TorchDispatchMode):

@@ -29,7 +29,7 @@ RUN_BY = {
     "pip install torch": "test_install.py::test_build_without_torch_",
     "pip install --no-build-isolation .": "test_install.py::test_install_without_a_compiler",
     "pip install ./fastkd-": "test_install.py::test_sdist_builds_a_wheel_that_installs",
-    ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_masks",
+    ".venv/bin/python -m pytest tests/test_relation.py": "test_relation.py::test_terms",
     ".venv/bin/python -m tests.fuzz": "test_values.py::test_random_calls_agree_with_the_oracles",
     ".venv/bin/python -m tools.compile_report": "kernels/test_compile.py::test_compiles_without_",
     ".venv/bin/python -m tools.host_time": "tools/test_host_time.py::test_measures_calls_and_",

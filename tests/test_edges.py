@@ -5,14 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.support.every import (
-    every_loss,
-    features,
-    inputs_of,
-    padding,
-    rows,
-    value_and_gradient,
-)
+from tests.support.every import every_loss, features, inputs_of, padding, rows, value_and_gradient
 
 
 @pytest.mark.parametrize(("file", "runs_on"), rows("edges", "reference"))

@@ -28,6 +28,7 @@ FALLING = (
 # Options that make an example short, and lines of those that train both models.
 SHORT = {"draft_model": "--decoder-steps 80 --draft-steps 50 --rows 4 --contexts 256"}
 LINES = {"draft_model": 170, "served_hidden_states": 90}
+LONG = ("draft_model", "served_hidden_states")
 # Examples that start a process, which imports the script.
 STARTING = ("served_hidden_states",)
 
@@ -39,7 +40,13 @@ def numbers(lines):
 
 
 @pytest.mark.filterwarnings("ignore", "error::DeprecationWarning:__main__")
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.thorough] * (path.stem in LONG))
+        for path in EXAMPLES
+    ],
+)
 def test_example_runs(path, capsys, tmp_path, monkeypatch):
     assert len(path.read_text().splitlines()) < LINES.get(path.stem, 60)
     monkeypatch.setattr("sys.argv", [str(path), *SHORT.get(path.stem, "").split()])

@@ -189,6 +189,7 @@ def test_values_and_gradients_equal_the_pytorch_path(root, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_cuda_source_compiles_without_spills():
     nvcc = recipe.find_nvcc()
     if nvcc is None:

@@ -169,13 +169,6 @@ def test_products_on_a_gpu(dtype, adds, monkeypatch):
     torch.testing.assert_close(total, 2 * once)
 
 
-@needs_unit
-def test_operator_has_a_fake_implementation():
-    args = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False
-    tests = "test_schema", "test_faketensor"
-    torch.library.opcheck(torch.ops.fastkd_cpp.half_product.default, args, test_utils=tests)
-
-
 @pytest.mark.skipif(not extension.CPU, reason="needs the extension")
 def test_unsupported_instructions_are_refused():
     given = torch.empty(3, 4), matrix(3, 5, torch.float32), matrix(5, 4, torch.bfloat16), False

@@ -205,13 +205,10 @@ def test_partitioned_heads_are_refused(tmp_path):
         distiller.cache_teacher([batch], tmp_path)
 
 
-def test_wrapped_models():
+def test_wrapped_models_and_models_without_a_head():
     model = model_of("gpt2")
     compiled = torch.compile(model, backend="eager")
     assert Head.of(compiled).weight is model.lm_head.weight
-
-
-def test_models_without_a_head():
     with pytest.raises(TypeError, match="must be a transformers language model, got Linear"):
         Head.of(nn.Linear(2, 3))
     config = transformers.BertConfig(**SMALL)

@@ -88,6 +88,14 @@ CALLS = {
         STATES,
     ),
 }
+NEEDS = "needs_hidden", "needs_weight", "needs_bias"
+FORMS = {
+    "cross_entropy_of_states": [
+        {"count": count} | dict(zip(NEEDS, needs, strict=True))
+        for count in (0.0, 6.0)
+        for needs in ((True, False, False), (False, True, True), (False, False, False))
+    ]
+}
 if extension.CPU and OPS.has_half_product():
     half = x.bfloat16()
     CALLS["half_product"] = (torch.empty(6, 6), half, half.T, False), {}
@@ -100,6 +108,17 @@ def changed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "dtype":
         return tensor.to(torch.int32)
     return torch.cat([tensor, tensor]) if tensor.dim() else tensor.expand(3)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_have_fake_implementations(name):
+    """With and without what is optional, as exported graphs have them."""
+    arguments, options = CALLS[name]
+    operator = getattr(OPS, name).default
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(operator, arguments, options, test_utils=tests)
+    for change in FORMS.get(name, ()):
+        torch.library.opcheck(operator, arguments, options | change, test_utils=tests)
 
 
 @pytest.mark.parametrize("kind", ["size", "dtype", "dimensions"])

@@ -64,7 +64,7 @@ def test_large_groups(backend, device):
         x[-1, 0, 2] = torch.nan
         assert relation_loss(*pair, mask, backend=backend).isnan()
         x[-1, 0, 2] = 1
-    for over in OVER:
+    for over in OVER[: 1 if backend == "triton" else 2]:
         shape = shape_of(over, 2, SIZES[1])
         same = torch.randn(8, device=device).expand(*shape, 8)
         other = torch.randn(*shape, 40, device=device)

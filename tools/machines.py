@@ -28,9 +28,8 @@ SETTINGS: dict[str, tuple[int, dict[str, str]]] = {
     "avx2": (1, {ATEN: "avx2", MKL: "AVX2", ONEDNN: "AVX2"}),
 }
 LOSSES = (
-    "attention cca contrastive derivatives draft_options edges errors head_of heads hidden_states "
-    "knn layouts linalg matched_tokens numerics projection queue relation soft_targets "
-    "token_log_probs values weights"
+    "cca contrastive derivatives edges errors head_of knn layouts linalg numerics projection queue "
+    "relation soft_targets token_log_probs values weights"
 )
 # Triton's interpreter is numpy, which none of this concerns; compiling takes minutes.
 NOT = "triton or kernels or compile or graph or symbolic or inductor or twice"

@@ -111,8 +111,8 @@ def _by_differences(unit: bool, F_hat: Tensor, mask: Tensor) -> Tensor:
     first = mask & (mask.cumsum(1) == 1)
     u = F_hat - F_hat.detach().masked_fill(~first[..., None], 0).sum(1, keepdim=True)
     length = F_hat.square().sum(-1)
-    if unit:  # a row of zeros isn't of length 1
-        length = torch.where(length > 0.5, length.detach(), length)
+    if unit:  # a row too short to normalise isn't of length 1
+        length = torch.where(length > 0.9999, length.detach(), length)
     rest = (length - u.square().sum(-1)) / 2
     return u @ u.mT + rest[:, :, None] + rest[:, None, :]
 

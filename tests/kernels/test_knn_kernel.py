@@ -1,5 +1,7 @@
 """What only the KNN kernels have: block edges, sorted banks, splits of bank and features."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,11 @@ from fastkd.losses.knn import knn_feature_loss
 from tests.kernels.launches import count_launches
 from tests.test_knn import batch, check, check_against_loop, near_duplicates
 
+# Constants from which on the kernels sort the bank, divide it among programs, or the features.
+SORTED = {"ROWS_TO_SORT": 1, "BANK_TO_SORT": 1}
+ONE_PROGRAM = {"PROGRAMS": 1}
+LARGE_TILES = ONE_PROGRAM | {"ROWS_AT_ONCE": 128}
+
 
 @pytest.fixture(autouse=True)
 def _tensors_on_device(device):
@@ -21,89 +28,82 @@ def _tensors_on_device(device):
         yield
 
 
-def sort_always(monkeypatch):
-    monkeypatch.setattr("fastkd.kernels.knn.ROWS_TO_SORT", 1)
-    monkeypatch.setattr("fastkd.kernels.knn.BANK_TO_SORT", 1)
+@pytest.fixture
+def form(request, monkeypatch):
+    """Set a form's constants."""
+    for name, value in getattr(request, "param", {}).items():
+        monkeypatch.setattr(kernels, name, value)
+
+
+def in_form(**forms):
+    """A test in forms, by name."""
+    return pytest.mark.parametrize("form", forms.values(), ids=forms, indirect=True)
 
 
 @pytest.mark.parametrize(
     ("rows", "bank", "size"),
-    [
-        (1, 16, 15),
-        (2, 127, 17),
-        (31, 65, 16),
-        (33, 128, 32),
-        (65, 66, 33),
-        (3, 129, 129),
-        (2, 300, 20),
-    ],
+    [(1, 16, 15), (2, 127, 17), (31, 65, 16), (33, 128, 32), (3, 129, 129), (65, 66, 33)],
 )
 def test_block_edges(rows, bank, size):
     student, teacher, *labels = batch(rows, bank, size, 3, dtype=torch.float32, mean=0.5)
     check("triton", student, teacher, *labels, k=2, reduction="none", upstream=torch.randn(rows))
 
 
-@pytest.mark.parametrize(("classes", "programs"), [(1, 1), (3, 8), (40, 2)])
-def test_sorted_by_label(monkeypatch, classes, programs):
-    sort_always(monkeypatch)
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", programs)
+@in_form(one=SORTED | ONE_PROGRAM, two=SORTED | {"PROGRAMS": 2}, eight=SORTED | {"PROGRAMS": 8})
+@pytest.mark.parametrize("kind", ["integers", "tolerance", "real", "ignored"])
+def test_block_edges_of_a_sorted_bank(form, kind):
+    classes = {"integers": 40, "real": 1}.get(kind, 3)
     student, teacher, *labels = batch(34, 100, 5, classes, dtype=torch.float32)
     labels[0][3] = classes  # a label that the bank does not have
-    upstream = torch.randn(34)
-    check("triton", student, teacher, *labels, k=3, reduction="none", upstream=upstream)
-    check("triton", student, teacher, *labels, tolerance=1, reduction="none", upstream=upstream)
+    options = {"k": 3, "reduction": "none", "upstream": torch.randn(34)}
+    if kind == "tolerance":
+        options["tolerance"] = 1
+    elif kind == "real":
+        labels = [5 * torch.rand(n, dtype=torch.float64) for n in (34, 100)]
+        labels[0][2], labels[1][7], labels[1][9] = torch.nan, torch.nan, torch.inf
+        options["tolerance"] = 0.3
+    elif kind == "ignored":
+        labels[0][::4], labels[1][::3] = 1, 1
+        teacher[::3], student[::4] = torch.nan, torch.inf
+        options |= {"ignore_index": 1, "tolerance": 5}
+    check("triton", student, teacher, *labels, **options)
+    if kind == "integers":  # the batch as its own bank
+        check("triton", student, torch.randn(34, 5), labels[0], None, k=2)
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_sorted_in_half_precision(monkeypatch, copied):
-    sort_always(monkeypatch)
-    if not copied:
-        monkeypatch.setattr("fastkd.kernels.knn.MOST_BYTES_TO_COPY", 0)
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
+@in_form(copied=SORTED | ONE_PROGRAM, read=SORTED | ONE_PROGRAM | {"MOST_BYTES_TO_COPY": 0})
+def test_sorted_in_half_precision(form):
     student, teacher, *labels = batch(9, 70, 336, 1, dtype=torch.bfloat16, mean=0.5)
     check("triton", student, teacher, *labels)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sorted_real_labels(monkeypatch, dtype):
-    sort_always(monkeypatch)
-    student, teacher, *_ = batch(10, 100, 5, 1, dtype=torch.float32)
-    labels = 5 * torch.rand(10, dtype=dtype), 5 * torch.rand(100, dtype=dtype)
-    labels[0][2], labels[1][7], labels[1][9] = torch.nan, torch.nan, torch.inf
-    check("triton", student, teacher, *labels, k=2, tolerance=0.3)
-    student, teacher = torch.randn(40, 5), torch.randn(40, 5)
-    check("triton", student, teacher, torch.randint(0, 3, (40,)), None, k=2)
-
-
-def test_sorted_ignored_labels(monkeypatch):
-    sort_always(monkeypatch)
-    student, teacher, *labels = batch(40, 100, 5, 3, dtype=torch.float32)
-    labels[0][::4], labels[1][::3] = 1, 1
-    teacher[::3], student[::4] = torch.nan, torch.inf
-    for tolerance in (None, 1, 5):
-        options = {"tolerance": tolerance, "ignore_index": 1, "reduction": "mean"}
-        check("triton", student, teacher, *labels, k=2, **options)
-
-
-def test_labels_of_one_class_leave_work_for_all_programs(monkeypatch):
-    # The bank rows of one tile are divided among programs, not the whole bank.
-    sort_always(monkeypatch)
+@in_form(sorted=SORTED)
+def test_labels_of_one_class_leave_work_for_all_programs(form, monkeypatch):
+    """The bank rows of one tile are divided among programs, not the whole bank."""
     student, teacher, *_ = batch(5, 400, 4, 1, dtype=torch.float32)
     labels = torch.full((5,), 7), torch.arange(400) // 40
     check("triton", student, teacher, *labels, k=3)
-    scores = []
-    monkeypatch.setattr(
-        "fastkd.kernels.knn._search",
-        lambda *arguments, search=kernels._search: scores.append(search(*arguments)) or scores[-1],
-    )
-    knn_feature_loss(student, teacher, *labels, backend="triton")
-    busy = scores[0].view(torch.float32)[:, :, 0].isfinite().any(2).any(0)  # of the splits
+    (scores,) = searched(monkeypatch, student, teacher, *labels)
+    busy = scores.view(torch.float32)[:, :, 0].isfinite().any(2).any(0)  # of the splits
     assert busy.sum() == -(-40 // kernels.sorted_blocks(4, False, 9)["BLOCK_M"])
 
 
+def searched(monkeypatch, *given):
+    """What the search of a call finds."""
+    found, search = [], kernels._search
+
+    def kept(*arguments):
+        found.append(search(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(kernels, "_search", kept)
+    knn_feature_loss(*given, backend="triton")
+    return found
+
+
+@in_form(one=ONE_PROGRAM)
 @pytest.mark.parametrize("rows", [1, 64])
-def test_few_rows_start_no_sort(monkeypatch, rows):
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
+def test_few_rows_start_no_sort(form, rows):
     student, teacher, *labels = batch(rows, 1500, 4, 2, dtype=torch.float32)
     for options in ({}, {"tolerance": 1}):
         with count_launches() as launches:
@@ -115,17 +115,16 @@ def test_few_rows_start_no_sort(monkeypatch, rows):
 
 def test_slices_that_are_not_aligned():
     student, teacher, *labels = batch(9, 33, 16, 2, dtype=torch.float32)
-    aligned = knn_feature_loss(student[1:], teacher[1:], labels[0][1:], labels[1][1:].clone())
+    labels = labels[0][1:], labels[1][1:]
+    aligned = knn_feature_loss(student[1:], teacher[1:], *labels)
     shifted = torch.zeros(34 * 16 + 1)[1:].view(34, 16)
     shifted[:33] = teacher
-    loss = knn_feature_loss(
-        student[1:], shifted[1:33], labels[0][1:], labels[1][1:], backend="triton"
-    )
+    loss = knn_feature_loss(student[1:], shifted[1:33], *labels, backend="triton")
     torch.testing.assert_close(loss, aligned)
 
 
-def test_features_split_among_programs(monkeypatch):
-    monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", 1000)
+@in_form(split={"FEATURES_TO_SPLIT": 1000})
+def test_features_split_among_programs(form):
     student, teacher, *labels = batch(9, 33, 2500, 2, dtype=torch.float32, mean=0.5)
     check("triton", student, teacher, *labels, k=3)
     student[2, 2300], teacher[4, 10] = torch.nan, torch.inf
@@ -135,36 +134,29 @@ def test_features_split_among_programs(monkeypatch):
     assert torch.equal(losses.isnan(), lost)
 
 
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_neighbours_of_one_bucket(monkeypatch, is_sorted):
+@in_form(sorted=LARGE_TILES | SORTED, unsorted=LARGE_TILES)
+def test_neighbours_of_one_bucket(form):
     """A bucket stores its first row only; the other neighbours are found among its rows."""
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)  # large tiles
-    monkeypatch.setattr("fastkd.kernels.knn.ROWS_AT_ONCE", 128)
-    if is_sorted:
-        sort_always(monkeypatch)
-    student, teacher = torch.randn(130, 48), 9 + torch.randn(200, 48)
+    student, teacher = torch.randn(130, 8), 9 + torch.randn(200, 8)
     for rank, row in enumerate((135, 71, 103, 39)):
         teacher[row] = student[1] + 0.1 * (rank // 2)  # equal rows: the lower index first
         teacher[row + 1] = student[129] + 0.1 * rank
-    labels = torch.zeros(130), torch.zeros(200)
-    for k in (1, 3):
-        check_against_loop(knn_feature_loss, student, teacher, *labels, k=k, backend="triton")
+    given = student, teacher, torch.zeros(130), torch.zeros(200)
+    check_against_loop(knn_feature_loss, *given, k=3, backend="triton")
 
 
-@pytest.mark.parametrize("way", ["sorted", "sorted and split", "from products", "far apart"])
-def test_near_duplicates(monkeypatch, way):
+@in_form(
+    sorted=SORTED | ONE_PROGRAM,
+    split=SORTED | {"PROGRAMS": 2},
+    products={"FEATURES_TO_SPLIT": 1},
+    far={"FAR_APART": 1},
+)
+def test_near_duplicates(form):
     student, teacher, *labels = near_duplicates(20)
     labels[1][::3] = 1  # of another label
-    if way in ("from products", "far apart"):
-        name = "FEATURES_TO_SPLIT" if way == "from products" else "FAR_APART"
-        monkeypatch.setattr(f"fastkd.kernels.knn.{name}", 1)
-    else:
-        sort_always(monkeypatch)
-        monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 2 if way == "sorted and split" else 1)
+    loss = functools.partial(check_against_loop, knn_feature_loss, student, teacher, *labels, k=3)
     for tolerance in (None, 0.5):
-        check_against_loop(
-            knn_feature_loss, student, teacher, *labels, k=3, tolerance=tolerance, backend="triton"
-        )
+        loss(tolerance=tolerance, backend="triton")
 
 
 def cut_products(self, a, b, d, *_):
@@ -181,29 +173,21 @@ def cut_products(self, a, b, d, *_):
     return TensorHandle(total.astype(np.float32), d.dtype.scalar)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_neighbour_whose_products_are_cut(monkeypatch, dtype):
+@in_form(one=SORTED | ONE_PROGRAM)
+def test_a_neighbour_whose_products_are_cut(form, monkeypatch):
     """All but one product of the nearest row are too small for the sum; other rows have none."""
     if not triton_interpreted():
         pytest.skip("the products of the interpreter are replaced")
-    sort_always(monkeypatch)
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 1)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", cut_products)
     student = torch.full((1, 256), 2.0**-6)
     teacher = torch.zeros(100, 256)
     teacher[87] = student * (1 - 2.0**-8)
     student[:, 0] = teacher[:, 0] = 64
-    labels = torch.zeros(1), torch.zeros(100)
-    kept = []
-
-    def search(*arguments, search=kernels._search):
-        kept.append(search(*arguments))
-        return kept[-1]
-
-    monkeypatch.setattr("fastkd.kernels.knn._search", search)
-    arguments = student.to(dtype), teacher.to(dtype), *labels
-    check_against_loop(knn_feature_loss, *arguments, k=1, backend="triton")
-    assert 87 not in kept[0][:, :, 2]  # first of no bucket
+    for dtype in (torch.float16, torch.bfloat16):
+        given = student.to(dtype), teacher.to(dtype), torch.zeros(1), torch.zeros(100)
+        check_against_loop(knn_feature_loss, *given, k=1, backend="triton")
+    (kept,) = searched(monkeypatch, *given)
+    assert 87 not in kept[:, :, 2]  # first of no bucket
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -217,57 +201,52 @@ def test_a_nan_behind_rows_that_overflow(dtype):
     assert losses[1] == torch.inf
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordinary_rows_are_proven_without_a_second_look(monkeypatch, dtype):
+def test_ordinary_rows_are_proven_without_a_second_look(monkeypatch):
     if not triton_interpreted():
         pytest.skip("only the interpreter calls what a test puts in a function's place")
 
     def second_look(*arguments):
         raise AssertionError("a second look")
 
-    monkeypatch.setattr("fastkd.kernels.knn._insert_exact", second_look)
-    student, teacher, *labels = batch(8, 200, 64, 2, dtype=dtype, mean=0.5)
-    for k in (1, 8):
-        knn_feature_loss(student, teacher, *labels, k=k, backend="triton")
+    monkeypatch.setattr(kernels, "_insert_exact", second_look)
+    for dtype, k in ((torch.float32, 8), (torch.bfloat16, 1)):
+        knn_feature_loss(*batch(8, 100, 64, 2, dtype=dtype, mean=0.5), k=k, backend="triton")
     with pytest.raises(Exception, match="a second look"):
         knn_feature_loss(*near_duplicates(20), k=1, backend="triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_one_direction_need_few_exact_comparisons(monkeypatch, dtype):
+@in_form(four=SORTED | {"PROGRAMS": 4})
+def test_rows_of_one_direction_need_few_exact_comparisons(form, monkeypatch):
     """A mean cosine of .99, as of a language model: rounding decides between few rows."""
     if not triton_interpreted():
         pytest.skip("only the interpreter calls what a test puts in a function's place")
-    sort_always(monkeypatch)
-    monkeypatch.setattr("fastkd.kernels.knn.PROGRAMS", 4)
     distances, compared = kernels._distances, []
 
     def counted(s_ptr, t_ptr, rows, mask, *rest):
         compared.append(int(mask.handle.data.sum()))
         return distances(s_ptr, t_ptr, rows, mask, *rest)
 
-    monkeypatch.setattr("fastkd.kernels.knn._distances", counted)
-    student, teacher, *labels = batch(8, 4096, 768, 1, dtype=dtype, mean=99**0.5)
-    knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
-    assert sum(compared) <= 64 * len(student)
+    monkeypatch.setattr(kernels, "_distances", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        compared.clear()
+        student, teacher, *labels = batch(8, 4096, 768, 1, dtype=dtype, mean=99**0.5)
+        knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
+        assert sum(compared) <= 64 * len(student)
 
 
-def test_launches(monkeypatch):
+@in_form(plain={}, sorted={"BANK_TO_SORT": 1}, split={"BANK_TO_SORT": 1, "FEATURES_TO_SPLIT": 1})
+def test_launches(form):
     student, teacher, *labels = batch(6, 40, 8, 2, dtype=torch.float32)
     student.requires_grad_()
-    for rows_to_sort, features_to_split in ((1000, 1000), (1, 1000), (1, 1)):
-        monkeypatch.setattr("fastkd.kernels.knn.BANK_TO_SORT", rows_to_sort)
-        monkeypatch.setattr("fastkd.kernels.knn.FEATURES_TO_SPLIT", features_to_split)
-        for reduction in ("sum", "mean"):
-            student.grad = None
-            with count_launches() as launches:
-                loss = knn_feature_loss(
-                    student, teacher, *labels, k=3, reduction=reduction, backend="triton"
-                )
-                loss.backward()
-            assert len(launches) <= 8, launches
-            expected = 5 if features_to_split == 1 else 4
-            assert len(launches.of_triton()) == expected, launches
+    for reduction in ("sum", "mean"):
+        student.grad = None
+        with count_launches() as launches:
+            loss = knn_feature_loss(
+                student, teacher, *labels, k=3, reduction=reduction, backend="triton"
+            )
+            loss.backward()
+        assert len(launches) <= 8, launches
+        assert len(launches.of_triton()) == 4 + (kernels.FEATURES_TO_SPLIT == 1), launches
 
 
 def test_limits():

@@ -46,17 +46,8 @@ def test_every_program_proves_itself(report):
     assert report["off"] is None
 
 
-def test_planted_faults_of_the_key_are_found(report):
-    assert report["planted"].keys() == {"strides", "aliasing", "alignment", "precision"}
-    assert all(report["planted"].values()), report["planted"]
-
-
 def test_autograd_behaves_as_without_a_plan(report):
     assert report["behaviours"] == []
-
-
-def test_compiled_code_gives_the_same_bits(report):
-    assert report["executed"] == []
 
 
 def test_every_launch_can_be_recorded():

@@ -13,7 +13,12 @@ from fastkd.lm.soft_targets import (
     soft_target_loss,
     soft_target_loss_ref,
 )
-from tests.support.compare import assert_accurate, every_two_meet, value_and_grad
+from tests.support.compare import (
+    assert_accurate,
+    assert_matches_reference,
+    every_two_meet,
+    value_and_grad,
+)
 
 pytest.importorskip("triton")
 
@@ -39,6 +44,26 @@ def test_few_launches(device, divergence):
     # The interpreter on the CPU also looks whether the mask holds only 0 and 1, and a 1.
     checks = 7 if device.type == "cpu" else 0
     assert len(launches) - checks <= 8, launches
+
+
+@pytest.mark.parametrize(
+    ("divergence", "V", "dtype"),
+    every_two_meet(
+        [*DIVERGENCES, fastkd.Divergence("lk"), fastkd.Divergence("skew_kl")],
+        [1, 127, 129, 1025, 4097],
+        [torch.float32, torch.bfloat16],
+    ),
+)
+def test_block_edges(device, divergence, V, dtype):
+    student, teacher = (2 * torch.randn(2, 3, V, device=device)).to(dtype)
+    mask, functions = torch.tensor([1, 0, 1]), (soft_target_loss, soft_target_loss_ref)
+    options = {"divergence": divergence, "mask": mask.to(device), "temperature": 1.7}
+    assert_matches_reference(*functions, "triton", student, teacher, gradient_floor=1e-5, **options)
+    if V == 1:
+        return
+    log_probs, ids = teacher.float().log_softmax(-1).topk(min(V, 40))
+    top = fastkd.TopK(ids, log_probs, "bucket" if V % 4 else "renormalise")
+    assert_matches_reference(*functions, "triton", student, top, gradient_floor=1e-5, **options)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalise"])

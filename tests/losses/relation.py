@@ -19,16 +19,7 @@ SPACING = 2**-24 / 4096 / torch.finfo(torch.float32).eps
 
 
 def relation(
-    student,
-    teacher,
-    mask,
-    over,
-    normalize,
-    distance,
-    temperature,
-    eps,
-    spacing=0.0,
-    factors=None,
+    student, teacher, mask, over, normalize, distance, temperature, eps, spacing=0.0, factors=None
 ) -> Tensor:
     """FCD, eqs. 3-9: one relation a sample, or a token position, over its real members only.
 
