@@ -1,12 +1,13 @@
 """Wrong input raises one sentence that names the argument."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 
 import pytest
 
 import fastkd
-from fastkd._core.registry import LOSSES
+from fastkd._core.registry import LOSSES, inputs_of
 from tests.losses import FILES
 from tests.support.every import DEVICE, every_loss, features, padding
 
@@ -51,6 +52,15 @@ def test_mistakes_of_the_rows(name):
         with pytest.raises((ValueError, TypeError), match=words) as raised:
             call()
         assert "\n" not in str(raised.value), words
+
+
+@pytest.mark.parametrize("name", [name for loss in LOSSES for name in loss.with_reference])
+def test_words_are_checked(name):
+    learning, given, options = inputs_of(name)
+    function = getattr(fastkd, name)
+    for option in {"backend", "reduction"} & inspect.signature(function).parameters.keys():
+        found = error_of(lambda word=option: function(*learning, *given, **options, **{word: "x"}))
+        assert f"{option} must be one of" in found
 
 
 def error_of(loss: Callable[[], object]) -> str | None:

@@ -291,22 +291,25 @@ def test_token_ids_in_a_narrow_dtype(dtype, V):
     assert losses(dtype) == losses(torch.int64)
 
 
-def test_leading_dimensions():
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_leading_dimensions(shape):
     h, w, b, h_t, w_t = make_heads(6)
-    head, labels, top = Head(w, b), torch.randint(13, (6,)), top_k(6, 13, 3)
-    ratio = functools.partial(ImportanceRatio, at_most=2.0)
-    for teacher in ((h_t, w_t), (top,)):
-        flat, one, cube = (
-            linear_soft_target_loss(
-                h[i].view(*shape, 6), head,
-                *(teacher if len(teacher) == 1 else (h_t[i].view(*shape, 5), w_t))
-                if len(teacher) == 2 else (top.map(lambda x, i=i, s=shape: x[i].view(*s, 3)),),
-                task=CrossEntropy(labels[i].view(shape)), reduction="none",
-                ratio=ratio(labels[i].view(shape), torch.full(shape, -1.0)),
-            )
-            for i, shape in ((slice(None), (6,)), (2, ()), (slice(None), (2, 3)))
-        )  # fmt: skip
-        torch.testing.assert_close([one, cube.flatten()], [flat[2], flat])
+    head, top, rows = Head(w, b), top_k(6, 13, 3), slice(None) if shape else 2
+
+    def loss(shape, rows, tops):
+        x, y, log_probs, ids = (
+            z[rows].view(*shape, z.shape[-1]) for z in (h, h_t, top.log_probs, top.ids)
+        )
+        labels = torch.arange(6)[rows].view(shape)
+        ratio = ImportanceRatio(labels, torch.full(shape, -1.0), at_most=2.0)
+        options = dict(task=CrossEntropy(labels), reduction="none", ratio=ratio)
+        teacher = (TopK(ids, log_probs),) if tops else (y, w_t)
+        return linear_soft_target_loss(x, head, *teacher, **options)
+
+    for tops in (False, True):
+        found, flat = loss(shape, rows, tops), loss((6,), slice(None), tops)
+        assert found.shape == shape
+        torch.testing.assert_close(found.flatten(), flat[rows].flatten())
 
 
 def test_subset_of_a_head():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastkd import Head, TopK
+from fastkd import Head, TopK, linear_soft_target_loss
 from fastkd.lm.log_probs import log_probs, log_probs_ref
 from tests.support.compare import DTYPES, counted, values_and_grads
 
@@ -92,3 +92,18 @@ def test_top_k_keeps_the_mass_of_a_thin_tail(temperature):
     rest = [-torch.expm1(x.double()[:, 0]) for x in (top.log_probs, exact)]
     assert (rest[1] < 1e-6).all()
     torch.testing.assert_close(*rest, rtol=1e-6, atol=0)
+
+
+def test_top_k_of_few_tokens():
+    hidden, head = torch.randn(3, 5), Head(torch.randn(4, 5), torch.tensor([-torch.inf, 0, 0, 0]))
+    ties = TopK.of(torch.zeros(2, 5), torch.randn(4, 5), 4)
+    assert (ties.ids.sort(-1)[0] == torch.arange(4)).all()
+    torch.testing.assert_close(ties.log_probs.exp(), torch.full((2, 4), 0.25))
+    one = TopK.of(hidden, torch.randn(1, 5), 1)
+    assert (one.ids == 0).all() and (one.log_probs == 0).all()
+    assert TopK.of(hidden[:0], head, 2).ids.shape == (0, 2)
+    assert TopK.of(hidden[0], head, 2).ids.shape == (2,)
+    whole = TopK.of(hidden, head, 4)
+    assert whole.log_probs[:, -1].tolist() == [-torch.inf] * 3  # padding of a TopK
+    itself = linear_soft_target_loss(hidden, head, whole)
+    torch.testing.assert_close(itself, torch.tensor(0.0), atol=1e-6, rtol=0)

@@ -458,8 +458,8 @@ SIDES = "student", "teacher"
 class Sequence:
     """Two random calls that alternate, in memory that is freed and used again."""
 
-    def __init__(self, seed: int, among: tuple[str, ...] = KINDS, device: Any = "cpu") -> None:
-        self.random, self.device = random.Random(seed), device
+    def __init__(self, seed: int, among: tuple[str, ...] = KINDS) -> None:
+        self.random = random.Random(seed)
         names = self.random.sample(among, 2)
         self.cases = [
             (name, FUNCTIONS[name](Draw(2 * seed + i, "triton"))) for i, name in enumerate(names)
@@ -471,7 +471,7 @@ class Sequence:
         shift = self.random.choice([0, 0, 1])
         flat = x.new_empty(sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 2)
         new = flat.as_strided(x.shape, x.stride(), shift) if x.numel() else x.clone()
-        return new.copy_(x).to(self.device).detach().requires_grad_(learns)
+        return new.copy_(x).detach().requires_grad_(learns)
 
     def call(self) -> tuple[Subject, dict[str, Any], str]:
         name, case = self.random.choice(self.cases)
@@ -554,29 +554,6 @@ def _one_of(seed: int) -> Any:
     inputs = {"student": student, "teacher": teacher, "mask": mask}
     of = (fastkd.relation_loss, fastkd.hidden_state_loss, fastkd.cos_nce_loss)[seed % 3]
     return Subject(dict, functools.partial(of, backend="triton")), inputs, of.__name__
-
-
-def on_device(device: str, numbers: range) -> str:
-    """Compare bits of the sequences' calls, on a real device or in the interpreter."""
-    clear()
-    count = 0
-    for seed in numbers:
-        sequence = Sequence(seed, KINDS, device)
-        for _ in range(6):
-            subject, inputs, name = sequence.call()
-            for _ in range(sequence.random.choice([1, 5])):
-                with mock.patch.object(plans, "ENABLED", False):
-                    right = subject.results(inputs)
-                if not all(map(_same_bits, subject.results(inputs), right)):
-                    raise SystemExit(f"sequence {seed}: {name} differs with a plan")
-                count += 1
-    return f"{count} calls, {_hits()} plans"
-
-
-def _same_bits(x: Tensor | None, y: Tensor | None) -> bool:
-    if x is None or y is None:
-        return x is y
-    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
 
 
 # --- Behaviour -----------------------------------------------------------------------------------
@@ -895,11 +872,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="of so many calls, one")
     parser.add_argument("--sequences", type=int, default=SEQUENCES)
-    parser.add_argument("--device", help="compare bits there, and do nothing else")
     given = parser.parse_args()
-    if given.device:
-        print(on_device(given.device, range(given.sequences)))
-        return
     torch.use_deterministic_algorithms(True)
     numerics_modules = _readers()
     assert numerics in numerics_modules

@@ -31,7 +31,7 @@ def rows(V, scale=4.0, device="cpu"):
     return (scale * torch.randn(5, V)).to(device), labels.to(device), weights.to(device)
 
 
-@pytest.mark.parametrize("V", [1, 2, 33, 1024, 1025, 4112, LONG + 17])
+@pytest.mark.parametrize("V", [1, 33, 1025, LONG + 17])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.1), (1.0, 0.0)])
 def test_rows(device, V, smoothing, z_loss):
     logits, labels, weights = rows(V, device=device)

@@ -50,7 +50,7 @@ def test_few_launches(device, divergence):
     ("divergence", "V", "dtype"),
     every_two_meet(
         [*DIVERGENCES, fastkd.Divergence("lk"), fastkd.Divergence("skew_kl")],
-        [1, 127, 129, 1025, 4097],
+        [1, 127, 129, 1025],
         [torch.float32, torch.bfloat16],
     ),
 )
@@ -122,8 +122,10 @@ def test_long_rows(device, divergence):
         assert_accurate(x, exact, torch.float32, reference)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(
+    ("divergence", "dtype"),
+    every_two_meet(["forward_kl", "adaptive_kl"], [torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_later_backward_passes(device, divergence, dtype):
     """Only the last backward pass, without retain_graph, scales the saved gradient in place."""
     student, teacher = torch.randn(2, 4, 90, device=device, dtype=dtype)
@@ -143,18 +145,6 @@ def test_later_backward_passes(device, divergence, dtype):
     assert (zero == 0).all() and (last[1] == 0).all()
     assert_accurate(first * 1.5, third.double(), dtype)
     assert_accurate(last * 2, first.double(), dtype)
-
-
-def test_two_losses_of_one_tensor(device):
-    """Each has a gradient of its own to multiply, and the sum of both is right."""
-    student, teacher = torch.randn(2, 4, 50, device=device)
-    student.requires_grad_()
-    losses = [soft_target_loss(student, teacher * k, backend="triton") for k in (1, 2)]
-    (2 * losses[0] - 3 * losses[1]).backward()
-    found = student.grad
-    right = [soft_target_loss_ref(student, teacher * k) for k in (1, 2)]
-    (exact,) = torch.autograd.grad(2 * right[0] - 3 * right[1], student)
-    assert_accurate(found, exact.double(), torch.float32)
 
 
 def test_float16_with_a_loss_scale(device):
@@ -249,21 +239,6 @@ def test_adaptive_kl_of_close_distributions(device, raised, tolerance):
     value = soft_target_loss(student, teacher, divergence="adaptive_kl", backend="triton")
     right = soft_target_loss_ref(student.double(), teacher.double(), divergence="adaptive_kl")
     torch.testing.assert_close(value.double(), right, rtol=tolerance, atol=0)
-
-
-@pytest.mark.gpu
-def test_more_elements_than_32_bits_address(device):
-    rows, vocabulary = 16400, 131072
-    student = torch.zeros(rows, vocabulary, dtype=torch.bfloat16, device=device)
-    teacher = torch.zeros_like(student)
-    student[-1, -1], teacher[-1, -2] = 8.0, 8.0
-    student.requires_grad_()
-    loss = soft_target_loss(student, teacher, reduction="none", backend="triton")
-    loss[-1].backward()
-    last = soft_target_loss_ref(student[-1:].detach(), teacher[-1:], reduction="none")
-    torch.testing.assert_close(loss[-1:].detach(), last)
-    assert student.grad[-1].abs().max() > 0
-    assert student.grad[:-1].abs().max() == 0
 
 
 def test_gradients_are_filled_into_contiguous_rows():

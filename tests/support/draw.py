@@ -112,10 +112,15 @@ class Draw:
         """A size of each range: small ones, and in every tenth call those that users have.
 
         The product of the largest size of each range is at most ``most``, which an oracle's loops
-        bear. With ``zero`` some small sizes are 0.
+        bear. With ``zero`` some small sizes are 0. Triton's interpreter gets one size above that of
+        a kernel's block instead.
         """
         if self.backend == "triton" or not self.chance(0.1):
-            return [self.size(zero) for _ in ranges]
+            found = [self.size(zero) for _ in ranges]
+            if self.backend == "triton" and self.chance(0.1):
+                place = self.random.randrange(len(ranges))
+                found[place] = self.pick(x for x in (33, 65, 129) if x <= max(ranges[place][1], 33))
+            return found
         found = [
             round(math.exp(self.random.uniform(math.log(low), math.log(high))))
             for low, high in ranges
