@@ -65,6 +65,7 @@ def test_every_public_function_and_option_has_a_call(listed, name):
             assert not missing, f"tools/calls has no call of {name} with {option}={missing}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
 def test_every_tensor_argument_has_a_call(loss):
     given = walked(loss.name)["given"]

@@ -381,8 +381,9 @@ def test_ratios_at_the_ends():
         torch.testing.assert_close(found, plain * ratio, equal_nan=True)
 
 
+@pytest.mark.parametrize("runs_on", ["auto", "torch"])
 @pytest.mark.parametrize("divergence", ["adaptive_kl", *OBJECTS], ids=str)
-def test_terms_of_many_tokens(divergence):
+def test_terms_of_many_tokens(divergence, runs_on):
     """Several blocks of the C++ pass; with rows, −inf, and two equal largest logits.
 
     Products of small integers are exact in any order of their terms.
@@ -397,7 +398,10 @@ def test_terms_of_many_tokens(divergence):
     for more in ({"reduction": "none"}, {"mask": labels != 7}):
         found, wanted = (
             loss(h, w, h_t, Head(w_t, bias), **options, **more)
-            for loss in (linear_soft_target_loss, linear_soft_target_loss_ref)
+            for loss in (
+                functools.partial(linear_soft_target_loss, backend=runs_on),
+                linear_soft_target_loss_ref,
+            )
         )
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
         if "mask" not in more:

@@ -129,9 +129,15 @@ class Head:
     def form(self) -> HeadForm:
         return HeadForm(self.scale, self.softcap or 0.0)
 
-    def on(self, hidden: Tensor) -> list[Tensor | None]:
-        """Tensors of the head on states (R, D), for `fastkd.lm.linear_soft_targets`."""
-        pairs = [(hidden, self.weight), *((x.states(hidden), x.up) for x in self.low_rank)]
+    def on(self, hidden: Tensor, mask: Tensor | None = None) -> list[Tensor | None]:
+        """Tensors of the head on states (R, D), for `fastkd.lm.linear_soft_targets`.
+
+        Masked states, which may be NaN, are 0 where an adapter multiplies them.
+        """
+        real = hidden
+        if mask is not None and self.low_rank:
+            real = hidden.where(mask.reshape(-1, 1), 0)
+        pairs = [(hidden, self.weight), *((x.states(real), x.up) for x in self.low_rank)]
         tensors: list[Tensor | None] = []
         for states, weight in pairs:
             dtype = torch.promote_types(states.dtype, weight.dtype)

@@ -794,10 +794,7 @@ def linear_soft_target_loss(
             teacher_tensors, tail = [*teacher.rows(mask)], teacher.tail
         elif isinstance(teacher_hidden, Tensor):
             teacher_tensors, teacher_form = teacher.on(as_rows(teacher_hidden)), teacher.form
-    states = as_rows(student_hidden)
-    if student.low_rank and mask is not None:  # which PyTorch multiplies with the adapter
-        states = states.where(mask.reshape(-1, 1), 0)
-    student_tensors = student.on(states)
+    student_tensors = student.on(as_rows(student_hidden), mask)
     temperature = float(shared["temperature"])
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES[int(student_hidden.is_cuda)]

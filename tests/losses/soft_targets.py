@@ -576,15 +576,17 @@ def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, na
     return -torch.minimum(p_s, p_t).sum(-1).log()
 
 
-def terms_at_1(student: Tensor, teacher: Tensor, ids: Tensor, labels: Tensor, mass: str) -> Tensor:
-    """Sum of a row's terms that `random_drafts` returns, at temperature 1."""
+def terms_at_1(
+    student: Tensor, teacher: Tensor, ids: Tensor, labels: Tensor, mass: str
+) -> tuple[Tensor, Tensor]:
+    """Sums of a row's terms of `TERMS_OF_DRAFTS` at temperature 1: the teacher's, the student's."""
     whole = teacher if mass == "whole" else teacher[:, ids]
     log_s, log_t = student.log_softmax(-1), whole.log_softmax(-1)
     entropy = -(log_t.exp() * log_t).sum(-1)
     log_t = log_t[:, ids] if mass == "whole" else log_t
     distance = ((log_t.exp() - log_s.exp()).abs().sum(-1) + 1 - log_t.exp().sum(-1)) / 2
-    of_label = (log_s + log_t).gather(-1, labels[:, None])[:, 0]
-    return (entropy + distance + of_label - (log_s.exp() * log_s).sum(-1)).detach()
+    of_s, of_t = (x.gather(-1, labels[:, None])[:, 0] for x in (log_s, log_t))
+    return (entropy + distance + of_t).detach(), (of_s - (log_s.exp() * log_s).sum(-1)).detach()
 
 
 TERMS_OF_DRAFTS = (
@@ -607,7 +609,7 @@ def random_drafts(draw: Draw) -> Case:
         name = draw.pick(OF_WHOLE_MASS)
         divergence = name if name in DIVERGENCES else Divergence(name)
     mask, labels = draw.mask(R), torch.randint(len(ids), (R,), generator=draw.generator)
-    real = mask
+    real, has_soft = mask, draw.mask(R)
     weights = draw.normal(R) if draw.chance(0.5) else None
     old, at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
     with_ratio, with_terms = draw.chance(0.5), draw.chance(0.5)
@@ -629,13 +631,17 @@ def random_drafts(draw: Draw) -> Case:
             log_q = student.detach().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
             losses = losses * (log_q - old).exp().clamp(max=at_most)
         log_q = student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-        terms = (losses - log_q).detach() + terms_at_1(student, teacher, ids, labels, mass)
+        losses = torch.where(has_soft, losses, 0)
+        of_teacher, of_student = terms_at_1(student, teacher, ids, labels, mass)
+        terms = (losses - log_q).detach() + torch.where(has_soft, of_teacher, 0) + of_student
         losses = soft_weight * losses - 0.7 * log_q + (terms if with_terms else 0)
         losses = torch.where(mask, losses, 0)
         return losses if reduction == "none" else losses.sum() / mask.sum().clamp_min(1)
 
     def call(student_hidden, student_head, teacher_hidden, teacher_head, mask) -> Tensor:
-        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~real
+        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~(real & has_soft)
+        if rows is None:
+            teacher_hidden = teacher_hidden.masked_fill(junk[:, None], torch.nan)
         ratio = labels.masked_fill(junk, 99), old.masked_fill(junk, torch.nan)
         found = draw.function("linear_soft_target_loss")(
             student_hidden,
@@ -646,7 +652,7 @@ def random_drafts(draw: Draw) -> Case:
             temperature=tau,
             scale_by_t2=False,
             divergence=divergence,
-            draft=fastkd.Draft(ids, mass, rows=rows),
+            draft=fastkd.Draft(ids, mass, rows=rows, soft_mask=draw.mask_argument(has_soft)),
             weights=weights if weights is None else weights.masked_fill(junk, torch.nan),
             ratio=fastkd.ImportanceRatio(*ratio, at_most=at_most) if with_ratio else None,
             soft_weight=soft_weight,
@@ -860,8 +866,11 @@ def edges_of_rests(backend: str) -> Iterator[tuple]:
     yield "no token matched", lambda s: call(s, vocabulary=match), x, 0.0, 0.0
     few = fastkd.VocabularyMatch(torch.arange(3), torch.arange(3), 3, 50)
     yield "no rest of the student", lambda s: call(s, vocabulary=few), x[:, :3], inf, ...
-    js = functools.partial(call, vocabulary=few, divergence="js")
-    yield "JS, no rest of the student", lambda s: js(s), x[:, :3], None, None
+    js = functools.partial(call, divergence="js")
+    yield "JS, no rest of the student", lambda s: js(s, vocabulary=few), x[:, :3], None, None
+    three, impossible = dataclasses.replace(few, student_size=50), x.clone()
+    impossible[:, 3:] = -inf
+    yield "JS, an impossible rest", lambda s: js(s, vocabulary=three), impossible, None, None
     # An infinite loss times 0 is NaN, as documented; the finite gradient times 0 is 0.
     once = functools.partial(loss, teacher_logits=row, weights=torch.zeros(1))
     zero = 0.0 if backend != "reference" else ...
