@@ -142,7 +142,7 @@ def nearly_held(student: Tensor, teacher: Tensor, temperature: float, working) -
     for x, other in ((student, teacher), (teacher, student)):
         p = (x.double() / temperature).softmax(-1)
         small = (p > 0) & (p < torch.finfo(working).tiny)
-        unsure |= (small & (other == -torch.inf)).any(-1)
+        unsure |= small.any(-1) & (other == -torch.inf).any(-1)
     return unsure
 
 
@@ -272,29 +272,6 @@ def chunks(draw: Draw) -> dict[str, Any]:
     return {} if draw.backend == "reference" else {"chunk_bytes": draw.pick([None, 1, 3000])}
 
 
-def case_of_heads(
-    draw: Draw,
-    call: Callable[..., Tensor],
-    oracle: Callable[..., Tensor],
-    learning: dict[str, Tensor],
-    given: dict[str, Tensor],
-    mask: Tensor,
-) -> Case:
-    """A call with hidden states and heads of student and teacher."""
-    largest = max(x.double().norm() for x in (*learning.values(), *given.values()))
-    return Case(
-        call,
-        oracle,
-        learning,
-        given,
-        {"mask": draw.mask_argument(mask)},
-        scale=10.0,
-        mask=mask,
-        masked=("student_hidden", "teacher_hidden") if given else ("student_hidden",),
-        slope=lambda x: x.new_full(x.shape[:1], 1 + float(largest)),
-    )
-
-
 def random_rows(draw: Draw, mask: Tensor) -> Tensor | None:
     """Rows of the teacher, none of which the mask fills with NaN."""
     kept = mask.nonzero()[:, 0]
@@ -319,90 +296,15 @@ def random_task(draw: Draw, R: int, n: int) -> tuple[fastkd.CrossEntropy, Tensor
     return task, labels != ignored, losses
 
 
-def random_linear_soft_targets(draw: Draw) -> Case:
-    R, V, D_s, D_t = draw.size(), draw.pick(VOCABULARIES), draw.size(), draw.size()
-    n = draw.pick([V, max(V - 3, 1)])
-    scale, cap = draw.pick([1.0, 0.5]), draw.pick([None, 4.0])
-    tau, t2 = draw.pick([0.7, 1.0, 2.0]), draw.chance(0.5)
-    options: dict[str, Any] = {"divergence": _any_divergence(draw), "scale_by_t2": t2}
-    options |= {"vocabulary": None if n == V else n, "temperature": tau}
-    options |= {"soft_weight": draw.pick([1.0, 0.3])} | chunks(draw)
-    mask, labelled = draw.mask(R), draw.chance(0.5)
-    options["weights"] = weights = draw.normal(R) if draw.chance(0.3) else None
-    counted = mask
-    if labelled:
-        options["task"], has_label, of_labels = random_task(draw, R, n)
-        options["soft_weight"] = draw.pick([0.0, options["soft_weight"]])
-        counted = mask & has_label
-    options["reduction"] = draw.pick(["batchmean", "batchmean", "none"])
-    adapted = draw.chance(0.2)
-    if options["reduction"] == "batchmean" and draw.chance(0.2):
-        options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
-    has_soft, rows = draw.mask(R), random_rows(draw, mask)
-    options["draft"] = fastkd.Draft(soft_mask=draw.mask_argument(has_soft), rows=rows)
-
-    def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        z = scale * (product(draw, hidden, weight) + bias)[:, :n]
-        return z if cap is None else cap * (z / cap).tanh()
-
-    def oracle(
-        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias,
-        down=None, up=None,
-    ):  # fmt: skip
-        if adapted:
-            student_head = student_head + 1.7 * up @ down
-        student = logits_of(student_hidden, student_head, student_bias)
-        teacher = logits_of(teacher_hidden, teacher_head, teacher_bias)
-        teacher = teacher if rows is None else teacher[rows]
-        soft = soft_targets(student, teacher, tau, options["divergence"])
-        soft = options["soft_weight"] * (tau**2 if t2 else 1) * torch.where(has_soft, soft, 0)
-        losses = soft if weights is None else soft * weights
-        if labelled:
-            losses = losses + 0.7 * of_labels(student)
-        losses = torch.where(counted, losses, 0)
-        if options["reduction"] == "none":
-            return losses
-        return losses.sum() / options.get("denominator", counted.sum().clamp_min(1))
-
-    def call(
-        student_hidden, student_head, student_bias, teacher_hidden, teacher_head, teacher_bias,
-        mask, down=None, up=None,
-    ):  # fmt: skip
-        own = dict(options)
-        if draw.backend != "reference":
-            if weights is not None:
-                own["weights"] = weights.masked_fill(~(counted & has_soft), torch.nan)
-            if rows is None:
-                teacher_hidden = teacher_hidden.masked_fill(~has_soft[:, None], torch.nan)
-        student = fastkd.Head(student_head, student_bias, scale, cap)
-        student.low_rank = (LowRank(down, up, 1.7),) if adapted else ()
-        teacher = fastkd.Head(teacher_head, teacher_bias, scale, cap)
-        return draw.function("linear_soft_target_loss")(
-            student_hidden, student, teacher_hidden, teacher, mask=mask, **own
-        )
-
-    wide = torch.float32 if draw.dtype in HALF and draw.chance(0.2) else draw.dtype
-    learning, given = (
-        {
-            f"{side}_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
-            f"{side}_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS).to(wide),
-            f"{side}_bias": draw.laid_out(draw.normal(V).to(draw.dtype)),
-        }
-        for side, D in (("student", D_s), ("teacher", D_t))
-    )
-    if adapted:
-        learning["down"] = draw.laid_out(draw.normal(2, D_s).to(draw.dtype))
-        learning["up"] = draw.laid_out(draw.normal(V, 2).to(draw.dtype))
-    return case_of_heads(draw, call, oracle, learning, given, mask)
-
-
 def random_top_k(draw: Draw) -> Case:
     R, V = draw.size(), draw.pick(VOCABULARIES)
     K = draw.pick([1, min(V, 4), min(V, 40), V])
     tail, temperature = draw.pick(["bucket", "renormalise"]), draw.pick([1.0, 2.5])
     divergence, mask = _any_divergence(draw), draw.mask(R)
     mask_of_rows = mask
-    log_probs, ids = (draw.pick([2, 12]) * draw.normal(R, V)).log_softmax(-1).topk(K)
+    # In float64 a confident teacher's rest would be rounding error.
+    spread = 2 if draw.dtype == torch.float64 else draw.pick([2, 12])
+    log_probs, ids = (spread * draw.normal(R, V)).log_softmax(-1).topk(K)
     given = log_probs.to(draw.dtype) * draw.pick([1.0, 1.0, 0.99])  # a server's may not add up
     real_k = K
     if K > 1 and draw.chance(0.3):  # an entry that pads a row
@@ -440,39 +342,6 @@ def random_top_k(draw: Draw) -> Case:
         mask=mask,
         slope=lambda x: x.new_ones(x.shape[:1]),
     )
-
-
-def random_top_k_heads(draw: Draw) -> Case:
-    """A teacher's top k, hidden states and a head of the student, and labels."""
-    R, V, D = draw.size(), draw.pick(VOCABULARIES), draw.size()
-    tail, tau, mask = draw.pick(["bucket", "renormalise"]), draw.pick([0.7, 2.0]), draw.mask(R)
-    log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(min(V, draw.pick([1, 4, 40])))
-    top = fastkd.TopK(ids, log_probs.float(), tail)
-    task, has_label, of_labels = random_task(draw, R, V)
-    options = {"divergence": _any_divergence(draw), "reduction": draw.pick(["batchmean", "none"])}
-    counted, chunked = mask & has_label, chunks(draw)
-
-    def oracle(student_hidden: Tensor, student_head: Tensor) -> Tensor:
-        student = product(draw, student_hidden, student_head)
-        soft = of_top_k(student, ids, top.log_probs, tail, tau, options["divergence"])
-        losses = torch.where(counted, 0.4 * tau**2 * soft + 0.7 * of_labels(student), 0)
-        none = options["reduction"] == "none"
-        return losses if none else losses.sum() / counted.sum().clamp_min(1)
-
-    return case_of_heads(
-        draw,
-        lambda student_hidden, student_head, mask: draw.function("linear_soft_target_loss")(
-            student_hidden, student_head, top, mask=mask, task=task, temperature=tau,
-            soft_weight=0.4, **options, **chunked,
-        ),
-        oracle,
-        {
-            "student_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
-            "student_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS),
-        },
-        {},
-        mask,
-    )  # fmt: skip
 
 
 def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
@@ -517,51 +386,6 @@ def random_matched_tokens(draw: Draw) -> Case:
     )
 
 
-def random_matched_heads(draw: Draw) -> Case:
-    match, unmatched = _random_match(draw)
-    R, D_s, D_t = draw.size(), draw.size(), draw.size()
-    mask, divergence = draw.mask(R), _any_divergence(draw)
-    V = match.student_size
-    labels = torch.randint(V, (R,), generator=draw.generator)
-    tau, has_soft, chunked = draw.pick([0.7, 1.0, 2.0]), draw.mask(R), chunks(draw)
-
-    def oracle(student_hidden, student_head, teacher_hidden, teacher_head):
-        student = product(draw, student_hidden, student_head)
-        teacher = product(draw, teacher_hidden, teacher_head)
-        rows = student.new_zeros(R)
-        both = mask & has_soft
-        rows[both] = of_match(student[both], teacher[both], match, unmatched, tau, divergence)
-        task = -student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-        return torch.where(mask, 0.5 * rows + task, 0).sum() / mask.sum().clamp_min(1)
-
-    def call(student_hidden, student_head, teacher_hidden, teacher_head, mask):
-        return draw.function("linear_soft_target_loss")(
-            student_hidden,
-            student_head,
-            teacher_hidden,
-            teacher_head,
-            vocabulary=match,
-            unmatched=unmatched,
-            temperature=tau,
-            scale_by_t2=False,
-            divergence=divergence,
-            mask=mask,
-            soft_weight=0.5,
-            draft=fastkd.Draft(soft_mask=draw.mask_argument(has_soft)),
-            task=fastkd.CrossEntropy(labels),
-            **chunked,
-        )
-
-    learning, given = (
-        {
-            f"{side}_hidden": draw.features(R, D, scales=(1.0,), kinds=OF_HEADS),
-            f"{side}_head": draw.laid_out(draw.normal(size, D).to(draw.dtype)),  # no equal tokens
-        }
-        for side, D, size in (("student", D_s, V), ("teacher", D_t, match.teacher_size))
-    )
-    return case_of_heads(draw, call, oracle, learning, given, mask)
-
-
 def of_whole_mass(student: Tensor, teacher: Tensor, ids: Tensor, temperature, name) -> Tensor:
     """Student over the tokens ``ids`` against the teacher's probabilities over all tokens."""
     log_t = (teacher / temperature).log_softmax(-1)[:, ids]
@@ -589,98 +413,178 @@ def terms_at_1(
     return (entropy + distance + of_t).detach(), (of_s - (log_s.exp() * log_s).sum(-1)).detach()
 
 
-TERMS_OF_DRAFTS = (
-    "soft",
-    "task",
-    "entropy",
-    "total_variation",
-    "teacher_entropy",
-    "log_prob",
-    "teacher_log_prob",
-)
+STUDENT_TERMS = ("soft", "task", "entropy", "log_prob")
+TEACHER_TERMS = ("total_variation", "teacher_entropy", "teacher_log_prob")
 
 
-def random_drafts(draw: Draw) -> Case:
-    """A student with a part of the vocabulary, and all that a position may have besides."""
-    R, V, D_s, D_t = draw.size(), draw.pick(VOCABULARIES), draw.size(), draw.size()
-    ids = torch.randperm(V, generator=draw.generator)[: draw.pick([1, 2, V])]
-    mass, divergence = draw.pick(["renormalised", "whole"]), _any_divergence(draw)
-    if mass == "whole":
-        name = draw.pick(OF_WHOLE_MASS)
-        divergence = name if name in DIVERGENCES else Divergence(name)
-    mask, labels = draw.mask(R), torch.randint(len(ids), (R,), generator=draw.generator)
-    real, has_soft = mask, draw.mask(R)
-    weights = draw.normal(R) if draw.chance(0.5) else None
-    old, at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
-    with_ratio, with_terms = draw.chance(0.5), draw.chance(0.5)
-    reduction = draw.pick(["batchmean", "batchmean", "none"])
-    rows = random_rows(draw, mask)
-    soft_weight, tau, chunked = draw.pick([1.0, 0.3]), draw.pick([0.7, 1.0, 2.0]), chunks(draw)
+class RandomTeacher:
+    """What a student of V tokens is compared with: a head, a part of one, a match, or a top k."""
 
-    def oracle(student_hidden, student_head, teacher_hidden, teacher_head) -> Tensor:
-        student = product(draw, student_hidden, student_head)
-        teacher = product(draw, teacher_hidden, teacher_head)
-        teacher = teacher if rows is None else teacher[rows]
-        if mass == "whole":
-            name = divergence if isinstance(divergence, str) else divergence.name
-            losses = of_whole_mass(student, teacher, ids, tau, name)
+    def __init__(self, draw: Draw, R: int) -> None:
+        self.kind = draw.pick(("head", "part", "whole", "match", "top k"))
+        self.divergence, V = _any_divergence(draw), draw.pick(VOCABULARIES)
+        self.V, self.V_t, self.ids, self.used = V, V, torch.arange(V), V
+        self.options: dict[str, Any] = {}
+        self.terms = TEACHER_TERMS if self.kind in ("head", "part", "whole") else ()
+        if self.kind == "head":  # columns of both heads that pad them
+            self.used = draw.pick([V, max(V - 3, 1)])
+            self.options["vocabulary"] = None if self.used == V else self.used
+            self.ids = torch.arange(self.used)
+        elif self.kind == "match":
+            self.match, self.unmatched = _random_match(draw)
+            self.used = self.V = self.match.student_size
+            self.V_t, self.ids = self.match.teacher_size, torch.arange(self.V)
+            self.options |= {"vocabulary": self.match, "unmatched": self.unmatched}
+        elif self.kind == "top k":
+            k, tail = min(V, draw.pick([1, 4, 40])), draw.pick(["bucket", "renormalise"])
+            log_probs, ids = (2 * draw.normal(R, V)).log_softmax(-1).topk(k)
+            self.top = fastkd.TopK(ids, log_probs.float(), tail)
         else:
-            losses = soft_targets(student, teacher[:, ids], tau, divergence)
-        losses = losses if weights is None else losses * weights
-        if with_ratio:
-            log_q = student.detach().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-            losses = losses * (log_q - old).exp().clamp(max=at_most)
-        log_q = student.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-        losses = torch.where(has_soft, losses, 0)
-        of_teacher, of_student = terms_at_1(student, teacher, ids, labels, mass)
-        terms = (losses - log_q).detach() + torch.where(has_soft, of_teacher, 0) + of_student
-        losses = soft_weight * losses - 0.7 * log_q + (terms if with_terms else 0)
-        losses = torch.where(mask, losses, 0)
-        return losses if reduction == "none" else losses.sum() / mask.sum().clamp_min(1)
+            self.ids = torch.randperm(V, generator=draw.generator)[: draw.pick([1, 2, V])]
+            self.used = self.V = len(self.ids)
+        if self.kind == "whole":
+            name = draw.pick(OF_WHOLE_MASS)
+            self.divergence = name if name in DIVERGENCES else Divergence(name)
 
-    def call(student_hidden, student_head, teacher_hidden, teacher_head, mask) -> Tensor:
-        junk = torch.zeros(R).bool() if draw.backend == "reference" else ~(real & has_soft)
-        if rows is None:
-            teacher_hidden = teacher_hidden.masked_fill(junk[:, None], torch.nan)
-        ratio = labels.masked_fill(junk, 99), old.masked_fill(junk, torch.nan)
-        found = draw.function("linear_soft_target_loss")(
-            student_hidden,
-            student_head,
-            teacher_hidden,
-            teacher_head,
-            mask=mask,
-            temperature=tau,
-            scale_by_t2=False,
-            divergence=divergence,
-            draft=fastkd.Draft(ids, mass, rows=rows, soft_mask=draw.mask_argument(has_soft)),
-            weights=weights if weights is None else weights.masked_fill(junk, torch.nan),
-            ratio=fastkd.ImportanceRatio(*ratio, at_most=at_most) if with_ratio else None,
-            soft_weight=soft_weight,
-            task=fastkd.CrossEntropy(labels, 0.7),
-            reduction=reduction,
-            return_terms=TERMS_OF_DRAFTS if with_terms else False,
-            **chunked,
+    def soft(self, student: Tensor, teacher: Tensor, tau: float) -> Tensor:
+        """The divergence of each row."""
+        rest = tau, self.divergence
+        if self.kind == "top k":
+            return of_top_k(student, self.top.ids, self.top.log_probs, self.top.tail, *rest)
+        if self.kind == "match":
+            return of_match(student, teacher, self.match, self.unmatched, *rest)
+        if self.kind == "whole":
+            name = getattr(self.divergence, "name", self.divergence)
+            return of_whole_mass(student, teacher, self.ids, tau, name)
+        return soft_targets(student, teacher[:, self.ids], *rest)
+
+    def draft(self, **options: Any) -> fastkd.Draft:
+        ids = self.ids if self.kind in ("part", "whole") else None
+        return fastkd.Draft(ids, "whole" if self.kind == "whole" else "renormalised", **options)
+
+
+class RandomHeads:
+    """Options of a call with hidden states and heads: all that a position may have."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.product = functools.partial(product, draw)
+        self.R = R = draw.size()
+        self.teacher = RandomTeacher(draw, R)
+        self.mask, self.has_soft = draw.mask(R), draw.mask(R)
+        self.soft_mask = draw.mask_argument(self.has_soft)
+        self.scale, self.cap = draw.pick([1, 0.5]), draw.pick([None, None, 4.0])
+        task, has_label, self.of_labels = random_task(draw, R, self.teacher.used)
+        self.task = task if draw.chance(0.7) else None
+        self.labels = torch.where(has_label, task.labels.long(), 0)
+        self.counted = self.mask & has_label if self.task else self.mask
+        self.terms: tuple[str, ...] = ()
+        if self.task and draw.chance(0.4):
+            self.terms = *STUDENT_TERMS, *self.teacher.terms
+        self.adapted, self.with_ratio = draw.chance(0.2), draw.chance(0.3)
+        self.weights = draw.normal(R) if draw.chance(0.4) else None
+        self.old, self.at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
+        self.rows = None if self.teacher.kind == "top k" else random_rows(draw, self.counted)
+        self.reduction = draw.pick(["batchmean", "batchmean", "none"])
+        self.tau, self.soft_weight = draw.pick([0.7, 1.0, 2.0]), draw.pick([1.0, 0.3, 0])
+        self.options = {"temperature": self.tau, "scale_by_t2": draw.chance(0.5)} | chunks(draw)
+        self.options |= {"reduction": self.reduction, "soft_weight": self.soft_weight}
+        if self.reduction == "batchmean" and draw.chance(0.2):
+            self.options["denominator"] = draw.pick([3, 2.5, torch.tensor(7.0)])
+        # What nobody may read where nothing counts; a reference multiplies it by 0.
+        nothing = torch.zeros(R).bool() if draw.backend == "reference" else ~self.counted
+        self.junk = nothing | (~self.has_soft & (draw.backend != "reference"))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = self.scale * (self.product(hidden, weight) + bias)
+        return z if self.cap is None else self.cap * (z / self.cap).tanh()
+
+    def oracle(self, **x: Tensor) -> Tensor:
+        of = self.teacher
+        head = x["student_head"] + (1.7 * x["up"] @ x["down"] if self.adapted else 0)
+        student = self.logits(x["student_hidden"], head, x["student_bias"])[:, : of.used]
+        teacher = student
+        if of.kind != "top k":
+            teacher = self.logits(*(x[f"teacher_{name}"] for name in ("hidden", "head", "bias")))
+        teacher = teacher if self.rows is None else teacher[self.rows]
+        soft = of.soft(student, teacher, self.tau)
+        soft = soft * self.tau**2 if self.options["scale_by_t2"] else soft
+        soft = soft if self.weights is None else soft * self.weights
+        if self.with_ratio:
+            log_q = student.detach().log_softmax(-1).gather(-1, self.labels[:, None])[:, 0]
+            soft = soft * (log_q - self.old).exp().clamp(max=self.at_most)
+        soft = torch.where(self.has_soft, soft, 0)
+        losses = self.soft_weight * soft
+        if self.task:
+            losses = losses + 0.7 * self.of_labels(student)
+        if self.terms:
+            known = teacher if of.terms else student[:, :1].expand(self.R, len(of.ids))
+            terms = terms_at_1(student, known, of.ids, self.labels, of.kind)
+            losses = losses + (soft + self.of_labels(student)).detach() + terms[1]
+            losses = losses + torch.where(self.has_soft, terms[0], 0) * bool(of.terms)
+        losses = torch.where(self.counted, losses, 0)
+        if self.reduction == "none":
+            return losses
+        return losses.sum() / self.options.get("denominator", self.counted.sum().clamp_min(1))
+
+    def call(self, loss: Callable[..., Any], mask: Tensor | None, **x: Tensor) -> Tensor:
+        student = fastkd.Head(x["student_head"], x["student_bias"], self.scale, self.cap)
+        student.low_rank = (LowRank(x["down"], x["up"], 1.7),) if self.adapted else ()
+        teacher: tuple[Any, ...] = ()
+        if self.teacher.kind == "top k":
+            teacher = (self.teacher.top,)
+        else:
+            hidden = x["teacher_hidden"]
+            if self.rows is None:
+                hidden = hidden.masked_fill(self.junk[:, None], torch.nan)
+            head = fastkd.Head(x["teacher_head"], x["teacher_bias"], self.scale, self.cap)
+            teacher = hidden, head
+        labels, old = (
+            self.labels.masked_fill(self.junk, 9999),
+            self.old.masked_fill(self.junk, torch.nan),
         )
-        return found[0] + sum(found[1].values()) if with_terms else found
+        weights = (
+            self.weights if self.weights is None else self.weights.masked_fill(self.junk, torch.nan)
+        )
+        ratio = fastkd.ImportanceRatio(labels, old, at_most=self.at_most)
+        found = loss(
+            x["student_hidden"], student, *teacher, mask=mask, weights=weights, task=self.task,
+            ratio=ratio if self.with_ratio else None, return_terms=self.terms or False,
+            draft=self.teacher.draft(rows=self.rows, soft_mask=self.soft_mask),
+            divergence=self.teacher.divergence, **self.teacher.options, **self.options,
+        )  # fmt: skip
+        return found[0] + sum(found[1].values()) if self.terms else found
 
+
+def random_heads(draw: Draw) -> Case:
+    loss, of = draw.function("linear_soft_target_loss"), RandomHeads(draw)
+    wide = torch.float32 if draw.dtype in HALF and draw.chance(0.2) else draw.dtype
+    D_s, D_t = draw.size(), draw.size()
     learning, given = (
         {
-            f"{side}_hidden": draw.features(R, D, scales=(3.0,), kinds=OF_HEADS),
-            f"{side}_head": draw.features(tokens, D, scales=(2.0,), kinds=OF_HEADS),
+            f"{side}_hidden": draw.features(of.R, D, scales=(3.0,), kinds=OF_HEADS),
+            f"{side}_head": draw.features(V, D, scales=(2.0,), kinds=OF_HEADS).to(wide),
+            f"{side}_bias": draw.laid_out(draw.normal(V).to(draw.dtype)),
         }
-        for side, D, tokens in (("student", D_s, len(ids)), ("teacher", D_t, V))
+        for side, D, V in (("student", D_s, of.teacher.V), ("teacher", D_t, of.teacher.V_t))
     )
-    return case_of_heads(draw, call, oracle, learning, given, mask)
+    given = {} if of.teacher.kind == "top k" else given
+    if of.adapted:
+        learning["down"] = draw.laid_out(draw.normal(2, D_s).to(draw.dtype))
+        learning["up"] = draw.laid_out(draw.normal(of.teacher.V, 2).to(draw.dtype))
+    largest = float(max(x.double().norm() for x in (*learning.values(), *given.values())))
+    return Case(
+        functools.partial(of.call, loss), of.oracle, learning, given,
+        {"mask": draw.mask_argument(of.mask)}, scale=10.0, mask=of.mask,
+        masked=("student_hidden", "teacher_hidden"),
+        slope=lambda x: x.new_full(x.shape[:1], 1 + largest),
+    )  # fmt: skip
 
 
 RANDOM = {
     "soft_targets": random_soft_targets,
-    "drafts": random_drafts,
+    "heads": random_heads,
     "matched_tokens": random_matched_tokens,
-    "matched_heads": random_matched_heads,
-    "linear_soft_targets": random_linear_soft_targets,
     "top_k": random_top_k,
-    "top_k_heads": random_top_k_heads,
 }
 
 
