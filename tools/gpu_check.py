@@ -38,7 +38,6 @@ from bench.test_step import StepBound, method_step
 from fastkd._core import extension, machine, plans
 from tools import apart
 from tools.apart import Item
-from tools.host_time import calls as host_calls
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERAL = "values", "edges", "layouts", "derivatives", "errors"  # of every loss
@@ -129,7 +128,8 @@ def made(case: Case, provider: Provider) -> dict[str, Any]:
 
 def random_calls() -> None:
     needs_gpu()
-    command(sys.executable, "-m", "tests.kernels.planned", "--device", "cuda", "--sequences", "20")
+    own = (sys.executable, "-m", "tests.kernels.planned", "--device", "cuda")
+    command(*own, "--every", "300", "--sequences", "20")
 
 
 def memcheck() -> None:
@@ -220,6 +220,8 @@ def host(options: argparse.Namespace) -> list[Item]:
 
 def host_times(planned: bool) -> dict[str, list[float]]:
     needs_gpu()
+    from tools.host_time import calls as host_calls  # one thread from here on
+
     found = {}
     with mock.patch.object(plans, "ENABLED", planned):
         with torch.device(DEVICE):

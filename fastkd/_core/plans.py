@@ -85,6 +85,8 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
             key.append(None)
         elif kind is Tensor or kind is nn.Parameter:
             tensors.append(x)
+            if x.device != tensors[0].device:  # values may be read on the CPU
+                raise NoPlan("tensors of two devices")
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
         elif kind in _NUMBERS:
             key += (kind, x or str(x))  # 0.0 and -0.0 differ, and so do 1, 1.0 and True
@@ -203,7 +205,9 @@ def again(repeated: Callable[[], Any]) -> Any:
 
 def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Saved tensors for the program: the pass as written may change those that it allocated."""
-    return [x.clone() if x is not None and x.is_contiguous() else x for x in saved]
+    copies = [(x, None if x is None else x.clone()) for x in saved]
+    # A copy of another layout is of an input, which no pass changes.
+    return [x if x is None or y is None or x.stride() != y.stride() else y for x, y in copies]
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastkd._core.operator import RECORDING
 
@@ -25,13 +24,6 @@ Program = Callable[..., Any]
 
 # What only makes room.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# Of operators whose result, or its shape, depends on values.
-BY_VALUE = {
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.nondeterministic_seeded,
-}
-
 
 # What isn't promised to stay as it is, by the name that plans have for it. Without one of these,
 # plans are off.
@@ -100,27 +92,6 @@ def layouts(tensors: Sequence[Tensor | None]) -> list[Any]:
     return found
 
 
-class _Operators(TorchDispatchMode):
-    """Context that notes operators which a record can't repeat, also inside of an operation."""
-
-    def __init__(self, recording: "Recording") -> None:
-        super().__init__()
-        self.recording = recording
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        by_value = bool(BY_VALUE.intersection(func.tags))
-        if func is torch.ops.aten.index.Tensor:  # tagged for its boolean masks
-            by_value = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        if by_value or (
-            isinstance(result, Tensor)
-            and result.is_cpu
-            and any(x.is_cuda for x in tensors_in(args))
-        ):
-            self.recording.problem = f"{func} depends on values"
-        return result
-
-
 class Recording(TorchFunctionMode):
     """Context in which operations, launches and autograd functions become a program's steps."""
 
@@ -139,20 +110,17 @@ class Recording(TorchFunctionMode):
         self.surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
         self.driver = self.private["driver"]
         self.device = self.driver.active.get_current_device()
-        self.operators = _Operators(self)
         for x in inputs:
             self.add(x)
         self.inputs = len(self.held)
 
     def __enter__(self) -> "Recording":
         self.outer, RECORDING.of = getattr(RECORDING, "of", None), self
-        self.operators.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         RECORDING.of = self.outer
         super().__exit__(*error)
-        self.operators.__exit__(*error)
 
     def fail(self, error: Exception) -> None:
         """Note why there is no program. The call itself goes on."""
