@@ -15,8 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
 RELEASE = ""  # asks a child to free memory; an answer says that it is alive
 
 
@@ -97,9 +99,8 @@ def ask(
 
 
 def started(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
 
 
 def stop(process: "subprocess.Popen[Any]") -> int:
