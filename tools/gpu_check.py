@@ -85,7 +85,7 @@ def correct(options: argparse.Namespace) -> list[Item]:
     }
     items = [Item("memcheck of new kernels", memcheck, 80.0)]
     items += [Item(name, functools.partial(pytest, *given)) for name, given in asked.items()]
-    items.append(Item("random calls with plans", random_calls))
+    items.append(Item("calls with plans", planned_calls))
     for name, (case, provider) in pairs().items():
         if provider.name in ("fastkd triton", "fastkd"):
             items.append(Item(f"correct {name}", functools.partial(right, case, provider)))
@@ -126,10 +126,10 @@ def made(case: Case, provider: Provider) -> dict[str, Any]:
     return case.make(device=DEVICE, dtype=case.dtype, **case.sizes)
 
 
-def random_calls() -> None:
+def planned_calls() -> None:
     needs_gpu()
     own = (sys.executable, "-m", "tests.kernels.planned", "--device", "cuda")
-    command(*own, "--every", "300", "--sequences", "20")
+    command(*own, "--every", "300")
 
 
 def memcheck() -> None:
