@@ -11,6 +11,8 @@ from fastkd.models.inputs import IGNORED
 
 # Default minimum fraction of labelled rows in a batch.
 LABELLED_SHARE = 0.25
+# Batches among which rows are sorted by length, as in transformers.
+WINDOW = 50
 
 
 def has_label(labels: Any) -> np.ndarray:
@@ -32,12 +34,14 @@ class LabelledOrder:
     ``share``, labelled rows are repeated until each batch has this fraction, so that the label
     loss is not computed from one or two rows. The numbers of repetitions differ by at most one.
     A batch keeps at least one unlabelled row. Labelled rows are spread evenly over a batch: its
-    equal shards, one for each process, differ by at most one labelled row.
+    equal shards, one for each process, differ by at most one labelled row. With ``lengths`` (rows,)
+    a batch has rows of similar length.
     """
 
     labelled: np.ndarray
     batch: int
     share: float = LABELLED_SHARE
+    lengths: np.ndarray | None = None
 
     @property
     def _labelled_per_batch(self) -> int:
@@ -65,6 +69,20 @@ class LabelledOrder:
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Row numbers, batch after batch."""
+        order = self._random(rng)
+        if self.lengths is None:
+            return order
+        for start in range(0, len(order), WINDOW * self.batch):
+            rows = order[start : start + WINDOW * self.batch]
+            for kind in (True, False):  # labelled rows stay spread over the batches
+                places = np.flatnonzero(self.labelled[rows] == kind)
+                of_kind = rows[places]
+                rows[places] = of_kind[np.argsort(self.lengths[of_kind], kind="stable")]
+            full = len(rows) // self.batch * self.batch
+            rng.shuffle(rows[:full].reshape(-1, self.batch))
+        return order
+
+    def _random(self, rng: np.random.Generator) -> np.ndarray:
         if not self._labelled_per_batch:
             return rng.permutation(len(self.labelled))
         batch_sizes = self._batch_sizes()

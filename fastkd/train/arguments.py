@@ -143,6 +143,8 @@ OURS = {
     "resume_from_checkpoint": "--resume",
     "metric_for_best_model": "--metric",
 }
+#: Value of train_sampling_strategy: batches of rows of similar length.
+GROUPED = "group_by_length"
 # Fields that --trainer-args may set. All others concern work that fastkd does itself (evaluation,
 # saving, the order of the rows), or would change the loss without the method's knowledge.
 PASSED = (
@@ -154,7 +156,7 @@ PASSED = (
     "logging_steps", "logging_first_step", "run_name", "project", "dataloader_num_workers",
     "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
     "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
-    "ddp_static_graph", "ddp_timeout",
+    "ddp_static_graph", "ddp_timeout", "train_sampling_strategy",
 )  # fmt: skip
 
 
@@ -190,6 +192,8 @@ def read_trainer_args(given: Path | Mapping[str, Any]) -> dict[str, Any]:
     check_types(f"{option}: ", found, TrainingArguments)
     if found.get("gradient_accumulation_steps", 1) < 1:
         raise InputError(f"{option}: gradient_accumulation_steps must be at least 1")
+    if found.get("train_sampling_strategy", "random") not in ("random", GROUPED):
+        raise InputError(f"{option}: train_sampling_strategy must be random or {GROUPED}")
     if found.get("dataloader_num_workers", 0) < 0:
         raise InputError(f"{option}: dataloader_num_workers must be at least 0")
     if found.get("dataloader_persistent_workers") and not found.get("dataloader_num_workers"):

@@ -31,7 +31,7 @@ from fastkd.distill.trainer import SHARE, DistillationTrainer
 from fastkd.integrations._rows import SourceError
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.train import lora, processes, sharding
-from fastkd.train.arguments import arguments_of, steps_of
+from fastkd.train.arguments import GROUPED, arguments_of, steps_of
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import Interrupted, Stopped, TrainingFailed
 from fastkd.train.launcher import receiving_signals
@@ -287,7 +287,8 @@ def fit(
     if not config.shard:
         distiller.to(computation.device)
     size, share = computation.batch_size, config.labelled_share
-    order = LabelledOrder(rows.labelled, size, share)
+    grouped = config.passed.get("train_sampling_strategy") == GROUPED
+    order = LabelledOrder(rows.labelled, size, share, rows.lengths if grouped else None)
     _, in_epoch = steps_of(config, size, order.rows)
     unread = np.zeros(run.data.unread if is_student else 0, bool)
     everything = LabelledOrder(np.concatenate([rows.labelled, unread]), size, share)

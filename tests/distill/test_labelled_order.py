@@ -15,10 +15,13 @@ from fastkd.distill.labelled_order import LabelledOrder, has_label
     st.integers(1, 12),
     st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
     st.integers(0, 3),
+    st.booleans(),
 )
-def test_every_row_is_read_and_batches_have_their_labelled_share(labelled, batch, share, seed):
+def test_every_row_is_read_and_batches_have_their_labelled_share(
+    labelled, batch, share, seed, grouped
+):
     labelled = np.array(labelled)
-    order = LabelledOrder(labelled, batch, share)
+    order = LabelledOrder(labelled, batch, share, np.arange(len(labelled)) if grouped else None)
     rows = order.draw(np.random.default_rng(seed))
     assert np.array_equal(rows, order.draw(np.random.default_rng(seed)))
     assert len(rows) == order.rows
@@ -53,6 +56,16 @@ def test_200_of_5700_rows_are_a_quarter_of_each_batch():
         order = LabelledOrder(np.arange(68) < 64, 8, share)
         assert order.rows == 68
         assert sorted(order.draw(np.random.default_rng(0))) == list(range(68))
+
+
+def test_with_lengths_a_batch_has_similar_rows_of_both_kinds():
+    labelled, lengths = np.arange(3200) < 100, np.random.default_rng(0).permutation(3200)
+    order = LabelledOrder(labelled, 32, lengths=lengths)
+    rows = order.draw(np.random.default_rng(0))
+    for kind in (True, False):
+        parts = np.stack([lengths[x[labelled[x] == kind]] for x in np.split(rows[:1600], 50)])
+        assert np.ptp(parts, axis=1).mean() < np.ptp(parts) / 10
+        assert (np.diff(parts.mean(1)) < 0).any()  # not from short to long
 
 
 @pytest.mark.parametrize(("labels", "found"), [
