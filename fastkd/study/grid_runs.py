@@ -55,7 +55,7 @@ OF_TEACHER = (
     "text_column", "text_pair_column", "label_column", "no_header", "labels", "metric",
     "max_train_rows", "max_eval_rows", "trust_remote_code", "attention", "max_length", "precision",
     "device_name", "finetune_teacher", "teacher_learning_rate", "teacher_lora", "tokenizer",
-    "max_new_tokens", "sample", "label_order",
+    "max_new_tokens", "sample", "label_order", "trainer_args",
 )  # fmt: skip
 #: Options that choose the rows of a data set on the hub.
 ROWS = (
@@ -365,7 +365,7 @@ class GridRuns:
     def _teacher(self, cell: Cell) -> Path:
         """The fine-tuned teacher; whoever comes first trains it, beside a student of one step."""
         own = {name: cell.options[name] for name in OF_TEACHER if name in cell.options}
-        folder = self.out / "teachers" / f"{cell.task}-{key_of(own)}"
+        folder = self.out / "teachers" / key_of(own)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.with_suffix(".lock")), self._errors_named(cell):
             teacher = folder / "teacher"
