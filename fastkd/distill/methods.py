@@ -511,9 +511,10 @@ class AttentionMSE(WithSoftTargets):
 
     L = task_weight·L_CE + soft_weight·L_pred + Σ_layers (attention·L_attn + hidden·L_hidn), with
     L_attn = (1/h) Σ_i MSE(A_i^S, A_i^T) of the attention maps (eq. 7; `fastkd.AttentionLoss`) and
-    L_hidn = MSE(H^S W_h, H^T) of the hidden states (eq. 8), one W_h for all layers. L_pred is the
-    soft-target loss (eq. 10). The paper trains in two stages: layers first (``soft_weight=0``),
-    then the output (``attention=0, hidden=0``).
+    L_hidn = MSE(H^S W_h, H^T) of the hidden states (eq. 8). The sum of L_hidn begins with the
+    embeddings (eq. 9). One W_h is shared by all layers and the embeddings, as in the authors' code.
+    L_pred is the soft-target loss (eq. 10). The paper trains in two stages: layers first
+    (``soft_weight=0``), then the output (``attention=0, hidden=0``).
 
     Both models need ``attn_implementation="eager"``. A are probabilities, not the paper's scores,
     as models return probabilities. The commands name this method tinybert and load models with
@@ -552,6 +553,8 @@ class AttentionMSE(WithSoftTargets):
     def choose_layers(self, teacher: Model, student: Backbone) -> None:
         self.pair_layers(self.layers, teacher, student)
         self.student_attentions, self.teacher_attentions = self.student_layers, self.teacher_layers
+        self.student_layers = [0, *self.student_attentions]  # 0: the embeddings
+        self.teacher_layers = [0, *self.teacher_attentions]
 
     def make_parts(self, teacher: Model, student: Backbone) -> None:
         self.W = Projector(student.hidden_size, teacher.hidden_size, bias=False)
@@ -569,7 +572,7 @@ class AttentionMSE(WithSoftTargets):
         return step.mean(loss * samples, samples)
 
     def states(self, step: Step) -> Tensor:
-        """Σ over layers of L_hidn, eq. 8, a mean over the real tokens."""
+        """Σ over embeddings and layers of L_hidn, eqs. 8 and 9, a mean over the real tokens."""
         totals = []
         layers = step.layers(self.student_layers, self.teacher_layers)
         for student, teacher in zip(*layers, strict=True):
