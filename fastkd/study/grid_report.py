@@ -5,7 +5,7 @@ import dataclasses
 import io
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,15 @@ from fastkd.train.saving import MANIFEST, csv_text, read_manifest, write_file, w
 jinja2: Any = require("jinja2", "train")
 
 #: Files of a report.
-FILES = ("report.html", "report.md", "summary.csv", "runs.csv", "forest.png", "curves.png")
+FILES = (
+    "report.html",
+    "report.md",
+    "summary.csv",
+    "runs.csv",
+    "forest.png",
+    "curves.png",
+    "ics.png",
+)
 COLOURS = {BETTER: "#1a7f37", WORSE: "#b42318"}
 #: Table cells that are coloured, with the name of their colour.
 COLOURED_CELLS = {
@@ -125,8 +133,9 @@ def write(runs: GridRuns, out: Path) -> list[Summary]:
     for name, title, draw in (
         ("forest", "Difference to the baseline", _forest),
         ("curves", "Learning curves", _curves),
+        ("ics", "M_ICS at each evaluation", _similarity_curves),
     ):
-        if summaries:
+        if summaries and (name != "ics" or any(map(_similarities, best.values()))):
             content = draw(grid, summaries, best)
             write_file(out / f"{name}.png", content)
             pictures.append((title, base64.b64encode(content).decode()))
@@ -445,24 +454,48 @@ def _widen(lines: list[Any]) -> None:
         line.set_linewidth(line.get_linewidth() + 2.5 * above)
 
 
-def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
+def _similarities(run: Mapping[str, Any]) -> list[float]:
+    """M_ICS at each evaluation of a run; empty if it was not measured."""
+    values = [entry.get("intra_class_similarity") for entry in run.get("history", [])]
+    return [] if None in values else values
+
+
+def _similarity_curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
+    """M_ICS at every evaluation, as `_curves` (intra-class KNN, Figure 2)."""
+    return _curves(grid, summaries, found, lambda run, _: _similarities(run), "M_ICS")
+
+
+def _scores(run: Mapping[str, Any], metric: str) -> list[float]:
+    return [entry["scores"][metric] for entry in run["history"]]
+
+
+def _curves(
+    grid: Grid,
+    summaries: list[Summary],
+    found: Results,
+    read: Callable[[Mapping[str, Any], str], list[float]] = _scores,
+    name: str = "",
+) -> bytes:
     """Learning curves: mean score over seeds at every evaluation, by the fraction of steps done."""
     order = grid.variants
     figure = new_figure(2.5 + 4.2 * len(summaries), 4.5)
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
-        ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
+        if not name:
+            ax.axhline(summary.teacher_score, color="black", linewidth=1, label="teacher")
         for row in summary.rows:
             runs = [
-                run["history"]
+                run
                 for (variant, task, _), run in found.items()
                 if (task, variant) == (summary.task, row.variant) and "failed" not in run
+                if read(run, summary.metric)
             ]
             if not runs:
                 continue
-            done = [[entry["step"] / run[-1]["step"] for entry in run] for run in runs]
+            steps = [[entry["step"] for entry in run["history"]] for run in runs]
+            done = [[step / each[-1] for step in each] for each in steps]
             scores = [
-                np.interp(done[0], fractions, [entry["scores"][summary.metric] for entry in run])
+                np.interp(done[0], fractions, read(run, summary.metric))
                 for fractions, run in zip(done, runs, strict=True)
             ]
             i = order.index(row.variant)
@@ -470,7 +503,7 @@ def _curves(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
             ax.plot(done[0], np.mean(scores, 0), label=row.variant, **style)
         _widen(ax.lines)
         ax.set_xlabel("fraction of the steps")
-        ax.set_title(f"{summary.task}: {_metric(summary)}", fontsize=9)
+        ax.set_title(f"{summary.task}: {name or _metric(summary)}", fontsize=9)
         ax.tick_params(labelsize=8)
     drawn = {line.get_label(): line for ax in axes for line in ax.lines}
     drawn = {name: drawn[name] for name in ("teacher", *order) if name in drawn}

@@ -29,7 +29,7 @@ from fastkd._core.extras import require
 from fastkd.study import docstrings
 from fastkd.study.grid import OF_FINETUNING, ONE_STEP, Cell, Grid
 from fastkd.study.paper_table import TIMED as TIMED_MODELS
-from fastkd.study.run_measurements import PeakMemory, machine_of, similarities
+from fastkd.study.run_measurements import PeakMemory, intra_class, machine_of, similarities
 from fastkd.train import data, distillation, stages, tasks
 from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.config import MODELS, STAGES, Config
@@ -218,6 +218,12 @@ class GridRuns:
             found |= {"seconds_a_batch": seconds, "speedup": faster}
         return found
 
+    @property
+    def _at_evaluations(self) -> Callable[..., dict[str, float]] | None:
+        """M_ICS in studies with intra-class KNN."""
+        of_knn = any(cell.options["method"] == "knn" for cell in self.cells)
+        return intra_class if of_knn else None
+
     @staticmethod
     def _stages(options: Mapping[str, Any], folder: Path, resume: bool) -> list[stages.Stage]:
         """The stages of a run, below ``folder``."""
@@ -316,7 +322,9 @@ class GridRuns:
                     reports.append(stages.run_stage(stage, display, self._measured, cache))
                 else:
                     run = distillation.run_distillation
-                    reports.append(run(config, display, self._measured, cache))
+                    reports.append(
+                        run(config, display, self._measured, cache, self._at_evaluations)
+                    )
         except TrainingFailed as error:
             return {**about, "failed": str(error)}
         finally:

@@ -34,19 +34,26 @@ def without_labels(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str
 def similarities(run: Run, student: PreTrainedModel) -> dict[str, float]:
     """RCCC and, if each row has one class, M_ICS of ``student`` on the first held-out rows.
 
-    RCCC is from MC3KD, section 3.2, and M_ICS from intra-class KNN, section 2.
+    RCCC is from MC3KD, section 3.2.
     """
+    inputs = [without_labels(student, batch) for batch in _first_rows(run)]
+    return {"rccc": rccc(svcca_matrix(student, inputs)), **intra_class(run, student)}
+
+
+def intra_class(run: Run, student: PreTrainedModel) -> dict[str, float]:
+    """M_ICS of the last layer (intra-class KNN, section 2); empty unless each row has one class."""
+    batches = _first_rows(run)
+    if run.data.corpus.names is None or batches[0]["labels"].dim() != 1:
+        return {}
+    return {"intra_class_similarity": float(layer_intra_class_similarity(student, batches)[-1])}
+
+
+def _first_rows(run: Run) -> list[dict[str, Tensor]]:
     rows = run.sets.evals[""]
     first = range(min(SIMILARITY_ROWS, len(rows)))
     # `run.sets.collate` may add the teacher's tokens.
     collate, device = run.data.task.collator(run.data.tokenizer), run.computation.device
-    batches = list(rows.batches(collate, 32, first, device=device))
-    inputs = [without_labels(student, batch) for batch in batches]
-    found = {"rccc": rccc(svcca_matrix(student, inputs))}
-    if run.data.corpus.names is not None and batches[0]["labels"].dim() == 1:
-        by_layer = layer_intra_class_similarity(student, batches)
-        found["intra_class_similarity"] = float(by_layer[-1])
-    return found
+    return list(rows.batches(collate, 32, first, device=device))
 
 
 @functools.cache

@@ -68,11 +68,13 @@ def run_distillation(
     display: Display | None = None,
     measure: Measure | None = None,
     cache: Path | None = None,
+    at_evaluations: Callable[[Run, Any], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Run `fastkd distill`; returns the content of the student's manifest.
 
     The ``display`` is entered after all options are checked. ``measure`` takes the place of the
-    timing of both models. Runs with the same directory ``cache`` share their teachers' outputs.
+    timing of both models; ``at_evaluations`` measures the student at each evaluation. Runs with the
+    same directory ``cache`` share their teachers' outputs.
 
     Raises:
         InputError: an option, file or model cannot be used; raised before training.
@@ -96,7 +98,7 @@ def run_distillation(
             models = finetune_teacher(run, models)
         models, report, warnings = judge_teachers(run, models, cache)
         began = time.perf_counter()
-        history = fit(run, models.distiller, out.student, run.sets.all, report)
+        history = fit(run, models.distiller, out.student, run.sets.all, report, at_evaluations)
         # Of a resumed run a part was trained before.
         before = max(0.0, history[-1]["seconds"] - (time.perf_counter() - began))
         report |= judge_best(run, models, report.get("teachers", {}), warnings, measure)

@@ -269,9 +269,16 @@ NOT_A_LOSS = {"epoch", "step", "learning_rate", "grad_norm", "total", COUNTS}
 
 
 def fit(
-    run: Run, distiller: Distiller, target: Path, rows: Encoded, report: Mapping[str, Any]
+    run: Run,
+    distiller: Distiller,
+    target: Path,
+    rows: Encoded,
+    report: Mapping[str, Any],
+    measure: Callable[[Run, Any], Mapping[str, Any]] | None = None,
 ) -> list[dict]:
     """Train the student of ``distiller`` on ``rows``; returns its evaluations.
+
+    An evaluation has ``measure`` of run and student beside the scores.
 
     They follow each epoch. Where the method leaves out unlabelled rows, they are as far apart as
     those of a method that reads them. The best state is saved to ``target``, with ``report`` in its
@@ -304,7 +311,7 @@ def fit(
         )
 
     title = config.method if is_student else target.name
-    callback = TrainingCallback(run, distiller, title, between, checkpoints, save_best)
+    callback = TrainingCallback(run, distiller, title, between, checkpoints, save_best, measure)
     generated = run.data.task.generated
     collate = run.sets.collate
     # Trackers read their directory when the trainer is made.
@@ -405,10 +412,11 @@ class TrainingCallback(TrainerCallback):
         steps_between: int,
         checkpoints: Checkpoints,
         save_best: Callable[[dict[str, Any], list[dict]], None],
+        measure: Callable[[Run, Any], Mapping[str, Any]] | None = None,
     ):
         self.run, self.distiller, self.title = run, distiller, title
         self.display, self.steps_between = run.display, steps_between
-        self.checkpoints, self.save_best = checkpoints, save_best
+        self.checkpoints, self.save_best, self.measure = checkpoints, save_best, measure
         self.received: int | None = None  # by this process
         self.signum: int | None = None  # by any
         self.stopping = False
@@ -504,6 +512,7 @@ class TrainingCallback(TrainerCallback):
             "scores": judge(self.run, self.distiller.student).scores,
             "losses": losses_of(state.log_history),
             "seconds": began - self.started,
+            **(self.measure(self.run, self.distiller.student) if self.measure else {}),
         }
         metric = self.run.data.corpus.metrics[0]
         sign = -1 if metric in self.run.data.task.lower_is_better else 1

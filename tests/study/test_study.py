@@ -470,10 +470,15 @@ def results_of(scores, metric="accuracy", teacher=0.9, paper=None, **more):
 
 def test_learning_curves_average_runs_of_different_lengths(monkeypatch):
     study, found, summaries = results_of({"labels": (0.5, 0.6), "fcd": (0.5, 0.6)})
-    for (_, _, seed), result in found.items():
+    for (variant, _, seed), result in found.items():
         steps = (4, 8) if seed else (2, 4, 5)
         result["history"] = [{"step": n, "scores": {"accuracy": n / steps[-1]}} for n in steps]
+        if variant == "fcd":
+            result["history"] = [x | {"intra_class_similarity": 0.5} for x in result["history"]]
     monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
+    (ax,) = grid_report._similarity_curves(study, summaries, found).axes
+    assert ax.get_title() == "t: M_ICS" and len(ax.lines) == 1
+    assert list(ax.lines[0].get_ydata()) == [0.5] * 3
     figure = grid_report._curves(study, summaries, found)
     (ax,) = figure.axes
     _, *lines = ax.lines  # the first is the teacher's
