@@ -445,12 +445,19 @@ def _staged(
     of_task: Mapping[str, Any],
     settings: StudySettings,
 ) -> dict[str, Any]:
-    """Options of a run in stages: those of all, and ``stages`` with those of each."""
+    """Options of a run in stages: those of all, and ``stages`` with those of each.
+
+    "{task}" in a path of a stage is the data set's name.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, given in stages.items():
         if task not in (given["tasks"] or [task]):
             continue
-        own = {k: v for k, v in given.items() if k != "tasks"}
+        own = {
+            k: Path(str(v).replace("{task}", task)) if isinstance(v, Path) else v
+            for k, v in given.items()
+            if k != "tasks"
+        }
         alone = own.get("options", {})
         own["options"] = alone if "method" in own else {**run["options"], **alone}
         if "task" in own:

@@ -742,16 +742,16 @@ def option_values(
         if name in paths:
             many = [resolve_path(f"{where}: {key}", each, folder, whole) for each in many]
         elif name in MODELS:
-            many = [_model_in(folder, each) for each in many]
+            many = [_model_in(f"{where}: {key}", folder, each) for each in many]
         for each in many if name not in paths else ():
             check_types(f"{where}: ", {name: each}, Config)
         found[name] = many if several and not whole else many[0]
     return found
 
 
-def _model_in(folder: Path, name: Any) -> Any:
+def _model_in(where: str, folder: Path, name: Any) -> Any:
     """A name on the hub, or a directory beside a file; $NAME is an environment variable."""
     if not isinstance(name, str):
         return name
-    path = resolve_path("", name, folder)
+    path = resolve_path(where, name, folder)
     return str(path) if path.is_dir() or name.startswith(("$", "~")) else name

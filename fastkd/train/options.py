@@ -274,7 +274,13 @@ def resolve_path(where: str, given: Any, folder: Path, several: bool = False) ->
         return [resolve_path(where, each, folder) for each in given]
     if not isinstance(given, str):
         raise InputError(f"{where} must be a path, got {given!r:.40}")
-    return folder / Path(os.path.expandvars(given)).expanduser()
+    found = os.path.expandvars(given)
+    if missing := re.search(r"\$\{?([A-Za-z_]\w*)", found):
+        raise InputError(
+            f"{where} {given}: the environment variable {missing[1]} is not set; set it to the "
+            f"files' folder ({missing[1]}=DIR fastkd ...)"
+        )
+    return folder / Path(found).expanduser()
 
 
 def file_keys(cls: Any, command: str = "") -> dict[str, str]:

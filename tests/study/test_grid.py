@@ -235,7 +235,7 @@ PLANS = {
     "knn-1": ("knn", 5, GLUE8 - {"cola"}, {"learning_rate": KNN_LR, "k": {1, 2, 3, 5},
               "alpha1": {0.1, 0.01, 0.001}, "finetune_teacher": {5}}),
     "lrc-bert-figure-5": ("lrc_bert", 2, {"mnli"}, {"perturb": {False}}),
-    "lrc-bert-1": ("lrc_bert", 5, GLUE8, {"learning_rate": LRC_LR}),
+    "lrc-bert-1": ("lrc_bert", 5, GLUE8, {"learning_rate": LRC_LR | {1e-5, 2e-5, 3e-5}}),
     "lrc-bert-2": ("lrc_bert", 1, {"mrpc"}, {}),
     "lrc-bert-3": ("lrc_bert", 4, {"mnli", "mrpc", "cola"}, {"learning_rate": LRC_LR}),
     "lrc-bert-4": ("lrc_bert", 2, {"mnli"}, {"first_stage": {0.0}}),
@@ -298,6 +298,19 @@ def test_the_tables_are_listed():
     text = run("study", "paper:")
     assert all(f"paper:{name}" in text for name in PLANS)
     assert "no such table" in run("study", "paper:fcd-9", expect=2)
+
+
+@pytest.fixture(autouse=True)
+def corpora(monkeypatch):
+    for name in ("WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS"):
+        monkeypatch.setenv(name, "/data")
+
+
+def test_a_table_without_its_corpus(monkeypatch):
+    monkeypatch.delenv("WIKIPEDIA")
+    error = run("study", "paper:lrc-bert-1", methods="LRC-BERT", expect=2)
+    assert "methods.LRC-BERT.stages.wikipedia: train $WIKIPEDIA/train.txt: the environment" in error
+    assert "WIKIPEDIA is not set; set it to the files' folder (WIKIPEDIA=DIR fastkd ...)" in error
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -385,7 +398,8 @@ def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
         assert ("mnli accuracy | mnli accuracy_mm |" in page) == (study.tasks == ["mnli"])
         if name == "lrc-bert-1":  # Wikipedia, augmented rows, the task
             (staged,) = (c for c in cells if c.variant == "LRC-BERT")
-            assert list(staged.options["stages"]) == ["wikipedia", "cola", "task"]
+            assert list(staged.options["stages"]) == ["wikipedia", "augmented", "task"]
+            assert staged.options["stages"]["augmented"]["train"] == models / "cola.tsv"
         if name in ("lrc-bert-1", "fcd-1"):
             assert re.search(r"^\| (LRC-BERT|FCD) \|.*\d\.\d\d \|", page, re.MULTILINE)
     teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]

@@ -9,7 +9,7 @@ from fastkd.study import grid, paper_table
 from fastkd.study.grid import StudySettings
 from fastkd.study.statistics import summarize
 from fastkd.train.errors import InputError
-from fastkd.train.options import fits
+from fastkd.train.options import fits, read_options_file
 from tests.support.tiny import make_teacher
 from tests.train.tasks.test_two_tokenizers import byte_pairs
 
@@ -23,8 +23,14 @@ WRONG_AVERAGES = {
 TABLES = [
     name
     for name in grid.names_of_papers()
-    if grid.read(StudySettings(spec=Path(f"paper:{name}"))).paper is not None
+    if "paper" in read_options_file(grid.path_of(Path(f"paper:{name}")))
 ]
+
+
+@pytest.fixture(autouse=True)
+def corpora(monkeypatch):
+    for name in ("WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS"):
+        monkeypatch.setenv(name, "/data")
 
 
 def table(name, **options):
