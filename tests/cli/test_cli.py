@@ -26,7 +26,7 @@ from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.cli import command_settings
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, baselines, labelled_order
-from fastkd.train import config, saving
+from fastkd.train import config, fitting, saving
 from fastkd.train.arguments import settled
 from fastkd.train.config import Config
 from fastkd.train.errors import InputError, SaveFailed
@@ -208,18 +208,21 @@ def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_trainer_args_reach_the_trainer(distill, tmp_path):
+def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     """And a step whose parts are compared within themselves only is warned of."""
     file = tmp_path / "args.yaml"
     file.write_text(
         "gradient_accumulation_steps: 2\nlr_scheduler_type: constant\nlogging_steps: 99\n"
-        "torch_compile_backend: null\n"
+        "torch_compile_backend: null\ntrain_sampling_strategy: group_by_length\n"
     )
+    orders, made = [], fitting.LabelledOrder
+    monkeypatch.setattr(fitting, "LabelledOrder", lambda *x: orders.append(made(*x)) or orders[-1])
     options = {"trainer_args": file, "epochs": 1.5, "checkpoint_every": 3, "method": "fcd"}
     output = " ".join(distill(**options).split())
     assert "compares samples (samples) within each accumulated batch only" in output
     assert "--batch-size 16 --accumulate 2 compares all rows of a step" in output
     report = report_of(tmp_path / "out")
+    assert len(orders[0].lengths) == 40
     # 40 rows in batches of 8, two batches a step
     assert [entry["step"] for entry in report["history"]] == [3, 5]
     assert all(entry["losses"]["loss"] > 0 for entry in report["history"])
@@ -265,6 +268,7 @@ def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     ("lr_scheduler_type: cosine_with_min_lr", "min_lr"),
     ("gradient_accumulation_steps: 0", "at least 1"),
     ("dataloader_persistent_workers: true", "needs dataloader_num_workers"),
+    ("train_sampling_strategy: sequential", "must be random or group_by_length"),
     ("- a", "one 'name: value' a line"),
     ("a: [", "can't be read"),
 ])  # fmt: skip
