@@ -4,7 +4,6 @@ import copy
 import importlib
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from fastkd._core import extension
 from fastkd.linalg import cca_solver
 from fastkd.losses import cca
 from fastkd.losses.cca import CCALoss, canonical_correlations, cca_loss, cca_loss_ref
+from tests.losses.cca import by_qr
 from tests.support.compare import (
     DTYPES,
     assert_accurate,
@@ -99,35 +99,6 @@ def value_and_grad(loss, student: Tensor, *args, **options) -> tuple[Tensor, Ten
     return value.detach(), torch.autograd.grad(value, student, upstream)[0]
 
 
-class Whitened(NamedTuple):
-    features: Tensor  # (m, D) A·R⁻¹ with RᵀR = AᵀA + ridge·I, A centred over √(m − 1)
-    factor: Tensor  # (D, D) R, upper triangular
-
-
-def whitened(x: Tensor, ridge: float) -> Whitened:
-    """By QR of A above √ridge·I, without squaring the condition number."""
-    a = (x - x.mean(0)) / (x.shape[0] - 1) ** 0.5
-    stacked = torch.cat([a, ridge**0.5 * torch.eye(a.shape[1]).double()])
-    factor = torch.linalg.qr(stacked, mode="r").R
-    return Whitened(torch.linalg.solve_triangular(factor, a, upper=True, left=False), factor)
-
-
-def by_qr(
-    student: Tensor, teacher: Tensor, ridge: float, top_k: int | None = None, zero: float = 1e-9
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient in float64 at any size, without eigenvectors of a covariance.
-
-    Correlations up to ``zero`` times (Σσ⁴)^¼ count as 0.
-    """
-    s, t = whitened(student.double(), ridge), whitened(teacher.double(), ridge)
-    u, values, vt = torch.linalg.svd(t.features.mT @ s.features, full_matrices=False)
-    kept = min(top_k or len(values), int((values > zero * values.norm(4)).sum()))
-    u, values, vt = u[:, :kept], values[:kept], vt[:kept]
-    directions = torch.linalg.solve_triangular(s.factor, vt.mT, upper=True)
-    rows = t.features @ u - s.features @ (vt.mT * values)
-    return -values.sum(), -rows @ directions.mT / (student.shape[0] - 1) ** 0.5
-
-
 def with_correlations(values: Tensor, dims: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Float32 features of 300 observations with these correlations."""
     x = torch.randn(300, sum(dims)).double()
@@ -191,19 +162,6 @@ def test_matches_the_reference(mask, dims, options, backend):
         if mask is None or mask.sum(-1).min() > max(dims):  # otherwise eigh's derivative is NaN
             assert_accurate(actual[1], expected[1], torch.float64)
         assert actual[1].isfinite().all()
-
-
-def test_mean_is_over_samples_with_two_observations(backend):
-    student, teacher = related(4, 20, dims=(4, 7))
-    mask = torch.ones(4, 20)
-    mask[1] = 0
-    mask[2, 1:] = 0
-    options = dict(ridge=0.1, reduction="mean")
-    found = value_and_grad(cca_loss, student, teacher, mask, **options, backend=backend)
-    wanted = value_and_grad(cca_loss, student[::3], teacher[::3], **options, backend=backend)
-    assert_accurate(found[0], wanted[0], torch.float64)
-    assert_accurate(found[1][::3], wanted[1], torch.float64)
-    assert cca_loss(student, teacher, mask[1:3].repeat(2, 1), **options, backend=backend) == 0
 
 
 def features_of_kind(kind: str, m: int, d: int) -> tuple[Tensor, Tensor]:
@@ -328,7 +286,8 @@ def test_directions_without_variance_have_no_gradient(m, scale, dtype):
 
 @needs_extension
 @pytest.mark.usefixtures("tensors_on_cpu")
-@pytest.mark.parametrize("m, d", [(32, 64), (300, 64), (32, 384), (600, 384)])
+@pytest.mark.parametrize("d", [64, 384, 768])
+@pytest.mark.parametrize("m", [32, 4096])
 def test_the_roots_are_one_call_of_the_operator(m, d):
     """Around it Cholesky factors and triangular systems alone."""
 
@@ -400,26 +359,6 @@ def test_an_item_whose_ridge_is_lost_changes_no_other():
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[[0, 2]], y[[0, 2]])
     assert relative_error(found[0][1], expected[0][1]) <= 1e-4
-
-
-@pytest.mark.parametrize("m, dims", [(30, (4, 5)), (4, (6, 5)), (5, (3, 8))])
-def test_nan_at_padding_has_no_effect(m, dims, backend):
-    student, teacher = related(2, m, dims=dims)
-    expected = value_and_grad(cca_loss, student, teacher, ridge=0.1, backend=backend)
-    padding = torch.full((2, 3, 1), torch.nan, dtype=torch.float64)
-    student, teacher = (
-        torch.cat([x, padding.expand(-1, -1, x.shape[-1])], -2) for x in (student, teacher)
-    )
-    mask = (torch.arange(m + 3) < m).expand(2, -1)
-    value, grad = value_and_grad(cca_loss, student, teacher, mask, ridge=0.1, backend=backend)
-    assert relative_error(value, expected[0]) <= 1e-10
-    assert relative_error(grad[:, :m], expected[1]) <= 1e-9
-    assert grad[:, m:].count_nonzero() == 0
-    x, y = (
-        canonical_correlations(student, teacher, mask=mask),
-        canonical_correlations(student[:, :m], teacher[:, :m]),
-    )
-    assert relative_error(x[:, : y.shape[-1]], y) <= 1e-10
 
 
 @pytest.mark.parametrize(
@@ -497,40 +436,6 @@ def test_empty(shape, dims, options, backend):
     assert correlations.shape == (*shape[:-1], max(0, min(shape[-1] - 1, *dims)))
 
 
-KINDS_OF_SOLUTION = pytest.mark.parametrize(
-    "m, dims, options",
-    [
-        (m, dims, options)
-        for m, dims in ((30, (4, 5)), (4, (6, 5)))
-        for options in ({}, {"ridge": 0.0}, {"top_k": 2})
-    ],
-)
-
-
-@KINDS_OF_SOLUTION
-def test_a_teacher_made_in_inference_mode(m, dims, options, backend):
-    """Every solver saves a tensor computed from the teacher."""
-    student, teacher = related(2, m, dims=dims)
-    with torch.inference_mode():
-        frozen, mask = teacher.clone(), torch.arange(m).expand(2, -1) > 0
-    expected = value_and_grad(cca_loss, student, teacher, mask.clone(), **options)
-    actual = value_and_grad(cca_loss, student, frozen, mask, **options, backend=backend)
-    assert torch.equal(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1])
-
-
-@KINDS_OF_SOLUTION
-def test_meta_device_returns_shapes(m, dims, options):
-    student = torch.empty(2, m, dims[0], device="meta", requires_grad=True)
-    teacher, mask = (torch.empty(2, m, *d, device="meta") for d in (dims[1:], ()))
-    loss = cca_loss(student, teacher, mask, **options, reduction="none")
-    assert (loss.shape, loss.device.type) == ((2,), "meta")
-    loss.sum().backward()
-    assert student.grad.shape == student.shape
-    assert canonical_correlations(student, teacher).shape == (2, min(m - 1, *dims))
-    CCALoss(**options, memory="auto")(student, teacher, mask).backward()
-
-
 # Every value of each once; test_promises.py compiles them with a mask and without an option.
 @pytest.mark.parametrize(
     ("options", "masked", "few"),
@@ -552,25 +457,6 @@ def test_compiles_once_for_all_sizes(options, masked, few, backend):
     assert count_graphs(loss, calls(), rtol=1e-9, atol=1e-9) <= 2
 
 
-def test_the_same_tensor_twice_under_compile():
-    x, _, mask = hidden_states()
-    y = x.clone().requires_grad_()
-    module = CCALoss()
-
-    def call(x, y):
-        return (
-            cca_loss(x, x) + module(y, y.detach()) + module([y, y], [x, x], mask),
-            canonical_correlations(x, x),
-        )
-
-    compiled, graphs = counted(call)
-    values = [run(x, y) for run in (compiled, call)]
-    for found, wanted in zip(*values, strict=True):
-        assert relative_error(found, wanted) <= 1e-12
-    assert relative_error(*(torch.autograd.grad(v[0], y)[0] for v in values)) <= 1e-9
-    assert len(graphs) == 1
-
-
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**16), dims=st.tuples(st.integers(1, 6), st.integers(1, 6)))
 def test_invariant_under_invertible_maps_at_small_ridge(seed, dims):
@@ -584,36 +470,6 @@ def test_invariant_under_invertible_maps_at_small_ridge(seed, dims):
         relative_error(canonical_correlations(*moved), canonical_correlations(student, teacher))
         <= 1e-10
     )
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**16), m=st.integers(2, 20), d=st.integers(1, 8))
-def test_permuting_observations_permutes_the_gradient(seed, m, d):
-    torch.manual_seed(seed)
-    student, teacher = related(m, dims=(d, 5))
-    order = torch.randperm(m)
-    value, grad = value_and_grad(cca_loss, student, teacher, ridge=0.1)
-    moved, moved_grad = value_and_grad(cca_loss, student[order], teacher[order], ridge=0.1)
-    assert relative_error(moved, value) <= 1e-10
-    assert (moved_grad - grad[order]).abs().max() <= 1e-8
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    seed=st.integers(0, 2**16),
-    m=st.integers(1, 24),
-    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    ridge=st.sampled_from([0.0, 1e-8, 1e-4, 1.0]),
-)
-def test_correlations_and_their_sum_are_bounded(seed, m, dims, ridge):
-    torch.manual_seed(seed)
-    student, teacher = related(m, dims=dims, dtype=torch.float32)
-    correlations = canonical_correlations(student, teacher, ridge=ridge)
-    assert ((correlations >= 0) & (correlations <= 1)).all()
-    assert (correlations.diff() <= 1e-6).all()
-    loss = cca_loss(student, teacher, ridge=ridge)
-    assert 0 <= -loss <= min(m - 1, *dims)
-    assert -loss.item() == pytest.approx(correlations.sum().item(), abs=2e-3)
 
 
 def test_bad_input():
@@ -637,6 +493,8 @@ def test_bad_input():
         canonical_correlations(x, torch.randn(2, 5, 4))
     with pytest.raises(ValueError, match="pool must be one of"):
         CCALoss(pool="max")
+    with pytest.raises(ValueError, match="2 layers but teacher has 1"):
+        CCALoss()([x, x], [y])
 
 
 # The module: pooling, several layers, the warning.
@@ -646,33 +504,6 @@ def hidden_states(b: int = 30, n: int = 4, dims: tuple[int, int] = (5, 6)):
     student, teacher = related(b, n, dims=dims)
     mask = torch.arange(n) < torch.randint(1, n + 1, (b, 1))
     return student, teacher, mask
-
-
-@pytest.mark.parametrize("pool", ["tokens", "cls", "mean"])
-@pytest.mark.parametrize("padding", [None, "right", "left"])
-def test_module_pools(pool, padding):
-    student, teacher, mask = hidden_states()
-    masked = padding is not None
-    mask = mask if masked else torch.ones_like(mask)
-    if padding == "left":
-        mask = mask.flip(1)
-
-    def observations(x: Tensor) -> Tensor:
-        if pool == "tokens":
-            return torch.stack([x[i, j] for i, j in mask.nonzero().tolist()])
-        if pool == "cls":
-            return torch.stack([row[keep][0] for row, keep in zip(x, mask, strict=True)])
-        return torch.stack([row[keep].mean(0) for row, keep in zip(x, mask, strict=True)])
-
-    def expected(s: Tensor) -> Tensor:
-        return cca_loss_ref(observations(s), observations(teacher), ridge=1e-3)
-
-    def actual(s: Tensor) -> Tensor:
-        return CCALoss(ridge=1e-3, pool=pool)(s, teacher, mask if masked else None)
-
-    oracle, result = value_and_grad(expected, student), value_and_grad(actual, student)
-    assert relative_error(result[0], oracle[0]) <= 1e-10
-    assert relative_error(result[1], oracle[1]) <= 1e-9
 
 
 LAYER_SIZES = ((5, 6), (3, 4), (9, 2), (5, 6))
@@ -795,48 +626,6 @@ def batches_of(count: int, m: int, dims: tuple[int, int] = (4, 6)) -> list[tuple
     return [(s[:, None], t[:, None]) for s, t in (related(m, dims=dims) for _ in range(count))]
 
 
-def weighted_loss(rows: list[tuple[Tensor, Tensor]], weights: list[float], ridge: float) -> Tensor:
-    """Loss of all rows, those of batch i with weight i, from rows alone."""
-    w = torch.cat(
-        [
-            torch.full((len(s), 1), x, dtype=torch.float64)
-            for (s, _), x in zip(rows, weights, strict=True)
-        ]
-    )
-    s, t = (torch.cat([pair[i][:, 0] for pair in rows]) for i in (0, 1))
-    total = w.sum()
-    s, t = (x - (w * x).sum(0) / total for x in (s, t))
-    covariances = [(w * x).mT @ y / (total - 1) for x, y in ((s, s), (t, t), (t, s))]
-    roots = [torch.linalg.cholesky(x + ridge * torch.eye(len(x)).double()) for x in covariances[:2]]
-    left = torch.linalg.solve_triangular(roots[1], covariances[2], upper=False)
-    whitened = torch.linalg.solve_triangular(roots[0], left.mT, upper=False)
-    return -torch.linalg.svdvals(whitened).sum()
-
-
-@pytest.mark.parametrize("size", [1000, 30, 7])
-@pytest.mark.parametrize("m", [3, 12])
-@pytest.mark.parametrize("solver", SOLVERS[:2], indirect=True)
-def test_memory_equals_an_oracle_that_keeps_rows(size, m, solver):
-    """1000 is never reached: every row has weight 1. Otherwise older rows fade."""
-    module, rows, weights, count = CCALoss(ridge=1e-2, memory=size), [], [], 0.0
-    for student, teacher in batches_of(5, m):
-        student.requires_grad_()
-        rows, weights = [*rows, (student, teacher)], [*weights, 1.0]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value, grad = value_and_grad(module, student, teacher)
-        expected = weighted_loss(rows, weights, 1e-2)
-        (expected_grad,) = torch.autograd.grad(expected, student)
-        total = count + m
-        assert relative_error(value, expected) <= 1e-10
-        precision = 1e-10 if solver == "eigenvectors" else 1e-7
-        assert relative_error(grad, 0.5 * expected_grad * total / m) <= precision
-        keep = min(1.0, size / total)
-        count, weights = total * keep, [x * keep for x in weights]
-        rows[-1] = (student.detach(), teacher)
-    assert module._memories[0].observations.tolist() == pytest.approx([count])
-
-
 def test_only_training_updates_the_memory():
     (s, t), (s2, t2) = batches_of(2, 20)
     module = CCALoss(memory=50)
@@ -944,13 +733,3 @@ def test_memory_compiles():
         assert relative_error(compiled(*pair), twin(*pair)) <= 1e-12
     assert len(graphs) == 1
     assert relative_error(module._memories[0].scatter_ts, twin._memories[0].scatter_ts) <= 1e-12
-
-
-def test_module_bad_input():
-    student, teacher, mask = hidden_states()
-    with pytest.raises(ValueError, match="student must have 3 dimensions"):
-        CCALoss()(student[0], teacher[0])
-    with pytest.raises(ValueError, match="2 layers but teacher has 1"):
-        CCALoss()([student, student], [teacher])
-    with pytest.raises(ValueError, match=r"mask must have shape \(30, 4\)"):
-        CCALoss()(student, teacher, mask[:, :2])

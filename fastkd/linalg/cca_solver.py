@@ -40,16 +40,15 @@ FEW_OBSERVATIONS = 1 / 6
 LARGE_ITEM = 2**18
 # Elements of features that a CPU centres and converts at a time.
 CHUNK = 2**21
-# Blocks of a symmetric product, whose lower half is multiplied, of this many columns or more.
-BLOCKS, LEAST_BLOCKED = 4, 256
-# Float32 products compute the gradient if their error in this many rows is below this fraction.
+# Columns of a block of a symmetric product, whose lower half is multiplied.
+BLOCK = 96
+# Float32 products compute a large item's gradient where their error stays below this fraction.
 FLOAT32_ERROR = 3e-6
-ROWS_TRIED = 32
 # cuBLAS solves more triangular systems at a time one by one inside, slowly.
 SOLVED_AT_ONCE = 8
 EPSILON = torch.finfo(torch.float64).eps
 # Eigenvalues of MᵀM up to this fraction of the largest have lost digits that the gradient needs.
-SMALL = 1e-8
+SMALL = 1e-10
 TINY = 1e-300
 
 
@@ -244,46 +243,67 @@ def _by_observations(problem: Problem) -> bool:
 
 def _solved(problem: Problem) -> Solution:
     """`solve` of one part."""
-    student, _, _, options, want_grad, memory = problem
-    rows, totals = _Rows(problem), None
-    if few := _by_observations(problem):
+    rows = _Rows(problem)
+    if _by_observations(problem):
         (left_s, right_s), (left_t, _) = (_rotated(x * rows.share.sqrt()) for x in rows.all())
         pairs = ((left_s, left_s), (left_t, left_t), (left_t, left_s))
-        *sigmas, sigma_ts = (x.mT @ y for x, y in pairs)
-    else:
-        scatters = rows.scatters()
-        if options.ranks is not None:
-            scatters = [options.ranks.sum(x) for x in scatters]
-        if memory is not None:
-            totals = rows.with_memory(scatters)
-            scatters = list(totals[3:])
-        *sigmas, sigma_ts = (x * rows.share for x in scatters)
+        corr, factors = _from_covariances([x.mT @ y for x, y in pairs], problem)
+        if factors is None:
+            return corr, None, None
+        weights = (left_t @ factors.of_teacher).baddbmm_(left_s, factors.of_student, alpha=-1)
+        few_ds = _masked(weights * rows.share.sqrt() @ right_s, problem.mask)
+        return corr, few_ds.to(working_dtype(problem.student)), None
+    covariances, totals = rows.covariances()
+    corr, factors = _from_covariances(covariances, problem)
+    del covariances
+    ds = None if factors is None else rows.gradient(factors)
+    if totals is not None:  # a NaN in one batch must not stay
+        finite = (_trace(totals.scatter_s) + _trace(totals.scatter_t)).isfinite()
+        kept = (
+            torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
+            for x, before in zip(totals, problem.memory or (), strict=True)
+        )
+        totals = Moments(*kept)
+    return corr, ds, totals
+
+
+class _Factors(NamedTuple):
+    """The gradient's, B·F − A·C·F."""
+
+    of_teacher: Tensor  # F
+    of_student: Tensor  # C·F
+    dtype: torch.dtype  # of its products
+
+
+def _from_covariances(
+    covariances: list[Tensor], problem: Problem
+) -> tuple[Tensor, _Factors | None]:
+    """Correlation and gradient of Σ_ss, Σ_tt and Σ_ts, whose ridges are added in place."""
+    *sigmas, sigma_ts = covariances
+    options = problem.options
     whiten_s, whiten_t = _whitenings(sigmas, problem)
     whitened = whiten_s.transposed(whiten_t.transposed(sigma_ts).mT).mT  # M (batch, Dt, Ds)
     most = _most_correlations(problem)
     corr, polar = _polar(whitened, _rounding_of(whiten_s, whiten_t), most, options)
     corr = torch.minimum(corr, most)  # which rounding may exceed
-    if not want_grad:
-        return corr, None, totals
+    if not problem.want_grad:
+        return corr, None
     back = whiten_s(polar.mT).mT  # W R_sᵀ
-    of_teacher, of_student = whiten_t(back), whiten_s(whitened.mT @ back)  # F, C·F
-    if few:
-        weights = (left_t @ of_teacher).baddbmm_(left_s, of_student, alpha=-1)
-        ds = weights * rows.share.sqrt() @ right_s
-        return corr, _masked(ds, problem.mask).to(working_dtype(student)), None
-    scale = rows.share
-    if memory is not None:
-        own = rows.count - memory.observations[:, None, None]
-        scale = scale * rows.count / own.clamp_min(1)
-    ds = rows.gradient(of_teacher.mul_(scale), of_student.mul_(scale))
-    if totals is not None:  # a NaN in one batch must not stay
-        finite = (_trace(totals.scatter_s) + _trace(totals.scatter_t)).isfinite()
-        kept = (
-            torch.where(finite.view(-1, *[1] * (x.dim() - 1)), x, before)
-            for x, before in zip(totals, memory or (), strict=True)
-        )
-        totals = Moments(*kept)
-    return corr, ds, totals
+    regressed = _product(whitened.mT, back, options.digits)
+    factors = _Factors(whiten_t(back), whiten_s(regressed), torch.float64)
+    student = problem.student
+    large = len(student) == 1 and student.numel() >= LARGE_ITEM and student.dtype != torch.float64
+    if large and student.is_cpu and values_readable(student):
+        # ‖B·F − A·C·F‖² is that of W R_sᵀ less that of MᵀW R_sᵀ, but for the ridges.
+        square = back.square().sum() - regressed.square().sum()
+        terms = torch.zeros_like(square)
+        for x, i in ((factors.of_teacher, 1), (factors.of_student, 0)):
+            squares = x.square().sum(-1)
+            square -= options.ridges[i] * squares.sum()
+            terms += (sigmas[i].diagonal(dim1=-2, dim2=-1) * squares).sum()
+        if bool(torch.finfo(torch.float32).eps ** 2 * terms <= FLOAT32_ERROR**2 * square):
+            return corr, factors._replace(dtype=torch.float32)
+    return corr, factors
 
 
 def _rotated(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,7 +428,7 @@ def _polar(
     if m.shape[-2] < m.shape[-1]:
         corr, polar = _polar(m.mT, rounding, most, options)
         return corr, polar.mT
-    square = symmetric_product(m.mT, m)
+    square = _product(m.mT, m, options.digits, symmetric=True)
     if options.top_k is not None:
         values, vectors = (x[..., -options.top_k :] for x in eigh(square))
         fraction = 64 * EPSILON if rounding is None else rounding.unsqueeze(-1)
@@ -418,7 +438,7 @@ def _polar(
         return roots.sum(-1), m @ inverse @ vectors.mT
     large = None if rounding is None else rounding.clamp_min(SMALL)
     root, inverse, rank = symmetric_roots(square, large, options.digits)
-    corr, polar = _trace(root), m @ inverse
+    corr, polar = _trace(root), _product(m, inverse, options.digits)
     if rounding is None or not values_readable(m):
         return corr, polar
     few = (rank < most) & (rounding < SMALL)
@@ -427,7 +447,7 @@ def _polar(
         rest = m[few] - w @ root[few]
         rest -= w @ (w.mT @ rest)
         # A root of all of M, with its large singular values equal and little above the others.
-        size = SMALL * torch.linalg.vector_norm(square[few], dim=(-2, -1))
+        size = SMALL * square[few].square().sum((-2, -1)).sqrt()
         level = symmetric_product(w.mT, w).mul_(size[:, None, None])
         level += symmetric_product(rest.mT, rest)
         root, inverse, _ = symmetric_roots(level, rounding[few] / SMALL, options.digits)
@@ -468,15 +488,29 @@ class _Rows:
         mask = self.problem.mask
         return _masked(x[..., rows, :], None if mask is None else mask[..., rows]).double()
 
-    def centred(self, rows: slice) -> list[Tensor]:
+    def centred(self, rows: slice, dtype: torch.dtype = torch.float64) -> list[Tensor]:
         """Student's and teacher's rows minus their mean, zero where masked."""
-        mask = self.problem.mask
-        real = None if mask is None else mask[..., rows]
-        pair = zip(self.problem[:2], self.means, strict=True)
-        return [_masked(self._wide(x, rows) - mean, real) for x, mean in pair]
+        mask = self.problem.mask if self.problem.mask is None else self.problem.mask[..., rows]
+        centred = []
+        for x, mean in zip(self.problem[:2], self.means, strict=True):
+            apart = _masked(x[..., rows, :], mask).to(dtype, copy=True).sub_(mean.to(dtype))
+            if x.dtype == torch.float64:  # a constant minus its rounded mean
+                apart.masked_fill_(apart.abs() <= 16 * EPSILON * mean.abs(), 0.0)
+            centred.append(_masked(apart, mask))
+        return centred
 
     def all(self) -> list[Tensor]:
         return self.centred(slice(None))
+
+    def covariances(self) -> tuple[list[Tensor], Moments | None]:
+        """Σ_ss, Σ_tt and Σ_ts, and with a memory the moments of all observations."""
+        scatters, ranks = self.scatters(), self.problem.options.ranks
+        if ranks is not None:
+            scatters = [ranks.sum(x) for x in scatters]
+        if self.problem.memory is None:
+            return [x.mul_(self.share) for x in scatters], None
+        totals = self.with_memory(scatters)
+        return [x * self.share for x in totals[3:]], totals
 
     def scatters(self) -> list[Tensor]:
         """AᵀA, BᵀB and BᵀA (batch, D, D) of the centred rows."""
@@ -487,7 +521,7 @@ class _Rows:
             a, b = self.centred(rows)
             for total, x, y in zip(totals, (a, b, b), (a, b, a), strict=True):
                 if self.problem.options.digits:
-                    total += torch.ops.fastkd.digit_product(x.mT, y, x is y)
+                    total += _product(x.mT, y, True, symmetric=x is y)
                 else:
                     _add_product(total, x, y)
         return totals
@@ -505,40 +539,46 @@ class _Rows:
             new.append((total + old).baddbmm_(moved[i].mT, moved[j]))
         return Moments(*new)
 
-    def gradient(self, of_teacher: Tensor, of_student: Tensor) -> Tensor:
-        """B·of_teacher − A·of_student; by float32 products where they suffice for float32."""
-        student = self.problem.student
+    def gradient(self, factors: _Factors) -> Tensor:
+        """B·F − A·C·F. With a memory times N/m: its scale is that of a batch of m rows."""
+        student, _, mask, options, _, memory = self.problem
+        scale = self.share
+        if memory is not None:
+            own = self.count - memory.observations[:, None, None]
+            scale = scale * self.count / own.clamp_min(1)
+        dtype = factors.dtype
         ds = student.new_empty(student.shape, dtype=working_dtype(student))
-
-        def of(rows: slice, dtype: torch.dtype) -> Tensor:
-            a, b = (x.to(dtype) for x in self.centred(rows))
-            if self.problem.options.digits:
-                product = torch.ops.fastkd.digit_product
-                return product(b, of_teacher) - product(a, of_student)
-            return (b @ of_teacher.to(dtype)).baddbmm_(a, of_student.to(dtype), alpha=-1)
-
-        dtype = torch.float64
-        large = student.shape[-2] * student.shape[-1] >= LARGE_ITEM
-        if large and ds.dtype == torch.float32 and values_readable(student):
-            some = slice(None, None, max(student.shape[-2] // ROWS_TRIED, 1))
-            right = of(some, dtype)
-            error = (of(some, torch.float32) - right).flatten(1).norm(dim=1)
-            if bool((error <= FLOAT32_ERROR * right.flatten(1).norm(dim=1)).all()):
-                dtype = torch.float32
-                of_teacher, of_student = of_teacher.float(), of_student.float()
+        f, cf = (x * scale for x in factors[:2])
+        # A and B of float32 are off by the rounding error of the means.
+        moved = [x.to(dtype).double() - x for x in self.means]
+        shift = (moved[1] @ f).baddbmm_(moved[0], cf, alpha=-1).to(ds.dtype)
+        f, cf = f.to(dtype), cf.to(dtype)
         for rows in self.chunks:
-            ds[..., rows, :] = of(rows, dtype)
-        return _masked(ds, self.problem.mask)
+            a, b = self.centred(rows, dtype)
+            part = _product(b, f, options.digits)
+            if options.digits:
+                part -= _product(a, cf, True)
+            else:
+                part.baddbmm_(a, cf, alpha=-1)
+            torch.add(part, shift, out=ds[..., rows, :])
+        return _masked(ds, mask)
+
+
+def _product(x: Tensor, y: Tensor, digits: bool, symmetric: bool = False) -> Tensor:
+    """XY (batch, M, N); of a ``symmetric`` one the lower half may be computed."""
+    if digits:
+        return torch.ops.fastkd.digit_product(x, y, symmetric)
+    return symmetric_product(x, y) if symmetric else x @ y
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
     """total += XᵀY; of a large X with itself the lower blocks alone are multiplied."""
     n = total.shape[-1]
-    if x is not y or n < LEAST_BLOCKED or len(x) > 1 or not x.is_cpu:
+    if x is not y or n < 2 * BLOCK or len(x) > 1 or not x.is_cpu:
         total.baddbmm_(x.mT, y)
         return
-    for i in range(BLOCKS):
-        start, end = i * n // BLOCKS, (i + 1) * n // BLOCKS
+    for start in range(0, n, BLOCK):
+        end = min(start + BLOCK, n)
         lower = total[0, start:, start:end]
         lower.addmm_(x[0, :, start:].T, x[0, :, start:end])
         total[0, start:end, end:] = lower[end - start :].T

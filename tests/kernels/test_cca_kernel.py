@@ -70,7 +70,7 @@ class Float64Operations(TorchDispatchMode):
         return out
 
 
-def test_float64_has_a_tenth_of_the_operations(monkeypatch):
+def test_float64_has_a_fifteenth_of_the_operations(monkeypatch):
     """Six pairs of 4096 x 768."""
     monkeypatch.setattr(kernels, "launch_kernel", lambda *_, **__: None)
     monkeypatch.setattr(
@@ -85,4 +85,4 @@ def test_float64_has_a_tenth_of_the_operations(monkeypatch):
         with Float64Operations() as found:
             cca_solver.solve(problem)
         numbers.append(found.number)
-    assert 0 < 10 * numbers[0] <= numbers[1], numbers
+    assert 0 < 15 * numbers[0] <= numbers[1], numbers
