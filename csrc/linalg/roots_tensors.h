@@ -85,13 +85,18 @@ Eigen decompose_all(const Tensor& input, const Solve& solve) {
 
 // PyTorch's eigenvectors. It rejects a batch for one NaN, so zeros replace the matrix.
 inline Eigen eigh_by_pytorch(const Tensor& a) {
-  const Tensor symmetric = add(a, stable::subtract(a, stable::transpose(a, -1, -2)), -0.5);
   const std::array<int64_t, 2> last{-2, -1};
-  const Tensor poison = stable::sum(stable::subtract(symmetric, symmetric), last, true);  // 0 or NaN
-  const Tensor finite = call("aten::isfinite", "", poison);
+  const Tensor size = call("aten::abs", "", a);
+  const Tensor largest = a.numel() ? stable::amax(size, last, true) : stable::sum(size, last, true);
+  const Tensor finite = call("aten::isfinite", "", largest);
+  const Tensor symmetric = call("aten::lerp", "Tensor", a, stable::transpose(a, -1, -2),
+                                number(a, 0.5));
   const Tensor clean = call("aten::where", "self", finite, symmetric, number(a, 0));
   const auto [values, vectors] = call<2>("aten::linalg_eigh", "", clean, std::string("L"));
-  return {add(values, stable::squeeze(poison, -1)), add(vectors, poison)};
+  const Tensor bad = call("aten::logical_not", "", finite);
+  const Tensor nan = number(a, std::numeric_limits<double>::quiet_NaN());
+  return {call("aten::masked_fill_", "Tensor", values, stable::squeeze(bad, -1), nan),
+          call("aten::masked_fill_", "Tensor", vectors, bad, nan)};
 }
 
 // XYᵀ (*, n, n), which must be symmetric: for large n only the lower blocks are multiplied.
