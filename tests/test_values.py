@@ -19,8 +19,8 @@ FIRST = random.SystemRandom().randrange(2**31)  # in each process another
 CASES = [
     pytest.param(name, backend, marks=MARKS.get(backend, ()), id=f"{backend}: {name}")
     for name in fuzz.FUNCTIONS
-    # Compiling takes seconds; test_compile.py compiles every loss on every backend.
-    for backend in (("torch",) if name == "compiled" else fuzz.backends(name))
+    if name not in fuzz.USES  # seconds each; test_compile.py compiles every loss
+    for backend in fuzz.backends(name)
 ]
 
 

@@ -9,7 +9,6 @@ from fastkd import CrossEntropy, Head
 from fastkd._core import products
 from fastkd.lm import linear_soft_targets
 from fastkd.lm.log_probs import log_probs_ref
-from fastkd.lm.row_losses import log_mass_of
 from fastkd.lm.soft_targets import linear_soft_target_loss, linear_soft_target_loss_ref
 from tests.losses.soft_targets import cross_entropies
 from tests.support.compare import assert_accurate, assert_matches_reference, values_and_grads
@@ -157,55 +156,6 @@ def test_products_on_a_gpu_take_the_rounded_gradient(device, monkeypatch):
         given.clear()
         for x, y in zip(found, torch.autograd.grad(exact, wide), strict=True):
             assert_accurate(x, y, torch.bfloat16)
-
-
-@pytest.mark.parametrize("reduction", ["batchmean", "none"])
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_labels_from_hidden_states(device, reduction, soft, softcap):
-    """With and without a teacher, with weights, in chunks of two positions."""
-    learning, labels = heads(device)
-    weights = torch.tensor([1.0, 2.0, 0.0, 0.5, 3.0, 1.0], device=device)
-    teacher = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
-    upstream = torch.rand(6, device=device) if reduction == "none" else 3.0
-
-    def call(function, h, w, b, **options):
-        given = [x.to(h.dtype) for x in teacher]
-        task = CrossEntropy(labels, 0.7, label_smoothing=0.1, z_loss=0.1, weights=weights)
-        options |= {"soft_weight": 0.4 if soft else 0.0, "reduction": reduction}
-        head = Head(w, b, 0.5, softcap)
-        return function(h, head, *given, task=task, temperature=2.0, **options)
-
-    wide = [x.double() for x in learning]
-    exact = functools.partial(call, linear_soft_target_loss_ref)
-    right = values_and_grads(exact, wide, upstream=upstream)
-    found, again, plain = (
-        values_and_grads(
-            functools.partial(call, linear_soft_target_loss), learning, upstream=upstream,
-            backend=backend, chunk_bytes=2 * 40 * 8,
-        )
-        for backend in ("triton", "triton", "torch")
-    )  # fmt: skip
-    for x, y, reference, same in zip(found, right, plain, again, strict=True):
-        assert_accurate(x, y, torch.float32, reference)
-        assert torch.equal(x, same)
-
-
-def test_terms_and_ratios(device):
-    (h, w, b), labels = heads(device)
-    teacher = torch.randn(6, 4, device=device), torch.randn(40, 4, device=device)
-    names = ("soft", "task", "log_prob", "teacher_log_prob")
-    found, wanted = (
-        linear_soft_target_loss(
-            h, Head(w, b), *teacher, task=CrossEntropy(labels), return_terms=names,
-            backend=backend,
-        )
-        for backend in ("triton", "torch")
-    )  # fmt: skip
-    torch.testing.assert_close(found, wanted)
-    part, whole = (torch.randn(3, n, device=device) for n in (9, 40))
-    masses = (log_mass_of(part, whole, 2.0, backend) for backend in ("triton", "torch"))
-    torch.testing.assert_close(*masses)
 
 
 def test_few_passes_over_a_chunk_of_logits(device):

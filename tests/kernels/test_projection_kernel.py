@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastkd.losses.projection import DualProjectionLoss, layer_norm_mse, layer_norm_mse_ref
+from fastkd.losses.projection import layer_norm_mse, layer_norm_mse_ref
 
 pytest.importorskip("triton")
 
@@ -33,21 +33,6 @@ def test_rows_too_wide_say_so(device):
     with pytest.raises(ValueError, match="at most 16384 columns, got 16385"):
         layer_norm_mse(x, x, backend="triton")
     assert layer_norm_mse(x, x).item() == 0
-
-
-def test_dual_loss_on_both_backends_agrees(device):
-    student = torch.randn(3, 5, 12, device=device, requires_grad=True)
-    teacher = torch.randn(3, 5, 20, device=device)
-    mask = torch.tensor([[1, 1, 0, 0, 0], [0] * 5, [1] * 5], device=device)
-    results = []
-    for backend in ("torch", "triton"):
-        torch.manual_seed(0)
-        module = DualProjectionLoss(12, 20, backend=backend).to(device)
-        for parameter in module.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        loss = module(student, teacher, mask)
-        results.append((loss, *torch.autograd.grad(loss, [student, *module.parameters()])))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_row_far_from_zero_changes_no_other_of_its_block(device):
