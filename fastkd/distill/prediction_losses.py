@@ -219,7 +219,7 @@ def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Te
     known = (places != IGNORED) & mask.gather(1, index).squeeze(1)
     at_index = log_p.gather(1, index).squeeze(1)
     others = torch.where(mask, log_p, 0).sum(-1) - at_index
-    losses = -(at_index + spread * others) / (1 + (mask.sum(-1) - 1) * spread)
+    losses = -(at_index + spread * others) / (1 + (mask.sum(-1).to(log_p.dtype) - 1) * spread)
     return step.mean(torch.where(known, losses, 0).sum(), known.sum())
 
 
