@@ -72,9 +72,11 @@ def eager(models):
 
 
 def set_dropout(model: torch.nn.Module, p: float = 0.0) -> None:
+    """Also dropout that a module applies itself."""
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = p
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name == "p"):
+                setattr(module, name, p)
 
 
 def step(distiller: Distiller, data: dict) -> tuple[DistillerOutput, dict[str, Tensor]]:

@@ -1,0 +1,952 @@
+"""Random steps of a Distiller against the same loss by hand: each text alone, without padding.
+
+    python -c "from tests.distill.draws import failure; print(failure(7))"
+
+A seed draws two models, a method with its options, texts, labels, how the texts are laid out in a
+batch (padded on either side, packed, cut into micro-batches), and where the teacher's outputs come
+from. By hand both models read one text after another; the terms are the public losses of the
+hidden states, attention maps and logits that transformers returns. Loss, terms, logits, the
+gradients of student and method, and the number of items are compared in float64.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import math
+import random
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fastkd
+from fastkd import TopK, layer_norm_mse, relation_loss, soft_target_loss
+from fastkd.distill import (
+    FCD,
+    LRCBERT,
+    LRKD,
+    MC3KD,
+    AttentionMSE,
+    ByRow,
+    Distiller,
+    IntraClassKNN,
+    Method,
+    Several,
+    SoftTargets,
+    student_from_teacher,
+)
+from fastkd.distill.baselines import PKD, DistilBERT, Embeddings
+from fastkd.distill.methods import Labels
+from fastkd.distill.verify import gradients_of, taken
+from tests.distill.models import set_dropout
+from tests.distill.support import model_of
+
+# Steps that failed once: every run begins with them.
+FOUND: tuple[int, ...] = ()
+
+KINDS = [
+    ("bert", "none"), ("bert", "sequence"), ("bert", "answers"), ("bert", "choices"),
+    ("bert", "masked words"), ("roberta", "sequence"), ("roberta", "masked words"),
+    ("distilbert", "tokens"), ("electra", "sequence"), ("albert", "sequence"),
+    ("deberta_v2", "tokens"), ("xlnet", "sequence"), ("mpnet", "answers"), ("gpt2", "sequence"),
+    ("gpt2", "next word"), ("gpt2", "none"), ("llama", "next word"), ("llama", "tokens"),
+    ("opt", "next word"), ("bloom", "next word"), ("gemma2", "next word"),
+    ("modernbert", "masked words"), ("t5", "written words"), ("bart", "written words"),
+    ("bart", "sequence"),
+]  # fmt: skip
+PACKED = ("position_ids", "segments", "seq_idx", "cu_seq_lens", "padded")
+PACKABLE = {"gpt2", "llama", "gemma2"}
+CUT = {"bert", "roberta", "gpt2", "llama"}  # narrower students
+OTHERS = {"bert": "roberta", "roberta": "distilbert", "gpt2": "llama", "electra": "bert"}
+# Heads that read the last token, and models with float32 inside.
+READ_LAST = {"gpt2", "llama", "opt", "bloom", "gemma2", "xlnet", "bart", "t5"}
+ROUNDED = {"llama", "gemma2", "t5", "bloom", "modernbert", "opt"}
+OF_TOKENS = ("tokens", "masked words", "next word", "written words")
+V = 60
+
+
+@dataclass
+class Text:
+    """A text with its labels; ``teacher``: other tokens that the teacher reads."""
+
+    ids: Tensor  # (n,), of a question (choices, n)
+    labels: Any = None  # (n,) of tokens, (m,) of a decoder, a scalar, (V,), or a pair of positions
+    weights: Tensor | None = None  # (n,)
+    read: int = -1  # the token that a head reads which doesn't read the first
+    teacher: Tensor | None = None
+    spans: tuple[Tensor, Tensor] | None = None  # of its tokens and the teacher's, −1 for none
+
+
+@dataclass
+class Run:
+    """Outputs of a model that reads texts one after another, each (B, longest, ...)."""
+
+    hidden: list[Tensor]
+    maps: list[Tensor]
+    logits: list[Any]  # of each text
+    mask: Tensor  # (B, N)
+
+
+def padded(rows: Sequence[Tensor], length: int, value: Any = 0) -> Tensor:
+    """Tensors (n, ...) in one, with ``value`` behind."""
+    return torch.stack([
+        torch.cat([x, x.new_full((length - len(x), *x.shape[1:]), value)]) for x in rows
+    ])  # fmt: skip
+
+
+class Step:
+    """One drawn step."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.seed = random.Random(seed), seed
+        torch.manual_seed(seed)
+        kind, self.name = PAIRS[seed % len(PAIRS)]
+        self.family, self.head = kind
+        self.per_token = self.head in OF_TOKENS
+        self.draw_models()
+        self.hand = METHODS[self.name](self)
+        self.draw_texts()
+        self.draw_layout()
+
+    def pick(self, *choices: Any) -> Any:
+        return self.random.choice(choices)
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def number(self, low: float = 0.3, high: float = 2.0) -> float:
+        return round(self.random.uniform(low, high), 2)
+
+    def weight(self) -> float:
+        return self.pick(0.0, self.number(), self.number())
+
+    # What is drawn
+
+    def draw_models(self) -> None:
+        self.problem = None
+        if self.head == "sequence":
+            self.problem = self.pick("classes", "classes", "numbers", "decisions", "shares")
+        if self.name == "knn" and self.problem == "decisions":
+            self.problem = "classes"
+        alike = self.name in ("pkd", "distilbert")
+        width = 8 if self.family in CUT and not alike and self.chance(0.25) else 16
+        eager = self.name == "attention"
+        self.student = copy.deepcopy(student_of(self.family, self.head, self.problem, eager, width))
+        other = OTHERS.get(self.family)
+        if other is None or self.head == "choices" or not self.chance(0.2):
+            other = self.family
+        self.sides = self.family in READ_LAST, other in READ_LAST
+        words = self.head in ("masked words", "next word") and other in ("bert", "gpt2", "llama")
+        self.wide = words and self.chance(0.25)
+        self.teachers = [teacher_of(other, self.head, self.problem, eager, wide=self.wide)]
+        if self.chance(0.15):
+            self.teachers.append(teacher_of(other, self.head, self.problem, eager, 1, self.wide))
+
+    def draw_texts(self) -> None:
+        causal, head = self.head == "next word", self.head
+        self.layout = self.pick("none", "right", "left", "left", "right")
+        if self.family in PACKABLE and head != "sequence" and self.chance(0.5):
+            self.layout = self.pick(*PACKED)
+            del self.teachers[1:]  # a row has one
+        if self.family == "xlnet":
+            self.layout = self.pick("none", "left")
+        lengths = [self.random.randint(2, 7) for _ in range(self.random.randint(2, 6))]
+        if self.layout == "none":
+            lengths = [max(lengths)] * len(lengths)
+        needs = self.hand.needs_labels or self.problem == "decisions"
+        self.labelled = head != "none" and (needs or self.chance(0.8))
+        weigh = self.labelled and head in ("masked words", "next word", "tokens")
+        self.weighed = weigh and self.chance(0.3)
+        self.own = (
+            self.name not in ("attention", "several") and head in ("none", "sequence")
+            and self.family != "bart" and self.layout in ("left", "right") and self.chance(0.3)
+        )  # fmt: skip
+        self.spans = self.own and (not self.hand.pooled or self.chance(0.5))
+        self.texts = [self.text(n, causal) for n in lengths]
+        if head == "none" and self.hand.needs_labels:
+            for text in self.texts:
+                text.labels = torch.tensor(self.random.randrange(3))
+        self.teacher_ids = [self.random.randrange(len(self.teachers)) for _ in lengths]
+
+    def text(self, n: int, causal: bool) -> Text:
+        text = Text(torch.randint(5, V, (3, n) if self.head == "choices" else (n,)))
+        if self.family == "bart" and self.head == "sequence":  # which reads the end
+            text.read = self.pick(-1, -2)
+            text.ids[text.read] = 2
+        if self.family in ("gpt2", "llama") and self.head == "sequence" and self.chance(0.3):
+            text.ids[-1], text.read = 0, -2  # padding ends a text, whatever the mask says
+        if self.own:
+            text.teacher = torch.randint(5, V, (self.random.randint(2, 7),))
+        if self.spans:
+            last = self.random.randint(0, 2)
+            drawn = (torch.randint(-1, last + 1, (len(x),)) for x in (text.ids, text.teacher))
+            text.spans = tuple(x.sort().values for x in drawn)
+        m = self.random.randint(2, 5) if self.head == "written words" else n
+        if self.per_token:
+            text.labels = torch.randint(5, V, (m,)) % (3 if self.head == "tokens" else V)
+            if self.head != "written words":
+                text.labels = text.labels.where(torch.rand(m) < 0.7, -100)
+            elif m > 2:
+                text.labels[1] = -100
+        elif self.problem == "numbers":
+            text.labels = torch.tensor(self.pick(math.nan, self.number(0, 5), self.number(0, 5)))
+        elif self.problem == "decisions":
+            text.labels = torch.tensor([self.pick(0.0, 1.0, math.nan, -100.0) for _ in range(3)])
+        elif self.problem == "shares":
+            text.labels = torch.rand(3).double().softmax(-1) * self.pick(1.0, 1.0, math.nan)
+        elif self.head == "answers":
+            ends = self.random.randrange(n), self.random.randrange(n)
+            text.labels = torch.tensor(self.pick(ends, ends, (-100, ends[1]), (ends[0], 99)))
+        else:
+            text.labels = torch.tensor(self.pick(0, 1, 2, 2, -100))
+        if self.weighed:
+            text.weights = torch.randn(n).double()
+        if not self.labelled and self.head != "written words":
+            text.labels = None
+        return text
+
+    def draw_layout(self) -> None:
+        self.cuts = [0, len(self.texts)]
+        self.parts = self.chance(0.4)
+        if self.parts:
+            inner = {self.random.randrange(1, len(self.texts)) for _ in range(2)}
+            self.cuts[1:1] = sorted(inner)
+        self.junk = 0 if self.family in ("gpt2", "llama", "bart", "xlnet") else self.pick(0, 7)
+        self.extra = self.random.randint(0, 2) if self.layout in ("left", "right") else 0
+        self.keep_logits = self.chance(0.4)
+        whole = not self.parts and self.per_token and self.head != "written words"
+        self.num_items = self.number(2, 9) if whole and self.chance(0.3) else None
+        alone = len(self.teachers) == 1 and not self.wide and not self.spans
+        self.stored = self.name != "attention" and alone and self.chance(0.3)
+        words = self.name == "soft_targets" and self.head in ("masked words", "next word")
+        self.top_k = 5 if self.stored and words and self.chance(0.5) else None
+
+    # The Distiller's side
+
+    def batch(self, first: int, stop: int, layout: str) -> dict[str, Any]:
+        """Arguments of a Distiller for some of the texts."""
+        texts, written = self.texts[first:stop], self.head == "written words"
+        if layout in PACKED:
+            return self.packed(texts, layout)
+        data = self.side([x.ids for x in texts], layout)
+        length = data["input_ids"].shape[-1]
+        left = layout == "left"
+        if texts[0].teacher is not None:
+            its = layout if self.family == "xlnet" else self.pick("left", "right")
+            own = self.side([x.teacher for x in texts], its)
+            data |= {f"teacher_{name}": x for name, x in own.items()}
+        if self.spans:
+            for number, name in enumerate(("student_spans", "teacher_spans")):
+                at = left if number == 0 else its == "left"
+                N = data["input_ids" if number == 0 else "teacher_input_ids"].shape[1]
+                data[name] = self.rows([x.spans[number] for x in texts], N, -1, at)
+        if texts[0].labels is not None and self.head == "answers":
+            starts = torch.tensor([length - len(x.ids) if left else 0 for x in texts])
+            both = torch.stack([x.labels for x in texts])
+            ends = torch.tensor([len(x.ids) for x in texts])[:, None]  # no token of the text
+            both = torch.where(both == 99, ends, both)
+            both = torch.where(both < 0, both, both + starts[:, None])
+            data |= {"start_positions": both[:, 0], "end_positions": both[:, 1]}
+        elif texts[0].labels is not None and self.per_token:
+            size = max(len(x.labels) for x in texts) if written else length
+            data["labels"] = self.rows([x.labels for x in texts], size, -100, left and not written)
+        elif texts[0].labels is not None:
+            data["labels"] = torch.stack([x.labels for x in texts])
+        if written and self.chance(0.5):  # and whatever a decoder reads behind the labels
+            read = self.student.prepare_decoder_input_ids_from_labels(labels=data["labels"])
+            behind = torch.arange(size) >= torch.tensor([[len(x.labels)] for x in texts])
+            data["decoder_input_ids"] = torch.where(behind, 7, read)
+        if self.weighed:
+            data["loss_weights"] = self.rows([x.weights for x in texts], length, math.nan, left)
+        if len(self.teachers) > 1:
+            data["teacher_id"] = torch.tensor(self.teacher_ids[first:stop])
+        return data
+
+    def rows(self, rows: list[Tensor], length: int, value: Any, left: bool) -> Tensor:
+        if left:
+            return padded([x.flip(0) for x in rows], length, value).flip(1)
+        return padded(rows, length, value)
+
+    def side(self, ids: list[Tensor], layout: str) -> dict[str, Tensor]:
+        left, length = layout == "left", max(x.shape[-1] for x in ids) + self.extra
+        rows = [x.mT if x.dim() == 2 else x for x in ids]
+        mask = self.rows([torch.ones_like(x) for x in rows], length, 0, left)
+        found = self.rows(rows, length, self.junk, left)
+        if ids[0].dim() == 2:
+            found, mask = found.mT.contiguous(), mask.mT.contiguous()
+        data = {"input_ids": found}
+        if layout != "none" or self.chance(0.5):
+            as_bool = self.family not in ("deberta_v2", "xlnet") and self.chance(0.5)
+            data["attention_mask"] = mask.bool() if as_bool else mask
+        return data
+
+    def packed(self, texts: list[Text], layout: str) -> dict[str, Any]:
+        """Texts in one row, or with a mask in two, of which one may be padded."""
+        cut = len(texts) // 2 if layout == "padded" else 0
+        rows = [x for x in (texts[:cut], texts[cut:]) if x]
+        found = []
+        for row in rows:
+            sizes = torch.tensor([len(x.ids) for x in row])
+            data = {"input_ids": torch.cat([x.ids for x in row])}
+            data["position_ids"] = torch.cat([torch.arange(n) for n in sizes.tolist()])
+            if layout in ("segments", "seq_idx"):
+                data[layout] = torch.arange(len(sizes)).repeat_interleave(sizes)
+            if layout == "padded":
+                data["attention_mask"] = torch.ones_like(data["input_ids"])
+            if self.per_token and row[0].labels is not None:
+                data["labels"] = torch.cat([x.labels for x in row])
+            if self.weighed:
+                data["loss_weights"] = torch.cat([x.weights for x in row])
+            found.append(data)
+        N, behind = (
+            max(len(x["input_ids"]) for x in found),
+            {"labels": -100, "loss_weights": math.nan},
+        )
+        given = {n: padded([x[n] for x in found], N, behind.get(n, 0)) for n in found[0]}
+        if layout == "cu_seq_lens":
+            given["cu_seq_lens_q"] = F.pad(sizes.cumsum(0), (1, 0)).int()
+        if not self.per_token and texts[0].labels is not None:
+            given["labels"] = torch.stack([x.labels for x in texts])
+        return given
+
+    def batches(self) -> list[dict[str, Any]]:
+        """The batch, or its micro-batches."""
+        found = [self.batch(a, b, self.layout) for a, b in itertools.pairwise(self.cuts)]
+        if self.num_items is not None:
+            items = self.num_items, torch.tensor(self.num_items, dtype=torch.float64)
+            found[0]["num_items"] = self.pick(*items)
+        return found
+
+    def distiller(self, teacher: Any) -> Distiller:
+        made = Distiller(teacher, self.student, self.hand.method, keep_logits=self.keep_logits)
+        made.set_progress(self.hand.progress)
+        return made
+
+    # The side by hand
+
+    def run(self, models: list[Any], shifts: list[Any], own: bool = False) -> "Run":
+        """Each text alone; ``shifts`` are added to its embeddings, or get them as leaves."""
+        hidden, maps, logits, masks = [], [], [], []
+        eager = self.name == "attention"
+        for model, text, shift in zip(models, self.texts, shifts, strict=True):
+            prefix = "decoder_" if model.config.is_encoder_decoder else ""
+            ids = text.teacher if own and text.teacher is not None else text.ids
+            given = {"input_ids": ids[None], "output_hidden_states": True}
+            if self.head == "written words":
+                given["labels"] = text.labels[None]
+            with embeddings_of(model, shift):
+                out = model(**given, output_attentions=eager)
+            states = out[f"{prefix}hidden_states"]
+            for choice in range(len(states[0])):
+                hidden.append([x[choice] for x in states])
+                maps.append([x[choice] for x in out[f"{prefix}attentions"]] if eager else [])
+                written = self.head == "written words"
+                masks.append(text.labels != -100 if written else torch.ones(len(states[0][0])) > 0)
+            found = getattr(out, "logits", None)
+            if self.head == "answers":
+                found = torch.stack([out.start_logits, out.end_logits], 1)
+            logits.append(None if found is None else found[0])
+        N = max(map(len, masks))
+        return Run(
+            [padded(layer, N) for layer in zip(*hidden, strict=True)],
+            [
+                torch.stack([F.pad(x, (0, N - x.shape[1]) * 2) for x in layer])
+                for layer in zip(*maps, strict=True)
+            ],
+            logits,
+            padded(masks, N, False),
+        )
+
+    def compared(self, shifts: list[Any]) -> "Compared":
+        with torch.no_grad():
+            taught = [self.teachers[i] for i in self.teacher_ids]
+            teacher = self.run(taught, [None] * len(shifts), own=True)
+        return Compared(self, self.run([self.student] * len(shifts), shifts), teacher)
+
+    def total(self, shifts: list[Any]) -> tuple[Tensor, dict[str, Tensor], "Compared"]:
+        compared = self.compared(shifts)
+        terms = self.hand.terms(compared)
+        loss = sum(self.hand.weights[name] * terms[name] for name in terms)
+        return loss, terms, compared
+
+    def by_hand(self) -> tuple[Tensor, dict[str, Tensor], "Compared"]:
+        """Loss, terms and outputs; LRC-BERT's perturbation by eqs. 7 and 8."""
+        if not self.hand.perturb:
+            return self.total([None] * len(self.texts))
+        leaves: list[Any] = [[] for _ in self.texts]
+        loss, *_ = self.total(leaves)
+        found = torch.autograd.grad(loss, [leaf for [leaf] in leaves])
+        whole = torch.stack([g.square().sum() for g in found]).sum().sqrt()
+        norms = [whole if self.hand.perturb == "batch" else g.norm() for g in found]
+        return self.total([g / n if n > 0 else 0 * g for g, n in zip(found, norms, strict=True)])
+
+
+@contextlib.contextmanager
+def embeddings_of(model: Any, shift: Any) -> Iterator[None]:
+    """Context in which ``shift`` is added to the embeddings, or a list gets them as a leaf."""
+    module = getattr(model.base_model, "embeddings", None) or model.get_input_embeddings()
+    calls = []
+
+    def hook(module: Any, args: Any, out: Tensor) -> Tensor:
+        calls.append(1)
+        if shift is None or len(calls) > 1:  # GPT-2's table is read for token types, too
+            return out
+        if isinstance(shift, list):
+            shift.append(out.detach().requires_grad_())
+            return shift[0]
+        return out + shift
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Compared:
+    """Outputs of student and teacher, and the terms that most methods have."""
+
+    def __init__(self, step: Step, student: Run, teacher: Run) -> None:
+        self.step, self.s, self.t = step, student, teacher
+        self.cls = {id(x): self.read(x) for x in (student, teacher)}
+        if step.spans:
+            self.pool_spans()
+        self.mask = student.mask
+        self.labels = [x.labels for x in step.texts]
+
+    def read(self, run: Run) -> list[int]:
+        """Position of the token that a head reads, among the real ones of each text."""
+        last, own = self.step.sides[run is self.t], run is self.t and self.step.own
+        reads = [-1 if own else x.read for x in self.step.texts]
+        return reads if last else [0] * len(run.mask)
+
+    def pool_spans(self) -> None:
+        """Hidden states at the token that the head reads, and the means of each span."""
+        texts = self.step.texts
+        numbers = torch.arange(1 + max(int(x.max()) for text in texts for x in text.spans))[:, None]
+        members = [[text.spans[side] == numbers for text in texts] for side in (0, 1)]
+        both = [a.any(1) & b.any(1) for a, b in zip(*members, strict=True)]
+        for run, where in zip((self.s, self.t), members, strict=True):
+            at = self.cls[id(run)]
+            for layer, states in enumerate(run.hidden):
+                rows = []
+                for x, m, real, read in zip(states, where, run.mask, at, strict=True):
+                    x, m = x[real], m.double()
+                    means = m @ x / m.sum(1, keepdim=True).clamp(min=1)
+                    rows.append(torch.cat([x[read][None], means]))
+                run.hidden[layer] = torch.stack(rows)
+            run.mask = F.pad(torch.stack(both), (1, 0), value=True)
+            self.cls[id(run)] = [0] * len(texts)
+
+    def pool(self, how: str, layers: tuple[int, int] = (-1, -1)) -> list[Tensor]:
+        """Pooled hidden states (B, D) of a layer of each model."""
+        found = []
+        for run, layer in zip((self.s, self.t), layers, strict=True):
+            rows = [x[real] for x, real in zip(run.hidden[layer], run.mask, strict=True)]
+            each = zip(rows, self.cls[id(run)], strict=True)
+            found.append(torch.stack([x.mean(0) if how == "mean" else x[at] for x, at in each]))
+        return found
+
+    @functools.cached_property
+    def predictions(self) -> list[tuple[Tensor, Tensor, Any, Any]]:
+        """Student's and teacher's logits, labels and weights of the predictions that count."""
+        z = self.s.logits, self.t.logits
+        step, found = self.step, []
+        if step.head == "answers":  # start and end; padded, with no probability behind
+            length = max(x.shape[1] for x in z[0])
+            for end in (0, 1):
+                both = [padded([x[end] for x in side], length, -3e4) for side in z]
+                y = None if self.labels[0] is None else torch.stack([x[end] for x in self.labels])
+                found.append((*both, y, None))
+            return found
+        if not step.per_token:
+            both = [torch.stack(side) for side in z]
+            y = None if self.labels[0] is None else torch.stack(self.labels)
+            return [(*both, y, None)]
+        shift = int(step.head == "next word")
+        parts = []
+        for s, t, text in zip(*z, step.texts, strict=True):
+            y = torch.zeros(len(text.ids), dtype=torch.long) if text.labels is None else text.labels
+            w = torch.ones(len(y)).double() if text.weights is None else text.weights
+            n = len(y) - shift
+            known = y[shift:] != -100
+            t = t[..., : s.shape[-1]]  # the first tokens, which the models share
+            parts.append((s[:n][known], t[:n][known], y[shift:][known], w[shift:][known]))
+        return [tuple(map(torch.cat, zip(*parts, strict=True)))]
+
+    def mean(self, losses: Tensor) -> Tensor:
+        if self.step.per_token and self.step.num_items is not None:
+            return losses.sum() / self.step.num_items
+        return losses.sum() / max(1, len(losses))
+
+    def task(self, tau: float | None = None) -> Tensor:
+        """Loss of the labels, softened by ``tau``."""
+        means = []
+        for z, _, y, w in self.predictions:
+            if self.step.problem == "numbers":
+                known = ~y.isnan()
+                losses = (z[known, 0] - y[known]).square()
+            elif self.step.problem == "decisions":
+                known = ~y.isnan() & (y != -100)
+                z, y = z[known], y[known].double()
+                losses = F.binary_cross_entropy_with_logits(z, y, reduction="none")
+            else:
+                known = (
+                    ~y.isnan().any(1) if self.step.problem == "shares" else (y != -100) & (y != 99)
+                )
+                z, y = z[known], y[known]
+                target = y.double() if y.dim() == 2 else F.one_hot(y, z.shape[-1]).double()
+                if tau is not None:
+                    there = (z > -2e4)[:, None] & (z > -2e4)[:, :, None]
+                    soft = (torch.eye(z.shape[-1]).double() / tau).masked_fill(~there, -math.inf)
+                    target = (target[:, None] @ soft.softmax(-1).nan_to_num()).squeeze(1)
+                losses = -(target * z.log_softmax(-1)).sum(-1)
+                losses = losses if w is None else losses * w[known]
+            means.append(self.mean(losses))
+        return torch.stack(means).mean()
+
+    def soft(self, temperature: float, divergence: str, t2: bool) -> Tensor:
+        means = []
+        options = {"divergence": divergence, "scale_by_t2": t2, "reduction": "none"}
+        for s, t, _, w in self.predictions:
+            if self.step.problem == "numbers":
+                means.append((s - t).square().mean())
+                continue
+            if self.step.problem == "decisions":
+                s, t = (torch.stack([x, 0 * x], -1).flatten(0, 1) for x in (s, t))
+            if self.step.top_k:
+                top = (t / temperature).log_softmax(-1).topk(self.step.top_k)
+                t = TopK(top.indices, top.values)
+            losses = soft_target_loss(s, t, temperature=temperature, **options)
+            means.append(self.mean(losses if w is None else losses * w))
+        return torch.stack(means).mean()
+
+
+class Hand:
+    """A method, its weights, and its terms by hand.
+
+    ``features``: name → (weight, function of a `Compared`).
+    """
+
+    def __init__(
+        self, method: Method, features: Any = (), task: float = 0.0, soft: float = 0.0,
+        tau: float | None = None, progress: float = 1.0, pooled: bool = False,
+        needs_labels: bool = False, perturb: str = "",
+    ) -> None:  # fmt: skip
+        self.method, self.features, self.tau = method, dict(features), tau
+        self.weights = {"task": task, "soft": soft}
+        self.weights |= {name: weight for name, (weight, _) in self.features.items()}
+        self.weights = {name: weight for name, weight in self.weights.items() if weight}
+        self.progress, self.pooled, self.perturb = progress, pooled, perturb
+        self.needs_labels = bool(task) or needs_labels
+
+    def terms(self, compared: Compared) -> dict[str, Tensor]:
+        found = {}
+        for name in self.weights:
+            if name == "task":
+                found[name] = compared.task(self.tau)
+            elif name == "soft":
+                m = self.method
+                found[name] = compared.soft(m.temperature, m.divergence, m.scale_by_t2)
+            else:
+                found[name] = self.features[name][1](compared)
+        return found
+
+
+def softened(step: Step) -> dict[str, Any]:
+    """Options of soft targets."""
+    return {
+        "temperature": step.number(0.7, 4.0), "scale_by_t2": step.chance(0.5),
+        "divergence": step.pick("forward_kl", "forward_kl", "reverse_kl", "adaptive_kl", "js"),
+    }  # fmt: skip
+
+
+def heads(step: Step) -> tuple[float, float]:
+    """Weights of task and soft; none without a head."""
+    if step.head == "none":
+        return 0.0, 0.0
+    return step.weight(), step.weight()
+
+
+def layers_of(step: Step) -> dict[str, Any]:
+    step.layers = step.pick([1, 3], [1, 2], [2, 3])
+    return {"layers": {(1, 3): "uniform", (2, 3): "top"}.get(tuple(step.layers), step.layers)}
+
+
+def pairs(c: Compared) -> list[tuple[Tensor, Tensor]]:
+    return [(c.s.hidden[i], c.t.hidden[j]) for i, j in zip((1, 2), c.step.layers, strict=True)]
+
+
+def labels(step: Step) -> Hand:
+    return Hand(Labels(), task=1.0)
+
+
+def soft_targets(step: Step) -> Hand:
+    alpha = step.pick(1.0, 0.0, step.number(0.1, 0.9))
+    return Hand(SoftTargets(alpha=alpha, **softened(step)), task=1 - alpha, soft=alpha)
+
+
+def fcd(step: Step) -> Hand:
+    task, soft = heads(step)
+    alpha, beta = step.pick((0.4, 0.2), (1.5, 0.0), (0.0, 0.7))
+    kind = {
+        "normalize": step.pick("l2", "layer_norm", "softmax", "none"),
+        "distance": step.pick("pearson", "mse", "kl"),
+    }
+    how = step.pick("mean", "sum")
+    method = FCD(alpha=alpha, beta=beta, task_weight=task, soft_weight=soft, layers_reduction=how,
+                 **kind, **layers_of(step), **softened(step))  # fmt: skip
+
+    def relations(over: str) -> Any:
+        def term(c: Compared) -> Tensor:
+            each = [relation_loss(s, t, c.mask, over=over, **kind) for s, t in pairs(c)]
+            return sum(each) / (1 if how == "sum" else len(each))
+
+        return term
+
+    terms = {"tokens": (alpha, relations("tokens")), "samples": (beta, relations("samples"))}
+    return Hand(method, terms, task, soft)
+
+
+def knn(step: Step) -> Hand:
+    task, soft = heads(step)
+    given = {"k": step.pick(1, 2, 3), "reduction": step.pick("sum", "mean")}
+    pool, tolerance = step.pick("cls", "mean", "tokens"), step.pick(0.5, 1.0)
+    method = IntraClassKNN(alpha1=0.1, alpha2=soft, alpha3=task, pool=pool, tolerance=tolerance,
+                           **given, **softened(step))  # fmt: skip
+
+    def term(c: Compared) -> Tensor:
+        if pool == "tokens":
+            width = max(x["input_ids"].shape[1] for x in c.step.given)
+            if c.step.layout in PACKED or c.step.spans:
+                width = c.mask.shape[1]
+            s, t = (F.pad(x.hidden[-1], (0, 0, 0, width - x.mask.shape[1])) for x in (c.s, c.t))
+            real = F.pad(c.mask, (0, width - c.mask.shape[1]))[..., None]
+            s = (s if method.loss.projector is None else method.loss.projector(s)) * real
+            s, t = s.flatten(1), (t * real).flatten(1)
+        else:
+            s, t = c.pool(pool)
+            s = s if method.loss.projector is None else method.loss.projector(s)
+        y = torch.stack(c.labels)
+        if y.dim() == 2:
+            y = y.argmax(1).where(~y.isnan().any(1), -100)
+        near = tolerance if c.step.problem == "numbers" else None
+        return fastkd.knn_feature_loss(s, t, y, tolerance=near, **given)
+
+    pooled = pool != "tokens"
+    return Hand(method, {"knn": (0.1, term)}, task, soft, pooled=pooled, needs_labels=True)
+
+
+def lrc_bert(step: Step) -> Hand:
+    task, soft = heads(step)
+    pool, how = step.pick("tokens", "sequence", "mean"), step.pick("sample", "batch")
+    perturb = step.chance(0.4) and step.head not in ("choices", "written words")
+    perturb &= step.family not in ("bart", "bloom")
+    tau, early = step.number(0.5, 1.5), step.chance(0.3)
+    options = softened(step) | {"temperature": tau}
+    method = LRCBERT(alpha=0.5, beta=soft, gamma=task, pool=pool, perturb=perturb, perturb_norm=how,
+                     first_stage=0.5, **layers_of(step), **options)  # fmt: skip
+
+    def term(c: Compared) -> Tensor:
+        losses = []
+        for s, t in pairs(c):
+            s, mask, real = s @ method.loss.W.weight.T, c.mask, c.mask[..., None]
+            if pool == "sequence":
+                s, t, mask = (s * real).flatten(1), (t * real).flatten(1), mask.any(1)
+            elif pool == "mean":
+                s, t = ((x * real).sum(1) / real.sum(1) for x in (s, t))
+                mask = mask.any(1)
+            losses.append(fastkd.cos_nce_loss(s, t, mask=mask))
+        return sum(losses)
+
+    perturb = how * perturb
+    if early:
+        return Hand(method, {"cos_nce": (1.0, term)}, progress=0.4, perturb=perturb)
+    progress = step.pick(0.5, 1.0)
+    return Hand(method, {"cos_nce": (0.5, term)}, task, soft, tau, progress, perturb=perturb)
+
+
+def mc3kd(step: Step) -> Hand:
+    alpha = None if step.head == "none" else step.pick(1.0, 0.0, 0.6)
+    pool, ridge, top = step.pick("tokens", "cls", "mean"), step.pick(1e-1, 1e-2), step.pick(None, 3)
+    method = MC3KD(alpha=alpha, beta=0.1, memory=0, ridge=ridge, top_k=top, pool=pool,
+                   **layers_of(step), **softened(step))  # fmt: skip
+
+    def term(c: Compared) -> Tensor:
+        losses = []
+        for i, j in zip((1, 2), c.step.layers, strict=True):
+            if pool == "tokens":
+                s, t = c.s.hidden[i][c.mask], c.t.hidden[j][c.mask]
+            else:
+                s, t = c.pool(pool, (i, j))
+            losses.append(fastkd.cca_loss(s[None], t[None], ridge=ridge, top_k=top))
+        return sum(losses)
+
+    task, soft = (0.0, 0.0) if alpha is None else (1 - alpha, alpha)
+    return Hand(method, {"cca": (0.1, term)}, task, soft, pooled=pool != "tokens")
+
+
+def lrkd(step: Step) -> Hand:
+    alpha = None if step.head == "none" else step.pick(1.0, 0.0, 0.6)
+    gamma, how = step.pick(0.3, 0.9), step.pick("mean", "batchmean", "sum")
+    form = {"start": step.pick("identity", "random"), "orthogonal": step.chance(0.7)}
+    form |= {"projection_layers": step.pick(1, 2), "reduction": how}
+    method = LRKD(alpha=alpha, beta=0.7, gamma=gamma, **form, **softened(step))
+
+    def term(c: Compared) -> Tensor:
+        s, t = c.pool("mean")
+        ours = layer_norm_mse(s @ method.loss.student_projection.weight, t, reduction=how)
+        theirs = layer_norm_mse(t @ method.loss.teacher_projection.weight, s, reduction=how)
+        return gamma * ours + (1 - gamma) * theirs
+
+    task, soft = (0.0, 0.0) if alpha is None else (alpha, 1 - alpha)
+    return Hand(method, {"projection": (0.7, term)}, task, soft, pooled=True)
+
+
+def attention(step: Step) -> Hand:
+    task, soft = heads(step)
+    how = step.pick("match", "mean")
+    maps, states = step.pick((0.8, 0.5), (1.2, 0.0), (0.0, 0.6))
+    weights = {"attention": maps, "hidden": states, "soft_weight": soft, "task_weight": task}
+    method = AttentionMSE(**weights, heads=how, **layers_of(step), **softened(step))
+
+    def of_maps(c: Compared) -> Tensor:
+        total = 0.0
+        for i, j in zip((1, 2), c.step.layers, strict=True):
+            each = []
+            for s, t, real in zip(c.s.maps[i - 1], c.t.maps[j - 1], c.mask, strict=True):
+                s, t = (x[:, real][:, :, real] for x in (s, t))
+                s, t = (s, t) if how == "match" else (s.mean(0), t.mean(0))
+                each.append((s - t).square().mean())
+            total = total + torch.stack(each).mean()
+        return total
+
+    def of_states(c: Compared) -> Tensor:
+        W = method.W.weight.T
+        return sum((s[c.mask] @ W - t[c.mask]).square().mean() for s, t in pairs(c))
+
+    return Hand(method, {"maps": (maps, of_maps), "states": (states, of_states)}, task, soft)
+
+
+def pkd(step: Step) -> Hand:
+    alpha = step.pick(1.0, 0.0, 0.6)
+    method = PKD(alpha=alpha, beta=2.0, **layers_of(step), **softened(step))
+
+    def term(c: Compared) -> Tensor:  # the last layer is not compared
+        s, t = c.pool("cls", (1, c.step.layers[0]))
+        return (F.normalize(s, dim=-1) - F.normalize(t, dim=-1)).square().sum(-1).mean()
+
+    return Hand(method, {"patient": (2.0, term)}, 1 - alpha, alpha)
+
+
+def distilbert(step: Step) -> Hand:
+    alpha = step.pick(1.0, 0.0, 0.6)
+    method = DistilBERT(alpha=alpha, beta=0.4, **softened(step))
+
+    def term(c: Compared) -> Tensor:
+        s, t = c.s.hidden[-1][c.mask], c.t.hidden[-1][c.mask]
+        return (1 - F.cosine_similarity(s, t, dim=-1)).mean()
+
+    return Hand(method, {"cosine": (0.4, term)}, 1 - alpha, alpha)
+
+
+def embeddings(step: Step) -> Hand:
+    task, same = heads(step)[0], step.student.config.hidden_size == 16
+    unit, pool = step.chance(0.5), step.pick("mean", "cls")
+    weights = {
+        "cos_nce": 0.7,
+        "relations": 0.5,
+        "cca": 0.01,
+        "cosine": 0.2 * same,
+        "mse": 2.0 * same,
+    }
+    method = Embeddings(**weights, task_weight=task, pooling=pool, unit_length=unit)
+
+    def both(c: Compared) -> tuple[Tensor, Tensor]:
+        return tuple(F.normalize(x, dim=-1) if unit else x for x in c.pool(pool))
+
+    def moved(s: Tensor) -> Tensor:
+        return s if method.W is None else s @ method.W.weight.T
+
+    terms = {
+        "contrast": (0.7, lambda s, t: fastkd.cos_nce_loss(moved(s), t)),
+        "samples": (0.5, lambda s, t: relation_loss(s, t, over="samples")),
+        "correlations": (0.01, lambda s, t: fastkd.cca_loss(s[None], t[None], ridge=0.1)),
+        "angles": (0.2 * same, lambda s, t: (1 - F.cosine_similarity(s, t)).mean()),
+        "squares": (2.0 * same, lambda s, t: F.mse_loss(s, t)),
+    }
+    terms = {n: (w, lambda c, f=f: f(*both(c))) for n, (w, f) in terms.items()}
+    return Hand(method, terms, task, 0.0, pooled=True)
+
+
+def several(step: Step) -> Hand:
+    """FCD and LRKD, each with predictions of its own."""
+    each = [fcd(step), lrkd(step)]
+    made = Hand(Several(*(x.method for x in each)), task=0.0, soft=0.0)
+    made.weights = {f"{i}.{n}": w for i, x in enumerate(each) for n, w in x.weights.items()}
+    made.terms = lambda c: {
+        f"{i}.{n}": v for i, x in enumerate(each) for n, v in x.terms(c).items()
+    }
+    made.needs_labels = any(x.needs_labels for x in each)
+    return made
+
+
+METHODS = {
+    f.__name__: f
+    for f in (
+        labels,
+        soft_targets,
+        fcd,
+        knn,
+        lrc_bert,
+        mc3kd,
+        lrkd,
+        attention,
+        pkd,
+        distilbert,
+        embeddings,
+        several,
+    )
+}
+# KNN needs a class of each text; a method of the outputs a head.
+PAIRS = [
+    (kind, name) for kind in KINDS for name in METHODS
+    if not (kind[1] == "none" and name in ("labels", "soft_targets", "pkd", "distilbert"))
+    and not (name == "knn" and kind[1] not in ("sequence", "none"))
+    and not (kind[1] == "written words" and name in ("pkd", "embeddings"))
+]  # fmt: skip
+
+
+@functools.cache
+def teacher_of(
+    family: str, head: str, problem: Any, eager: bool, number: int = 0, wide: bool = False
+) -> Any:
+    """Three layers of width 16, in float64; ``wide``: four more entries in its vocabulary."""
+    model = model_of(family, head)
+    torch.manual_seed(10 + number)
+    types = {"decisions": "multi_label_classification", "shares": "single_label_classification"}
+    if problem is not None:
+        config = model.config
+        config.num_labels = 1 if problem == "numbers" else 3
+        config.problem_type = types.get(problem)
+        model = type(model)(config)
+    if wide:
+        model.resize_token_embeddings(V + 4, mean_resizing=False)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.05 * torch.randn_like(p)
+    model.set_attn_implementation("eager") if eager else None
+    return model.double().eval()
+
+
+@functools.cache
+def student_of(family: str, head: str, problem: Any, eager: bool, width: int) -> Any:
+    """Layers 1 and 3 of the family's teacher, with noise, and without dropout."""
+    options = {} if width == 16 else {"config": {"hidden_size": width}}
+    model = student_from_teacher(teacher_of(family, head, problem, eager), [1, 3], **options)
+    torch.manual_seed(20)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    set_dropout(model)
+    model.set_attn_implementation("eager") if eager else None
+    return model
+
+
+def failure(seed: int) -> str | None:
+    """What is wrong with the step of this seed, or None."""
+    step = Step(seed)
+    try:
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore")
+            wrong = _wrong(step, folder)
+    except Exception:
+        wrong = traceback.format_exc(limit=-6)
+    return f"{described(step)}\n{wrong}" if wrong else None
+
+
+def described(step: Step) -> str:
+    drawn = {n: x for n, x in vars(step).items() if isinstance(x, str | float | bool | list)}
+    about = {n: x for n, x in drawn.items() if n not in ("texts", "teachers", "given")}
+    texts = [tuple(x.ids.shape) for x in step.texts]
+    models = [type(x).__name__ for x in (step.student, *step.teachers)]
+    return f"{step.hand.method!r}\n  {about}, texts={texts}, {models}"
+
+
+def _wrong(step: Step, folder: str) -> str | None:
+    step.given = step.batches()
+    teacher: Any = step.teachers[0]
+    if len(step.teachers) > 1:
+        teacher = ByRow(dict(zip("ab", step.teachers, strict=True)))
+    distiller = step.distiller(teacher)
+    with torch.no_grad():
+        for p in step.hand.method.parameters():
+            p += 0.1 * torch.randn_like(p)
+    if step.stored:
+        alike = step.layout == "none" or step.family == "xlnet"
+        rows = step.batch(0, len(step.texts), step.layout if alike else "right")
+        distiller = step.distiller(distiller.cache_teacher([rows], folder, top_k=step.top_k))
+    logits: list[Any] = []
+    distiller.register_forward_hook(lambda module, args, out: logits.append(out.logits))
+    terms, gradients = taken(distiller, step.given if step.parts else step.given[0])
+    distiller.zero_grad()
+    loss, expected, compared = step.by_hand()
+    loss.backward()
+    wanted = gradients_of(distiller)
+    if step.per_token and (wrong := _items(step, distiller, compared)):
+        return wrong
+    if not step.parts and (wrong := _logits(step, logits[0], compared.s.logits)):
+        return wrong
+    loose = step.top_k or {step.family, step.teachers[0].config.model_type} & ROUNDED
+    rtol = 1e-5 if loose else 1e-9
+    expected = {**expected, "total": loss, "loss": loss}
+    if terms.keys() != expected.keys():
+        return f"terms {sorted(terms)}, not {sorted(expected)}"
+    size = max(1.0, *(abs(float(x)) for x in expected.values()))
+    for name, x in expected.items():
+        if not abs(float(terms[name] - x)) <= rtol * size:
+            return f"{name}: {float(terms[name])}, not {float(x)}"
+    largest, zero = max(float(g.abs().max()) for g in wanted.values()), torch.zeros(())
+    for name in {**wanted, **gradients}:
+        error = float((gradients.get(name, zero) - wanted.get(name, zero)).abs().max())
+        if not error <= 100 * rtol * max(largest, 1e-3):
+            return f"gradient of {name}: error {error:.3g} of {largest:.3g}"
+    return None
+
+
+def _items(step: Step, distiller: Distiller, compared: Compared) -> str | None:
+    found = sum(int(distiller.count_items(x)) for x in step.given)
+    expected = len(compared.predictions[0][0])
+    return None if found == expected else f"count_items: {found}, not {expected}"
+
+
+def _logits(step: Step, found: Any, expected: list[Any]) -> str | None:
+    """Logits in the order of the input's tokens, or None by default for a vocabulary."""
+    none = step.head == "none" or (
+        step.head in ("masked words", "next word") and not step.keep_logits
+    )
+    if none or found is None:
+        return None if none and found is None else f"the logits are {found}"
+    if step.layout in PACKED:
+        mask = step.given[0].get("attention_mask", torch.ones(found.shape[:2]))
+        rows, expected = [found[mask.bool()]], [torch.cat(expected)]
+    elif step.head == "answers" or step.per_token:
+        both = torch.stack(found, 1) if step.head == "answers" else found
+        dim, rows = (1 if step.head == "answers" else 0), []
+        for x, e in zip(both, expected, strict=True):
+            left = step.layout == "left" and step.head != "written words"
+            start = x.shape[dim] - e.shape[dim] if left else 0
+            rows.append(x.narrow(dim, start, e.shape[dim]))
+    else:
+        rows = list(found)
+    for x, e in zip(rows, expected, strict=True):
+        if not torch.allclose(x, e, rtol=1e-5, atol=1e-5):
+            return f"logits are {x}, not {e}"
+    return None

@@ -1,0 +1,21 @@
+"""Random steps of a Distiller, new in every run, against the same loss by hand."""
+
+import random
+
+import pytest
+
+from tests.distill.draws import FOUND, KINDS, PAIRS, failure
+
+FIRST = random.SystemRandom().randrange(2**20) * len(PAIRS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_random_steps_are_those_by_hand(kind):
+    """One of each method, after those that failed once."""
+    seeds = [*FOUND, *range(FIRST, FIRST + len(PAIRS))]
+    failures = []
+    for seed in (x for x in seeds if PAIRS[x % len(PAIRS)][0] == kind):
+        if wrong := failure(seed):
+            call = f"print(__import__('tests.distill.draws').distill.draws.failure({seed}))"
+            failures.append(f'python -c "{call}"\n{wrong}')
+    assert not failures, "\n".join(failures[:3])
