@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fastkd.cli.main import app
 from fastkd.train.saving import read_json
-from tests.integrations.test_served_teacher import Server
+from tests.support.protocol_server import Server
 from tests.support.tiny import make_teacher, sentences, words_of
 from tests.train.tasks.test_causal_lm import make_decoder, write_text
 from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl

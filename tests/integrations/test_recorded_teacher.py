@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from fastkd.distill import FCD, Distiller, SoftTargets, TeacherCache
 from fastkd.integrations.vllm import recorded_teacher
+from tests.support.compare import raises
 
 SIZES = dict(
     vocab_size=60, intermediate_size=48, num_attention_heads=2, num_key_value_heads=2, head_dim=16
@@ -84,16 +85,13 @@ def test_other_tokens_files_and_families_are_refused(tmp_path):
     write(teacher, tmp_path)
     with pytest.raises(ValueError, match=r"must have shape \(12, 1, 32\).*got \(12, 2, 32\)"):
         recorded_teacher(teacher, tmp_path, [4])
-    with pytest.raises(
-        ValueError, match=r"layers must be different numbers from 1 to 4, got \[0, 4\]"
-    ):
-        recorded_teacher(teacher, tmp_path, [0, 4])
+    words = r"layers must be different numbers from 1 to 4, got \[0, 4\]"
+    raises(words, recorded_teacher, teacher, tmp_path, [0, 4])
     bloom = transformers.BloomConfig(vocab_size=60, hidden_size=32, n_layer=4, n_head=2)
     with pytest.raises(TypeError, match="BloomBlock of BloomForCausalLM doesn't return a Tensor"):
         recorded_teacher(transformers.BloomForCausalLM(bloom), tmp_path, LAYERS)
     recorded = recorded_teacher(teacher, tmp_path, LAYERS)
-    with pytest.raises(KeyError, match="sample 0 of the batch are in no file"):
-        recorded(BATCH["input_ids"] + 1)
+    raises("sample 0 of the batch are in no file", recorded, BATCH["input_ids"] + 1, error=KeyError)
     save_file({"token_ids": torch.arange(3)}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="must hold token_ids and hidden_states"):
         recorded_teacher(model("Llama", 32, 4, 0), tmp_path, LAYERS)

@@ -29,6 +29,7 @@ from fastkd.integrations.sentence_transformers import (
     RelationDistillLoss,
 )
 from tests.distill.processes import run_ranks
+from tests.support.compare import raises
 from tests.support.tiny import WORDS, make_teacher
 
 TEXTS = [
@@ -352,16 +353,11 @@ def test_invalid_calls_raise_one_sentence(folder, tmp_path):
     model, teacher = to_student_ids(folder), teacher_of(folder)
     features = features_of(model, TEXTS)
     loss = RelationDistillLoss(model)
-    with pytest.raises(ValueError, match="labels are missing; add a column"):
-        loss(features, None)
-    with pytest.raises(ValueError, match=r"labels must be .*\(16, Dt\).*got shape \(15, 4\)"):
-        loss(features, torch.randn(15, 4))
-    with pytest.raises(ValueError, match="dims must be at most 16"):
-        RelationDistillLoss(model, dims=[32])
-    with pytest.raises(ValueError, match="dims must be different"):
-        RelationDistillLoss(model, dims=[])
-    with pytest.raises(ValueError, match="distance"):
-        RelationDistillLoss(model, distance="cosine")
+    raises("labels are missing; add a column", loss, features, None)
+    raises(r"labels must be .*\(16, Dt\).*got shape \(15, 4\)", loss, features, torch.randn(15, 4))
+    raises("dims must be at most 16", RelationDistillLoss, model, dims=[32])
+    raises("dims must be different", RelationDistillLoss, model, dims=[])
+    raises("distance", RelationDistillLoss, model, distance="cosine")
     with pytest.raises(ValueError, match="mini_batch_size can't be combined with a projection"):
         CosNCEDistillLoss(model, teacher_dim=24, mini_batch_size=4)
     with pytest.raises(ValueError, match=r"length 24 \(teacher_dim\), got 16"):
@@ -375,8 +371,7 @@ def test_invalid_calls_raise_one_sentence(folder, tmp_path):
     with pytest.raises(ValueError, match="loss: LayerDistillLoss runs the student on other inputs"):
         LayerDistillLoss(model, teacher, FCD(task_weight=0.0), loss=layers)(features)
     layers.model = torch.nn.DataParallel(model)
-    with pytest.raises(ValueError, match="DataParallel runs copies"):
-        layers(features)
+    raises("DataParallel runs copies", layers, features)
     with pytest.raises(TypeError, match="model must be a SentenceTransformer"):
         LayerDistillLoss(torch.nn.Sequential(torch.nn.Identity()), teacher, FCD(task_weight=0.0))
     other = teacher_of(folder)
@@ -397,8 +392,7 @@ def test_models_without_one_dense_vector_are_refused_by_name(folder, kind, words
     encoder, teacher = kind(str(folder)), teacher_of(folder)
     wrong = f"compares one vector a text, and {kind.__name__} has {words}"
     for make in (RelationDistillLoss, CCADistillLoss, CosNCEDistillLoss):
-        with pytest.raises(TypeError, match=f"model: {make.__name__} {wrong}"):
-            make(encoder)
+        raises(f"model: {make.__name__} {wrong}", make, encoder, error=TypeError)
     with pytest.raises(TypeError, match=f"model: LayerDistillLoss {wrong}"):
         LayerDistillLoss(encoder, teacher, FCD(task_weight=0.0))
     with pytest.raises(TypeError, match=f"teacher: LayerDistillLoss {wrong}"):

@@ -9,6 +9,7 @@ import torch
 
 from fastkd import TopK, soft_target_loss
 from fastkd.integrations import sglang, vllm
+from tests.support.compare import raises
 
 
 @dataclass
@@ -108,8 +109,7 @@ def one(**values):
     ],
 )
 def test_wrong_vllm_entries_raise_one_sentence(entries, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        vllm.top_k(entries, 2)
+    raises(message, vllm.top_k, entries, 2, error=(TypeError, ValueError))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,10 @@ def test_wrong_vllm_entries_raise_one_sentence(entries, message):
     ],
 )
 def test_wrong_sglang_entries_raise_one_sentence(entries, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sglang.top_k(entries, 2)
+    raises(message, sglang.top_k, entries, 2, error=(TypeError, ValueError))
 
 
 @pytest.mark.parametrize("k", [0, -1])
 def test_k_must_be_positive(k):
     for reader, entries in ((vllm.top_k, of_vllm()), (sglang.top_k, of_sglang())):
-        with pytest.raises(ValueError, match="k must be"):
-            reader(entries, k)
+        raises("k must be", reader, entries, k)

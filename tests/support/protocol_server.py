@@ -1,14 +1,13 @@
 """A server with a tiny decoder that speaks vLLM's and SGLang's protocols, with planted faults.
 
-`python -m tests.support.protocol_server FOLDER` serves the model of a folder, prints its port, and
-ends with its standard input. `POST /faults` with a list of faults makes each of the next requests
-fail in that way: a status, or one of "delay", "drip", "cut", "reorder", "twice", "nan", "truncate",
-"token", "logits", "shift", "swap", "other" (another prompt, without its ids), "choices".
+Each of the next requests fails as a fault says: a status, or one of "delay", "drip", "cut",
+"reorder", "twice", "nan", "truncate", "token", "logits", "shift", "swap", "other" (another prompt,
+without its ids), "choices".
 """
 
 import asyncio
 import json
-import sys
+import threading
 from typing import Any
 
 import torch
@@ -87,7 +86,7 @@ async def answer(request: web.Request, made: Any) -> web.StreamResponse:
 
 
 def application(served: Served) -> web.Application:
-    """Both protocols, the faults, and the received requests."""
+    """Both protocols."""
 
     def moved(entries: list, fault: Any) -> list:
         """The entries of a prompt, the first one None, at other positions."""
@@ -125,28 +124,35 @@ def application(served: Served) -> web.Application:
     async def generates(request: web.Request) -> web.StreamResponse:
         return await answer(request, generate)
 
-    async def faults(request: web.Request) -> web.Response:
-        FAULTS[:] = await request.json()
-        seen, SEEN[:] = list(SEEN), []
-        return web.json_response(seen)
-
     app = web.Application()
     app.router.add_post("/v1/completions", completions)
     app.router.add_post("/generate", generates)
-    app.router.add_post("/faults", faults)
     return app
 
 
-async def main() -> None:
-    """Serve on a free port until standard input ends."""
-    torch.set_num_threads(1)
-    runner = web.AppRunner(application(Served(sys.argv[1])))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    await site.start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+class Server:
+    """The server of the model in ``folder``, in a thread."""
 
+    def __init__(self, folder: Any, port: int = 0) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.runner = web.AppRunner(application(Served(str(folder))), shutdown_timeout=0.1)
+        self._wait(self.runner.setup())
+        self._wait(web.TCPSite(self.runner, "127.0.0.1", port).start())
+        self.port = self.runner.addresses[0][1]
+        self.address = f"http://127.0.0.1:{self.port}"
 
-if __name__ == "__main__":
-    asyncio.run(main())
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def plant(self, *faults: Any) -> list[int]:
+        """Faults of the next requests; returns the lengths of the rows that were requested."""
+        FAULTS[:] = faults
+        seen, SEEN[:] = list(SEEN), []
+        return seen
+
+    def stop(self) -> None:
+        self._wait(self.runner.cleanup())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
