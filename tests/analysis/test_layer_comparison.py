@@ -37,6 +37,7 @@ from fastkd.study.run_measurements import PeakMemory
 from tests.distill.models import SMALL
 from tests.distill.models import model as model_of
 from tests.distill.processes import run_ranks
+from tests.support.compare import raises
 
 
 def bert(cls=BertModel, layers=3, hidden=12):
@@ -394,15 +395,11 @@ def test_constant_layer_has_similarity_zero():
 
 def test_errors_name_the_argument():
     model, batch = bert(), padded_batch()
-    with pytest.raises(ValueError, match="two real tokens"):
-        svcca_matrix(model, [])
-    with pytest.raises(ValueError, match="two real tokens"):
-        cka_matrix(model, [{**batch, "attention_mask": torch.zeros(24, 10)}])
-    with pytest.raises(ValueError, match="variance"):
-        svcca_matrix(model, [batch], variance=1.5)
+    raises("two real tokens", svcca_matrix, model, [])
+    raises("two real tokens", cka_matrix, model, [{**batch, "attention_mask": torch.zeros(24, 10)}])
+    raises("variance", svcca_matrix, model, [batch], variance=1.5)
     torch.nn.init.constant_(model.encoder.layer[2].output.LayerNorm.weight, float("nan"))
-    with pytest.raises(ValueError, match="layer 3 of the model gave values that are not finite"):
-        svcca_matrix(model, [batch])
+    raises("layer 3 of the model gave values that are not finite", svcca_matrix, model, [batch])
     with pytest.raises(ValueError, match="layer 3 of the other model gave values"):
         svcca_matrix(bert(), [batch], other=model)
 
@@ -413,5 +410,4 @@ def test_errors_name_the_argument():
 def test_rccc_compares_the_first_with_the_last_layer():
     matrix = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.9], [0.3, 0.9, 1.0]])
     assert rccc(matrix) == pytest.approx(0.3)
-    with pytest.raises(ValueError, match="square"):
-        rccc(torch.ones(2, 3))
+    raises("square", rccc, torch.ones(2, 3))

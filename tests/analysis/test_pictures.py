@@ -14,6 +14,7 @@ from fastkd.analysis import (
     relation_maps,
 )
 from fastkd.analysis.pictures import plot_layer_panels
+from tests.support.compare import raises
 
 
 def test_layer_similarity_shows_the_matrix(tmp_path):
@@ -28,8 +29,7 @@ def test_layer_similarity_shows_the_matrix(tmp_path):
     # On a scale from 0 to 1 all values above 0.96 would have one colour.
     near = plot_layer_similarity(0.96 + 0.04 * torch.eye(3))
     assert near.axes[0].images[0].get_clim() == pytest.approx((0.95, 1.0))
-    with pytest.raises(ValueError, match="not empty"):
-        plot_layer_similarity(torch.ones(3))
+    raises("not empty", plot_layer_similarity, torch.ones(3))
 
 
 def test_panels_share_their_colours_and_leave_no_corner_empty(tmp_path):
@@ -67,8 +67,7 @@ def test_relation_picture_has_no_padding(tmp_path):
     assert [text.get_text() for text in named.axes[3].get_yticklabels()] == ["u", "v"]
     with pytest.raises(ValueError, match="tokens must have 6 tokens for each of 2 samples"):
         plot_relations(student, teacher, mask, tokens=words[:1])
-    with pytest.raises(ValueError, match="equal B and N"):
-        plot_relations(student, teacher[:, :5])
+    raises("equal B and N", plot_relations, student, teacher[:, :5])
 
 
 def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
@@ -102,8 +101,7 @@ def test_relations_of_a_sentence_under_the_four_normalisations(tmp_path):
             if kind == "l2":
                 assert [label.get_text() for label in ax.get_yticklabels()] == tokens
                 assert ax.get_ylabel() == name
-    with pytest.raises(ValueError, match="'after' must be"):
-        plot_sentence({**features, "after": torch.randn(3, 6)}, tokens)
+    raises("'after' must be", plot_sentence, {**features, "after": torch.randn(3, 6)}, tokens)
 
 
 def test_agreement_does_not_depend_on_the_size_of_features():
@@ -134,9 +132,6 @@ def test_any_sentence_can_be_drawn(tmp_path, recwarn):
 def test_a_single_token_has_no_relations():
     x = torch.randn(1, 3)
     assert all(math.isnan(rho) for rho in relation_agreement(x, -x).values())
-    with pytest.raises(ValueError, match=r"teacher must have shape \(1, 3\)"):
-        relation_agreement(x, torch.randn(2, 3))
-    with pytest.raises(ValueError, match="features must have 2 dimensions"):
-        relation_maps(x[None])
-    with pytest.raises(ValueError, match="must not be empty"):
-        plot_sentence({"teacher": x[:0]}, [])
+    raises(r"teacher must have shape \(1, 3\)", relation_agreement, x, torch.randn(2, 3))
+    raises("features must have 2 dimensions", relation_maps, x[None])
+    raises("must not be empty", plot_sentence, {"teacher": x[:0]}, [])

@@ -10,6 +10,7 @@ import torch
 from fastkd.analysis import similarity
 from fastkd.analysis.moments import Covariances, Factors
 from fastkd.analysis.similarity_measures import MEASURES, check_moments, matrix, moments_for
+from tests.support.compare import raises
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 
@@ -206,9 +207,7 @@ def test_invalid_arguments_are_named():
         ((x[:3], x[:3], "unbiased_cka"), "at least four"),
         ((x, x.log().abs() * torch.nan), "y gave values that are not finite"),
     ):
-        with pytest.raises(ValueError, match=message):
-            similarity(*arguments)
-    with pytest.raises(ValueError, match="variance"):
-        similarity(x, x, variance=0.0)
+        raises(message, similarity, *arguments)
+    raises("variance", similarity, x, x, variance=0.0)
     with pytest.raises(ValueError, match="at least two tokens are needed, got 0"):
         check_moments(Factors(), ["cca"], [], "tokens")

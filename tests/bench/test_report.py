@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench import report, suite
+from tests.support.compare import raises
 
 
 def benchmark(case, provider, seconds, ratio=None, **more):
@@ -103,10 +104,8 @@ def test_runs_of_one_machine_are_merged(tmp_path):
     assert provider["ms"] == 500 and provider["ratio"]["median"] == 0.5
     other = result_file("elsewhere")
     paths[0].write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="several machines: elsewhere, somewhere"):
-        report.join(paths, tmp_path)
+    raises("several machines: elsewhere, somewhere", report.join, paths, tmp_path)
 
 
 def test_a_page_without_markers_is_refused():
-    with pytest.raises(ValueError, match="needs the two lines"):
-        report.fill("no markers", "table")
+    raises("needs the two lines", report.fill, "no markers", "table")

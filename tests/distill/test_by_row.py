@@ -6,11 +6,9 @@ import transformers as t
 
 from fastkd.distill import (
     FCD,
-    LRCBERT,
     MC3KD,
     ByRow,
     Distiller,
-    IntraClassKNN,
     Several,
     SoftTargets,
     student_from_teacher,
@@ -94,33 +92,6 @@ def test_caches_of_a_top_k(tmp_path):
     out, gradients = step(distiller, {**data, "teacher_id": NAMES})
     expected = alone(caches.values(), student, 0.5, data)
     assert_equal((out.loss.detach(), gradients), expected)
-
-
-METHODS = [
-    FCD(),
-    LRCBERT(),
-    IntraClassKNN(k=1),
-    MC3KD(layers="uniform", pool="cls", memory=0),
-    Several(SoftTargets(), FCD(task_weight=0)),
-]
-
-
-@pytest.mark.filterwarnings("ignore:CCALoss", "ignore:LRCBERT")
-@pytest.mark.parametrize("method", [*METHODS, "packed rows"], ids=str)
-def test_one_teacher_under_two_names_is_one_teacher(method):
-    packed = method == "packed rows"
-    (teacher, _), student = of_head("decoder" if packed else "classifier")
-    data, results = batch(rows=5), []
-    if packed:
-        ids, method = tokens()["input_ids"], FCD()
-        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]]).expand(5, -1)
-        data = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    both = ByRow(dict.fromkeys("ab", teacher))
-    for taught, own in ((teacher, {}), (both, {"teacher_id": NUMBERS})):
-        torch.manual_seed(2)
-        out, gradients = step(Distiller(taught, student, method), {**data, **own})
-        results.append((out.loss.detach(), gradients))
-    assert_equal(*results)
 
 
 def test_rows_of_one_teacher_and_no_rows():

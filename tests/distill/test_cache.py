@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from fastkd.distill import (
     FCD,
-    METHODS,
     Blocks,
     Distiller,
     IntraClassKNN,
@@ -22,8 +21,7 @@ from fastkd.distill import (
     method_by_name,
     student_from_teacher,
 )
-from fastkd.distill import cache as cache_module
-from fastkd.lm.heads import output_layer
+from fastkd.distill.cache import sample_keys
 from fastkd.models.batch import MixedDocuments
 from tests.distill.models import BERT, batch, classifier, model, pair, recipe, step
 from tests.distill.own_method import HiddenAndAttention
@@ -72,74 +70,61 @@ def live_and_cached(teacher, student, make, data, path, **options):
     return cache
 
 
-# GPT-2 with methods that read each kind of state: tokens, its last token, pooled layers.
-CASES = [("bert", name, {}) for name in METHODS]
-CASES += [("bert", "knn", {"pool": pool}) for pool in ("mean", "tokens")]
-CASES += [("bert", "mc3kd", {"pool": pool}) for pool in ("cls", "mean")]
-CASES += [("gpt2", "fcd", {}), ("gpt2", "knn", {}), ("gpt2", "mc3kd", {"pool": "cls"})]
+# Methods that read each kind of state: tokens, a last token, pooled layers, logits alone. Values of
+# every method: test_by_hand.py.
+CASES = [("bert", "fcd", {}), ("bert", "knn", {}), ("gpt2", "mc3kd", {"pool": "cls"})]
+CASES += [("bert", "lrkd", {}), ("bert", "soft_targets", {})]
 
 
 @pytest.mark.parametrize("family, name, options", CASES)
-def test_every_method_learns_the_same_bits(family, name, options, tmp_path):
+def test_a_student_learns_the_same_bits(family, name, options, tmp_path):
     teacher, student = pair(family)
     cache = live_and_cached(
         teacher, student, lambda: method_of(name, **options), batches(), tmp_path
     )
     assert len(cache) == 18
-    if name == "knn" and not options:  # one row a sample, not one a token
+    if name == "knn":  # one row a sample, not one a token
         shard = next(tmp_path.glob("shard-*"))
         assert shard.stat().st_size < 18 * (16 + 3 + 8) * 4 + 1000
 
 
-def test_language_models_store_the_head_once(tmp_path):
-    torch.manual_seed(0)
-    teacher, student = pair("llama", head=t.LlamaForCausalLM)
-    texts = documents((5, 9, 3, 7))
-    data = [padded(texts[:2]), padded(texts[2:])]
-    for name in ("soft_targets", "fcd", "lrkd"):
-        path = tmp_path / name
-        live_and_cached(teacher, student, lambda name=name: method_of(name), data, path)
-        assert (path / "head.safetensors").exists() == (name != "fcd")
-    scaled = copy.deepcopy(teacher)
-    scaled.lm_head.register_forward_hook(lambda module, args, output: output / 2)
-    live_and_cached(scaled, student, SoftTargets, data, tmp_path / "scaled")
-    assert not (tmp_path / "scaled" / "head.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    "family, head", [("bert", "masked words"), ("electra", "masked words"), ("gemma2", "next word")]
-)
-def test_head_inputs_are_stored_instead_of_logits(family, head, tmp_path):
-    """A masked model's head reads a transform of the last hidden states; a decoder's may cap."""
-    teacher, student = (model_of(family, head).eval() for _ in range(2))
-    data = [data_of(family, head)]
-    live_and_cached(teacher, student, SoftTargets, data, tmp_path)
-    kept = load_file(next(tmp_path.glob("shard-*")))
-    width = output_layer(teacher).weight.shape[1]
-    assert kept.keys() == {"keys", "lengths", "states"} and kept["states"].shape[1] == width
-    by_logits = [
-        Distiller(source, student, SoftTargets(), keep_logits=True).eval()(**data[0]).loss
-        for source in (teacher, TeacherCache(tmp_path))
-    ]
-    torch.testing.assert_close(*by_logits)
-
-
-def test_an_adapter_of_the_teachers_head_is_stored(tmp_path):
+def lora(teacher):
     peft = pytest.importorskip("peft")
-    teacher, student = pair("llama", head=t.LlamaForCausalLM)
     config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
-    teacher = peft.get_peft_model(teacher, config).eval()
-    live_and_cached(teacher, student, SoftTargets, [padded(documents((5, 9)))], tmp_path)
-    assert {"weight", "down_0", "up_0"} == load_file(tmp_path / "head.safetensors").keys()
+    return peft.get_peft_model(teacher, config).eval()
 
 
-@pytest.mark.parametrize(
-    "family, head", [("bert", "choices"), ("bert", "answers"), ("electra", "masked words")]
-)
-def test_logits_of_other_shapes_are_stored(family, head, tmp_path):
+def halved(teacher):
+    teacher.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+    return teacher
+
+
+# What is stored of the predictions: the head once and its inputs, of a masked model's a transform
+# of the last states; logits where the head isn't known or others follow.
+HEAD = {"keys", "lengths", "states"}
+STORED = [
+    ("llama", "next word", "soft_targets", None, HEAD, {"weight"}),
+    ("llama", "next word", "lrkd", None, {"hidden.3", *HEAD}, {"weight"}),
+    ("llama", "next word", "fcd", None, {"hidden.1", "hidden.3", "keys", "lengths"}, None),
+    ("llama", "next word", "soft_targets", lora, HEAD, {"weight", "down_0", "up_0"}),
+    ("llama", "next word", "soft_targets", halved, {"keys", "lengths", "logits"}, None),
+    ("bert", "masked words", "soft_targets", None, HEAD, {"weight", "bias"}),
+    ("electra", "masked words", "soft_targets", None, HEAD, {"weight", "bias"}),
+    ("gemma2", "next word", "soft_targets", None, HEAD, {"weight"}),
+    ("bert", "choices", "soft_targets", None, {"keys", "lengths", "logits"}, None),
+    ("bert", "answers", "soft_targets", None, {"end", "keys", "lengths", "start"}, None),
+]
+
+
+@pytest.mark.parametrize(("family", "head", "name", "changed", "stored", "once"), STORED)
+def test_stored_predictions(family, head, name, changed, stored, once, tmp_path):
     teacher, student = (model_of(family, head).eval() for _ in range(2))
-    data = [data_of(family, head)]
-    live_and_cached(teacher, student, SoftTargets, data, tmp_path, keep_logits=True)
+    student = student_from_teacher(student, [1, 3])
+    teacher = changed(teacher) if changed else teacher
+    live_and_cached(teacher, student, lambda: method_of(name), [data_of(family, head)], tmp_path)
+    assert load_file(next(tmp_path.glob("shard-*"))).keys() == stored
+    path = tmp_path / "head.safetensors"
+    assert (load_file(path).keys() if path.exists() else None) == once
 
 
 def test_keys_depend_on_every_input_of_the_teacher(tmp_path):
@@ -181,21 +166,6 @@ def test_keys_take_the_arguments_of_forward(how):
         assert distiller.sample_keys(placed) == distiller.sample_keys(data)
 
 
-def test_samples_are_found_in_any_order_batch_and_padding(tmp_path):
-    teacher, student = decoders()
-    texts = documents()
-    live = Distiller(teacher, student, method_of("fcd")).eval()
-    live.cache_teacher([padded(texts[:3]), padded(texts[3:])], tmp_path)
-    cached = Distiller(TeacherCache(tmp_path), student, method_of("fcd")).eval()
-    order = [texts[i] for i in (4, 0, 2, 1, 3)]
-    for data in (padded(order), packed(order), padded(order[:2], left=True)):
-        if data.get("attention_mask") is not None:
-            mask = data["attention_mask"]
-            data["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        for term, value in live(**data).terms.items():
-            torch.testing.assert_close(cached(**data).terms[term], value, atol=1e-12, rtol=1e-12)
-
-
 def test_an_interrupted_cache_is_completed(tmp_path):
     teacher, student = pair()
     distiller = Distiller(teacher, student, method_of("fcd"))
@@ -226,29 +196,25 @@ def test_a_cache_that_does_not_match_is_an_error(tmp_path):
     (data,) = batches(1)
     live.cache_teacher([data], tmp_path)
     cache = TeacherCache(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"compares teacher layers \[1, 2\].* stores only \[2, 4\]"
-    ):
-        Distiller(cache, student, method_of("fcd", layers=[1, 2]))
+    words = r"compares teacher layers \[1, 2\].* stores only \[2, 4\]"
+    raises(words, Distiller, cache, student, method_of("fcd", layers=[1, 2]))
     raises(r"has soft targets, but .* stores no logits", Distiller, cache, student, SoftTargets())
     raises("attention maps", Distiller, cache, student, HiddenAndAttention())
-    with pytest.raises(KeyError, match="sample 0 of the batch is not in"):
-        Distiller(cache, student, method_of("fcd"))(**batch())
-    with pytest.raises(ValueError, match="a cache already"):
-        Distiller(cache, student, method_of("fcd")).cache_teacher([data], tmp_path)
+    cached = Distiller(cache, student, method_of("fcd"))
+    raises("sample 0 of the batch is not in", cached, error=KeyError, **batch())
+    raises("a cache already", cached.cache_teacher, [data], tmp_path)
 
-    other = classifier("bert")
-    with pytest.raises(ValueError, match=r"written with other settings .*fingerprint: teacher"):
-        Distiller(other, student, method_of("fcd")).cache_teacher([data], tmp_path)
-    with pytest.raises(ValueError, match=r"written with other settings .*kept: layers"):
-        Distiller(teacher, student, method_of("fcd", layers="top")).cache_teacher([data], tmp_path)
+    other, words = classifier("bert"), "written with other settings .*"
+    raises(f"{words}fingerprint: teacher", begun_by, other, student, [data], tmp_path)
+    top = Distiller(teacher, student, method_of("fcd", layers="top"))
+    raises(f"{words}kept: layers", top.cache_teacher, [data], tmp_path)
     raises("another teacher", TeacherCache, tmp_path, teacher=other)
     TeacherCache(tmp_path, teacher=teacher)
 
     pooled = tmp_path / "pooled"
     Distiller(teacher, student, IntraClassKNN(alpha2=0.0)).cache_teacher([data], pooled)
-    with pytest.raises(ValueError, match=r"compares 'mean' .* stores 'cls'"):
-        Distiller(TeacherCache(pooled), student, IntraClassKNN(alpha2=0.0, pool="mean"))
+    method, words = IntraClassKNN(alpha2=0.0, pool="mean"), "compares 'mean' .* stores 'cls'"
+    raises(words, Distiller, TeacherCache(pooled), student, method)
     about = json.loads((tmp_path / "teacher.json").read_text())
     (tmp_path / "teacher.json").write_text(json.dumps({**about, "format": 0}))
     raises("has cache format 0", TeacherCache, tmp_path)
@@ -300,17 +266,16 @@ def begun_by(teacher, student, data, path):
 def test_two_processes_create_one_description(tmp_path, monkeypatch):
     """Two writers find an empty folder; the second has another teacher and is refused."""
     (teacher, student), data = pair(), batches(2)
-    create = cache_module.create_file
+    link, words = os.link, "was written with other settings .*fingerprint: teacher"
 
-    def second(path, content):
-        monkeypatch.setattr(cache_module, "create_file", create)
+    def second(*paths):
+        monkeypatch.setattr(os, "link", link)
         begun_by(teacher, student, data[:1], tmp_path)
-        create(path, content)
+        link(*paths)
 
-    monkeypatch.setattr(cache_module, "create_file", second)
-    with pytest.raises(ValueError, match=r"was written with other settings .*fingerprint: teacher"):
-        begun_by(classifier("bert"), student, data, tmp_path)
-    monkeypatch.setattr(cache_module, "create_file", second)
+    monkeypatch.setattr(os, "link", second)
+    raises(words, begun_by, classifier("bert"), student, data, tmp_path)
+    monkeypatch.setattr(os, "link", second)
     assert len(begun_by(teacher, student, data, tmp_path)) == 12
 
 
@@ -354,11 +319,11 @@ def test_the_configuration_is_part_of_the_fingerprint(family, changed, tmp_path)
     data = batches(1)
     assert len(begun_by(teacher, student, data, tmp_path)) == 6
     name = next(iter(changed))
-    with pytest.raises(ValueError, match=f"written with other settings .configuration: .*{name}"):
-        begun_by(other, student, data, tmp_path)
+    words = f"written with other settings .configuration: .*{name}"
+    raises(words, begun_by, other, student, data, tmp_path)
     raises(f"another configuration of the teacher: .*{name}", TeacherCache, tmp_path, teacher=other)
-    with pytest.raises(ValueError, match="fingerprint: teacher"):
-        begun_by(copy.deepcopy(teacher).bfloat16(), student, data, tmp_path)
+    half = copy.deepcopy(teacher).bfloat16()
+    raises("fingerprint: teacher", begun_by, half, student, data, tmp_path)
 
 
 def test_names_paths_and_dropout_do_not_change_the_fingerprint(tmp_path):
@@ -521,7 +486,7 @@ def test_samples_with_one_key_have_one_entry(family):
             continue
         with torch.no_grad():
             states = distiller.teachers.outputs(part, 0.0, False).hidden[4]
-        keys, real = cache_module.sample_keys(part, distiller.teachers.model)
+        keys, real = sample_keys(part, distiller.teachers.model)
         for key, found in zip(keys, (x[m] for x, m in zip(states, real, strict=True)), strict=True):
             shared += key in answers
             torch.testing.assert_close(answers.setdefault(key, found), found)

@@ -111,6 +111,11 @@ def test_the_last_layer_is_the_heads_input():
     inputs, wanted = {"pixel_values": data["pixel_values"]}, LayerRequest((2, 3))
     expected = model_outputs(backbone, inputs, wanted).hidden
     torch.testing.assert_close(model_outputs(without_hooks, inputs, wanted).hidden, expected)
+
+
+@pytest.mark.thorough
+def test_the_last_layer_of_a_compiled_model_is_read_in_a_graph():
+    teacher, data = model_of("vit", "image").eval(), data_of("vit", "image")
     compiled = torch.compile(teacher, backend="eager")
     student = student_from_teacher(teacher, [1, 3])
     with pytest.raises(ValueError, match=r"is compiled, and its hidden states 3 are not"):

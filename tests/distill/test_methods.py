@@ -1,42 +1,34 @@
-"""Each paper's total loss, against the paper's formulas written out here in float64."""
+"""Options, layers, hyper-parameters and names of the methods; their terms: test_by_hand.py."""
 
 import inspect
-import math
-import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
-from fastkd import FCDLoss, distill
+from fastkd import distill
 from fastkd.distill import (
     FCD,
+    LRCBERT,
     LRKD,
     MC3KD,
     METHODS,
+    AttentionMSE,
     Distiller,
-    IntraClassKNN,
-    SoftTargets,
+    Several,
     method_by_name,
     methods,
     select_layers,
     student_from_teacher,
 )
-from fastkd.distill.baselines import BASELINES
-from tests.distill.models import batch, classifier, model
-from tests.losses.relation import relation
+from fastkd.distill.baselines import BASELINES, Embeddings
+from tests.distill import draws
+from tests.distill.models import batch, classifier, eager, model
 from tests.support.compare import raises
 
-TEACHER_LAYERS = [2, 4]
 DESIGN = (Path(__file__).parents[2] / "docs/design.md").read_text()
-
-
-@pytest.fixture(params=["bert", "gpt2"])
-def family(request):
-    return request.param
 
 
 def pair(family, num_labels=3, student_layers=2):
@@ -44,175 +36,6 @@ def pair(family, num_labels=3, student_layers=2):
     teacher = classifier(family, num_labels=num_labels).double()
     torch.manual_seed(1)
     return teacher, classifier(family, layers=student_layers, num_labels=num_labels).double()
-
-
-def outputs(model, inputs):
-    names = ("input_ids", "attention_mask")
-    out = model(**{n: inputs[n] for n in names}, output_hidden_states=True)
-    return out.logits, out.hidden_states
-
-
-def both(teacher, student, inputs):
-    with torch.no_grad():
-        return outputs(teacher, inputs), outputs(student, inputs)
-
-
-def total(teacher, student, method, inputs, progress=0.0):
-    distiller = Distiller(teacher, student, method).eval()
-    distiller.set_progress(progress)
-    with torch.no_grad():
-        return distiller(**inputs)
-
-
-def kl(z_t, z_s, temperature):
-    p = (z_t / temperature).softmax(-1)
-    return (p * (p.log() - (z_s / temperature).softmax(-1).log())).sum(-1).mean()
-
-
-def read_token(family, hidden, mask):
-    """First token for BERT, last real token for GPT-2."""
-    if family == "bert":
-        return hidden[:, 0]
-    return torch.stack([h[m.nonzero().max()] for h, m in zip(hidden, mask, strict=True)])
-
-
-def test_soft_targets(family):
-    teacher, student = pair(family)
-    inputs = batch()
-    (z_t, _), (z_s, _) = both(teacher, student, inputs)
-    out = total(teacher, student, SoftTargets(alpha=0.3, temperature=3.0), inputs)
-    task = F.cross_entropy(z_s, inputs["labels"])
-    torch.testing.assert_close(out.loss, 0.7 * task + 0.3 * 9 * kl(z_t, z_s, 3.0))
-    torch.testing.assert_close(out.logits, z_s)
-    torch.testing.assert_close(out.terms["task"], task)
-
-
-def test_fcd_is_equation_10(family):
-    teacher, student = pair(family)
-    inputs = batch()
-    mask = inputs["attention_mask"].bool()
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    l_t, l_s = (
-        torch.stack(
-            [
-                relation(h_s[i], h_t[j], mask, over, "l2", "pearson", 1.0, 1e-8)
-                for i, j in zip((1, 2), TEACHER_LAYERS, strict=True)
-            ]
-        ).mean()
-        for over in ("tokens", "samples")
-    )
-    out = total(teacher, student, FCD(alpha=0.4, beta=0.2, soft_weight=0.0), inputs)
-    expected = F.cross_entropy(z_s, inputs["labels"]) + 0.4 * l_t + 0.2 * l_s
-    torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.terms["tokens"], l_t, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.terms["samples"], l_s, rtol=1e-5, atol=1e-6)
-    assert set(out.terms) == {"task", "tokens", "samples", "total"}
-
-    out = total(
-        teacher, student, FCD(alpha=0.4, beta=0.2, soft_weight=0.3, temperature=3.0), inputs
-    )
-    soft = 9 * kl(z_t, z_s, 3.0)
-    torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.loss, expected + 0.3 * soft, rtol=1e-5, atol=1e-6)
-    assert FCD(task_weight=0.5).soft_weight == 0.5 and FCD(task_weight=0.0).soft_weight == 0.0
-
-
-def test_both_terms_of_fcd_are_computed_in_one_pass(monkeypatch):
-    calls = []
-    one_pass = FCDLoss.forward
-    monkeypatch.setattr(
-        FCDLoss, "forward", lambda *args, **named: calls.append(1) or one_pass(*args, **named)
-    )
-    models, inputs = pair("bert"), batch()
-    total(*models, FCD(alpha=0.4, beta=0.2), inputs)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_intra_class_knn_is_the_papers_loop(family, k):
-    teacher, student = pair(family)
-    inputs = batch(rows=8)
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    r_t, r_s = (read_token(family, h[-1], inputs["attention_mask"]) for h in (h_t, h_s))
-    hidden = 0.0
-    for x in range(8):
-        same = [j for j in range(8) if inputs["labels"][j] == inputs["labels"][x]]
-        distances = sorted(float((r_t[j] - r_s[x]).square().sum()) for j in same)
-        hidden += sum(distances[:k]) / r_s.shape[1]
-    method = IntraClassKNN(alpha1=0.1, k=k)
-    out = total(teacher, student, method, inputs)
-    assert method.hyperparameters()["temperature"] == 5.0
-    task = F.cross_entropy(z_s, inputs["labels"])
-    expected = 0.1 * hidden + 0.5 * 25 * kl(z_t, z_s, 5.0) + 0.5 * task
-    torch.testing.assert_close(out.loss, expected)
-    assert math.isclose(out.terms["knn"].item(), hidden, rel_tol=1e-7)
-
-
-def test_knn_matches_regression_targets_within_the_tolerance():
-    teacher, student = pair("bert", num_labels=1)
-    inputs = {**batch(rows=4, num_labels=1), "labels": torch.tensor([0.0, 0.4, 0.8, 3.0])}
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    r_t, r_s = h_t[-1][:, 0], h_s[-1][:, 0]
-    near = {0: [0, 1], 1: [0, 1, 2], 2: [1, 2], 3: [3]}
-    hidden = sum(min(float((r_t[j] - r_s[x]).square().mean()) for j in near[x]) for x in range(4))
-    out = total(teacher, student, IntraClassKNN(tolerance=0.5), inputs)
-    assert math.isclose(out.terms["knn"].item(), hidden, rel_tol=1e-6)
-    mse = (z_s[:, 0] - inputs["labels"]).square().mean()
-    expected = 0.01 * hidden + 0.5 * (z_s - z_t).square().mean() + 0.5 * mse
-    torch.testing.assert_close(out.loss, expected)
-
-
-@pytest.mark.parametrize("method", [IntraClassKNN, SoftTargets])
-def test_nan_labels_are_in_no_term(method):
-    teacher, student = pair("bert", num_labels=1)
-    labels = torch.tensor([0.0, float("nan"), 0.4, float("nan")])
-    inputs = {**batch(rows=4, num_labels=1), "labels": labels}
-    known = {k: v[[0, 2]] for k, v in inputs.items()}
-    all_rows = Distiller(teacher, student, method()).eval()
-    out, of_known = all_rows(**inputs), all_rows(**known)
-    for name in out.terms.keys() - {"soft", "total"}:
-        torch.testing.assert_close(out.terms[name], of_known.terms[name])
-    (z_t, _), (z_s, _) = both(teacher, student, inputs)
-    torch.testing.assert_close(out.terms["soft"], (z_s - z_t).square().mean())
-    out.loss.backward()
-    assert all(p.grad.isfinite().all() for p in student.parameters() if p.grad is not None)
-    none = all_rows(**{**inputs, "labels": torch.full((4,), float("nan"))})
-    assert none.terms["task"] == 0
-
-
-@pytest.mark.parametrize("progress", [0.0, 0.79, 0.8, 1.0])
-def test_lrc_bert_is_equations_1_to_6_in_two_stages(family, progress):
-    teacher, student = pair(family)
-    inputs = batch(rows=4)
-    mask = inputs["attention_mask"].bool()
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    method = method_by_name("lrc_bert", preset="paper")
-    out = total(teacher, student, method, inputs, progress)
-    W = method.loss.W.weight.T.detach()
-
-    def g(x, y):
-        return 1 - F.cosine_similarity(x, y, dim=0)
-
-    contrast = 0.0
-    for i, j in zip((1, 2), TEACHER_LAYERS, strict=True):
-        losses = []
-        for b, n in mask.nonzero().tolist():
-            z, positive = h_s[i][b, n] @ W, h_t[j][b, n]
-            others = [h_t[j][o, n] for o in range(4) if o != b and mask[o, n]]
-            if not others:
-                continue
-            terms = [2 - (g(x, z) - g(positive, z)) for x in others]
-            losses.append(sum(terms) / (2 * len(others)) + g(positive, z))
-        contrast += sum(losses) / len(losses)
-    one_hot = F.one_hot(inputs["labels"], 3).double()
-    hard = -((one_hot / 1.1).softmax(-1) * z_s.softmax(-1).log()).sum(-1).mean()
-    if progress < 0.8:
-        expected = contrast
-        assert set(out.terms) == {"cos_nce", "total"}
-    else:
-        expected = contrast + kl(z_t, z_s, 1.1) + 3 * hard
-        torch.testing.assert_close(out.terms["task"], hard)
-    torch.testing.assert_close(out.loss, expected)
 
 
 def test_lrc_bert_warns_of_many_classes():
@@ -224,35 +47,6 @@ def test_lrc_bert_warns_of_many_classes():
         Distiller(teacher, student, distill.LRCBERT(temperature=0.2))
         Distiller(teacher, student, distill.LRCBERT(gamma=0.0))
         Distiller(*pair("bert"), distill.LRCBERT())
-
-
-@pytest.mark.parametrize("pool", ["tokens", "cls"])
-def test_mc3kd_is_equations_1_to_8(family, pool):
-    teacher, student = pair(family)
-    inputs = batch(rows=12)
-    mask = inputs["attention_mask"].bool()
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-
-    def root(a):
-        values, vectors = torch.linalg.eigh(a)
-        return vectors @ torch.diag(values**-0.5) @ vectors.T
-
-    ridge, corr = 1e-3, 0.0
-    for i, j in zip((1, 2), [1, 3], strict=True):
-        if pool == "tokens":
-            s, t = h_s[i][mask], h_t[j][mask]
-        else:
-            s, t = (read_token(family, h, mask) for h in (h_s[i], h_t[j]))
-        s, t = s - s.mean(0), t - t.mean(0)
-        m, eye = len(s), torch.eye(16, dtype=torch.float64)
-        whitened = root(t.T @ t / (m - 1) + ridge * eye) @ (t.T @ s / (m - 1))
-        whitened = whitened @ root(s.T @ s / (m - 1) + ridge * eye)
-        corr += torch.linalg.svdvals(whitened).sum()
-    method = MC3KD(layers=[1, 3], ridge=ridge, beta=0.1, alpha=0.7, pool=pool)
-    out = total(teacher, student, method, inputs)
-    task = F.cross_entropy(z_s, inputs["labels"])
-    expected = 0.7 * 400 * kl(z_t, z_s, 20.0) + 0.3 * task - 0.1 * corr
-    torch.testing.assert_close(out.loss, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_mc3kd_chooses_its_layers_from_data():
@@ -282,35 +76,6 @@ def test_mc3kd_chooses_from_the_teachers_inputs():
     assert distiller.method.teacher_layers == layers
 
 
-def test_lrkd_is_equations_1_to_13(family):
-    teacher, student = pair(family)
-    inputs = batch()
-    mask = inputs["attention_mask"].double()[..., None]
-    (z_t, h_t), (z_s, h_s) = both(teacher, student, inputs)
-    method = LRKD(alpha=0.9, beta=15.0, temperature=4.0, scale_by_t2=False)
-    distiller = Distiller(teacher, student, method).eval()
-    projections = method.loss.student_projection, method.loss.teacher_projection
-    with torch.no_grad():
-        for parameter in method.parameters():
-            parameter.add_(torch.randn_like(parameter) / 4)
-        out = distiller(**inputs)
-        p_s, p_t = (p.weight.double() for p in projections)
-    for p in (p_s, p_t):
-        torch.testing.assert_close(p @ p.T, torch.eye(16, dtype=torch.float64))
-    pooled_s, pooled_t = ((h[-1] * mask).sum(1) / mask.sum(1) for h in (h_s, h_t))
-
-    def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, keepdim=True, correction=0) + 1e-5
-        ).sqrt()
-
-    spl = (norm(pooled_s @ p_s) - norm(pooled_t)).square().mean() / 2
-    tpl = (norm(pooled_t @ p_t) - norm(pooled_s)).square().mean() / 2
-    task = F.cross_entropy(z_s, inputs["labels"])
-    expected = 0.9 * task + 0.1 * kl(z_t, z_s, 4.0) + 15 * (0.3 * spl + 0.7 * tpl)
-    torch.testing.assert_close(out.loss, expected)
-
-
 def test_every_method_has_a_name_and_is_public():
     """Except methods on attention maps, which need eager attention."""
     found = {
@@ -324,8 +89,7 @@ def test_every_method_has_a_name_and_is_public():
     for kind in found - set(METHODS.values()):  # what most tests go through
         maps = "step.attentions(" in inspect.getsource(kind)
         assert maps, f"METHODS has no name for {kind.__name__}"
-        name = re.sub("(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
-        assert Path(__file__).with_name(f"test_{name}.py").exists(), f"there is no test_{name}.py"
+        assert kind in vars(draws).values(), f"no random step has {kind.__name__}"
     for kind in found:
         assert kind.__name__ in distill.__all__, f"fastkd.distill lacks {kind.__name__}"
         assert f"`{kind.__name__}`" in DESIGN, f"docs/design.md has no {kind.__name__}"
@@ -333,6 +97,7 @@ def test_every_method_has_a_name_and_is_public():
 
 
 def test_hyperparameters_override_a_preset():
+    assert FCD(task_weight=0.5).soft_weight == 0.5 and FCD(task_weight=0.0).soft_weight == 0.0
     assert method_by_name("lrc_bert").first_stage < 0.8
     assert method_by_name("lrc_bert", preset="paper", gamma=2.0).gamma == 2.0
     # Other values of the papers: tests/train/test_recipes.py.
@@ -366,9 +131,40 @@ def test_hyperparameters_rebuild_the_method(kind):
     ("mc3kd", {"pool": "token"}, "did you mean 'tokens'"),
     ("lrkd", {"gamma": 1.1}, "gamma must be at most 1"),
     ("lrkd", {"projection_layers": 0}, "projection_layers must be at least 1"),
+    (Embeddings, {"pooling": "max"}, "pooling must be one of 'mean', 'cls', got 'max'"),
+    (Embeddings, {"relations": -1.0}, "relations must be"),
 ])  # fmt: skip
 def test_wrong_options_are_errors(name, options, message):
-    raises(message, method_by_name, name, **options)
+    made = name if isinstance(name, type) else lambda **given: method_by_name(name, **given)
+    raises(message, made, **options)
+
+
+def test_models_that_a_method_cannot_compare_are_errors():
+    teacher, narrow = classifier("bert"), classifier("bert", layers=2, hidden_size=8)
+    words = "have 8 dimensions, the teacher's 16; set"
+    raises(words, Distiller, teacher, narrow, Embeddings(mse=1.0))
+    heads = classifier("bert", layers=2, num_attention_heads=4)
+    distiller = Distiller(*eager([teacher, heads]), AttentionMSE())
+    raises("compare their means with heads='mean'", distiller, **batch())
+
+
+def test_two_samples_have_a_correlation_of_one():
+    method = FCD(alpha=0.0, beta=1.0, task_weight=0.0, soft_weight=0.0)
+    out = Distiller(*pair("bert"), method).eval()(**batch(rows=2, padding=0))
+    assert abs(out.terms["samples"]) < 1e-5  # Figure 4's eps
+
+
+def test_several_methods_share_one_norm():
+    by_batch = LRCBERT(perturb=True, perturb_norm="batch")
+    assert Several(by_batch, FCD()).perturb_norm == "batch"
+    raises("perturb_norm differ", Several, by_batch, LRCBERT(perturb=True))
+
+
+def test_a_schedule_that_is_never_reached():
+    method = LRCBERT(first_stage=0.8)
+    assert "soft, task" in method.schedule_warning(4) and "75%" in method.schedule_warning(4)
+    assert not method.schedule_warning(6) and not LRCBERT().schedule_warning(4)
+    assert not FCD().schedule_warning(1)
 
 
 def test_a_teacher_with_too_few_layers_is_an_error():

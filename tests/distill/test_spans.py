@@ -7,22 +7,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
-from fastkd import FCDLoss
 from fastkd.distill import (
     FCD,
-    LRCBERT,
     LRKD,
     MC3KD,
     AttentionMSE,
     Distiller,
-    IntraClassKNN,
     SoftTargets,
     TwoTokenizers,
     align_spans,
 )
 from fastkd.distill.method import other_vocabulary
-from fastkd.distill.verify import taken
-from tests.distill.models import classifier, eager, model, set_dropout, step
+from tests.distill.models import classifier, eager, model
 from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
@@ -128,87 +124,6 @@ def test_pairs_with_a_truncated_first_text():
         [-1, 0, -1, 1, -1, -1, -1],
     ]
     raises("is_split_into_words: offsets of words", TwoTokenizers, **two, is_split_into_words=True)
-
-
-def by_hand(distiller, batch, layers, side):
-    """Sentence token and means over spans, with loops."""
-    model = distiller.student if side == "student" else distiller.teacher
-    prefix = "" if side == "student" else "teacher_"
-    inputs = {n: batch[f"{prefix}{n}"] for n in ("input_ids", "attention_mask")}
-    if side == "teacher" and inputs["attention_mask"][:, 0].min() == 0:  # padded on the left
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    hidden = model(**inputs, output_hidden_states=True).hidden_states
-    spans = batch[f"{side}_spans"]
-    rows = []
-    for x, mask, numbers in zip(
-        torch.stack([hidden[i] for i in layers], 1), inputs["attention_mask"], spans, strict=True
-    ):
-        real = mask.nonzero()[:, 0]
-        first = x[:, real[0] if side == "student" else real[-1]]
-        means = [x[:, numbers == i].mean(1) for i in range(int(numbers.max()) + 1)]
-        rows.append(torch.stack([first, *means], 1))
-    length = max(row.shape[1] for row in rows)
-    mask = torch.tensor([[i < row.shape[1] for i in range(length)] for row in rows])
-    padded = torch.stack([F.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows], 1)
-    return list(padded), mask
-
-
-def test_relations_of_spans_equal_a_plain_computation():
-    distiller = Distiller(*pair(), FCD()).eval()
-    batch = data()
-    out = distiller(**batch)
-    with torch.no_grad():
-        students, mask = by_hand(distiller, batch, [1, 2], "student")
-        teachers, same = by_hand(distiller, batch, [2, 4], "teacher")
-    assert torch.equal(mask, same)
-    for term, weights in (("tokens", (1.0, 0.0)), ("samples", (0.0, 1.0))):
-        expected = FCDLoss(*weights)(students, teachers, mask)
-        torch.testing.assert_close(out.terms[term], expected, atol=1e-10, rtol=1e-10)
-
-
-METHODS = {
-    "fcd": lambda: FCD(),
-    "lrc_bert": lambda: LRCBERT(perturb=True),
-    "mc3kd": lambda: MC3KD(layers="uniform", memory=0),  # the same in each call
-    "lrkd": lambda: LRKD(),
-    "knn": lambda: IntraClassKNN(alpha1=0.1),
-    "knn mean": lambda: IntraClassKNN(alpha1=0.1, pool="mean"),
-    "knn tokens": lambda: IntraClassKNN(alpha1=0.1, pool="tokens"),
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_takes_spans(name):
-    """With wider padding, in micro-batches, and from a teacher that pads on the left."""
-    torch.manual_seed(0)
-    distiller = Distiller(*pair(), METHODS[name]()).double()
-    set_dropout(distiller)
-    batch, wide = data(), {}
-    expected, gradients = step(distiller, batch)
-    for n, x in batch.items():
-        pad = F.pad(x, (0, 2), value=-1 if "spans" in n else 0) if x.dim() > 1 else x
-        wide[n] = pad
-    torch.testing.assert_close(distiller(**wide).loss, expected.loss, atol=1e-10, rtol=1e-10)
-    parts = [{n: x[a:b] for n, x in batch.items()} for a, b in ((0, 1), (1, 4))]
-    torch.testing.assert_close(taken(distiller, parts)[1], gradients, atol=1e-10, rtol=1e-8)
-    torch.testing.assert_close(distiller(**data(left=True)).loss, expected.loss)
-
-
-@pytest.mark.parametrize("name", ["knn", "knn mean", "lrkd"])
-def test_pooled_methods_need_no_spans(name):
-    distiller = Distiller(*pair(), METHODS[name]()).double().eval()
-    batch = {n: x for n, x in data().items() if "spans" not in n}
-    out = distiller(**batch)
-    out.loss.backward()
-    if name == "knn":  # each side's own sentence token, as with spans
-        torch.testing.assert_close(out.loss, distiller(**data()).loss)
-    soft = Distiller(*pair(), SoftTargets()).double().eval()
-    with torch.no_grad():
-        teacher = soft.teacher(batch["teacher_input_ids"], batch["teacher_attention_mask"]).logits
-        student = soft.student(batch["input_ids"], batch["attention_mask"]).logits
-        T = 2.0
-        kl = F.kl_div((student / T).log_softmax(1), (teacher / T).softmax(1), reduction="batchmean")
-    torch.testing.assert_close(soft(**batch).terms["soft"], T**2 * kl)
 
 
 def test_images_of_another_size():

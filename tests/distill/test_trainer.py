@@ -346,23 +346,6 @@ def flattened(rows):
     return {"input_ids": ids, "labels": ids, "position_ids": torch.cat(positions)[None]}
 
 
-def test_documents_packed_by_trl_are_separate(tmp_path):
-    torch.manual_seed(0)
-    teacher, student = pair("llama", head=t.LlamaForCausalLM)
-    one, two, three, four = (torch.randint(1, 60, (n,)).tolist() for n in (5, 3, 6, 2))
-    packed = {"input_ids": [one + two, three + four], "seq_lengths": [[5, 3], [6, 2]]}
-    apart = flattened([{"input_ids": ids} for ids in (one, two, three, four)])
-    expected = Distiller(teacher, student, SoftTargets())(**apart).loss.item()
-    given = {"max_steps": 1, "save_strategy": "no", "logging_steps": 1}
-    args = arguments(tmp_path, **given, per_device_train_batch_size=2)
-    run = DistillationTrainer(
-        teacher, student, SoftTargets(), args=args, train_dataset=Dataset.from_dict(packed),
-        data_collator=flattened,
-    )  # fmt: skip
-    run.train()
-    assert run.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
-
-
 def test_packed_rows_are_evaluated_as_in_training(tmp_path):
     """With a mask transformers would take each for one document."""
     torch.manual_seed(0)
@@ -380,13 +363,13 @@ def test_packed_rows_are_evaluated_as_in_training(tmp_path):
     assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["other student", "adapters", "several", "segments"])
+@pytest.mark.parametrize("kind", ["other student", "adapters", "several", "segments", "trl"])
 def test_columns_of_the_loss_are_kept(kind, tmp_path):
     """The first step's loss is the Distiller's on the whole data, and the student is evaluated."""
     torch.manual_seed(0)
     teacher, student = pair("bert")
     columns = {"token_type_ids": lambda row: row["input_ids"] % 2}
-    method, data = method_by_name("fcd"), rows(8)
+    method, data, collator = method_by_name("fcd"), rows(8), None
     if kind == "other student":
         student = classifier("distilbert", 2)
     elif kind == "adapters":
@@ -399,7 +382,7 @@ def test_columns_of_the_loss_are_kept(kind, tmp_path):
             "teacher_input_ids": lambda row: row["input_ids"] * 7 % 60,
             "teacher_attention_mask": lambda row: row["attention_mask"],
         }
-    else:
+    elif kind == "segments":
         teacher, student = pair("llama", head=t.LlamaForTokenClassification, num_labels=3)
         data = [{"input_ids": row["input_ids"]} for row in data]
         columns = {
@@ -407,80 +390,59 @@ def test_columns_of_the_loss_are_kept(kind, tmp_path):
             "segments": lambda row: torch.arange(10) // 8,
             "labels": lambda row: row["input_ids"] % 3,
         }
+    else:  # documents of other lengths, packed by trl
+        teacher, student = pair("llama", head=t.LlamaForCausalLM)
+        data, collator = [{"input_ids": row["input_ids"]} for row in data], flattened
+        columns = {"seq_lengths": lambda row: torch.tensor([4, 6])}
     set_dropout(student)
     data, distiller = with_columns(data, **columns), Distiller(teacher, student, method)
     whole = {name: torch.tensor(values) for name, values in data.to_dict().items()}
-    expected = distiller(**whole).terms
+    expected = distiller(**(flattened(list(data)) if collator else whole)).terms
     args = arguments(tmp_path, max_steps=1, save_strategy="no", logging_steps=1)
-    run = DistillationTrainer(model=distiller, args=args, train_dataset=data, eval_dataset=data)
+    sets = {"train_dataset": data, "eval_dataset": data, "data_collator": collator}
+    run = DistillationTrainer(model=distiller, args=args, **sets)
     run.train()
     logged = next(entry for entry in run.state.log_history if "loss" in entry)
     for name, value in expected.items():
         assert logged[name] == pytest.approx(value.item(), rel=1e-5), name
-    assert run.evaluate()["eval_loss"] > 0
+    if collator is None:
+        assert run.evaluate()["eval_loss"] > 0
 
 
-def test_language_model_gradients_do_not_depend_on_accumulation(tmp_path):
-    """Rows with very unequal numbers of labelled positions, accumulated or in one batch; and the
+@pytest.mark.parametrize("labelled", [True, False])
+def test_language_model_gradients_do_not_depend_on_accumulation(labelled, tmp_path):
+    """Rows with very unequal numbers of compared positions, accumulated or in one batch; and the
     loss is the Distiller's own, also where a first word or padding has a label."""
     torch.manual_seed(0)
     teacher = model(t.GPT2LMHeadModel, "gpt2")
-    ids = torch.randint(5, 60, (8, 12))
-    data = []
-    for i, row in enumerate(ids):
-        labels = row.clone()
-        labels[:i] = -100
-        mask = (torch.arange(12) < 12 - i % 3).long()
-        data.append({"input_ids": row, "attention_mask": mask, "labels": labels})
-    together = {name: torch.stack([row[name] for row in data]) for name in data[0]}
-
-    losses = []
-
-    def weights(batch_size, steps):
+    ids, places = torch.randint(5, 60, (8, 12)), torch.arange(12)
+    lengths = torch.tensor([[12], [3], [7], [2], [9], [12], [4], [5]])
+    together = {"input_ids": ids, "attention_mask": (places < lengths).long()}
+    if labelled:
+        together["attention_mask"] = (places < 12 - torch.arange(8)[:, None] % 3).long()
+        together["labels"] = ids.masked_fill(places < torch.arange(8)[:, None], -100)
+    data = [{name: x[i] for name, x in together.items()} for i in range(8)]
+    found = []
+    for batch_size, steps in ((8, 1), (2, 4)):
         torch.manual_seed(0)
         run = trainer(
-            tmp_path, SoftTargets(), data, teacher, save_strategy="no", max_steps=1,
+            tmp_path, SoftTargets(alpha=0.5 if labelled else 1.0), data, teacher, max_steps=1,
             per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
             learning_rate=0.1, optim="sgd", max_grad_norm=0, lr_scheduler_type="constant",
-            per_device_eval_batch_size=8,
+            per_device_eval_batch_size=8, save_strategy="no",
         )  # fmt: skip
         set_dropout(run.distiller.student)
         student = run.distiller.student.eval()
         with torch.no_grad():
-            own = student(**together).loss.item()
-            assert run.evaluate()["eval_loss"] == pytest.approx(own, rel=1e-5)
-            losses.append(run.distiller(**together).loss)
+            own = run.distiller(**together).loss.item()
+            if labelled:
+                score = student(**together).loss.item()
+                assert run.evaluate()["eval_loss"] == pytest.approx(score, rel=1e-5)
         run.train()
         (log,) = [entry for entry in run.state.log_history if "loss" in entry]
-        return torch.cat([p.detach().flatten() for p in run.distiller.student.parameters()]), log
-
-    (whole, log), (split, split_log) = weights(8, 1), weights(2, 4)
-    torch.testing.assert_close(split, whole, atol=1e-6, rtol=1e-5)
-    assert split_log["loss"] == pytest.approx(log["loss"], rel=1e-4)
-    assert log["loss"] == pytest.approx(losses[0].item(), rel=1e-5)
-
-
-def test_accumulated_batches_without_labels_make_up_the_whole_batchs_loss(tmp_path):
-    """Soft targets need no labels; their mean is over all real tokens."""
-    torch.manual_seed(0)
-    teacher = model(t.GPT2LMHeadModel, "gpt2")
-    mask = (torch.arange(12) < torch.tensor([[12], [3], [7], [2], [9], [12], [4], [5]])).long()
-    ids = torch.randint(5, 60, (8, 12))
-    data = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
-    found = []
-    for batch_size, steps in ((8, 1), (2, 4)):
-        run = trainer(
-            tmp_path, SoftTargets(alpha=1.0), data, teacher, save_strategy="no", max_steps=1,
-            per_device_train_batch_size=batch_size, gradient_accumulation_steps=steps,
-        )  # fmt: skip
-        set_dropout(run.distiller.student)
-        with torch.no_grad():
-            whole = run.distiller(input_ids=ids, attention_mask=mask).loss.item()
-        run.train()
-        (log,) = [entry for entry in run.state.log_history if "loss" in entry]
-        assert log["loss"] == pytest.approx(whole, rel=1e-5)
-        found.append(log["grad_norm"])
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        assert log["loss"] == pytest.approx(own, rel=1e-5 if steps == 1 else 1e-4)
+        found.append(torch.cat([p.detach().flatten() for p in student.parameters()]))
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
 
 
 def test_gradient_accumulation_of_classifiers_averages_the_batches(tmp_path):
@@ -583,10 +545,13 @@ def test_every_run_of_model_init_starts_from_a_new_model(tmp_path):
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
 
-    with pytest.raises(TypeError, match="model_init must return a Distiller, got BertFor"):
-        DistillationTrainer(model_init=lambda: teacher, args=args)
-    with pytest.raises(ValueError, match="model: pass either teacher"):
-        DistillationTrainer(teacher, model_init=model_init, args=args)
+    words, wrong = (
+        "model_init must return a Distiller, got BertFor",
+        {"model_init": lambda: teacher},
+    )
+    raises(words, DistillationTrainer, args=args, error=TypeError, **wrong)
+    words = "model: pass either teacher"
+    raises(words, DistillationTrainer, teacher, model_init=model_init, args=args)
 
 
 def test_hyperparameters_are_searched(tmp_path):

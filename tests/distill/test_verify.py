@@ -10,7 +10,6 @@ import torch
 import transformers as t
 
 from fastkd.distill import (
-    METHODS,
     Distiller,
     EMATeacher,
     Several,
@@ -23,6 +22,7 @@ from tests.distill.models import SMALL, batch, classifier, model, pair, ready, r
 from tests.distill.processes import start_by_fork
 from tests.distill.support import data_of, model_of
 from tests.distill.test_distiller import documents, packed
+from tests.support.compare import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:CCALoss")
 
@@ -55,7 +55,7 @@ def test_memory_of_mc3kd_is_the_same_under_all_splits():
             assert check.verdict == "equal", check
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("name", ["fcd", "knn", "lrkd"])
 def test_classifiers_have_one_gradient_under_all_splits(name):
     torch.manual_seed(0)
     distiller = distiller_of(classifier("bert"), name)
@@ -64,7 +64,7 @@ def test_classifiers_have_one_gradient_under_all_splits(name):
     assert all(torch.equal(before[key], value) for key, value in distiller.state_dict().items())
     assert distiller.training and next(distiller.parameters()).dtype == torch.float32
     parts = checks.pop("accumulated in a plain loop")
-    compared = {"fcd": "samples", "knn": "knn", "lrc_bert": "cos_nce", "mc3kd": "cca"}
+    compared = {"fcd": "samples", "knn": "knn"}
     if name in compared:
         assert parts.verdict == "by definition" and parts.why.startswith(compared[name])
         assert parts.deviation > 1e-6
@@ -75,13 +75,13 @@ def test_classifiers_have_one_gradient_under_all_splits(name):
         assert check.verdict == "equal", check
 
 
-# Task and soft targets are terms of these too.
-@pytest.mark.parametrize("name", ["fcd", "lrc_bert", "lrkd"])
+# Task and soft targets are terms of these too. What AOT Autograd makes of a loss is in the loss's
+# own tests; a step's takes half a minute.
+@pytest.mark.parametrize(
+    "name", ["fcd", "lrc_bert", pytest.param("lrkd", marks=pytest.mark.thorough)]
+)
 def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
-    """The output is the table only: no graph breaks, no warnings of transformers.
-
-    What AOT Autograd makes of a loss is in the loss's own tests, but for one; it takes most of it.
-    """
+    """The output is the table only: no graph breaks, no warnings of transformers."""
     heard = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = heard.append
@@ -95,7 +95,7 @@ def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
     assert not heard and not [w for w in recwarn if issubclass(w.category, FutureWarning)]
 
 
-@pytest.mark.parametrize("name", ["soft_targets", "fcd", "lrkd", "unlabelled"])
+@pytest.mark.parametrize("name", ["fcd", "unlabelled"])
 def test_language_models_have_one_gradient_under_all_splits(name):
     torch.manual_seed(0)
     teacher, data = model(t.GPT2LMHeadModel, "gpt2"), words(4)
@@ -115,13 +115,6 @@ def words(rows):
     data = batch(rows=rows)
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
     return data
-
-
-def test_perturbation_leaves_padding_unchanged():
-    torch.manual_seed(0)
-    distiller = distiller_of(classifier("deberta_v2"), "lrc_bert")
-    for check in verify(distiller, batch(rows=4), ranks=0, compile_backend=None):
-        assert check.verdict in ("equal", "by definition", "not here"), check
 
 
 def test_unequal_numbers_of_documents_are_expected_to_differ():
@@ -199,8 +192,7 @@ def test_a_process_that_fails_ends_the_others():
     distiller = distiller_of(classifier("bert"), "fcd")
     step = _Step(distiller, batch(rows=4))
     step.batch["unknown"] = torch.zeros(4)
-    with pytest.raises(RuntimeError, match="takes no input 'unknown'"):
-        step.processes(2)
+    raises("takes no input 'unknown'", step.processes, 2, error=RuntimeError)
 
 
 def test_a_wrong_gradient_is_detected():
@@ -293,14 +285,13 @@ def test_mixtures_of_experts(head):
         assert check.verdict in expected, check
     assert teacher.config._experts_implementation == "grouped_mm"
     distiller.double()
-    with pytest.raises(ValueError, match=r'is in float64, .*implementation\("eager"\)'):
-        distiller(**data)
+    raises(r'is in float64, .*implementation\("eager"\)', distiller, **data)
     for side in (teacher, distiller.student):
         side.set_experts_implementation("eager")
     distiller(**data).loss.backward()
 
 
-@pytest.mark.parametrize("name", ["fcd", "soft_targets", "labels"])
+@pytest.mark.parametrize("name", ["fcd", "labels"])
 def test_the_routers_loss_is_part_of_the_students_loss(name):
     torch.manual_seed(0)
     config = EXPERTS[t.Qwen3MoeForCausalLM]
