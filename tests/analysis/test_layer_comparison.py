@@ -409,5 +409,5 @@ def test_errors_name_the_argument():
 
 def test_rccc_compares_the_first_with_the_last_layer():
     matrix = torch.tensor([[1.0, 0.8, 0.3], [0.8, 1.0, 0.9], [0.3, 0.9, 1.0]])
-    assert rccc(matrix) == pytest.approx(0.3)
+    assert rccc(matrix) == pytest.approx(0.3) and rccc(matrix, first=1) == pytest.approx(0.9)
     raises("square", rccc, torch.ones(2, 3))

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastkd
-from fastkd import TopK, layer_norm_mse, relation_loss, soft_target_loss
+from fastkd import TopK, VocabularyMatch, layer_norm_mse, relation_loss, soft_target_loss
 from fastkd.distill import (
     FCD,
     LRCBERT,
@@ -40,9 +40,11 @@ from fastkd.distill import (
     Method,
     Several,
     SoftTargets,
+    merged_span_loss,
+    span_likelihood_loss,
     student_from_teacher,
 )
-from fastkd.distill.baselines import PKD, DistilBERT, Embeddings
+from fastkd.distill.baselines import GOLD, PKD, DistilBERT, Embeddings
 from fastkd.distill.methods import Labels
 from fastkd.distill.verify import gradients_of, taken
 from tests.distill.models import set_dropout
@@ -144,7 +146,7 @@ class Step:
             other = self.family
         self.sides = self.family in READ_LAST, other in READ_LAST
         words = self.head in ("masked words", "next word") and other in ("bert", "gpt2", "llama")
-        self.wide = words and self.chance(0.25)
+        self.wide = words and self.name != "gold" and self.chance(0.25)
         self.teachers = [teacher_of(other, self.head, self.problem, eager, wide=self.wide)]
         if self.chance(0.15):
             self.teachers.append(teacher_of(other, self.head, self.problem, eager, 1, self.wide))
@@ -152,7 +154,10 @@ class Step:
     def draw_texts(self) -> None:
         causal, head = self.head == "next word", self.head
         self.layout = self.pick("none", "right", "left", "left", "right")
-        if self.family in PACKABLE and head != "sequence" and self.chance(0.5):
+        if self.name == "gold":
+            self.layout = self.pick("left", "right")
+            del self.teachers[1:]
+        elif self.family in PACKABLE and head != "sequence" and self.chance(0.5):
             self.layout = self.pick(*PACKED)
             del self.teachers[1:]  # a row has one
         if self.family == "xlnet":
@@ -169,6 +174,19 @@ class Step:
             and self.family != "bart" and self.layout in ("left", "right") and self.chance(0.3)
         )  # fmt: skip
         self.spans = self.own and (not self.hand.pooled or self.chance(0.5))
+        self.pairs, self.match = "", None  # how the predictions of another tokenizer are compared
+        reads = self.name in ("soft_targets", "fcd") and "soft" in self.hand.weights
+        if causal and reads and self.family in CUT and self.layout in ("left", "right"):
+            self.pairs = self.pick("", "equal", "match") if not self.wide else ""
+        if self.name == "gold":
+            self.pairs = "match"
+        if self.pairs:
+            self.own = self.spans = True
+            self.labelled |= self.pairs == "equal"
+        if self.pairs == "match":
+            ids = (torch.tensor(self.random.sample(range(V), 40)) for _ in range(2))
+            self.match = VocabularyMatch(*ids, V, V)
+            self.unmatched = self.pick("renormalise", "bucket", "sorted")
         self.texts = [self.text(n, causal) for n in lengths]
         if head == "none" and self.hand.needs_labels:
             for text in self.texts:
@@ -188,6 +206,13 @@ class Step:
             last = self.random.randint(0, 2)
             drawn = (torch.randint(-1, last + 1, (len(x),)) for x in (text.ids, text.teacher))
             text.spans = tuple(x.sort().values for x in drawn)
+        if self.pairs == "equal":  # the same tokens after another beginning
+            a, b = self.random.randrange(n), self.random.randint(0, 3)
+            text.teacher = torch.cat([torch.randint(5, V, (b,)), text.ids[a:]])
+            text.spans = (
+                (torch.arange(n) - a).clamp(min=-1),
+                (torch.arange(n - a + b) - b).clamp(min=-1),
+            )
         m = self.random.randint(2, 5) if self.head == "written words" else n
         if self.per_token:
             text.labels = torch.randint(5, V, (m,)) % (3 if self.head == "tokens" else V)
@@ -220,13 +245,13 @@ class Step:
             self.cuts[1:1] = sorted(inner)
         self.junk = 0 if self.family in ("gpt2", "llama", "bart", "xlnet") else self.pick(0, 7)
         self.extra = self.random.randint(0, 2) if self.layout in ("left", "right") else 0
-        self.keep_logits = self.chance(0.4)
+        self.keep_logits = self.name != "gold" and self.chance(0.4)
         whole = not self.parts and self.per_token and self.head != "written words"
         self.num_items = self.number(2, 9) if whole and self.chance(0.3) else None
-        alone = len(self.teachers) == 1 and not self.wide and not self.spans
+        alone = len(self.teachers) == 1 and not self.wide
         self.stored = self.name != "attention" and alone and self.chance(0.3)
         words = self.name == "soft_targets" and self.head in ("masked words", "next word")
-        self.top_k = 5 if self.stored and words and self.chance(0.5) else None
+        self.top_k = 5 if self.stored and words and not self.pairs and self.chance(0.5) else None
 
     # The Distiller's side
 
@@ -325,7 +350,10 @@ class Step:
         return found
 
     def distiller(self, teacher: Any) -> Distiller:
-        made = Distiller(teacher, self.student, self.hand.method, keep_logits=self.keep_logits)
+        options = {"keep_logits": self.keep_logits}
+        if self.match is not None:
+            options |= {"tokenizers": self.match, "unmatched": self.unmatched}
+        made = Distiller(teacher, self.student, self.hand.method, **options)
         made.set_progress(self.hand.progress)
         return made
 
@@ -410,11 +438,22 @@ def embeddings_of(model: Any, shift: Any) -> Iterator[None]:
         handle.remove()
 
 
+def paired_rows(t: Tensor, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """The teacher's prediction of the only token of each student token's span, NaN without one."""
+    rows, paired = t.new_full((len(ours), t.shape[-1]), math.nan), torch.zeros(len(ours)) > 0
+    for n, span in enumerate(ours.tolist()):
+        at = (theirs == span).nonzero()[:, 0].tolist()
+        if span >= 0 and len(at) == 1 and at[0] > 0 and int((ours == span).sum()) == 1:
+            rows[n], paired[n] = t[at[0] - 1], True
+    return rows, paired
+
+
 class Compared:
     """Outputs of student and teacher, and the terms that most methods have."""
 
     def __init__(self, step: Step, student: Run, teacher: Run) -> None:
         self.step, self.s, self.t = step, student, teacher
+        self.last = student.hidden[-1], teacher.hidden[-1]  # of tokens
         self.cls = {id(x): self.read(x) for x in (student, teacher)}
         if step.spans:
             self.pool_spans()
@@ -456,7 +495,10 @@ class Compared:
 
     @functools.cached_property
     def predictions(self) -> list[tuple[Tensor, Tensor, Any, Any]]:
-        """Student's and teacher's logits, labels and weights of the predictions that count."""
+        """Student's and teacher's logits, labels and weights of the predictions that count.
+
+        Without a pair of the token the teacher's are NaN.
+        """
         z = self.s.logits, self.t.logits
         step, found = self.step, []
         if step.head == "answers":  # start and end; padded, with no probability behind
@@ -475,16 +517,21 @@ class Compared:
         for s, t, text in zip(*z, step.texts, strict=True):
             y = torch.zeros(len(text.ids), dtype=torch.long) if text.labels is None else text.labels
             w = torch.ones(len(y)).double() if text.weights is None else text.weights
-            n = len(y) - shift
-            known = y[shift:] != -100
             t = t[..., : s.shape[-1]]  # the first tokens, which the models share
-            parts.append((s[:n][known], t[:n][known], y[shift:][known], w[shift:][known]))
+            if step.pairs:
+                t, paired = paired_rows(t, *text.spans)
+                y = y if step.pairs == "match" else y.where(paired, -100)
+            elif shift:
+                t = torch.cat([t[:1], t[:-1]])  # of each token, as after pairing
+            known = y[shift:] != -100
+            s, t = s[: len(y) - shift], t[shift:]
+            parts.append((s[known], t[known], y[shift:][known], w[shift:][known]))
         return [tuple(map(torch.cat, zip(*parts, strict=True)))]
 
-    def mean(self, losses: Tensor) -> Tensor:
+    def mean(self, losses: Tensor, count: int | None = None) -> Tensor:
         if self.step.per_token and self.step.num_items is not None:
             return losses.sum() / self.step.num_items
-        return losses.sum() / max(1, len(losses))
+        return losses.sum() / max(1, len(losses) if count is None else count)
 
     def task(self, tau: float | None = None) -> Tensor:
         """Loss of the labels, softened by ``tau``."""
@@ -516,6 +563,8 @@ class Compared:
         means = []
         options = {"divergence": divergence, "scale_by_t2": t2, "reduction": "none"}
         for s, t, _, w in self.predictions:
+            count, paired = len(s), ~t.isnan().any(-1)
+            s, t, w = s[paired], t[paired], None if w is None else w[paired]
             if self.step.problem == "numbers":
                 means.append((s - t).square().mean())
                 continue
@@ -524,8 +573,11 @@ class Compared:
             if self.step.top_k:
                 top = (t / temperature).log_softmax(-1).topk(self.step.top_k)
                 t = TopK(top.indices, top.values)
+            if self.step.match is not None:
+                options |= {"vocabulary": self.step.match, "unmatched": self.step.unmatched}
             losses = soft_target_loss(s, t, temperature=temperature, **options)
-            means.append(self.mean(losses if w is None else losses * w))
+            each = 3 if self.step.problem == "decisions" else 1
+            means.append(self.mean(losses if w is None else losses * w, count * each))
         return torch.stack(means).mean()
 
 
@@ -786,6 +838,50 @@ def embeddings(step: Step) -> Hand:
     return Hand(method, terms, task, 0.0, pooled=True)
 
 
+def gold(step: Step) -> Hand:
+    """Merged distributions and likelihoods of spans of two tokenizers."""
+    task, how, hybrid = step.weight(), step.pick("observed", "bayesian"), step.chance(0.5)
+    given = {"temperature": step.number(0.7, 3.0)}
+    weights = step.pick((0.8, 0.3), (1.2, 0.0), (0.0, 0.6))
+    method = GOLD(task_weight=task, merged_weight=weights[0], likelihood_weight=weights[1],
+                  hybrid=hybrid, merge=how, beta=0.3, **given)  # fmt: skip
+
+    def sides(c: Compared, text: int, shift: int) -> list[tuple[Tensor, ...]]:
+        each, x = [], c.step.texts[text]
+        for side, ids in enumerate((x.ids, x.teacher)):
+            spans = x.spans[side]
+            if side == 0 and x.labels is not None:
+                spans = spans.where(x.labels != -100, -1)
+            states = c.last[side][text][: len(ids) - shift]
+            model = c.step.teachers[c.step.teacher_ids[text]] if side else c.step.student
+            head = model.lm_head.weight.detach() if side else model.lm_head.weight
+            each.append((states[None], head, ids[None, shift:], spans[None, shift:]))
+        return each
+
+    def merged(c: Compared) -> Tensor:
+        losses, late = [], how == "bayesian"
+        options = {
+            "vocabulary": c.step.match if hybrid else None,
+            "kept": "last" if late else "first",
+        }
+        for text in range(len(c.step.texts)):
+            (s, W, i, a), (t, U, j, b) = sides(c, text, int(late))
+            names = {"student_ids": i, "teacher_ids": j, "student_spans": a, "teacher_spans": b}
+            losses.append(merged_span_loss(s, W, t, U, beta=0.3, **names, **options, **given))
+        return torch.stack(losses).mean()
+
+    def likelihood(c: Compared) -> Tensor:
+        losses = []
+        for text in range(len(c.step.texts)):
+            both = sides(c, text, 1)
+            own = (fastkd.log_probs(x, W, ids) for x, W, ids, _ in both)
+            losses.append(span_likelihood_loss(*own, *(x[3] for x in both), **given))
+        return torch.stack(losses).mean()
+
+    terms = {"merged": (weights[0], merged), "likelihood": (weights[1], likelihood)}
+    return Hand(method, terms, task)
+
+
 def several(step: Step) -> Hand:
     """FCD and LRKD, each with predictions of its own."""
     each = [fcd(step), lrkd(step)]
@@ -798,28 +894,16 @@ def several(step: Step) -> Hand:
     return made
 
 
-METHODS = {
-    f.__name__: f
-    for f in (
-        labels,
-        soft_targets,
-        fcd,
-        knn,
-        lrc_bert,
-        mc3kd,
-        lrkd,
-        attention,
-        pkd,
-        distilbert,
-        embeddings,
-        several,
-    )
-}
+METHODS = {f.__name__: f for f in (
+    labels, soft_targets, fcd, knn, lrc_bert, mc3kd, lrkd, attention, pkd, distilbert, embeddings,
+    several, gold,
+)}  # fmt: skip
 # KNN needs a class of each text; a method of the outputs a head.
 PAIRS = [
     (kind, name) for kind in KINDS for name in METHODS
     if not (kind[1] == "none" and name in ("labels", "soft_targets", "pkd", "distilbert"))
     and not (name == "knn" and kind[1] not in ("sequence", "none"))
+    and not (name == "gold" and kind not in (("gpt2", "next word"), ("llama", "next word")))
     and not (kind[1] == "written words" and name in ("pkd", "embeddings"))
 ]  # fmt: skip
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastkd.analysis import rccc
 from fastkd.distill import Distiller, select_layers
 from fastkd.distill.attention_relations import MiniLM, MiniLMv2
 from tests.distill.models import batch, classifier
@@ -46,11 +45,6 @@ def test_the_last_layer_of_algorithm_1(monkeypatch):
     assert select_layers(teacher, [], 2, last_layer=False) == [1, 3]
     with pytest.raises(ValueError):
         select_layers(teacher, [], 4, last_layer=False)
-
-
-def test_index_of_the_rccc():
-    matrix = torch.tensor([[1.0, 0.5, 0.25], [0.5, 1.0, 0.75], [0.25, 0.75, 1.0]])
-    assert (rccc(matrix), rccc(matrix, first=1)) == (0.25, 0.75)
 
 
 def heads_of(model, layer, inputs, heads):

@@ -22,7 +22,6 @@ from fastkd.distill import (
     span_likelihood_loss,
 )
 from fastkd.distill.baselines import GOLD
-from fastkd.distill.verify import verify
 from fastkd.lm.heads import LowRank
 from tests.distill.test_two_vocabularies import decoder
 from tests.support.compare import raises
@@ -91,29 +90,6 @@ def make_setting(both, texts):
     return *decoders, match, batch
 
 
-def states_of(model, batch, prefix=""):
-    ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
-    return model.model(ids, mask).last_hidden_state
-
-
-def by_functions(setting, shift, hybrid=False):
-    """Both terms from states; ``shift`` 1 gives each token its own prediction."""
-    teacher, student, match, batch = setting
-    sides = (states_of(student, batch), student), (states_of(teacher, batch, "teacher_"), teacher)
-    stop = [x.shape[1] - shift for x, _ in sides]
-    states = [x[:, :n] for (x, _), n in zip(sides, stop, strict=True)]
-    ids = [batch[f"{prefix}input_ids"][:, shift:] for prefix in ("", "teacher_")]
-    spans = [batch[f"{side}_spans"][:, shift:] for side in ("student", "teacher")]
-    heads = [model.lm_head.weight for _, model in sides]
-    merged = merged_span_loss(
-        states[0], heads[0], states[1].detach(), heads[1].detach(),
-        student_ids=ids[0], teacher_ids=ids[1], student_spans=spans[0], teacher_spans=spans[1],
-        vocabulary=match if hybrid else None, kept="last" if shift else "first",
-    )  # fmt: skip
-    own = (log_probs(x, head, i) for x, head, i in zip(states, heads, ids, strict=True))
-    return merged, span_likelihood_loss(next(own), next(own).detach(), *spans)
-
-
 def test_beside_other_methods(setting):
     teacher, student, match, batch = setting
     gold = GOLD(likelihood_weight=1.0)
@@ -132,27 +108,6 @@ def test_beside_other_methods(setting):
     assert torch.equal(found["1.soft"], terms(teacher, soft)["soft"])
     with pytest.raises(ValueError, match="method: SoftTargets reads the teacher's predictions at"):
         terms(teacher, Several(gold, soft))
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_terms_are_the_functions(setting, hybrid):
-    teacher, student, match, batch = setting
-    several = [(batch[f"{side}_spans"].diff() == 0).any() for side in ("student", "teacher")]
-    assert all(several)  # spans of several tokens on either side
-    method = GOLD(likelihood_weight=0.5, hybrid=hybrid, task_weight=0.3)
-    out = Distiller(teacher, student, method, tokenizers=match)(**batch)
-    merged, likelihood = by_functions(setting, 0, hybrid)[0], by_functions(setting, 1)[1]
-    torch.testing.assert_close(out.terms["merged"], merged.detach())
-    torch.testing.assert_close(out.terms["likelihood"], likelihood.detach())
-    expected = merged + 0.5 * likelihood
-    task = student(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss
-    grads = [
-        torch.autograd.grad(x, student.lm_head.weight)[0] for x in (out.loss, expected + 0.3 * task)
-    ]
-    torch.testing.assert_close(*grads)
-    method = GOLD(merge="bayesian", hybrid=hybrid)
-    out = Distiller(teacher, student, method, tokenizers=match)(**batch)
-    torch.testing.assert_close(out.loss, by_functions(setting, 1, hybrid)[0])
 
 
 @pytest.mark.slow
@@ -186,22 +141,6 @@ def test_equals_trl():
     torch.testing.assert_close(found, expected)
 
 
-def test_split_steps_equal_the_whole(setting):
-    teacher, student, match, batch = setting
-    method = GOLD(likelihood_weight=1.0, task_weight=1.0)
-    distiller = Distiller(teacher, student, method, tokenizers=match)
-    checks = verify(distiller, batch, ranks=0, compile_backend=None)
-    assert checks and all(check.ok for check in checks), checks
-
-
-def test_cache_of_the_teacher(setting, tmp_path):
-    teacher, student, match, batch = setting
-    distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
-    cache = distiller.cache_teacher([batch], tmp_path)
-    found = Distiller(cache, student, GOLD(), tokenizers=match)(**batch).loss
-    torch.testing.assert_close(found, distiller(**batch).loss, rtol=0, atol=0)
-
-
 def test_wrong_use_raises_one_sentence(setting, tmp_path):
     teacher, student, match, batch = setting
     distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
@@ -216,16 +155,6 @@ def test_wrong_use_raises_one_sentence(setting, tmp_path):
     raises("GOLD compares spans of two tokenizers", kept, **batch)
     alone = {name: batch[name] for name in ("input_ids", "labels")}
     raises("teacher_spans: the teacher has another vocabulary", distiller, **alone)
-
-
-def test_unlabelled_spans_are_left_out(setting):
-    teacher, student, match, batch = setting
-    distiller = Distiller(teacher, student, GOLD(), tokenizers=match)
-    half = batch["labels"].clone()
-    half[1] = -100
-    one = {n: x[:1] for n, x in batch.items()}
-    found = distiller(**{**batch, "labels": half}).loss
-    torch.testing.assert_close(2 * found, distiller(**one).loss)
 
 
 SIZES = {"student": 6, "teacher": 8}

@@ -50,20 +50,6 @@ def test_weights_of_zero_and_of_the_other_sign(keep_logits, dtype):
         assert (ours != 0).any()
 
 
-def test_packed_rows_and_micro_batches():
-    distiller = made()
-    ids = torch.randint(1, 60, (2, 6))
-    weights, positions = torch.randn(2, 6), torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
-    packed = distiller(input_ids=ids, labels=ids, position_ids=positions, loss_weights=weights)
-    rows, alone = ids.view(4, 3), weights.view(4, 3)
-    apart = distiller(input_ids=rows, labels=rows, loss_weights=alone)
-    torch.testing.assert_close(packed.loss, apart.loss)
-    whole = {"input_ids": rows, "labels": rows, "loss_weights": alone}
-    halves = [{name: x[a:b] for name, x in whole.items()} for a, b in ((0, 1), (1, 4))]
-    shares = sum(out.loss.detach() for out in distiller.accumulate(halves))
-    torch.testing.assert_close(shares, apart.loss.detach())
-
-
 def test_a_trainer_passes_loss_weights(tmp_path):
     distiller, given = made(), data()
     rows = [{name: x[i].nan_to_num() for name, x in given.items()} for i in range(3)]

@@ -148,6 +148,13 @@ def test_models_that_a_method_cannot_compare_are_errors():
     raises("compare their means with heads='mean'", distiller, **batch())
 
 
+def test_both_terms_of_fcd_are_computed_in_one_pass():
+    method, calls = FCD(alpha=0.4, beta=0.2), []
+    method.relations.register_forward_hook(lambda *_: calls.append(1))
+    Distiller(*pair("bert"), method)(**batch())
+    assert len(calls) == 1
+
+
 def test_two_samples_have_a_correlation_of_one():
     method = FCD(alpha=0.0, beta=1.0, task_weight=0.0, soft_weight=0.0)
     out = Distiller(*pair("bert"), method).eval()(**batch(rows=2, padding=0))

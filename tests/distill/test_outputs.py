@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as t
 
+from fastkd.distill import Distiller, IntraClassKNN
 from fastkd.models.backbone import Backbone
 from fastkd.models.hooks import capture, replaced_embeddings
 from fastkd.models.inputs import reads_last_token
@@ -75,6 +76,17 @@ def test_sentence_token_is_read_by_the_head(family):
     read = through_head.abs().sum(-1) > 0
     assert torch.equal(read, through_token.abs().sum(-1) > 0)
     assert kept[4].shape == grabbed["hidden"].shape
+
+
+def test_a_head_without_ids_reads_the_last_position():
+    models, seen = [classifier("gpt2", layers).double() for layers in (4, 2)], []
+    method = IntraClassKNN(alpha2=0, alpha3=0)
+    method.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    embeds = torch.randn(4, 6, 16, dtype=torch.float64)
+    Distiller(*models, method).eval()(inputs_embeds=embeds, labels=torch.arange(4) % 2)
+    tokens, _ = seen[0].pooled("cls", *seen[0].last())
+    for model, token in zip(models[::-1], tokens, strict=True):
+        torch.testing.assert_close(model.score(token), model(inputs_embeds=embeds).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

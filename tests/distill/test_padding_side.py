@@ -84,22 +84,6 @@ def test_labels_and_inputs_of_a_decoder():
     equal_steps(distiller, own, left)
 
 
-def test_a_teacher_with_separate_inputs():
-    distiller, right = distiller_for("bert", "sequence"), data_of("bert", "sequence")
-    for name in ("input_ids", "attention_mask"):
-        right[f"teacher_{name}"] = right[name].flip(0)
-    spans = torch.arange(10).expand(4, 10)
-    for side in ("student", "teacher"):
-        mask = right["attention_mask" if side == "student" else "teacher_attention_mask"]
-        right[f"{side}_spans"] = spans.masked_fill(mask == 0, -1)
-    left = padded_left(right, "teacher_")
-    equal_steps(distiller, right, left)
-    lengths = right["attention_mask"].sum(1, keepdim=True)
-    for name in ("input_ids", "attention_mask", "student_spans"):
-        left[name] = rotate(left[name], lengths, 1)
-    equal_steps(distiller, right, left)
-
-
 def test_rows_with_unknown_padding():
     """In a graph every row is rotated, some by 0."""
     right = data_of("bert", "tokens")

@@ -1,15 +1,13 @@
 """Soft targets of a teacher with another vocabulary, at the tokens that spans pair one by one."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
 import transformers as t
-from torch.nn import functional as F
 
-from fastkd import VocabularyMatch, soft_target_loss
-from fastkd.distill import FCD, ByRow, Distiller, SoftTargets, TwoTokenizers
+from fastkd import VocabularyMatch
+from fastkd.distill import FCD, Distiller, SoftTargets, TwoTokenizers
 from fastkd.distill.verify import verify
 from tests.distill.processes import start_by_fork
 from tests.support.compare import raises
@@ -23,9 +21,8 @@ WORDS = {
 }
 
 
-def tokenizer(side, padding_side="right"):
-    vocab = {word: i for i, word in enumerate(WORDS[side])}
-    return t.BertTokenizer(vocab=vocab, padding_side=padding_side)
+def tokenizer(side):
+    return t.BertTokenizer(vocab={word: i for i, word in enumerate(WORDS[side])})
 
 
 def decoder(vocabulary, hidden):
@@ -42,75 +39,10 @@ def models():
     return teacher, decoder(match.student_size, 16), match
 
 
-def data(left=False, labels=True):
-    student = tokenizer("student", "left" if left else "right")
-    batch = TwoTokenizers(student=student, teacher=tokenizer("teacher"))(TEXTS)
-    if labels:
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+def data():
+    batch = TwoTokenizers(student=tokenizer("student"), teacher=tokenizer("teacher"))(TEXTS)
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     return batch
-
-
-def by_hand(models, batch):
-    teacher, student, match = models
-    logits = student(batch["input_ids"], batch["attention_mask"]).logits
-    logits_t = teacher(batch["teacher_input_ids"], batch["teacher_attention_mask"]).logits
-    total, count, pairs = 0.0, 0, 0
-    for row in range(len(logits)):
-        ours, theirs = batch["student_spans"][row], batch["teacher_spans"][row]
-        count += int(batch["attention_mask"][row].sum()) - 1
-        for span in range(int(ours.max()) + 1):
-            n, m = ((x == span).nonzero()[:, 0].tolist() for x in (ours, theirs))
-            if len(n) == len(m) == 1 and n[0] > 0 and batch["attention_mask"][row, n[0] - 1]:
-                z, z_t = logits[row, n[0] - 1], logits_t[row, m[0] - 1]
-                pair = z[match.student_ids][None], z_t[match.teacher_ids][None]
-                total, pairs = total + soft_target_loss(*pair, temperature=2.0), pairs + 1
-    assert 1 < pairs < count
-    return total / count
-
-
-@pytest.mark.parametrize(("keep_logits", "left"), [(False, True), (True, False)])
-def test_soft_term_by_hand(models, keep_logits, left):
-    teacher, student, match = models
-    method = SoftTargets(temperature=2.0, alpha=0.5)
-    distiller = Distiller(teacher, student, method, tokenizers=match, keep_logits=keep_logits)
-    out, right = distiller(**data(left)), data()
-    expected = by_hand(models, right)
-    torch.testing.assert_close(out.terms["soft"], expected.detach())
-    logits = student(right["input_ids"], right["attention_mask"]).logits[:, :-1]
-    task = F.cross_entropy(logits.flatten(0, 1), right["labels"][:, 1:].flatten())
-    torch.testing.assert_close(out.terms["task"], task.detach())  # of every token
-    both = (out.loss, 0.5 * task + 0.5 * expected)
-    grads = [torch.autograd.grad(x, student.lm_head.weight)[0] for x in both]
-    torch.testing.assert_close(*grads)
-
-
-@pytest.mark.parametrize("weight", [None, 3.0])
-def test_without_labels_and_with_loss_weights(models, weight):
-    teacher, student, match = models
-    method = SoftTargets(temperature=2.0, alpha=1.0)
-    distiller = Distiller(teacher, student, method, tokenizers=match)
-    batch, expected = data(labels=weight is not None), by_hand(models, data()).detach()
-    if weight is not None:
-        batch["loss_weights"] = torch.full(batch["labels"].shape, weight)
-    torch.testing.assert_close(distiller(**batch).terms["soft"], (weight or 1) * expected)
-
-
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_a_teacher_for_each_row(models, keep_logits):
-    teacher, student, match = models
-    teachers = {"a": teacher, "b": decoder(match.teacher_size + 3, 16)}
-    options = {"tokenizers": match, "keep_logits": keep_logits}
-    batch, rows = data(), {"a": [0, 2], "b": [1]}
-    both = Distiller(ByRow(teachers), student, SoftTargets(temperature=2.0), **options)
-    out, expected, total = both(**batch, teacher_id=["a", "b", "a"]), 0.0, 0
-    for name, own in rows.items():
-        alone = Distiller(teachers[name], student, SoftTargets(temperature=2.0), **options)
-        part = {key: x[own] for key, x in batch.items()}
-        count = int(alone.count_items(part))
-        expected, total = expected + count * alone(**part).loss, total + count
-    torch.testing.assert_close(out.loss, expected / total)
-    grads = [torch.autograd.grad(x, student.lm_head.weight)[0] for x in (out.loss, expected)]
-    torch.testing.assert_close(grads[0], grads[1] / total)
 
 
 @pytest.mark.parametrize("keep_logits", [False, True])
@@ -139,7 +71,7 @@ def test_split_steps_equal_the_whole(models, monkeypatch):
     teacher, student, match = models
     distiller = Distiller(teacher, student, SoftTargets(alpha=0.5), tokenizers=match)
     batch = data()
-    checks = verify(distiller, batch, ranks=2, compile_backend="eager")
+    checks = verify(distiller, batch, ranks=2, compile_backend=None)
     assert checks and all(check.ok for check in checks), checks
 
 
@@ -159,10 +91,9 @@ def test_wrong_tokens_are_errors(models, tmp_path):
     raises("sample 0 of the batch is not in", distiller, error=KeyError, **data())
 
 
-@pytest.mark.parametrize("method", [SoftTargets(temperature=2.0), FCD()])
-def test_cache_of_the_teachers_own_tokens(models, method, tmp_path):
+def test_cache_of_the_teachers_own_tokens(models, tmp_path):
     teacher, student, match = models
-    options = dict(tokenizers=match, unmatched="bucket")
+    options, method = dict(tokenizers=match, unmatched="bucket"), FCD()
     live, batch, steps = Distiller(teacher, student, method, **options), data(), []
     cache = live.cache_teacher([batch, batch], tmp_path)
     assert len(cache) == len(TEXTS)
@@ -184,21 +115,12 @@ def test_top_k_cache_of_all_tokens_is_the_bucket(models, tmp_path):
     raises("stores the teacher's top k", Distiller, cache, student, method, tokenizers=match)
 
 
-@pytest.mark.parametrize("keep_logits", [False, True])
-def test_unmatched_tokens_are_one_outcome(models, keep_logits):
+def test_wrong_matches_are_errors(models):
     teacher, student, match = models
-    batch, method = data(), SoftTargets()
-    match = dataclasses.replace(match, teacher_size=teacher.config.vocab_size)
-    options = dict(tokenizers=match, keep_logits=keep_logits)
-    values = set()
-    for unmatched in ("renormalise", "bucket", "sorted"):
-        distiller = Distiller(teacher, student, method, unmatched=unmatched, **options)
-        values.add(distiller(**batch).terms["soft"].item())
-    assert len(values) == 3
-    labels_alone = SoftTargets(alpha=0.0)
-    Distiller(teacher, student, labels_alone, unmatched="bucket", **options)(**batch)
     words = "unmatched='bucket' needs a VocabularyMatch"
-    raises(words, Distiller, teacher, decoder(15, 8), method, unmatched="bucket")
+    raises(words, Distiller, teacher, decoder(15, 8), SoftTargets(), unmatched="bucket")
+    labels_alone, options = SoftTargets(alpha=0.0), {"tokenizers": match, "unmatched": "bucket"}
+    Distiller(teacher, student, labels_alone, **options)(**data())
 
 
 def test_no_prediction_of_the_teachers_first_token(models):

@@ -13,6 +13,7 @@ from tools.host_time import __main__ as host_time
 OF_TRITON_3_8 = ("cuCtxGetDevice", "cuModuleUnload", "cuPointerGetAttributes")
 
 
+@pytest.mark.thorough  # compiles the stub
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 def test_measures_calls_and_counts_launches(monkeypatch, capsys):
     names = ["hidden mse B32 mask", "forward KL 32x2"]
