@@ -97,6 +97,10 @@ class Model:
         if self.head_padding is None:
             return None
         if isinstance(tokens, Tensor):
+            mask = batch.get("attention_mask")
+            if self.head_padding < 0 and isinstance(mask, Tensor):
+                # A cached teacher's rows may have been rotated, with padding at the end.
+                return mask.bool().flatten(0, -2)
             return tokens.flatten(0, -2) != self.head_padding
         # Without ids no padding is recognised.
         given = batch.get("inputs_embeds")
