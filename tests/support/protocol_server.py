@@ -40,7 +40,7 @@ class Served:
         """(log-probability, id) of the k most probable tokens at positions 1 to T − 1."""
         logits, _ = self.run(tokens)
         values = logits if fault == "logits" else logits.log_softmax(-1)
-        top = values[:-1].topk(k, -1)
+        top = values[:-1].topk(min(k, values.shape[-1]), -1)
         rows = [
             list(zip(v, i, strict=True))
             for v, i in zip(top.values.tolist(), top.indices.tolist(), strict=True)
