@@ -77,9 +77,10 @@ def test_classifiers_have_one_gradient_under_all_splits(name):
 
 # Task and soft targets are terms of these too. What AOT Autograd makes of a loss is in the loss's
 # own tests; a step's takes half a minute.
-@pytest.mark.parametrize(
-    "name", ["fcd", "lrc_bert", pytest.param("lrkd", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("name", [
+    "soft_targets", "lrc_bert", pytest.param("fcd", marks=pytest.mark.thorough),
+    pytest.param("lrkd", marks=pytest.mark.thorough),
+])  # fmt: skip
 def test_a_compiled_step_has_the_same_gradient(name, recwarn, monkeypatch):
     """The output is the table only: no graph breaks, no warnings of transformers."""
     heard = []
