@@ -782,7 +782,8 @@ def attention(step: Step) -> Hand:
 
     def of_states(c: Compared) -> Tensor:
         W = method.W.weight.T
-        return sum((s[c.mask] @ W - t[c.mask]).square().mean() for s, t in pairs(c))
+        layers = [(c.s.hidden[0], c.t.hidden[0]), *pairs(c)]  # the embeddings too, eq. 9
+        return sum((s[c.mask] @ W - t[c.mask]).square().mean() for s, t in layers)
 
     return Hand(method, {"maps": (maps, of_maps), "states": (states, of_states)}, task, soft)
 
