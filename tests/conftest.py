@@ -70,6 +70,26 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A folder, only to be read, with a classifier, 40 training rows and 20 evaluation rows."""
+    from tests.support.tiny import make_teacher, write_tsv
+
+    path = tmp_path_factory.mktemp("tiny")
+    make_teacher(path / "teacher")
+    write_tsv(path / "train.tsv")
+    write_tsv(path / "dev.tsv", 20, seed=1)
+    return path
+
+
+@pytest.fixture
+def distill(tiny, tmp_path):
+    """`fastkd distill` on ``tiny`` to ``tmp_path / "out"``; options replace the usual ones."""
+    from tests.support.tiny import run, usual
+
+    return lambda *flags, **options: run("distill", *flags, **usual(tiny, tmp_path, **options))
+
+
 def pytest_generate_tests(metafunc):
     """Parametrise ``backend``: torch, and backends with kernels of the module's TRITON_FUNCTION.
 

@@ -6,44 +6,46 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
-from fastkd.train import augmentation
 from fastkd.train.augmentation import WORD, Augmenter
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import WORDS, make_teacher, run, sentences, write_tsv
 
 
 @pytest.fixture(scope="module")
 def mlm(tmp_path_factory):
     """A random masked model; "films" and "badly" are two tokens of its vocabulary."""
     path = tmp_path_factory.mktemp("mlm") / "bert"
-    words = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
-    make_teacher(path, words=[*words, "##s", "##ly"], head=False)
+    make_teacher(path, words=[*WORDS, "##s", "##ly"], head=False)
     torch.manual_seed(3)
     BertForMaskedLM(BertConfig.from_pretrained(path)).save_pretrained(path)
     return path
 
 
 @pytest.fixture
-def augmenter(mlm):
-    tokenizer = AutoTokenizer.from_pretrained(mlm)
-    return Augmenter(BertForMaskedLM.from_pretrained(mlm), tokenizer, candidates=3)
+def augment(mlm, tmp_path):
+    """The lines of `fastkd augment`, split."""
+
+    def augment(name, **options):
+        out = tmp_path / name
+        said = run("augment", out=out, **{"mlm": mlm, "device": "cpu", **options})
+        if options.get("expect"):
+            return said
+        return [line.split("\t") for line in out.read_text().splitlines()]
+
+    return augment
 
 
-def test_share_of_replaced_words(augmenter):
-    text = "the film is very good, so nice"
+def test_words_that_are_replaced_and_their_candidates(mlm):
+    tokenizer, model = AutoTokenizer.from_pretrained(mlm), BertForMaskedLM.from_pretrained(mlm)
+    augmenter = Augmenter(model, tokenizer, candidates=3)
     changed = total = 0
-    for copy in augmenter.copies(text, 400, random.Random(0)):
-        words, new = WORD.findall(text), WORD.findall(copy)
+    for copy in augmenter.copies("the film is very good, so nice", 400, random.Random(0)):
+        words, new = WORD.findall("the film is very good, so nice"), WORD.findall(copy)
         assert len(words) == len(new) and "," in copy
         changed += sum(a != b for a, b in zip(words, new, strict=True))
         total += len(words)
     assert abs(changed / total - 0.4) < 5 * (0.24 / total) ** 0.5
-
-
-def test_candidates_are_the_most_probable_words(augmenter):
     text = "the films is bad"
-    spans = [m.span() for m in WORD.finditer(text)]
-    found = augmenter._candidates(text, spans)
-    tokenizer, model = augmenter.tokenizer, augmenter.model
+    found = augmenter._candidates(text, [m.span() for m in WORD.finditer(text)])
     ids = tokenizer(text, return_tensors="pt")["input_ids"]  # [CLS] the film ##s is bad [SEP]
     masked = ids.clone()
     masked[0, 5] = tokenizer.mask_token_id
@@ -59,44 +61,19 @@ def test_candidates_are_the_most_probable_words(augmenter):
     assert not {"films", "##s", "[MASK]"} & {w for words in found for w in words}
 
 
-def test_the_command(mlm, tmp_path):
+def test_the_command_also_after_a_stop(augment, distill, tmp_path, monkeypatch):
     data = write_tsv(tmp_path / "train.tsv", 6)
-    options = {"data": data, "mlm": mlm, "times": 4, "device": "cpu"}
-    run("augment", out=tmp_path / "a.tsv", **options)
-    run("augment", out=tmp_path / "b.tsv", **options)
-    run("augment", out=tmp_path / "c.tsv", seed=1, **options)
-    assert (tmp_path / "a.tsv").read_text() == (tmp_path / "b.tsv").read_text()
-    assert (tmp_path / "a.tsv").read_text() != (tmp_path / "c.tsv").read_text()
-    header, *lines = [x.split("\t") for x in (tmp_path / "a.tsv").read_text().splitlines()]
+    whole = augment("a.tsv", data=data, times=4)
+    assert whole != augment("c.tsv", data=data, times=4, seed=1)
+    header, *lines = whole
     assert header == ["sentence", "label", "row", "augmented"] and len(lines) == 6 * 5
     for i, (text, label) in enumerate(sentences(6, 0)):
         group = lines[5 * i : 5 * i + 5]
         assert group[0][0] == text and [x[1] for x in group] == [str(label)] * 5
         assert [x[3] for x in group] == ["0", "1", "1", "1", "1"]
         assert len({x[2] for x in group}) == 1
-    assert "the file exists" in run("augment", out=tmp_path / "a.tsv", expect=2, **options)
-    teacher = make_teacher(tmp_path / "teacher")
-    run("distill", teacher=teacher, train=tmp_path / "a.tsv", eval=data, epochs=1, method="labels",
-        device="cpu", out=tmp_path / "out")  # fmt: skip
-
-
-def test_pairs_of_a_glue_task(mlm, tmp_path):
-    rows = "index\tsentence1\tsentence2\tlabel\n0\tthe film is good\tso bad\tentailment\n"
-    (tmp_path / "rte.tsv").write_text(rows)
-    run("augment", data=tmp_path / "rte.tsv", task="rte", mlm=mlm, times=3, probability=1,
-        out=tmp_path / "out.tsv", device="cpu")  # fmt: skip
-    header, *lines = [x.split("\t") for x in (tmp_path / "out.tsv").read_text().splitlines()]
-    assert header[:3] == ["sentence1", "sentence2", "label"]
-    assert lines[0][:3] == ["the film is good", "so bad", "entailment"]
-    for one, two, label, *_ in lines[1:]:
-        assert label == "entailment" and len(one.split()) == 4 and len(two.split()) == 2
-        assert all(a != b for a, b in zip(one.split(), lines[0][0].split(), strict=True))
-
-
-def test_a_stopped_command_goes_on(mlm, tmp_path, monkeypatch):
-    data = write_tsv(tmp_path / "train.tsv", 6)
-    options = {"data": data, "mlm": mlm, "times": 2, "device": "cpu"}
-    run("augment", out=tmp_path / "whole.tsv", **options)
+    assert "the file exists" in augment("a.tsv", data=data, expect=2)
+    distill(train=tmp_path / "a.tsv", method="labels")
     copies, calls = Augmenter.copies, []
 
     def stopping(self, *rest):
@@ -105,11 +82,21 @@ def test_a_stopped_command_goes_on(mlm, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return copies(self, *rest)
 
-    monkeypatch.setattr(augmentation.Augmenter, "copies", stopping)
-    run("augment", out=tmp_path / "a.tsv", expect=130, **options)
-    part = tmp_path / "a.tsv.part"
+    monkeypatch.setattr(Augmenter, "copies", stopping)
+    augment("b.tsv", data=data, times=4, expect=130)
+    part = tmp_path / "b.tsv.part"
     part.write_text(part.read_text() + "half a li")
-    run("augment", out=tmp_path / "a.tsv", **options)
-    assert len(calls) == 4 + 3
-    assert (tmp_path / "a.tsv").read_text() == (tmp_path / "whole.tsv").read_text()
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.tsv", "train.tsv", "whole.tsv"]
+    assert augment("b.tsv", data=data, times=4) == whole
+    assert len(calls) == 4 + 3 and not part.exists()
+
+
+def test_pairs_of_a_glue_task(augment, tmp_path):
+    rows = "index\tsentence1\tsentence2\tlabel\n0\tthe film is good\tso bad\tentailment\n"
+    (tmp_path / "rte.tsv").write_text(rows)
+    given = {"data": tmp_path / "rte.tsv", "task": "rte", "times": 3, "probability": 1}
+    header, *lines = augment("out.tsv", **given)
+    assert header[:3] == ["sentence1", "sentence2", "label"]
+    assert lines[0][:3] == ["the film is good", "so bad", "entailment"]
+    for one, two, label, *_ in lines[1:]:
+        assert label == "entailment" and len(one.split()) == 4 and len(two.split()) == 2
+        assert all(a != b for a, b in zip(one.split(), lines[0][0].split(), strict=True))

@@ -1,6 +1,5 @@
 """`--method auto`, the default: the method of each kind of task, printed, recorded and kept."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,10 +10,11 @@ from fastkd.study.grid import StudySettings
 from fastkd.train import models, tasks
 from fastkd.train.config import NAMES, Config
 from fastkd.train.models import METHODS, Choice, choose, kind_of
+from fastkd.train.saving import read_json
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
 from tests.support.runs import press_ctrl_c, report_of, stop_at
-from tests.support.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import run
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -60,28 +60,22 @@ def test_tasks_of_ones_own_and_students_with_other_tokens():
     assert choose(embedding, own_tokens=True) == choose(embedding)
 
 
-def test_a_run_records_its_method_and_keeps_it(tmp_path, monkeypatch):
-    options = {
-        "teacher": make_teacher(tmp_path / "teacher"), "train": write_tsv(tmp_path / "train.tsv"),
-        "eval": write_tsv(tmp_path / "dev.tsv", 20, seed=1), "out": tmp_path / "out",
-        "batch_size": 8, "epochs": 1, "device": "cpu", "checkpoint_every": 1,
-    }  # fmt: skip
+def test_a_run_records_its_method_and_keeps_it(distill, tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "classification", Choice("lrkd", "a reason"))
     with monkeypatch.context() as patch:
         stop_at(patch, 2, press_ctrl_c)
-        run("distill", **options, expect=130)
-    begun = json.loads((tmp_path / "out/unfinished/fastkd.json").read_text())
+        distill(expect=130)
+    begun = read_json(tmp_path / "out/unfinished/fastkd.json")
     assert (begun["settings"]["method"], begun["method"]) == ("auto", "lrkd")
     monkeypatch.setitem(METHODS, "classification", Choice("fcd", "another reason"))
-    assert "method lrkd (--method auto): as the run began" in run("distill", "--resume", **options)
+    assert "method lrkd (--method auto): as the run began" in distill("--resume")
     report = report_of(tmp_path / "out")
     assert (report["settings"]["method"], report["method"]) == ("auto", "lrkd")
     assert set(report["best"]["losses"]) == {"loss", "task", "soft", "projection"}
     card = (tmp_path / "out/student/README.md").read_text()
     assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
-    output = run("distill", "--overwrite", **options)
     why = f"--task classification: another reason ({models.PAGE})"
-    assert f"method fcd (--method auto): {why}" in output
+    assert f"method fcd (--method auto): {why}" in distill("--overwrite", max_train_rows=8)
 
 
 @pytest.mark.parametrize("flags", [{"preset": "paper"}, {"set": "alpha=1"}])

@@ -1,4 +1,4 @@
-"""`fastkd distill` from its command line: bad input, whole runs, interruptions, resuming."""
+"""`fastkd distill` from its command line: options, errors, results, stops and resuming."""
 
 import errno
 import hashlib
@@ -23,19 +23,22 @@ import fastkd
 from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.analysis.similarity_measures import MEASURES
-from fastkd.cli import command_settings
+from fastkd.cli import command_settings, main
 from fastkd.cli.main import app
 from fastkd.distill import METHODS, baselines, labelled_order
-from fastkd.train import config, fitting, saving
+from fastkd.train import config, fitting, packaged_teacher, saving
 from fastkd.train.arguments import settled
 from fastkd.train.config import Config
+from fastkd.train.data import describe
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.options import as_json, assignments, options_of
-from fastkd.train.run_directory import RunDirectory
+from fastkd.train.run_directory import Checkpoints, RunDirectory
 from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replace_directory
 from tests.support.runs import (
     crash,
     hang_up,
+    made,
+    once,
     press_ctrl_c,
     report_of,
     same_weights,
@@ -44,75 +47,46 @@ from tests.support.runs import (
     visible,
     weights_of,
 )
-from tests.support.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import make_teacher, run, sentences, usual, write_tsv
+
+# 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
+RUN = {"epochs": 1.6, "method": "mc3kd", "finetune_teacher": 0.6}
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    return make_teacher(tmp_path_factory.mktemp("models") / "teacher")
+def runs(tiny, tmp_path_factory):
+    """Whole runs: `labels`, and `whole` of RUN, of which `stopped` got Ctrl-C in step 7 of 8."""
 
+    def make(folder):
+        labels = {"method": "labels", "student_layers": 2}
+        said = run("distill", **usual(tiny, folder, out=folder / "labels", **labels))
+        (folder / "said").write_text(said)
+        run("distill", **usual(tiny, folder, out=folder / "whole", **RUN))
+        with pytest.MonkeyPatch.context() as patch:
+            stop_at(patch, 7, press_ctrl_c)
+            run("distill", expect=130, **usual(tiny, folder, out=folder / "stopped", **RUN))
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    return write_tsv(folder / "train.tsv"), write_tsv(folder / "dev.tsv", 20, seed=1)
-
-
-@pytest.fixture(scope="module")
-def call(teacher, files):
-    """Run `fastkd distill` on the tiny data; options given here replace the usual ones."""
-
-    def call(*flags, **options):
-        usual = {
-            "teacher": teacher, "train": files[0], "eval": files[1], "epochs": 1, "batch_size": 8,
-            "max_length": 16, "device": "cpu", "learning_rate": 1e-3,
-        }  # fmt: skip
-        return run("distill", *flags, **{**usual, **options})
-
-    return call
+    return once(tmp_path_factory, "runs", make)
 
 
 @pytest.fixture
-def distill(call, tmp_path):
-    return lambda *flags, **options: call(*flags, **{"out": tmp_path / "out", **options})
-
-
-@pytest.fixture(scope="module")
-def finished(call, tmp_path_factory):
-    """Output and directory of a whole run."""
-    out = tmp_path_factory.mktemp("finished") / "out"
-    return call(out=out, method="labels", student_layers=2), out
-
-
-@pytest.fixture(scope="module")
-def stopped(call, tmp_path_factory):
-    """Options of a run, its directory after Ctrl-C in step 7 of 10, and that of the whole run."""
-    folder, options = tmp_path_factory.mktemp("stopped"), {"epochs": 2, "method": "lrkd"}
-    call(out=folder / "whole", **options)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 7, press_ctrl_c)
-        call(out=folder / "out", expect=130, **options)
-    return options, folder / "out", folder / "whole"
-
-
-@pytest.fixture
-def opened(teacher, files, tmp_path):
-    """`RunDirectory` of the options of `call`."""
+def opened(tiny, tmp_path):
+    """`RunDirectory` of the same options in Python."""
 
     def opened(out=tmp_path / "out", **options):
-        usual = {
-            "teacher": teacher, "train": files[0], "evals": files[1], "num_train_epochs": 1.0,
-            "batch_size": 8, "max_length": 16, "device_name": "cpu", "learning_rate": 1e-3,
-        }  # fmt: skip
-        given = {**usual, **options, "out": out}
-        return RunDirectory(settled(Config.of({**given, "teacher": str(given["teacher"])})))
+        given = usual(tiny, tmp_path, out=out)
+        for name, other in (("eval", "evals"), ("epochs", "num_train_epochs"),
+                            ("device", "device_name")):  # fmt: skip
+            given[other] = given.pop(name)
+        given |= {"teacher": str(given["teacher"]), "num_train_epochs": 1.0, **options}
+        return RunDirectory(settled(Config.of(given)))
 
     return opened
 
 
 # tests/cli/test_demo.py trains by every method.
-def test_labels_alone_train_and_save(finished):
-    output, out = finished
+def test_labels_alone_train_and_save(runs):
+    output, out = (runs / "said").read_text(), runs / "labels"
     report = report_of(out)
     assert report["complete"] and report["settings"]["method"] == "labels"
     assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
@@ -130,31 +104,12 @@ def test_labels_alone_train_and_save(finished):
     assert "on the labels alone" in (out / "student" / "README.md").read_text()
 
 
-def test_finetunes_a_teacher_without_a_head(distill, tmp_path):
-    bare = make_teacher(tmp_path / "bare", head=False)
-    distill(teacher=bare, finetune_teacher=8, teacher_learning_rate=5e-3, method="soft_targets")
-    report = report_of(tmp_path / "out")
-    assert report["teacher"]["accuracy"] > 0.9
-    distill(teacher=tmp_path / "out" / "teacher", out=tmp_path / "again")
-    assert report_of(tmp_path / "again")["teacher"] == report["teacher"]
-
-
-def test_the_least_error_selects_the_student(distill, tmp_path):
-    real = write_tsv(tmp_path / "real.tsv", label=lambda y: y + 0.5)
-    head = make_teacher(tmp_path / "head", labels=1)
-    distill(teacher=head, train=real, eval=real, metric="mse", method="labels", epochs=3)
-    report = report_of(tmp_path / "out")
-    scores = [entry["scores"]["mse"] for entry in report["history"]]
-    assert len(scores) == 3 and report["student"]["mse"] == min(scores)
-
-
-def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
+def test_f1_is_of_the_second_class_of_the_data_or_of_all(distill, tmp_path):
     names = {0: "POSITIVE", 1: "NEGATIVE"}
     head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
     rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("negative", "positive")[y])
     options = {"teacher": head, "train": rows, "eval": rows, "metric": "f1"}
-    output = distill(**options, epochs=5, learning_rate=3e-3)
-    assert "f1 is that of class 'positive'" in output
+    said = distill(**options, epochs=5, learning_rate=3e-3)
     student = tmp_path / "out" / "student"
     lines = run("predict", model=student, data=rows).splitlines()[1:]
     answers = [line.split("\t")[2] == "positive" for line in lines]
@@ -162,8 +117,15 @@ def test_f1_is_of_the_second_class_of_the_data(distill, tmp_path):
     hits = sum(a and b for a, b in zip(answers, truth, strict=True))
     expected = 2 * hits / (sum(answers) + sum(truth))
     assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
-    said = run("evaluate", model=student, data=rows, metric="f1")
-    assert f"f1 {expected:.4g} " in said and "f1 is that of class 'positive'" in said
+    scores = run("evaluate", model=student, data=rows, metric="f1")
+    assert f"f1 {expected:.4g} " in scores
+    assert all("f1 is that of class 'positive'" in output for output in (said, scores))
+    three = tmp_path / "three.tsv"
+    rows = [f"{text}\t{i % 3}" for i, (text, _) in enumerate(sentences(12, 0))]
+    three.write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    teacher = str(make_teacher(tmp_path / "teacher", labels=3))
+    found = made(teacher=teacher, train=three, evals=three, metric="f1")[0]
+    assert "f1 is the mean of those of all classes" in "\n".join(describe(found.data.corpus))
 
 
 # Messages of rejected options; malformed values of every option: test_abuse.py.
@@ -171,6 +133,7 @@ BAD = [
     ({"train_split": "test"}, "--train and --train-split exclude each other"),
     ({"eval_split": "test"}, "--train and --eval-split exclude each other"),
     ({"data": "imdb"}, "--train and --data exclude each other"),
+    ({"train": None, "eval": None, "task": "sst2", "data": "imdb"}, "--task and --data exclude"),
     ({"data_config": "x"}, "--data-config"),
     ({"student": "./s", "teacher_layers": "top"}, "--student and --teacher-layers"),
     ({"teacher_learning_rate": 1e-3}, "needs --finetune-teacher"),
@@ -198,14 +161,42 @@ BAD = [
     ({"precision": "fp16"}, "fp16 needs a CUDA device"),
     ({"max_length": 64}, "--max-length 64.*at most 32"),
     ({"text_column": "sentense"}, "'sentense'.*did you mean 'sentence'"),
+    ({"accumulate": 9}, "--accumulate 9: a step of 8 rows"),
+    ({"resume": True}, "--resume: --out .*/out does not exist"),
+    ({"log_json": "out/student/log"}, "--log-json"),
+    ({"log_json": "out/unfinished/log"}, "--log-json"),
 ]
 
 
-def test_bad_input_is_one_sentence_before_any_work(distill, tmp_path):
+def test_bad_input_is_one_sentence_before_any_work(distill, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for given, said in BAD:
         error = distill(expect=2, **given)
         assert re.search(said, error), (given, error)
         assert not (tmp_path / "out").exists()
+    assert "--log-json" in distill(log_json=tiny / "train.tsv", expect=2)
+    assert "--eval is given twice" in distill("--eval", tiny / "dev.tsv", expect=2)
+    for name, value in (("ACCELERATE_USE_CPU", "True"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    error = distill(expect=2)
+    assert "accelerate launch has started one process" in error and "torchrun" in error
+
+
+def test_columns_are_checked_before_anything_is_imported(distill, tiny, tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("one;two\nx;y\n")
+    (tmp_path / "b.tsv").write_text((tiny / "train.tsv").read_text().replace("\t1\n", "\t\n"))
+    error = distill(train=tmp_path / "b.tsv", expect=2)
+    assert "the label is empty, as in 20 rows; write -100" in error and "--unlabelled" in error
+    monkeypatch.setattr(main, "require", lambda *names: pytest.fail("imported"))
+    for options, words in (
+        ({"text_column": "review"}, "no column 'review' (--text-column); known: sentence, label"),
+        ({"label_column": "stars"}, "no column 'stars' (--label-column)"),
+        ({"train": tmp_path / "a.csv"}, "its columns are separated by ';'"),
+        ({"unlabelled": tmp_path / "none.txt"}, "--unlabelled "),
+        ({"task": "multi-label", "label_column": "label,x"}, "no column 'x' (--label-column)"),
+        ({"teacher": "./none"}, "--teacher ./none: no such directory"),
+    ):
+        assert words in distill(**options, expect=2)
 
 
 def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
@@ -227,7 +218,6 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     assert [entry["step"] for entry in report["history"]] == [3, 5]
     assert all(entry["losses"]["loss"] > 0 for entry in report["history"])
     assert report["settings"]["trainer_args"]["lr_scheduler_type"] == "constant"
-    assert "compares the" not in distill(trainer_args=file, out=tmp_path / "b")
     assert "exclude each other" in distill(accumulate=2, trainer_args=file, expect=2)
     file.write_text("max_grad_norm: 0.5\n")
     error = distill("--resume", **options, expect=2)
@@ -237,18 +227,15 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
 def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     """Batches of 8 rows in parts of 3, 3 and 2, the last one of 2 rows in two."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    options = {
-        "teacher": make_teacher(tmp_path / "still", **still), "method": "fcd",
-        "max_train_rows": 26,
-    }  # fmt: skip
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    distill(out=whole, **options)
-    distill(out=parts, accumulate=3, **options)
-    a, b = weights_of(whole), weights_of(parts)
+    options = {"teacher": make_teacher(tmp_path / "still", **still), "max_train_rows": 10}
+    outs = tmp_path / "whole", tmp_path / "parts"
+    for out, accumulate in zip(outs, (None, 3), strict=True):
+        distill(out=out, accumulate=accumulate, method="fcd", **options)
+    a, b = map(weights_of, outs)
     for key in a:
         if not key.endswith("key.bias"):  # whose gradient is rounding
             assert (a[key] - b[key]).abs().max() <= 1e-5, key
-    losses = [report_of(out)["history"][-1]["losses"] for out in (whole, parts)]
+    losses = [report_of(out)["history"][-1]["losses"] for out in outs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -281,36 +268,25 @@ def test_wrong_trainer_args_are_one_sentence(tmp_path, text, said):
     assert said in str(error.value) and f"--trainer-args {file}" in str(error.value)
 
 
-def test_options_that_are_given_twice(distill, files):
-    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
-    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
-    assert assignments("--set", words) == values
-    assert "--eval is given twice" in distill("--eval", files[1], expect=2)
-    group = get_command(app)
-    _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
-    assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
-    hub = {"train": None, "eval": None, "task": "sst2"}
-    assert "--task and --data exclude" in distill(data="imdb", expect=2, **hub)
+def test_a_marker_of_something_else(opened, tmp_path):
+    for where in ("student", "unfinished"):
+        folder = tmp_path / "out" / where
+        folder.mkdir(parents=True)
+        for manifest in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
+            (folder / MANIFEST).write_text(manifest)
+            with pytest.raises(InputError, match=f"{folder}.*{MANIFEST}"):
+                opened(resume=True)
+        # Only what lies below a marker is its own.
+        mine = tmp_path / "mine"
+        mine.write_text("")
+        (folder / MANIFEST).write_text(json.dumps({"files": {"../../mine": "", str(mine): ""}}))
+        saving.discard(folder)
+        assert mine.exists() and not folder.exists()
 
 
-@pytest.mark.parametrize("where", ["student", "unfinished"])
-def test_a_marker_of_something_else(opened, tmp_path, where):
-    folder = tmp_path / "out" / where
-    folder.mkdir(parents=True)
-    for manifest in ("[1]", '{"files": {}}', '{"run": 5, "settings": [], "fingerprints": {}}'):
-        (folder / MANIFEST).write_text(manifest)
-        with pytest.raises(InputError, match=f"{folder}.*{MANIFEST}"):
-            opened(resume=True)
-    # Only what lies below a marker is its own.
-    (tmp_path / "mine").write_text("")
-    (folder / MANIFEST).write_text('{"files": {"../../mine": "", "%s": ""}}' % (tmp_path / "mine"))
-    saving.discard(folder)
-    assert (tmp_path / "mine").exists() and not folder.exists()
-
-
-def test_results_are_not_replaced_unasked(distill, opened, finished, stopped, tmp_path):
+def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
     """Nor is a file of them that was changed, or that fastkd did not write, ever deleted."""
-    out, same = shutil.copytree(finished[1], tmp_path / "out"), {"method": "labels"}
+    out, same = shutil.copytree(runs / "labels", tmp_path / "out"), {"method": "labels"}
     assert "already complete" in distill("--resume", **same, student_layers=2)
     for options, words in (
         ({}, "already holds a student; .*--overwrite"),
@@ -327,7 +303,7 @@ def test_results_are_not_replaced_unasked(distill, opened, finished, stopped, tm
     kept = out / "student.old"
     assert visible(kept) == ["README.md", "notes.txt"] and find_damage(out / "student") is None
     assert (kept / "README.md").read_text() == "a card of my own"
-    half = shutil.copytree(stopped[1], tmp_path / "half")
+    half = shutil.copytree(runs / "stopped", tmp_path / "half")
     before = {p: p.stat().st_mtime_ns for p in half.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match=r"unfinished run.*--resume.*--overwrite"):
         opened(half)
@@ -343,28 +319,27 @@ def test_results_are_not_replaced_unasked(distill, opened, finished, stopped, tm
                 opened((tmp_path / folder).parent, **{flag: True})
 
 
-def test_files_put_into_an_unfinished_run_stay(distill, opened, stopped, tmp_path):
+def test_files_put_into_an_unfinished_run_stay(distill, opened, runs, tmp_path):
     def put(out):
-        work = shutil.copytree(stopped[1], out) / "unfinished"
+        work = shutil.copytree(runs / "stopped", out) / "unfinished"
         folders = ("", "checkpoints", "checkpoints/checkpoint-7", "student")
         for i, folder in enumerate(folders):
             (work / folder / "notes.txt").write_text(f"mine {i}")
 
-    def kept(out):
-        found = (out / "unfinished-2").rglob("*")
-        return sorted(path.read_text() for path in found if path.is_file())
+    def kept(folder):
+        return sorted(path.read_text() for path in folder.rglob("notes.txt"))
 
     put(tmp_path / "out")
-    output = distill("--resume", **stopped[0])
+    output = distill("--resume", **RUN)
     assert kept(tmp_path / "out") == [f"mine {i}" for i in range(4)]
+    assert len(kept(tmp_path / "out/unfinished-2")) == 3  # the student is the best, too
     said = f"{tmp_path / 'out/unfinished-2'}: files that fastkd did not write"
     assert said in " ".join(output.split())
-    assert same_weights(tmp_path / "out", stopped[2])
-    assert "already complete" in distill("--resume", **stopped[0])
+    assert same_weights(tmp_path / "out", runs / "whole")
     put(tmp_path / "again")
     begun = opened(tmp_path / "again", overwrite=True)
     assert begun.kept == tmp_path / "again/unfinished-2" and not begun.manifest
-    assert kept(tmp_path / "again") == [f"mine {i}" for i in range(4)]
+    assert kept(begun.kept) == [f"mine {i}" for i in range(4)]
 
 
 def test_the_lock_goes_with_its_process(distill, tmp_path):
@@ -390,10 +365,8 @@ def test_the_lock_goes_with_its_process(distill, tmp_path):
     assert visible(tmp_path / "out") == []
 
 
-def test_links_and_logs_among_the_results(distill, opened, files, tmp_path):
+def test_links_among_the_results(opened, tmp_path):
     out, mine = tmp_path / "out", tmp_path / "mine"
-    for place in (files[0], out / "student" / "log", out / "unfinished" / "log"):
-        assert "--log-json" in distill(log_json=place, expect=2)
     out.mkdir()
     (out / "unfinished").symlink_to(mine)
     with pytest.raises(InputError, match="fastkd did not write"):
@@ -414,8 +387,6 @@ def test_links_and_logs_among_the_results(distill, opened, files, tmp_path):
     (linked / MANIFEST).write_text(json.dumps({"files": listed}))
     saving.discard(linked)
     assert (mine / "below" / "thesis.txt").read_text() == "mine"
-    shutil.rmtree(mine)
-    shutil.copytree(make_teacher(tmp_path / "model"), mine)
     saving.write_manifest(mine, {})
     (out / "student").symlink_to(mine)
     saving.replace_directory(out / "student", lambda directory: {})
@@ -423,60 +394,40 @@ def test_links_and_logs_among_the_results(distill, opened, files, tmp_path):
     assert find_damage(mine) is None
 
 
-def test_too_little_room_is_told_before_any_training(distill, tmp_path, monkeypatch):
-    full = shutil.disk_usage(tmp_path)._replace(free=50_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
-    error = distill(expect=2)
-    assert re.search(r"--out .*this run writes up to \d+ KiB, and the disk has 49 KiB left", error)
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_best_epoch_is_one_with_a_trained_head(distill, tmp_path):
     """LRC-BERT's first stage trains layers alone."""
-    output = distill(method="lrc_bert", set="first_stage=0.5", epochs=4)
+    output = distill(method="lrc_bert", set="first_stage=0.5", epochs=4, max_train_rows=8)
     assert output.count("(head not trained yet)") == 2
     history = report_of(tmp_path / "out")["history"]
     assert [entry["best"] for entry in history[:3]] == [False, False, True]
 
 
-def test_a_nan_loss_stops_with_the_best_student_kept(distill, tmp_path):
+def test_a_nan_loss_stops_with_the_best_student_kept(distill):
     error = distill(epochs=40, learning_rate=1e20, warmup=0, expect=1)
     assert "loss became nan" in error and "learning rate" in error
     assert "--precision" not in error  # it is fp32 already
 
 
-# 40 rows in batches of 8: 5 steps an epoch. Every way to end, once; test_kills.py has every place.
-@pytest.mark.parametrize(("method", "epochs", "step", "how", "every"), [
-    ("soft_targets", 1, 7, press_ctrl_c, None),  # in the teacher's fine-tuning
-    ("lrkd", 2, 8, crash, 3),
-    ("knn", 2, 10, hang_up, None),
-    ("mc3kd", 1.6, 8, terminate, 8),  # the last step, in the middle of an epoch
+# Every way to end, once; test_kills.py has every place.
+@pytest.mark.parametrize(("step", "how", "every", "newest"), [
+    (2, press_ctrl_c, None, 2),  # in the teacher's fine-tuning
+    (7, crash, 3, 6),  # Ctrl-C saves a checkpoint at once; a crash leaves the last one
+    (5, hang_up, None, 5),  # at an evaluation
+    (8, terminate, 8, 8),  # the last step, in the middle of an epoch
 ])  # fmt: skip
-def test_resuming_gives_the_uninterrupted_result(
-    distill, tmp_path, method, epochs, step, how, every
-):
-    rarely = tmp_path / "args.yaml"
-    rarely.write_text("logging_steps: 99\n")
-    options = {
-        "method": method, "epochs": epochs, "checkpoint_every": every, "trainer_args": rarely
-    }  # fmt: skip
-    checkpoints = tmp_path / "out" / "unfinished" / "checkpoints"
-    if method == "soft_targets":
-        options["finetune_teacher"] = 2
-        checkpoints = checkpoints.with_name("teacher-checkpoints")
-    distill(out=tmp_path / "whole", **options)
-    code = {terminate: 143, hang_up: 129}.get(how, 130)
+def test_resuming_gives_the_uninterrupted_result(distill, runs, tmp_path, step, how, every, newest):
+    options = {**RUN, "checkpoint_every": every}
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, step, how)
+        code = {terminate: 143, hang_up: 129}.get(how, 130)
         assert "--resume" in distill(expect=code, **options)
-    steps = [int(path.name.split("-")[1]) for path in checkpoints.glob("checkpoint-*")]
-    newest = max(steps, default=None)
-    # Ctrl-C saves a checkpoint at once; a crash leaves the last one.
-    assert newest == (6 if how is crash else step)
+    name = "teacher-checkpoints" if step == 2 else "checkpoints"
+    found = (tmp_path / "out/unfinished" / name).glob("checkpoint-*")
+    assert max(int(path.name.split("-")[1]) for path in found) == newest
     distill("--resume", **options)
-    assert same_weights(tmp_path / "out", tmp_path / "whole")
-    resumed, whole = report_of(tmp_path / "out"), report_of(tmp_path / "whole")
-    for name in ("student", "compared_layers"):
+    assert same_weights(tmp_path / "out", runs / "whole")
+    resumed, whole = report_of(tmp_path / "out"), report_of(runs / "whole")
+    for name in ("student", "teacher", "compared_layers"):
         assert resumed[name] == whole[name]
     assert resumed["seconds"]["training"] <= resumed["seconds"]["total"]
     for a, b in zip(resumed["history"], whole["history"], strict=True):
@@ -484,100 +435,111 @@ def test_resuming_gives_the_uninterrupted_result(
         assert a["losses"] == pytest.approx(b["losses"]) and "loss" in b["losses"]
 
 
-@pytest.mark.parametrize(
-    "harm", [MANIFEST, "flip model.safetensors", "cut off", "older", "best student"]
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, stopped, tmp_path, harm):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs, tmp_path):
     """Without the best student the training starts again."""
-    options, out, whole = stopped
-    work = shutil.copytree(out, tmp_path / "out") / "unfinished"
-    assert visible(work / "checkpoints") == ["checkpoint-5", "checkpoint-7"]
-    newest = work / "checkpoints" / "checkpoint-7"
-    (newest.parent / "checkpoint-mine").mkdir()
+
+    def damaged(harm):
+        work = shutil.copytree(runs / "stopped", tmp_path / harm) / "unfinished"
+        number = json.loads((work / MANIFEST).read_text())["run"]
+        return work / "checkpoints", Checkpoints(work / "checkpoints", number, resume=True)
+
+    place, _ = damaged("names")
+    assert visible(place) == ["checkpoint-5", "checkpoint-7"]
+    (place / "checkpoint-mine").mkdir()
     for name in (
         "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
         "trainer_state.json",
     ):  # fmt: skip
-        (newest / name).rename(tmp_path / name)
-        assert name in find_damage(newest)
-        (tmp_path / name).rename(newest / name)
-    if harm == "cut off":
-        newest = newest.with_name("checkpoint-8")
-        newest.mkdir()
-        (newest / "trainer_state.json").write_text('{"global_step":')
-    elif harm == "older":  # as they were when the teacher's trainer was another
-        (newest / "method.pt").unlink()
-        saving.write_manifest(newest, saving.read_manifest(newest))
-    elif harm == "best student":
-        (work / "student" / "model.safetensors").write_bytes(b"")
-    elif harm.startswith("flip"):
-        path = newest / harm.split()[1]
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    else:
-        (newest / harm).unlink()
-    output = distill("--resume", **options)
-    if harm == "best student":
-        assert "student is damaged" in output and "starts again" in output
-    else:
-        assert f"{newest.name}: cannot be used (" in output and "the one before it" in output
-        assert {"cut off": "incomplete", "older": "an older"}.get(harm, harm.split()[-1]) in output
-    assert same_weights(tmp_path / "out", whole)
+        (place / "checkpoint-7" / name).rename(tmp_path / name)
+        assert name in find_damage(place / "checkpoint-7")
+        (tmp_path / name).rename(place / "checkpoint-7" / name)
+    for harm, why in (
+        (MANIFEST, MANIFEST), ("flip", "model.safetensors"), ("cut off", "incomplete"),
+        ("older", "an older"), ("other", "belongs to another run"),
+    ):  # fmt: skip
+        place, checkpoints = damaged(harm)
+        newest = place / "checkpoint-7"
+        if harm == "cut off":
+            newest = newest.with_name("checkpoint-8")
+            newest.mkdir()
+            (newest / "trainer_state.json").write_text('{"global_step":')
+        elif harm == "older":  # as they were when the teacher's trainer was another
+            (newest / "method.pt").unlink()
+            saving.write_manifest(newest, saving.read_manifest(newest))
+        elif harm == "other":
+            saving.write_manifest(newest, {"run": "x"})
+        elif harm == "flip":
+            content = bytearray((newest / "model.safetensors").read_bytes())
+            content[len(content) // 2] ^= 1
+            (newest / "model.safetensors").write_bytes(content)
+        else:
+            (newest / harm).unlink()
+        said = []
+        assert checkpoints.newest(said.append) == (
+            place / ("checkpoint-7" if harm == "cut off" else "checkpoint-5")
+        )
+        (line,) = said
+        assert f"{newest.name}: cannot be used (" in line and "the one before it" in line
+        assert why in line and (find_damage(newest) or not newest.exists())
+    out = shutil.copytree(runs / "stopped", tmp_path / "out")
+    (out / "unfinished/student/model.safetensors").write_bytes(b"")
+    output = distill("--resume", **RUN)
+    assert "student is damaged" in output and "starts again" in output
+    assert same_weights(out, runs / "whole")
 
 
-def test_resume_wants_the_same_data_models_and_settings(
-    distill, opened, stopped, files, teacher, tmp_path
-):
-    options, out = stopped[0], shutil.copytree(stopped[1], tmp_path / "out")
-    own = shutil.copytree(teacher, tmp_path / "own")
-    given = {**options, "teacher": own, "train": shutil.copy(files[0], tmp_path / "train.tsv")}
+def test_resume_wants_the_same_data_models_and_settings(distill, opened, runs, tiny, tmp_path):
+    out = shutil.copytree(runs / "stopped", tmp_path / "out")
+    own = shutil.copytree(tiny / "teacher", tmp_path / "own")
+    train = Path(shutil.copy(tiny / "train.tsv", tmp_path / "train.tsv"))
+    given = {**RUN, "teacher": own, "train": train, "expect": 2}
     manifest = out / "unfinished" / MANIFEST
     content = json.loads(manifest.read_text())
-    content["settings"] |= {"teacher": str(own), "train": str(given["train"])}
+    content["settings"] |= {"teacher": str(own), "train": str(train)}
     manifest.write_text(json.dumps(content))
-    given["train"].write_text(files[0].read_text().replace("film", "a film", 1))
-    assert "started with other training rows" in distill("--resume", expect=2, **given)
-    shutil.copy(files[0], given["train"])
+    train.write_text(train.read_text().replace("film", "a film", 1))
+    assert "started with other training rows" in distill("--resume", **given)
+    shutil.copy(tiny / "train.tsv", train)
     short = write_tsv(tmp_path / "dev.tsv", 18, seed=1)
-    assert "eval" in distill("--resume", eval=short, expect=2, **given)
-    shutil.rmtree(own)
-    make_teacher(own, initializer_range=0.1)
-    assert "started with other teacher weights" in distill("--resume", expect=2, **given)
-    shutil.rmtree(own)
-    shutil.copytree(teacher, own)
+    assert "eval" in distill("--resume", **given, eval=short)
     words = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(words.replace('"film"', '"mlif"'))
-    assert "started with other tokenizer files" in distill("--resume", expect=2, **given)
+    assert "started with other tokenizer files" in distill("--resume", **given)
+    shutil.rmtree(out / "unfinished/teacher")
+    shutil.rmtree(own)
+    make_teacher(own, initializer_range=0.1)
+    assert "started with other teacher weights" in distill("--resume", **given)
     manifest.write_text(json.dumps(content)[:50])
     with pytest.raises(InputError, match=f"{manifest} is damaged.*--overwrite"):
         opened(resume=True, seed=5)
     # A complete run, too.
-    whole = shutil.copytree(stopped[2], tmp_path / "whole")
-    other = write_tsv(tmp_path / "other.tsv", seed=5)
+    whole = shutil.copytree(runs / "whole", tmp_path / "whole")
+    given = {**RUN, "expect": 2, "out": whole, "train": write_tsv(tmp_path / "x.tsv", seed=5)}
     settings = json.loads((whole / "student" / MANIFEST).read_text())
-    settings["settings"]["train"] = str(other)
+    settings["settings"]["train"] = str(given["train"])
     (whole / "student" / MANIFEST).write_text(json.dumps(settings))
-    error = distill("--resume", expect=2, **options, train=other, out=whole)
-    assert "started with other training rows" in error
+    assert "started with other training rows" in distill("--resume", **given)
     (whole / "student" / "model.safetensors").unlink()
-    error = distill("--resume", expect=2, **options, train=other, out=whole)
+    error = distill("--resume", **given)
     assert "its student is damaged (model.safetensors is missing)" in error
+    (tmp_path / "empty").mkdir()
+    said = distill("--resume", out=tmp_path / "empty", max_train_rows=8, method="labels")
+    assert "no run to resume; this one begins" in said
 
 
-# Errors of each writer on a full disk.
-@pytest.mark.parametrize(("place", "error"), [
-    ("marker", OSError(errno.ENOSPC, "No space left on device")),
-    ("optimizer", RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")),
-])  # fmt: skip
-def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
-    distill, finished, tmp_path, monkeypatch, error, place
-):
-    shutil.copytree(finished[1], tmp_path / "out")
+def test_too_little_room(distill, runs, tmp_path, monkeypatch):
+    """It is seen before any training; a disk that fills up leaves the old student."""
+    full = shutil.disk_usage(tmp_path)._replace(free=50_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: full)
+        error = distill(expect=2)
+    said = r"--out .*this run writes up to \d+ KiB, and the disk has 49 KiB left"
+    assert re.search(said, error) and not (tmp_path / "out").exists()
+    shutil.copytree(runs / "labels", tmp_path / "out")
     before = weights_of(tmp_path / "out")
 
-    def full(*args, **kwargs):
-        raise error
+    def save(*args, **kwargs):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
 
     def room(path):
         return shutil._ntuple_diskusage(2**30, 2**30, 0 if room.trained else 2**29)
@@ -586,10 +548,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
     monkeypatch.setattr(shutil, "disk_usage", room)
     with monkeypatch.context() as patch:
         stop_at(patch, 5, lambda: setattr(room, "trained", True))
-        if place == "optimizer":
-            patch.setattr(torch, "save", full)
-        else:
-            patch.setattr(saving, "write_manifest", full)
+        patch.setattr(torch, "save", save)
         message = distill("--overwrite", seed=2, expect=1)
     assert "cannot be saved (No space left on device)" in message and "intact" in message
     after = weights_of(tmp_path / "out")
@@ -602,10 +561,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_old_student(
     assert visible(tmp_path / "out") == ["student"]
 
 
-def test_what_writers_of_models_raise_on_a_full_disk(tmp_path):
+def test_what_writers_raise_on_a_full_disk(tmp_path):
     for error in (
         SafetensorError("Error while serializing: No space left (os error 28)"),
         Exception("No space left on device (os error 28)"),  # of a tokenizer
+        OSError(errno.ENOSPC, "No space left on device"),
     ):
         said = r"cannot be saved \(No space left on device\)"
         with pytest.raises(SaveFailed, match=said), saving.saving(tmp_path):
@@ -623,15 +583,25 @@ def test_every_option_has_help_and_a_default_that_passes():
     for option in options_of(Config).values():
         assert (option.flag in output) == ("distill" in option.commands) and option.help
         assert (option.key in saved) == option.saved
+    words = ["a=1,2", "b=true", "c=1e-3", "d=None", "e=cls", "f=[4]"]
+    values = {"a": [1, 2], "b": True, "c": 1e-3, "d": None, "e": "cls", "f": [4]}
+    assert assignments("--set", words) == values
+    group = get_command(app)
+    _, typed, _ = group.resolve_command(group.make_context("fastkd", ["distill"]), ["distill"])
+    assert typed.make_context("distill", ["--eval", "a", "--eval", "b"], resilient_parsing=True)
 
 
-def test_replacing_a_directory_is_all_or_nothing(tmp_path):
-    """A kill between the two renames restores the old directory."""
+def test_replacing_a_directory_is_all_or_nothing(tmp_path, monkeypatch):
+    """A kill between the two renames restores the old directory; the new one is synced before."""
     target = tmp_path / "model"
 
     def cut_off(directory):
         (directory / "w").write_text("half")
         raise KeyboardInterrupt
+
+    def write(directory):
+        (directory / "w").write_text("new")
+        return {}
 
     replace_directory(target, lambda directory: {"new": (directory / "w").write_text("old")})
     with pytest.raises(KeyboardInterrupt):
@@ -641,24 +611,16 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path):
     target.rename(tmp_path / ".model.old")
     recover_directory(target)
     assert (target / "w").read_text() == "old"
-
-
-def test_a_new_directory_is_on_the_disk_before_it_replaces_the_old(tmp_path, monkeypatch):
     done, rename = [], Path.rename
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.fstat(descriptor).st_ino))
     monkeypatch.setattr(Path, "rename", lambda *paths: done.append("rename") or rename(*paths))
-
-    def write(directory):
-        (directory / "w").write_text("new")
-        return {}
-
-    replace_directory(tmp_path / "model", write)
-    files = [tmp_path / "model" / name for name in ("w", MANIFEST, ".")]
+    replace_directory(tmp_path / "other", write)
+    files = [tmp_path / "other" / name for name in ("w", MANIFEST, ".")]
     assert {path.stat().st_ino for path in files} <= set(done[: done.index("rename")])
     assert done[-1] == tmp_path.stat().st_ino
 
 
-def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
+def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch, capsys):
     """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
     with pytest.raises(MissingExtra, match=r"nowhere is not installed.*-e '[^']*\[train\]'"):
         require("nowhere.at.all", "train")
@@ -670,9 +632,6 @@ def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch
     error = distill(expect=1)
     assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
     assert not (tmp_path / "out").exists()
-
-
-def test_torch_without_the_extras_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setattr(fastkd, "cli", fastkd.cli)  # which comes back, after another was imported
     for name in [name for name in sys.modules if name.startswith(("typer", "fastkd.cli"))]:
         monkeypatch.delitem(sys.modules, name)
@@ -699,8 +658,6 @@ LISTS_AND_MISTAKES = [
     ["cache", "--teacher", "bert", *FILES],
     ["study", "--nosuch"],
 ]
-
-
 WITHOUT_TORCH = f"""
 import sys
 from fastkd.__main__ import main
@@ -718,9 +675,6 @@ def test_lists_and_mistakes_import_no_torch():
     output = subprocess.run(command, capture_output=True, text=True).stdout
     found = [line for line in output.splitlines() if line.startswith("imported")]
     assert found == [f"imported {words} set()" for words in LISTS_AND_MISTAKES]
-
-
-def test_names_that_are_listed_without_torch():
     assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]
     assert config.LABELLED_SHARE == labelled_order.LABELLED_SHARE
     assert command_settings.MEASURES == MEASURES
@@ -730,7 +684,7 @@ def test_names_that_are_listed_without_torch():
 
 def test_scores_of_several_test_files_have_their_names(distill, tmp_path):
     files = [write_tsv(tmp_path / name, 10, i) for i, name in enumerate(("one.tsv", "two.b.tsv"))]
-    distill("--test", files[0], "--test", files[1])
+    distill("--test", files[0], "--test", files[1], max_train_rows=8)
     report, student = report_of(tmp_path / "out"), tmp_path / "out" / "student"
     assert report["rows"]["test"] == 20 and len(report["settings"]["test"]) == 2
     card = (student / "README.md").read_text()
@@ -744,3 +698,12 @@ def test_scores_of_several_test_files_have_their_names(distill, tmp_path):
     same = write_tsv(tmp_path / "c/one.tsv")
     error = distill("--test", files[0], "--test", same, expect=2, out=tmp_path / "twice")
     assert "--test: two files have the same name" in error
+
+
+def test_the_packaged_teacher_who_is_the_student_too(distill, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(packaged_teacher, "teacher_path", lambda: tiny / "teacher")
+    packaged = {"teacher": "packaged", "method": "labels", "max_train_rows": 8}
+    assert "warning: --student is the teacher" in distill(**packaged, student=tiny / "teacher")
+    assert report_of(tmp_path / "out")["settings"]["teacher"] == str(tiny / "teacher")
+    run("cache", teacher="packaged", train=tiny / "train.tsv", eval=tiny / "dev.tsv",
+        method="soft_targets", device="cpu", out=tmp_path / "cache")  # fmt: skip

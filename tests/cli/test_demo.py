@@ -18,6 +18,8 @@ from fastkd.train import packaged_teacher, saving
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
+teacher_path = demo.teacher_path
+
 
 @pytest.fixture(scope="module")
 def library():
@@ -27,7 +29,7 @@ def library():
 
 @pytest.fixture
 def parsed(library, monkeypatch):
-    monkeypatch.setattr("fastkd.study.docstrings.docstrings", lambda root: iter(library))
+    monkeypatch.setattr(sets, "docstrings", lambda root: iter(library))
 
 
 def test_areas_are_balanced_and_mixed_and_share_no_docstring(parsed):
@@ -133,10 +135,10 @@ def test_pairs_are_graded_by_the_tree(tmp_path, library, parsed, monkeypatch):
 
 def test_whole_demo_on_a_tiny_teacher(tiny, tmp_path):
     out = tmp_path / "demo"
-    output = run("demo", "--fast", steps=3, out=out, device="cpu")
+    output = run("demo", "--fast", steps=1, out=out, device="cpu")
     report = json.loads((out / "demo.json").read_text())
     assert list(report["students"]) == list(METHODS) == list(demo.TITLES)
-    assert report["seeds"] == [0, 1] and report["size"]["student_steps"] == 3
+    assert report["seeds"] == [0, 1] and report["size"]["student_steps"] == 1
     for name, student in report["students"].items():
         assert 0 <= student["accuracy"] <= 1
         assert student["parameters"] < report["teacher"]["parameters"]
@@ -169,13 +171,11 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
     assert 90 < share.get_position()[0] < ax.get_xlim()[1]
 
 
-def test_the_demo_leaves_another_student_alone(tiny, tmp_path):
+def test_what_the_demo_leaves_alone_and_needs(tiny, monkeypatch, tmp_path):
     (tmp_path / "student").mkdir()
     saving.write_json(tmp_path / "student" / saving.MANIFEST, {"run": "x", "files": {}})
     assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
-
-
-def test_demo_without_its_teacher_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "teacher_path", teacher_path)
     monkeypatch.setattr(packaged_teacher, "PACKAGE", "no_such_package")
     with pytest.raises(MissingExtra, match=r"\[demo\]"):
         packaged_teacher.teacher_path()

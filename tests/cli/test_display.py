@@ -3,49 +3,73 @@
 import contextlib
 import errno
 import io
-import json
 import os
 import re
 import sys
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from fastkd.cli import display
 from fastkd.cli.display import BestEffortStream, RichDisplay, new_console, say
 from fastkd.cli.distill_command import show
+from fastkd.cli.main import app
+from fastkd.distill.verify import _Step
 from fastkd.train.card import write_card
 from fastkd.train.errors import RunFailed
 from fastkd.train.progress import counted
 from tests.cli.launched import Launch, command
-from tests.support.tiny import make_teacher, words_of, write_tsv
+from tests.support.runs import report_of
+from tests.support.tiny import usual, words_of
 
 TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "more": 3.0}
 
 
-def test_a_log_file_gets_lines(monkeypatch):
+@pytest.fixture
+def every_line(monkeypatch):
+    """Lines of all steps, not only of those that are seconds apart."""
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
+
+
+def test_a_log_file_gets_lines(every_line):
     file = io.StringIO()
     with RichDisplay(Console(file=file, width=80)) as shown:
         track = shown.track("fcd", 10, 100)
         track.advance(20)
         track.advance(20, TERMS)
         track.stop()
-    (line,) = file.getvalue().splitlines()
-    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
-
-
-def test_counted_work_shows_itself_and_ends_its_bar(monkeypatch):
-    monkeypatch.setattr(display, "LINE_EVERY", 0.0)
-    file = io.StringIO()
-    with RichDisplay(Console(file=file, width=80)) as shown:
         assert list(counted("abc", shown, "rows", 3)) == ["a", "b", "c"]
         with contextlib.closing(counted("abc", shown, "cut off", 3)) as items:
             next(items)
         assert not shown.progress.tasks
-    lines = file.getvalue().splitlines()
+    line, *lines = file.getvalue().splitlines()
+    assert re.match(r"fcd  step 20/100  loss 1.234 .* steps/s  \d+:\d\d left$", line), line
     assert len(lines) == 3
     assert re.match(r"rows  step 2/3  \S+ steps/s  0:00 left$", lines[1]), lines
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "cache", "analyze", "verify"])
+def test_progress_is_beside_the_answer(tiny, tmp_path, every_line, monkeypatch, command):
+    rows = {"model": tiny / "teacher", "data": tiny / "dev.tsv", "batch_size": 5}
+    (tmp_path / "a.txt").write_text("good film\nbad film so\n" * 10)
+    options, said = {
+        "evaluate": (rows, "20 rows  step 2/2"),
+        "predict": (rows, "20 rows  step 2/2"),
+        "analyze": ({"model": tiny / "teacher", "text": tmp_path / "a.txt", "batch_size": 7,
+                     "measures": "svcca"}, "20 rows  step 3/3"),
+    }.get(command, (None, None))  # fmt: skip
+    if options is None:
+        options = usual(tiny, tmp_path, epochs=None, learning_rate=None, batch_size=None)
+        more = {"cache": {"batch_size": 8}, "verify": {"out": None, "rows": 4, "ranks": 0}}
+        options |= {"method": "soft_targets", **more[command]}
+        said = {"cache": "teacher  step 5/5", "verify": "checks  step "}[command]
+    monkeypatch.setattr(_Step, "compiled", lambda step, backend: step.again())  # it takes long
+    result = CliRunner().invoke(app, words_of(command, **options), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    alone = command in ("evaluate", "predict")
+    assert said in (result.stderr if alone else result.output)
+    assert not alone or (result.stdout and "step" not in result.stdout)
 
 
 def test_eighty_columns_keep_count_and_time():
@@ -63,7 +87,7 @@ def test_eighty_columns_keep_count_and_time():
         assert "loss 1.2" in line
 
 
-def test_a_reader_may_go_away(tmp_path):
+def test_a_reader_may_go_away(tiny, tmp_path):
     class Closed(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -73,15 +97,12 @@ def test_a_reader_may_go_away(tmp_path):
         shown.say("nobody reads this")
         shown.track("x", 0, 2).advance(1, TERMS)
 
-    teacher, train = make_teacher(tmp_path / "teacher"), write_tsv(tmp_path / "train.tsv")
-    out = tmp_path / "out"
-    words = words_of("distill", teacher=teacher, train=train, eval=train, epochs=1, max_length=16,
-                     device="cpu", out=out)  # fmt: skip
+    words = words_of("distill", **usual(tiny, tmp_path, max_train_rows=8))
     launch = Launch(tmp_path / "launch", None, without_a_reader, words)
     _, errors = launch.end()
     assert launch.process.exitcode == 0, errors
     assert "BrokenPipe" not in errors
-    assert json.loads((out / "student" / "fastkd.json").read_text())["complete"]
+    assert report_of(tmp_path / "out")["complete"]
 
 
 class Stream(io.TextIOWrapper):
@@ -97,7 +118,7 @@ class Stream(io.TextIOWrapper):
         super().flush()
 
 
-def test_an_output_that_is_lost_is_told(monkeypatch):
+def test_an_output_that_is_lost_or_knows_few_letters(monkeypatch):
     for number in (errno.ENOSPC, errno.EPIPE):
         monkeypatch.setattr(sys, "stdout", Stream(number))
         told = pytest.raises(RunFailed, match="the output can't be written: No space left")
@@ -106,16 +127,13 @@ def test_an_output_that_is_lost_is_told(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)  # closed
     with new_console() as console:
         say(console, "labels")
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "koi8-r"])
-def test_an_output_that_knows_few_letters(monkeypatch, encoding):
-    stream = Stream(encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", stream)
-    with new_console() as console:
-        say(console, "größer")
-        say(console, "kleiner")
-    assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
+    for encoding in ("ascii", "koi8-r"):
+        stream = Stream(encoding=encoding)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with new_console() as console:
+            say(console, "größer")
+            say(console, "kleiner")
+        assert stream.buffer.getvalue() == b"gr\\xf6\\xdfer\nkleiner\n"
 
 
 def without_a_reader(words):
@@ -163,16 +181,13 @@ def test_scores_stand_under_their_names(tmp_path):
 
 def test_what_is_slower_and_larger_is_called_so(tmp_path):
     report = report_with()
-    said = shown(report, tmp_path)
+    said, card = shown(report, tmp_path), card_of(report, tmp_path)
     assert "the student is 1.7 times slower and 2.0 times larger" in said
-    card = card_of(report, tmp_path)
     assert "2.0 times larger, 1.7 times slower on the machine" in card
     assert 'classify("...")' in card
     pair = 'classify({"text": "...", "text_pair": "..."})'
     assert pair in card_of(report_with(paired=True), tmp_path)
-
-
-def test_equal_sizes_and_class_names_of_the_card(tmp_path):
+    # Equal sizes, and class names of the card.
     sizes = {"teacher": 100, "student": 99}
     report = report_with(labels=["<b>a|b</b>", "*c_d*\ne"], parameters=sizes)
     report["best"]["epoch"] = 0.285714

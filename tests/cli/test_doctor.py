@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from fastkd._core import extension, plans
+from fastkd._core import dispatch, extension, plans
 from fastkd._core.extras import how_to_get
 from fastkd._core.versions import TESTED
 from fastkd.cli import doctor
 from fastkd.cli.main import app
+
+TRIALS = doctor.TRIALS
 
 
 def run():
@@ -60,13 +62,30 @@ def test_the_losses_alone_check_themselves_and_have_a_help():
 
 
 def test_the_verdict_counts_the_extension(monkeypatch):
+    """A missing one, a broken one, and Triton that is not installed."""
     monkeypatch.setattr(doctor, "TRIALS", ())
+    real = doctor.importlib.import_module
+
+    def broken(name):
+        if name == "fastkd._C":
+            raise ImportError("undefined symbol: x\nmore")
+        return real(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor.importlib, "import_module", broken)
+        result = run()
+    assert "can't be loaded (undefined symbol: x)" in result.output
+    assert result.exit_code == 1 and "something is wrong" in result.output
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", False)
     monkeypatch.setattr(extension, "CPU", False)
     monkeypatch.setitem(sys.modules, "fastkd._C", None)
     result = run()
     assert result.exit_code == 0
     assert "slower than it can be: no extension; in a checkout: pip install" in result.output
     assert "all right" not in result.output
+    monkeypatch.setattr(doctor, "TRIALS", TRIALS[:1])
+    assert "triton package is not installed" in run().output
 
 
 @pytest.mark.skipif(not extension.CPU, reason="fastkd._C is not built")
@@ -77,13 +96,6 @@ def test_names_the_vectors_in_use(monkeypatch):
     monkeypatch.setattr(torch.ops.fastkd_cpp, "vector_bytes", lambda: 16)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert "16 bytes; a build by g++ 12 or later takes those of AVX2" in run().output
-
-
-def test_says_why_triton_is_not_available(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(doctor, "TRIALS", doctor.TRIALS[:1])
-    monkeypatch.setattr("fastkd._core.dispatch.TRITON_INSTALLED", False)
-    assert "triton package is not installed" in run().output
 
 
 @pytest.mark.parametrize("mistake", ["value", "gradient", "error"])
@@ -131,18 +143,3 @@ def test_reports_plans_on_a_gpu(monkeypatch):
         monkeypatch.setattr(plans, "why_off", lambda off=off: off)
         assert f"plans         {line}" in run().output
     assert len(calls) >= 2 * 3 * doctor.CALLS_ON_GPU
-
-
-def test_a_broken_extension_is_told_from_a_missing_one(monkeypatch):
-    real = doctor.importlib.import_module
-    monkeypatch.setattr(doctor, "TRIALS", ())
-
-    def broken(name):
-        if name == "fastkd._C":
-            raise ImportError("undefined symbol: x\nmore")
-        return real(name)
-
-    monkeypatch.setattr(doctor.importlib, "import_module", broken)
-    result = run()
-    assert "can't be loaded (undefined symbol: x)" in result.output
-    assert result.exit_code == 1 and "something is wrong" in result.output

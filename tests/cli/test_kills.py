@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from fastkd.cli.main import app
 from fastkd.train.saving import find_damage, unlisted_files
-from tests.support.tiny import make_teacher, words_of, write_tsv
+from tests.support.tiny import usual, words_of, write_tsv
+from tests.train.tasks.through import make_bare
 
 EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree"}
 
@@ -97,11 +98,10 @@ def killer(monkeypatch):
 def words(tmp_path_factory):
     """A run with a fine-tuned teacher, two epochs and checkpoints in between."""
     path = tmp_path_factory.mktemp("kills")
-    teacher = make_teacher(path / "teacher", layers=2, head=False)
-    train, dev = write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
-    return words_of("distill", teacher=teacher, train=train, eval=dev, finetune_teacher=1, epochs=2,
-                    batch_size=8, max_length=16, checkpoint_every=1, method="lrkd", device="cpu",
-                    learning_rate=1e-2)  # fmt: skip
+    make_bare(path / "teacher")
+    write_tsv(path / "train.tsv", 16), write_tsv(path / "dev.tsv", 8, seed=1)
+    more = {"finetune_teacher": 1, "epochs": 2, "checkpoint_every": 1, "method": "lrkd"}
+    return words_of("distill", **{**usual(path, path, **more), "learning_rate": 1e-2, "out": None})
 
 
 def run(words, out, *flags, killer=None, last=None):
@@ -178,21 +178,16 @@ def test_every_kill_resumes_to_the_same_bits(words, whole, killer, tmp_path, par
 
 def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path):
     """At any moment a complete student is there, the old one or the new one."""
-    first = tmp_path / "first"
+    first, out = tmp_path / "first", tmp_path / "out"
     assert run(words, first, "--seed", "5").exit_code == 0
-    old = contents(first)
-    out = tmp_path / "out"
-
-    def start_over():
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(first, out)
-
-    start_over()
+    assert contents(first)[0] == whole[1][0]
+    shutil.copytree(first, out)
     run(words, out, "--overwrite", killer=killer)
     total = killer.count
     # The last operations replace the results and clear the rest.
     for last in range(total - 40, total + 1, 1 if SHARE == 1 else 19):
-        start_over()
+        shutil.rmtree(out)
+        shutil.copytree(first, out)
         run(words, out, "--overwrite", killer=killer, last=last)
         assert not (out / "student").exists() or find_damage(out / "student") is None
         if not (out / "student").exists():
@@ -200,4 +195,3 @@ def test_a_kill_while_an_old_student_is_replaced(words, whole, killer, tmp_path)
         result = run(words, out, "--resume")
         assert result.exit_code == 0, (last, result.output)
         assert_same(out, whole[1])
-    assert old[0] == whole[1][0]

@@ -10,24 +10,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed import run as torchrun
 from transformers import BertConfig, BertForQuestionAnswering
 
 from fastkd.distill.labelled_order import LabelledOrder
+from fastkd.train import processes
 from fastkd.train.fitting import StepSampler
 from fastkd.train.saving import find_damage
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_demo import write_packaged
-from tests.support.runs import report_of, same_weights, stop_at, visible
-from tests.support.tiny import make_teacher, run, sentences, words_of, write_tsv
-from tests.train.tasks import test_question_answering, test_seq2seq
-from tests.train.tasks.test_causal_lm import make_decoder, write_text
+from tests.support.runs import report_of, same_weights, stop_at, visible, weights_of
+from tests.support.tiny import WORDS, make_teacher, run, sentences, usual, words_of, write_tsv
 from tests.train.tasks.test_two_tokenizers import make_student
+from tests.train.tasks.through import (
+    make_bare,
+    make_chat_teacher,
+    make_decoder,
+    make_embedder,
+    make_writer,
+    write_chats,
+    write_conll,
+    write_lines,
+    write_squad,
+    write_targets,
+    write_text,
+)
 
 # 45 rows, 8 a step: the last step of an epoch has 5.
 ROWS, BATCH = 45, 8
-# Chats and embeddings have theirs in tests/train/tasks.
+CHAT = {
+    "task": "chat", "lora": "r=2", "pack": True, "on_policy": 0.5, "epochs": 1,
+    "max_train_rows": 20, "learning_rate": 1e-2,
+}  # fmt: skip
 RUNS: dict[str, dict] = {
     "soft_targets": {},
     # Three rows of each batch have labels: one or two in each process.
@@ -38,9 +52,15 @@ RUNS: dict[str, dict] = {
         "accumulate": 2, "epochs": 1,
     },
     "question-answering": {"task": "question-answering", "epochs": 1},
+    "chat": CHAT,
+    "embedding": {
+        "task": "embedding", "method": "embeddings", "student": "body", "set": "relations=1",
+        "gather": True, "epochs": 1,
+    },
     # No process holds a whole model; a step takes long, and the last has 4 rows.
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
+        "sharded chat": CHAT,
         "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
         # Whose steps in processes that hold whole models: tests/distill/test_two_vocabularies.py.
         "sharded, two tokenizers": {
@@ -61,24 +81,15 @@ methods = {labels = {}, fcd = {}}
 LONG = {"checkpoint_every": 3, "epochs": 3}
 
 
-def write_tagged(path, rows, seed):
-    """Lists of words with a tag for each; the first word of a sentence determines the tags."""
-    lines = []
-    for text, label in sentences(rows, seed):
-        tokens = text.split()
-        lines.append(json.dumps({"tokens": tokens, "labels": [f"B-{label}"] * len(tokens)}))
-    path.write_text("\n".join(lines) + "\n")
-
-
-def make_others(folder, still):
-    make_teacher(folder / "question-answering", head=False, **still)
-    torch.manual_seed(0)
-    config = BertConfig.from_pretrained(folder / "question-answering")
-    BertForQuestionAnswering(config).save_pretrained(folder / "question-answering")
-    test_seq2seq.make_writer(folder / "seq2seq", dropout=0.0)
-    for seed, part in enumerate(("train", "eval")):
-        test_seq2seq.write_pairs(folder / f"seq2seq.{part}.jsonl", 22, seed)
-        test_question_answering.write_squad(folder / f"question-answering.{part}.json", 22, seed)
+MODELS = {
+    "teacher": (make_teacher, write_tsv, "tsv"),
+    "question-answering": (make_bare, write_squad, "json"),
+    "token-classification": (make_bare, write_conll, "conll"),
+    "seq2seq": (lambda path, **_: make_writer(path, dropout=0.0), write_targets, "jsonl"),
+    "causal-lm": (lambda path, **_: make_decoder(path), write_text, "jsonl"),
+    "chat": (lambda path, **_: make_chat_teacher(path), write_chats, "jsonl"),
+    "embedding": (make_embedder, write_lines, "txt"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +97,28 @@ def words(tmp_path_factory):
     """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
     folder = tmp_path_factory.mktemp("processes")
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    make_teacher(folder / "teacher", **still)
-    write_tsv(folder / "train.tsv", ROWS)
-    write_tsv(folder / "dev.tsv", 21, seed=1)
+    for name, (make_model, write_rows, kind) in MODELS.items():
+        make_model(folder / name, **still)
+        for part, rows, seed in (("train", ROWS, 0), ("eval", 21, 1)):
+            write_rows(folder / f"{name}.{part}.{kind}", rows, seed)
+    torch.manual_seed(0)
+    config = BertConfig.from_pretrained(folder / "question-answering")
+    BertForQuestionAnswering(config).save_pretrained(folder / "question-answering")
     (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
-    make_teacher(folder / "token-classification", head=False, **still)
-    make_decoder(folder / "causal-lm")
     make_student(folder / "student")
-    for seed, part in enumerate(("train", "eval")):
-        write_tagged(folder / f"token-classification.{part}.jsonl", ROWS, seed)
-        write_text(folder / f"causal-lm.{part}.jsonl", ROWS, seed)
-    make_others(folder, still)
+    pieces = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "longest": 24}
+    make_bare(folder / "body", words=pieces, **sizes, **still)
 
     def make(out, processes, command="distill", **options):
         for name in {"unlabelled", "student"} & options.keys():
             options[name] = folder / options[name]
-        usual = {
-            "teacher": folder / "teacher", "train": folder / "train.tsv",
-            "eval": folder / "dev.tsv", "out": out, "epochs": 2, "batch_size": BATCH // processes,
-            "max_length": 16, "device": "cpu", "learning_rate": 1e-3, "method": "soft_targets",
-        }  # fmt: skip
-        if (task := options.get("task")) is not None:
-            usual["teacher"] = folder / task
-            for part in ("train", "eval"):
-                (usual[part],) = folder.glob(f"{task}.{part}.*")
-        return words_of(command, **{**usual, **options})
+        name = options.get("task", "teacher")
+        given = {"teacher": folder / name, "batch_size": BATCH // processes, "epochs": 2}
+        for part in ("train", "eval"):
+            (given[part],) = folder.glob(f"{name}.{part}.*")
+        given |= {"out": out, "method": "soft_targets", **options}
+        return words_of(command, **usual(folder, folder, **given))
 
     return make
 
@@ -144,7 +152,7 @@ def launched(words, tmp_path_factory):
         "did you mean": words(folder / "x", 2, method="fdc"),
         "last": words(folder / "bug", 2, method="tests.cli.launched:BreaksInTheSecond"),
     }
-    launch = Launch(folder, 2, commands, folder, lines, interval=SELDOM)
+    launch = Launch(folder, 2, commands, folder, lines, 0.01, interval=SELDOM)
     _, errors = launch.end(600)
     assert (folder / "0.json").exists() and launch.process.exitcode, errors
     first, second = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(2))
@@ -160,19 +168,20 @@ def whole(words, tmp_path_factory):
 
 
 # Scores that are means of real numbers.
-REAL = {"perplexity", "bits_per_byte", "loss", "pearson"}
+REAL = {"perplexity", "bits_per_byte", "loss", "pearson", "agreement", "overlap"}
 # A constant added to all inputs of a softmax has a gradient of rounding errors only.
 UNDECIDED = {"question-answering": ("qa_outputs.bias", "layer.1.output.LayerNorm.bias")}
 
 
 def same_students(one, other):
-    a, b = (load_file(out / "student" / "model.safetensors") for out in (one, other))
+    a, b = weights_of(one), weights_of(other)
     assert a.keys() == b.keys()
     undecided = ("key.bias", *UNDECIDED.get(report_of(one)["task"], ()))
     for name, value in a.items():
         if not name.endswith(undecided):
             assert (value - b[name]).abs().max() <= 1e-5, name
     first, second = report_of(one), report_of(other)
+    assert first["parameters"] == second["parameters"]
     for who in ("student", "teacher"):
         for name, score in first[who].items():  # what counts rows is equal, a mean of losses nearly
             real = name in REAL
@@ -195,24 +204,20 @@ def test_two_processes_give_the_student_of_one_with_twice_the_batch(
     same_students(folder / name, tmp_path / "one")
 
 
-def test_a_cache_of_two_processes(launched):
-    folder, results, _ = launched
+def test_a_cache_of_two_processes_and_mistakes_that_are_told_once(launched):
+    folder, results, last = launched
     for name in ("cache", "cached"):
         assert results[name][0] == (0, 0), results[name]
     assert len(list((folder / "cache").glob("shard-*"))) == 2
     same_students(folder / "cached", folder / "soft_targets")
-
-
-@pytest.mark.parametrize(
-    "part", ["already holds a student", "no such directory", "not here", "did you mean"]
-)
-def test_a_mistake_is_told_once(launched, part):
-    folder, results, _ = launched
-    codes, _, errors = results[part]
-    assert codes == (2, 2)
-    told = "".join(errors)
-    assert part in told and told.count("Error: ") == 1 and told.count("\n") == 1, errors
+    for part in ("already holds a student", "no such directory", "not here", "did you mean"):
+        codes, _, errors = results[part]
+        told = "".join(errors)
+        assert codes == (2, 2) and part in told
+        assert told.count("Error: ") == 1 and told.count("\n") == 1, errors
     assert not (folder / "x").exists()
+    # A bug in one process ends the others.
+    assert "ZeroDivisionError: a bug" in last and "Error: another process" not in last
 
 
 def told_once(errors):
@@ -253,30 +258,33 @@ def test_the_launcher_starts_the_command(tmp_path):
     assert launch.process.exitcode == 0 and printed.count("fastkd") == 2, errors
 
 
-def test_a_mistake_before_processes_meet_is_left_to_the_first_for_a_while(
-    words, tmp_path, monkeypatch
-):
+def test_what_the_first_process_does_alone(words, tmp_path, monkeypatch):
+    """It tells a mistake before processes meet, for which the others wait, and it predicts."""
     waited = []
-    monkeypatch.setattr("fastkd.train.processes.time.sleep", waited.append)
+    monkeypatch.setattr(processes.time, "sleep", waited.append)
+    (tmp_path / "text.txt").write_text("good film\n")
+    teacher = words(tmp_path, 2)[2]
+    predict = ["predict", "--model", teacher, "--data", str(tmp_path / "text.txt")]
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         code, _, errors = result_of(words(tmp_path / "x", 2, epochs=0))
         assert code == 2 and told_once(errors) and "--epochs" in errors
         assert len(waited) == rank
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        out = tmp_path / f"{rank}.tsv"
+        assert bool(run(*predict, "--out", str(out))) == out.exists() == (rank == 0)
 
 
 @pytest.mark.slow
 def test_a_run_in_one_process_goes_on_in_two(words, launched, tmp_path):
+    """A sharded one to the same bits."""
     folder, results, _ = launched
     run(*words(tmp_path / "whole", 1, **STOPPED))
     for name in ("stopped", "sharded stop"):
         assert results[name][0] == (0, 0), results[name]
         same_students(folder / name, tmp_path / "whole")
-
-
-def test_a_sharded_run_goes_on_to_the_same_bits(launched):
-    folder, results, _ = launched
     assert [results[name][0][0] for name in ("cut", "cut, resumed", "not cut")] == [130, 0, 0]
     assert same_weights(folder / "cut", folder / "not cut")
     past = [report_of(folder / name)["history"] for name in ("cut", "not cut")]
@@ -291,22 +299,6 @@ def test_what_sharding_does_not_go_with(words, tmp_path):
         ({"task": "causal-lm", "gather": True, "on_policy": 0.5}, "--fsdp, --gather and --on-poli"),
     ):
         assert said in run(*words(tmp_path / "x", 1, fsdp=True, **options), expect=2)
-
-
-def test_what_several_would_only_repeat_is_done_by_the_first(words, tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("good film\n")
-    teacher = words(tmp_path, 2)[2]
-    predict = ["predict", "--model", teacher, "--data", str(tmp_path / "text.txt")]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in (1, 0):
-        monkeypatch.setenv("RANK", str(rank))
-        out = tmp_path / f"{rank}.tsv"
-        assert bool(run(*predict, "--out", str(out))) == out.exists() == (rank == 0)
-
-
-def test_a_bug_in_one_process_ends_the_others(launched):
-    _, _, errors = launched
-    assert "ZeroDivisionError: a bug" in errors and "Error: another process" not in errors
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 45])

@@ -1,6 +1,5 @@
 """The commands of README's table "I have ... I use ...", each at a tiny size."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -12,10 +11,17 @@ from fastkd.cli.main import app
 from fastkd.train.saving import read_json
 from tests.support.protocol_server import Server
 from tests.support.tiny import make_teacher, sentences, words_of
-from tests.train.tasks.test_causal_lm import make_decoder, write_text
-from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
-from tests.train.tasks.test_embedding import make_embedder, write_texts
-from tests.train.tasks.test_reranking import write as write_lists
+from tests.train.tasks.through import (
+    make_bare,
+    make_chat_teacher,
+    make_decoder,
+    make_embedder,
+    write_chats,
+    write_jsonl,
+    write_lines,
+    write_lists,
+    write_text,
+)
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TABLE = README.partition("## I have")[2].partition("\n## ")[0]
@@ -29,21 +35,21 @@ SERVED = {"top_k": 5}
 def folder(tmp_path_factory):
     """The models and files that the table names."""
     path = tmp_path_factory.mktemp("readme")
-    make_teacher(path / "classifier")
-    make_teacher(path / "encoder", head=False)
-    make_decoder(path / "decoder")
-    make_chat_teacher(path / "chat-model")
-    make_embedder(path / "embedder")
-    make_teacher(path / "cross-encoder", labels=1)
+    for name, make, options in (
+        ("classifier", make_teacher, {}), ("encoder", make_bare, {}),
+        ("decoder", make_decoder, {}), ("chat-model", make_chat_teacher, {}),
+        ("embedder", make_embedder, {}), ("cross-encoder", make_teacher, {"labels": 1}),
+    ):  # fmt: skip
+        make(path / name, **options)
     for name, seed in (("train", 0), ("dev", 1)):
         rows = [f"{text},{label}" for text, label in sentences(24, seed)]
         (path / f"{name}.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    told = [{"text": text, "label": [0.8, 0.2][:: 1 - 2 * y]} for text, y in sentences(24, 2)]
-    (path / "probabilities.jsonl").write_text("\n".join(map(json.dumps, told)))
-    write_texts(path / "texts.txt")
+    told = ({"text": text, "label": [0.8, 0.2][:: 1 - 2 * y]} for text, y in sentences(24, 2))
+    write_jsonl(path / "probabilities.jsonl", told)
+    write_lines(path / "texts.txt")
     write_text(path / "books.txt", 20)
     write_text(path / "held-out.txt", 8, seed=1)
-    write_jsonl(path / "chats.jsonl", talks(12))
+    write_chats(path / "chats.jsonl", 12)
     write_lists(path / "lists.jsonl", 12)
     return path
 

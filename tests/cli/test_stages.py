@@ -6,13 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 from fastkd.train import distillation
-from tests.support.runs import press_ctrl_c, report_of, same_weights, stop_at, visible
+from tests.support.runs import (
+    once,
+    press_ctrl_c,
+    report_of,
+    same_weights,
+    stop_at,
+    visible,
+    weights_of,
+)
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
-from tests.train.tasks.test_causal_lm import make_decoder, write_text
+from tests.train.tasks.through import make_decoder, write_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "distill.md"
 BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -21,26 +28,42 @@ BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("plan")
-    make_teacher(path / "teacher")
-    make_teacher(path / "bert", head=False)
-    BertForMaskedLM(BertConfig.from_pretrained(path / "bert")).save_pretrained(path / "bert")
-    write_text(path / "much.txt", 40, seed=2)
-    write_text(path / "held-out.txt", 20, seed=4)
-    write_tsv(path / "train.tsv", 16)
-    write_tsv(path / "dev.tsv", 20, seed=1)
-    (path / "more.txt").write_text("\n".join(text for text, _ in sentences(20, seed=3)))
-    (path / "plan.toml").write_text(PLAN)
-    return path
+    """The files of the page's plan, its run in ``out``, and its output."""
+
+    def make(path):
+        make_teacher(path / "teacher")
+        make_teacher(path / "bert", head=False)
+        BertForMaskedLM(BertConfig.from_pretrained(path / "bert")).save_pretrained(path / "bert")
+        write_text(path / "much.txt", 40, seed=2)
+        write_text(path / "held-out.txt", 20, seed=4)
+        write_tsv(path / "train.tsv", 16)
+        write_tsv(path / "dev.tsv", 20, seed=1)
+        (path / "more.txt").write_text("\n".join(text for text, _ in sentences(20, seed=3)))
+        make_decoder(path / "gpt2")
+        make_teacher(path / "larger", vocab_size=18)
+        (path / "plan.toml").write_text(PLAN)
+        said = run("distill", stages=path / "plan.toml", out=path / "out")
+        (path / "said").write_text(said)
+
+    return once(tmp_path_factory, "plan", make)
 
 
-@pytest.fixture(scope="module")
-def finished(folder):
-    return run("distill", stages=folder / "plan.toml", out=folder / "out"), folder / "out"
+@pytest.fixture
+def plan(folder, tmp_path):
+    """Options of a plan of one's own, of the same files."""
+
+    def plan(text):
+        for path in folder.iterdir():
+            if path.name != "out" and not (tmp_path / path.name).exists():
+                (tmp_path / path.name).symlink_to(path)
+        (tmp_path / "own.toml").write_text(text)
+        return {"stages": tmp_path / "own.toml", "out": tmp_path / "own"}
+
+    return plan
 
 
-def test_the_pages_plan(finished):
-    output, out = finished
+def test_the_pages_plan(folder):
+    output, out = (folder / "said").read_text(), folder / "out"
     assert visible(out) == ["1-general", "2-task", "student"]
     assert "stage 1 of 2: general" in output and "stage 2 of 2: task" in output
     general, task = report_of(out / "1-general"), report_of(out / "2-task")
@@ -56,9 +79,11 @@ def test_the_pages_plan(finished):
     assert output.rstrip().endswith(f"the student of the last stage: {out / 'student'}")
 
 
-def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path):
-    """Each stage begins with the student of the stage before."""
-    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
+def test_a_plan_goes_on_where_it_stopped(monkeypatch, folder, tmp_path):
+    """Each stage begins with the student of the stage before; of another student it is run anew."""
+    whole, out = folder / "out", tmp_path / "out"
+    shutil.copytree(whole, out, symlinks=True)
+    options = {"stages": folder / "plan.toml", "out": out}
     started, began, original = [], [], distillation.fit
 
     def distil(run, distiller, *rest):
@@ -70,30 +95,26 @@ def test_a_plan_goes_on_where_it_stopped(finished, monkeypatch, folder, tmp_path
     shutil.rmtree(out / "2-task")
     with monkeypatch.context() as patch:
         stop_at(patch, 3, press_ctrl_c)
-        error = run("distill", "--resume", stages=plan, out=out, expect=130)
+        error = run("distill", "--resume", **options, expect=130)
     assert "--resume continues" in error and len(list(out.glob("2-task/unfinished/*/*-3"))) == 1
-    before = load_file(out / "1-general" / "student" / "model.safetensors")
+    before = weights_of(out / "1-general")
     body = [name for name in before if name.startswith("bert.")]
     assert len(body) > 30
     assert all(torch.equal(before[name], began[0][name]) for name in body)
-    output = run("distill", "--resume", stages=plan, out=out)
+    output = run("distill", "--resume", **options)
     assert f"{out / '1-general'}: this run is already complete" in output
-    assert [len(rows) for rows in started] == [16, 16] and same_weights(out, finished[1])
-    assert report_of(out / "1-general") == report_of(finished[1] / "1-general")
-
-
-def test_a_stage_of_another_student_is_run_anew(finished, monkeypatch, folder, tmp_path):
-    plan, out = folder / "plan.toml", shutil.copytree(finished[1], tmp_path / "out", symlinks=True)
-    assert "already holds 1-general" in run("distill", stages=plan, out=out, expect=2)
+    assert [len(rows) for rows in started] == [16, 16] and same_weights(out, whole)
+    assert report_of(out / "1-general") == report_of(whole / "1-general")
+    assert "already holds 1-general" in run("distill", **options, expect=2)
     with monkeypatch.context() as patch:
         stop_at(patch, 2, press_ctrl_c)
-        run("distill", "--overwrite", stages=plan, out=out, expect=130)
-    run("distill", "--resume", stages=plan, out=out)
+        run("distill", "--overwrite", **options, expect=130)
+    run("distill", "--resume", **options)
     general, task = report_of(out / "1-general"), report_of(out / "2-task")
     assert task["settings"]["follows"] == general["run"]
     for before, now in (("1-general", general), ("2-task", task)):
-        assert report_of(finished[1] / before)["run"] != now["run"]
-    assert same_weights(out, finished[1])
+        assert report_of(whole / before)["run"] != now["run"]
+    assert same_weights(out, whole)
 
 
 MISTAKES = {
@@ -119,19 +140,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_are_one_sentence_before_the_first_stage(folder, tmp_path, case):
+def test_mistakes_are_one_sentence_before_the_first_stage(plan, tmp_path, case):
     changes, words = MISTAKES[case]
-    plan = folder / "nowhere.toml"
-    if changes is not None:
-        plan = folder / f"{tmp_path.name}.toml"
-        text = PLAN
-        for old, new in changes:
-            assert old in text
-            text = text.replace(old, new, 1)
-        plan.write_text(text)
-    error = run("distill", stages=plan, out=tmp_path / "out", expect=2)
+    text = PLAN
+    for old, new in changes or ():
+        assert old in text
+        text = text.replace(old, new, 1)
+    options = plan(text)
+    if changes is None:
+        options["stages"] = tmp_path / "nowhere.toml"
+    error = run("distill", **options, expect=2)
     assert re.search(words, error), error
-    assert not (tmp_path / "out").exists()
+    assert not options["out"].exists()
 
 
 OTHERS = """
@@ -150,31 +170,29 @@ eval = "dev.tsv"
 """
 
 
-def test_stages_of_other_tasks(folder, tmp_path):
-    make_decoder(folder / "gpt2")
-    plan, out = folder / "others.toml", tmp_path / "out"
-    plan.write_text(OTHERS)
-    run("distill", stages=plan, out=out)
+def test_stages_of_other_tasks(plan):
+    options = plan(OTHERS)
+    out = options["out"]
+    run("distill", **options)
     assert "perplexity" in report_of(out / "1-text")["student"]
     assert report_of(out / "2-classes")["student"].keys() == {"accuracy"}
     student = AutoModelForSequenceClassification.from_pretrained(out / "student")
     assert (student.config.n_layer, student.config.n_embd, student.config.n_inner) == (2, 12, 24)
-
-    make_teacher(folder / "larger", vocab_size=18)
-    plan.write_text(OTHERS.replace("[stages.classes]", '[stages.classes]\nteacher = "larger"'))
-    error = run("distill", stages=plan, out=tmp_path / "x", expect=2)
+    options = plan(OTHERS.replace("[stages.classes]", '[stages.classes]\nteacher = "larger"'))
+    error = run("distill", **{**options, "out": out.with_name("x")}, expect=2)
     assert re.search("stages.classes of .*: teacher .* 18 tokens, .* before 17", error), error
 
 
-def test_what_excludes_stages(finished, folder, tmp_path):
-    plan, out = folder / "plan.toml", tmp_path / "out"
-    error = run("distill", stages=plan, out=out, teacher=folder / "teacher", expect=2)
-    assert "--stages and --teacher exclude each other: it stands in the file" in error
-    error = run("distill", "--resume", "--overwrite", stages=plan, out=out, expect=2)
-    assert "--resume and --overwrite exclude" in error
-    shutil.copytree(finished[1] / "2-task", out)
-    error = run("distill", stages=plan, out=out, expect=2)
-    assert f"--out {out} holds a student of a run without --stages" in error
+def test_what_excludes_stages(folder, tmp_path):
+    options = {"stages": folder / "plan.toml", "out": tmp_path / "out", "expect": 2}
+    for more, words in (
+        ({"teacher": "x"}, "--stages and --teacher exclude each other: it stands in the file"),
+        ({"resume": True, "overwrite": True}, "--resume and --overwrite exclude"),
+    ):
+        assert words in run("distill", **options, **more)
+    shutil.copytree(folder / "out/2-task", tmp_path / "out")
+    error = run("distill", **options)
+    assert f"--out {tmp_path / 'out'} holds a student of a run without --stages" in error
 
 
 ASSISTANT = """
@@ -193,32 +211,26 @@ student_layers = 1
 """
 
 
-def assistants(folder, tmp_path, text=ASSISTANT):
-    (folder / "assistant.toml").write_text(text)
-    return {"stages": folder / "assistant.toml", "out": tmp_path / "out"}
-
-
-def test_a_teacher_assistant(folder, tmp_path):
-    plan = assistants(folder, tmp_path)
-    run("distill", **plan)
-    first, second = report_of(plan["out"] / "1-assistant"), report_of(plan["out"] / "2-student")
+def test_a_teacher_assistant(plan):
+    options = plan(ASSISTANT)
+    out = options["out"]
+    run("distill", **options)
+    first, second = report_of(out / "1-assistant"), report_of(out / "2-student")
     assert (first["layers"], second["layers"]) == (2, 1)
-    assert second["settings"]["teacher"] == str(plan["out"] / "1-assistant" / "student")
+    assert second["settings"]["teacher"] == str(out / "1-assistant" / "student")
     assert second["settings"]["follows"] == first["run"]
     assert second["teacher"] == first["student"]  # the same model's scores on the same rows
-    run("distill", "--overwrite", **plan)
-    again = report_of(plan["out"] / "2-student")
+    run("distill", "--overwrite", **options)
+    again = report_of(out / "2-student")
     assert again["settings"]["follows"] != second["settings"]["follows"]
-
-
-@pytest.mark.parametrize(("old", "new", "error"), [
-    ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
-    ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
-    ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
-    ("student_layers = 1", "", "both the student of the stage assistant"),
-    ('"teacher"', '"stages.student"', "no earlier stage"),
-])  # fmt: skip
-def test_a_teacher_assistant_is_checked_before_the_first_stage(folder, tmp_path, old, new, error):
-    plan = assistants(folder, tmp_path, ASSISTANT.replace(old, new))
-    assert error in run("distill", expect=2, **plan)
-    assert not plan["out"].exists()
+    options["out"] = out.with_name("no")
+    for old, new, error in (
+        ('"stages.assistant"', '"stages.assistent"', "no earlier stage; known: assistant"),
+        ("[stages.student]\n", '[stages.student]\ntask = "masked-lm"\n', "finetune_teacher EPOCHS"),
+        ("student_layers = 1", "student_layers = 3", "the teacher has only 2 layers"),
+        ("student_layers = 1", "", "both the student of the stage assistant"),
+        ('"teacher"', '"stages.student"', "no earlier stage"),
+    ):
+        plan(ASSISTANT.replace(old, new))
+        assert error in run("distill", expect=2, **options)
+        assert not options["out"].exists()

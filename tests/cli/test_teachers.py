@@ -1,12 +1,11 @@
 """`fastkd distill --teachers FILE`: a teacher for each row, named by a column of the rows."""
 
-import json
-
 import pytest
 
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
+from tests.support.runs import report_of
 from tests.support.tiny import make_teacher
 
 
@@ -19,56 +18,50 @@ def folder(tmp_path_factory):
     lines = ["text\tlabel\tfield"]
     lines += [f"row {i} is {'good' if i % 2 else 'bad'}\t{i % 2}\t{x}" for i, x in enumerate(rows)]
     (path / "rows.tsv").write_text("\n".join(lines))
-    (path / "teachers.toml").write_text('math = "math"\ncode = "code"\n')
-    (path / "one.toml").write_text('math = "math"\ncode = "math"\n')
     return path
 
 
-def config(folder, out, **options):
-    given = {
-        "train": folder / "rows.tsv", "evals": folder / "rows.tsv", "method": "soft_targets",
-        "student": str(folder / "student"), "training_steps": 3, "batch_size": 6,
-        "device_name": "cpu", "out": out,
-    }  # fmt: skip
-    return Config.of(**{**given, **options})
+@pytest.fixture
+def distilled(folder, tmp_path):
+    def distilled(name, text=None, **options):
+        given = {
+            "train": folder / "rows.tsv", "evals": folder / "rows.tsv", "method": "soft_targets",
+            "student": str(folder / "student"), "training_steps": 3, "batch_size": 6,
+            "device_name": "cpu", "out": tmp_path / name,
+        }  # fmt: skip
+        if text is not None:
+            path = folder / f"{tmp_path.name}.toml"
+            path.write_text(text)
+            given |= {"teachers": path, "teacher_column": "field"}
+        return run_distillation(Config.of(**{**given, **options}))
+
+    return distilled
 
 
-def test_each_teacher_serves_its_rows(folder, tmp_path):
+def test_each_teacher_serves_its_rows(distilled, folder, tmp_path):
     """Two names of one teacher give its student; two teachers give another, scored by teacher."""
-    reports = [
-        run_distillation(config(folder, tmp_path / name, **given))
-        for name, given in (
-            ("alone", {"teacher": str(folder / "math")}),
-            ("one", {"teachers": folder / "one.toml", "teacher_column": "field"}),
-            ("two", {"teachers": folder / "teachers.toml", "teacher_column": "field",
-                     "accumulate": 2}),
-        )
-    ]  # fmt: skip
-    losses = [report["history"][-1]["losses"] for report in reports]
+    alone = distilled("alone", teacher=str(folder / "math"))
+    one = distilled("one", 'math = "math"\ncode = "math"\n')
+    two = distilled("two", 'math = "math"\ncode = "code"\n', accumulate=2)
+    losses = [report["history"][-1]["losses"] for report in (alone, one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0]["soft"] != pytest.approx(losses[2]["soft"], rel=1e-3)
-    scores = reports[2]["teachers"]
+    scores = two["teachers"]
     assert {name: each["rows"] for name, each in scores.items()} == {"math": 12, "code": 6}
     for each in scores.values():
-        assert each["teacher"].keys() == each["student"].keys() == reports[0]["student"].keys()
+        assert each["teacher"].keys() == each["student"].keys() == alone["student"].keys()
     card = (tmp_path / "two" / "student" / "README.md").read_text()
     assert "| code |" in card and "2 teachers, each for its rows" in card
-    assert json.loads((tmp_path / "two" / "student" / "fastkd.json").read_text())["teachers"]
-
-
-@pytest.mark.parametrize(("text", "options", "message"), [
-    ('math = "math"\n', {}, "row 2: its teacher is 'code'; .*math"),
-    ('math = "math"\ncode = "nowhere"\n', {}, "nowhere: no such directory"),
-    ('math = "http://h/v1"\n', {}, "a server needs url and model"),
-    ("math = 1\n", {}, "math must be a directory, or a table"),
-    ("math = {modle = 'a'}\n", {}, "did you mean 'model'"),
-    ('code = "math"\nmath = "math"\n', {"teacher_column": "no"}, "row 2: no column 'no'"),
-    ('math = "math"\n', {"student": None}, "pass --student"),
-    ('math = "math"\n', {"teacher": "x"}, "--teachers and --teacher exclude each other"),
-])  # fmt: skip
-def test_mistakes_are_named(folder, tmp_path, text, options, message):
-    path = folder / f"{tmp_path.name}.toml"
-    path.write_text(text)
-    given = {"teacher_column": "field", "teachers": path, **options}
-    with pytest.raises(InputError, match=message):
-        run_distillation(config(folder, tmp_path / "out", **given))
+    assert report_of(tmp_path / "two")["teachers"]
+    for text, options, message in (
+        ('math = "math"\n', {}, "row 2: its teacher is 'code'; .*math"),
+        ('math = "math"\ncode = "nowhere"\n', {}, "nowhere: no such directory"),
+        ('math = "http://h/v1"\n', {}, "a server needs url and model"),
+        ("math = 1\n", {}, "math must be a directory, or a table"),
+        ("math = {modle = 'a'}\n", {}, "did you mean 'model'"),
+        ('code = "math"\nmath = "math"\n', {"teacher_column": "no"}, "row 2: no column 'no'"),
+        ('math = "math"\n', {"student": None}, "pass --student"),
+        ('math = "math"\n', {"teacher": "x"}, "--teachers and --teacher exclude each other"),
+    ):
+        with pytest.raises(InputError, match=message):
+            distilled("no", text, **options)

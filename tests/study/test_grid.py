@@ -3,8 +3,10 @@
 import csv
 import dataclasses
 import json
+import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -19,31 +21,38 @@ from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
 from fastkd.train.options import read_options_file
 from tests.distill.processes import CONTEXT
-from tests.support.runs import stop_at, terminate
+from tests.support.runs import once, report_of, stop_at, terminate
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
-from tests.train.tasks.test_causal_lm import make_decoder, write_text
-from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
-from tests.train.tasks.test_question_answering import write_squad
 from tests.train.tasks.test_two_tokenizers import byte_pairs
+from tests.train.tasks.through import (
+    make_chat_teacher,
+    make_decoder,
+    write_chats,
+    write_squad,
+    write_text,
+)
 
 FILE = """
 title = "Tiny"
 seeds = 2
-epochs = 1
+epochs = 4
 device = "cpu"
 student_layers = [1, 2]
+finetune_teacher = 1
 teacher = "teacher"
 max_length = 16
-select = "{select}"
+select = "dev"
 [grid]
 learning_rate = [1e-4, 1e-3]
 [methods]
-labels = {{}}
-fcd = {{alpha = [0.1, 1.0]}}
+labels = {}
+fcd = {alpha = [0.1, 1.0]}
 [tasks.own]
 train = "train.tsv"
 eval = "dev.tsv"
 """
+# The last cell of FILE, of students with one layer.
+ONE = {"[1, 2]": "1", "[1e-4, 1e-3]": "1e-3", "[0.1, 1.0]": "1.0", "labels = {}\n": ""}
 COLUMNS = {
     "rte": ("index", "sentence1", "sentence2", "label"),
     "mrpc": ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"),
@@ -79,17 +88,35 @@ def write_glue(root):
     return root
 
 
+def replaced(text, changes):
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    path = tmp_path_factory.mktemp("grid")
-    make_teacher(path / "teacher")
-    write_tsv(path / "train.tsv", 16)
-    write_tsv(path / "dev.tsv", 12, seed=1)
-    (path / "grid.toml").write_text(FILE.format(select="dev"))
-    return path
+    """A study of one seed that ran once, of students with one layer."""
+
+    def make(path):
+        make_teacher(path / "teacher")
+        write_tsv(path / "train.tsv", 16)
+        write_tsv(path / "dev.tsv", 12, seed=1)
+        (path / "grid.toml").write_text(FILE)
+        (path / "hand.toml").write_text(FILE.replace("[1, 2]", "1"))
+        (path / "one.toml").write_text(replaced(FILE, ONE))
+        run("study", path / "hand.toml", out=path / "out", seeds=1)
+
+    return once(tmp_path_factory, "grid", make)
 
 
-def test_cells_of_a_file(root):
+@pytest.fixture
+def done(root):
+    return GridRuns(grid.read(StudySettings(spec=root / "hand.toml", seeds=1)), root / "out")
+
+
+def test_cells_of_a_file(root, tmp_path):
     found = grid.read(StudySettings(spec=root / "grid.toml"))
     assert found.variants == [
         f"{name}, student_layers={n}" for name in ("labels", "fcd") for n in (1, 2)
@@ -98,46 +125,62 @@ def test_cells_of_a_file(root):
     cell = found.cells[-1]
     assert cell.values == {"learning_rate": 1e-3, "--set alpha": 1.0} and cell.seed == 1
     assert cell.options == {
-        "num_train_epochs": 1, "device_name": "cpu", "student_layers": 2, "max_length": 16,
+        "num_train_epochs": 4, "device_name": "cpu", "student_layers": 2, "max_length": 16,
         "teacher": str(root / "teacher"), "learning_rate": 1e-3, "method": "fcd", "seed": 1,
         "options": {"alpha": 1.0}, "train": root / "train.tsv", "evals": root / "dev.tsv",
+        "finetune_teacher": 1,
     }  # fmt: skip
-    (root / "all.toml").write_text(FILE.format(select="none"))
-    every = grid.read(StudySettings(spec=root / "all.toml"))
+    (tmp_path / "all.toml").write_text(FILE.replace('"dev"', '"none"'))
+    every = grid.read(StudySettings(spec=tmp_path / "all.toml"))
     assert "fcd, student_layers=2, learning_rate=0.001, alpha=1.0" in every.variants
     short = grid.read(StudySettings(spec=root / "grid.toml", steps=3, seeds=1))
     assert [c.options["training_steps"] for c in short.cells] == [3] * 12
 
 
-def test_a_grid_equals_the_same_runs_by_hand(root, tmp_path):
-    path, out = root / "hand.toml", tmp_path / "out"
-    path.write_text(FILE.format(select="dev").replace("[1, 2]", "1"))
-    run("study", path, out=out, seeds=1)
-    found = grid.read(StudySettings(spec=path, seeds=1))
-    runs = GridRuns(found, out)
-    for i, cell in enumerate(found.cells[1::2]):
-        report = run_distillation(Config.of(**cell.options, out=tmp_path / f"hand{i}"))
-        assert runs.result(cell)["scores"] == report["student"]
-        assert runs.result(cell)["best"] == report["best"]["epoch"]
-        assert runs.result(cell)["history"][0]["losses"] == report["history"][0]["losses"]
-    best = grid_report.best_cells(runs)
-    for (variant, _, _), result in best.items():
-        own = [runs.result(c)["scores"] for c in found.cells if c.variant == variant]
+def test_a_grid_equals_the_same_runs_by_hand(root, done, tmp_path):
+    """All share a fine-tuned teacher, which is that of the command."""
+    cells, out = done.grid.cells, done.out
+    for i in (1, 5):
+        report = run_distillation(Config.of(**cells[i].options, out=tmp_path / f"hand{i}"))
+        result = done.result(cells[i])
+        assert (result["teacher"], result["scores"]) == (report["teacher"], report["student"])
+        assert result["best"] == report["best"]["epoch"]
+        assert result["history"][0]["losses"] == report["history"][0]["losses"]
+    assert len(list((out / "teachers").glob("*/teacher"))) == 1
+    for (variant, _, _), result in grid_report.best_cells(done).items():
+        own = [done.result(c)["scores"] for c in cells if c.variant == variant]
         assert result["scores"]["accuracy"] == max(scores["accuracy"] for scores in own)
     rows = list(csv.DictReader((out / "runs.csv").open()))
-    assert len(rows) == len(found.cells) and rows[-1]["values"] == "learning_rate=0.001 alpha=1.0"
-    assert float(rows[-1]["accuracy"]) == runs.result(found.cells[-1])["scores"]["accuracy"]
+    assert len(rows) == len(cells) == 6 and rows[-1]["values"] == "learning_rate=0.001 alpha=1.0"
+    assert float(rows[-1]["accuracy"]) == done.result(cells[-1])["scores"]["accuracy"]
     page = (out / "report.md").read_text()
-    assert "| mean over tasks |" in page and "compared with labels." in page
+    for part in ("| mean over tasks |", "compared with labels.", "## own", "| fcd | 1 |"):
+        assert part in page
     before = {p: p.stat().st_mtime_ns for p in (out / "runs").glob("*.json")}
-    run("study", path, out=out, seeds=1)
+    run("study", root / "hand.toml", out=out, seeds=1)
     assert all(p.stat().st_mtime_ns == at for p, at in before.items()) and len(before) == 6
 
 
-def one_cell_a_method(text):
-    for old, new in (("[1, 2]", "1"), ("[1e-4, 1e-3]", "1e-3"), ("[0.1, 1.0]", "1.0")):
-        text = text.replace(old, new)
-    return text
+def test_two_processes_and_a_stop_give_the_same_runs(root, done, tmp_path, monkeypatch):
+    """Forked workers import less than spawned ones and get the same arguments."""
+    with monkeypatch.context() as patch:
+        patch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
+        few = dataclasses.replace(done.grid, cells=done.grid.cells[:2])
+        both = GridRuns(few, tmp_path / "both")
+        assert both.train(2)
+    options = {"out": tmp_path / "out", "seeds": 1}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, terminate)
+        stopped = run("study", root / "one.toml", expect=143, **options)
+    assert "is saved, the same command goes on" in stopped and "--resume" not in stopped
+    assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
+    run("study", root / "one.toml", **options)
+    again = GridRuns(grid.read(StudySettings(spec=root / "one.toml", seeds=1)), tmp_path / "out")
+    assert not list((tmp_path / "out" / "runs").glob("*/"))
+    pairs = [(both, cell, cell) for cell in few.cells]
+    for runs, own, cell in (*pairs, (again, again.grid.cells[0], done.grid.cells[-1])):
+        for name in ("scores", "teacher"):
+            assert runs.result(own)[name] == done.result(cell)[name]
 
 
 STAGED = """
@@ -151,7 +194,8 @@ max_length = 16
 
 
 def test_an_arm_in_stages_equals_the_same_stages_by_hand(root, tmp_path):
-    rows = 'train = "train.tsv"\neval = "dev.tsv"'
+    rows = f'train = "{root}/train.tsv"\neval = "{root}/dev.tsv"'
+    staged = STAGED.replace('"teacher"', f'"{root}/teacher"')
     arm = """[{at}.assistant]
 student_layers = 2
 [{at}.student]
@@ -160,34 +204,21 @@ student_layers = 1
 learning_rate = 1e-3
 set = {{temperature = 3.0}}
 """
-    by_hand = STAGED.format(rows=rows + '\nmethod = "soft_targets"', arm=arm.format(at="stages"))
-    (root / "plan.toml").write_text(by_hand)
-    run("distill", stages=root / "plan.toml", out=tmp_path / "hand")
-    report = json.loads((tmp_path / "hand" / "student" / "fastkd.json").read_text())
+    by_hand = staged.format(rows=rows + '\nmethod = "soft_targets"', arm=arm.format(at="stages"))
+    (tmp_path / "plan.toml").write_text(by_hand)
+    run("distill", stages=tmp_path / "plan.toml", out=tmp_path / "hand")
+    report = report_of(tmp_path / "hand")
     at = 'method = "soft_targets"\n' + arm.format(at="methods.TAKD.stages")
-    (root / "arm.toml").write_text(
-        STAGED.format(rows="seeds = 1\n[methods.TAKD]", arm=f"{at}[tasks.own]\n{rows}")
+    (tmp_path / "arm.toml").write_text(
+        staged.format(rows="seeds = 1\n[methods.TAKD]", arm=f"{at}[tasks.own]\n{rows}")
     )
-    run("study", root / "arm.toml", out=tmp_path / "out")
-    study = grid.read(StudySettings(spec=root / "arm.toml"))
+    run("study", tmp_path / "arm.toml", out=tmp_path / "out")
+    study = grid.read(StudySettings(spec=tmp_path / "arm.toml"))
     result = GridRuns(study, tmp_path / "out").result(study.cells[0])
     assert result["scores"] == report["student"]
     assert result["history"][0]["losses"] == report["history"][0]["losses"]
     assert "stages=assistant+student" in grid_report.plan(study)[1][3]
     assert not list((tmp_path / "out" / "runs").glob("*/"))
-
-
-def test_a_shared_teacher_is_that_of_the_command(root, tmp_path):
-    text, out = one_cell_a_method(FILE.format(select="dev")), tmp_path / "out"
-    (root / "tuned.toml").write_text("finetune_teacher = 1\nteacher_learning_rate = 1e-3\n" + text)
-    run("study", root / "tuned.toml", out=out)
-    assert len(list((out / "teachers").glob("*/teacher"))) == 1
-    found = grid.read(StudySettings(spec=root / "tuned.toml"))
-    hand = run_distillation(Config.of(**found.cells[0].options, out=tmp_path / "hand"))
-    result = GridRuns(found, out).result(found.cells[0])
-    assert result["teacher"] == hand["teacher"] and result["scores"] == hand["student"]
-    page = (out / "report.md").read_text()
-    assert "## own" in page and "| fcd | 2 |" in page
 
 
 def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
@@ -206,14 +237,14 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
 @pytest.mark.parametrize(("old", "new", "error"), [
     ("learning_rate", "learning_rat", "'learning_rat' is no option"),
     ("alpha", "alfa", "methods.fcd has no option 'alfa'"),
-    ("epochs = 1", "epoch = 1", "the study has no option 'epoch'"),
+    ("epochs = 4", "epoch = 4", "the study has no option 'epoch'"),
     ('"dev"', '"best"', "select must be"),
-    ("epochs = 1", 'epochs = 1\nbaseline = "label"', "baseline 'label'"),
+    ("epochs = 4", 'epochs = 4\nbaseline = "label"', "baseline 'label'"),
 ])  # fmt: skip
-def test_mistakes_in_a_file(root, old, new, error):
-    (root / "wrong.toml").write_text(FILE.format(select="dev").replace(old, new, 1))
+def test_mistakes_in_a_file(tmp_path, old, new, error):
+    (tmp_path / "wrong.toml").write_text(FILE.replace(old, new, 1))
     with pytest.raises(InputError, match=error):
-        grid.read(StudySettings(spec=root / "wrong.toml"))
+        grid.read(StudySettings(spec=tmp_path / "wrong.toml"))
 
 
 # The plan of each table: variants, tasks, seeds, and options, typed from the papers.
@@ -336,151 +367,115 @@ def test_the_plan_of_a_table(name):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tables")
-    write_glue(path / "glue")
-    make_teacher(path / "teacher", layers=6, longest=128, head=False)
-    BertForMaskedLM(BertConfig.from_pretrained(path / "teacher")).save_pretrained(path / "teacher")
-    make_teacher(path / "student", layers=2, longest=128, head=False)
-    byte_pairs(path / "roberta", 290, causal=False)
-    for name in ("train", "eval"):
-        write_text(path / f"{name}.txt", 12)
-    shutil.copy(path / "glue" / "CoLA" / "train.tsv", path / "cola.tsv")
-    return path
+    """Models and rows of every table, in small."""
+
+    def make(path):
+        write_glue(path / "glue")
+        make_teacher(path / "teacher", layers=6, longest=384, head=False)
+        config = BertConfig.from_pretrained(path / "teacher")
+        BertForMaskedLM(config).save_pretrained(path / "teacher")
+        make_teacher(path / "student", layers=2, longest=128, head=False)
+        byte_pairs(path / "roberta", 290, causal=False)
+        make_decoder(path / "gpt2")
+        make_chat_teacher(path / "chat", longest=512)
+        for seed, name in enumerate(("train", "eval")):
+            write_text(path / f"{name}.txt", 16, seed)
+        for name in ("squad1", "squad2"):
+            for i in range(2):
+                write_squad(path / f"{name}-{i}.json", 8, i)
+        for seed, name in enumerate(("train", "valid", *SETS)):
+            write_chats(path / f"{name}.jsonl", 4, seed)
+        shutil.copy(path / "glue" / "CoLA" / "train.tsv", path / "cola.tsv")
+
+    return once(tmp_path_factory, "tables", make)
 
 
-#: Teacher and student of tables, if not a BERT: two vocabularies, and one RoBERTa.
-OTHERS = {"lrkd-3a": ("roberta", "student"), "fcd-1": ("roberta", "roberta")}
+SETS = ["dolly", "self-inst", "vicuna", "sinst", "uinst"]
+#: Teacher and student of tables, if not a BERT of six layers and one of two: two vocabularies.
+OTHERS = {"lrkd-3a": ("roberta", "student"), "fcd-1": ("roberta", "roberta"),
+          "fcd-5": ("teacher", "teacher"), "mc3kd-9": ("gpt2", "gpt2"),
+          "lrkd-4": ("chat", "chat")}  # fmt: skip
+#: Files of tables' tasks, if not GLUE's.
+FILES = {
+    "fcd-5": {name: f"{name}-0.json,{name}-1.json" for name in ("squad1", "squad2")},
+    "mc3kd-9": {"wikitext": "train.txt,eval.txt"},
+    "lrkd-4": {"dolly": ",".join(f"{name}.jsonl" for name in ("train", "valid", *SETS))},
+}
 
 
-GLUE_TABLES = [name for name in PLANS if name not in ("fcd-5", "mc3kd-9", "lrkd-4")]
+def run_of_table(name, models, out):
+    """A study of the table's variants, two steps each, on one task of GLUE, or its own files."""
+    teacher, student = (str(models / x) for x in OTHERS.get(name, ("teacher", "student")))
+    tasks = {
+        task: ",".join(str(models / file) for file in files.split(","))
+        for task, files in FILES.get(name, {}).items()
+    } or {min(PLANS[name][2]): True}
+    steps = {"steps": 2, "seeds": 1, "device_name": "cpu", "spec": Path(f"paper:{name}")}
+    glue = {} if name in FILES else {"glue": models / "glue"}
+    given = {"teacher": teacher, "student": student, "tasks": tasks, **steps, **glue}
+    return GridRuns(grid.read(StudySettings(**given)), out)
 
 
-def trained(study, cells, out):
-    """The runs of some cells of a study, and its page."""
-    runs = GridRuns(dataclasses.replace(study, cells=tuple(cells)), out)
-    runs.train(1)
-    grid_report.write(runs, out)
-    return runs, (out / "report.md").read_text()
+def kind_of(name, cell):
+    """What makes a run unlike others: its method, options, stages and vocabularies."""
+    more = *cell.options["options"], *cell.options.get("stages", ())
+    return cell.options["method"], *more, name * (name in FILES or name == "lrkd-3a")
 
 
-def test_every_table_of_glue_runs(models, tmp_path_factory, monkeypatch):
-    """Two steps of each variant; the tables share teachers, and runs of one kind of options."""
+@pytest.mark.parametrize("extent", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
+def test_the_tables_run(models, tmp_path, monkeypatch, extent):
+    """Every table is checked; runs are of two tables, drawn anew each time, or of every kind."""
     for picture in ("_forest", "_curves"):  # drawn in other tests
         monkeypatch.setattr(grid_report, picture, lambda *_: b"")
     for folder in ("WIKIPEDIA", "AUGMENTED"):
         monkeypatch.setenv(folder, str(models))
-    out, kinds = tmp_path_factory.mktemp("shared"), set()
-    for name in GLUE_TABLES:
-        teacher, student = OTHERS.get(name, ("teacher", "student"))
-        options = {
-            "glue": models / "glue", "teacher": str(models / teacher), "steps": 2, "seeds": 1,
-            "device_name": "cpu", "tasks": {min(PLANS[name][2]): True},
-            "student": str(models / student), "spec": Path(f"paper:{name}"),
-        }  # fmt: skip
-        study, new = grid.read(StudySettings(**options)), {}
-        for cell in study.cells:
-            kind = (
-                cell.options["method"],
-                *cell.options["options"],
-                *cell.options.get("stages", ()),
-            )
-            new.setdefault((*kind, name * (name == "lrkd-3a")), cell)
-        cells = [cell for kind, cell in new.items() if kind not in kinds] or study.cells[:1]
+    drawn = [*PLANS] if extent == "all" else random.Random(time.time_ns()).sample([*PLANS], 2)
+    kinds, most = set(), len(PLANS) if extent == "all" else 3
+    for name in PLANS:
+        runs = run_of_table(name, models, tmp_path)
+        runs.check()
+        if name not in drawn:
+            continue
+        new = {}
+        for cell in runs.grid.cells:
+            new.setdefault(kind_of(name, cell), cell)
+        cells = [cell for kind, cell in new.items() if kind not in kinds][:most]
         kinds |= new.keys()
-        GridRuns(study, out).check()
-        runs, page = trained(study, cells, out)
-        for cell in cells:
-            result = runs.result(cell)
-            assert "failed" not in result, (name, result)
-            assert result["options"]["training_steps"] == 2 == result["history"][-1]["step"]
-        paper = read_options_file(grid.path_of(options["spec"])).get("paper", {"title": ""})
-        assert paper["title"] in page
-        assert ("mnli accuracy | mnli accuracy_mm |" in page) == (study.tasks == ["mnli"])
-        if name == "lrc-bert-1":  # Wikipedia, augmented rows, the task
-            (staged,) = (c for c in cells if c.variant == "LRC-BERT")
-            assert list(staged.options["stages"]) == ["wikipedia", "augmented", "task"]
-            assert staged.options["stages"]["augmented"]["train"] == models / "cola.tsv"
-        if name in ("lrc-bert-1", "fcd-1"):
-            assert re.search(r"^\| (LRC-BERT|FCD) \|.*\d\.\d\d \|", page, re.MULTILINE)
-    teachers = [json.loads(p.read_text()) for p in out.glob("teachers/*/teacher/fastkd.json")]
-    assert 1 <= len(teachers) < len(GLUE_TABLES) / 2
-    shutil.rmtree(out)
+        cells = tuple(cells or runs.grid.cells[:1])
+        runs = GridRuns(dataclasses.replace(runs.grid, cells=cells), tmp_path)
+        runs.train(1)
+        grid_report.write(runs, tmp_path)
+        check_results(name, runs, (tmp_path / "report.md").read_text())
+    teachers = [json.loads(p.read_text()) for p in tmp_path.glob("teachers/*/teacher/fastkd.json")]
+    assert len(teachers) < len(PLANS) / 2  # the tables share them
 
 
-def test_a_language_model_of_a_table(tmp_path):
-    make_decoder(tmp_path / "teacher")
-    files = [write_text(tmp_path / f"{i}.txt", 16, seed=i) for i in range(2)]
-    model, rows = tmp_path / "teacher", f"wikitext={files[0]},{files[1]}"
-    run("study", "paper:mc3kd-9", out=tmp_path / "out", tasks=rows, steps=1, seeds=1,
-        teacher=model, student=model, device="cpu")  # fmt: skip
-    assert "perplexity" in (tmp_path / "out" / "report.md").read_text()
-
-
-def test_answers_of_a_table(tmp_path):
-    make_teacher(tmp_path / "teacher", longest=384, head=False)
-    model, tasks = str(tmp_path / "teacher"), {}
-    for name in ("squad1", "squad2"):
-        files = [write_squad(tmp_path / f"{name}-{i}.json", 8, i) for i in range(2)]
-        tasks[name] = f"{files[0]},{files[1]}"
-    options = {"tasks": tasks, "teacher": model, "student": model, "steps": 1, "seeds": 1}
-    study = grid.read(StudySettings(spec=Path("paper:fcd-5"), device_name="cpu", **options))
-    cells = tuple(cell for cell in study.cells if cell.variant == "FCD")
-    page = trained(study, cells, tmp_path)[1]
-    assert "squad1 f1" in page and "squad2 f1" in page and "| FCD |" in page
-
-
-def test_conversations_of_a_table(tmp_path):
-    """A teacher with adapters, sampled scores, and five test sets beside the paper's."""
-    sets, spec = ["dolly", "self-inst", "vicuna", "sinst", "uinst"], Path("paper:lrkd-4")
-    for cell in grid.read(StudySettings(spec=spec)).cells:
-        assert [path.stem for path in cell.options["test"]] == sets
-    make_chat_teacher(tmp_path / "teacher", longest=512)
-    files = [
-        write_jsonl(tmp_path / f"{name}.jsonl", talks(4, seed))
-        for seed, name in enumerate(("train", "valid", *sets))
-    ]
-    model = str(tmp_path / "teacher")
-    given = {"tasks": {"dolly": ",".join(map(str, files))}, "teacher": model, "student": model}
-    study = grid.read(StudySettings(spec=spec, steps=1, seeds=1, device_name="cpu", **given))
-    assert [cell.variant for cell in study.cells] == study.variants
-    runs, page = trained(study, (study.cells[1], study.cells[-1]), tmp_path)
-    (teacher,) = tmp_path.glob("teachers/*/teacher")
-    assert (teacher / "adapter").is_dir()
-    for cell in runs.cells:
+def check_results(name, runs, page):
+    for cell in runs.grid.cells:
         result = runs.result(cell)
-        assert result["recipe"]["given"].keys() >= {"learning_rate", "max_length"}
-        scores = [result["scores"][f"rouge_l_{name}"] for name in sets]
-        assert f"{sum(scores) / 5:.4f} |" in page
-    assert "paper: VicunaEval" in page and "ours: VicunaEval" in page
+        assert "failed" not in result, (name, result)
+        assert result["options"]["training_steps"] == 2 == result["history"][-1]["step"], name
+        if name == "lrkd-4":  # five test sets beside the paper's
+            assert result["recipe"]["given"].keys() >= {"learning_rate", "max_length"}
+            scores = [result["scores"][f"rouge_l_{x}"] for x in SETS]
+            assert f"{sum(scores) / 5:.4f} |" in page
+    paper = read_options_file(grid.path_of(Path(f"paper:{name}"))).get("paper", {"title": ""})
+    assert paper["title"] in page
+    assert ("mnli accuracy | mnli accuracy_mm |" in page) == (runs.grid.tasks == ["mnli"])
+    words = {"fcd-5": "squad2 f1", "mc3kd-9": "perplexity", "lrkd-4": "ours: VicunaEval"}
+    assert words.get(name, "") in page
+    if name == "lrkd-4":  # a teacher with adapters
+        assert list(runs.out.glob("teachers/*/teacher/adapter"))
 
 
-def test_two_processes_train_the_runs(root, tmp_path, monkeypatch):
-    """Forked workers import less than spawned ones and get the same arguments."""
-    (root / "jobs.toml").write_text(one_cell_a_method(FILE.format(select="dev")))
-    monkeypatch.setattr(grid_runs.multiprocessing, "get_context", {"spawn": CONTEXT}.__getitem__)
-    found = grid.read(StudySettings(spec=root / "jobs.toml", seeds=1))
-    runs = {jobs: GridRuns(found, tmp_path / str(jobs)) for jobs in (1, 2)}
-    assert all(each.train(jobs) for jobs, each in runs.items())
-    for cell in found.cells:
-        one, two = (each.result(cell) for each in runs.values())
-        assert one["scores"] == two["scores"]
-
-
-def test_a_stopped_run_goes_on(root, tmp_path, monkeypatch):
-    text = one_cell_a_method(FILE.format(select="dev").replace("labels = {}\n", ""))
-    (root / "one.toml").write_text(text.replace("epochs = 1", "epochs = 2\nbatch_size = 8"))
-    options = {"out": tmp_path / "out", "seeds": 1}
-    with monkeypatch.context() as patch:
-        stop_at(patch, 3, terminate)
-        stopped = run("study", root / "one.toml", expect=143, **options)
-    assert "is saved, the same command goes on" in stopped and "--resume" not in stopped
-    assert list((tmp_path / "out" / "runs").glob("*/unfinished"))
-    run("study", root / "one.toml", **options)
-    found = grid.read(StudySettings(spec=root / "one.toml", seeds=1))
-    runs = GridRuns(found, tmp_path / "out")
-    hand = run_distillation(Config.of(**found.cells[0].options, out=tmp_path / "hand"))
-    assert runs.result(found.cells[0])["scores"] == hand["student"]
-    assert not list((tmp_path / "out" / "runs").glob("*/"))
+def test_stages_and_test_sets_of_tables():
+    cells = grid.read(StudySettings(spec=Path("paper:lrc-bert-1"))).cells
+    found = [cell.options["stages"] for cell in cells if cell.variant == "LRC-BERT"]
+    assert found and all([*names] == ["wikipedia", "augmented", "task"] for names in found)
+    trained = {str(stages["augmented"]["train"]) for stages in found}
+    assert "/data/cola.tsv" in trained and len(trained) == 8
+    for cell in grid.read(StudySettings(spec=Path("paper:lrkd-4"))).cells:
+        assert [path.stem for path in cell.options["test"]] == SETS
 
 
 def test_files_of_the_pages_are_valid(tmp_path):

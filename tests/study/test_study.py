@@ -15,8 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from fastkd.cli import display
-from fastkd.cli import study_command as command
-from fastkd.cli.display import new_console
 from fastkd.cli.main import app
 from fastkd.distill.cache import TeacherCache
 from fastkd.study import docstrings, grid, grid_report, grid_runs, paper_table
@@ -28,14 +26,14 @@ from fastkd.train.config import Config
 from fastkd.train.errors import InputError
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_json
-from tests.support.tiny import make_teacher, source, write_tsv
-from tests.train.tasks.test_causal_lm import make_decoder, write_text
-from tests.train.tasks.test_token_classification import write_conll
+from tests.support.runs import once
+from tests.support.tiny import run, source, write_tsv
+from tests.train.tasks.through import make_bare, make_decoder, write_conll, write_text
 from tests.train.test_data import hub
 
 SHARED = """
 title = "Tiny"
-teacher = "../tiny"
+teacher = "{tiny}"
 finetune_teacher = 1
 select = "none"
 seeds = 2
@@ -56,37 +54,43 @@ fcd = {alpha = [0.1, 1.0]}
 """
 
 
-def with_rows(folder):
-    write_tsv(folder / "train.tsv", 40, 0)
-    write_tsv(folder / "dev.tsv", 24, 1)
-    return folder
-
-
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return make_teacher(tmp_path_factory.getbasetemp() / "tiny", head=False)
+def finished(tmp_path_factory):
+    """A folder with a study that ran in ``out``; ``said`` is its output, a line for every step."""
+
+    def make(root):
+        make_bare(root / "tiny", layers=4)
+        write_tsv(root / "train.tsv", 40, 0)
+        write_tsv(root / "dev.tsv", 24, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(display, "LINE_EVERY", 0.0)
+            said = run("study", write(root, root / "tiny"), out=root / "out")
+        (root / "said").write_text(said)
+
+    return once(tmp_path_factory, "study", make)
 
 
 @pytest.fixture
-def root(tmp_path, tiny):
-    return with_rows(tmp_path)
+def tiny(finished):
+    return finished / "tiny"
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory, tiny):
-    """Output of the command, with a line for every step, and its folder."""
-    root = with_rows(tmp_path_factory.mktemp("finished"))
-    words = ["study", str(write(root)), "--out", str(root / "out")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(display, "LINE_EVERY", 0.0)
-        result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    return result.output, root / "out"
+@pytest.fixture
+def root(finished, tmp_path):
+    for name in ("train.tsv", "dev.tsv"):
+        shutil.copy(finished / name, tmp_path)
+    return tmp_path
 
 
-def write(root, methods=FEW, shared=SHARED):
+@pytest.fixture
+def written(root, tiny):
+    """A study's file."""
+    return lambda *texts: write(root, tiny, *texts)
+
+
+def write(root, tiny, methods=FEW, shared=SHARED):
     path = root / "spec.toml"
-    path.write_text(shared + methods)
+    path.write_text(shared.replace("{tiny}", str(tiny)) + methods)
     return path
 
 
@@ -98,39 +102,29 @@ def check(path, **options):
     GridRuns(read(path, **options), path.parent / "out").check()
 
 
-def study(path, out, **options):
-    with new_console() as console:
-        command.run(StudySettings(spec=path, out=out, **options), console)
-
-
 def test_report_of_a_study(finished):
-    output, out = finished
+    output, out = (finished / "said").read_text(), finished / "out"
     files = [json.loads(path.read_text()) for path in (out / "runs").glob("*.json")]
     assert len(files) == 6 and not list((out / "runs").glob("*/"))
-    for run in files:
-        assert run["history"][-1]["step"] == 2 and run["history"][-1]["scores"] == run["scores"]
-        assert len(run["predictions"]) == len(run["references"]) == 24
-        assert 0 <= run["rccc"] <= 1 and -1 <= run["intra_class_similarity"] <= 1
-        unlabelled = {} if run["variant"] == "labels" else {"unlabelled": 28}
-        assert run["rows"] == {"train": 12, "eval": 24, **unlabelled}
+    for result in files:
+        last = result["history"][-1]
+        assert last["step"] == 2 and last["scores"] == result["scores"]
+        assert len(result["predictions"]) == len(result["references"]) == 24
+        assert 0 <= result["rccc"] <= 1 and -1 <= result["intra_class_similarity"] <= 1
+        unlabelled = {} if result["variant"] == "labels" else {"unlabelled": 28}
+        assert result["rows"] == {"train": 12, "eval": 24, **unlabelled}
     page = (out / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "") and page.count("data:image/png") == 2
     assert "commit" in page and "<li>difference: to the baseline, paired by seed</li>" in page
-    parts = (
-        "<h1>Tiny</h1>",
-        "told with two seeds.",
-        "<table>",
-        "<img",
-        "6 runs of",
-        "<h2>one</h2>",
-    )
-    assert sorted(parts, key=page.index) == [*parts]
+    parts = ["<h1>Tiny</h1>", "told with two seeds.", "<table>", "<img", "6 runs of",
+             "<h2>one</h2>"]  # fmt: skip
+    assert sorted(parts, key=page.index) == parts
     assert "RCCC" not in page and "M_ICS" not in page  # there is neither MC3KD nor KNN
     rows = {row["variant"]: row for row in csv.DictReader((out / "summary.csv").open())}
     assert list(rows) == ["labels", "fcd, alpha=0.1", "fcd, alpha=1.0"]
     assert rows["labels"]["seeds"] == "2" and rows["labels"]["difference_mean"] == ""
     assert "| labels " in (out / "report.md").read_text()
-    trained = json.loads(next(out.glob("teachers/*/teacher/fastkd.json")).read_text())
+    trained = read_json(next(out.glob("teachers/*/teacher/fastkd.json")))
     assert trained["history"][-1]["step"] == 2  # batches of 32: the teacher reads all 40 labels
     lines = output.splitlines()
     for start, end in (
@@ -144,9 +138,8 @@ def test_report_of_a_study(finished):
         assert found and found[0].endswith(end), (start, lines)
 
 
-def test_missing_changed_and_new_runs_are_trained(root, finished, capsys):
-    out = shutil.copytree(finished[1], root / "out")
-    path = finished[1].parent / "spec.toml"
+def test_missing_changed_and_new_runs_are_trained(root, finished):
+    out, path = shutil.copytree(finished / "out", root / "out"), finished / "spec.toml"
     before = {p.name: p.read_text() for p in (out / "runs").glob("*.json")}
     runs = GridRuns(read(path), out)
     changed, damaged, *kept = (runs.path(cell) for cell in runs.cells)
@@ -156,20 +149,17 @@ def test_missing_changed_and_new_runs_are_trained(root, finished, capsys):
     damaged.write_text(damaged.read_text()[:100])
     assert [runs.done(cell) for cell in runs.cells[:3]] == [False, False, True]
     times = [p.stat().st_mtime_ns for p in kept]
-    study(path, out)
-    output = capsys.readouterr().out
+    output = run("study", path, out=out)
     assert changed.name in output and damaged.name in output and kept[0].name not in output
     assert [p.stat().st_mtime_ns for p in kept] == times
     for p in (changed, damaged):
         one, two = json.loads(before[p.name]), read_json(p)
-        assert (
-            one["predictions"] == two["predictions"]
-            and one["history"][-1]["scores"] == two["scores"]
-        )
+        for name in ("predictions", "scores"):
+            assert one[name] == two[name]
     assert len(read(path, seeds=3).cells) == 9
 
 
-def test_a_cache_gives_the_same_scores(root, finished, monkeypatch):
+def test_a_cache_gives_the_same_scores(written, root, finished, monkeypatch):
     taught, made = [], assembling.Distiller
 
     def distiller(teacher, *rest, **more):
@@ -177,10 +167,10 @@ def test_a_cache_gives_the_same_scores(root, finished, monkeypatch):
         return made(teacher, *rest, **more)
 
     monkeypatch.setattr(assembling, "Distiller", distiller)
-    found = read(write(root, shared="cache = true\n" + SHARED), seeds=1)
+    found = read(written(FEW, "cache = true\n" + SHARED), seeds=1)
     runs = GridRuns(found, root / "out")
     (root / "out" / "runs").mkdir(parents=True)
-    plain = GridRuns(read(finished[1].parent / "spec.toml", seeds=1), finished[1])
+    plain = GridRuns(read(finished / "spec.toml", seeds=1), finished / "out")
     cell = found.cells[1]
     (other,) = (plain.result(c) for c in plain.cells if c.variant == cell.variant)
     result = runs._run(cell, other["options"])
@@ -193,9 +183,9 @@ def test_a_cache_gives_the_same_scores(root, finished, monkeypatch):
     assert grid_runs.GridRuns(found, root).path(cell).name != plain.path(cell).name
 
 
-def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
+def test_budget_in_seconds_is_converted_into_steps(written, root, tiny, monkeypatch):
     """Two short runs time a step, once for all seeds: here it takes 0.1 s, after 9 s."""
-    found = read(write(root), seconds=2.0)
+    found = read(written(), seconds=2.0)
     timed = []
 
     def run(config, *_, **__):
@@ -205,7 +195,7 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
         return {"seconds": seconds, "rows": {"train": 12, "unlabelled": 28}}
 
     monkeypatch.setattr(grid_runs.distillation, "run_distillation", run)
-    monkeypatch.setattr(GridRuns, "_teacher", lambda *_: root.parent / "tiny")
+    monkeypatch.setattr(GridRuns, "_teacher", lambda *_: tiny)
     runs = GridRuns(found, root / "out")
     labels = [cell for cell in found.cells if cell.variant == "labels"]
     assert [runs.options(cell)["training_steps"] for cell in labels] == [20, 20]
@@ -213,13 +203,13 @@ def test_budget_in_seconds_is_converted_into_steps(root, monkeypatch):
     assert "training_steps" not in labels[0].options and "epochs" not in found.cells[0].options
 
 
-def test_options_specify_the_same_study_as_a_file(root):
+def test_options_specify_the_same_study_as_a_file(written, root):
     files = f"{root}/train.tsv,{root}/dev.tsv"
     options = {
         "methods": "labels, fcd", "options": {"fcd.alpha": [0.1, 1], "fcd.layers": "top,bottom"},
         "tasks": {"one": files, "docs": "docstrings", "p": "pairs"}, "seeds": 3, "seconds": 2.0,
     }  # fmt: skip
-    found = read(write(root), **options)
+    found = read(written(), **options)
     variants = [f"fcd, alpha={x}, layers={y}" for x in (0.1, 1) for y in ("top", "bottom")]
     assert found.variants == ["labels", *variants]
     assert found.seeds == (0, 1, 2) and found.seconds == 2.0
@@ -234,20 +224,17 @@ def test_options_specify_the_same_study_as_a_file(root):
     assert tasks["x"] == given  # all other options have the defaults of distill
     assert alone.variants[:2] == ["labels", "soft_targets"] and alone.select == "none"
 
-
-def test_a_teacher_is_fine_tuned_as_the_command_says(root):
-    path = write(
-        root, shared=SHARED.replace("teacher = 1", "teacher = 1\nteacher_learning_rate = 1e-3")
-    )
+    # A teacher is fine-tuned as the command says.
+    path = written(FEW, SHARED.replace("er = 1", "er = 1\nteacher_learning_rate = 1e-3", 1))
     assert read(path, finetune_teacher=2.0).cells[0].options["finetune_teacher"] == 2
     ready = read(path, finetune_teacher=0.0).cells[0].options
     assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
     Config.of(ready)
 
 
-def test_early_checks_import_no_torch(root):
+def test_early_checks_import_no_torch(written):
     """The list of tables, and a column that a file lacks."""
-    path = write(root, shared=SHARED + 'text_column = "txt"\n')
+    path = written(FEW, SHARED + 'text_column = "txt"\n')
     code = (
         "import sys; from pathlib import Path; from fastkd.study.grid import early; "
         "from fastkd.study.grid import StudySettings\n"
@@ -261,13 +248,13 @@ def test_early_checks_import_no_torch(root):
     assert "no column 'txt'" in found.stdout and "did you mean 'text'" not in found.stdout
 
 
-def test_column_options_apply_to_all_data_sets_of_tasks(root):
+def test_column_options_apply_to_all_data_sets_of_tasks(written, root):
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
     tasks = {name: f"{root}/train.tsv,{root}/dev.tsv" for name in ("a", "b")}
     for cell in grid.read(StudySettings(tasks=tasks, **columns)).cells:
         assert {name: cell.options[name] for name in columns} == columns
     with pytest.raises(InputError, match="--text-column: applies to --tasks NAME=FILES only"):
-        read(write(root), text_column="one")
+        read(written(), text_column="one")
     with pytest.raises(InputError, match="docstrings and text_column exclude each other"):
         grid.read(StudySettings(tasks={"docs": "docstrings"}, text_column="one"))
 
@@ -300,11 +287,11 @@ def without(name):
     ('[methods]\nlrc_bert = {preset = "papers"}', "paper"),
     ("[methods]\nfcd = 5", "methods.fcd must be a table"),
 ])  # fmt: skip
-def test_invalid_field_of_a_study_is_named(root, line, message):
+def test_invalid_field_of_a_study_is_named(written, line, message):
     methods = f"{line}\n" if line.startswith("[") else FEW
     shared = SHARED if methods is not FEW else f"{line}\n{without(line.split(' ')[0])}"
     with pytest.raises(InputError, match=message):
-        check(write(root, methods, shared))
+        check(written(methods, shared))
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -317,9 +304,9 @@ def test_invalid_field_of_a_study_is_named(root, line, message):
     ('task = "causal-lm"', "column"),
     ('train = "none.tsv"', r"none\.tsv: no such file"),
 ])  # fmt: skip
-def test_invalid_field_of_a_data_set_is_named(root, line, message):
+def test_invalid_field_of_a_data_set_is_named(written, line, message):
     with pytest.raises(InputError, match=message):
-        check(write(root, shared=f"{without(line.split(' ')[0])}\n{line}\n"))
+        check(written(FEW, f"{without(line.split(' ')[0])}\n{line}\n"))
 
 
 def test_unreadable_files(root):
@@ -330,9 +317,9 @@ def test_unreadable_files(root):
             read(path)
 
 
-def test_a_run_belongs_to_the_content_of_its_files(root, tiny, monkeypatch):
+def test_a_run_belongs_to_the_content_of_its_files(written, root, tiny, monkeypatch):
     mine = shutil.copytree(tiny, root / "mine")
-    found = read(write(root), teacher=str(mine), seeds=1)
+    found = read(written(), teacher=str(mine), seeds=1)
     runs, (cell, *_) = GridRuns(found, root / "out"), found.cells
     seen = {runs.path(cell)}
     for path, text in ((root / "dev.tsv", "sentence\tlabel\n"), (mine / "model.safetensors", "x")):
@@ -361,11 +348,12 @@ def test_report_does_not_overwrite_files_that_fastkd_did_not_write(root, finishe
         with pytest.raises(InputError, match=f"{name}, which `fastkd study` did not write"):
             grid_report.claim(out)
         assert (out / name).read_text() == "mine" and len(list(out.iterdir())) == 1
-    grid_report.claim(finished[1])
+    grid_report.claim(finished / "out")
 
 
-def test_dead_process_is_an_error_after_the_report(root, finished, monkeypatch):
-    out, path = shutil.copytree(finished[1], root / "out"), finished[1].parent / "spec.toml"
+def test_errors_of_workers(written, root, finished, monkeypatch):
+    """A dead process is one after the report; any other is one sentence."""
+    out, path = shutil.copytree(finished / "out", root / "out"), finished / "spec.toml"
     next((out / "runs").glob("*.json")).unlink()
     dead = SimpleNamespace(exitcode=-9, start=bool, is_alive=bool)
     context = SimpleNamespace(Process=lambda **_: dead)
@@ -373,13 +361,10 @@ def test_dead_process_is_an_error_after_the_report(root, finished, monkeypatch):
     result = CliRunner().invoke(app, ["study", str(path), "--out", str(out), "--jobs", "2"])
     assert result.exit_code == 1 and "a process died; the same command" in result.stderr
     assert "1 runs are not finished" in (out / "report.md").read_text()
-
-
-def test_error_in_a_worker_is_one_sentence(root):
-    found = read(write(root, shared=SHARED.replace("finetune_teacher = 1", "")))
-    (root / "out" / "runs").mkdir(parents=True)
+    found = read(written(FEW, SHARED.replace("finetune_teacher = 1", "")))
+    (root / "other" / "runs").mkdir(parents=True)
     with pytest.raises(SystemExit, match=r"Error: labels on one: .*finetune_teacher"):
-        grid_runs._worker(found, root / "out", torch.get_num_threads(), Display)
+        grid_runs._worker(found, root / "other", torch.get_num_threads(), Display)
 
 
 def test_few_labels_balances_classes_and_depends_on_the_seed(root):
@@ -421,29 +406,28 @@ def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", ["causal-lm", "token-classification"])
 def test_study_of_a_task_without_classes_of_rows(tmp_path, task):
-    suffix, make, rows = {
-        "causal-lm": ("txt", make_decoder, write_text),
-        "token-classification": ("conll", lambda p: make_teacher(p, head=False), write_conll),
-    }[task]
+    lm = task == "causal-lm"
+    suffix = "txt" if lm else "conll"
+    make, rows = (make_decoder, write_text) if lm else (make_bare, write_conll)
     make(tmp_path / "teacher")
     for i, name in enumerate(("train", "dev")):
         rows(tmp_path / f"{name}.{suffix}", 20, i)
-    shared = SHARED[: SHARED.index("[tasks")]
-    shared = shared.replace("../tiny", "teacher").replace("= 2\ns", "= 1\ns")
+    shared = SHARED[: SHARED.index("[tasks")].replace("= 2\ns", "= 1\ns")
     files = f'train = "train.{suffix}"\neval = "dev.{suffix}"\n'
     text = f'{shared}[tasks.one]\ntask = "{task}"\n{files}'
-    if task == "causal-lm":
+    if lm:
         text = text.replace("finetune_teacher = 1\n", "")
         with pytest.raises(InputError, match="knn on one: method knn: compares rows of one class"):
-            check(write(tmp_path, "[methods]\nknn = {}\n", text))
-    study(write(tmp_path, "[methods]\nfcd = {}\n", text), tmp_path / "out", seeds=1)
+            check(write(tmp_path, tmp_path / "teacher", "[methods]\nknn = {}\n", text))
+    path = write(tmp_path, tmp_path / "teacher", "[methods]\nfcd = {}\n", text)
+    run("study", path, out=tmp_path / "out", seeds=1)
     (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
     (path,) = (tmp_path / "out" / "runs").glob("*.json")
-    result, page = json.loads(path.read_text()), (tmp_path / "out" / "report.md").read_text()
+    result, page = read_json(path), (tmp_path / "out" / "report.md").read_text()
     assert result["predictions"] == [] and result["classes"] == [] and 0 <= result["rccc"] <= 1
     assert "intra_class_similarity" not in result and row["rows_low"] == ""
-    assert row["metric"] == {"causal-lm": "perplexity"}.get(task, "f1")
-    assert ("lower is better" in page) == (task == "causal-lm")
+    assert row["metric"] == ("perplexity" if lm else "f1")
+    assert ("lower is better" in page) == lm
     assert "Classes without" not in page and "same prediction" not in page
 
 
@@ -503,14 +487,11 @@ PAPER = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def table():
+def test_pictures_and_tables_of_a_metric_to_minimise(monkeypatch):
+    """Lower perplexity is the better verdict."""
     lower = {"lower_is_better": ["perplexity"], "metric": "perplexity", "teacher": 20.0}
-    return results_of(PERPLEXITIES, paper=PAPER, **lower)
-
-
-def test_lower_perplexity_is_the_better_verdict(table):
-    _, _, (summary,) = table
+    made, results, summaries = results_of(PERPLEXITIES, paper=PAPER, **lower)
+    (summary,) = summaries
     rows = {row.variant: row for row in summary.rows}
     assert (rows["lower"].verdict, rows["lower"].quality) == ("below", "better")
     assert (rows["higher"].verdict, rows["higher"].quality) == ("above", "worse")
@@ -521,10 +502,6 @@ def test_lower_perplexity_is_the_better_verdict(table):
     text = grid_report.findings(summary)
     assert "Below the baseline beyond noise: lower. Above it beyond noise: higher." in text
     assert "below (better)" in grid_report.cells(rows["lower"])
-
-
-def test_pictures_and_the_papers_table_of_a_metric_to_minimise(table, monkeypatch):
-    made, results, summaries = table
     monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
     (ax,) = grid_report._forest(made, summaries, results).axes
     assert [label.get_text() for label in ax.get_yticklabels()] == ["higher", "alike", "lower"]
@@ -540,11 +517,8 @@ def test_pictures_and_the_papers_table_of_a_metric_to_minimise(table, monkeypatc
         lower == "x: lower is below labels in the paper (-4.8); here the same, beyond noise (-4.80)"
     )
     assert higher.endswith("(-1.5); here the opposite, beyond noise (+2.93)")
-
-
-def test_percentages_are_not_scaled_again(monkeypatch):
+    # Percentages are not scaled again.
     made, results, summaries = results_of(PERPLEXITIES, percent=["accuracy"], teacher=61.0)
-    monkeypatch.setattr(grid_report, "_png", lambda figure: figure)
     (ax,) = grid_report._forest(made, summaries, results).axes
     dots = sorted(line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o")
     assert dots[0] == pytest.approx(-4.8)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from fastkd.cli.cache_command import begin
@@ -43,6 +45,24 @@ def report_of(out: Path) -> dict:
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "student" / "model.safetensors")
+
+
+def losses_of(out: Path) -> dict[str, float]:
+    """The losses of a run's last evaluation."""
+    return report_of(out)["history"][-1]["losses"]
+
+
+def once(factory: pytest.TempPathFactory, name: str, make) -> Path:
+    """A folder that ``make(folder)`` fills once for all processes of the tests."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"once-{name}"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / ".made").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            (folder / ".made").touch()
+    return folder
 
 
 def visible(directory: Path) -> list[str]:

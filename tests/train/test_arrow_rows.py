@@ -1,12 +1,9 @@
 """Rows in Arrow files: read once for all processes; larger than memory; JSON arrays."""
 
 import ctypes
-import gzip
-import itertools
 import json
 import multiprocessing
 import os
-import random
 import re
 import resource
 import sys
@@ -14,7 +11,6 @@ from pathlib import Path
 
 import datasets
 import pyarrow
-import pyarrow.parquet
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -26,10 +22,9 @@ from fastkd.train.fitting import save_model
 from fastkd.train.tasks import Columns
 from fastkd.train.tasks.regression import Regression
 from tests.cli.launched import Launch
-from tests.support.tiny import make_teacher, run, sentences, write_tsv
+from tests.support.tiny import make_teacher, run, write_tsv
 
 COLUMNS = Columns("sentence")
-ENDS = {"unix": "\n", "windows": "\r\n"}
 
 
 @pytest.fixture
@@ -156,32 +151,6 @@ def test_a_full_temporary_directory_is_one_sentence(tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
     with pytest.raises(SaveFailed, match="No space left"):
         Encoder(tokenizer, 16, Regression())
-
-
-def test_every_kind_of_file_gives_the_same_rows(tmp_path):
-    """Texts with whatever a format can carry, in lines that end as Unix and Windows end them."""
-    rng = random.Random(0)
-    odd = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c"]
-    rows = [
-        {"text": f"{text} {rng.choice(odd)} end", "label": str(y)} for text, y in sentences(300, 0)
-    ]
-    objects = [json.dumps(row) for row in rows]
-    array = [f"[{objects[0]}", *(f", {one}" for one in objects[1:]), "]"]
-    kinds = {".jsonl": objects, ".json": objects, "array.json": array}
-    for kind, between in ((".tsv", "\t"), (".csv", ",")):
-        kinds[kind] = [between.join(row.values()) for row in ({"": "text", " ": "label"}, *rows)]
-    paths = [tmp_path / "a.parquet"]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[0])
-    for (kind, lines), (name, end) in itertools.product(kinds.items(), ENDS.items()):
-        content = (end.join(lines) + end).encode()
-        paths += [tmp_path / f"{name}{kind}", tmp_path / f"{name}{kind}.gz"]
-        paths[-2].write_bytes(content)
-        paths[-1].write_bytes(gzip.compress(content))
-    for path in paths:
-        got = data.read_file(path, Columns("text"), "--train")
-        labels, which = got.raw_labels
-        assert got.texts == [row["text"] for row in rows], path
-        assert [labels[i] for i in which] == [row["label"] for row in rows], path
 
 
 LIMIT = 4 * 2**20

@@ -74,27 +74,14 @@ def test_files_of_glue(tmp_path):
     assert content(load(bare).train)[1:] == (GLUE[1][3], None, [1, 0])
 
 
-def test_csv_quotes_row_numbers_and_long_fields(tmp_path):
-    text = 'text,label\n"a, ""b""\nsecond line",good\nplain,bad\n'
-    corpus = load(source(**files(tmp_path, text, suffix=".csv")))
-    assert corpus.train.texts == ['a, "b"\nsecond line', "plain"]
-    assert [corpus.train.number(i) for i in (0, 1)] == [2, 4]
-    assert corpus.names == ["bad", "good"]
-    # Python's csv refuses fields of more than 131,072 characters.
+def test_long_fields(tmp_path):
+    """Python's csv refuses fields of more than 131,072 characters. Rows: test_drawn_files.py."""
     limit, long = csv.field_size_limit(), "good film " * 20_000
     path = write(tmp_path / "a.csv", f"text,label\nshort,0\n{long},1\n")
     assert read_file(path, Columns("text"), "--train").texts == ["short", long]
     write(path, f"{long},1\n")
     assert read_file(path, Columns("0", None, "1", False), "--train").texts == [long]
     assert csv.field_size_limit() == limit
-
-
-def test_windows_file(tmp_path):
-    paths = files(tmp_path, "")
-    for path in paths.values():
-        path.write_bytes("\ufefftext\tlabel\r\nähm\t1\r\nso\t0\r\n\r\n".encode())
-    train = load(source(**paths)).train
-    assert train.texts == ["ähm", "so"] and train.labels.tolist() == [1, 0]
 
 
 def test_labels_become_ids(tmp_path):

@@ -7,6 +7,7 @@ import zipfile
 
 import pytest
 
+from fastkd.train import glue_server
 from tests.support.tiny import make_teacher, run
 
 # Names, numbers of rows and labels of the server, as its page and sample submission have them.
@@ -91,8 +92,6 @@ def models(tmp_path_factory):
 
 def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
     """Of few rows: the server's counts are those that `pack` and the checker compare."""
-    from fastkd.train import glue_server
-
     lines = glue_server.table([-0.25, 2.5, 6.0]).split()[2:]
     assert lines == ["0", "0.000000", "1", "2.500000", "2", "5.000000"]
     few = {name: max(3, n % 7) for name, (n, _) in SERVER.items()}
@@ -119,7 +118,8 @@ def test_a_submission_of_all_tasks(models, tmp_path, monkeypatch):
     assert "RTE.tsv has 1 rows" in error
 
 
-def test_mistakes(models, tmp_path):
+def test_mistakes_and_the_test_file_of_cola(models, tmp_path):
+    """It has a header and other columns than train.tsv."""
     (tmp_path / "rows.tsv").write_text("index\tsentence\n0\ta film\n")
     rows, rte = {"data": tmp_path / "rows.tsv"}, {"model": models / "rte"}
     glue = {"glue": tmp_path / "out", "device": "cpu", **rows}
@@ -133,15 +133,11 @@ def test_mistakes(models, tmp_path):
         ({"glue_zip": tmp_path}, "needs --out"),
     ):
         assert words in run("predict", **options, expect=2)
-
-
-def test_predict_reads_the_test_file_of_cola(models, tmp_path):
-    """It has a header and other columns than train.tsv."""
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\ta film\n1\tthe film is bad\n")
     (tmp_path / "train.tsv").write_text("gj04\t1\t\ta film\ngj04\t0\t*\tthe film is bad\n")
-    rows = {}
+    found = []
     for name in ("test", "train"):
         data = tmp_path / f"{name}.tsv"
         text = run("predict", model=models / "cola", task="cola", data=data, device="cpu")
-        rows[name] = [line.split("\t")[1:] for line in text.splitlines()]
-    assert rows["test"] == rows["train"] and len(rows["test"]) == 3
+        found.append([line.split("\t")[1:] for line in text.splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 3

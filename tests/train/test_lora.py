@@ -10,61 +10,62 @@ from fastkd.models.inputs import accepted
 from fastkd.train import lora
 from fastkd.train.errors import InputError
 from fastkd.train.saving import read_json
-from tests.support.runs import crash, stop_at
-from tests.support.tiny import make_teacher, run, write_tsv
-from tests.train.tasks.test_chat import make_chat_teacher, talks, write_jsonl
-from tests.train.tasks.through import verified
+from tests.support.runs import crash, report_of, same_weights, stop_at
+from tests.support.tiny import make_teacher, run, usual
+from tests.train.tasks.through import make_chat_teacher, verified, write_chats
 
-WEIGHTS = "model.safetensors"
-DEFAULTS = {"epochs": 2, "batch_size": 4, "max_length": 16, "device": "cpu", "learning_rate": 1e-2}
+IDS = torch.arange(12).view(2, 6)
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chat")
-    files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
+@pytest.fixture
+def chat(tmp_path):
+    files = [write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2)]
     options = {"task": "chat", "train": files[0], "eval": files[1], "method": "soft_targets"}
-    teacher = make_chat_teacher(folder / "gpt2")
-    return {**DEFAULTS, **options, "teacher": teacher, "lora": "r=2,alpha=4"}
+    options |= {"teacher": make_chat_teacher(tmp_path / "gpt2"), "lora": "r=2,alpha=4"}
+    return usual(tmp_path, tmp_path, **options, epochs=2, batch_size=4, learning_rate=1e-2)
+
+
+def changed_by(adapter, base, merged):
+    """Names of weights that the training changed; base and adapters give the merged model."""
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    both = PeftModel.from_pretrained(base, adapter).eval()
+    torch.testing.assert_close(both(IDS).logits, merged.eval()(IDS).logits)
+    return both, {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
 
 
 def test_adapters_learn_and_are_saved_beside_their_sum(chat, tmp_path, monkeypatch):
-    run("distill", **chat, out=tmp_path / "out", log_json=tmp_path / "log")
+    run("distill", **chat)
     student = tmp_path / "out/student"
     config = read_json(student / "adapter/adapter_config.json")
     assert (config["r"], config["lora_alpha"]) == (2, 4)
     assert config["base_model_name_or_path"] == ""
     # Into the teacher's layers, of which the student is made, the adapters give the student.
-    run("cache", **{k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")},
-        out=tmp_path / "cache")  # fmt: skip
-    base = t.AutoModelForCausalLM.from_pretrained(tmp_path / "cache/student")
-    before = {name: value.clone() for name, value in base.state_dict().items()}
-    merged = t.AutoModelForCausalLM.from_pretrained(student)
-    changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
+    plain = {k: v for k, v in chat.items() if k not in ("epochs", "learning_rate", "lora")}
+    run("cache", **{**plain, "out": tmp_path / "cache"})
+    base, merged = (
+        t.AutoModelForCausalLM.from_pretrained(x) for x in (tmp_path / "cache/student", student)
+    )
+    both, changed = changed_by(student / "adapter", base, merged)
     assert changed and all(".c_" in name and "weight" in name for name in changed)
-    both = PeftModel.from_pretrained(base, student / "adapter").eval()
-    ids = torch.arange(12).view(2, 6)
-    torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
     # The student's card has the code of such a base.
     code = (student / "README.md").read_text().split("```python\n")[2].split("```")[0]
     monkeypatch.chdir(tmp_path / "out")
     made: dict = {}
     exec(code, made)
-    torch.testing.assert_close(made["model"].eval()(ids).logits, both(ids).logits)
+    torch.testing.assert_close(made["model"].eval()(IDS).logits, both(IDS).logits)
     run("evaluate", model=student, data=chat["eval"], out=tmp_path / "scores.json", device="cpu")
-    report = read_json(student / "fastkd.json")
+    report = report_of(tmp_path / "out")
     assert report["parameters"]["student"] == sum(p.numel() for p in merged.parameters())
     said = read_json(tmp_path / "scores.json")["perplexity"]
     assert said == pytest.approx(report["best"]["scores"]["perplexity"], rel=1e-5)
-    verified(**{k: v for k, v in chat.items() if k not in DEFAULTS}, max_length=16, device="cpu")
+    del plain["out"], plain["batch_size"]
+    verified(**plain, lora=chat["lora"])
 
 
-def test_a_classifier_trains_its_head_too(tmp_path):
+def test_a_classifier_trains_its_head_too(distill, tmp_path):
     """The adapters' card names the given teacher, not the fine-tuned one."""
-    rows = write_tsv(tmp_path / "a.tsv")
     teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
-    options = {**DEFAULTS, "epochs": 1, "finetune_teacher": 1, "lora": "r=2,targets=query+value"}
-    run("distill", **options, train=rows, eval=rows, teacher=teacher, out=tmp_path / "out")
+    distill(teacher=teacher, finetune_teacher=1, lora="r=2,targets=query+value", max_train_rows=8)
     adapter = tmp_path / "out/student/adapter"
     kept = load_file(adapter / "adapter_model.safetensors")
     assert any("classifier" in name for name in kept) and any("query" in name for name in kept)
@@ -116,7 +117,8 @@ def test_adapters_change_nothing_before_training(name):
     assert torch.equal(adapted(**accepted(adapted, batch))[0], expected)
 
 
-def test_a_mistake_is_one_sentence():
+def test_mistakes_and_what_no_adapter_could_make(chat, tmp_path):
+    """A random head, a random student, and layers that are not there."""
     for given, words in (
         ({"rank": 4}, "--lora rank: known: r, alpha, targets, dropout"),
         ({"r": 0}, "--lora r=0: must be a whole number above 0"),
@@ -125,24 +127,20 @@ def test_a_mistake_is_one_sentence():
     ):
         with pytest.raises(InputError, match=words):
             lora.read(given, "--lora")
-
-
-def test_what_no_adapter_could_make_is_refused(chat, tmp_path):
-    """A random head, a random student, and layers that are not there."""
     teacher, student = (make_teacher(tmp_path / name, head=False) for name in ("a", "b"))
-    config = t.BertConfig.from_pretrained(teacher)
-    t.BertForMaskedLM(config).save_pretrained(teacher)
-    few = {**chat, "task": "masked-lm", "teacher": teacher, "student": student}
-    for name in ("train", "eval"):
-        few[name] = tmp_path / f"{name}.txt"
-        few[name].write_text("good film\n\nbad film\n")
+    t.BertForMaskedLM(t.BertConfig.from_pretrained(teacher)).save_pretrained(teacher)
+    (tmp_path / "a.txt").write_text("good film\n\nbad film\n")
+    few = {"task": "masked-lm", "teacher": teacher, "student": student}
+    few |= dict.fromkeys(("train", "eval"), tmp_path / "a.txt")
     for options, words in (
         (few, "it has no language model head (cls."),
         (few, "adapters alone learn"),
-        ({**chat, "student_weights": "random"}, "--lora and --student-weights random"),
-        ({**chat, "lora": "targets=nothing"}, "--lora: Target modules"),
+        ({"student_weights": "random"}, "--lora and --student-weights random"),
+        ({"lora": "targets=nothing"}, "--lora: Target modules"),
+        ({"finetune_teacher": 1, "teacher_lora": "r=0"}, "--teacher-lora r=0"),
+        ({"teacher_lora": "r=2"}, "--teacher-lora needs --finetune-teacher EPOCHS"),
     ):
-        assert words in run("distill", **options, out=tmp_path / "out", expect=2)
+        assert words in run("distill", **{**chat, **options}, expect=2)
 
 
 def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
@@ -151,26 +149,16 @@ def test_adapters_of_a_teacher(chat, tmp_path, monkeypatch):
         **chat, "epochs": 1, "finetune_teacher": 1, "teacher_lora": "r=2", "checkpoint_every": 1,
         "teacher_learning_rate": 1e-2, "max_new_tokens": 3,
     }  # fmt: skip
-    run("distill", **options, out=tmp_path / "whole")
+    run("distill", **{**options, "out": tmp_path / "whole"})
     teacher = tmp_path / "whole/teacher"
     given, merged = (t.AutoModelForCausalLM.from_pretrained(x) for x in (chat["teacher"], teacher))
-    before = given.state_dict()
-    changed = {n for n, x in merged.state_dict().items() if not torch.equal(x, before[n])}
+    _, changed = changed_by(teacher / "adapter", given, merged)
     assert changed and all(".c_" in name and "weight" in name for name in changed)
-    both = PeftModel.from_pretrained(given, teacher / "adapter").eval()
-    ids = torch.arange(12).view(2, 6)
-    torch.testing.assert_close(both(ids).logits, merged.eval()(ids).logits)
     with monkeypatch.context() as patch:
         stop_at(patch, 2, crash)  # of the teacher's three steps
-        run("distill", **options, out=tmp_path / "out", expect=130)
+        run("distill", **options, expect=130)
     assert not (tmp_path / "out/unfinished/student").exists()
-    run("distill", "--resume", **options, out=tmp_path / "out")
-    for name in ("teacher", "student"):
-        one, other = (load_file(tmp_path / x / name / WEIGHTS) for x in ("whole", "out"))
-        assert all(torch.equal(one[key], other[key]) for key in one), name
-    for wrong, words in (
-        ({"teacher_lora": "r=0"}, "--teacher-lora r=0"),
-        ({"finetune_teacher": None, "teacher_learning_rate": None},
-         "--teacher-lora needs --finetune-teacher EPOCHS"),
-    ):  # fmt: skip
-        assert words in run("distill", **{**options, **wrong}, out=tmp_path / "no", expect=2)
+    run("distill", "--resume", **options)
+    assert same_weights(tmp_path / "whole", tmp_path / "out")
+    one, other = (load_file(tmp_path / x / "teacher/model.safetensors") for x in ("whole", "out"))
+    assert all(torch.equal(one[key], other[key]) for key in one)

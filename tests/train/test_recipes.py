@@ -1,20 +1,20 @@
 """`--preset paper`, every value typed here from the papers; `Config`, the same in Python."""
 
 import dataclasses
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fastkd.distill import method_by_name
-from fastkd.train import Config, run_distillation
+from fastkd.train import Config
 from fastkd.train.arguments import arguments_of, settled
 from fastkd.train.errors import InputError
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.recipes import RECIPES, compared, lines, sentence
-from tests.support.tiny import make_teacher, run, write_tsv
+from fastkd.train.saving import read_json
+from tests.support.runs import report_of
+from tests.support.tiny import make_teacher, run, usual
 
 TINYBERT = "huawei-noah/TinyBERT_General_6L_768D"
 TURC = "google/bert_uncased_L-6_H-768_A-12"
@@ -158,13 +158,11 @@ def test_a_config_of_a_config_keeps_its_values():
         settled(Config.of(teacher="t", task="cola", schedule="cosin", device_name="cpu"))
 
 
-def test_the_command_prints_and_records_the_recipe(tmp_path):
-    make_teacher(tmp_path / "teacher", layers=6, longest=64)
-    rows = {"train": write_tsv(tmp_path / "train.tsv"), "eval": write_tsv(tmp_path / "dev.tsv", 20)}
-    output = run(
-        "distill", teacher=tmp_path / "teacher", method="fcd", preset="paper", epochs=1,
-        set="alpha=0.4", student_layers=2, device="cpu", out=tmp_path / "out", **rows,
-    )  # fmt: skip
+def test_the_command_prints_and_records_the_recipe(tiny, tmp_path):
+    teacher = make_teacher(tmp_path / "teacher", layers=6, longest=64)
+    given = {"teacher": teacher, "method": "fcd", "preset": "paper", "set": "alpha=0.4"}
+    plain = {"learning_rate": None, "batch_size": None, "max_length": None, "student_layers": 2}
+    output = run("distill", **usual(tiny, tmp_path, **given, **plain))
     assert "recipe of Feature Correlation Distillation:" in output
     assert "the learning rate only warms up" in output  # 5 epochs of one
     table = {line.split()[0]: line for line in output.splitlines() if line.strip()}
@@ -172,7 +170,7 @@ def test_the_command_prints_and_records_the_recipe(tmp_path):
     assert "given by you: 4.2, of 3, 5, 10" in table["epochs"]
     assert "given by you: 4.2, of 0.1, 0.2, 0.4, 1" in table["alpha"]
     assert "open in the paper" in table["precision"]
-    report = json.loads((tmp_path / "out" / "student" / "fastkd.json").read_text())
+    report = report_of(tmp_path / "out")
     assert report["recipe"]["set"]["weight_decay"] == {"value": 0.5, "place": "4.2"}
     assert report["recipe"]["given"]["alpha"]["value"] == 0.4
     assert report["settings"]["weight_decay"] == 0.5 and report["settings"]["epochs"] == 1
@@ -181,38 +179,18 @@ def test_the_command_prints_and_records_the_recipe(tmp_path):
     assert not lines({})
 
 
-def test_a_short_run_of_a_schedule_is_reported(tmp_path):
-    make_teacher(tmp_path / "teacher", head=False)
-    rows = {"train": write_tsv(tmp_path / "train.tsv"), "eval": write_tsv(tmp_path / "dev.tsv", 20)}
-    output = run(
-        "distill", teacher=tmp_path / "teacher", method="lrc_bert", set="first_stage=0.8", steps=4,
-        finetune_teacher=2, batch_size=10, device="cpu", out=tmp_path / "out", **rows,
-    )  # fmt: skip
+def test_a_short_run_of_a_schedule_is_reported(distill, tmp_path):
+    """Steps are of the student; the teacher has its epochs."""
+    output = distill(teacher=make_teacher(tmp_path / "teacher", head=False), steps=4, epochs=None,
+                     method="lrc_bert", set="first_stage=0.8", finetune_teacher=2,
+                     batch_size=10)  # fmt: skip
     assert "warning: LRCBERT trains soft, task only near the end of its schedule" in output
     assert "beyond the last of 4 steps (at 75%)" in output
-    steps = {}
-    for name in ("student", "teacher"):
-        report = json.loads((tmp_path / "out" / name / "fastkd.json").read_text())
-        steps[name] = report["history"][-1]["step"]
-    assert steps == {"student": 4, "teacher": 8}
-
-
-def test_a_run_in_python(tmp_path):
-    write_tsv(tmp_path / "train.tsv", 16)
-    write_tsv(tmp_path / "dev.tsv", 8, seed=1)
-    config = Config.of(
-        teacher=make_teacher(tmp_path / "teacher"), train=str(tmp_path / "train.tsv"),
-        evals=str(tmp_path / "dev.tsv"), out=str(tmp_path / "out"), method="soft_targets",
-        num_train_epochs=1, batch_size=8, max_length=16, device_name="cpu",
-        trainer_args={"gradient_accumulation_steps": 2},
-    )  # fmt: skip
-    report = run_distillation(config)
-    assert [entry["step"] for entry in report["history"]] == [1]
-    assert report["settings"]["epochs"] == 1
-    assert report["settings"]["trainer_args"] == {"gradient_accumulation_steps": 2}
-    with pytest.raises(InputError, match="was started with trainer_args"):
-        run_distillation(replace(config, resume=True, trainer_args=None))
-    assert (tmp_path / "out" / "student" / "README.md").exists()
+    found = [
+        read_json(tmp_path / "out" / name / "fastkd.json")["history"][-1]["step"]
+        for name in ("student", "teacher")
+    ]
+    assert found == [4, 8]
 
 
 def test_an_option_has_one_name():

@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
-from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from fastkd.distill import Distiller, SoftTargets, student_from_teacher
@@ -22,48 +21,23 @@ from fastkd.train.generation import Draw, Generation
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, prompts_of, write
-from tests.cli.launched import Launch, commands
-from tests.support.runs import crash, stop_at
-from tests.support.tiny import run, sentences, words_of
-from tests.train.tasks.test_causal_lm import make_decoder
-from tests.train.tasks.through import loss_of, refused, through
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} "
-    "{% elif m.role == 'assistant' %}[MASK] {{ m.content }} [SEP] "
-    "{% else %}{{ raise_exception('no such role: ' + m.role) }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[MASK] {% endif %}"
+from tests.support.runs import crash, losses_of, report_of, same_weights, stop_at
+from tests.support.tiny import run, usual
+from tests.train.tasks.through import (
+    TEMPLATE,
+    encoded,
+    loss_of,
+    make_chat_teacher,
+    rows_of,
+    says,
+    talks,
+    through,
+    write_chats,
 )
+
 MARKS = TEMPLATE.replace(
     "{{ m.content }} [SEP] ", "{% generation %}{{ m.content }} [SEP]{% endgeneration %} "
 )
-
-
-def make_chat_teacher(path, template=TEMPLATE, longest=32):
-    make_decoder(path, longest)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def says(*contents):
-    roles = ("user", "assistant") * len(contents)
-    return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-
-
-def talks(rows, seed=0):
-    """Questions answered by their first word."""
-    return [says(text, text.split()[0]) for text, _ in sentences(rows, seed)]
-
-
-def write_jsonl(path, conversations):
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
-    return path
-
-
-def read(path):
-    return read_file(path, TASK.columns, "--train", task=TASK)
 
 
 @pytest.fixture(scope="module")
@@ -71,35 +45,30 @@ def teacher(tmp_path_factory):
     return make_chat_teacher(tmp_path_factory.mktemp("models") / "gpt2")
 
 
-def test_instructions_are_conversations(tmp_path):
-    path = tmp_path / "a.jsonl"
-    rows = [
-        {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"},
-        {"instruction": "Say good.", "input": "", "output": "good"},
-        {"instruction": "Say good.", "input": None, "output": "good"},
-        {"instruction": "Say good.", "output": "good"},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [[json.loads(x) for x in kept] for (kept,) in read(path).columns("text")]
-    assert found == [says("Name it.\n\na film", "film"), *[says("Say good.", "good")] * 3]
-    bare = replace(TASK.columns, label=None)
-    one, *_ = read_file(path, bare, "--data", True, TASK).columns("text")
-    assert [json.loads(x) for x in one[0]] == says("Name it.\n\na film")
-    table = tmp_path / "a.csv"
-    table.write_text("instruction,output\nSay good.,good\n")
-    assert [json.loads(x) for x in next(read(table).columns("text"))[0]] == found[1]
-    for row, words in (
-        ({"instruction": "a"}, "no column 'output'"),
-        ({"instruction": " ", "input": "", "output": "b"}, "column 'instruction' is empty"),
-        ({"instruction": "a", "output": ""}, "message 2, the answer, is empty"),
-        ({"instruction": ["a"], "output": "b"}, "column 'instruction' is not text"),
-    ):
-        refused(tmp_path, "chat", json.dumps(row), words)
+@pytest.fixture
+def tokenizer(teacher):
+    return AutoTokenizer.from_pretrained(teacher)
+
+
+@pytest.fixture
+def model(teacher):
+    return GPT2LMHeadModel.from_pretrained(teacher).eval()
+
+
+@pytest.fixture
+def tokens(tokenizer, tmp_path):
+    """Rows and tokens of conversations, given or drawn."""
+
+    def tokens(rows, length=16, task=None):
+        path = write_chats(tmp_path / "tokens.jsonl", rows)
+        return encoded(path, task or TASK(), tokenizer, length)
+
+    return tokens
 
 
 def test_every_command_takes_it(teacher, tmp_path):
-    train, evals = (write_jsonl(tmp_path / f"{i}.jsonl", talks(12, i)) for i in range(2))
-    report = through(tmp_path, teacher, train, evals, task="chat")
+    files = [write_chats(tmp_path / f"{i}.jsonl", 12, i) for i in range(2)]
+    report = through(tmp_path, teacher, *files, task="chat")
     assert report["task"] == "chat" and set(report["student"]) == {"perplexity", "rouge_l"}
     told, asked = report["told"], talks(12, 1)
     assert [row["messages"] for row in told] == asked
@@ -109,16 +78,12 @@ def test_every_command_takes_it(teacher, tmp_path):
         for talk, row in zip(asked, told, strict=True)
     ]
     assert report["student"]["rouge_l"] == pytest.approx(sum(found) / 12, abs=1e-12)
-    history = [entry["scores"]["perplexity"] for entry in report["history"]]
-    assert report["best"]["scores"]["perplexity"] == min(history)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKS])
-def test_only_answers_are_learned(teacher, tmp_path, template):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
+def test_only_answers_are_learned(tokenizer, tokens, template):
     tokenizer.chat_template = template
-    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film", "is")]))
-    (row,) = Encoder(tokenizer, 16, TASK())(rows)
+    (row,) = tokens([says("a film", "good", "so", "bad film", "is")])
     words = tokenizer.convert_ids_to_tokens(row["input_ids"])
     assert " ".join(words) == "[CLS] a film [MASK] good [SEP] [CLS] so [MASK] bad film [SEP]"
     counted = [i for i, label in enumerate(row["labels"]) if label != -100]
@@ -126,32 +91,26 @@ def test_only_answers_are_learned(teacher, tmp_path, template):
     assert all(row["labels"][i] == row["input_ids"][i] for i in counted)
 
 
-def test_too_long_a_conversation_keeps_its_middle(teacher, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    talk = says("a the film is", "good fine nice bad poor")
-    rows = read(write_jsonl(tmp_path / "a.jsonl", [talk]))
+def test_too_long_a_conversation_keeps_its_middle(tokenizer, tokens):
     for length, kept in (
         (12, "[CLS] a the film is [MASK] good fine nice bad poor [SEP]"),
         (11, "[CLS] a the film is [MASK] good fine nice bad poor"),
         (6, "film is [MASK] good fine nice"),
     ):
-        (row,) = Encoder(tokenizer, length, TASK())(rows)
+        (row,) = tokens([says("a the film is", "good fine nice bad poor")], length)
         assert " ".join(tokenizer.convert_ids_to_tokens(row["input_ids"])) == kept
         assert [label != -100 for label in row["labels"]].index(True) == kept.split().index("good")
 
 
-def test_scores_are_those_of_the_answers(teacher, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    model = GPT2LMHeadModel.from_pretrained(teacher).eval()
-    task = TASK()
-    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(5))))
-    answers, loss = loss_of(task, model, tokenizer, encoded)
-    found = task.scores(("loss", "perplexity"), answers, encoded)
+def test_scores_are_those_of_the_answers(tokenizer, model, tokens):
+    task, rows = TASK(), tokens(5)
+    answers, loss = loss_of(task, model, tokenizer, rows)
+    found = task.scores(("loss", "perplexity"), answers, rows)
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == math.exp(found["loss"])
-    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], encoded)["perplexity"])
+    assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], rows)["perplexity"])
     alone = []
-    for batch in encoded.batches(task.collator(tokenizer), 1):
+    for batch in rows.batches(task.collator(tokenizer), 1):
         (prompt,) = prompts_of(batch)
         alone.append(write(model, [prompt], tokenizer)[0][1])
     # A batch with longer prompts gives the same text as each prompt alone.
@@ -159,78 +118,75 @@ def test_scores_are_those_of_the_answers(teacher, tmp_path):
     assert [text for *_, text in answers] == texts
 
 
-def test_prompts_are_answered(teacher, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    path = write_jsonl(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
+def test_prompts_are_answered(tokenizer, tmp_path):
+    path = write_chats(tmp_path / "a.jsonl", [says("a film"), says("a film", "good")])
     rows = read_file(path, TASK.columns.__class__("messages", None, None), "--data", True, TASK)
     task, rows, *_ = TASK().prepare(rows, labelled=False)
-    encoded = Encoder(tokenizer, 16, task)(rows)
-    assert encoded[0] == encoded[1] and set(encoded[0]["labels"]) == {-100}
-    words = tokenizer.convert_ids_to_tokens(encoded[0]["input_ids"])
+    one, other = Encoder(tokenizer, 16, task)(rows)
+    assert one == other and set(one["labels"]) == {-100}
+    words = tokenizer.convert_ids_to_tokens(one["input_ids"])
     assert words == ["[CLS]", "a", "film", "[MASK]"]
 
 
 def test_other_tables_have_the_same_messages(teacher, tmp_path):
-    """Parquet that is read, and a CSV of predictions."""
+    """Instructions, Parquet that is read, and a CSV of predictions."""
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"},
+        {"instruction": "Say good.", "input": "", "output": "good"},
+        {"instruction": "Say good.", "input": None, "output": "good"},
+        {"instruction": "Say good.", "output": "good"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [[json.loads(x) for x in kept] for kept in rows_of(path, TASK).column("text")]
+    assert found == [says("Name it.\n\na film", "film"), *[says("Say good.", "good")] * 3]
+    bare = replace(TASK.columns, label=None)
+    one, *_ = read_file(path, bare, "--data", True, TASK).column("text")
+    assert [json.loads(x) for x in one] == says("Name it.\n\na film")
+    table = rows_of(tmp_path / "a.csv", TASK, "instruction,output\nSay good.,good\n")
+    assert [json.loads(x) for x in next(table.column("text"))] == found[1]
     talk = says("a film", "good")
     talk[0]["name"] = "Ada"
-    jsonl, parquet = write_jsonl(tmp_path / "a.jsonl", [talk]), tmp_path / "a.parquet"
+    parquet = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"messages": [talk]}), parquet)
-    one, other = (list(read(path).columns("text")) for path in (jsonl, parquet))
-    assert [*map(json.loads, one[0][0])] == [*map(json.loads, other[0][0])] == talk
-    path, out = write_jsonl(tmp_path / "b.jsonl", [says("a film")]), tmp_path / "told.csv"
+    for table in (write_chats(path, [talk]), parquet):
+        assert [*map(json.loads, next(rows_of(table, TASK).column("text")))] == talk
+    path, out = write_chats(tmp_path / "b.jsonl", [says("a film")]), tmp_path / "told.csv"
     run("predict", model=teacher, data=path, out=out, task="chat", device="cpu")
     with out.open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert json.loads(row["messages"]) == says("a film") and row["answer"]
 
 
-def test_a_mistake_is_one_sentence(tmp_path):
-    right = json.dumps({"messages": says("a", "b")}) + "\n"
-    for row, words in (
-        ({"chat": []}, "no column 'messages'"),
-        ({"messages": "hello"}, "row 2: column 'messages' is not a list of messages but 'hello'"),
-        ({"messages": []}, "row 2: column 'messages' is empty"),
-        ({"messages": ["a"]}, "row 2: message 1 is not an object but 'a'"),
-        ({"messages": [{"role": "user"}]}, "row 2: message 1 has no text 'content' but None"),
-        ({"messages": says("a")}, "row 2: no message is the assistant's"),
-        ({"messages": says("a", " ")}, "row 2: message 2, the answer, is empty"),
-        ({"messages": says("", "a")[1:]}, "row 2: the first message is the assistant's"),
-    ):
-        refused(tmp_path, "chat", right + json.dumps(row), words)
-
-
 @pytest.mark.parametrize(("template", "words"), [
     (None, "--task chat needs a tokenizer with a chat template"),
     ("{{ messages[-1].content | upper }}", "row 1: the tokens of message 2 cannot be found"),
-    (
-        "{{ raise_exception('only systems') }}",
-        "row 1: the .* template refuses it .only systems",
-    ),
-    (
-        "{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
-        "row 1: the .* template marks no token",
-    ),
+    ("{{ raise_exception('only systems') }}",
+     "row 1: the .* template refuses it .only systems"),
+    ("{% if x %}{% generation %}{% endgeneration %}{% endif %}{{ messages[0].content }}",
+     "row 1: the .* template marks no token"),
 ])  # fmt: skip
-def test_a_template_that_does_not_tell(teacher, tmp_path, template, words):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
+def test_a_template_that_does_not_tell(tokenizer, tokens, template, words):
     tokenizer.chat_template = template
-    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a film", "good")]))
     with pytest.raises(InputError, match=words):
-        Encoder(tokenizer, 16, TASK())(rows)
+        tokens([says("a film", "good")])
 
 
-def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    model = GPT2LMHeadModel.from_pretrained(teacher).train()
-    task = TASK()
-    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(6))))
+def apart(row, name):
+    starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
+    ends = [*starts[1:], len(row["position_ids"])]
+    return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
+
+
+def test_what_a_student_draws_is_masked_exactly(tokenizer, model, tokens):
+    model.train()
+    task, rows = TASK(), tokens(6)
     collate = task.collator(tokenizer)
-    (batch,) = encoded.batches(collate, 6)
-    rows = task.generated(model, batch, tokenizer, 0)
+    (batch,) = rows.batches(collate, 6)
+    drawn = task.generated(model, batch, tokenizer, 0)
     assert model.training
     end, lengths = tokenizer.sep_token_id, set()
-    for row, prompt in zip(rows, prompts_of(batch), strict=True):
+    for row, prompt in zip(drawn, prompts_of(batch), strict=True):
         ids, labels = row["input_ids"], row["labels"]
         written = ids[len(prompt) :]
         assert ids[: len(prompt)] == prompt
@@ -239,19 +195,27 @@ def test_what_a_student_draws_is_masked_exactly(teacher, tmp_path):
         lengths.add(len(written))
     assert len(lengths) > 1
     # For every batch: one row only, another order, or packed.
-    other = [encoded[i] for i in reversed(range(6))]
-    assert task.generated(model, collate(other), tokenizer, 0) == rows[::-1]
-    assert task.generated(model, collate(other[:1]), tokenizer, 0) == rows[-1:]
-    assert task.generated(model, batch, tokenizer, 1) != rows
-    packed = Encoder(tokenizer, 32, task.for_packing())(read(tmp_path / "a.jsonl"))
-    together = task.generated(model, collate(list(packed)), tokenizer, 0)
-    alone = [row["input_ids"] for row in rows]
+    other = [rows[i] for i in reversed(range(6))]
+    assert task.generated(model, collate(other), tokenizer, 0) == drawn[::-1]
+    assert task.generated(model, collate(other[:1]), tokenizer, 0) == drawn[-1:]
+    assert task.generated(model, batch, tokenizer, 1) != drawn
+    together = task.generated(model, collate([*tokens(6, 32, task.for_packing())]), tokenizer, 0)
+    alone = [row["input_ids"] for row in drawn]
     assert len(together) < 6 and sorted(alone) == sorted(
         ids for row in together for ids in apart(row, "input_ids")
     )
 
 
-def test_what_is_not_packed():
+def test_packed_rows_hold_the_tokens_of_the_conversations(tokenizer, tokens):
+    """That they teach the same: tests/distill/test_distiller.py."""
+    single, packed = (tokens(9, 32, x) for x in (TASK(), TASK().for_packing()))
+    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
+    for name in ("input_ids", "labels"):
+        together = sorted(part for row in packed for part in apart(row, name))
+        assert together == sorted(row[name] for row in single)
+    batch = TASK().collator(tokenizer)([*packed])
+    for i, row in enumerate(packed):
+        assert batch["position_ids"][i][: len(row["labels"])].tolist() == row["position_ids"]
     for task, words in (
         (TASK(separate_documents=False), "--pack: the model does not separate the conversations"),
         (named("causal-lm")(), "--pack: rows of --task causal-lm are not packed"),
@@ -271,52 +235,6 @@ def test_words_are_drawn_as_often_as_they_are_likely_and_steps_are_spread():
         assert sum(steps[:100]) == pytest.approx(100 * share, abs=1)
 
 
-def apart(row, name):
-    starts = [i for i, at in enumerate(row["position_ids"]) if at == 0]
-    ends = [*starts[1:], len(row["position_ids"])]
-    return [row[name][a:b] for a, b in zip(starts, ends, strict=True)]
-
-
-def test_scores_of_sampled_text(teacher, tmp_path):
-    """By --seed, the same in every batch, and in `fastkd evaluate` by the student's manifest."""
-    files = [write_jsonl(tmp_path / f"{i}.jsonl", talks(12, i)) for i in range(2)]
-    options = {
-        "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "epochs": 1,
-        "method": "labels", "device": "cpu", "max_length": 16, "max_new_tokens": 2, "sample": 0.5,
-    }  # fmt: skip
-    run("distill", **options, out=tmp_path / "out")
-    score = read_json(tmp_path / "out/student/fastkd.json")["student"]["rouge_l"]
-    for size in (2, 32):
-        run("evaluate", model=tmp_path / "out/student", data=files[1], batch_size=size,
-            out=tmp_path / f"{size}.json", device="cpu")  # fmt: skip
-        assert read_json(tmp_path / f"{size}.json")["rouge_l"] == score
-    model = GPT2LMHeadModel.from_pretrained(tmp_path / "out/student").eval()
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    prompts = [[2, 5 + i] for i in range(6)]
-    texts = [
-        write(model, prompts, tokenizer, Generation(2, temperature, seed))
-        for temperature, seed in ((0.0, 0), (1e-6, 0), (1e-6, 1), (3.0, 0), (3.0, 0), (3.0, 1))
-    ]
-    assert max(len(new) for _, new in texts[0]) == 2
-    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] != texts[5]
-    more = {**options, "task": "causal-lm", "train": files[0], "out": tmp_path / "no"}
-    assert "--max-new-tokens: models of --task causal-lm don't" in run("distill", **more, expect=2)
-
-
-def test_packed_rows_hold_the_tokens_of_the_conversations(teacher, tmp_path):
-    """That they teach the same: tests/distill/test_distiller.py."""
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    rows = read(write_jsonl(tmp_path / "a.jsonl", talks(9)))
-    single, packed = (Encoder(tokenizer, 32, x)(rows) for x in (TASK(), TASK().for_packing()))
-    assert len(packed) < 6 and max(packed.lengths) <= 32 < 2 * min(sorted(packed.lengths)[1:])
-    for name in ("input_ids", "labels"):
-        together = sorted(part for row in packed for part in apart(row, name))
-        assert together == sorted(row[name] for row in single)
-    batch = TASK().collator(tokenizer)([*packed])
-    for i, row in enumerate(packed):
-        assert batch["position_ids"][i][: len(row["labels"])].tolist() == row["position_ids"]
-
-
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory):
     """Options of a student that writes in half of the steps; models are Qwen's shape."""
@@ -328,7 +246,7 @@ def on_policy(tmp_path_factory):
         eos_token_id=3, bos_token_id=None, tie_word_embeddings=True, initializer_range=0.2,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(teacher)
-    files = [write_jsonl(folder / f"{i}.jsonl", talks(12, i)) for i in range(2)]
+    files = [write_chats(folder / f"{i}.jsonl", 12, i) for i in range(2)]
     return {
         "task": "chat", "train": files[0], "eval": files[1], "teacher": teacher, "max_length": 16,
         "method": "soft_targets", "epochs": 2, "batch_size": 4, "device": "cpu", "on_policy": 0.5,
@@ -348,41 +266,49 @@ def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, mon
     monkeypatch.setattr(TASK, "generated", noted)
     options = {**on_policy, "checkpoint_every": 2, "lora": "r=2", "pack": True, "batch_size": 2}
     run("distill", **options, out=tmp_path / "whole")
-    whole, report = list(steps), read_json(tmp_path / "whole/student/fastkd.json")
+    whole, report = list(steps), report_of(tmp_path / "whole")
     assert report["rows"]["train"] < 10 and len(whole) == report["history"][-1]["step"] // 2 > 2
     with monkeypatch.context() as patch:
         stop_at(patch, 5, crash)
         run("distill", **options, out=tmp_path / "out", expect=130)
     run("distill", "--resume", **options, out=tmp_path / "out")
-    assert steps[-1:] == whole[-1:]
-    one, other = (
-        load_file(tmp_path / name / "student/model.safetensors") for name in ("whole", "out")
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert steps[-1:] == whole[-1:] and same_weights(tmp_path / "whole", tmp_path / "out")
 
 
 def test_losses_of_an_epoch_do_not_depend_on_the_log(on_policy, tmp_path):
     """Not every step has labels, and the last one has fewer rows and micro-batches.
 
-    With answers of its own in every step a student learns from the teacher alone.
+    With answers of its own in every step a student learns from the teacher alone. Sampled text
+    depends on --seed alone, also in `fastkd evaluate`, by the student's manifest.
     """
-
-    def losses(name, **options):
-        run("distill", **{**on_policy, "epochs": 1, **options}, out=tmp_path / name)
-        (entry,) = read_json(tmp_path / name / "student/fastkd.json")["history"]
-        return entry["losses"]
-
     found = []
-    for logging, accumulate in ((1, None), (2, 4)):
-        args = tmp_path / f"{logging}.yaml"
+    for logging, accumulate, share in ((1, None, 0.5), (2, 4, 0.5), (1, None, 1)):
+        args, out = tmp_path / f"{logging}.yaml", tmp_path / str(len(found))
         args.write_text(f"logging_steps: {logging}\n")
-        options = {"batch_size": 5, "trainer_args": args, "accumulate": accumulate}
-        found.append(losses(f"{logging}", **options))
+        options = {**on_policy, "epochs": 1, "batch_size": 5, "on_policy": share}
+        options |= {"trainer_args": args, "accumulate": accumulate, "out": out}
+        run("distill", **options, max_new_tokens=2, sample=0.5)
+        found.append(losses_of(out))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
-    assert set(losses("alone", on_policy=1)) == {"loss", "soft"}
+    assert set(found[2]) == {"loss", "soft"}
+    for size in (2, 32):
+        scores = tmp_path / f"{size}.json"
+        run("evaluate", model=tmp_path / "0/student", data=on_policy["eval"], batch_size=size,
+            out=scores, device="cpu")  # fmt: skip
+        assert read_json(scores)["rouge_l"] == report_of(tmp_path / "0")["student"]["rouge_l"]
 
 
-def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
+def test_sampled_text(tokenizer, model):
+    prompts = [[2, 5 + i] for i in range(6)]
+    texts = [
+        write(model, prompts, tokenizer, Generation(2, temperature, seed))
+        for temperature, seed in ((0.0, 0), (1e-6, 0), (1e-6, 1), (3.0, 0), (3.0, 0), (3.0, 1))
+    ]
+    assert max(len(new) for _, new in texts[0]) == 2
+    assert texts[0] == texts[1] == texts[2] != texts[3] == texts[4] != texts[5]
+
+
+def test_where_a_student_cannot_learn_from_itself(on_policy, tiny, tmp_path):
     for options, words in (
         ({"teacher": None, "teacher_cache": tmp_path},
          "--on-policy and --teacher-cache exclude each other"),
@@ -390,53 +316,23 @@ def test_where_a_student_cannot_learn_from_itself(on_policy, tmp_path):
         ({"method": "gold"}, "--method gold: compares language models of two tokenizers"),
         ({"method": "labels"}, "--on-policy: Labels trains on labels alone"),
         ({"on_policy": 2}, "--on-policy must be at most 1, got 2"),
+        ({"on_policy": None, "task": "causal-lm", "max_new_tokens": 2},
+         "--max-new-tokens: models of --task causal-lm don't"),
     ):  # fmt: skip
-        options = {**on_policy, **options, "out": tmp_path / "out"}
+        options = usual(tiny, tmp_path, **{**on_policy, **options})
         assert words in run("distill", **options, expect=2)
 
 
-def test_two_processes_train_the_student_of_one(on_policy, tmp_path):
-    """With adapters, packed rows and answers of its own; a copy in each, or spread over both.
-
-    The second is slow: what it reads the first must not have moved before.
-    """
-    options = {**on_policy, "lora": "r=2", "pack": True, "epochs": 1}
-    run("distill", **options, out=tmp_path / "one")
-    options["batch_size"] = 2
-    lines = {
-        "two": words_of("distill", **options, out=tmp_path / "two"),
-        "sharded": words_of("distill", **options, fsdp=True, out=tmp_path / "sharded"),
-    }
-    both = {**lines, "end": ["doctor", "-h"]}
-    errors = Launch(tmp_path / "launch", 2, commands, tmp_path, both, 0.1).end()
-    results = read_json(tmp_path / "0.json")
-    assert all(results[name][0] == 0 for name in lines), (results, errors)
-    one, *others = (read_json(tmp_path / n / "student/fastkd.json") for n in ("one", *lines))
-    for other in others:
-        for ours, theirs in zip(one["history"], other["history"], strict=True):
-            assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-            assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-4)
-        assert other["teacher"] == pytest.approx(one["teacher"], rel=1e-5)
-        assert other["parameters"] == one["parameters"]
-    weights = [load_file(tmp_path / n / "student/model.safetensors") for n in ("one", *lines)]
-    for other in weights[1:]:
-        assert other.keys() == weights[0].keys()
-        for name, value in weights[0].items():
-            torch.testing.assert_close(other[name], value, rtol=0, atol=1e-5)
-
-
-def test_the_teacher_scores_what_was_written(teacher, tmp_path):
+def test_the_teacher_scores_what_was_written(tokenizer, model, tokens):
     """Reverse KL over the student's own tokens, each as both models predict it, and no others."""
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
-    model = GPT2LMHeadModel.from_pretrained(teacher).double().eval()
+    model.double()
     student = student_from_teacher(model, [1, 3]).eval()
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     task = TASK()
-    encoded = Encoder(tokenizer, 16, task)(read(write_jsonl(tmp_path / "a.jsonl", talks(4))))
     collate = task.collator(tokenizer)
-    (batch,) = encoded.batches(collate, 4)
+    (batch,) = tokens(4).batches(collate, 4)
     rows = task.generated(student, batch, tokenizer, 0)
     method = SoftTargets(divergence="reverse_kl", temperature=1.0, alpha=0.25)
     method.left_out = frozenset({"task"})

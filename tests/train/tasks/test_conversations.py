@@ -11,9 +11,17 @@ from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.models import load_trained
 from fastkd.train.tasks.chat import TASK, _written, prompts_of
-from tests.support.tiny import run
-from tests.train.tasks.test_chat import MARKS, make_chat_teacher, read, says, write_jsonl
-from tests.train.tasks.through import refused
+from tests.support.tiny import run, usual
+from tests.train.tasks.test_chat import MARKS
+from tests.train.tasks.through import (
+    encoded,
+    make_chat_teacher,
+    rows_of,
+    says,
+    told,
+    write_chats,
+    write_jsonl,
+)
 
 # As Qwen3's: earlier thoughts are dropped, and the last answer gets an empty one.
 THINKS = """
@@ -73,15 +81,24 @@ def tokenizer(folder, request):
 
 
 def learned(tokenizer, path, **task):
-    (row,) = Encoder(tokenizer, 64, TASK(**task))(read(path))
+    """The text of a file's one row, and its parts that count."""
+    (row,) = encoded(path, TASK(**task), tokenizer, 64)
     words = tokenizer.convert_ids_to_tokens(row["input_ids"])
     counted = [w if x != -100 else "_" for w, x in zip(words, row["labels"], strict=True)]
     return " ".join(words), [part.strip() for part in " ".join(counted).split("_") if part.strip()]
 
 
+def asked(tokenizer, path, **task):
+    """The prompt of `fastkd predict`."""
+    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
+    task, rows, *_ = TASK(**task).prepare(rows, labelled=False)
+    found = Encoder(tokenizer, 64, task)(rows)[0]["input_ids"]
+    return " ".join(tokenizer.convert_ids_to_tokens(found))
+
+
 def test_what_a_template_inserts_is_prompt(tokenizer, tmp_path):
     """An empty <think></think> was trained as the answer; two turns were refused."""
-    path = write_jsonl(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film")])
+    path = write_chats(tmp_path / "a.jsonl", [says("a film", "good", "so", "bad film")])
     text, parts = learned(tokenizer, path)
     assert text == (
         "[CLS] user a film [SEP] [CLS] assistant good [SEP] [CLS] user so [SEP] "
@@ -89,13 +106,10 @@ def test_what_a_template_inserts_is_prompt(tokenizer, tmp_path):
     )
     assert parts == ["good [SEP]", "bad film [SEP]"]
     # The prompt of a prediction is that of the training.
-    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
-    task, rows, *_ = TASK().prepare(rows, labelled=False)
-    asked = tokenizer.convert_ids_to_tokens(Encoder(tokenizer, 64, task)(rows)[0]["input_ids"])
-    assert " ".join(asked) == text.removesuffix(" bad film [SEP]")
-    encoded = Encoder(tokenizer, 64, TASK())(read(path))
-    (batch,) = encoded.batches(TASK().collator(tokenizer), 1)
-    assert tokenizer.convert_ids_to_tokens(prompts_of(batch)[0]) == asked
+    prompt = asked(tokenizer, path)
+    assert prompt == text.removesuffix(" bad film [SEP]")
+    (batch,) = encoded(path, TASK(), tokenizer, 64).batches(TASK().collator(tokenizer), 1)
+    assert tokenizer.convert_ids_to_tokens(prompts_of(batch)[0]) == prompt.split()
 
 
 @pytest.mark.parametrize("own", ["field", "content"])
@@ -106,17 +120,9 @@ def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
             message["reasoning_content"] = thought
         else:
             message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
-    text, parts = learned(tokenizer, write_jsonl(tmp_path / "a.jsonl", [talk]))
+    text, parts = learned(tokenizer, write_chats(tmp_path / "a.jsonl", [talk]))
     assert "fine" not in text  # the template drops it
     assert parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
-
-
-def asked(tokenizer, path, label="messages", **task):
-    """The prompt of `fastkd predict`."""
-    rows = read_file(path, replace(TASK.columns, label=None), "--data", True, TASK)
-    task, rows, *_ = TASK(**task).prepare(rows, labelled=False)
-    found = Encoder(tokenizer, 64, task)(rows)[0]["input_ids"]
-    return " ".join(tokenizer.convert_ids_to_tokens(found))
 
 
 @pytest.mark.parametrize("own", ["reasoning_content", "thinking", "content"])
@@ -134,15 +140,15 @@ def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, own, template, k
     """Whatever the template does with them; `fastkd predict` asks as the training."""
     tokenizer.chat_template = template
     talk = says("so", "bad")
-    bare = write_jsonl(tmp_path / "bare.jsonl", [talk])
+    bare = write_chats(tmp_path / "bare.jsonl", [talk])
     if own == "content":
         talk[1]["content"] = "<think>\nfine\n</think>\n\nbad"
     else:
         talk[1][own] = "fine"
     if (own, template) == ("content", CHANNELS):
         keep, prompt = "<think> fine </think> bad [CLS]", "user so [SEP] assistant is"
-    path = write_jsonl(tmp_path / "a.jsonl", [talk])
-    question = write_jsonl(tmp_path / "b.jsonl", [talk[:1]])
+    path = write_chats(tmp_path / "a.jsonl", [talk])
+    question = write_chats(tmp_path / "b.jsonl", [talk[:1]])
     most = {"thoughts": 1.0}
     text, parts = learned(tokenizer, path, **most)
     assert parts == [keep] and text == f"{prompt} {keep}"
@@ -156,24 +162,20 @@ def test_thoughts_are_kept_dropped_or_read(tokenizer, tmp_path, own, template, k
     assert learned(tokenizer, path, thinking="prompt") == (text, [f"bad {end}"])
     before = text.removesuffix(f" bad {end}")
     talk[1]["content"] = talk[1]["content"].removesuffix("bad")
-    for some in (path, write_jsonl(tmp_path / "c.jsonl", [talk])):
+    for some in (path, write_chats(tmp_path / "c.jsonl", [talk])):
         assert asked(tokenizer, some, thinking="prompt") == before
-    encoded = Encoder(tokenizer, 64, TASK(**most))(read(path))
-    assert encoded.evaluation_columns["answer"][:] == ["bad"]
+    answers = encoded(path, TASK(**most), tokenizer, 64).evaluation_columns["answer"]
+    assert answers[:] == ["bad"]
 
 
-def test_turns_that_end_otherwise_than_the_last(tokenizer, tmp_path):
+def test_turns_that_end_otherwise_than_the_last_and_headers(tokenizer, tmp_path):
+    path = write_chats(tmp_path / "a.jsonl", [says("so", "good", "a", "bad")])
     tokenizer.chat_template = CHANNELS
-    path = write_jsonl(tmp_path / "a.jsonl", [says("so", "good", "a", "bad")])
     assert learned(tokenizer, path)[1] == ["good", "bad [CLS]"]
-
-
-def test_a_header_is_no_answer(tokenizer, tmp_path):
     tokenizer.chat_template = SHOUTS
-    path = write_jsonl(tmp_path / "a.jsonl", [says("so", "bad", "a", "good")])
     text, parts = learned(tokenizer, path)
-    assert parts == ["bad [SEP]", "good [SEP]"]
-    assert asked(tokenizer, path) == text.removesuffix(" good [SEP]")
+    assert parts == ["good [SEP]", "bad [SEP]"]
+    assert asked(tokenizer, path) == text.removesuffix(" bad [SEP]")
 
 
 def test_thoughts_and_answers_that_were_written(tokenizer):
@@ -196,30 +198,30 @@ def test_thoughts_and_answers_that_were_written(tokenizer):
     assert _written([2], other.convert_tokens_to_ids(words), other) == ("fine", "good")
 
 
-def test_a_run_with_thoughts(folder, tmp_path):
+def test_a_run_with_thoughts(folder, tiny, tmp_path):
+    """And one of ShareGPT's form."""
     rows = [{"messages": [*says("a film"), {"role": "assistant", "content": w, **more}]}
             for w, more in (("good", {"reasoning_content": "fine"}), ("bad", {"thinking": "poor"}),
                             ("nice", {"reasoning_content": "so"}), ("dull", {}))]  # fmt: skip
-    path, out = tmp_path / "a.jsonl", tmp_path / "told.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    options = {"teacher": folder, "train": path, "eval": path, "method": "soft_targets",
-               "epochs": 1, "max_length": 32, "device": "cpu", "max_new_tokens": 4}  # fmt: skip
-    told = run("distill", task="chat", out=tmp_path / "run", **options)
-    assert "thoughts (--thinking keep): 3 training answers with and 1 without, 3 eval" in told
-    student = tmp_path / "run/student"
-    assert (
-        "`--thinking keep`, in 75% of the training answers" in (student / "README.md").read_text()
+    path, out = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "told.jsonl"
+    options = usual(tiny, tmp_path, teacher=folder, train=path, eval=path, method="soft_targets")
+    options |= {"max_length": 32, "task": "chat", "max_new_tokens": 4}
+    assert "thoughts (--thinking keep): 3 training answers with and 1 without, 3 eval" in run(
+        "distill", **options
     )
-    run("predict", model=student, data=path, device="cpu", out=out)
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all({"thought", "answer"} <= row.keys() for row in found)
+    student = tmp_path / "out/student"
+    card = (student / "README.md").read_text()
+    assert "`--thinking keep`, in 75% of the training answers" in card
+    assert all({"thought", "answer"} <= row.keys() for row in told(student, path, out))
     tasks = [load_trained(str(student), False)[2]]
-    run("distill", task="chat", out=tmp_path / "drop", thinking="drop", **options)
+    asks = {"from": "human", "value": "a film"}
+    write_jsonl(path, [{"conversations": [asks, {"from": "gpt", "value": w}]}
+                       for w in ("good", "<think>\nfine\n</think>\n\nbad")])  # fmt: skip
+    run("distill", **{**options, "thinking": "drop", "out": tmp_path / "drop"})
     tasks.append(load_trained(str(tmp_path / "drop/student"), False)[2])
-    assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.75)]
-    options["max_new_tokens"] = None
-    options |= {"task": "causal-lm", "thinking": "drop", "out": tmp_path / "no"}
-    error = run("distill", expect=2, **options)
+    assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.5)]
+    options |= {"max_new_tokens": None, "task": "causal-lm", "thinking": "drop"}
+    error = run("distill", expect=2, **{**options, "out": tmp_path / "no"})
     assert "--thinking drop: rows of --task causal-lm are no conversations" in error
 
 
@@ -231,18 +233,17 @@ def test_tool_calls_are_learned_and_their_answers_are_not(tokenizer, tmp_path):
         {"role": "tool", "content": "very good", "tool_call_id": "1"},
         {"role": "assistant", "content": "nice"},
     ]
-    path = write_jsonl(tmp_path / "a.jsonl", [talk])
+    path = write_chats(tmp_path / "a.jsonl", [talk])
     assert learned(tokenizer, path)[1] == ["<call> film a so [SEP]", "nice [SEP]"]
-    path = write_jsonl(tmp_path / "b.jsonl", [talk[:2]])
+    path = write_chats(tmp_path / "b.jsonl", [talk[:2]])
     assert learned(tokenizer, path)[1] == ["<call> film a so [SEP]"]
-    encoded = Encoder(tokenizer, 64, TASK())(read(path))
-    assert encoded.evaluation_columns["answer"][:] == ["<call> film a so"]
+    answers = encoded(path, TASK(), tokenizer, 64).evaluation_columns["answer"]
+    assert answers[:] == ["<call> film a so"]
 
 
 def messages(tmp_path, *rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return [[json.loads(x) for x in kept] for (kept,) in read(path).columns("text")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    return [[json.loads(x) for x in kept] for kept in rows_of(path, TASK).column("text")]
 
 
 def test_forms(tmp_path):
@@ -275,60 +276,24 @@ def test_forms(tmp_path):
     assert [message["role"] for message in found] == ["user", "assistant", "tool", "assistant"]
     assert found[1]["tool_calls"][0]["function"] == json.loads(call)
     # Columns by name.
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"dialog": talk}) + "\n")
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"dialog": talk}])
     named = replace(TASK.columns, text="dialog")
     assert len(read_file(path, named, "--train", task=TASK)) == 1
-    path.write_text(json.dumps({"q": "so", "a": "bad"}) + "\n")
+    write_jsonl(path, [{"q": "so", "a": "bad"}])
     named = replace(TASK.columns, text="q", label="a")
     (kept,) = read_file(path, named, "--train", task=TASK).column("text")
     assert [*map(json.loads, kept)] == talk[2:]
 
 
-def test_tools_reach_the_template(folder, tmp_path):
+def test_tools_reach_the_template_and_changed_answers_are_refused(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% if tools %}{{ tools[0].name }} {% endif %}" + THINKS
     row = {"messages": says("a", "so"), "tools": [{"name": "film"}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert learned(tokenizer, tmp_path / "a.jsonl")[0].startswith("film [CLS]")
-
-
-def test_mistakes(tmp_path):
-    image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    titled = [{"type": "image", "text": "a film"}]
-    for row, words in (
-        ({"messages": [{"role": "user", "content": image}, says("", "a")[1]]},
-         "message 1 has a part 'image_url', and --task chat reads text"),
-        ({"messages": [{"role": "user", "content": titled}, says("", "a")[1]]},
-         "message 1 has a part 'image', and --task chat reads text"),
-        ({"conversations": [{"from": "cat", "value": "a"}]}, "message 1 is from 'cat'; known: "),
-        ({"conversations": [{"from": "human"}]}, "message 1 has no text 'content'"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "column 'history' is not a list"),
-        ({"instruction": "a", "output": "b", "system": 3}, "column 'system' is not text but 3"),
-        ({"messages": says("a", "b"), "tools": "{"}, "column 'tools': not JSON"),
-        ({"messages": [*says("a"), {"role": "assistant", "tool_calls": [{"id": 3}]}]},
-         "message 2 has a tool call without a name"),
-        ({"prompt": "a", "chosen": "b"}, "no column 'completion'"),
-    ):  # fmt: skip
-        refused(tmp_path, "chat", json.dumps(row), words)
-
-
-def test_a_template_that_changes_an_answer_names_the_way_out(folder, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert learned(tokenizer, path)[0].startswith("film [CLS]")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content | upper }} {% endfor %}"
-    rows = read(write_jsonl(tmp_path / "a.jsonl", [says("a", "b", "c", "d")]))
-    assert Encoder(tokenizer, 64, TASK())(rows)  # each prefix is a prefix of the whole
+    write_chats(path, [says("a", "b", "c", "d")])
+    assert encoded(path, TASK(), tokenizer)  # each prefix is a prefix of the whole
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
     with pytest.raises(InputError, match=r"put {% generation %} and {% endgeneration %} around"):
-        Encoder(tokenizer, 64, TASK())(rows)
-
-
-def test_a_run_learns_from_sharegpt(folder, tmp_path):
-    rows = [{"conversations": [{"from": "human", "value": "a film"}, {"from": "gpt", "value": w}]}
-            for w in ("good", "bad", "nice", "dull")]  # fmt: skip
-    path, out = tmp_path / "a.jsonl", tmp_path / "told.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    run("distill", task="chat", teacher=folder, train=path, eval=path, method="soft_targets",
-        epochs=1, max_length=32, device="cpu", out=tmp_path / "run")  # fmt: skip
-    run("predict", model=tmp_path / "run/student", data=path, device="cpu", out=out)
-    assert len(out.read_text().splitlines()) == 4
+        encoded(path, TASK(), tokenizer)

@@ -7,12 +7,18 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.data import Encoder
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.masked_lm import TASK
-from tests.support.tiny import make_teacher, run, write_tsv
-from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
-from tests.train.tasks.through import killed_and_resumed, loss_of, through
+from tests.support.tiny import make_teacher, run, usual
+from tests.train.tasks.through import (
+    encoded,
+    killed_and_resumed,
+    loss_of,
+    make_bare,
+    make_decoder,
+    through,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,31 +26,28 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(make_teacher(tmp_path_factory.mktemp("bert") / "x"))
 
 
-def test_every_command_takes_it_and_the_student_goes_on(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
-    train, evals = (write_text(tmp_path / f"{i}.txt", 24, i) for i in range(2))
-    report = through(tmp_path, teacher, train, evals, task="masked-lm")
+def test_every_command_takes_it_and_the_student_goes_on(tiny, tmp_path):
+    files = [write_text(tmp_path / f"{i}.txt", 24, i) for i in range(2)]
+    report = through(tmp_path, make_bare(tmp_path / "bert"), *files, task="masked-lm")
     assert report["task"] == "masked-lm" and set(report["student"]) == {"masked_perplexity"}
     assert 1 < report["student"]["masked_perplexity"] < 40
     assert all(row["hidden"] >= 1 and row["masked_perplexity"] > 1 for row in report["told"])
-    assert "fill-mask" in (tmp_path / "run/student/README.md").read_text()
-    rows = {"train": write_tsv(tmp_path / "a.tsv", 8), "eval": write_tsv(tmp_path / "b.tsv", 8, 1)}
-    run("distill", **rows, teacher=make_teacher(tmp_path / "judge"), device="cpu", epochs=1,
-        student=tmp_path / "run/student", task="classification", max_length=16,
-        out=tmp_path / "next")  # fmt: skip
-    assert (tmp_path / "next/student/config.json").read_text().count("ForSequenceClassification")
+    assert "fill-mask" in report["card"]
+    student = tmp_path / "run/student"
+    run("distill", **usual(tiny, tmp_path, student=student, max_train_rows=8))
+    assert "ForSequenceClassification" in (tmp_path / "out/student/config.json").read_text()
 
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path):
-    make_teacher(tmp_path / "bert", head=False)
-    config = BertConfig.from_pretrained(tmp_path / "bert")
-    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
-    train, evals = (write_text(tmp_path / f"{i}.txt", 40, i) for i in range(2))
-    killed_and_resumed(tmp_path, tmp_path / "bert", train, evals, task="masked-lm", method="lrkd")
+    teacher = make_bare(tmp_path / "bert")
+    BertForMaskedLM(BertConfig.from_pretrained(teacher)).save_pretrained(teacher)
+    train, evals = (write_text(tmp_path / f"{i}.txt", 30, i) for i in range(2))
+    options = {"teacher": teacher, "train": train, "eval": evals, "method": "lrkd"}
+    killed_and_resumed(tmp_path, **options, task="masked-lm")
 
 
 def test_a_row_is_hidden_by_itself_and_anew_in_each_epoch(tmp_path, tokenizer):
-    rows = Encoder(tokenizer, 12, TASK())(read(write_text(tmp_path / "a.txt", 40)))
+    rows = encoded(write_text(tmp_path / "a.txt", 40), TASK(), tokenizer, 12)
     assert {ids[0] for ids in rows.tokens["input_ids"]} == {tokenizer.cls_token_id}
     assert {ids[-1] for ids in rows.tokens["input_ids"]} == {tokenizer.sep_token_id}
     assert max(rows.lengths) == 12
@@ -72,9 +75,9 @@ def test_scores_are_those_of_the_hidden_tokens(tmp_path, tokenizer):
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=17, intermediate_size=16, **shape)).eval()
     task = TASK()
-    encoded = Encoder(tokenizer, 12, task)(read(write_text(tmp_path / "a.txt", 12)))
-    answers, expected = loss_of(task, model, tokenizer, encoded)
-    found = task.scores(("masked_perplexity",), answers, encoded)["masked_perplexity"]
+    tokens = encoded(write_text(tmp_path / "a.txt", 12), task, tokenizer, 12)
+    answers, expected = loss_of(task, model, tokenizer, tokens)
+    found = task.scores(("masked_perplexity",), answers, tokens)["masked_perplexity"]
     assert found == pytest.approx(math.exp(expected), rel=1e-5)
     without = AutoTokenizer.from_pretrained(make_decoder(tmp_path / "gpt2"), mask_token=None)
     with pytest.raises(InputError, match=r"a tokenizer with a mask token, and .* has none"):

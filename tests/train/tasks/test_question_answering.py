@@ -8,58 +8,45 @@ import numpy as np
 import pytest
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
-from fastkd.train.data import Encoder, load
+from fastkd.train.data import load
 from fastkd.train.evaluation import score
+from fastkd.train.saving import read_json
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
-from tests.support.tiny import WORDS, make_teacher, run, source, write_onnx
-from tests.train.tasks.through import refused, rows_of, through
+from tests.support.tiny import WORDS, run, source, write_onnx
+from tests.train.tasks.through import (
+    encoded,
+    make_bare,
+    questions,
+    rows_of,
+    through,
+    write_squad,
+)
 
 
-def oracle(found, true):
-    # Here, since the import takes a second of every process of the suite.
-    return pytest.importorskip("torchmetrics.functional.text").squad(found, true)
-
-
-def questions(rows, seed=0, empty=False):
-    """What film it is: the word before "film"; some ask for one that isn't there."""
-    rng = random.Random(seed)
-    for i in range(rows):
-        words = [*rng.choices(WORDS[:6], k=rng.randint(4, 16)), "film", "is", "so"]
-        text = " ".join(words)
-        answers = [{"text": words[-4], "answer_start": text.rindex(f"{words[-4]} film")}]
-        without = empty and i % 3 == 0
-        asked = "the dull film" if without else "the film"
-        yield f"q{i}", asked, text, [] if without else answers
-
-
-def write_squad(path, rows, seed=0, empty=False):
-    paragraphs = [
-        {"context": text, "qas": [{"id": name, "question": asked, "answers": answers}]}
-        for name, asked, text, answers in questions(rows, seed, empty)
+def oracle(said, gold):
+    """Torchmetrics' scores; imported here, since that takes a second of every process."""
+    found = [{"id": str(i), "prediction_text": text} for i, text in enumerate(said)]
+    true = [
+        {"id": str(i), "answers": {"text": texts, "answer_start": [0] * len(texts)}}
+        for i, texts in enumerate(gold)
     ]
-    half = rows // 2
-    data = [{"title": "a", "paragraphs": part} for part in (paragraphs[:half], paragraphs[half:])]
-    path.write_text(json.dumps({"version": "v2.0", "data": data}))
-    return path
+    squad = pytest.importorskip("torchmetrics.functional.text").squad
+    return pytest.approx({name: float(x) for name, x in squad(found, true).items()}, rel=1e-6)
 
 
-def scored(told, truth):
-    found = [{"id": row["id"], "prediction_text": row["text"]} for row in told]
-    gold = [
-        {
-            "id": name,
-            "answers": {key: [a[key] for a in answers] for key in ("text", "answer_start")},
-        }
-        for name, _, _, answers in truth
-    ]
-    return {name: float(x) for name, x in oracle(found, gold).items()}
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return make_bare(tmp_path_factory.mktemp("qa") / "bert")
 
 
-def test_every_command_takes_it(tmp_path):
-    teacher = make_teacher(tmp_path / "bert", layers=2, head=False)
-    train = write_squad(tmp_path / "train.json", 12)
-    evals = write_squad(tmp_path / "eval.json", 12, 1)
-    report = through(tmp_path, teacher, train, evals, task="question-answering", max_length=12)
+@pytest.fixture(scope="module")
+def tokenizer(teacher):
+    return AutoTokenizer.from_pretrained(teacher)
+
+
+def test_every_command_takes_it(teacher, tmp_path):
+    files = [write_squad(tmp_path / f"{i}.json", 12, i) for i in range(2)]
+    report = through(tmp_path, teacher, *files, task="question-answering", max_length=12)
     assert report["task"] == "question-answering" and report["no_answer"] is False
     truth, told = list(questions(12, 1)), report["told"]
     assert [(row["id"], row["question"], row["context"]) for row in told] == [
@@ -67,29 +54,19 @@ def test_every_command_takes_it(tmp_path):
     ]
     assert all(row["text"] and row["text"] in row["context"] for row in told)
     scores = report["best"]["scores"]
-    assert scores == pytest.approx(scored(told, truth), rel=1e-6)
-    assert "AutoModelForQuestionAnswering" in (tmp_path / "run/student/README.md").read_text()
+    gold = [[answer["text"] for answer in answers] for *_, answers in truth]
+    assert scores == oracle([row["text"] for row in told], gold)
+    assert "AutoModelForQuestionAnswering" in report["card"]
     student, onnx, said = (tmp_path / name for name in ("run/student", "x.onnx", "onnx.json"))
     model = AutoModelForQuestionAnswering.from_pretrained(student)
     write_onnx(model, onnx, "start_logits", "end_logits")
-    run("evaluate", model=student, data=evals, onnx=onnx, out=said, device="cpu")
-    found = json.loads(said.read_text())
+    run("evaluate", model=student, data=files[1], onnx=onnx, out=said, device="cpu")
+    found = read_json(said)
     assert {name: found[name] for name in scores} == pytest.approx(scores)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    teacher = make_teacher(tmp_path_factory.mktemp("qa") / "bert", head=False)
-    return AutoTokenizer.from_pretrained(teacher)
-
-
-def encoded(path, tokenizer, length, task=None):
-    return Encoder(tokenizer, length, task or TASK())(rows_of(path, TASK))
-
-
 def test_windows_hold_the_whole_text_and_the_answer(tmp_path, tokenizer):
-    path = write_squad(tmp_path / "a.json", 8)
-    examples = encoded(path, tokenizer, 12)
+    examples = encoded(write_squad(tmp_path / "a.json", 8), TASK(), tokenizer, 12)
     truth = list(questions(8))
     seen = {number: set() for number in range(1, 9)}
     answered = set()
@@ -130,10 +107,9 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
     path.write_text(json.dumps(data, indent=1))
     corpus = load(source(task="question-answering", train=path, evals=path))
     task = corpus.task
-    assert task.empty and list(task.describe(corpus)) == [
-        "1 of 2 training questions have no answer"
-    ]
-    examples = encoded(path, tokenizer, 10, task)
+    said = ["1 of 2 training questions have no answer"]
+    assert task.empty and list(task.describe(corpus)) == said
+    examples = encoded(path, task, tokenizer, 10)
     assert len(examples) > 2
     answers = list(answers_for(examples, 13, 22))
     told = task.predictions(answers, examples)
@@ -154,20 +130,12 @@ def test_answers_of_windows_and_none(tmp_path, tokenizer):
 def test_scores_are_squads():
     said = ["The cat!", "a dog", "red  house", ""]
     gold = [["cat", "a cat"], ["dogs", "big dog"], ["the red house of", "house"], ["it"]]
-    found = [{"id": str(i), "prediction_text": text} for i, text in enumerate(said)]
-    true = [
-        {"id": str(i), "answers": {"text": texts, "answer_start": [0] * len(texts)}}
-        for i, texts in enumerate(gold)
-    ]
-    expected = {name: float(x) for name, x in oracle(found, true).items()}
-    assert squad(said, gold) == pytest.approx(expected, rel=1e-6)
+    assert squad(said, gold) == oracle(said, gold)
     # evaluate-v1.1.py, unlike torchmetrics, gives such answers no common token.
     assert squad(["the"], [["an"]]) == {"exact_match": 100.0, "f1": 0.0}
     # SQuAD 2.0: only an empty prediction fits no answer; answers without words are empty.
     assert squad(["", "the", "cat"], [[], ["an"], []])["f1"] == pytest.approx(200 / 3)
-
-
-def test_the_best_threshold():
+    # The best threshold.
     rng = random.Random(0)
     gold = [[] if i % 3 == 0 else [rng.choice(WORDS[:6])] for i in range(12)]
     said = [rng.choice(["dull", "fine film", *answers * 3]) for answers in gold]
@@ -182,53 +150,16 @@ def test_the_best_threshold():
     assert found["best_f1"] > squad(said, gold)["f1"]
 
 
-def question(**changes):
-    row = {"id": "q7", "question": "a", "answers": [{"text": "b", "answer_start": 2}], **changes}
-    return json.dumps({"data": [{"paragraphs": [{"context": "a b", "qas": [row]}]}]})
-
-
-def test_a_mistake_is_one_sentence(tmp_path):
-    for text, words in (
-        ('{"data": [{"paragraphs": 3}]}', r"data\[0\]: 'paragraphs' is not a list of objects"),
-        ('{"data": [{"title": "a"}]}', r"data\[0\]: no column 'paragraphs'"),
-        ('{"data": [{"paragraphs": [{"qas": [{"id": 1}]}]}]}', r"paragraphs\[0\]: no column 'con"),
-        ('{\n"data": [{"par', "row 2: not JSON"),
-        ('{"data": []}', "the file has no rows"),
-        (question(question=3), "question 'q7': column 'question' is not text but 3"),
-        (question(question=" "), "row 1: column 'question' is empty"),
-        (question(answers=3), "question 'q7': column 'answers' is not a list of answers"),
-        (question(answers=[{"text": "b", "answer_start": 1}]),
-         "question 'q7': answer 'b' is not at character 1 of its text"),
-        (question(answers=[{"text": "b"}]), "answer 'b' is not at character None"),
-    ):  # fmt: skip
-        refused(tmp_path, "question-answering", text, words, "a.json")
-    for name in (["q"], {"q": 1}, None, True, 1.5):
-        said = "column 'id' is not text but"
-        refused(tmp_path, "question-answering", question(id=name), said, "a.json")
-    row = {"question": "a", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}}
-    for names, said in (
-        (["q", ["r"]], r"row 2: column 'id' is not text but \['r'\]"),
-        (["1", "2", 1], "row 3: question '1' occurs twice"),
-        (["\ud800"], "row 1: column 'id' holds half a character"),
-    ):
-        lines = "\n".join(json.dumps({"id": name, **row}) for name in names)
-        refused(tmp_path, "question-answering", lines, said, "a.jsonl")
-
-
-def test_rows_line_by_line(tmp_path):
+def test_rows_line_by_line_and_in_one(tmp_path, tokenizer):
+    """Each question has windows of its own, though all stand on one line."""
     found = {"text": ["b"], "answer_start": [2]}
     row = {"id": "q", "question": "a", "context": "a b", "answers": found}
     rows = rows_of(tmp_path / "a.jsonl", TASK, json.dumps(row))
     assert list(rows.columns("id", "label")) == [("q", found)]
-    array = json.dumps([row, {**row, "id": "r"}])
-    assert len(rows_of(tmp_path / "a.json", TASK, array)) == 2
-
-
-def test_each_question_has_its_own_windows_though_all_stand_on_one_line(tmp_path, tokenizer):
     texts = ("good bad the poor nice film is so dull", "the film")
     found = {"text": [], "answer_start": []}
     rows = [{"id": i, "question": "a", "context": x, "answers": found} for i, x in enumerate(texts)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows))
-    examples = encoded(path, tokenizer, 10)
+    examples = encoded(path, TASK(), tokenizer, 10)
     assert TASK(False).short_answers(list(answers_for(examples, 4, 8)), examples) == ["bad", "film"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import numpy as np
 import pytest
@@ -13,10 +12,10 @@ from transformers import BertConfig, BertForSequenceClassification
 from fastkd.distill import Distiller, SoftTargets
 from fastkd.distill.baselines import MarginMSE
 from fastkd.train.data import load
-from fastkd.train.saving import read_json
 from fastkd.train.tasks.reranking import TASK, _ranked
-from tests.support.tiny import WORDS, make_teacher, run, source, write_tsv
-from tests.train.tasks.through import refused, rows_of, through
+from tests.support.runs import losses_of
+from tests.support.tiny import make_teacher, run, source, usual
+from tests.train.tasks.through import queries, rows_of, through, write_lists
 
 NAN = math.nan
 # Three lists: with scores, without, and again with scores; the second has two relevant documents.
@@ -25,19 +24,6 @@ LABELS = torch.tensor(
      [2, 0, -3.0]]
 )  # fmt: skip
 LISTS = [slice(0, 3), slice(3, 6), slice(6, 8)]
-
-
-def asked(rows, seed=0):
-    rng = random.Random(seed)
-    for _ in range(rows):
-        words = rng.sample(WORDS, 5)
-        yield words[0], [f"{words[0]} {x}" for x in words[1:2]], words[2 : rng.randint(3, 5)]
-
-
-def write(path, rows, seed=0):
-    lines = ({"query": q, "pos": p, "neg": n} for q, p, n in asked(rows, seed))
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
 
 
 def model(seed):
@@ -81,16 +67,16 @@ def test_losses_by_hand():
         distiller(**{**batch, "labels": LABELS.double().index_fill(1, torch.tensor(2), NAN)})
     with pytest.raises(ValueError, match="MarginMSE compares scores within lists"):
         distiller(**{**batch, "labels": torch.zeros(8).double()})
+    # Equal scores count against a document.
+    assert _ranked([1.0] * 3, [1.0, 0.0, 0.0]) == (pytest.approx(0.5), pytest.approx(1 / 3))
 
 
-def test_every_command_takes_it(tmp_path):
+def test_every_command_takes_it(tiny, tmp_path):
     teacher = make_teacher(tmp_path / "bert", layers=2, labels=1)
-    train, evals = (write(tmp_path / f"{i}.jsonl", 12, i) for i in range(2))
-    options = {"task": "reranking", "finetune": False}
-    report = through(tmp_path, teacher, train, evals, **options)
-    truth = list(asked(12, 1))
+    train, evals = (write_lists(tmp_path / f"{i}.jsonl", 12, i) for i in range(2))
+    report = through(tmp_path, teacher, train, evals, task="reranking", finetune=False)
     told = report["told"]
-    assert [(row["query"], row["pos"], row["neg"]) for row in told] == truth
+    assert [(row["query"], row["pos"], row["neg"]) for row in told] == list(queries(12, 1))
     ranks = []
     for row in told:
         scores = row["pos_scores"] + row["neg_scores"]
@@ -106,19 +92,19 @@ def test_every_command_takes_it(tmp_path):
     pairs = [(row["query"], text) for text in row["pos"] + row["neg"]]
     found = encoder.predict(pairs, activation_fn=torch.nn.Identity())
     assert found.tolist() == pytest.approx(row["pos_scores"] + row["neg_scores"], abs=1e-5)
-    assert "CrossEncoder" in (tmp_path / "run/student/README.md").read_text()
+    assert "CrossEncoder" in report["card"]
     # What `predict` writes is a file with a teacher's scores.
-    more = {"task": "reranking", "train": tmp_path / "told.jsonl", "eval": evals, "epochs": 1,
-            "teacher": teacher, "device": "cpu", "batch_size": 4, "max_length": 16}  # fmt: skip
-    said = run("distill", method="margin_mse", set="alpha=0", **more, out=tmp_path / "scores")
+    margin = {"method": "margin_mse", "set": "alpha=0"}
+    more = {"task": "reranking", "train": tmp_path / "told.jsonl", "eval": evals,
+            "teacher": teacher, **margin}  # fmt: skip
+    said = run("distill", **usual(tiny, tmp_path, **more))
     assert "lists of 2 to 4 documents; 12 of 12 training lists have scores" in said
-    history = read_json(tmp_path / "scores/student/fastkd.json")["history"]
-    assert set(history[0]["losses"]) == {"loss", "task"}
-    error = run("distill", accumulate=2, **more, out=tmp_path / "no", expect=2)
-    assert "--accumulate: a row of --task reranking is a list" in error
-    two = {**more, "task": None, "train": write_tsv(tmp_path / "a.tsv"), "epochs": None}
-    two |= {"eval": two["train"], "teacher": make_teacher(tmp_path / "two"), "out": tmp_path / "no"}
-    assert "MarginMSE compares scores" in run("distill", method="margin_mse", expect=2, **two)
+    assert set(losses_of(tmp_path / "out")) == {"loss", "task"}
+    for options, words in (
+        ({**more, "accumulate": 2}, "--accumulate: a row of --task reranking is a list"),
+        ({"method": "margin_mse"}, "MarginMSE compares scores"),
+    ):
+        assert words in run("distill", expect=2, **usual(tiny, tmp_path / "no", **options))
     bare = tmp_path / "bare.jsonl"
     bare.write_text(json.dumps({"query": "film", "documents": ["good", "bad film"]}))
     run("predict", model=tmp_path / "run/student", data=bare, device="cpu",
@@ -126,7 +112,6 @@ def test_every_command_takes_it(tmp_path):
 
 
 def test_forms_of_rows(tmp_path):
-    both = {"text": "q", "pair": ["a", "b", "c"]}
     for row, label in (
         ({"query": "q", "pos": ["a"], "neg": ["b", "c"]}, [NAN] * 3),
         ({"query": "q", "pos": ["a"], "neg": ["b", "c"], "pos_scores": [2], "neg_scores": [1, 0]},
@@ -136,29 +121,11 @@ def test_forms_of_rows(tmp_path):
         ({"query": "q", "positive": "a", "negative": ["b", "c"], "scores": [3, 2, 1]},
          [3.0, 2.0, 1.0]),
     ):  # fmt: skip
-        (found,) = rows_of(tmp_path / "a.jsonl", TASK, json.dumps(row)).columns(*both, "label")
-        assert found[:2] == (both["text"], both["pair"])
-        assert found[2] == pytest.approx([1.0, 0.0, 0.0, *label], nan_ok=True)
+        rows = rows_of(tmp_path / "a.jsonl", TASK, json.dumps(row))
+        ((text, pair, found),) = rows.columns("text", "pair", "label")
+        assert (text, pair) == ("q", ["a", "b", "c"])
+        assert found == pytest.approx([1.0, 0.0, 0.0, *label], nan_ok=True)
     path = tmp_path / "a.csv"
     path.write_text("anchor,positive,negative,label\nq,a,b,0.5\n")
     corpus = load(source(task="reranking", train=path, evals=path))
     assert list(corpus.train.column("label")) == [[1.0, 0.0, 0.0, -0.5]]
-
-
-def test_equal_scores_count_against():
-    assert _ranked([1.0, 1.0, 1.0], [1.0, 0.0, 0.0]) == (pytest.approx(0.5), pytest.approx(1 / 3))
-
-
-def test_a_mistake_is_one_sentence(tmp_path):
-    right = {"query": "q", "pos": ["a"], "neg": ["b"]}
-    for changed, words in (
-        ({"neg": []}, "row 2: 1 relevant and 0 other documents; a list needs one of each"),
-        ({"pos": "a", "neg": [1]}, "row 2: column 'neg' is not a list of words"),
-        ({"pos_scores": [1]}, "row 2: column 'neg_scores' is not a list of 1 scores"),
-        ({"label": [1, 2, 3]}, "row 2: column 'label' has 3 numbers for 1 relevant and 1 other"),
-        ({"label": "x"}, "row 2: score 'x' is not a finite number"),
-        ({"query": 3}, "row 2: column 'query' is not text"),
-    ):
-        text = "\n".join(map(json.dumps, (right, {**right, **changed})))
-        refused(tmp_path, "reranking", text, words)
-    refused(tmp_path, "reranking", '{"q": "a"}', "which columns are the query and its documents")

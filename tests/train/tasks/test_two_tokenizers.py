@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 import transformers as t
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from fastkd.distill import Distiller, SoftTargets
@@ -15,11 +14,17 @@ from fastkd.train.data import Encoder, load, read_file
 from fastkd.train.loading import TwoTokenizerCollator
 from fastkd.train.models import sample
 from fastkd.train.tasks import Columns, named
-from tests.support.tiny import make_teacher, run, sentences, source, write_onnx, write_tsv
-from tests.train.tasks.test_causal_lm import make_decoder, read, write_text
-from tests.train.tasks.test_chat import make_chat_teacher, says, talks, write_jsonl
-from tests.train.tasks.test_chat import read as read_chats
-from tests.train.tasks.through import through
+from tests.support.runs import weights_of
+from tests.support.tiny import run, sentences, source, usual, write_onnx, write_tsv
+from tests.train.tasks.through import (
+    make_bare,
+    make_chat_teacher,
+    rows_of,
+    says,
+    through,
+    write_chats,
+    write_text,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}\n"
@@ -85,29 +90,39 @@ def byte_pairs(path, size, special=(), causal=True, head=0, seed=3):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Language models, and as many classifiers, of two vocabularies."""
     path = tmp_path_factory.mktemp("two")
-    make_decoder(path / "teacher")
+    make_chat_teacher(path / "teacher")
     make_student(path / "student")
     write_text(path / "train.txt", 20)
     write_text(path / "eval.txt", 8, seed=1)
+    byte_pairs(path / "roberta", 290, causal=False)
+    make_bare(path / "bert")
+    write_tsv(path / "train.tsv", 16)
+    write_tsv(path / "eval.tsv", 12, 1)
     return path
 
 
-def given(folder):
-    return [folder / name for name in ("teacher", "train.txt", "eval.txt")]
+@pytest.fixture
+def texts(folder, tmp_path):
+    """Options of a student of language models."""
+    given = {"train": folder / "train.txt", "eval": folder / "eval.txt", "task": "causal-lm"}
+    given |= {"teacher": folder / "teacher", "student": folder / "student"}
+    return usual(folder, tmp_path, **given, method="soft_targets")
 
 
 @pytest.fixture
-def texts(folder):
-    """Options of a student of language models."""
-    return dict(train=folder / "train.txt", eval=folder / "eval.txt", device="cpu", max_length=16,
-                task="causal-lm", method="soft_targets", epochs=1)  # fmt: skip
+def classes(folder, tmp_path):
+    """Options of a BERT that learns from a RoBERTa."""
+    names = {"teacher": "roberta", "student": "bert", "train": "train.tsv", "eval": "eval.tsv"}
+    return usual(folder, tmp_path, **{name: folder / file for name, file in names.items()})
 
 
-def encoded(folder, task, rows, max_length):
-    both = (t.AutoTokenizer.from_pretrained(folder / name) for name in ("student", "teacher"))
-    student, teacher = both
-    found = Encoder(student, max_length, named(task)(), teacher)(rows)
+def encoded(folder, task, path, max_length):
+    student, teacher = (
+        t.AutoTokenizer.from_pretrained(folder / name) for name in ("student", "teacher")
+    )
+    found = Encoder(student, max_length, named(task)(), teacher)(rows_of(path, task))
     return student, teacher, found.__getitems__(range(len(found)))
 
 
@@ -126,7 +141,7 @@ def spans_of(tokenizer, ids, spans):
 def test_rows_have_the_same_text_in_both_vocabularies(folder, tmp_path, max_length):
     path = tmp_path / "a.txt"
     path.write_text("good film is very dull\n\nthe film is fine so the film is nice\n")
-    student, teacher, rows = encoded(folder, "causal-lm", read(path), max_length)
+    student, teacher, rows = encoded(folder, "causal-lm", path, max_length)
     texts = []
     for row in rows:
         ours, theirs = (
@@ -142,61 +157,45 @@ def test_rows_have_the_same_text_in_both_vocabularies(folder, tmp_path, max_leng
     assert " ".join(texts) == "good film is very dull the film is fine so the film is nice"
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory):
-    path = tmp_path_factory.mktemp("chats")
-    make_chat_teacher(path / "teacher")
-    make_student(path / "student")
-    return path
-
-
-def test_spans_of_conversations_are_in_the_answers(chats, tmp_path):
+def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
     talk = says("good film", "film is nice", "good", "good")
-    path = write_jsonl(tmp_path / "a.jsonl", [talk])
-    student, teacher, (row,) = encoded(chats, "chat", read_chats(path), 64)
+    path = write_chats(tmp_path / "a.jsonl", [talk])
+    student, teacher, (row,) = encoded(folder, "chat", path, 64)
     ours = spans_of(student, row["input_ids"], row["student_spans"])
     theirs = spans_of(teacher, row["teacher_input_ids"], row["teacher_spans"])
     assert [*ours.values()] == ["film", "is", "nice", "</s>", "good", "</s>"]
     assert [*theirs.values()] == ["film", "is", "nice", "[SEP]", "good", "[SEP]"]
     counted = [i for i, label in enumerate(row["labels"]) if label != -100]
     assert counted == [i for i, span in enumerate(row["student_spans"]) if span >= 0]
-
-
-def test_chats(chats, tmp_path):
-    files = [write_jsonl(tmp_path / f"{n}.jsonl", talks(8, n)) for n in range(2)]
-    run("distill", task="chat", teacher=chats / "teacher", student=chats / "student",
-        train=files[0], eval=files[1], method="fcd", epochs=1, max_length=32, device="cpu",
-        out=tmp_path / "run")  # fmt: skip
-    assert (tmp_path / "run/student/model.safetensors").exists()
+    files = [write_chats(tmp_path / f"{n}.jsonl", 8, n) for n in range(2)]
+    texts |= {"task": "chat", "train": files[0], "eval": files[1], "method": "fcd"}
+    run("distill", **{**texts, "max_length": 32})
 
 
 def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
     own = {"student": folder / "student", "unmatched": "bucket", "finetune": False}
-    report = through(tmp_path, *given(folder), task="causal-lm", **own)
+    files = [folder / name for name in ("teacher", "train.txt", "eval.txt")]
+    report = through(tmp_path, *files, task="causal-lm", **own)
     assert report["student"]["bits_per_byte"] > 0
     student = t.AutoModelForCausalLM.from_pretrained(tmp_path / "run/student")
     write_onnx(student, tmp_path / "model.onnx", "logits")
-    words = {"model": tmp_path / "run/student", "data": folder / "eval.txt", "device": "cpu"}
+    words = {"model": tmp_path / "run/student", "data": files[2], "device": "cpu"}
     error = run("evaluate", onnx=tmp_path / "model.onnx", **words, expect=2)
     assert "--onnx: --task causal-lm separates documents by positions" in error
     assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "student")
 
 
-def test_top_k_cache_and_errors(folder, texts, tmp_path):
-    cache, run_of = tmp_path / "cache", {"student": folder / "student", "out": tmp_path / "run"}
-    teacher = {"teacher": folder / "teacher"}
-    options = {name: value for name, value in texts.items() if name != "epochs"}
-    own = {**options, **teacher, "student": folder / "student", "out": cache}
-    made = run("cache", **own, top_k=5, unmatched="bucket")
+def test_top_k_cache_and_errors(texts, tmp_path):
+    cache = {**texts, "epochs": None, "learning_rate": None, "out": tmp_path / "cache"}
+    made = run("cache", **cache, top_k=5, unmatched="bucket")
     assert "VocabularyMatch(" in made and "% of the student's" in made
-    learn = {**texts, **run_of, "teacher_cache": cache}
+    learn = {**texts, "teacher": None, "teacher_cache": tmp_path / "cache"}
     assert "pass unmatched='bucket'" in run("distill", **learn, expect=2)
     run("distill", **learn, unmatched="bucket")
-    learn = {**texts, **run_of, **teacher, "out": tmp_path / "b", "expect": 2}
+    learn = {**texts, "out": tmp_path / "b", "expect": 2}
     for flag in ({"pack": True}, {"on_policy": 0.5}):
         assert "the student has a tokenizer of its own" in run("distill", **learn, **flag)
-    learn["student"] = None
-    error = run("distill", **learn, unmatched="bucket")
+    error = run("distill", **{**learn, "student": None}, unmatched="bucket")
     assert "teacher and student have one tokenizer" in error
 
 
@@ -207,7 +206,7 @@ def test_nested_vocabularies_that_cut_texts_differently_are_two(texts, tmp_path)
     assert words[few].items() < words[many].items()
     for teacher, student in ((few, many), (many, few)):
         out = tmp_path / f"run-{student.name}"
-        said = run("distill", **texts, teacher=teacher, student=student, out=out)
+        said = run("distill", **{**texts, "teacher": teacher, "student": student, "out": out})
         assert "VocabularyMatch(" in said
         assert vocabulary(out / "student") == words[student]
 
@@ -217,9 +216,9 @@ def test_added_special_tokens_and_padded_heads_stay_one_vocabulary(texts, tmp_pa
     small = byte_pairs(tmp_path / "small", 270, head=270)
     large = byte_pairs(tmp_path / "large", 270, special=["<image>"], head=280)
     teacher, student = (large, small) if larger == "teacher" else (small, large)
-    said = run("distill", **texts, teacher=teacher, student=student, out=tmp_path / "run")
+    said = run("distill", **{**texts, "teacher": teacher, "student": student})
     assert "VocabularyMatch(" not in said
-    assert len(t.AutoTokenizer.from_pretrained(tmp_path / "run/student")) == 270
+    assert len(t.AutoTokenizer.from_pretrained(tmp_path / "out/student")) == 270
 
 
 def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
@@ -240,72 +239,59 @@ def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
         model["vocab"] = {name: i for i, name in enumerate(shifted)}
 
     changed(other, shift, wrong)
-    options = {**texts, "teacher": teacher, "out": tmp_path / "a"}
+    options = {**texts, "teacher": teacher, "student": None}
     error = run("distill", **options, tokenizer=wrong, expect=2)
     assert "in the tokenizer of --teacher" in error and "leave --tokenizer out" in error
     byte_pairs(tmp_path / "student", 290)
     shutil.copytree(wrong, tmp_path / "student", dirs_exist_ok=True)
-    error = run("distill", **options, tokenizer=teacher, student=tmp_path / "student", expect=2)
+    options["student"] = tmp_path / "student"
+    error = run("distill", **options, tokenizer=teacher, expect=2)
     assert "in the tokenizer of --student" in error
     # The same tokens, cut otherwise: a line with both readings.
     changed(teacher, lambda model: model.update(merges=model["merges"][:3]), fewer)
-    said = run("distill", **options, tokenizer=fewer)
+    said = run("distill", **{**options, "student": None}, tokenizer=fewer)
     assert "tokenizer reads row 1 as ... " in said and f"that of --teacher {teacher} as" in said
 
 
-@pytest.fixture(scope="module")
-def classifiers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("classifiers")
-    byte_pairs(path / "roberta", 290, causal=False)
-    make_teacher(path / "bert", layers=2, head=False)
-    write_tsv(path / "train.tsv", 16)
-    write_tsv(path / "eval.tsv", 12, 1)
-    return path
+def test_roberta_teaches_bert(folder, tmp_path):
+    """Teacher and student are scored on their own tokens."""
+    files = [folder / name for name in ("roberta", "train.tsv", "eval.tsv")]
+    bert = {"student": folder / "bert", "finetune": False, "task": "classification"}
+    report = through(tmp_path, *files, **bert)
+    run("evaluate", model=files[0], data=files[2], out=tmp_path / "own.json", device="cpu")
+    own = json.loads((tmp_path / "own.json").read_text())
+    assert own["accuracy"] == report["teacher"]["accuracy"]
+    assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "bert")
 
 
-def test_roberta_teaches_bert(classifiers, tmp_path):
-    files = [classifiers / name for name in ("roberta", "train.tsv", "eval.tsv")]
-    bert = {"student": classifiers / "bert", "finetune": False}
-    report = through(tmp_path, *files, **bert, method="soft_targets", task="classification")
-    # Teacher and student are scored on their own tokens.
-    own = tmp_path / "own.json"
-    run("evaluate", model=files[0], data=files[2], out=own, device="cpu", max_length=16)
-    assert json.loads(own.read_text())["accuracy"] == report["teacher"]["accuracy"]
-    assert vocabulary(tmp_path / "run/student") == vocabulary(classifiers / "bert")
-
-
-def test_a_teacher_is_tuned_on_its_own_tokens(classifiers, tmp_path):
+def test_a_teacher_is_tuned_on_its_own_tokens(classes, folder, tmp_path):
     """To the weights that it gets beside a student of its own tokens."""
-    options = {"teacher": classifiers / "roberta", "train": classifiers / "train.tsv", "epochs": 1,
-               "eval": classifiers / "eval.tsv", "finetune_teacher": 2, "device": "cpu",
-               "max_length": 16, "method": "soft_targets"}  # fmt: skip
-    for name, student in (("two", {"student": classifiers / "bert"}), ("one", {})):
-        said = run("distill", out=tmp_path / name, **options, **student)
-        assert re.search(r"about \d+:\d\d for 2 steps of the teacher and \d+:\d\d for 1 of", said)
-    one, two = (tmp_path / name / "teacher" for name in ("one", "two"))
-    assert vocabulary(two) == vocabulary(classifiers / "roberta")
-    weights = [load_file(path / "model.safetensors") for path in (one, two)]
-    assert all(torch.equal(weights[0][name], x) for name, x in weights[1].items())
+    for name, student in (("two", {}), ("one", {"student": None})):
+        options = {**classes, "finetune_teacher": 1, "out": tmp_path / name, **student}
+        said = run("distill", **options, method="soft_targets")
+        assert re.search(r"about \d+:\d\d for 2 steps of the teacher and \d+:\d\d for 2 of", said)
+        shutil.rmtree(tmp_path / name / "student")
+        (tmp_path / name / "teacher").rename(tmp_path / name / "student")
+    assert vocabulary(tmp_path / "two/student") == vocabulary(folder / "roberta")
+    one, two = (weights_of(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.equal(one[name], x) for name, x in two.items())
 
 
 @pytest.mark.parametrize("method", ["knn", "lrkd", "labels", "mc3kd"])
-def test_methods_that_compare_texts(classifiers, tmp_path, method):
-    run("distill", teacher=classifiers / "roberta", student=classifiers / "bert", method=method,
-        train=classifiers / "train.tsv", eval=classifiers / "eval.tsv", epochs=1, device="cpu",
-        max_length=16, out=tmp_path / "run")  # fmt: skip
+def test_methods_that_compare_texts(classes, method):
+    run("distill", **classes, method=method)
 
 
-def test_teacher_logits_are_those_of_its_own_tokens(classifiers):
-    rows = read_file(classifiers / "train.tsv", Columns("sentence"), "--train")
+def test_teacher_logits_are_those_of_its_own_tokens(folder):
+    rows = read_file(folder / "train.tsv", Columns("sentence"), "--train")
     task = named("classification")(("0", "1"))
     rows = task.read_labels(rows).rows
     names = ("roberta", "bert")
-    teachers, students = (t.AutoTokenizer.from_pretrained(classifiers / name) for name in names)
+    teachers, students = (t.AutoTokenizer.from_pretrained(folder / name) for name in names)
     found = Encoder(students, 16, task, teachers)(rows)
     batch = TwoTokenizerCollator(task, students, teachers)(found.__getitems__(range(4)))
     teacher, student = (
-        t.AutoModelForSequenceClassification.from_pretrained(classifiers / name).eval()
-        for name in names
+        t.AutoModelForSequenceClassification.from_pretrained(folder / name).eval() for name in names
     )
     method = SoftTargets(temperature=2.0, alpha=0.5)
     out = Distiller(teacher, student, method).eval()(**batch)
@@ -320,7 +306,7 @@ def test_teacher_logits_are_those_of_its_own_tokens(classifiers):
     torch.testing.assert_close(out.terms["soft"], soft, rtol=1e-5, atol=1e-7)
 
 
-def test_rows_of_the_comparison_have_their_numbers(classifiers, tmp_path):
+def test_rows_of_the_comparison_have_their_numbers(tmp_path):
     path = tmp_path / "pairs.csv"
     lines = [f"a {i},b {i},{i % 2}" for i in range(40)]
     path.write_text("\n".join(["text,pair,label", *lines]) + "\n")

@@ -1,0 +1,128 @@
+"""Drawn tables: every kind of file gives their rows, which are known without reading them.
+
+A table has texts with whatever a format can carry, sometimes two of them, and labels of a drawn
+kind. It is written as a drawn kind of file, with line ends, a mark of UTF-8, blank lines, other
+columns and compression. A failure prints the seed.
+"""
+
+import csv
+import gzip
+import io
+import json
+import random
+import time
+
+import pyarrow
+import pyarrow.parquet
+
+from fastkd.train.data import load
+from tests.support.tiny import source
+
+ODD = ["é", "\u2028", "\x0b", "'", "#", ";", "\U0001f4a9", "\x1c", "(a|b)", "\\", "  ", "�", "ﬁ"]
+QUOTED = ['"', '""', ",", "\n", "\r\n", "\t"]
+#: By kind: labels as written, and the names of all classes in order; None for numbers.
+LABELS = {
+    "names": (["good", "bad", " fair "], ["bad", "fair", "good"]),
+    "cases": (["B", "a", "A"], ["A", "B", "a"]),
+    "whole": ([10, 9, -1], ["-1", "9", "10"]),
+    "unmarked": ([1, 0, -100], ["0", "1"]),
+    "floats": ([0.5, 1.0, 2.0], None),
+    "halves": ([1.0, 0.0, 3.0], ["0.0", "1.0", "3.0"]),
+    "true": ([True, False, True], ["False", "True"]),
+    "soft": ([[0.25, 0.75], [0.9, 0.1], [0.5, 0.5]], ["0", "1"]),
+}
+
+
+def texts_of(rng, kind):
+    """Texts that a kind of file can carry; a quote alone is one in a .tsv."""
+    between = [*ODD, '"'] if kind == "tsv" else [*ODD, *QUOTED]
+    while True:
+        words = [rng.choice(["good", "film", "is", *between]) for _ in range(rng.randint(1, 6))]
+        yield f"{rng.choice('xyz')} {rng.choice(['', ' ']).join(words)} end"
+
+
+def written(rng, kind, names, rows):
+    """Bytes of the rows' file, and the number of each row."""
+    end, blank = rng.choice(["\n", "\r\n"]), rng.random() < 0.3
+    lines, numbers, at = [], [], 1
+    if kind in ("tsv", "csv"):
+        rows = [names, *(list(row.values()) for row in rows)]
+    for i, row in enumerate(rows):
+        if kind == "csv":
+            buffer = io.StringIO(newline="")
+            csv.writer(buffer).writerow(row)
+            line = buffer.getvalue().removesuffix("\r\n")
+        else:
+            line = (
+                "\t".join(map(str, row))
+                if kind == "tsv"
+                else json.dumps(row, ensure_ascii=i % 2 == 0)
+            )
+        if kind == "json":
+            line = f"{'[' if i == 0 else ', '}{line}"
+        if blank and i == 2:
+            lines.append("")
+            at += 1
+        numbers.append(i + 1 if kind == "json" else at)
+        lines.append(line)
+        at += 1 + line.count("\n")
+    lines += ["]"] * (kind == "json")
+    text = end.join(lines) + rng.choice([end, ""])
+    return rng.choice([b"", b"\xef\xbb\xbf"]) + text.encode(), numbers[kind in ("tsv", "csv") :]
+
+
+def drawn(rng, folder):
+    """A file's path, its options, and its content: numbers, texts, second texts, labels, names."""
+    kind, of = rng.choice(["tsv", "csv", "json", "jsonl", "parquet"]), rng.choice([*LABELS])
+    labels, classes = LABELS[of]
+    made, pair = texts_of(rng, kind), rng.random() < 0.4
+    names = [
+        rng.choice(["text", "sentence"]),
+        *["pair"] * pair,
+        "label",
+        *["more"] * rng.randint(0, 1),
+    ]
+    rng.shuffle(names)
+    if of == "soft" and kind in ("tsv", "csv"):
+        labels = [json.dumps(x) for x in labels]
+    rows, ys = [], []
+    for i in range(rng.randint(6, 40)):
+        ys.append(i % 3 if i < 3 else rng.randrange(3))
+        rows.append({n: labels[ys[-1]] if n == "label" else next(made) for n in names})
+    path = folder / f"{rng.randrange(10**9)}.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        numbers = [*range(1, len(rows) + 1)]
+    else:
+        content, numbers = written(rng, kind, names, rows)
+        path = path.with_name(path.name + rng.choice(["", ".gz"]))
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    (text,) = {"text", "sentence"} & {*names}
+    given = {"text_pair_column": "pair"} if pair else {}
+    kept = [i for i, y in enumerate(ys) if labels[y] != -100]
+    seconds = [rows[i]["pair"] for i in kept] if pair else None
+    firsts, known = [rows[i][text] for i in kept], [labels[ys[i]] for i in kept]
+    return path, given, ([numbers[i] for i in kept], firsts, seconds, known, classes)
+
+
+def label_of(label, classes):
+    """The label that training rows have: a number, or the id of a class."""
+    if classes is None:
+        return float(label)
+    if isinstance(label, list | str) and str(label).startswith("["):
+        found = json.loads(label) if isinstance(label, str) else label
+        return found.index(max(found))
+    return classes.index(str(label).strip())
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path):
+    seed = time.time_ns()
+    rng = random.Random(seed)
+    for _ in range(60):
+        path, given, (numbers, texts, pairs, labels, classes) = drawn(rng, tmp_path)
+        corpus = load(source(train=path, evals=path, **given))
+        where, train = f"seed {seed}, {path.name}", corpus.train
+        assert corpus.names == classes, where
+        assert [train.number(i) for i in range(len(train))] == numbers, where
+        assert (train.texts, train.pairs) == (texts, pairs), where
+        assert train.labels.tolist() == [label_of(x, classes) for x in labels], where
