@@ -1,5 +1,6 @@
 """`fastkd distill` in two processes: the student of one with twice the batch, and its mistakes."""
 
+import functools
 import json
 import os
 import random
@@ -83,8 +84,8 @@ LONG = {"checkpoint_every": 3, "epochs": 3}
 
 MODELS = {
     "teacher": (make_teacher, write_tsv, "tsv"),
-    "question-answering": (make_bare, write_squad, "json"),
-    "token-classification": (make_bare, write_conll, "conll"),
+    "question-answering": (functools.partial(make_bare, layers=4), write_squad, "json"),
+    "token-classification": (functools.partial(make_bare, layers=4), write_conll, "conll"),
     "seq2seq": (lambda path, **_: make_writer(path, dropout=0.0), write_targets, "jsonl"),
     "causal-lm": (lambda path, **_: make_decoder(path), write_text, "jsonl"),
     "chat": (lambda path, **_: make_chat_teacher(path), write_chats, "jsonl"),
