@@ -33,7 +33,7 @@ RUN_BY = {
     ".venv/bin/python -m tests.fuzz": "test_values.py::test_random_calls_agree_with_the_oracles",
     ".venv/bin/python -m tools.compile_report": "kernels/test_compile.py::test_compiles_without_",
     ".venv/bin/python -m tools.host_time": "tools/test_host_time.py::test_measures_calls_and_",
-    "optimum-cli export onnx": "cli/test_use.py::test_onnx_gives_the_same_score",
+    "optimum-cli export onnx": "cli/test_use.py::test_onnx_files",
     "pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
     ".venv/bin/pytest bench": "bench/test_suite.py::test_a_group_is_timed_and_reported",
     "pytest-benchmark compare": "bench/test_report.py::test_runs_of_one_machine_are_merged",
