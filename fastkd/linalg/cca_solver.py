@@ -19,6 +19,7 @@ little more, and those of rounding size, are zero: W and the gradient are zero a
 directions, where the loss has a kink.
 """
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -567,6 +568,7 @@ class _Rows:
 def _product(x: Tensor, y: Tensor, digits: bool, symmetric: bool = False) -> Tensor:
     """XY (batch, M, N); of a ``symmetric`` one the lower half may be computed."""
     if digits:
+        importlib.import_module("fastkd.kernels.cca")  # registers the operator
         return torch.ops.fastkd.digit_product(x, y, symmetric)
     return symmetric_product(x, y) if symmetric else x @ y
 

@@ -4,8 +4,6 @@ The derivative of ``torch.linalg.eigh`` divides by λ_i − λ_j and gives NaN w
 repeat. The roots themselves are smooth there: their derivatives are divided differences of √λ.
 """
 
-import importlib
-
 import torch
 from torch import Tensor
 
@@ -103,10 +101,8 @@ def symmetric_roots(
     Eigenvalues up to ``zero`` times the largest count as zero; by default up to 64 rounding errors
     of float64, or 8 of float32. So does a matrix below the least normal number. The extension's
     operator computes all sizes, in float64. On a GPU it waits where matrices are too large for the
-    kernel and ``zero`` is given. ``digits``: by products of `fastkd.kernels.cca`.
+    kernel and ``zero`` is given. ``digits``: by products of `fastkd.kernels.cca`, once imported.
     """
-    if digits:
-        importlib.import_module("fastkd.kernels.cca")  # registers the product
     if extension.CPU:
         return torch.ops.fastkd.symmetric_roots(a, zero, digits)
     values, vectors = eigh(a.double())

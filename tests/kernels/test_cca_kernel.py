@@ -1,6 +1,9 @@
 """Products by integer digits, and what is left in float64."""
 
 import operator
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,6 +49,12 @@ def test_nan_stays_in_its_matrix(device):
     found = digit_product(x, x)
     assert found[1, 2].isnan().all() and found[[0, 2]].isfinite().all()
     assert not found[2].any()
+
+
+def test_the_first_call_of_a_process_registers_the_product():
+    code = "import torch, fastkd; x = torch.randn(9, 4); fastkd.cca_loss(x, x, backend='triton')"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 class Float64Operations(TorchDispatchMode):
