@@ -36,6 +36,7 @@ from triton.runtime.jit import JITFunction
 
 import fastkd.public  # every loss
 from fastkd._core import dispatch, plans, recording
+from fastkd._core.recording import tensors_in
 from tests.fuzz import FUNCTIONS
 from tests.support.draw import Draw
 from tools import calls
@@ -188,15 +189,6 @@ def results(subject: Subject, inputs: dict[str, Any]) -> list[Tensor | None]:
         return [loss]
     upstream = torch.full_like(loss, 0.5)
     return [loss, *torch.autograd.grad(loss, learn, upstream, allow_unused=True)]
-
-
-def tensors_in(x: Any) -> list[Tensor]:
-    if hasattr(x, "__dataclass_fields__"):
-        x = vars(x)
-    if isinstance(x, dict):
-        return [y for item in x.values() for y in tensors_in(item)]
-    return [y for one in x for y in tensors_in(one)] if type(x) in (list, tuple) else \
-        [x] if isinstance(x, Tensor) else []  # fmt: skip
 
 
 def outcome(device: FakeGPU, subject: Subject, inputs: dict[str, Any]) -> list[Any]:
