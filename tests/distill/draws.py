@@ -107,12 +107,12 @@ class Step:
     """One drawn step."""
 
     def __init__(self, seed: int) -> None:
-        self.random, self.seed = random.Random(seed), seed
-        torch.manual_seed(seed)
+        self.random = random.Random(seed)
         kind, self.name = PAIRS[seed % len(PAIRS)]
         self.family, self.head = kind
         self.per_token = self.head in OF_TOKENS
         self.draw_models()
+        torch.manual_seed(seed)  # after models that are made once
         self.hand = METHODS[self.name](self)
         self.draw_texts()
         self.draw_layout()
@@ -251,7 +251,8 @@ class Step:
         alone = len(self.teachers) == 1 and not self.wide
         self.stored = self.name != "attention" and alone and self.chance(0.3)
         words = self.name == "soft_targets" and self.head in ("masked words", "next word")
-        self.top_k = 5 if self.stored and words and not self.pairs and self.chance(0.5) else None
+        words &= self.stored and "soft" in self.hand.weights and not self.pairs
+        self.top_k = 5 if words and self.chance(0.5) else None
 
     # The Distiller's side
 
@@ -677,8 +678,8 @@ def knn(step: Step) -> Hand:
     def term(c: Compared) -> Tensor:
         if pool == "tokens":
             width = max(x["input_ids"].shape[1] for x in c.step.given)
-            if c.step.layout in PACKED or c.step.spans:
-                width = c.mask.shape[1]
+            if c.step.layout in PACKED or c.step.spans or c.step.family == "xlnet":
+                width = c.mask.shape[1]  # rows of their own
             s, t = (F.pad(x.hidden[-1], (0, 0, 0, width - x.mask.shape[1])) for x in (c.s, c.t))
             real = F.pad(c.mask, (0, width - c.mask.shape[1]))[..., None]
             s = (s if method.loss.projector is None else method.loss.projector(s)) * real
@@ -989,8 +990,10 @@ def _wrong(step: Step, folder: str) -> str | None:
         return wrong
     if not step.parts and (wrong := _logits(step, logits[0], compared.s.logits)):
         return wrong
-    loose = step.top_k or {step.family, step.teachers[0].config.model_type} & ROUNDED
-    rtol = 1e-5 if loose else 1e-9
+    rounded = {step.family, step.teachers[0].config.model_type} & ROUNDED
+    rtol = 1e-5 if step.top_k or rounded else 1e-9
+    if step.name in ("mc3kd", "embeddings"):  # CCA leaves out correlations below 1e-5
+        rtol = 1e-4
     expected = {**expected, "total": loss, "loss": loss}
     if terms.keys() != expected.keys():
         return f"terms {sorted(terms)}, not {sorted(expected)}"
