@@ -453,7 +453,7 @@ def _staged(
     for name, given in stages.items():
         if task not in (given["tasks"] or [task]):
             continue
-        own = {
+        own: dict[str, Any] = {
             k: Path(str(v).replace("{task}", task)) if isinstance(v, Path) else v
             for k, v in given.items()
             if k != "tasks"
