@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastkd._core.numerics import working_dtype
-from fastkd.distill.step import ItemCounts, Step, global_count, perturbed_embeddings, unit_gradients
+from fastkd.distill.step import ItemCounts, Step, global_count, unit_gradients
 from fastkd.distributed import ranks_of
+from fastkd.models.hooks import replaced_embeddings
 from fastkd.models.inputs import IGNORED
 from fastkd.models.outputs import Outputs
 
@@ -74,7 +75,9 @@ class MicroBatch:
                 torch.set_rng_state(self.rng_states[0])
                 for device, state in zip(devices, self.rng_states[1:], strict=True):
                     torch.cuda.set_rng_state(state, device)
-            stack.enter_context(perturbed_embeddings(distiller.student_model, self.shift))
+            if (shift := self.shift) is not None:
+                perturbed = replaced_embeddings(distiller.student_model, lambda emb: emb + shift)
+                stack.enter_context(perturbed)
             step: Step = distiller.make_step(self.batch, teacher, items)
         return step
 

@@ -1,5 +1,6 @@
 """Teacher, student and method as one module that any training loop can drive."""
 
+import functools
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from fastkd.distill.cache import CacheWriter, TeacherCache, sample_keys
 from fastkd.distill.method import Method, Only, check_method, other_vocabulary
 from fastkd.distill.prediction_losses import countable
 from fastkd.distill.spans import check_paired_tokens
-from fastkd.distill.step import ItemCounts, Step, perturbed_embeddings, unit_gradients
+from fastkd.distill.step import ItemCounts, Step, unit_gradients
 from fastkd.distill.teachers import Teachers, as_teacher, averaging_teachers
 from fastkd.distributed import InGroup, ranks_of
 from fastkd.lm.soft_targets import Unmatched
@@ -36,6 +37,7 @@ from fastkd.models.batch import (
     put_back,
     split_inputs,
 )
+from fastkd.models.hooks import replaced_embeddings
 from fastkd.models.inputs import IGNORED, Batches, rotate
 from fastkd.models.outputs import HeadOutput, Outputs
 from fastkd.models.spans import paired_positions
@@ -58,7 +60,8 @@ class BatchReader:
             isinstance(teacher.model.vocabulary, VocabularyMatch) for teacher in teachers.each
         )
         # Only transformers' models are known to separate packed documents without a mask.
-        self.unmasks = all(model.shows_states for model in (student, *teachers.live))
+        unmasks = all(model.shows_states for model in (student, *teachers.live))
+        self._batch = functools.partial(Batch.of, student=student, unmasks=unmasks)
         #: Warnings of teachers with a vocabulary of another size, until a batch shows that they
         #: read the student's ids. Tokenizers and the heads' vocabularies were compared already.
         self.vocabulary_warnings = [
@@ -133,16 +136,15 @@ class BatchReader:
             # Predictions are compared where both models read the token.
             unpaired = paired_positions(*spans) < int(self.student.causal)
             labels = labels.masked_fill(unpaired, IGNORED)
-        student, labels, first = from_front(self.student, student, labels)
-        student = self.student.with_decoder_inputs(student, labels)
+        first = None
+        if self.student.writes:
+            student, labels, first = from_front(self.student, student, labels)
+            student = self.student.with_decoder_inputs(student, labels)
         readers = [self.student, *([] if own else self.teachers.live)]
         batch = self._batch(student, labels, num_items, segments, first, readers=readers)
         if loss_weights is not None:
             batch.loss_weights = self._checked_loss_weights(loss_weights, batch)
         return batch, own, spans
-
-    def _batch(self, *given: Any, **options: Any) -> Batch:
-        return Batch.of(*given, student=self.student, unmasks=self.unmasks, **options)
 
     def _checked_loss_weights(self, loss_weights: Any, batch: Batch) -> Tensor:
         """``loss_weights`` (B, N), in the token order of the labels."""
@@ -211,7 +213,66 @@ class DistillerOutput:
 torch.utils._pytree.register_dataclass(DistillerOutput)
 
 
-class Distiller(InGroup):
+class _Trained(InGroup):
+    """What a training loop reads from a Distiller as from its student, or sets in it."""
+
+    student: Any
+    student_model: Backbone
+    teacher: Any
+    method: Method
+    _progress: float | None
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the training that is done, 0 to 1; see `set_progress`."""
+        return self._progress or 0.0
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether this step applies LRC-BERT's gradient perturbation."""
+        training = self.student_model.uncompiled.training and torch.is_grad_enabled()
+        return self.method.perturb and training
+
+    @property
+    def config(self) -> Any:
+        """The student's configuration."""
+        return self.student_model.config
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether the head predicts one label per token; see ``num_items`` in `forward`."""
+        return self.student_model.per_token
+
+    @property  # type: ignore[override]
+    def training(self) -> bool:
+        """The student's mode."""
+        student = self._modules.get("student")
+        return student is None or student.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """nn.Module's bookkeeping; `train` reaches the student."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the student's mode, True in a new distiller; the teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The student's input embeddings, to which transformers.Trainer's NEFTune adds noise."""
+        return self.student.get_input_embeddings()  # type: ignore[operator]
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Checkpoint the student's activations; the teacher runs without gradient."""
+        self.student.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """`gradient_checkpointing_enable` under transformers' newer name."""
+        self.student.activation_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
+
+
+class Distiller(_Trained):
     """A student that learns from a teacher by a method.
 
     Calling it with a batch runs both models and returns the weighted sum of the method's loss
@@ -300,7 +361,7 @@ class Distiller(InGroup):
             )
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group, self.keep_logits = gather, group, keep_logits
-        self._progress: float | None = None
+        self._progress = None
         method.build(self.teachers.model, self.student_model)
         for each, taught_by in self.teachers.pairs:
             each.check(taught_by, self.student_model)
@@ -318,21 +379,6 @@ class Distiller(InGroup):
         self.train()  # from_pretrained gives models in eval mode
         self.register_state_dict_post_hook(_leave_teacher_out)
         self.register_load_state_dict_post_hook(_expect_no_teacher)
-
-    @property
-    def config(self) -> Any:
-        """The student's configuration."""
-        return self.student_model.config
-
-    @property
-    def counts_positions(self) -> bool:
-        """Whether the head predicts one label per token; see ``num_items`` in `forward`."""
-        return self.student_model.per_token
-
-    @property
-    def progress(self) -> float:
-        """Fraction of the training that is done, 0 to 1; see `set_progress`."""
-        return self._progress or 0.0
 
     def set_progress(self, progress: float) -> None:
         """Set the fraction of the training that is done, 0 to 1; LRCBERT's schedule reads it."""
@@ -389,34 +435,6 @@ class Distiller(InGroup):
     def sample_keys(self, batch: dict[str, Any]) -> list[bytes]:
         """Keys of a batch's samples in a `TeacherCache`, for ``key in cache``."""
         return sample_keys(self.read(batch), self.teachers.model)[0]
-
-    @property  # type: ignore[override]
-    def training(self) -> bool:
-        """The student's mode."""
-        student = self._modules.get("student")
-        return student is None or student.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """nn.Module's bookkeeping; `train` reaches the student."""
-
-    def train(self, mode: bool = True) -> "Distiller":
-        """Set the student's mode, True in a new distiller; the teacher stays in eval mode."""
-        super().train(mode)
-        self.teacher.eval()
-        return self
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The student's input embeddings, to which transformers.Trainer's NEFTune adds noise."""
-        return self.student.get_input_embeddings()  # type: ignore[operator]
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Checkpoint the student's activations; the teacher runs without gradient."""
-        self.student.gradient_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
-
-    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """`gradient_checkpointing_enable` under transformers' newer name."""
-        self.student.activation_checkpointing_enable(*args, **kwargs)  # type: ignore[operator]
 
     def forward(
         self,
@@ -478,14 +496,13 @@ class Distiller(InGroup):
         if _micro_batch is not None:
             whole, index = _micro_batch
             return self.output(*whole.micro_batch_loss(index))
-        if self._progress is None and self.method.scheduled:
-            self._warn_of_schedule()
+        if self._progress is None and self.method.scheduled and self.training:
+            self._progress = warn_of_schedule(self.method)
         targets = {"labels": labels, "segments": segments, "loss_weights": loss_weights}
         batch = self.read({**targets, **inputs}, num_items)
         teacher = self.teachers.outputs(batch, self._progress or 0.0, self.uses_lm_head)
-        items = ItemCounts(ranks_of(self.gather, self.group))
-        shift = None
-        if self.perturbs:
+        items = ItemCounts(ranks_of(self.gather, self.group) if self.gather else None)
+        if self.method.perturb and self.perturbs:
             (shift,) = unit_gradients(
                 self.student_model,
                 [batch],
@@ -493,13 +510,15 @@ class Distiller(InGroup):
                 self.method.perturb_norm,
                 items.ranks,
             )
-        with perturbed_embeddings(self.student_model, shift):
+            with replaced_embeddings(self.student_model, lambda emb: emb + shift):
+                step = self.make_step(batch, teacher, items)
+        else:
             step = self.make_step(batch, teacher, items)
         loss, terms = self.losses(step)
         terms = {**terms, "total": loss.detach()}
-        if step.ranks is not None:
+        if (ranks := items.ranks) is not None:
             # The gradient is this process's share; the value is that of all processes.
-            values = step.ranks.sum(torch.stack(list(terms.values()))) / step.ranks.size
+            values = ranks.sum(torch.stack(list(terms.values()))) / ranks.size
             terms = dict(zip(terms, values, strict=True))
             loss = values[-1] + (loss - loss.detach())
         return self.output(loss, terms, step)
@@ -538,15 +557,9 @@ class Distiller(InGroup):
         ...     out.loss.backward()
         >>> optimizer.step()  # doctest: +SKIP
         """
-        if self._progress is None and self.method.scheduled:
-            self._warn_of_schedule()
+        if self._progress is None and self.method.scheduled and self.training:
+            self._progress = warn_of_schedule(self.method)
         yield from accumulate(self, batches, self if model is None else model)
-
-    @property
-    def perturbs(self) -> bool:
-        """Whether this step applies LRC-BERT's gradient perturbation."""
-        training = self.student_model.uncompiled.training and torch.is_grad_enabled()
-        return self.method.perturb and training
 
     def read(self, inputs: Mapping[str, Any], num_items: float | Tensor | None = None) -> Batch:
         """Read arguments as in `forward` into a batch; raise if a model has been replaced."""
@@ -554,10 +567,7 @@ class Distiller(InGroup):
         runs += [("teacher", self.teacher, teacher.module) for teacher in self.teachers.each]
         for name, module, run in runs:
             if all(inner is not run for inner in module.modules()):
-                raise ValueError(
-                    f"{name}: the {name} was replaced after the Distiller was made, which still "
-                    "runs the old one; make a new Distiller"
-                )
+                raise _replaced(name)
         return self.reader.read(inputs, num_items)
 
     def make_step(self, batch: Batch, teacher: Outputs, items: ItemCounts) -> Step:
@@ -582,7 +592,7 @@ class Distiller(InGroup):
             first=batch.first,
             items=items,
         )
-        return step.among_ranks()
+        return step if items.ranks is None else step.among_ranks()
 
     def losses(self, step: Step, only: Only | None = None) -> tuple[Any, dict[str, Tensor]]:
         """Weighted loss and detached terms of the method.
@@ -604,30 +614,38 @@ class Distiller(InGroup):
     def output(self, loss: Tensor, terms: dict[str, Tensor], step: Step) -> DistillerOutput:
         """A step's result, with detached logits in the token order of the input rows."""
         if self.training and torch.is_grad_enabled() and not loss.requires_grad:
-            self._check_trainable()
+            check_trainable(self.parameters())
         # Attached logits that no term uses would make DistributedDataParallel wait for gradients.
         logits = tree_map_only(Tensor, Tensor.detach, step.student.logits)
         if step.first is not None and (self.student_model.per_token or isinstance(logits, tuple)):
             logits = put_back(logits, step.first)
         return DistillerOutput(loss, terms, logits)
 
-    def _check_trainable(self) -> None:
-        """Raise if neither the student nor the method has a parameter to train."""
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError(
-                "student: none of its parameters requires a gradient; call "
-                "student.requires_grad_(True) on a copy of a frozen teacher, load adapters with "
-                "is_trainable=True, or call distiller.eval() to compare without training"
-            )
 
-    def _warn_of_schedule(self) -> None:
-        """Warn once if the loop trains a scheduled method without setting the progress."""
-        if self.training:
-            self._progress = 0.0
-            warn_caller(
-                f"{type(self.method).__name__} follows a schedule; call "
-                "distiller.set_progress(step / total_steps) in the loop"
-            )
+def _replaced(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: the {name} was replaced after the Distiller was made, which still runs the old "
+        "one; make a new Distiller"
+    )
+
+
+def check_trainable(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise if neither the student nor the method has a parameter to train."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            "student: none of its parameters requires a gradient; call "
+            "student.requires_grad_(True) on a copy of a frozen teacher, load adapters with "
+            "is_trainable=True, or call distiller.eval() to compare without training"
+        )
+
+
+def warn_of_schedule(method: Method) -> float:
+    """Warn once if the loop trains a scheduled method without setting the progress; returns 0."""
+    warn_caller(
+        f"{type(method).__name__} follows a schedule; call "
+        "distiller.set_progress(step / total_steps) in the loop"
+    )
+    return 0.0
 
 
 def _leave_teacher_out(

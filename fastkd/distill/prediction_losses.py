@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastkd._core.numerics import upcast, values_readable, working_dtype
+from fastkd._core import check
+from fastkd._core.dispatch import backend_of
+from fastkd._core.numerics import apply, upcast, values_readable, working_dtype
 from fastkd.distill.step import Step
-from fastkd.lm.soft_targets import DivergenceWord, linear_soft_target_loss, soft_target_loss
-from fastkd.lm.targets import CrossEntropy, Draft, TopK
+from fastkd.lm.linear_soft_targets import (
+    CHUNK_BYTES,
+    COLUMNS,
+    LOSSES,
+    HeadForm,
+    LinearSoftTargets,
+    LossOptions,
+    Positions,
+)
+from fastkd.lm.reference import CrossEntropyOptions, SoftTargetOptions
+from fastkd.lm.soft_targets import (
+    DivergenceWord,
+    check_match,
+    check_vocabularies,
+    soft_target_loss,
+)
+from fastkd.lm.targets import TopK, counted_labels
 from fastkd.lm.vocabulary_match import VocabularyMatch
 from fastkd.models.backbone import Model
 from fastkd.models.inputs import IGNORED
 from fastkd.models.outputs import Logits
 
-COLUMNS = 3
+LIST_COLUMNS = 3
 FAR = -3e4  # far below any score, and finite in float16
 
 
@@ -38,7 +55,7 @@ class Lists:
         """The lists in the ``labels`` of a head with one output; None for other labels."""
         if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)):
             return None
-        if labels.shape[1:] != (COLUMNS,) or logits.numel() != len(labels):
+        if labels.shape[1:] != (LIST_COLUMNS,) or logits.numel() != len(labels):
             return None
         number, relevant, scores = labels.unbind(1)
         return cls(number[:, None] == number, relevant > 0, scores)
@@ -125,15 +142,7 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     problem = _problem(step, logits)
     lists = Lists.of(labels, logits)
     if lists is not None:
-        scored = ~lists.any(lists.scores.isnan())
-        known = lists.any(lists.relevant) | scored
-        losses = torch.where(
-            scored, _list_divergence(lists, logits, lists.scores.nan_to_num(), options),
-            lists.contrast(logits),
-        )  # fmt: skip
-        return step.mean(
-            (losses * lists.weights).where(known, 0).sum(), (known * lists.weights).sum()
-        )
+        return _list_loss(step, lists, logits, options)
     if isinstance(logits, tuple) or isinstance(labels, tuple):
         if not (isinstance(logits, tuple) and isinstance(labels, tuple)):
             raise ValueError(
@@ -152,14 +161,7 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
         errors = torch.where(known, upcast(logits).flatten() - numbers, 0).square()
         return step.mean(errors.sum(), known.sum())
     if problem == MULTI_LABEL:
-        known = ~labels.isnan() & (labels != IGNORED)
-        if labels.shape != logits.shape:
-            raise _misfit(labels, logits)
-        decisions = labels.to(working_dtype(logits)).masked_fill(~known, 0)
-        total = F.binary_cross_entropy_with_logits(
-            upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
-        )
-        return step.mean(total, known.sum())
+        return _decision_loss(step, logits, labels)
     if labels.is_floating_point() and labels.shape == logits.shape and logits.dim() == 2:
         known = ~labels.isnan().any(-1)
         losses = F.cross_entropy(
@@ -175,7 +177,9 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     (logits,), mask, aligned, weights = _aligned(step, logits)
     assert aligned is not None
     known = aligned != IGNORED
-    _check_labels(aligned, known, logits.shape[-1], step)
+    wrong = known & ((aligned < 0) | (aligned >= logits.shape[-1]))
+    if values_readable(aligned) and bool(wrong.any()):
+        raise _no_class(int(aligned[wrong][0]), logits.shape[-1], step)
     total = F.cross_entropy(
         upcast(logits).flatten(0, -2),
         aligned.flatten(),
@@ -188,18 +192,35 @@ def task_loss(step: Step, options: PredictionOptions) -> Tensor:
     return step.mean(total, known.sum(), over_tokens=mask is not None)
 
 
-def _check_labels(labels: Tensor, known: Tensor, classes: int, step: Step) -> None:
-    """Raise for a label that is none of the head's; unless reading it waits for the device."""
-    if not values_readable(labels):
-        return
-    wrong = known & ((labels < 0) | (labels >= classes))
-    if bool(wrong.any()):
-        what = "tokens of the vocabulary" if step.student_model.predicts_words else "classes"
-        raise ValueError(
-            f"labels: {int(labels[wrong][0])} is none of the {classes} {what} of the student's "
-            f"head ({step.student_model.class_name}); pass 0 to {classes - 1}, or {IGNORED} for "
-            "none"
-        )
+def _decision_loss(step: Step, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the yes or no of each label."""
+    known = ~labels.isnan() & (labels != IGNORED)
+    if labels.shape != logits.shape:
+        raise _misfit(labels, logits)
+    decisions = labels.to(working_dtype(logits)).masked_fill(~known, 0)
+    total = F.binary_cross_entropy_with_logits(
+        upcast(logits), decisions, known.to(decisions.dtype), reduction="sum"
+    )
+    return step.mean(total, known.sum())
+
+
+def _list_loss(step: Step, lists: Lists, logits: Tensor, options: PredictionOptions) -> Tensor:
+    """Loss on the lists' scores, or on their relevant documents where a list has no score."""
+    scored = ~lists.any(lists.scores.isnan())
+    known = lists.any(lists.relevant) | scored
+    losses = torch.where(
+        scored, _list_divergence(lists, logits, lists.scores.nan_to_num(), options),
+        lists.contrast(logits),
+    )  # fmt: skip
+    return step.mean((losses * lists.weights).where(known, 0).sum(), (known * lists.weights).sum())
+
+
+def _no_class(label: int, classes: int, step: Step) -> ValueError:
+    what = "tokens of the vocabulary" if step.student_model.predicts_words else "classes"
+    return ValueError(
+        f"labels: {label} is none of the {classes} {what} of the student's head "
+        f"({step.student_model.class_name}); pass 0 to {classes - 1}, or {IGNORED} for none"
+    )
 
 
 def _place_loss(step: Step, logits: Tensor, places: Tensor, spread: float) -> Tensor:
@@ -261,7 +282,8 @@ def soft_loss(step: Step, options: PredictionOptions) -> Tensor:
     means = []
     for places in zip(*parts, strict=True):
         sums, counts, tokens = zip(*places, strict=True)
-        means.append(step.mean(_total(sums), _total(counts), over_tokens=tokens[0]))
+        total, count = (functools.reduce(operator.add, x) for x in (sums, counts))
+        means.append(step.mean(total, count, over_tokens=tokens[0]))
     return means[0] if len(means) == 1 else torch.stack(means).mean()
 
 
@@ -301,12 +323,12 @@ def _soft_sums(step: Step, options: PredictionOptions) -> list[tuple[Tensor, Any
             z_s, z_t = (_without_padding(z, step.token_mask) for z in (z_s, z_t))
         if problem == MULTI_LABEL:
             z_s, z_t = (torch.stack([z, 0 * z], -1) for z in (z_s, z_t))
-        counted, paired = mask, _paired(step)
+        counted, paired = mask, None if step.spans is None else _paired(step)
         if paired is not None:
             counted = paired if mask is None else mask & paired
         total = soft_target_loss(
             z_s,
-            z_t if top_k is None else _top_k(step, top_k),
+            z_t if top_k is None else _top_k(step),
             temperature=options.temperature,
             divergence=options.divergence,
             mask=counted,
@@ -330,79 +352,113 @@ def head_loss(
     """
     if "task" in weights and step.labels is None:
         raise ValueError(NO_LABELS)
-    parts = [_head_sums(part, weights, options) for part in step.parts()]
-    totals, count = map(_total, zip(*parts, strict=True))
+    sums = []
+    for part in step.parts():
+        settings, arguments, count = _head_arguments(part, weights, options)
+        loss, terms = apply(LinearSoftTargets, settings, None, *arguments)
+        terms = [terms[LOSSES.index(name)].to(loss.dtype) for name in weights]
+        sums.append((torch.stack([loss, *terms]), count))
+    totals, count = (functools.reduce(operator.add, x) for x in zip(*sums, strict=True))
     # Copies: AOTAutograd fails to replay the views of one tensor that a graph returns.
     loss, *means = (x.clone() for x in step.mean(totals, count, over_tokens=True))
     return loss, {name: x.detach() for name, x in zip(weights, means, strict=True)}
 
 
-def _head_sums(
+def _head_arguments(
     step: Step, weights: Mapping[str, float], options: PredictionOptions
-) -> tuple[Tensor, Any]:
-    """`head_loss` and its terms as one tensor of sums, and their number of items."""
+) -> tuple[LossOptions, list[Tensor | None], Any]:
+    """Options and tensors of `LinearSoftTargets`, and the number of items.
+
+    They are not checked as in `linear_soft_target_loss`: the Distiller was made for these models.
+    """
     assert step.student.head_inputs is not None
     states, head = step.student.head_inputs.states, step.student.head_inputs.head
-    vocabulary = step.teacher_model.vocabulary
-    taught, taught_head, top_k = states.detach(), head, step.teacher.top_k
-    top_k = top_k if "soft" in weights else None
-    whole = "soft" in weights and top_k is None  # a top k has unmatched tokens in its tail
-    if whole:
-        assert step.teacher.head_inputs is not None
-        taught, taught_head = step.teacher.head_inputs.states, step.teacher.head_inputs.head
-    (states, taught), mask, aligned, token_weights = _aligned(step, states, taught.to(states.dtype))
-    task = None
-    if "task" in weights:
-        assert aligned is not None
-        task = CrossEntropy(
-            aligned,
-            weights["task"],
-            label_smoothing=options.label_smoothing(_shared(step) or head.weight.shape[0]),
-            ignore_index=IGNORED,
-            weights=token_weights,
-        )
-    paired = _paired(step)
-    loss, terms = linear_soft_target_loss(
-        states,
-        head,
-        taught if top_k is None else _top_k(step, top_k),
-        taught_head.detach() if top_k is None else None,
-        temperature=options.temperature,
-        divergence=options.divergence,
-        scale_by_t2=options.scale_by_t2,
-        mask=mask,
-        weights=token_weights,
-        draft=None if paired is None else Draft(soft_mask=paired),
-        reduction="sum",
-        vocabulary=vocabulary if whole else _shared(step),
-        unmatched=step.teacher_model.unmatched if whole else "renormalise",
-        soft_weight=weights.get("soft", 0.0),
-        task=task,
-        return_terms=tuple(weights),
+    vocabulary, V = _shared(step), len(head.weight)
+    soft, taught, match = "soft" in weights, list[Tensor](), None
+    teacher = step.teacher.head_inputs if soft and step.teacher.top_k is None else None
+    if teacher is not None:
+        taught, both = [teacher.states.to(states.dtype)], step.teacher_model.vocabulary
+        match = both if isinstance(both, VocabularyMatch) else None
+        _check_sizes(step, V, len(teacher.head.weight))
+    (states, *taught), mask, labels, factors = _aligned(step, states, *taught)
+    assert mask is not None
+    if values_readable(mask) and mask.numel() and not bool(mask.any()):
+        check.mask(mask, mask.shape, mask.device)  # warns
+    count, soft_mask = mask.sum(), None if step.spans is None else _paired(step)
+    counted: Tensor | None = mask
+    labels = labels if "task" in weights else None
+    if labels is not None:
+        if labels.is_floating_point():
+            check.integers("labels", labels)
+        counted, labels = counted_labels(labels, vocabulary or V, mask, IGNORED)
+    theirs, form, tail = list[Tensor | None](), HeadForm(), ""
+    if teacher is not None:
+        theirs, form = teacher.head.on(taught[0].flatten(0, -2)), teacher.head.form
+    elif soft:
+        top_k = _top_k(step, vocabulary or V, counted)
+        theirs, tail = [*top_k.rows(counted)], top_k.tail
+    ours = head.on(states.flatten(0, -2), counted)
+    factors = None if factors is None else factors.to(working_dtype(states)).masked_fill(~mask, 0)
+    soft_factors = factors
+    if factors is not None and soft_mask is not None:
+        soft_factors = factors.masked_fill(~soft_mask, 0)
+    double = any(x is not None and x.dtype == torch.float64 for x in (*ours, *theirs))
+    scale = options.temperature**2 if options.scale_by_t2 else 1.0
+    soft_weight, task_weight = (float(weights.get(name, 0.0)) for name in LOSSES)
+    form_of, coefficient = getattr(options.divergence, "form", (options.divergence, 0.0))
+    settings = LossOptions(
+        "sum",
+        backend_of("auto", "linear_soft_target_loss", states.double() if double else states),
+        len(ours),
+        SoftTargetOptions(form_of, coefficient, float(options.temperature), scale, tail),
+        CrossEntropyOptions(options.label_spread and options.label_smoothing(vocabulary or V), 0.0),
+        soft_weight,
+        task_weight,
+        head.form,
+        form,
+        vocabulary=vocabulary or 0,
+        chunk_bytes=CHUNK_BYTES[int(states.is_cuda)],
+        terms="",
+        narrow=not torch.compiler.is_compiling(),
+        unmatched="" if match is None else step.teacher_model.unmatched,
     )
-    totals = torch.stack([loss, *(terms[name].to(loss.dtype) for name in weights)])
-    return totals, states.shape[:-1].numel() if mask is None else mask.sum()
+    task_factors = None if labels is None else factors
+    places = Positions(labels, counted, soft_mask, soft_factors, task_factors).tensors()
+    rows = (None if x is None else x.flatten() for x in places)
+    columns = [None] * COLUMNS if match is None else match.columns(states.device)
+    return settings, [*ours, *theirs, *rows, *columns], count
 
 
-def _total(parts: Sequence[Any]) -> Any:
-    return functools.reduce(operator.add, parts)
+def _check_sizes(step: Step, student: int, teacher: int) -> None:
+    """Raise unless the heads have the vocabularies for which the Distiller was made."""
+    vocabulary = step.teacher_model.vocabulary
+    if isinstance(vocabulary, VocabularyMatch):
+        check_match("head", vocabulary, student, teacher)
+    elif min(student, teacher) < (vocabulary or max(student, teacher)):
+        head: Any = step.student.head_inputs
+        check_vocabularies("head", vocabulary, head.head.weight, student, teacher)
 
 
-def _top_k(step: Step, top_k: TopK) -> TopK:
+def _top_k(step: Step, V: int = 0, mask: Tensor | None = None) -> TopK:
     """The teacher's most probable tokens at the positions that `_aligned` keeps, as student ids.
 
-    Tokens that the student doesn't have are left to the tail.
+    Tokens that the student doesn't have are left to the tail. With a number of tokens ``V`` the ids
+    are checked.
     """
+    top_k = step.teacher.top_k
+    assert top_k is not None
     if step.student_model.causal:
         top_k = top_k.map(lambda x: x[:, :-1])
     match = step.teacher_model.vocabulary
-    if not isinstance(match, VocabularyMatch):
-        return top_k
-    ids = match.to_student_ids(top_k.ids)
-    log_probs = top_k.log_probs.masked_fill(ids < 0, -torch.inf)
-    # Of as many tokens as the student has, nothing would be left to the tail.
-    log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size - 1))
-    return TopK(ids.gather(-1, order).clamp(min=0), log_probs, top_k.tail)
+    if isinstance(match, VocabularyMatch):
+        ids = match.to_student_ids(top_k.ids)
+        log_probs = top_k.log_probs.masked_fill(ids < 0, -torch.inf)
+        # Of as many tokens as the student has, nothing would be left to the tail.
+        log_probs, order = log_probs.topk(min(ids.shape[-1], match.student_size - 1))
+        top_k = TopK(ids.gather(-1, order).clamp(min=0), log_probs, top_k.tail)
+    if V:
+        top_k.check(top_k.ids.shape[:-1], V, top_k.ids.device, mask)
+    return top_k
 
 
 def _shared(step: Step) -> int | None:
@@ -413,7 +469,8 @@ def _shared(step: Step) -> int | None:
 
 def _paired(step: Step) -> Tensor | None:
     """Mask of the predictions compared with a teacher of another vocabulary, else None."""
-    places = None if step.spans is None else step.spans.paired
+    assert step.spans is not None
+    places = step.spans.paired
     if places is None or not isinstance(step.teacher_model.vocabulary, VocabularyMatch):
         return None
     return (places[:, 1:] if step.student_model.causal else places) >= 0

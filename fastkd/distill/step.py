@@ -3,7 +3,6 @@
 At the end LRC-BERT's perturbation: the student runs again on perturbed embeddings (eqs. 7-8).
 """
 
-import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -273,15 +272,6 @@ class Step:
         """Share of a mean that the student computes itself, weighted by its number of samples."""
         rows = self.rows or (1 if self.token_mask is None else len(self.token_mask))
         return self.mean(mean * rows, rows)
-
-
-def perturbed_embeddings(
-    student: Backbone, shift: Tensor | None
-) -> contextlib.AbstractContextManager[Any]:
-    """Context in which ``shift``, unless None, is added to the student's embeddings."""
-    if shift is None:
-        return contextlib.nullcontext()
-    return replaced_embeddings(student, lambda emb: emb + shift)
 
 
 def unit_gradients(

@@ -238,9 +238,9 @@ class Teacher:
             outputs = batch_outputs(model, inputs, request, own, head).to(batch.device)
             if (found := outputs.head_inputs) is not None:
                 # Offloading replaces the data of the model's own tensors.
-                found = HeadInputs(found.states, found.head.detach())
+                found = HeadInputs(found.states, found.head.map(Tensor.detach))
                 outputs = dataclasses.replace(outputs, head_inputs=found)
-            return self.compared(outputs, batch, method)
+            return outputs if batch.teacher is None else self.compared(outputs, batch, method)
 
     def compared(self, outputs: Outputs, batch: Batch, method: Method) -> Outputs:
         """Outputs on the teacher's own tokens, by spans or pooled; as they are without own ones."""

@@ -461,7 +461,7 @@ def _exact_copy(distiller: Distiller) -> Distiller:
     if hasattr(twin.student_model.config, "output_router_logits"):
         twin.student_model.config.output_router_logits = False
     for model in (twin.student_model, *twin.teachers.live):
-        if model.groups_experts:
+        if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
             model.inner.set_experts_implementation("eager")  # type: ignore[operator]
     return twin
 

@@ -79,6 +79,7 @@ class Head:
         self.scale = float(scale)
         self.softcap = None if softcap is None else float(softcap)
         self.low_rank: tuple[LowRank, ...] = ()
+        self.form = HeadForm(self.scale, self.softcap or 0.0)
 
     @staticmethod
     def of(model: nn.Module) -> "Head":
@@ -125,10 +126,6 @@ class Head:
         more = [x for part in self.low_rank for x in (part.down, part.up)]
         return [x for x in (self.weight, self.bias, *more) if x is not None]
 
-    @property
-    def form(self) -> HeadForm:
-        return HeadForm(self.scale, self.softcap or 0.0)
-
     def on(self, hidden: Tensor, mask: Tensor | None = None) -> list[Tensor | None]:
         """Tensors of the head on states (R, D), for `fastkd.lm.linear_soft_targets`.
 
@@ -159,22 +156,20 @@ class Head:
     def map(self, change: Callable[[Tensor], Tensor]) -> "Head":
         """The head with ``change`` applied to each of its tensors."""
         bias = None if self.bias is None else change(self.bias)
-        head = Head(change(self.weight), bias, self.scale, self.softcap)
-        head.low_rank = tuple(
+        low_rank = tuple(
             LowRank(change(x.down), change(x.up), x.scale, x.dropout) for x in self.low_rank
         )
-        return head
+        return SettledHead(change(self.weight), bias, self.scale, self.softcap, low_rank)
 
     def subset(self, ids: Tensor) -> "Head":
         """The head of the token ids (n,) alone, in their order; gradients reach the whole head."""
         check.vocabulary_part("ids", ids, self.weight.shape[0])
         check.device("ids", ids, "the head", self.weight)
         bias = None if self.bias is None else self.bias[ids]
-        part = Head(_select(self.weight, ids), bias, self.scale, self.softcap)
-        part.low_rank = tuple(
+        low_rank = tuple(
             LowRank(x.down, _select(x.up, ids), x.scale, x.dropout) for x in self.low_rank
         )
-        return part
+        return SettledHead(_select(self.weight, ids), bias, self.scale, self.softcap, low_rank)
 
     def detach(self) -> "Head":
         """The head without gradients, for a teacher that shares the student's head."""
@@ -186,6 +181,21 @@ class Head:
             f"Head(vocabulary={V}, hidden={D}, bias={self.bias is not None}, scale={self.scale}, "
             f"softcap={self.softcap})"
         )
+
+
+class SettledHead(Head):
+    """A head made of a checked one, of which nothing is checked again."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        low_rank: tuple[LowRank, ...] = (),
+    ) -> None:
+        self.weight, self.bias, self.scale, self.softcap = weight, bias, scale, softcap
+        self.low_rank, self.form = low_rank, HeadForm(scale, softcap or 0.0)
 
 
 def _select(weight: Tensor, ids: Tensor) -> Tensor:

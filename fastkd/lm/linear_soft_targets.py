@@ -138,20 +138,21 @@ class LinearSoftTargets(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[2 : 2 + len(student)])
         hidden = student[0]
         assert hidden is not None
+        run: Any = linear_soft_targets
+        if options.runs_on != "triton" and not torch.compiler.is_compiling():
+            run = run.__wrapped__  # plain code: the operator costs host time
         one_operator = _in_one_operator(student, teacher, positions, options)
         if options.reduction == "none":
             save_for_backward(ctx, *tensors)
-            (rows,) = _run(
-                options, student, teacher, positions, columns, None, [False] * len(needs)
-            )
-            total = rows
+            arguments = student, teacher, positions.tensors(), columns, None, [False] * len(needs)
+            (total,) = run(*arguments, options)
         elif one_operator and positions.task_weights is None:
             count = 1 if options.reduction == "sum" else max(hidden.shape[0], 1)
             with autocast_off(hidden):
                 loss, total, *grads = _cross_entropy_of_states(
                     student, positions.labels, None, denominator, count, options, needs
                 )
-            save_for_backward(ctx, *grads)
+            ctx.save_for_backward(*grads)
             ctx.mark_non_differentiable(total)
             return loss, total
         else:
@@ -159,11 +160,18 @@ class LinearSoftTargets(torch.autograd.Function):
             upstream = None
             if any(needs):
                 upstream = divisor.reciprocal().expand(hidden.shape[0])
-            rows, *grads = _run(options, student, teacher, positions, columns, upstream, needs)
-            save_for_backward(ctx, *grads)
+            rows, *grads = run(
+                student, teacher, positions.tensors(), columns, upstream, needs, options
+            )
+            ctx.save_for_backward(*grads)
             total = rows.sum(-1) / divisor
         ctx.mark_non_differentiable(total)
-        return _weighted_sum(total, options), total
+        # A term of weight 0 adds nothing, even if it is infinite.
+        if options.task_weight == 0:
+            return total[0] * options.soft_weight, total
+        if options.soft_weight == 0:
+            return total[1] * options.task_weight, total
+        return total[0] * options.soft_weight + total[1] * options.task_weight, total
 
     @staticmethod
     @once_differentiable
@@ -172,9 +180,11 @@ class LinearSoftTargets(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[2 : 2 + students])
         if options.reduction == "none":
             positions, columns, student, teacher = _arguments(ctx.saved_tensors, options)
-            _, *computed = _run(
-                options, student, teacher, positions, columns, grad.contiguous(), needs
-            )
+            run: Any = linear_soft_targets
+            if options.runs_on != "triton" and not torch.compiler.is_compiling():
+                run = run.__wrapped__
+            arguments = positions.tensors(), columns, grad.contiguous(), needs, options
+            _, *computed = run(student, teacher, *arguments)
             grad = None
         else:
             computed = list(ctx.saved_tensors)
@@ -195,25 +205,6 @@ def _arguments(
     return Positions(*positions), list(columns), list(student), list(teacher)
 
 
-def _run(
-    options: LossOptions,
-    student: list[Tensor | None],
-    teacher: list[Tensor | None],
-    positions: Positions,
-    columns: list[Tensor | None],
-    upstream: Tensor | None,
-    needs: list[bool],
-) -> list[Tensor]:
-    """`linear_soft_targets`, as plain code where no operator is needed: it costs host time."""
-    run: Any = linear_soft_targets
-    if options.runs_on != "triton" and not torch.compiler.is_compiling():
-        run = run.__wrapped__
-    found: list[Tensor] = run(
-        student, teacher, positions.tensors(), columns, upstream, needs, options
-    )
-    return found
-
-
 def divisor_of(
     x: Tensor, mask: Tensor | None, reduction: str, denominator: Tensor | None
 ) -> Tensor:
@@ -226,15 +217,6 @@ def divisor_of(
     if mask is None:
         return torch.full((), max(x.shape[0], 1), dtype=dtype, device=x.device)
     return mask.sum().clamp(min=1).to(dtype)
-
-
-def _weighted_sum(terms: Tensor, options: LossOptions) -> Tensor:
-    """The loss from its terms; a term of weight 0 adds nothing, even if it is infinite."""
-    if options.task_weight == 0:
-        return terms[0] * options.soft_weight
-    if options.soft_weight == 0:
-        return terms[1] * options.task_weight
-    return terms[0] * options.soft_weight + terms[1] * options.task_weight
 
 
 def _shapes(student, teacher, positions, columns, upstream, needs, *rest):
@@ -296,10 +278,15 @@ def linear_soft_targets(
             terms = torch.nn.functional.pad(terms, (0, 0, 0, len(TERMS) - len(terms)))
         else:
             work = _ChunkedPass(student, teacher, columns, options, needs)
-            work.share_teacher_rows(positions.teacher_rows if by_row else None)
+            if by_row:
+                work.share_teacher_rows(positions.teacher_rows)
             for chunk in work.chunks:
                 rows = None if upstream is None else upstream[chunk]
-                work.add(chunk, positions.at(chunk), rows)
+                logits = work.student.products(chunk).to(work.dtype)
+                for part in work.parts(chunk, logits, positions.at(chunk), rows):
+                    grad = work.fill(*part)
+                if upstream is not None:
+                    work.student.back(chunk, grad if work.rounds else logits, work.grads)
             terms, grads = work.terms, work.grads
     terms = _weighted(terms, positions)
     if real is not None:
@@ -523,7 +510,13 @@ class _ChunkedPass:
         double = any(x.dtype == torch.float64 for head in heads for x in head.states)
         self.dtype = torch.float64 if double else torch.float32
         self.terms = hidden.new_zeros(len(TERMS), len(hidden), dtype=working_dtype(hidden))
-        self.chunks = list(self.ranges())
+        columns_in_all = self.V + (0 if self.teacher is None else len(self.teacher.weights[0]))
+        if options.unmatched and not values_readable(hidden):
+            columns_in_all += self.V  # the teacher's logits at the student's columns
+        bytes_each = -(-columns_in_all * self.dtype.itemsize // max(V, 1))
+        self.chunks = list(equal_chunks(len(hidden), _chunk_rows(options, hidden, bytes_each, V)))
+        #: The teacher's rows of each chunk, by its first position, if positions share them.
+        self.teacher_chunks = dict[int, slice]()
         self.narrow = options.narrow and len(self.chunks) == 1
         needed = {i: x for i, (x, need) in enumerate(zip(student, needs, strict=True)) if need}
         self.grads = {i: self.sums(i, x) for i, x in needed.items() if x is not None}
@@ -543,17 +536,8 @@ class _ChunkedPass:
             total[filled:].zero_()
         return total
 
-    def ranges(self) -> Iterator[slice]:
-        hidden = self.student.states[0]
-        columns = self.V + (0 if self.teacher is None else len(self.teacher.weights[0]))
-        if self.options.unmatched and not values_readable(hidden):
-            columns += self.V  # the teacher's logits at the student's columns
-        bytes_each = -(-columns * self.dtype.itemsize // max(self.V, 1))
-        return equal_chunks(len(hidden), _chunk_rows(self.options, hidden, bytes_each, self.V))
-
     def share_teacher_rows(self, rows: Tensor | None) -> None:
         """Let each chunk compute the teacher's rows of its positions once: ascending rows (R,)."""
-        self.teacher_chunks = dict[int, slice]()
         if rows is None or not self.chunks:
             return
         ends = [min(x.stop, len(rows)) - 1 for x in self.chunks]
@@ -563,9 +547,10 @@ class _ChunkedPass:
         ):
             self.teacher_chunks[chunk.start] = slice(first, last + 1)
 
-    def add(self, chunk: slice, positions: Positions, upstream: Tensor | None) -> None:
-        """Compute a chunk's terms and, with an upstream gradient (R,), add its gradients."""
-        student = self.student.products(chunk).to(self.dtype)
+    def parts(
+        self, chunk: slice, student: Tensor, positions: Positions, upstream: Tensor | None
+    ) -> Iterator[tuple[Any, ...]]:
+        """Arguments of `fill` for the rows of a chunk, a few at a time; ``student``: products."""
         shared = self.teacher_chunks.get(chunk.start)
         if self.teacher is not None:
             teacher = [self.teacher.products(shared or chunk).to(self.dtype)]
@@ -588,10 +573,7 @@ class _ChunkedPass:
                     self.teacher.finish(targets[0])
             else:
                 targets, of_rows = self.shared_targets(teacher, of_rows)
-            grad = self.fill(student[rows], targets, terms[:, rows], of_rows, part)
-        if upstream is not None:
-            grad = grad if self.rounds else student
-            self.student.back(chunk, grad, self.grads)
+            yield student[rows], targets, terms[:, rows], of_rows, part
 
     def shared_targets(
         self, teacher: list[Tensor], positions: Positions
@@ -629,12 +611,14 @@ class _ChunkedPass:
         if options.terms and self.writes_terms and positions.soft_mask is None:
             row_terms = labels, terms[len(LOSSES) :]
         elif options.terms:
-            logits, shared = self.teacher_logits(teacher), positions.teacher_rows
+            logits, shared = teacher[0] if self.teacher else None, positions.teacher_rows
             by_row = logits if logits is None or shared is None else logits[shared]
             self.fill_terms(student, by_row, labels, terms)
-        teacher, log_mass = self.draft_part(teacher, positions)
-        slope = self.student.slope(student) if needs_grad else None
-        grad = None
+        log_mass = slope = grad = None
+        if self.teacher is not None and self.draft is not None:
+            teacher, log_mass = self.draft_part(teacher[0], self.draft, positions.teacher_rows)
+        if needs_grad and options.student.softcap:
+            slope = self.student.slope(student)
         if labels is not None:
             grad = self.fill_labels(student, labels, terms, positions, upstream, bool(teacher))
             if grad is not None and self.rounds:
@@ -657,22 +641,14 @@ class _ChunkedPass:
             student *= options.student.scale
         return student
 
-    def teacher_logits(self, teacher: list[Tensor]) -> Tensor | None:
-        """The teacher's logits; None without a teacher's head."""
-        return None if self.teacher is None else teacher[0]
-
     def draft_part(
-        self, teacher: list[Tensor], positions: Positions
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """The teacher's logits of a draft's tokens and log (R,) of their mass, or ``teacher``."""
-        whole = self.teacher_logits(teacher)
-        if whole is None or self.draft is None:
-            return teacher, None
-        logits = whole.index_select(1, self.draft)
+        self, whole: Tensor, draft: Tensor, rows: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """The teacher's logits of a draft's tokens and log (R,) of their mass."""
+        logits = whole.index_select(1, draft)
         log_mass = log_mass_of(logits, whole, self.options.soft.temperature, self.runs_on)
         # Of mass 0, with any distribution of it: that of no finite logit would be NaN.
         logits.masked_fill_((log_mass == -torch.inf)[:, None], 0)
-        rows = positions.teacher_rows
         return [logits], log_mass if rows is None else log_mass[rows]
 
     def fill_labels(
@@ -707,15 +683,15 @@ class _ChunkedPass:
     ) -> Tensor:
         """Divergences (R,); with ``upstream`` their gradient overwrites ``student``."""
         options, mask, soft_mask = self.options, positions.mask, positions.soft_mask
-        ratio = self.ratio(student, positions)
-        weights = _times(_times(upstream, positions.soft_weights), ratio)
+        weights, ratio = _times(upstream, positions.soft_weights), None
+        if positions.ratio_ids is not None and positions.ratio_old is not None:
+            log_q = self.log_probs(student, positions.ratio_ids)
+            ratio = (log_q - positions.ratio_old).exp_().clamp_(max=options.largest_ratio)
+            weights = _times(weights, ratio)
         if soft_mask is not None:
             mask = soft_mask if mask is None else mask & soft_mask
-            logits = self.teacher_logits(teacher)
-            if (
-                logits is not None and positions.teacher_rows is None
-            ):  # the teacher may be NaN there
-                logits.masked_fill_(~mask[:, None], 0)
+            if self.teacher and positions.teacher_rows is None:  # which may be NaN there
+                teacher[0].masked_fill_(~mask[:, None], 0)
         match = Match(self.columns, options.unmatched) if options.unmatched else None
         soft = divergence_in_place(
             student, teacher, options.soft, options.soft_weight, self.runs_on,
@@ -770,10 +746,3 @@ class _ChunkedPass:
             plain = CrossEntropyOptions(label_smoothing=0.0, z_loss=0.0)
             return -cross_entropy(self.runs_on, logits, ids, plain)
         return logits.gather(-1, ids[:, None])[:, 0] - logits.logsumexp(-1)
-
-    def ratio(self, student: Tensor, positions: Positions) -> Tensor | None:
-        """Importance ratios (R,) of logits (R, V), or None."""
-        if positions.ratio_ids is None or positions.ratio_old is None:
-            return None
-        log_q = self.log_probs(student, positions.ratio_ids)
-        return (log_q - positions.ratio_old).exp_().clamp_(max=self.options.largest_ratio)

@@ -70,7 +70,11 @@ def soft_target_rows(
         if unmatched == "sorted" and len(match[2]) and len(match[3]):
             rest = (x[..., ids].exp() for x, ids in zip((log_ps, log_pt), match[2:], strict=True))
             distance = sorted_distance(*rest)
-        log_ps, log_pt = _matched(log_ps, log_pt, match, unmatched)
+        log_qs, log_qt = (x[..., ids] for x, ids in zip((log_ps, log_pt), match[:2], strict=True))
+        if unmatched != "renormalise":
+            pairs = (log_qs, log_ps, match[2]), (log_qt, log_pt, match[3])
+            log_qs, log_qt = (torch.cat([q, _log_sum(x[..., ids])], -1) for q, x, ids in pairs)
+        log_ps, log_pt = log_qs.log_softmax(-1), log_qt.log_softmax(-1)
     if log_mass is not None:
         log_pt = log_pt + log_mass[..., None]
         if soft.form == "total_variation":  # half of the other tokens' mass
@@ -168,17 +172,6 @@ def probability_of_rest(
     rest = 1 - log_p.exp().sum(-1, keepdim=True)
     rest = torch.where(rest > least, rest, least * in_student)
     return rest.masked_fill(used.sum(-1, keepdim=True) == V, 0)
-
-
-def _matched(
-    log_ps: Tensor, log_pt: Tensor, match: Sequence[Tensor], unmatched: str
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the matched tokens and, unless renormalised, of all others together."""
-    log_qs, log_qt = (x[..., ids] for x, ids in zip((log_ps, log_pt), match[:2], strict=True))
-    if unmatched != "renormalise":
-        pairs = (log_qs, log_ps, match[2]), (log_qt, log_pt, match[3])
-        log_qs, log_qt = (torch.cat([q, _log_sum(x[..., ids])], -1) for q, x, ids in pairs)
-    return log_qs.log_softmax(-1), log_qt.log_softmax(-1)
 
 
 def _log_sum(log_p: Tensor) -> Tensor:

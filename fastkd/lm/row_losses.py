@@ -188,8 +188,8 @@ def _by_reference(
 ) -> Tensor:
     """Losses (R,) of logits; with ``out`` their gradient times a number or (R, 1) is stored."""
     entries = logits.shape[-1] + sum(x.shape[-1] for x in others if x is not None and x.dim() > 1)
-    tensors, learns = [logits, *others], [out is not None, *[False] * len(others)]
-    loss, _ = in_chunks(rows, entries, tensors, learns, [] if out is None else [out])
+    tensors, needs = [logits, *others], [out is not None, *[False] * len(others)]
+    loss, _ = in_chunks(rows, entries, tensors, needs, [] if out is None else [out])
     if out is not None:
         out *= factor
     return loss

@@ -52,7 +52,14 @@ from fastkd.lm.reference import (
     soft_target_rows,
 )
 from fastkd.lm.row_losses import Match, divergence_in_cpp, divergence_in_place, reference_rows
-from fastkd.lm.targets import NO_DRAFT, CrossEntropy, Draft, ImportanceRatio, TopK
+from fastkd.lm.targets import (
+    NO_DRAFT,
+    CrossEntropy,
+    Draft,
+    ImportanceRatio,
+    TopK,
+    counted_labels,
+)
 from fastkd.lm.vocabulary_match import VocabularyMatch
 
 if sys.version_info >= (3, 11):
@@ -234,10 +241,13 @@ def _soft_target_loss(
     match, n = _match_or_number(vocabulary, unmatched)
     student_logits, teacher = _cut_logits(student_logits, teacher_logits, match, n)
     form, coefficient = _check_options(temperature, divergence, reduction)
-    denominator = _denominator(denominator, reduction, student_logits)
     leading, V = student_logits.shape[:-1], student_logits.shape[-1]
-    mask = check.mask(mask, leading, student_logits.device)
-    weights = check.weights(weights, leading, student_logits, mask)
+    if denominator is not None:
+        denominator = _denominator(denominator, reduction, student_logits)
+    if mask is not None:
+        mask = check.mask(mask, leading, student_logits.device)
+    if weights is not None:
+        weights = check.weights(weights, leading, student_logits, mask)
     scale = float(temperature) ** 2 if scale_by_t2 else 1.0
     tail, rows = "", []
     if isinstance(teacher, TopK):
@@ -301,18 +311,18 @@ def _cut_logits(
     check.floating("student_logits", student)
     if isinstance(teacher, TopK):
         _check_no_match_of_top_k(match)
-        _check_vocabularies("logits", n, student)
+        check_vocabularies("logits", n, student)
         return student if n is None else student[..., :n], teacher
     check.floating("teacher_logits", teacher)
     check.like("teacher_logits", teacher, "student_logits", student)
     check.no_grad("teacher_logits", teacher)
     sizes = student.shape[-1], teacher.shape[-1]
     if match is not None:
-        _check_match("logits", match, *sizes)
+        check_match("logits", match, *sizes)
         shape = (*student.shape[:-1], sizes[1])
         check.shape("teacher_logits", teacher, shape, "student_logits' positions, V'")
         return student, teacher
-    _check_vocabularies("logits", n, student, *sizes)
+    check_vocabularies("logits", n, student, *sizes)
     if n is not None:  # a view of all columns would cost host time
         student, teacher = student[..., :n], teacher[..., :n]
     check.shape("teacher_logits", teacher, student.shape, "the shape of student_logits")
@@ -327,7 +337,7 @@ def _check_no_match_of_top_k(match: VocabularyMatch | None) -> None:
         )
 
 
-def _check_match(name: str, match: VocabularyMatch, student: int, teacher: int) -> None:
+def check_match(name: str, match: VocabularyMatch, student: int, teacher: int) -> None:
     """Raise unless the match has the vocabularies' sizes."""
     for side, size in (("student", student), ("teacher", teacher)):
         of_match = getattr(match, f"{side}_size")
@@ -338,7 +348,7 @@ def _check_match(name: str, match: VocabularyMatch, student: int, teacher: int) 
             )
 
 
-def _check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
+def check_vocabularies(name: str, vocabulary: int | None, student: Tensor, *sizes: int) -> None:
     """Check the vocabulary's ``sizes`` of student and teacher, by default of the student alone."""
     of_student, *of_teacher = sizes or (student.shape[-1],)
     if vocabulary is not None:
@@ -784,7 +794,8 @@ def linear_soft_target_loss(
     leading, V = student_hidden.shape[:-1], n or student.weight.shape[0]
     mask, labels = check.mask(shared["mask"], leading, student_hidden.device), None
     if task is not None:
-        mask, labels = task.counted(V, leading, student_hidden.device, mask)
+        check.labels("labels", task.labels, tuple(leading), student_hidden.device)
+        mask, labels = counted_labels(task.labels, V, mask, task.ignore_index)
     teacher_tensors: list[Tensor | None] = []
     teacher_form, tail = HeadForm(), ""
     if isinstance(teacher, TopK):
@@ -923,7 +934,7 @@ def _teacher(
         if draft.rows is not None:
             raise ValueError("draft.rows: a TopK has no hidden states; index its ids and log_probs")
         _check_no_match_of_top_k(match)
-        _check_vocabularies("head", n, student.weight, V)
+        check_vocabularies("head", n, student.weight, V)
         return teacher_hidden
     if teacher_head is None:
         raise TypeError("teacher_head must be a Tensor or Head, got None")
@@ -936,9 +947,9 @@ def _teacher(
     for x in teacher.tensors:
         check.no_grad("teacher_head", x)
     if match is not None:
-        _check_match("head", match, V, teacher.weight.shape[0])
+        check_match("head", match, V, teacher.weight.shape[0])
     elif draft.vocabulary is None or draft.mass != "whole":
-        _check_vocabularies("head", n, student.weight, V, teacher.weight.shape[0])
+        check_vocabularies("head", n, student.weight, V, teacher.weight.shape[0])
     leading, Dt = student_hidden.shape[:-1], teacher.weight.shape[1]
     shape, meaning = (*leading, Dt), "student_hidden's positions, Dt"
     if draft.rows is not None:

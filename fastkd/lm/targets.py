@@ -62,33 +62,32 @@ class CrossEntropy:
         check.number("z_loss", self.z_loss, at_least=0)
         check.integer("ignore_index", self.ignore_index)
 
-    def counted(
-        self, V: int, shape: torch.Size, device: torch.device, mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Mask (...) of the positions that count, None if all do, and int64 labels, 0 elsewhere.
 
-        A position counts if the mask keeps it and it has a label; that label must be below V.
-        """
-        check.labels("labels", self.labels, tuple(shape), device)
-        labels = self.labels.long()  # a narrow dtype could not represent ignore_index
-        if mask is None and values_readable(labels) and labels.numel():
-            least, largest = (int(x) for x in labels.aminmax())
-            if least >= 0 and largest < V and not least <= self.ignore_index <= largest:
-                return None, labels
-        labelled = labels != self.ignore_index
-        counts = labelled if mask is None else labelled & mask
-        all_count = values_readable(counts) and bool(counts.all())
-        if not all_count:
-            labels = labels.masked_fill(~counts, 0)
-        if values_readable(labels) and labels.numel():
-            least, largest = (int(x) for x in labels.aminmax())
-            if least < 0 or largest >= V:
-                wrong = least if least < 0 else largest
-                raise ValueError(
-                    f"labels must be token ids 0 to {V - 1} or ignore_index={self.ignore_index}, "
-                    f"got {wrong}"
-                )
-        return None if all_count else counts, labels
+def counted_labels(
+    labels: Tensor, V: int, mask: Tensor | None, ignore_index: int
+) -> tuple[Tensor | None, Tensor]:
+    """Mask (...) of the positions that count, None if all do, and int64 labels, 0 elsewhere.
+
+    A position counts if the mask keeps it and it has a label; that label must be below V.
+    """
+    labels = labels.long()  # a narrow dtype could not represent ignore_index
+    if mask is None and values_readable(labels) and labels.numel():
+        least, largest = (int(x) for x in labels.aminmax())
+        if least >= 0 and largest < V and not least <= ignore_index <= largest:
+            return None, labels
+    labelled = labels != ignore_index
+    counts = labelled if mask is None else labelled & mask
+    all_count = values_readable(counts) and bool(counts.all())
+    if not all_count:
+        labels = labels.masked_fill(~counts, 0)
+    if values_readable(labels) and labels.numel():
+        least, largest = (int(x) for x in labels.aminmax())
+        if least < 0 or largest >= V:
+            wrong = least if least < 0 else largest
+            raise ValueError(
+                f"labels must be token ids 0 to {V - 1} or ignore_index={ignore_index}, got {wrong}"
+            )
+    return None if all_count else counts, labels
 
 
 @dataclass(frozen=True, eq=False)

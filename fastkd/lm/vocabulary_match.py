@@ -50,7 +50,22 @@ class VocabularyMatch:
         for side in ("student", "teacher"):
             size = getattr(self, f"{side}_size")
             check.positive_int(f"{side}_size", size)
-            _check_ids(f"{side}_ids", getattr(self, f"{side}_ids"), size)
+            name = f"{side}_ids"
+            ids = getattr(self, f"{side}_ids")
+            if not isinstance(ids, Tensor):
+                raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
+            if ids.dtype != torch.int64:
+                raise TypeError(f"{name} must be int64, got {ids.dtype}")
+            if ids.ndim != 1:
+                raise ValueError(f"{name} must have shape (n,), got {tuple(ids.shape)}")
+            outside = ids[(ids < 0) | (ids >= size)]
+            if len(outside):
+                raise ValueError(f"{name} must be token ids 0 to {size - 1}, got {int(outside[0])}")
+            values, counts = ids.unique(return_counts=True)
+            if len(values) < len(ids):
+                raise ValueError(
+                    f"{name} must not repeat an id, got {int(values[counts > 1][0])} twice"
+                )
         if len(self.student_ids) != len(self.teacher_ids):
             raise ValueError(
                 "teacher_ids must have one id for each of student_ids, got "
@@ -171,21 +186,6 @@ def _without(size: int, ids: Tensor) -> Tensor:
     """Token ids below ``size`` that ``ids`` doesn't have, ascending."""
     left = torch.ones(size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
     return left.nonzero()[:, 0]
-
-
-def _check_ids(name: str, ids: Tensor, size: int) -> None:
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a Tensor, got {type(ids).__name__}")
-    if ids.dtype != torch.int64:
-        raise TypeError(f"{name} must be int64, got {ids.dtype}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have shape (n,), got {tuple(ids.shape)}")
-    outside = ids[(ids < 0) | (ids >= size)]
-    if len(outside):
-        raise ValueError(f"{name} must be token ids 0 to {size - 1}, got {int(outside[0])}")
-    values, counts = ids.unique(return_counts=True)
-    if len(values) < len(ids):
-        raise ValueError(f"{name} must not repeat an id, got {int(values[counts > 1][0])} twice")
 
 
 def _roles(student_tokenizer: Any, teacher_tokenizer: Any) -> dict[str, tuple[int, int]]:

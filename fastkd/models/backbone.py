@@ -142,6 +142,8 @@ class Backbone(Model):
     hidden_states_name, attentions_name = "hidden_states", "attentions"
     #: Configuration entry with the probability of skipping a block in training; "" without one.
     layerdrop = ""
+    #: Output layer, scale and cap of an LM head of one whole weight, once its logits were compared.
+    plain_head: tuple[Any, float, float | None] | None = None
     #: Dimension of the samples in the output of `last_modules`.
     last_batch_dim = 0
 
@@ -181,7 +183,12 @@ class Backbone(Model):
             self.problem = getattr(config, "problem_type", None)
             if self.problem is None and self.has_head and config.num_labels == 1:
                 self.problem = "regression"
-        self.num_tokens = self._table_rows()
+        try:
+            table = inner.get_input_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):
+            table = None
+        #: Rows of the token embedding table; None without one.
+        self.num_tokens = table.num_embeddings if isinstance(table, nn.Embedding) else None
         self.sentence_last = self.encoder_decoder or reads_last_token(config)
         self._find_head_end()
         self.causal = predicts_next_token(inner)
@@ -271,7 +278,7 @@ class Backbone(Model):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return () if self.no_layers else super().sizes
+        return () if self.no_layers else (self.num_layers, self.hidden_size)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("num_layers", "hidden_size", "blocks", "blocks_name") and self.no_layers:
@@ -294,14 +301,6 @@ class Backbone(Model):
                 "perturbs; set its perturb=False"
             ) from None
 
-    def _table_rows(self) -> int | None:
-        """Rows of the token embedding table; None without one."""
-        try:
-            table = self.inner.get_input_embeddings()  # type: ignore[operator]
-        except (AttributeError, NotImplementedError):
-            return None
-        return table.num_embeddings if isinstance(table, nn.Embedding) else None
-
     @property
     def dtype(self) -> torch.dtype:
         return next(self.inner.parameters()).dtype
@@ -313,11 +312,6 @@ class Backbone(Model):
         padding: Any = getattr(embeddings, "padding_idx", None)
         by_padding = padding is not None and hasattr(embeddings, "position_embeddings")
         return int(padding) + 1 if by_padding else 0
-
-    @property
-    def groups_experts(self) -> bool:
-        """Whether a mixture of experts uses torch's grouped matrix product."""
-        return getattr(self.config, "_experts_implementation", None) == "grouped_mm"
 
     @property
     def class_labels(self) -> list[str]:  # type: ignore[override]
@@ -374,7 +368,9 @@ class Backbone(Model):
 
     def run(self, batch: dict[str, Any], *, compiled: bool = True) -> Any:
         """Run the model on ``batch`` without key-value caches; raise for unknown inputs."""
-        inputs = self.readable(batch)
+        inputs = dict(batch)
+        if "token_type_ids" not in self.known_inputs:  # only the other model accepts them
+            inputs.pop("token_type_ids", None)
         if not self.known_inputs.issuperset(inputs):
             self.check_inputs(inputs)
         if not self._dropped.isdisjoint(inputs):
@@ -383,7 +379,8 @@ class Backbone(Model):
                 f"{min(self._dropped.intersection(inputs))}; make the adapters without task_type, "
                 'with modules_to_save=["qa_outputs"]'
             )
-        if self.groups_experts and self.dtype == torch.float64:
+        in_groups = getattr(self.config, "_experts_implementation", None) == "grouped_mm"
+        if in_groups and self.dtype == torch.float64:
             raise ValueError(
                 f"{self._name} ({self.class_name}) is in float64, but torch's product of grouped "
                 'experts is not; call its set_experts_implementation("eager")'
@@ -454,14 +451,11 @@ def placed_for(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 
     device = None if first.is_meta else first.device
     dtype = first.dtype if first.is_floating_point() else None
-
-    def place(x: Tensor) -> Tensor:
-        return x.to(device or x.device, dtype if x.is_floating_point() else None)
-
-    return {
-        name: place(x) if isinstance(x, Tensor) else tree_map_only(Tensor, place, x)
-        for name, x in inputs.items()
-    }
+    return tree_map_only(
+        Tensor,
+        lambda x: x.to(device or x.device, dtype if x.is_floating_point() else None),
+        inputs,
+    )
 
 
 class Blocks(nn.Module):

@@ -100,16 +100,11 @@ def find_documents(
         raise ValueError(
             f"segments must have the tokens' shape {shape}, got {tuple(segments.shape)}"
         )
-    positions = batch.get("position_ids")
-    # Without `in`, which Dynamo doesn't evaluate for dynamic sizes.
-    if (
-        segments is None
-        and isinstance(positions, Tensor)
-        and (positions.numel() == shape[1] or positions.numel() == shape[0] * shape[1])
-    ):
-        positions = positions.reshape(-1, shape[1]).expand(shape)
-    else:
-        positions = None  # none, or several per token (M-RoPE)
+    given, positions = batch.get("position_ids"), None
+    if segments is None and isinstance(given, Tensor):
+        # One per token (M-RoPE has several); `in` is not evaluated by Dynamo for dynamic sizes.
+        one = given.numel() == shape[1] or given.numel() == shape[0] * shape[1]
+        positions = given.reshape(-1, shape[1]).expand(shape) if one else None
     if segments is None and positions is None:
         if mask is None or at_front:
             return None
@@ -558,6 +553,8 @@ def batch_outputs(
     outputs = model_outputs(backbone, inputs, request, head)
     if batch.documents is not None:
         outputs = batch.documents.unpack_outputs(outputs)
+    if backbone.head_end is backbone.head_padding is None:
+        return outputs
     return with_sentence(outputs, backbone, inputs, batch.documents)
 
 

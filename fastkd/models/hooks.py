@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from fastkd.lm.heads import Head
+from fastkd.lm.heads import Head, SettledHead
 from fastkd.models.backbone import Backbone
 
 
@@ -297,16 +297,34 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:
     """
     found: list[HeadInputs] = []
     layer = backbone.inner.get_output_embeddings()
+    # A graph does not read what an eager step has found: it would be compiled again.
+    eager = not torch.compiler.is_compiling()
+    known = backbone.plain_head if eager else None
+    if known is not None and (known[0] is not layer or type(layer.weight) is not nn.Parameter):
+        known = backbone.plain_head = None
 
     def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Read while the model runs, when adapters are enabled or disabled as in this run.
-        head = _head_of(backbone) if args and args[0].dim() == 3 else None
-        if head is None:
+        if not args or args[0].dim() != 3:
             return None
-        found.append(_as_multiplied(args[0], head))
+        if known is not None and not layer.weight.is_meta:
+            head = SettledHead(layer.weight, getattr(layer, "bias", None), *known[1:])
+        else:
+            try:
+                # Read while the model runs, when adapters are enabled or disabled as in this run.
+                head = Head.of(backbone.model)
+            except (TypeError, ValueError):
+                return None
+            if any(x.is_meta for x in head.tensors):
+                return None
+            wrapped = hasattr(layer, "modules_to_save") or hasattr(layer, "lora_A")
+            if eager and not wrapped and head.weight is getattr(layer, "weight", None):
+                backbone.plain_head = layer, head.scale, head.softcap
+        autocast = torch.is_autocast_enabled(args[0].device.type)
+        found.append(_as_multiplied(args[0], head) if autocast else HeadInputs(args[0], head))
         return (first_tokens(args[0]), *args[1:]), kwargs
 
-    with hooked([Hook(layer, "before", stop)] if _can_stop(backbone, layer) else []):
+    settled = known is not None and backbone.head_tried and not backbone.other_head
+    with hooked([Hook(layer, "before", stop)] if settled or _can_stop(backbone, layer) else []):
         yield found
 
 
@@ -336,14 +354,6 @@ def _sharded(backbone: Backbone) -> bool:
     return bool(parts) and not gathered
 
 
-def _head_of(backbone: Backbone) -> Head | None:
-    try:
-        head = Head.of(backbone.model)
-    except (TypeError, ValueError):
-        return None
-    return None if any(x.is_meta for x in head.tensors) else head
-
-
 def _as_multiplied(states: Tensor, head: Head) -> HeadInputs:
     """Head inputs in autocast's dtype, if the model multiplies in that dtype."""
     device = states.device.type
@@ -368,12 +378,10 @@ class _BackwardAfterOutput(torch.autograd.Function):
 
 
 def gathered(backbone: Backbone, found: HeadInputs, logits: Tensor) -> HeadInputs:
-    """Head inputs with a head that is gathered again, if FSDP2 has freed its weights.
+    """Head inputs with a head that is gathered again, as FSDP2 has freed its weights.
 
     The backward pass gathers the weights when it reaches the model's output, here ``logits``.
     """
-    if not isinstance(backbone.model, FSDPModule):
-        return found
     states = found.states
     if states.requires_grad and logits.requires_grad:
         states = _BackwardAfterOutput.apply(states, logits)

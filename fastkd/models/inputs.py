@@ -77,8 +77,13 @@ def pad_right(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any],
     mask = inputs.get(name)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 3) or not mask.numel():
         return inputs, None
+    # Inputs with an entry, or a vector, for each token of the mask.
     tokens = [
-        n for n, x in inputs.items() if n.startswith(side) and _has_token_rows(n, x, mask, side)
+        n
+        for n, x in inputs.items()
+        if n.startswith(side) and (side or not n.startswith("decoder_")) and isinstance(x, Tensor)
+        if x.shape == mask.shape
+        or (n.removeprefix(side) in TOKEN_VECTORS and x.shape[:-1] == mask.shape)
     ]
     if len(tokens) == 1 or "cu_seq_lens_q" in inputs:  # the mask alone, or one packed row
         return inputs, None
@@ -93,14 +98,6 @@ def pad_right(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any],
         positions = positions.expand(*positions.shape[:-2], *mask.shape)
         inputs[f"{side}position_ids"] = rotate(positions, first, -1)
     return inputs, first
-
-
-def _has_token_rows(name: str, x: Any, mask: Tensor, side: str) -> bool:
-    """Whether the input ``x`` has an entry, or a vector, for each token of ``mask``."""
-    if not isinstance(x, Tensor) or (not side and name.startswith("decoder_")):
-        return False
-    rows = name.removeprefix(side) in TOKEN_VECTORS and x.dim() == mask.dim() + 1
-    return x.shape == mask.shape or (rows and x.shape[:-1] == mask.shape)
 
 
 def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
@@ -82,6 +83,12 @@ class Outputs:
         return self.head_inputs is not None or self.top_k is not None
 
     def to(self, device: torch.device) -> "Outputs":
+        head = self.head_inputs
+        tensors = [] if head is None else [head.states, head.head.weight]
+        pairs = self.logits if isinstance(self.logits, tuple) else (self.logits, self.sentence)
+        tensors += [x for x in (*self.all_features(), *pairs) if x is not None]
+        if self.top_k is None and all(x.device == device for x in tensors):
+            return self
         # Blocking: a non-blocking copy to the CPU could be read before it is complete.
         moved = self.samples(lambda x: x.to(device))
         head = moved.head_inputs
@@ -170,7 +177,9 @@ def model_outputs(
             heads = stack.enter_context(stopped_at_head(backbone))
         # A model compiled by itself is traced into the graph if the Distiller is compiled too.
         reached = backbone._hooks_reach or (backbone.compiled and torch.compiler.is_compiling())
-        if reached or not request.layers:
+        if not request.layers:
+            output = backbone.run(inputs)
+        elif reached:
             with capture(backbone, request.layers) as hidden:
                 output = backbone.run(inputs)
         if not hidden.keys() >= {*request.layers}:
@@ -195,11 +204,14 @@ def model_outputs(
     )
     if not heads or not isinstance(logits, Tensor):
         return outputs
-    gathered_inputs = gathered(backbone, heads[-1], logits)
-    if not is_head(backbone, gathered_inputs, logits):
+    found = heads[-1]
+    if isinstance(backbone.model, FSDPModule):
+        found = gathered(backbone, found, logits)
+    tried = backbone.head_tried and logits.shape[-1] == len(found.head.weight)
+    if not tried and not is_head(backbone, found, logits):
         backbone.forget_run()
         return model_outputs(backbone, inputs, request)
-    return dataclasses.replace(outputs, logits=None, head_inputs=gathered_inputs)
+    return dataclasses.replace(outputs, logits=None, head_inputs=found)
 
 
 def _attention_maps(backbone: Backbone, output: Any, layers: tuple[int, ...]) -> dict[int, Tensor]:
