@@ -6,7 +6,6 @@ from fastkd.distill import methods
 from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller, DistillerOutput
-from fastkd.distill.layers import select_layers
 from fastkd.distill.merged_spans import merged_span_loss, span_likelihood_loss
 from fastkd.distill.method import Method
 from fastkd.distill.methods import (
@@ -21,6 +20,7 @@ from fastkd.distill.methods import (
     SoftTargets,
     method_by_name,
     resolve,
+    select_layers,
 )
 from fastkd.distill.several import Several
 from fastkd.distill.spans import TwoTokenizers, align_spans

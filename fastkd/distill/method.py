@@ -280,8 +280,23 @@ class Method(nn.Module):
     def check(self, teacher: Model, student: Backbone) -> None:
         """Raise unless the models' heads have what the method's terms compare."""
         name, on_output = type(self).__name__, self._weighted_logit_terms()
-        _check_same_kind(teacher, student)
-        _check_head(student, on_output, name, self._without_head)
+        if teacher.writes != student.writes:
+            models = [("teacher", teacher), ("student", student)]
+            (one, model), (other, plain) = models if teacher.writes else models[::-1]
+            raise ValueError(
+                f"the {one} ({model.class_name}) is an encoder-decoder, the {other} "
+                f"({plain.class_name}) is not, and their hidden states belong to different tokens; "
+                "use two models of one kind"
+            )
+        if on_output and (student.aligns or not student.has_head):
+            lacks = "no head" if not student.has_head else (
+                "a CTC-like head, whose loss aligns outputs with labels, which fastkd doesn't "
+                "support"
+            )  # fmt: skip
+            raise ValueError(
+                f"{name} has terms on the student's output ({', '.join(on_output)}), but the "
+                f"student ({student.class_name}) has {lacks}; {self._without_head}"
+            )
         if "soft" in on_output:
             _check_same_head(teacher, student, name)
 
@@ -437,32 +452,6 @@ class WithSoftTargets(Method):
         return soft_loss(step, self.prediction_options)
 
 
-def _check_head(student: Backbone, terms: Sequence[str], method: str, remedy: str) -> None:
-    """Raise if ``terms`` read logits and the student has no head that fastkd supports."""
-    lacks = "no head" if not student.has_head else ""
-    if student.has_head and student.aligns:
-        lacks = (
-            "a CTC-like head, whose loss aligns outputs with labels, which fastkd doesn't support"
-        )
-    if terms and lacks:
-        raise ValueError(
-            f"{method} has terms on the student's output ({', '.join(terms)}), but the student "
-            f"({student.class_name}) has {lacks}; {remedy}"
-        )
-
-
-def _check_same_kind(teacher: Model, student: Backbone) -> None:
-    """Raise if only one of the models is an encoder-decoder."""
-    if teacher.writes != student.writes:
-        models = [("teacher", teacher), ("student", student)]
-        (name, model), (other, plain) = models if teacher.writes else models[::-1]
-        raise ValueError(
-            f"the {name} ({model.class_name}) is an encoder-decoder, the {other} "
-            f"({plain.class_name}) is not, and their hidden states belong to different tokens; use "
-            "two models of one kind"
-        )
-
-
 def _check_same_head(teacher: Model, student: Backbone, method: str) -> None:
     """Raise if the logits of teacher and student can't be compared."""
     if not teacher.has_head:
@@ -470,7 +459,7 @@ def _check_same_head(teacher: Model, student: Backbone, method: str) -> None:
             f"{method} compares logits, but the teacher has no head ({teacher.class_name}); "
             "load it with its head"
         )
-    if teacher.vocabulary is None:
+    if teacher.vocabulary is None and student.predicts_words and teacher.predicts_words:
         teacher.vocabulary = shared_tokens(teacher, student)
     sizes = [student.output_size, teacher.output_size]
     if teacher.vocabulary is None and None not in sizes and sizes[0] != sizes[1]:

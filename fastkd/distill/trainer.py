@@ -47,8 +47,16 @@ class _Callback(TrainerCallback):
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer._logged = {}
-        trainer._warn_of_accumulation()
-        if why := trainer.distiller.method.schedule_warning(max(1, trainer.state.max_steps)):
+        method, steps = trainer.distiller.method, trainer.args.gradient_accumulation_steps
+        weights = [method.weights(progress) for progress in (0.0, 1.0)]
+        terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
+        if steps > 1 and terms and trainer.is_world_process_zero():
+            trainer.warn(
+                f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
+                f"({', '.join(terms)}) within each accumulated batch only; "
+                f"{trainer._larger_batch()}"
+            )
+        if method.scheduled and (why := method.schedule_warning(max(1, trainer.state.max_steps))):
             trainer.warn(why)
         if not trainer.distiller.method.prepared:
             # The data loader must not advance the random state of training.
@@ -118,6 +126,8 @@ class DistillationTrainer(Trainer):
     _share: Any = 1.0
     # Losses of its micro-batches, which add up to the batch's, and their number.
     _parts: Iterator[DistillerOutput] | None = None
+    # Sum and number of steps of each term since the last log.
+    _logged: dict[str, tuple[Tensor, float]]
     _num_parts = 1
 
     def __init__(
@@ -149,7 +159,7 @@ class DistillationTrainer(Trainer):
         check.fraction("labelled_share", labelled_share)
         self.prepare_batches, self.labelled_share = prepare_batches, labelled_share
         if model is not None:
-            self._take(model)
+            self.distiller, self._logged = model, {}
         super().__init__(model=model, model_init=model_init, **arguments)
         self.add_callback(_Callback(self))
         refused = {
@@ -168,48 +178,28 @@ class DistillationTrainer(Trainer):
         # For heads with one prediction per token, the loss is a mean over the positions of all
         # accumulated batches, which Trainer then counts.
         self.model_accepts_loss_kwargs = self.distiller.counts_positions
-        self._check_averages()
-
-    def _take(self, distiller: Distiller) -> None:
-        self.distiller = distiller
-        # Sum and number of steps since the last log.
-        self._logged: dict[str, tuple[Tensor, float]] = {}
+        averages = averaging_teachers(self.distiller.teacher).values()
+        sharded = any(isinstance(x, DTensor) for average in averages for x in average.parameters())
+        if sharded and self.args.save_strategy != "no":  # one process's shards
+            raise ValueError(
+                "teacher: Trainer can't save an EMATeacher that is sharded by FSDP2; pass "
+                'save_strategy="no" and save distiller.state_dict() by torch.distributed.checkpoint'
+            )
 
     def _preparation_batches(self) -> Iterable[dict[str, Any]]:
         """Batches for `Distiller.prepare`."""
         return self.get_train_dataloader()
 
     def _larger_batch(self) -> str:
-        """Remedy of `_warn_of_accumulation`."""
+        """Remedy where terms that compare samples compare those of one accumulated batch only."""
         return "use a larger batch, or Distiller.accumulate in your own loop"
-
-    def _warn_of_accumulation(self) -> None:
-        """Warn if terms that compare samples compare those of one accumulated batch only."""
-        steps, method = self.args.gradient_accumulation_steps, self.distiller.method
-        weights = [method.weights(progress) for progress in (0.0, 1.0)]
-        terms = [x for x in method.across_samples if any(each.get(x) for each in weights)]
-        if steps > 1 and terms and self.is_world_process_zero():
-            self.warn(
-                f"gradient_accumulation_steps={steps}: {type(method).__name__} compares samples "
-                f"({', '.join(terms)}) within each accumulated batch only; {self._larger_batch()}"
-            )
-
-    def _check_averages(self) -> None:
-        """Raise if checkpoints would hold one process's shards of an averaging teacher."""
-        averages = averaging_teachers(self.distiller.teacher).values()
-        sharded = any(isinstance(x, DTensor) for average in averages for x in average.parameters())
-        if sharded and self.args.save_strategy != "no":
-            raise ValueError(
-                "teacher: Trainer can't save an EMATeacher that is sharded by FSDP2; pass "
-                'save_strategy="no" and save distiller.state_dict() by torch.distributed.checkpoint'
-            )
 
     def call_model_init(self, trial: Any = None) -> Distiller:
         """See ``transformers.Trainer.call_model_init``."""
         model = super().call_model_init(trial)
         if not isinstance(model, Distiller):
             raise TypeError(f"model_init must return a Distiller, got {type(model).__name__}")
-        self._take(model)
+        self.distiller, self._logged = model, {}
         return model
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
@@ -307,7 +297,9 @@ class DistillationTrainer(Trainer):
             items = torch.stack(counts).sum().to(device)
             if self.args.average_tokens_across_devices and self.args.world_size > 1:
                 items = self.accelerator.gather(items).sum()
-        if not self.model_accepts_loss_kwargs:
+        # A single batch of one process has all labels of the step.
+        alone = self.args.world_size == 1 or self.distiller.gather
+        if not self.model_accepts_loss_kwargs and len(batches) > (1 if alone else 0):
             shares = self._label_shares(batches, device)
             batches = [{**x, LABEL_SHARE: share} for x, share in zip(batches, shares, strict=True)]
         return batches, items
@@ -319,29 +311,13 @@ class DistillationTrainer(Trainer):
         where every row has a label: the Trainer's mean over the batches applies.
         """
         ranks, gather = self.args.world_size, self.distiller.gather
-        if not batches or (len(batches) == 1 and (ranks == 1 or gather)):
-            return [None] * len(batches)
-        counts = torch.tensor([self._count_labels(x) for x in batches], device=device)
+        counts = torch.tensor([count_labels(x) for x in batches], device=device)
         everywhere = self.accelerator.gather(counts[None]) if ranks > 1 else counts[None]
         labels, rows = everywhere.sum((0, 1))  # of (ranks, batches, 2)
         if bool(labels == rows):
             return [None] * len(batches)
         own = everywhere.sum(0)[:, 0] if gather else counts[:, 0] * ranks
         return (own * len(batches) / labels.clamp(min=1)).unbind()
-
-    def _count_labels(self, batch: dict[str, Any]) -> tuple[int, int]:
-        """Number of labels of a batch, and of the rows' places for one."""
-        if not batch.get(SHARE, 1.0):  # a process without rows left repeats some
-            return 0, 0
-        labels = batch.get("labels", batch.get("start_positions"))
-        if not isinstance(labels, Tensor):
-            return 0, 0
-        known = torch.ones_like(labels, dtype=torch.bool)
-        if labels.is_floating_point():
-            known = ~labels.isnan()
-        if not labels.is_floating_point() or labels.dim() > 1:
-            known &= labels != IGNORED
-        return int(known.sum()), labels.numel()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer.evaluation_loop``; the weights stay as they were.
@@ -461,3 +437,18 @@ def _stored(checkpoint: str, name: str) -> Any:
             f"{checkpoint} has no {name}; resume from a checkpoint of DistillationTrainer"
         )
     return torch.load(path, map_location="cpu")
+
+
+def count_labels(batch: dict[str, Any]) -> tuple[int, int]:
+    """Number of labels of a batch, and of the rows' places for one."""
+    if not batch.get(SHARE, 1.0):  # a process without rows left repeats some
+        return 0, 0
+    labels = batch.get("labels", batch.get("start_positions"))
+    if not isinstance(labels, Tensor):
+        return 0, 0
+    known = torch.ones_like(labels, dtype=torch.bool)
+    if labels.is_floating_point():
+        known = ~labels.isnan()
+    if not labels.is_floating_point() or labels.dim() > 1:
+        known &= labels != IGNORED
+    return int(known.sum()), labels.numel()

@@ -436,13 +436,22 @@ class _Step:
             raise _CannotDo("this torch has no gloo")
         with tempfile.TemporaryDirectory() as folder:
             twin = copy.deepcopy(self.distiller).cpu()
-            _remove_recording_hooks(twin)
+            # transformers' hooks that record hidden states can't be pickled; it adds them again.
+            for module in twin.modules():
+                vars(module).pop("_output_capturing_hooks_installed", None)
+                for key, hook in list(module._forward_hooks.items()):
+                    if getattr(hook, "__module__", "").startswith("transformers."):
+                        del module._forward_hooks[key]
             try:
                 batch = {name: x.cpu() for name, x in self.batch.items()}
                 torch.save((twin, batch), f"{folder}/step.pt")
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise _CannotDo(f"the distiller can't be pickled for a process: {error}") from error
-            _run_processes(folder, ranks)
+            # From a new process: forks lose the threads of this one.
+            command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(ranks)]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
 
@@ -466,18 +475,6 @@ def _exact_copy(distiller: Distiller) -> Distiller:
     return twin
 
 
-def _remove_recording_hooks(distiller: Distiller) -> None:
-    """Remove transformers' hooks that record hidden states, since they can't be pickled.
-
-    transformers adds them again when it needs them.
-    """
-    for module in distiller.modules():
-        vars(module).pop("_output_capturing_hooks_installed", None)
-        for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__module__", "").startswith("transformers."):
-                del module._forward_hooks[key]
-
-
 def _optimizer(distiller: Distiller) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in distiller.parameters() if p.requires_grad], lr=1e-3)
 
@@ -487,14 +484,6 @@ def _padding_of(name: str, distiller: Distiller) -> int:
         return IGNORED if name == "labels" else -1
     padding = getattr(distiller.config, "pad_token_id", None) or 0
     return padding if name == "input_ids" else 0
-
-
-def _run_processes(folder: str, world: int) -> None:
-    """Start the ranks from a new process, since forks lose the threads of this one, and wait."""
-    command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
 
 
 def _fork(folder: str, world: int) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from fastkd._core.extras import MissingExtra, require
-from fastkd.distill.labelled_order import has_label
 from fastkd.distributed import world_size
 from fastkd.train import processes
 from fastkd.train.errors import InputError
@@ -301,13 +300,6 @@ class Encoded(torch.utils.data.Dataset):
     def labels(self) -> Any:
         """The label of each row, (rows,); None if it is not one number."""
         return _numbers(self.tokens, "labels")
-
-    @property
-    def labelled(self) -> np.ndarray:
-        """Whether each row has a label, (rows,) bool; without numbers, those of the first part."""
-        if self.labels is not None:
-            return has_label(self.labels)
-        return np.arange(len(self)) < self.ends[0]
 
     def source_of(self, index: int) -> tuple[str, int]:
         """Source and number of the (first) row that ``index`` was encoded from."""

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.labelled_order import LabelledOrder
+from fastkd.distill.labelled_order import LabelledOrder, has_label
 from fastkd.distill.trainer import SHARE, DistillationTrainer
 from fastkd.integrations._rows import SourceError
 from fastkd.integrations.served_teacher import ServedTeacher
@@ -150,9 +150,13 @@ class StepTrainer(DistillationTrainer):
         super().__init__(*args, **kwargs)
         config = self.args
         self.steps = StepSampler(
-            order, config.seed, config.process_index, config.world_size, self._epoch
+            order,
+            config.seed,
+            config.process_index,
+            config.world_size,
+            lambda: self.state.global_step // in_epoch,
         )
-        self.say, self.accumulate, self.in_epoch = say, accumulate, in_epoch
+        self.say, self.accumulate = say, accumulate
         self.on_policy, self.generated = on_policy, generated
 
     def warn(self, message: str) -> None:
@@ -162,14 +166,12 @@ class StepTrainer(DistillationTrainer):
         batches, rows = self.args.gradient_accumulation_steps, self.steps.order.batch
         return f"--batch-size {rows * batches} --accumulate {batches} compares all rows of a step"
 
-    def _epoch(self) -> int:
-        """The epoch of the next step."""
-        return self.state.global_step // self.in_epoch
-
     def _loader(self, steps: StepSampler) -> DataLoader:
         """DataLoader over the steps of a sampler."""
         args = self.args
-        loader = DataLoader if self.on_policy else functools.partial(_Ahead, self.distiller)
+        loader: Any = DataLoader
+        if servers_of(self.distiller.teacher) and not self.on_policy:
+            loader = functools.partial(_Ahead, self.distiller)
         return loader(
             _BatchDataset(self.train_dataset, self.data_collator, self.distiller.gather),
             batch_sampler=steps,  # type: ignore[arg-type]
@@ -196,7 +198,9 @@ class StepTrainer(DistillationTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """See `DistillationTrainer.get_batch_samples`; on-policy batches have generated text."""
-        return super().get_batch_samples(self._on_policy_batches(epoch_iterator), *args, **kwargs)
+        if self.on_policy:
+            epoch_iterator = self._on_policy_batches(epoch_iterator)
+        return super().get_batch_samples(epoch_iterator, *args, **kwargs)
 
     def _on_policy_batches(self, batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         step, method = self.state.global_step, self.distiller.method
@@ -294,11 +298,14 @@ def fit(
     if not config.shard:
         distiller.to(computation.device)
     size, share = computation.batch_size, config.labelled_share
+    # Without numbers, the first part of the rows is labelled.
+    labels = rows.labels
+    labelled = np.arange(len(rows)) < rows.ends[0] if labels is None else has_label(labels)
     grouped = config.passed.get("train_sampling_strategy") == GROUPED
-    order = LabelledOrder(rows.labelled, size, share, rows.lengths if grouped else None)
+    order = LabelledOrder(labelled, size, share, rows.lengths if grouped else None)
     _, in_epoch = steps_of(config, size, order.rows)
     unread = np.zeros(run.data.unread if is_student else 0, bool)
-    everything = LabelledOrder(np.concatenate([rows.labelled, unread]), size, share)
+    everything = LabelledOrder(np.concatenate([labelled, unread]), size, share)
     between = in_epoch * max(1, round(steps_of(config, size, everything.rows)[1] / in_epoch))
 
     def save_best(entry: dict[str, Any], history: list[dict]) -> None:
@@ -358,7 +365,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
         last = processes.on_first_process(lambda: checkpoints.newest(run.display.say))
     # Dropout differs between the processes.
     set_seed((run.config.seed + processes.rank()) % 2**32)
-    ended = ended_state(last)
+    ended = ended_state(last) if last else None
     if ended is not None:
         trainer.state = ended
         trainer._load_from_checkpoint(str(last))
@@ -371,7 +378,8 @@ def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
 
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
-    kind = type(lora.plain(sharding.without_shards(model) if run.config.shard else model))
+    model = sharding.without_shards(model) if run.config.shard else model
+    kind = type(lora.plain(model) if hasattr(model, "peft_config") else model)
     # Teacher and student are timed with the same attention.
     return kind.from_pretrained(target, **attention_for(run.config.method, run.config.attention))
 
@@ -387,7 +395,10 @@ def save_model(
     """Save model, tokenizer, report and the task's own files to ``target``, atomically."""
 
     def write(directory: Path) -> dict[str, Any]:
-        lora.save(model, directory)
+        if hasattr(model, "peft_config"):
+            lora.save(model, directory)
+        else:
+            model.save_pretrained(directory)
         save_tokenizer(tokenizer, directory)
         task.save(directory, model.config)
         return report
@@ -493,12 +504,11 @@ class TrainingCallback(TrainerCallback):
     def _head_is_trained(self, step: int, steps: int) -> bool:
         """Whether a step before has trained the head, or none ever does."""
         method = self.distiller.method
-
-        def trains(step: int) -> bool:
-            weights = method.weights((step - 1) / steps)
-            return any(weights.get(term) for term in method.head_terms)
-
-        return trains(step) or not trains(steps)
+        now, end = (
+            any(method.weights((at - 1) / steps).get(term) for term in method.head_terms)
+            for at in (step, steps)
+        )
+        return now or not end
 
     def _evaluate(self, state):
         if self.evaluated_at == state.global_step:
@@ -561,10 +571,8 @@ def losses_of(log: list[dict]) -> dict[str, float]:
     return {name: total / count for name, (total, count) in totals.items()}
 
 
-def ended_state(checkpoint: Path | None) -> TrainerState | None:
+def ended_state(checkpoint: Path) -> TrainerState | None:
     """State of a checkpoint after the last step, with which Trainer would continue wrongly."""
-    if checkpoint is None:
-        return None
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     history = history_of(state.log_history)
     return state if history and history[-1]["step"] >= state.max_steps else None

@@ -90,18 +90,13 @@ def adapted(
 def plain(student: nn.Module) -> "PreTrainedModel":
     """The base model of adapters, or ``student`` itself."""
     model: Any = student
-    return cast("PreTrainedModel", model.get_base_model() if _has_adapters(model) else model)
+    found = model.get_base_model() if hasattr(model, "peft_config") else model
+    return cast("PreTrainedModel", found)
 
 
 def save(student: nn.Module, directory: Path) -> None:
-    """Save a model for ``from_pretrained``; adapters are merged, and also saved on their own."""
+    """Save a model with adapters for ``from_pretrained``: merged, and on their own."""
     model: Any = student
-    if _has_adapters(model):
-        model.save_pretrained(directory / ADAPTER)
-        # A copy is merged: subtracting the adapters again would change the weights' bits.
-        model = copy.deepcopy(model).merge_and_unload()
-    model.save_pretrained(directory)
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
+    model.save_pretrained(directory / ADAPTER)
+    # A copy is merged: subtracting the adapters again would change the weights' bits.
+    copy.deepcopy(model).merge_and_unload().save_pretrained(directory)
