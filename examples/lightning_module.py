@@ -20,8 +20,8 @@ class Distillation(L.LightningModule):
         return out.loss
 
     def configure_optimizers(self):
-        learns = [p for p in self.parameters() if p.requires_grad]
-        return torch.optim.AdamW(learns, lr=self.learning_rate)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.learning_rate)
 
 
 L.seed_everything(0)

@@ -24,10 +24,10 @@ student = get_peft_model(
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # says which words are compared
     distiller = Distiller(teacher, student, SoftTargets(alpha=1.0))
-learns = [p for p in distiller.parameters() if p.requires_grad]
-print(f"{sum(p.numel() for p in learns):,} of {student.num_parameters():,} parameters learn")
+trained = [p for p in distiller.parameters() if p.requires_grad]
+print(f"{sum(p.numel() for p in trained):,} of {student.num_parameters():,} parameters learn")
 
-optimizer = torch.optim.AdamW(learns, lr=1e-2)
+optimizer = torch.optim.AdamW(trained, lr=1e-2)
 input_ids = torch.randint(0, 200, (8, 16))
 for step in range(41):
     out = distiller(input_ids=input_ids, labels=input_ids)

@@ -18,10 +18,10 @@ student = get_peft_model(
     LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value", "dense"]),
 )
 distiller = Distiller(teacher, student, FCD(soft_weight=0.0))
-learns = [p for p in distiller.parameters() if p.requires_grad]
-print(f"{sum(p.numel() for p in learns):,} of {student.num_parameters():,} parameters learn")
+trained = [p for p in distiller.parameters() if p.requires_grad]
+print(f"{sum(p.numel() for p in trained):,} of {student.num_parameters():,} parameters learn")
 
-optimizer = torch.optim.AdamW(learns, lr=1e-2)
+optimizer = torch.optim.AdamW(trained, lr=1e-2)
 batch = {"input_ids": torch.randint(0, 100, (16, 12)), "labels": torch.arange(16) % 2}
 for step in range(31):
     out = distiller(**batch)

@@ -30,7 +30,7 @@ def by_reference(losses: Callable[..., Tensor], entries: int, *tensors: Tensor |
         entries: numbers that ``losses`` computes for one group.
         tensors: (G, ...) or None.
     """
-    recording = getattr(RECORDING, "of", None)
+    recording = getattr(RECORDING, "active", None)
     if recording is not None:
         recording.problem = "a call without kernels"
     given = (x if x is None else saveable(x) for x in tensors)
@@ -44,10 +44,10 @@ class _ByReference(GradientInForward):
     @staticmethod
     def forward(ctx, *arguments):
         call, *tensors = arguments
-        learns = ctx.needs_input_grad[1:]
-        losses, gradients = in_chunks(call.losses, call.entries, tensors, learns)
+        needs = ctx.needs_input_grad[1:]
+        losses, gradients = in_chunks(call.losses, call.entries, tensors, needs)
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [x.dtype for x, needed in zip(tensors, learns, strict=True) if needed]
+        ctx.dtypes = [x.dtype for x, needed in zip(tensors, needs, strict=True) if needed]
         return losses
 
 
@@ -55,19 +55,19 @@ def in_chunks(
     losses: Callable[..., Tensor],
     entries: int,
     tensors: Sequence[Tensor | None],
-    learns: Sequence[bool],
+    needs: Sequence[bool],
     out: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
     """Losses (G,) and gradients of their sum, without a graph; arguments as in `by_reference`.
 
     Args:
-        learns: which tensors need a gradient.
+        needs: which tensors need a gradient.
         out: for the gradients, if given; it may be the tensors themselves.
     """
     first = tensors[0]
     assert first is not None
     groups = first.shape[0]
-    learning = [x for x, needed in zip(tensors, learns, strict=True) if needed and x is not None]
+    learning = [x for x, needed in zip(tensors, needs, strict=True) if needed and x is not None]
     gradients = list(out) or [torch.empty_like(x, dtype=working_dtype(x)) for x in learning]
     chunks = _chunks(first, groups * entries)
     step = (groups + chunks - 1) // chunks
@@ -80,31 +80,31 @@ def in_chunks(
                 if x is not None:
                     x = x[part].to(wide_dtype(x)) if x.is_floating_point() else x[part]
                 given.append(x)
-            of_part, pulled = _with_gradients(losses, given, learns)
+            of_part, pulled = _with_gradients(losses, given, needs)
             found.append(of_part)
             for gradient, x in zip(gradients, pulled, strict=True):
                 gradient[part] = x
     return torch.cat(found).to(working_dtype(first)), gradients
 
 
-def _with_gradients(losses, given, learns):
+def _with_gradients(losses, given, needs):
     """Losses, and the gradients of their sum for the tensors that learn."""
-    learning = [x for x, needed in zip(given, learns, strict=True) if needed]
+    learning = [x for x, needed in zip(given, needs, strict=True) if needed]
 
-    def of(*learning):
+    def losses_of_needed(*learning):
         rest = iter(learning)
-        return losses(*(next(rest) if n else x for x, n in zip(given, learns, strict=True)))
+        return losses(*(next(rest) if n else x for x, n in zip(given, needs, strict=True)))
 
     if not learning:
-        return of(), []
+        return losses_of_needed(), []
     if torch.compiler.is_compiling():
-        found, pull_back = torch.func.vjp(of, *learning)
+        found, pull_back = torch.func.vjp(losses_of_needed, *learning)
         return found, pull_back(torch.ones_like(found))
     # Hooks on saved tensors, as checkpointing sets them, are for the graph around this function;
     # the innermost ones alone are called. An output saved with its graph would hold itself.
     learning = [x.detach().requires_grad_() for x in learning]
     with _autograd(), torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
-        found = of(*learning)
+        found = losses_of_needed(*learning)
         gradients = torch.autograd.grad(found.sum(), learning)
     return found.detach(), gradients
 

@@ -61,4 +61,4 @@ class LossModule(nn.Module):
 def _words(kind: type) -> dict[str, tuple[str, ...]]:
     """The words of each option that takes nothing else."""
     hints = get_type_hints(kind)
-    return {name: get_args(of) for name, of in hints.items() if get_origin(of) is Literal}
+    return {name: get_args(x) for name, x in hints.items() if get_origin(x) is Literal}

@@ -87,7 +87,7 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     if not torch.is_grad_enabled():
         arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in arguments)
     if not torch.compiler.is_compiling():
-        recording = getattr(RECORDING, "of", None)
+        recording = getattr(RECORDING, "active", None)
         if recording is not None:
             return recording.apply(function, arguments[0], arguments[1:])
     return function.apply(*arguments)

@@ -33,14 +33,14 @@ from torch import Tensor
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
-# ``RECORDING.of``: what records this thread's launches, if anything; see `fastkd._core.plans`.
+# ``RECORDING.active``: what records this thread's launches, if anything; see `fastkd._core.plans`.
 RECORDING = threading.local()
 
 
 def launch_kernel(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel. Every launcher does so here, where a launch can be recorded."""
     compiled = kernel[grid](*arguments, **options)
-    recording = getattr(RECORDING, "of", None)
+    recording = getattr(RECORDING, "active", None)
     if recording is not None:
         recording.launch(kernel, compiled, grid, arguments, options)
 

@@ -341,9 +341,9 @@ def _backward(ctx: Any, *grads: Any) -> Any:
     saved, key = ctx.saved_tensors, None
     if ENABLED and not node.problem and not torch.is_grad_enabled():
         with torch._C.DisableTorchFunction():
-            of = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
+            about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
             same = layouts(saved) == ctx.layouts
-            key, _ = _key(of, grads if same else (*saved, *grads))
+            key, _ = _key(about, grads if same else (*saved, *grads))
     plan = node.backward.get(key)
     if plan is not None and plan.ready():
         return plan.program(*saved, *grads)

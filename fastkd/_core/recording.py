@@ -115,11 +115,11 @@ class Recording(TorchFunctionMode):
         self.inputs = len(self.held)
 
     def __enter__(self) -> "Recording":
-        self.outer, RECORDING.of = getattr(RECORDING, "of", None), self
+        self.outer, RECORDING.active = getattr(RECORDING, "active", None), self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        RECORDING.of = self.outer
+        RECORDING.active = self.outer
         super().__exit__(*error)
 
     def fail(self, error: Exception) -> None:
@@ -214,10 +214,10 @@ class Recording(TorchFunctionMode):
     def view(self, x: Tensor, given: list[Tensor]) -> bool:
         """Whether ``x`` shares the memory of one of ``given``; notes where."""
         storage = x.untyped_storage().data_ptr()
-        for of in given:
-            if storage and storage == of.untyped_storage().data_ptr():
-                number, offset = self.place(of)
-                self.base[self.number(x)] = number, offset + x.data_ptr() - of.data_ptr()
+        for other in given:
+            if storage and storage == other.untyped_storage().data_ptr():
+                number, offset = self.place(other)
+                self.base[self.number(x)] = number, offset + x.data_ptr() - other.data_ptr()
                 return True
         return False
 

@@ -18,7 +18,7 @@ from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.augmentation import Augmenter
 from fastkd.train.data import file_columns, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.files import Columns, first_row, settle_columns
+from fastkd.train.files import first_row, settle_columns
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import load, tokenizer_of
 from fastkd.train.options import as_json
@@ -42,7 +42,9 @@ def run(settings: AugmentSettings, console: Console) -> None:
         columns = glue.hub
     elif columns.text is None:
         columns = settle_columns(columns, dict.fromkeys(first_row(settings.data)), "--data")
-    names = _names(rows.data.column_names, columns)
+    given = {"text": columns.text or "text", "pair": columns.pair, "label": columns.label}
+    stored = rows.data.column_names
+    names = {key: name for key, name in given.items() if name is not None and key in stored}
     remote = settings.trust_remote_code
     tokenizer = tokenizer_of("--mlm", settings.mlm, remote)
     if not tokenizer.is_fast or tokenizer.mask_token_id is None:
@@ -68,12 +70,6 @@ def run(settings: AugmentSettings, console: Console) -> None:
     _state_of(part).unlink(missing_ok=True)
     total = len(records) * (1 + settings.times)
     say(console, f"{len(records)} rows, {total} with their copies: {settings.out}")
-
-
-def _names(stored: list[str], columns: Columns) -> dict[str, str]:
-    """Header of each stored column that a row has."""
-    given = {"text": columns.text or "text", "pair": columns.pair, "label": columns.label}
-    return {key: name for key, name in given.items() if name is not None and key in stored}
 
 
 def _lines(

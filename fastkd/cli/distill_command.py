@@ -36,12 +36,14 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
     for heading in ("", "parameters", "MiB", "ms a batch"):
         table.add_column(heading, justify="right" if heading else "left")
     for prefix, scores in sets.items():
-        for name in _metrics(scores):
+        for name in scores.get("student", {}):
             table.add_column(prefix + name, justify="right")
     for name in report["parameters"]:  # a server's teacher has none
         milliseconds = 1000 * report["seconds_a_batch"].get(name, math.nan)
         # A cache may have scored its teacher with other metrics than the student's.
-        scores = (found.get(name, {}).get(k) for found in sets.values() for k in _metrics(found))
+        scores = (
+            found.get(name, {}).get(k) for found in sets.values() for k in found.get("student", {})
+        )
         table.add_row(
             name,
             f"{report['parameters'][name]:,}",
@@ -71,8 +73,3 @@ def show(report: dict[str, Any], out: Path, console: Console) -> None:
         f"{seconds['training']:.0f} s of training, {seconds['total']:.0f} s in all; "
         f"saved in {out / 'student'}",
     )
-
-
-def _metrics(scores: dict[str, Any]) -> list[str]:
-    """Names of the student's metrics."""
-    return list(scores.get("student", {}))

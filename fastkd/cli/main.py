@@ -325,28 +325,23 @@ def _parameter(field: str, meta: Option, kind: Any, default: Any, first: bool) -
     )
 
 
-def _settings(name: str, context: Any, values: Mapping[str, Any]) -> Any:
-    """The options of a call: `Config`, or the dataclass of another command."""
-    given, cls = {}, imported(COMMANDS[name].options)
-    for field, (meta, kind, _) in options_for(name).items():
-        if context.get_parameter_source(field).name == "DEFAULT":
-            continue
-        value = values[field]
-        if kind == Mapping[str, Any]:
-            value = assignments(meta.flag, value or [], meta.joined, meta.names)
-        given[field] = value
-    if COMMANDS[name].out is not None:
-        given.setdefault("out", values["out"])
-    return cls.of(given, name) if hasattr(cls, "of") else cls(**given)
-
-
 def _register(name: str, meta: Command) -> None:
     """List a command; its options are imported when it is called, and its function when it runs."""
 
     def build() -> Any:
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
-            settings = _settings(name, context, values)
+            given, cls = {}, imported(meta.options)
+            for field, (option, kind, _) in options_for(name).items():
+                if context.get_parameter_source(field).name == "DEFAULT":
+                    continue
+                value = values[field]
+                if kind == Mapping[str, Any]:
+                    value = assignments(option.flag, value or [], option.joined, option.names)
+                given[field] = value
+            if meta.out is not None:
+                given.setdefault("out", values["out"])
+            settings = cls.of(given, name) if hasattr(cls, "of") else cls(**given)
             check_inputs(settings)
             if meta.early and (text := imported(meta.early)(settings)):
                 typer.echo(text)

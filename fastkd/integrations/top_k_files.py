@@ -294,12 +294,9 @@ def rows_of(source: Any, batches: Iterable[Batch], method: Any) -> Iterator[tupl
         top = source.outputs(own, teacher_request(method), torch.device("cpu")).top_k
         real, documents = own.token_mask.cpu(), own.documents
         lengths = (real if documents is None else documents.mask).sum(1).tolist()
-        parts = (x[real].split(lengths) for x in (own.inputs["input_ids"].cpu(), *_pair(top)))
+        found = own.inputs["input_ids"].cpu(), top.ids, top.log_probs
+        parts = (x[real].split(lengths) for x in found)
         for tokens, ids, log_probs in zip(*parts, strict=True):
             if len(tokens) and key_of(tokens.tolist()) not in seen:
                 seen.add(key_of(tokens.tolist()))
                 yield tokens.tolist(), TopK(ids, log_probs)
-
-
-def _pair(top: TopK) -> tuple[Tensor, Tensor]:
-    return top.ids, top.log_probs

@@ -300,8 +300,8 @@ class CCALoss(LossModule, InGroup):
             memory = self._memory(i, students, teachers)
             loss, *totals = apply(_NegativeCorrelation, *arguments, memory)
             losses.append(loss)
-            learns = self.training and torch.is_grad_enabled() and students.requires_grad
-            if memory is not None and learns:
+            trains = self.training and torch.is_grad_enabled() and students.requires_grad
+            if memory is not None and trains:
                 update = memory, Moments(*totals), students.shape[-1] + teachers.shape[-1]
                 if _may_be_recomputed():
                     self._awaited[i] = update

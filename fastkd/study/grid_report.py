@@ -324,11 +324,6 @@ def _cell(values: list[float], spread: bool) -> str:
     return f"{statistics.fmean(values):.4f}{deviation}"
 
 
-def _scale(row: Row | Summary) -> int:
-    """Factor for display: 100 for fractions, 1 for percentages and metrics to minimise."""
-    return 1 if row.lower_is_better or row.percent else 100
-
-
 def _blocks(
     grid: Grid, summaries: list[Summary], best: Results, missing: int, pictures: list
 ) -> Iterator[Block]:
@@ -422,7 +417,8 @@ def _forest(grid: Grid, summaries: list[Summary], found: Results) -> bytes:
     axes = figure.subplots(1, len(summaries), squeeze=False)[0]
     for ax, summary in zip(axes, summaries, strict=True):
         rows = [row for row in summary.rows if row.difference is not None]
-        scale, reverse = _scale(summary), summary.lower_is_better
+        reverse = summary.lower_is_better
+        scale = 1 if reverse or summary.percent else 100  # fractions in points
         rows.sort(key=lambda row: row.difference.mean, reverse=reverse)  # type: ignore[union-attr]
         for i, row in enumerate(rows):
             d, colour = row.difference, COLOURS.get(row.quality, "#777777")

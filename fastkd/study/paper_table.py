@@ -65,11 +65,13 @@ class Ours:
         name, _, part = row.partition(", ")
         who = TEACHER if name == TEACHER else "student"
         named = [v for v in self.grid.variants if not part or part in v.split(", ")]
-        of = named[:1] if who == TEACHER else [row]
+        variants = named[:1] if who == TEACHER else [row]
         columns = {} if self.grid.paper is None else self.grid.paper["columns"]
         found = {}
         for seed in self.grid.seeds:
-            by_task = {t: self.results.get((v, t, seed), {}) for v in of for t in self.grid.tasks}
+            by_task = {
+                t: self.results.get((v, t, seed), {}) for v in variants for t in self.grid.tasks
+            }
             done = {task: run for task, run in by_task.items() if "scores" in run}
             value = value_of(column, columns, functools.partial(_score, done, who))
             if value is not None:

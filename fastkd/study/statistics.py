@@ -218,7 +218,7 @@ def summarize(grid: Grid, results: Results) -> list[Summary]:
         for variant, seed in itertools.product(grid.variants, grid.seeds):
             if (run := results.get((variant, task, seed))) is not None:
                 runs.setdefault(variant, {})[seed] = run
-        good = [r for of in runs.values() for r in of.values() if "failed" not in r]
+        good = [r for each in runs.values() for r in each.values() if "failed" not in r]
         if good:
             metric = next(iter(good[0]["scores"]))
             teacher = [r["teacher"][metric] for r in good if metric in r["teacher"]]

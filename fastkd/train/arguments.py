@@ -43,7 +43,12 @@ def settled(config: Config) -> Config:
     processes.join(config.device_name)
     computation = Computation.of(config)
     if config.report_to is not None:
-        check_trackers(config)
+        integrations: Any = require("transformers.integrations", "train")
+        known = integrations.get_available_reporting_integrations()
+        for name in trackers(config):
+            if name not in known:
+                have = f"installed: {', '.join(known)}" if known else "none is installed"
+                raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
     passed = {} if config.trainer_args is None else read_trainer_args(config.trainer_args)
     if config.schedule is not None:
         if passed.get("lr_scheduler_type", config.schedule) != config.schedule:
@@ -111,16 +116,6 @@ def steps_of(config: Config, batch_size: int, rows: int) -> tuple[int, int]:
 def trackers(config: Config) -> list[str]:
     """The trackers that --report-to names."""
     return [name for name in (config.report_to or "").split(",") if name]
-
-
-def check_trackers(config: Config) -> None:
-    """Raise for a tracker that isn't installed."""
-    integrations: Any = require("transformers.integrations", "train")
-    known = integrations.get_available_reporting_integrations()
-    for name in trackers(config):
-        if name not in known:
-            have = f"installed: {', '.join(known)}" if known else "none is installed"
-            raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
 
 
 # Fields of TrainingArguments that an option of fastkd sets, and this option.

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedModel, set_seed
 from fastkd.distill.by_row import ByRow
 from fastkd.distill.cache import TeacherCache
 from fastkd.distill.distiller import Distiller
-from fastkd.distill.layers import select_layers
 from fastkd.distill.method import Method, other_vocabulary
+from fastkd.distill.methods import select_layers
 from fastkd.integrations._rows import RowSource
 from fastkd.integrations.served_teacher import ServedTeacher
 from fastkd.models.backbone import Backbone
@@ -114,20 +114,26 @@ def assemble(
     if config.lora:
         student = lora.adapted(student, config.lora, data.task.head, config.student)
     method = _method(config, data, teacher, student, selected)
+    # The tokenizer of language models whose heads are padded to unlike sizes.
+    tokenizer, one = None, model_of(teacher) is not None and data.teacher_tokenizer is None
+    if data.task.two_tokenizers == "spans" and one:
+        same = student.config.vocab_size == teacher.config.vocab_size
+        tokenizer = None if same else data.tokenizer
     try:
         distiller = Distiller(
             teacher if outputs is None else outputs,
             student,
             method,
             gather=config.gather,
-            tokenizers=data.match or _one_tokenizer(data, teacher, student),
+            tokenizers=data.match or tokenizer,
             unmatched=cast(Any, config.unmatched if data.match else "renormalise"),
         )
     except (TypeError, ValueError) as error:
         eager = "; pass --attention eager" if "attn_implementation" in str(error) else ""
         message = f"--method {config.method} with this student: {error}{eager}"
         raise InputError(message) from error
-    _check_tokens(config, data, method)
+    if data.teacher_tokenizer is not None or config.unmatched != "renormalise":
+        _check_tokens(config, data, method)
     return Models(teacher, distiller, length, selected)
 
 
@@ -205,15 +211,6 @@ def check_classes(name: str, method: Method, task: Task | type[Task]) -> None:
             f"--method {name}: compares rows of one class, but rows of --task {task.name()} have "
             "no class; take another --method"
         )
-
-
-def _one_tokenizer(data: Data, teacher: Any, student: PreTrainedModel) -> Any:
-    """The tokenizer of language models whose heads are padded to unlike sizes, else None."""
-    one = model_of(teacher) is not None and data.teacher_tokenizer is None
-    if data.task.two_tokenizers != "spans" or not one:
-        return None
-    same = student.config.vocab_size == teacher.config.vocab_size
-    return None if same else data.tokenizer
 
 
 # Teachers

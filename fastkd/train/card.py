@@ -11,7 +11,6 @@ from fastkd.train import lora, recipes, tasks
 from fastkd.train.files import names_of
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.progress import compared
-from fastkd.train.tasks.base import Task
 
 CARD = "README.md"
 TEXT = Path(__file__).with_name("card.md.in")
@@ -47,6 +46,7 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
             for dataset in [_data_set(settings, kind, name)]
         ],
     )
+    base = settings.get("lora") and settings["student"] is None
     scores = {}
     for who in ("teacher", "student"):
         found = (sets[kind].get(who, {}).get(name) for kind, name in columns)
@@ -69,11 +69,11 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         rules="---:|" * (len(columns) - 1) + "---:",
         teacher_scores=scores["teacher"],
         student_scores=scores["student"],
-        by_teacher=_by_teacher(by_teacher),
+        by_teacher=_by_teacher(by_teacher) if by_teacher else "",
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         recipe=recipes.sentence(report["recipe"]) if "recipe" in report else "",
         labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
-        adapters=_adapters(settings, report, task.head, Path(directory).name),
+        adapters=_adapters(settings, report, task.head, Path(directory).name) if base else "",
         usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
@@ -105,9 +105,7 @@ def _data_set(settings: Mapping[str, Any], kind: str, metric: str) -> str:
 
 
 def _by_teacher(found: Mapping[str, Any]) -> str:
-    """Table of the scores on each teacher's rows; empty with one teacher."""
-    if not found:
-        return ""
+    """Table of the scores on each teacher's rows."""
     names = list(next(iter(found.values()))["student"])
     lines = [f"| rows of | teacher: {', '.join(names)} | student | rows |", "|---|---:|---:|---:|"]
     for name, each in found.items():
@@ -125,7 +123,7 @@ def _listed(value: Any) -> Any:
     return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", name) for name in names)
 
 
-def _usage(task: type[Task], report: Mapping[str, Any], directory: str) -> str:
+def _usage(task: Any, report: Mapping[str, Any], directory: str) -> str:
     """Example code that uses the student."""
     return Template(task.usage).substitute(
         directory=directory,
@@ -143,9 +141,7 @@ def _made(method: str, given: str) -> str:
 
 
 def _adapters(settings: Mapping[str, Any], report: Mapping[str, Any], head: str, name: str) -> str:
-    """Code that makes the unsaved base of LoRA adapters; empty without such adapters."""
-    if not settings.get("lora") or settings["student"] is not None:
-        return ""
+    """Code that makes the unsaved base of LoRA adapters."""
     if settings["teacher_cache"] is not None:
         base = f'{head}.from_pretrained("{settings["teacher_cache"]}/student")'
         made = f"base = {base}\n"

@@ -552,12 +552,13 @@ def check_stages(config: Config) -> None:
     others = (name for name in options_of(config) if name not in OF_ALL_STAGES)
     for flag in set_flags(config, *others):
         raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
-    _check_resume(config)
+    if config.resume and config.overwrite:
+        raise InputError("--resume and --overwrite exclude each other")
 
 
 def check_data(config: Config) -> None:
     """Raise for options of the rows that exclude each other."""
-    if len(files.names_of(config.test or [])) < len(config.test or []):
+    if config.test and len(files.names_of(config.test)) < len(config.test):
         raise InputError(
             "--test: two files have the same name, which their scores end in; rename one"
         )
@@ -656,9 +657,16 @@ def check_training(config: Config) -> None:
     no_tuning = [] if config.finetune_teacher else set_flags(
         config, "teacher_learning_rate", "teacher_lora"
     )  # fmt: skip
-    _check_resume(config)
+    if config.resume and config.overwrite:
+        raise InputError("--resume and --overwrite exclude each other")
     if config.teachers is not None:
-        _check_teachers(config)
+        for flag in set_flags(
+            config, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher",
+            "pack", "on_policy", "shard", "student_layers", "student_config",
+        ):  # fmt: skip
+            raise InputError(f"--teachers and {flag} exclude each other")
+        if config.student is None:
+            raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
     refuse(config, (
         (not cache and config.teacher is None and config.teachers is None,
          "--teacher is missing: a directory or a hub name"),
@@ -686,34 +694,13 @@ def check_training(config: Config) -> None:
          "micro-batches than rows; give a larger --batch-size"),
     ))  # fmt: skip
     if config.log_json is not None:
-        _check_log(config, config.log_json)
-
-
-def _check_resume(config: Config) -> None:
-    if config.resume and config.overwrite:
-        raise InputError("--resume and --overwrite exclude each other")
-
-
-def _check_teachers(config: Config) -> None:
-    """Raise for options of one teacher."""
-    for flag in set_flags(
-        config, "teacher", "teacher_model", "top_k", "teacher_cache", "finetune_teacher", "pack",
-        "on_policy", "shard", "student_layers", "student_config",
-    ):  # fmt: skip
-        raise InputError(f"--teachers and {flag} exclude each other")
-    if config.student is None:
-        raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
-
-
-def _check_log(config: Config, path: Path) -> None:
-    """Raise if the file --log-json is one that the run reads or replaces."""
-    log, arguments = path.absolute(), config.trainer_args
-    read = (config.train, config.evals, *(config.test or ()), config.unlabelled, arguments)
-    if log in [each.absolute() for each in read if isinstance(each, Path)]:
-        raise InputError(f"--log-json {path} is a file that the run reads")
-    for name in ("student", "teacher", "unfinished"):
-        if log.is_relative_to((config.out / name).absolute()):
-            raise InputError(f"--log-json {path} lies in what the run replaces")
+        log, arguments = config.log_json.absolute(), config.trainer_args
+        read = (config.train, config.evals, *(config.test or ()), config.unlabelled, arguments)
+        if log in [each.absolute() for each in read if isinstance(each, Path)]:
+            raise InputError(f"--log-json {config.log_json} is a file that the run reads")
+        for name in ("student", "teacher", "unfinished"):
+            if log.is_relative_to((config.out / name).absolute()):
+                raise InputError(f"--log-json {config.log_json} lies in what the run replaces")
 
 
 # Options that name a model: a directory, or a name on the hub.

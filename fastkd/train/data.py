@@ -62,10 +62,12 @@ def read_file(
         for number, record in found:
             settled = settled or task.resolve_columns(columns, record, str(path))
             where = f"{path}, row {number}"
-            name_classes(record, settled.label, classes, where)
+            if classes is not None:
+                name_classes(record, settled.label, classes, where)
             try:
                 row = {"number": number, **task.row(record, settled, where)}
-                row |= _teacher(record, columns, where)
+                if columns.teacher is not None:
+                    row["teacher"] = str(field(record, columns.teacher, where))
             except EmptyLabel as error:
                 count = 1 + _empty_labels(found, settled.label)
                 raise InputError(
@@ -95,7 +97,7 @@ def _empty_labels(found: files.Records, column: str | None) -> int:
 
 
 def name_classes(
-    record: dict[str, Any], column: str | None, classes: list[str] | None, where: str
+    record: dict[str, Any], column: str | None, classes: list[str], where: str
 ) -> None:
     """Replace the class ids in a ``column`` of ``record`` by their names in ``classes``."""
 
@@ -106,19 +108,12 @@ def name_classes(
             raise InputError(f"{where}: no label (a hidden test split?)")
         if label == UNLABELLED:
             return label
-        if not 0 <= label < len(classes or ()):
-            raise InputError(f"{where}: label {label} is none of the {len(classes or ())} classes")
-        return classes[label] if classes else label
+        if not 0 <= label < len(classes):
+            raise InputError(f"{where}: label {label} is none of the {len(classes)} classes")
+        return classes[label]
 
-    if classes is not None and column is not None:
+    if column is not None:
         record[column] = name(record[column])
-
-
-def _teacher(record: dict[str, Any], columns: Columns, where: str) -> dict[str, str]:
-    """The name of a row's teacher, if rows have one."""
-    return (
-        {} if columns.teacher is None else {"teacher": str(field(record, columns.teacher, where))}
-    )
 
 
 def _stored(task: type[Task], columns: Columns) -> dict[str, Any]:
@@ -168,9 +163,12 @@ def read_hub(
     def rows() -> Iterator[dict[str, Any]]:
         for number, record in enumerate(data, 1):
             where = f"{source}, row {number}"
-            name_classes(record, columns.label, classes, where)
+            if classes is not None:
+                name_classes(record, columns.label, classes, where)
             row = {"number": number, **task.row(record, columns, where)}
-            yield row | _teacher(record, columns, where)
+            if columns.teacher is not None:
+                row["teacher"] = str(field(record, columns.teacher, where))
+            yield row
 
     parts = (data._fingerprint, repr(columns), repr(classes), *code_fingerprints(task))
     found = stored(source, rows, parts, _stored(task, columns))
@@ -209,7 +207,8 @@ def load(config: Config, finished: Task | None = None) -> Corpus:
         raise InputError("--train is missing: name the file to train on")
     else:
         train, evals = read(config.train, "--train"), {"": read(config.evals, "--eval")}
-    tests = {k: read(path, "--test") for k, path in files.names_of(config.test or []).items()}
+    named = files.names_of(config.test) if config.test else {}
+    tests = {k: read(path, "--test") for k, path in named.items()}
     head = None if finished is None else finished.names
     order = None if config.label_order is None else config.label_order.split(",")
     if head is not None and order is not None and len(order) == len(head):
@@ -239,7 +238,7 @@ def load(config: Config, finished: Task | None = None) -> Corpus:
 
 
 def few_labels(corpus: Corpus, labelled: int, seed: int) -> Corpus:
-    """``labelled`` training rows, as even over the classes as can be; all others without labels."""
+    """``labelled`` training rows, balanced over the classes; all others without labels."""
     rng, train = random.Random(seed), corpus.train
     labels = train.labels
     one_class = labels is not None and labels.dtype == np.int64
@@ -360,12 +359,8 @@ def describe(corpus: Corpus) -> Iterator[str]:
 
 def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
     """How many rows of ``sets`` have the texts of a training row; compares hashes."""
-
-    def inputs(rows: Rows) -> Iterator[int]:
-        return map(hash, rows.without_label().contents())
-
-    counts = Counter(found for rows in sets for found in inputs(rows))
-    return sum(counts.pop(found, 0) for found in inputs(train))
+    counts = Counter(hash(x) for rows in sets for x in rows.without_label().contents())
+    return sum(counts.pop(hash(x), 0) for x in train.without_label().contents())
 
 
 def file_columns(

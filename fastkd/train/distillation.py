@@ -1,6 +1,8 @@
 """`fastkd distill`: check everything, fine-tune the teacher, train the student."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import math
 import time
@@ -23,7 +25,7 @@ from fastkd.models.hooks import offload
 from fastkd.models.student import SCHEMES
 from fastkd.train import data as rows_of_source
 from fastkd.train import lora, processes, recipes, sharding, tasks
-from fastkd.train.arguments import settled
+from fastkd.train.arguments import settled, steps_of
 from fastkd.train.arrow_rows import fingerprint
 from fastkd.train.assembling import Models, assemble, check_classes, layers_of, load_teacher, select
 from fastkd.train.card import CARD, write_card
@@ -35,7 +37,7 @@ from fastkd.train.loading import Data, describe_match, encode, load_data
 from fastkd.train.models import be_quiet, make_method, settled_method
 from fastkd.train.options import set_flags
 from fastkd.train.processes import Computation
-from fastkd.train.progress import Display, format_scores
+from fastkd.train.progress import Display, clock, format_scores
 from fastkd.train.run_directory import (
     CHECKPOINTS,
     EVAL_ROWS,
@@ -56,7 +58,6 @@ from fastkd.train.scoring import (
     sizes_of,
 )
 from fastkd.train.tasks.base import reorder_classes
-from fastkd.train.teacher_tuning import NoTeacher, say_estimate, tuning_of
 
 filelock: Any = require("filelock", "train")
 #: Measurements of a run's best student, by name.
@@ -292,12 +293,16 @@ def judge_teachers(
     if cache is not None and _can_cache(run, models):
         outputs = _cache(run, models, cache)
         models = assemble(config, data, Display(), models.teacher, models.selected, outputs)
+    # Teacher layers that the student was initialised from; None if it was not.
+    own = config.student is not None or config.student_weights == "random"
+    made = not own and models.teacher_model is not None
+    initial = (models.selected or layers_of(config, models.teacher)) if made else None
     report = {
         "fastkd": fastkd.__version__,
         "torch": torch.__version__,
         "rows": run.sets.counts(),
         "layers": models.student.config.num_hidden_layers,
-        "teacher_layers": initial_layers(config, models),
+        "teacher_layers": initial,
         "task": data.task.name(),
         **data.task.report(),
         "paired": data.corpus.train.paired,
@@ -329,14 +334,6 @@ def _cache(run: Run, models: Models, folder: Path) -> TeacherCache:
     batches = rows.batches(run.sets.collate, 32, rows.by_length, device=device)
     with filelock.FileLock(path.with_suffix(".lock")), run.computation.autocast():
         return models.distiller.cache_teacher(batches, path)
-
-
-def initial_layers(config: Config, models: Models) -> list[int] | None:
-    """Teacher layers that the student was initialised from; None if it was not."""
-    own = config.student is not None or config.student_weights == "random"
-    if own or models.teacher_model is None:
-        return None
-    return models.selected or layers_of(config, models.teacher)
 
 
 def judge_teacher(run: Run, models: Models) -> Judged:
@@ -422,10 +419,7 @@ def judge_best(
         }
     if measured is not None:
         return {**found, "seconds_a_batch": {}, **measured}
-
-    def seconds() -> dict[str, float]:
-        return seconds_a_batch(run, best, models.teacher_model)
-
+    seconds = functools.partial(seconds_a_batch, run, best, models.teacher_model)
     if run.config.shard:  # no process runs it alone
         return {**found, "seconds_a_batch": processes.all_gather(seconds())[0]}
     return {**found, "seconds_a_batch": processes.on_first_process(seconds)}
@@ -504,3 +498,81 @@ def check(config: Config) -> Config:
             f"--finetune-teacher: the rows of --task {kind.name()} have no labels to train on"
         )
     return config
+
+
+class NoTeacher(nn.Module):
+    """Stand-in for the teacher of a model that learns from labels alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        vars(self)["model"] = model  # not a submodule, whose parameters would be frozen
+
+    def get_base_model(self) -> nn.Module:
+        """The model whose sizes the method reads; see ``peft.PeftModel``."""
+        base: nn.Module = vars(self)["model"]
+        return base
+
+
+def tuning_of(run: Run, max_length: int) -> Run:
+    """The training of the teacher, on its own tokens."""
+    config, data, sets = run.config, run.data, run.sets
+    config = dataclasses.replace(
+        config,
+        num_train_epochs=config.finetune_teacher,
+        training_steps=None,
+        learning_rate=config.teacher_learning_rate,
+    )
+    if data.teacher_tokenizer is not None:
+        data = dataclasses.replace(
+            data, tokenizer=data.teacher_tokenizer, teacher_tokenizer=None, match=None
+        )
+        sets = encode(config, data, max_length)
+    return dataclasses.replace(run, config=config, data=data, sets=sets)
+
+
+def say_estimate(run: Run, tuning: Run, models: Mapping[str, Any]) -> None:
+    """Print the time of the teacher's ``tuning`` and of the ``run``, before both.
+
+    Teacher and student learn a batch from labels twice. The second pass is timed: the first also
+    allocates memory. Random numbers and what learns stay as they are.
+    """
+    size = run.computation.batch_size
+    teacher_steps = steps_of(tuning.config, size, len(tuning.sets.teacher))[0]
+    student_steps = steps_of(run.config, size, len(run.sets.all))[0]
+    seconds = {}
+    for who, each in (("teacher", tuning), ("student", run)):
+        model = models[who].to(run.computation.device)
+        learned = {name for name, x in model.named_parameters() if x.requires_grad}
+        training = model.training
+        untaught: Any = NoTeacher(model.requires_grad_(True))
+        seconds[who] = _seconds(each, Distiller(untaught, model, Labels()))
+        model.zero_grad(set_to_none=True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in learned)
+        model.train(training)
+    # A step of distillation also runs the teacher forward, a third of the teacher's own step.
+    of_student = student_steps * (seconds["student"] + seconds["teacher"] / 3)
+    run.display.say(
+        f"about {clock(teacher_steps * seconds['teacher'])} for {teacher_steps} steps of the "
+        f"teacher and {clock(of_student)} for {student_steps} of the student, by one batch of each"
+    )
+
+
+def _seconds(run: Run, distiller: Distiller) -> float:
+    """Seconds of a step without the optimizer."""
+    device, size, sets = run.computation.device, run.computation.batch_size, run.sets
+    distiller.to(device).train()
+    seconds = 0.0
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        batch = next(sets.teacher.batches(sets.collate, size, device=device))
+        own = {k: x for k, x in batch.items() if not k.startswith("teacher_")}
+        own.pop("student_spans", None)
+        for _ in range(2):
+            began = time.perf_counter()
+            with run.computation.autocast():
+                loss = distiller(**own).loss
+            loss.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - began
+    return seconds

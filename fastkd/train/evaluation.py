@@ -38,7 +38,8 @@ def predict(
     ranks, collate = world_size(), task.collator(tokenizer)
     together = ranks > 1 and sharding.sharded(model)
     number, batches = examples.shared(collate, size, computation.device)
-    batches = counted(batches, display or Display(), f"{len(order)} rows", number)
+    if display is not None:
+        batches = counted(batches, display, f"{len(order)} rows", number)
     try:
         with torch.no_grad(), computation.autocast():
             for batch in batches:
@@ -89,7 +90,14 @@ def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str
         return None
     if np.ptp(answers) == 0:
         return f"are all {names[answers[0]]!r}"
-    better = _agreement(answers, labels, len(names)) > CHANCE
+    # Accuracy above that of randomly permuted answers, in standard deviations.
+    rows, classes = len(labels), len(names)
+    given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
+    mean = given * true / rows
+    # Counts on the diagonal of a table with these margins: multivariate hypergeometric.
+    variance = (mean * (rows - given) * (rows - true)).sum() / rows + mean.sum() ** 2
+    variance = (variance - (mean**2).sum()) / (rows - 1)
+    better = ((answers == labels).sum() - mean.sum()) / np.sqrt(variance) > CHANCE
     return None if better else "are no better than chance"
 
 
@@ -102,17 +110,6 @@ def useless_numbers(answers: np.ndarray, labels: np.ndarray) -> str | None:
     stats = require("scipy.stats", "train")
     by_chance = stats.pearsonr(answers, labels, alternative="greater").pvalue > 0.05
     return "are no better than chance" if by_chance else None
-
-
-def _agreement(answers: np.ndarray, labels: np.ndarray, classes: int) -> float:
-    """Accuracy above that of randomly permuted answers, in standard deviations."""
-    rows = len(labels)
-    given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
-    mean = given * true / rows
-    # Counts on the diagonal of a table with these margins: multivariate hypergeometric.
-    variance = (mean * (rows - given) * (rows - true)).sum() / rows + mean.sum() ** 2
-    variance = (variance - (mean**2).sum()) / (rows - 1)
-    return float(((answers == labels).sum() - mean.sum()) / np.sqrt(variance))
 
 
 def class_scores(

@@ -75,8 +75,10 @@ def sets_of(task: str, data: Path | None) -> dict[str, Path | None]:
 
 def server_labels(name: str, classes: Sequence[str]) -> dict[str, str]:
     """The server's label for each class of a model."""
-    of = FILES[name]
-    known = {label: label for label in of.labels} | dict(zip(of.others, of.labels, strict=False))
+    file = FILES[name]
+    known = {label: label for label in file.labels} | dict(
+        zip(file.others, file.labels, strict=False)
+    )
     for given in classes:
         if given not in known:
             raise InputError(

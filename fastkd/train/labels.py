@@ -44,7 +44,8 @@ def distribution_text(label: Any, where: str) -> str | None:
         found = {as_name(name): x for name, x in found.items() if x is not None}
     elif not isinstance(found, list):
         return None
-    what, values = f"{where}: label {label!r:.60}", [*_values(found)]
+    what = f"{where}: label {label!r:.60}"
+    values = [*(found.values() if isinstance(found, Mapping) else found)]
     if not values or any(isinstance(x, bool) or not isinstance(x, int | float) for x in values):
         raise InputError(f"{what} is no distribution over the classes: its entries are no numbers")
     wrong = next((x for x in values if not 0 <= x <= 1), None)
@@ -65,10 +66,6 @@ def read_distribution(text: str) -> dict[str, float] | list[float] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict | list) else None
-
-
-def _values(found: Any) -> Iterable[Any]:
-    return found.values() if isinstance(found, Mapping) else found
 
 
 def label_text(record: dict[str, Any], name: str, where: str) -> str:

@@ -126,7 +126,11 @@ def load_data(config: Config, display: Display) -> Data:
         display.say(corpus.reading)
     match = None
     if teachers is not None:
-        _check_two_tokenizers(config)
+        for flag in set_flags(config, "pack", "on_policy"):
+            raise InputError(
+                f"{flag}: the student has a tokenizer of its own, and the teacher reads other "
+                "tokens; leave it out"
+            )
         if corpus.task.two_tokenizers == "spans":
             match = VocabularyMatch.of(tokenizer, teachers)
     return Data(corpus, tokenizer, max_length, teachers, match, names, cached, unread)
@@ -227,15 +231,6 @@ def _cached_tokenizers(config: Config, folder: Path) -> tuple[Any, Any]:
     student = tokenizer_of(option, str(folder / STUDENT), remote)
     theirs = folder / TEACHERS_TOKENIZER
     return student, tokenizer_of(option, str(theirs), remote) if theirs.is_dir() else None
-
-
-def _check_two_tokenizers(config: Config) -> None:
-    """Raise for options that need one tokenizer."""
-    for flag in set_flags(config, "pack", "on_policy"):
-        raise InputError(
-            f"{flag}: the student has a tokenizer of its own, and the teacher reads other tokens; "
-            "leave it out"
-        )
 
 
 def encode(config: Config, data: Data, max_length: int) -> Sets:

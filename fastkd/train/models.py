@@ -254,7 +254,11 @@ def load_weights(
         output_loading_info=True,
         **options,
     )
-    check_causal(task, model.config, f"{option} {name}")
+    if task.head == "AutoModelForCausalLM" and reads_whole_rows(model.config):
+        raise InputError(
+            f"{option} {name}: a {model.config.model_type} model attends to both sides, and so "
+            "sees the token to predict; use a decoder, or --task masked-lm"
+        )
     fresh = sorted(loaded["missing_keys"]) + sorted(key[0] for key in loaded["mismatched_keys"])
     body = "" if headless(task) else f"{model.base_model_prefix}."
     # Encoders are often published without their pooler, which belongs to the head.
@@ -270,15 +274,6 @@ def load_weights(
 def headless(task: Task | type[Task]) -> bool:
     """Whether the models of ``task`` have no head and return hidden states."""
     return task.head == "AutoModel"
-
-
-def check_causal(task: Task | type[Task], config: Any, who: str) -> None:
-    """Raise if a task predicts next tokens and the model reads them; ``who`` prefixes the error."""
-    if task.head == "AutoModelForCausalLM" and reads_whole_rows(config):
-        raise InputError(
-            f"{who}: a {config.model_type} model attends to both sides, and so sees the "
-            "token to predict; use a decoder, or --task masked-lm"
-        )
 
 
 def be_quiet() -> None:

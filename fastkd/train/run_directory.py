@@ -127,7 +127,13 @@ class RunDirectory:
         self.student, self.teacher = self.work / "student", self.work / "teacher"
         #: Directory to which files in `work` were moved that fastkd did not write.
         self.kept: Path | None = None
-        self._recover()
+        # A killed run may have left directory moves unfinished.
+        for name in RESULTS:
+            for parent in (self.path, self.work):
+                recover_directory(parent / name)
+        manifest, result = _run_manifest(self.work), _run_manifest(self.path / "student")
+        if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
+            self.finish()
         #: The manifest of the run, part of each of its reports and checkpoints; empty before it.
         self.manifest = self._read_manifest()
         #: The report of the complete run that --resume finds; empty if there is one to continue.
@@ -137,15 +143,6 @@ class RunDirectory:
             self._check_settings()
         else:
             self._refuse_or_clear()
-
-    def _recover(self) -> None:
-        """Complete directory moves that a killed run left unfinished."""
-        for name in RESULTS:
-            for parent in (self.path, self.work):
-                recover_directory(parent / name)
-        manifest, result = _run_manifest(self.work), _run_manifest(self.path / "student")
-        if manifest and result and result["run"] == manifest["run"] and not self.student.exists():
-            self.finish()
 
     def _read_manifest(self) -> dict[str, Any]:
         link = self.work.is_symlink()

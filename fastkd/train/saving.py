@@ -29,6 +29,8 @@ filelock: Any = require("filelock", "train")
 
 MANIFEST = "fastkd.json"
 LOCK = ".fastkd.lock"
+# Name of an old directory while a new one takes its place.
+BACKUP = ".{}.old"
 
 
 def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> None:
@@ -52,7 +54,7 @@ def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> 
 
 def move_directory(source: Path, target: Path) -> None:
     """Rename ``source`` to ``target``; an old ``target`` of fastkd is deleted last."""
-    backup = _backup(target)
+    backup = target.with_name(BACKUP.format(target.name))
     recover_directory(target)
     if target.exists():
         target.rename(backup)
@@ -65,17 +67,13 @@ def move_directory(source: Path, target: Path) -> None:
 
 def recover_directory(target: Path) -> None:
     """Undo or finish a replacement of ``target`` that was interrupted between its renames."""
-    backup = _backup(target)
+    backup = target.with_name(BACKUP.format(target.name))
     if not backup.exists():
         return
     if target.exists():
         discard(backup)
     else:
         backup.rename(target)
-
-
-def _backup(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
 
 
 def discard(directory: Path) -> Path | None:

@@ -125,17 +125,13 @@ def seconds_a_batch(
         inputs[who] = next(read.batches(data.task.collator(tokenizer), 32, device=device))
         if not getattr(student.config, "is_encoder_decoder", False):  # its decoder reads them
             inputs[who].pop("labels", None)
+    wait: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     for _ in range(1 + rounds):
         for who, model in models.items():
             with torch.no_grad(), on_device(model):
-                _synchronize(device)
+                wait()
                 start = time.perf_counter()
                 model(**accepted(model, inputs[who]))
-                _synchronize(device)
+                wait()
                 seconds.setdefault(who, []).append(time.perf_counter() - start)
     return {who: statistics.median(times[1:]) for who, times in seconds.items()}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

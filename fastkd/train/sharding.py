@@ -128,11 +128,6 @@ def take(model: nn.Module, full: nn.Module) -> None:
                 p.copy_(_part(x, p))
 
 
-def whole_state(state: Any) -> Any:
-    """Full state dict in the first process; all processes call it."""
-    return tree_map_only(DTensor, _gathered, state)
-
-
 class StateDictProxy(nn.Module):
     """Stand-in for a module or optimizer, with the full state dict that checkpoints hold."""
 
@@ -155,7 +150,7 @@ def full_state(target: Any) -> Any:
     """A full copy of a sharded model, or a stand-in with the full state of anything else."""
     if EMPTY in vars(target):
         return whole(target)
-    return StateDictProxy(target, whole_state(target.state_dict()))
+    return StateDictProxy(target, tree_map_only(DTensor, _gathered, target.state_dict()))
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:

@@ -173,7 +173,14 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
     if stage.assistant is not None:
         words, depth = known[stage.assistant.name]
         teacher_words, name = words, config.teacher
-        _check_assistant(stage)
+        assert stage.assistant is not None
+        kinds = [tasks.of_file(x.kind, x.train) for x in (stage.config, stage.assistant.config)]
+        if kinds[0].head != kinds[1].head and not stage.config.finetune_teacher:
+            raise InputError(
+                f"--teacher: the student of the stage {stage.assistant.name} is of --task "
+                f"{kinds[1].name()}, and this stage of {kinds[0].name()}; pass --finetune-teacher "
+                "EPOCHS to train its head first"
+            )
         if depth is not None and config.student_layers is not None:
             check_depth("--student-layers", config.student_layers, depth)
     else:
@@ -196,18 +203,6 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
     # An assistant's classes are those of its stage's rows.
     data.load(config, None if stage.assistant else finished_task(config))
     return teacher_words, depth
-
-
-def _check_assistant(stage: Stage) -> None:
-    """Raise unless the head of the stage's teacher is of the stage's task."""
-    assert stage.assistant is not None
-    kinds = [tasks.of_file(x.kind, x.train) for x in (stage.config, stage.assistant.config)]
-    if kinds[0].head != kinds[1].head and not stage.config.finetune_teacher:
-        raise InputError(
-            f"--teacher: the student of the stage {stage.assistant.name} is of --task "
-            f"{kinds[1].name()}, and this stage of {kinds[0].name()}; pass --finetune-teacher "
-            "EPOCHS to train its head first"
-        )
 
 
 def _check_out(config: Config, stages: list[Stage]) -> None:
@@ -242,16 +237,12 @@ def run_stage(
     sources += [] if stage.assistant is None else [stage.assistant.out / "student"]
     if sources:
         follows = processes.on_first_process(
-            lambda: ",".join(str(_run_manifest(path)) for path in sources)
+            lambda: ",".join(str((read_manifest(path) or {}).get("run")) for path in sources)
         )
         config = dataclasses.replace(config, follows=follows)
         if config.resume and processes.on_first_process(lambda: _began_with_other_student(config)):
             config = dataclasses.replace(config, resume=False, overwrite=True)
     return distillation.run_distillation(config, display, measure, cache)
-
-
-def _run_manifest(student: Path) -> str | None:
-    return (read_manifest(student) or {}).get("run")
 
 
 def _began_with_other_student(config: Config) -> bool:

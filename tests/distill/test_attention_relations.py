@@ -40,7 +40,7 @@ def assert_equal(distiller, inputs, oracle):
 def test_the_last_layer_of_algorithm_1(monkeypatch):
     teacher = classifier("bert")
     found = torch.tensor([0.5, 0.9, 0.8, 0.1])
-    monkeypatch.setattr("fastkd.distill.layers.adjacent_layer_cca", lambda *_: found)
+    monkeypatch.setattr("fastkd.distill.methods.adjacent_layer_cca", lambda *_: found)
     assert select_layers(teacher, [], 2) == [1, 4]
     assert select_layers(teacher, [], 2, last_layer=False) == [1, 3]
     with pytest.raises(ValueError):

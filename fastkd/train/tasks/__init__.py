@@ -7,7 +7,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +76,11 @@ def named(name: str | None) -> "type[Task]":
     return found
 
 
-def _every() -> "Iterable[type[Task]]":
-    return map(named, NAMES)
-
-
 def of_file(name: str | None, path: Path | None) -> "type[Task]":
     """The task ``name``; without a name the only task that reads such a file, or the default."""
     if name is None and path is not None:
         kind = files.kind_of(path)
-        for task in _every():
+        for task in map(named, NAMES):
             if kind in task.readers and kind not in files.READERS:
                 return task
     return named(name)
@@ -105,12 +100,12 @@ def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "t
     if name is not None or trained is not None:
         return named(name or trained)
     problem = getattr(config, "problem_type", None)
-    for task in _every():
+    for task in map(named, NAMES):
         if problem is not None and task.problem == problem:
             return task
     usual = named(None)
     for head in config.architectures or ():
-        endings = ((task, task.head.removeprefix("AutoModel")) for task in _every())
+        endings = ((task, task.head.removeprefix("AutoModel")) for task in map(named, NAMES))
         fitting = [task for task, ending in endings if ending and head.endswith(ending)]
         if fitting and usual not in fitting:
             return fitting[0]
@@ -123,7 +118,9 @@ def check_metric(task: str | None, metric: str | None) -> None:
         return
     kind = kind_of(task)
     known = dict.fromkeys(
-        name for one in (_every() if kind is None else [named(kind)]) for name in one.metrics
+        name
+        for one in (map(named, NAMES) if kind is None else [named(kind)])
+        for name in one.metrics
     )
     if metric not in known:
         raise InputError(f"--metric {metric!r} is not an option; {nearest(metric, known)}")

@@ -71,14 +71,24 @@ class MultipleChoice(Task):
     def row(cls, record: dict[str, Any], columns: Columns, where: str) -> dict[str, Any]:
         row: dict[str, Any] = {"text": text_of(record, columns.text, where)}
         if columns.pair == f"{ENDING}0":
-            row["pair"] = _endings(record, where)
+            begins = text_of(record, BEGINNING, where) if BEGINNING in record else ""
+            names = itertools.takewhile(
+                record.__contains__, (f"{ENDING}{i}" for i in itertools.count())
+            )
+            row["pair"] = [f"{begins} {text_of(record, name, where)}".strip() for name in names]
         else:
             row["pair"] = words_of(record, columns.pair, where)
         count = len(row["pair"])
         if count < 2:
             raise InputError(f"{where}: column {columns.pair!r} holds {count} choices")
         if columns.label is not None:
-            row["label"] = _place(field(record, columns.label, where), count, where)
+            label = field(record, columns.label, where)
+            number = as_number(label)
+            if number is None or not 0 <= number < count or number != int(number):
+                raise InputError(
+                    f"{where}: label {label!r:.40} is none of the choices 0 to {count - 1}"
+                )
+            row["label"] = int(number)
         return row
 
     @classmethod
@@ -138,20 +148,6 @@ def paired_tokens(
         for name, values in flat.items()
     }
     return {**found, "length": [max(map(len, ids)) for ids in found["input_ids"]]}
-
-
-def _endings(record: dict[str, Any], where: str) -> list[str]:
-    """SWAG's sentences: the common beginning with each of the endings."""
-    begins = text_of(record, BEGINNING, where) if BEGINNING in record else ""
-    names = itertools.takewhile(record.__contains__, (f"{ENDING}{i}" for i in itertools.count()))
-    return [f"{begins} {text_of(record, name, where)}".strip() for name in names]
-
-
-def _place(label: Any, count: int, where: str) -> int:
-    number = as_number(label)
-    if number is None or not 0 <= number < count or number != int(number):
-        raise InputError(f"{where}: label {label!r:.40} is none of the choices 0 to {count - 1}")
-    return int(number)
 
 
 def _count(rows: Rows) -> int:

@@ -74,8 +74,8 @@ def _squad(path: Path, option: str, header: bool, blank: bool) -> files.Records:
                 yield number, {**record, CONTEXT: field(paragraph, CONTEXT, prefix)}
 
 
-def _objects(of: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
-    found = field(of, name, where)
+def _objects(record: dict[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    found = field(record, name, where)
     if not isinstance(found, list) or not all(isinstance(part, dict) for part in found):
         raise InputError(f"{where}: {name!r} is not a list of objects but {found!r:.40}")
     return found
@@ -218,7 +218,9 @@ class QuestionAnswering(Task):
                 [span[k] if there else -1 for span, there in zip(spans, inside, strict=True)]
                 for k in (0, 1)
             )
-            none = _nowhere(found["input_ids"][i], tokenizer)
+            ids = found["input_ids"][i]
+            first = tokenizer.cls_token_id
+            none = ids.index(first) if first in ids else 0
             answers = batch["label"][row] if "label" in batch else None
             at = (UNLABELLED,) * 2 if answers is None else _tokens(answers, starts, ends, none)
             begins = i == 0 or row != rows[i - 1]
@@ -324,12 +326,6 @@ def _cut(questions: list[str], tokenizer: Any, longest: int) -> list[str]:
         text if len(spans) <= longest else text[: spans[longest - 1][1]]
         for text, spans in zip(questions, found["offset_mapping"], strict=True)
     ]
-
-
-def _nowhere(ids: list[int], tokenizer: Any) -> int:
-    """Place of the token that stands for no answer: the first special token of the input."""
-    first = tokenizer.cls_token_id
-    return ids.index(first) if first in ids else 0
 
 
 def _tokens(
