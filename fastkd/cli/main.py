@@ -18,7 +18,14 @@ from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
 from fastkd.train.early_checks import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
-from fastkd.train.launcher import check_launcher, first, launched, leave_launcher, stopping_at_once
+from fastkd.train.launcher import (
+    check_launcher,
+    first,
+    launched,
+    leave_launcher,
+    receiving_signals,
+    stop_at_once,
+)
 from fastkd.train.options import Option, assignments, defaults_of, options_of
 
 typer: Any = require("typer", "train")
@@ -354,7 +361,7 @@ def _register(name: str, meta: Command) -> None:
                 require(module, "train")
             if "transformers" in meta.needs:
                 imported("train.models.be_quiet")()
-            with stopping_at_once(), new_console() as console:
+            with receiving_signals(stop_at_once), new_console() as console:
                 if imported(meta.function)(settings, console) is False:
                     raise typer.Exit(1)
 

@@ -45,7 +45,7 @@ def settled(config: Config) -> Config:
     if config.report_to is not None:
         integrations: Any = require("transformers.integrations", "train")
         known = integrations.get_available_reporting_integrations()
-        for name in trackers(config):
+        for name in filter(None, config.report_to.split(",")):
             if name not in known:
                 have = f"installed: {', '.join(known)}" if known else "none is installed"
                 raise InputError(f"--report-to {name}: this tracker is not installed; {have}")
@@ -92,7 +92,7 @@ def arguments_of(
             "bf16": config.precision == "bf16",
             "fp16": config.precision == "fp16",
             "use_cpu": computation.device.type == "cpu",
-            "report_to": trackers(config),
+            "report_to": [*filter(None, (config.report_to or "").split(","))],
             "save_strategy": "epoch",
             "logging_nan_inf_filter": False,  # a NaN is reported, not smoothed over
             "remove_unused_columns": False,
@@ -111,11 +111,6 @@ def steps_of(config: Config, batch_size: int, rows: int) -> tuple[int, int]:
     per_epoch = math.ceil(batches / config.passed.get("gradient_accumulation_steps", 1))
     total = config.training_steps or config.num_train_epochs * per_epoch
     return math.ceil(total), per_epoch
-
-
-def trackers(config: Config) -> list[str]:
-    """The trackers that --report-to names."""
-    return [name for name in (config.report_to or "").split(",") if name]
 
 
 # Fields of TrainingArguments that an option of fastkd sets, and this option.

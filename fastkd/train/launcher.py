@@ -76,10 +76,6 @@ def receiving_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def stopping_at_once() -> contextlib.AbstractContextManager[None]:
-    """Context in which a signal raises `Stopped`."""
-
-    def stop(signum: int, frame: object) -> None:
-        raise Stopped(signum)
-
-    return receiving_signals(stop)
+def stop_at_once(signum: int, frame: object) -> None:
+    """Handle a signal by `Stopped`."""
+    raise Stopped(signum)
