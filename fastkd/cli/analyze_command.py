@@ -56,7 +56,7 @@ def run(settings: AnalyzeSettings, console: Console) -> None:
     """Run `fastkd analyze`; several processes share the rows."""
     with contextlib.ExitStack() as stack:
         processes.join(settings.device_name)
-        stack.enter_context(processes.enter_on_first_process(locked(settings.out)))
+        processes.on_first_process(lambda: stack.enter_context(locked(settings.out)))
         with processes.errors_on_all():
             device = choose_device(settings.device_name, "fp32")
             texts, *more = read(settings)

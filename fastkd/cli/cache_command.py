@@ -55,7 +55,7 @@ def write(config: Config, console: Console) -> None:
     out = config.out
     with contextlib.ExitStack() as stack:
         processes.join(config.device_name)
-        stack.enter_context(processes.enter_on_first_process(locked(out)))
+        processes.on_first_process(lambda: stack.enter_context(locked(out)))
         display = stack.enter_context(RichDisplay(console))
         with processes.errors_on_all():
             others = [p for p in out.iterdir() if p.name != LOCK and not _is_partial(p)]

@@ -372,14 +372,13 @@ def _check_options(
 ) -> tuple[str, float]:
     """Check the options; returns the divergence's `Divergence.form`."""
     check.number("temperature", temperature, above=0)
-    if not isinstance(divergence, Divergence):
-        if divergence in NAMES and divergence not in DIVERGENCES:
-            raise ValueError(
-                f"divergence={divergence!r} is no word; pass Divergence({divergence!r})"
-            )
-        check.choice("divergence", divergence, DIVERGENCES)
     check.choice("reduction", reduction, REDUCTIONS)
-    return _form_of(divergence)
+    if isinstance(divergence, Divergence):
+        return divergence.form
+    if divergence in NAMES and divergence not in DIVERGENCES:
+        raise ValueError(f"divergence={divergence!r} is no word; pass Divergence({divergence!r})")
+    check.choice("divergence", divergence, DIVERGENCES)
+    return divergence, 0.0
 
 
 def _denominator(denominator: float | Tensor | None, reduction: str, like: Tensor) -> Tensor | None:

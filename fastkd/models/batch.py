@@ -323,12 +323,6 @@ class Batch:
         return next((x.device for x in tensors), torch.device("cpu"))
 
     @property
-    def empty(self) -> bool:
-        """Whether there are no rows, as in the last batch of a process without data left."""
-        tensors = (x for x in self.inputs.values() if isinstance(x, Tensor))
-        return any(x.dim() and not len(x) for x in tensors)
-
-    @property
     def token_mask(self) -> Tensor:
         """`mask`, all True if it is None."""
         if self.mask is not None:
@@ -546,7 +540,8 @@ def batch_outputs(
     head: HeadOutput = "logits",
 ) -> Outputs:
     """Outputs of a model on a batch, each document of packed rows in a row of its own."""
-    if batch.empty:
+    tensors = (x for x in batch.inputs.values() if isinstance(x, Tensor))
+    if any(x.dim() and not len(x) for x in tensors):  # of a process without data left
         inputs = _one_row(inputs)
         outputs = model_outputs(backbone, inputs, request, head)
         return with_sentence(outputs, backbone, inputs, None).samples(lambda x: x[:0])

@@ -474,7 +474,15 @@ class Encoder:
         encoded = Encoded(
             tokens.remove_columns(aside), tokens.select_columns(aside), [rows], [len(tokens)]
         )
-        self._check_known(rows, encoded)
+        # A tokenizer without its files raises no error itself: all tokens are unknown.
+        first = encoded.tokens[:BATCH]["input_ids"]
+        seen = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
+        words = seen - {i for i in self.tokenizer.all_special_ids if i is not None}
+        if not words and len(rows) >= FEW:
+            raise InputError(
+                f"{rows.source}: the tokenizer knows no word of the first "
+                f"{min(BATCH, len(rows))} rows; its files are missing, or it is another's"
+            )
         return encoded
 
     def _teacher(self, name: str, where: str) -> int:
@@ -484,14 +492,3 @@ class Encoder:
                 f"{where}: its teacher is {name!r}; {nearest(name, self.by_row)} (--teachers)"
             )
         return self.by_row.index(name)
-
-    def _check_known(self, rows: Rows, encoded: Encoded) -> None:
-        """Raise if all tokens are unknown: a tokenizer without its files raises no error itself."""
-        first = encoded.tokens[:BATCH]["input_ids"]
-        found = {int(i) for ids in first for i in np.concatenate([np.ravel(x) for x in ids])}
-        words = found - {i for i in self.tokenizer.all_special_ids if i is not None}
-        if not words and len(rows) >= FEW:
-            raise InputError(
-                f"{rows.source}: the tokenizer knows no word of the first "
-                f"{min(BATCH, len(rows))} rows; its files are missing, or it is another's"
-            )

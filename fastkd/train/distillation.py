@@ -113,7 +113,7 @@ def run_distillation(
 def _opened(config: Config, display: Display) -> Iterator[RunDirectory]:
     """Context of the locked output directory, in which the display prints."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(processes.enter_on_first_process(locked(config.out)))
+        processes.on_first_process(lambda: stack.enter_context(locked(config.out)))
         with processes.errors_on_all():
             stack.enter_context(display)
         out = processes.on_first_process(lambda: RunDirectory(config))

@@ -379,7 +379,7 @@ def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
 def load_best(run: Run, target: Path, model: nn.Module) -> Any:
     """The saved best model, of the class of ``model`` without adapters and shards."""
     model = sharding.without_shards(model) if run.config.shard else model
-    kind = type(lora.plain(model) if hasattr(model, "peft_config") else model)
+    kind: Any = type(lora.plain(model) if hasattr(model, "peft_config") else model)
     # Teacher and student are timed with the same attention.
     return kind.from_pretrained(target, **attention_for(run.config.method, run.config.attention))
 

@@ -63,14 +63,6 @@ def on_first_process(work: Callable[[], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def enter_on_first_process(context: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Enter ``context`` in the first process; an error on entry is raised in all processes."""
-    with contextlib.ExitStack() as stack:
-        on_first_process(lambda: stack.enter_context(context))
-        yield
-
-
-@contextlib.contextmanager
 def errors_on_all() -> Iterator[None]:
     """Context in which an error of one process is raised in all processes."""
     error: Exception | None = None
