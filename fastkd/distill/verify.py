@@ -447,11 +447,7 @@ class _Step:
                 torch.save((twin, batch), f"{folder}/step.pt")
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise _CannotDo(f"the distiller can't be pickled for a process: {error}") from error
-            # From a new process: forks lose the threads of this one.
-            command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(ranks)]
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
+            _run_processes(folder, ranks)
             gradients: Gradients = torch.load(f"{folder}/gradients.pt")
             return gradients
 
@@ -484,6 +480,14 @@ def _padding_of(name: str, distiller: Distiller) -> int:
         return IGNORED if name == "labels" else -1
     padding = getattr(distiller.config, "pad_token_id", None) or 0
     return padding if name == "input_ids" else 0
+
+
+def _run_processes(folder: str, world: int) -> None:
+    """Start the ranks from a new process, since forks lose the threads of this one, and wait."""
+    command = [sys.executable, "-m", "fastkd.distill.verify", folder, str(world)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a process of the check failed:\n{done.stderr}")
 
 
 def _fork(folder: str, world: int) -> None:
