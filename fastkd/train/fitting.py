@@ -294,7 +294,6 @@ def fit(
     place, every = out.work / CHECKPOINTS[target.name], config.checkpoint_every
     checkpoints = Checkpoints(place, out.manifest["run"], every, config.resume)
     processes.on_first_process(lambda: _clear_damage(run, target, checkpoints))
-    kind = ShardedTrainer if config.shard else StepTrainer
     if not config.shard:
         distiller.to(computation.device)
     size, share = computation.batch_size, config.labelled_share
@@ -319,11 +318,10 @@ def fit(
 
     title = config.method if is_student else target.name
     callback = TrainingCallback(run, distiller, title, between, checkpoints, save_best, measure)
-    generated = run.data.task.generated
-    collate = run.sets.collate
+    generated, collate = run.data.task.generated, run.sets.collate
     # Trackers read their directory when the trainer is made.
     with receiving_signals(callback.request_stop), logging_to(config.out / "logs" / target.name):
-        trainer = kind(
+        trainer = (ShardedTrainer if config.shard else StepTrainer)(
             model=distiller,
             args=arguments_of(config, computation, checkpoints.incomplete, order.rows),
             train_dataset=rows,
