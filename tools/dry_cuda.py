@@ -136,6 +136,10 @@ def waits(operation: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether an operation waits for the device, as those that count a mask's entries do."""
     if operation._opname in ("index", "index_put", "index_put_"):
         return any(x is not None and x.dtype == torch.bool for x in arguments[1])
+    if operation._opname in ("eigh", "symmetric_roots"):  # csrc/linalg/roots.cu: `has_kernel`
+        n, batch = arguments[0].shape[-1], arguments[0].shape[:-2].numel()
+        chooses_zeros = operation._opname == "eigh" or any(x is not None for x in arguments[1:2])
+        return chooses_zeros and (n > 256 or n * n > 5500 * batch)
     return operation._opname in WAITING
 
 

@@ -20,9 +20,11 @@ def calls() -> Calls:
         (None, 4),
         ALL_TYPES,
     ):
-        waits = bool(top_k) or ridge in (0.0, (0.0, 1e-4))
-        if waits and m > 64:
+        eigenvectors = bool(top_k) or ridge in (0.0, (0.0, 1e-4))
+        if eigenvectors and m > 64:
             continue
+        # Covariances are larger than what the extension's kernel takes.
+        waits = eigenvectors and D == 768 and dtype == torch.float64
         inputs = pair(3, m, D, teacher=(3, m, 2 * D), dtype=dtype) | {"mask": numbers(3, m)}
         options = {"ridge": ridge, "top_k": top_k}
         yield Call(fastkd.cca_loss, inputs, options, waits=waits)
