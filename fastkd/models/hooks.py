@@ -307,7 +307,7 @@ def stopped_at_head(backbone: Backbone) -> Iterator[list[HeadInputs]]:
         if not args or args[0].dim() != 3:
             return None
         if known is not None and not layer.weight.is_meta:
-            head = SettledHead(layer.weight, getattr(layer, "bias", None), *known[1:])
+            head: Head = SettledHead(layer.weight, getattr(layer, "bias", None), *known[1:])
         else:
             try:
                 # Read while the model runs, when adapters are enabled or disabled as in this run.
