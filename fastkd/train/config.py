@@ -694,12 +694,12 @@ def check_training(config: Config) -> None:
          "micro-batches than rows; give a larger --batch-size"),
     ))  # fmt: skip
     if config.log_json is not None:
-        log, arguments = config.log_json.absolute(), config.trainer_args
+        log, arguments = config.log_json.resolve(), config.trainer_args  # behind links
         read = (config.train, config.evals, *(config.test or ()), config.unlabelled, arguments)
-        if log in [each.absolute() for each in read if isinstance(each, Path)]:
+        if log in [each.resolve() for each in read if isinstance(each, Path)]:
             raise InputError(f"--log-json {config.log_json} is a file that the run reads")
         for name in ("student", "teacher", "unfinished"):
-            if log.is_relative_to((config.out / name).absolute()):
+            if log.is_relative_to((config.out / name).resolve()):
                 raise InputError(f"--log-json {config.log_json} lies in what the run replaces")
 
 

@@ -174,7 +174,9 @@ def test_bad_input_is_one_sentence_before_any_work(distill, tiny, tmp_path, monk
         error = distill(expect=2, **given)
         assert re.search(said, error), (given, error)
         assert not (tmp_path / "out").exists()
-    assert "--log-json" in distill(log_json=tiny / "train.tsv", expect=2)
+    (tmp_path / "link.jsonl").symlink_to(tiny / "train.tsv")
+    for log in (tiny / "train.tsv", tmp_path / "link.jsonl"):
+        assert "--log-json" in distill(log_json=log, expect=2)
     assert "--eval is given twice" in distill("--eval", tiny / "dev.tsv", expect=2)
     for name, value in (("ACCELERATE_USE_CPU", "True"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
