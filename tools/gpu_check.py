@@ -462,7 +462,7 @@ def chosen(names: str) -> list[str]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A child: runs the items that it is asked for."""
+    """A child process: runs the named items."""
 
     def guarded(item: Item) -> Any:
         try:

@@ -53,8 +53,7 @@ def device(
 
 def like(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
     """Raise unless ``x`` has the dtype and device of ``like``."""
-    if x.device != like.device:
-        device(name, x, like_name, like)
+    device(name, x, like_name, like)
     if x.dtype != like.dtype:
         raise TypeError(
             f"{name} is {x.dtype} but {like_name} is {like.dtype}; convert one, "

@@ -74,8 +74,7 @@ def backend_of(
     Raises:
         BackendUnavailable: the requested backend can't run the call; the message gives the reason.
     """
-    if backend not in BACKENDS:
-        check.choice("backend", backend, BACKENDS)
+    check.choice("backend", backend, BACKENDS)
     if backend == "torch":
         return backend
     runs_on = backend

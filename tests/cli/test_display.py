@@ -28,7 +28,7 @@ TERMS = {"loss": 1.2345, "task": 0.6789, "tokens": 0.0123, "samples": 0.0456, "m
 
 @pytest.fixture
 def every_line(monkeypatch):
-    """Lines of all steps, not only of those that are seconds apart."""
+    """The file has every step; the screen skips some."""
     monkeypatch.setattr(display, "LINE_EVERY", 0.0)
 
 

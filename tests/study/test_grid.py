@@ -138,7 +138,7 @@ def test_cells_of_a_file(root, tmp_path):
 
 
 def test_a_grid_equals_the_same_runs_by_hand(root, done, tmp_path):
-    """All share a fine-tuned teacher, which is that of the command."""
+    """The runs share one fine-tuned teacher, equal to the command's."""
     cells, out = done.grid.cells, done.out
     for i in (1, 5):
         report = run_distillation(Config.of(**cells[i].options, out=tmp_path / f"hand{i}"))
