@@ -40,10 +40,12 @@ from fastkd._core.recording import tensors_in
 from tests.fuzz import FUNCTIONS
 from tests.support.draw import Draw
 from tools import calls
+from tools.host_time.calls import Stub
 from tools.ptx.compiled import ALLOCATING
 from tools.ptx.launches import extent, flat
 from tools.ptx.memory import bytes_of
 
+HOOK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 # Bytes of a pointer's element, and how a launch writes a number between 1 and 2.
 ELEMENTS = dict(i1=1, u8=1, i8=1, i16=2, i32=4, i64=8, bf16=2, fp16=2, fp32=4, fp64=8)
@@ -57,6 +59,7 @@ NEAR, SIGHTS = plans.NEAR, plans.SIGHTS
 plans.NEAR, plans.SIGHTS = 1, 2  # as written, recorded, proved, and a plan from the fourth call on
 TO_PLAN = 4
 clear, COPIES_OF = plans.clear_plans, plans.copies_of
+COMPILE = JITFunction._do_compile
 
 
 def _plans() -> list[plans.Plan]:
@@ -155,6 +158,37 @@ class FakeGPU:
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(target, name, replacement))
             yield
+
+
+class StubGPU(FakeGPU, Stub):
+    """`FakeGPU` behind Triton's compiler and launcher: a stub of libcuda passes launches on."""
+
+    def __init__(self) -> None:
+        FakeGPU.__init__(self)
+        Stub.__init__(self)
+        self.kernels: dict[int, Any] = {}  # by the function that libcuda knows
+        library, self.hook = ctypes.CDLL("libcuda.so.1"), HOOK(self.on_launch)
+        ctypes.c_void_p.in_dll(library, "stub_on_launch").value = ctypes.cast(
+            self.hook, ctypes.c_void_p
+        ).value
+
+    def compile(self, kernel: JITFunction, *given: Any) -> Any:
+        compiled = COMPILE(kernel, *given)
+        compiled._init_handles()
+        self.kernels[compiled.function] = compiled
+        return compiled
+
+    def on_launch(self, configuration: int, function: int, parameters: Any) -> None:
+        kernel = self.kernels[function]
+        kinds = [x for x in flat(list(kernel.src.signature.values())) if x != "constexpr"]
+        formats = ["P" if kind.startswith("*") else FORMATS[kind] for kind in kinds]
+        values = [
+            struct.unpack(form, ctypes.string_at(parameters[i], struct.calcsize(form)))[0]
+            for i, form in enumerate(formats)
+        ]
+        # CUlaunchConfig: grid, block, shared memory, stream.
+        before = struct.unpack("7IP", ctypes.string_at(configuration, struct.calcsize("7IP")))
+        self.launched(kernel.name, dict(enumerate(kinds)), before, values)
 
 
 class _Compiled:
@@ -649,6 +683,10 @@ def a_wrong_program_is_never_used() -> None:
     subject = functools.partial(fastkd.cos_nce_loss, backend="triton")
     inputs = dict(zip(("student", "teacher"), _pair(), strict=True))
     right = as_written(device, subject, inputs)
+    for _ in range(TO_PLAN):
+        assert outcome(device, subject, inputs) == right
+    assert _hits()
+    clear()
     for name, (pattern, change) in FAULTS.items():
         words = "raised AttributeError" if "gone" in name else "gave other bits"
         with _planted(pattern, change), _switched_off(words):
@@ -743,13 +781,19 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="of so many calls, one")
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--device", help="compare calls there, and do nothing else")
+    parser.add_argument("--stub", action="store_true", help="plant faults there, nothing else")
     given = parser.parse_args()
-    device = FakeGPU()
+    device = StubGPU() if given.stub else FakeGPU()
     if given.device:
         calls.DEVICE = torch.device(given.device)
         found = compare_calls(device, given.every)
         raise SystemExit("\n".join(found["wrong"]) or plans.why_off())
     torch.use_deterministic_algorithms(True)
+    if given.stub:
+        CHECKS[:] = [a_wrong_program_is_never_used]
+        with device.running():
+            print(json.dumps({"behaviours": behaviours(), "kernels": len(device.kernels)}))
+        return
     with device.running():
         report: dict[str, Any] = {
             "hits": hits(device),

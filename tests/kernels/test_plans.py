@@ -3,24 +3,31 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tools.host_time.__main__ import environment
+
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def report():
-    command = [sys.executable, "-m", "tests.kernels.planned", "--every", "40", "--sequences", "40"]
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+def printed(variables, *arguments):
+    command = [sys.executable, "-m", "tests.kernels.planned", *arguments]
+    process = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def report():
+    variables = os.environ | {"TRITON_INTERPRET": "0"}
+    return printed(variables, "--every", "40", "--sequences", "40")
 
 
 def test_each_element_of_the_key_decides(report):
@@ -48,6 +55,14 @@ def test_every_program_proves_itself(report):
 
 def test_autograd_behaves_as_without_a_plan(report):
     assert report["behaviours"] == []
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
+def test_a_wrong_program_is_refused_behind_triton_s_launcher():
+    """The planted faults again: compiled kernels, whose launches a stub of libcuda receives."""
+    found = printed(environment(ROOT), "--stub")
+    assert found["kernels"] > 1
+    assert found["behaviours"] == []
 
 
 def test_every_launch_can_be_recorded():
