@@ -39,10 +39,11 @@ RECORDING = threading.local()
 
 def launch_kernel(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
     """Launch a Triton kernel. Every launcher does so here, where a launch can be recorded."""
-    compiled = kernel[grid](*arguments, **options)
     recording = getattr(RECORDING, "active", None)
-    if recording is not None:
-        recording.launch(kernel, compiled, grid, arguments, options)
+    if recording is None:
+        kernel[grid](*arguments, **options)
+    else:
+        recording.launch(kernel, grid, arguments, options)
 
 
 def operator(

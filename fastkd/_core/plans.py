@@ -25,16 +25,26 @@ from torch import Tensor, nn
 
 from fastkd._core import extension
 from fastkd._core.numerics import multiplies_in_float32
-from fastkd._core.recording import NoPlan, Program, Recording, layouts, private, tensors_in
+from fastkd._core.recording import (
+    NoPlan,
+    Number,
+    Program,
+    Recording,
+    Text,
+    layouts,
+    mapped,
+    private,
+    tensors_in,
+)
 
 # A record costs as much as several calls as written: the eighth call is recorded.
 NEAR = 6  # sights of a function and its first shape after which keys are computed
 SIGHTS = 3  # sights of a key after which a call is recorded
+VARIED = 16  # sights of a key with any numbers, after which these are parameters
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
 MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
-_NUMBERS = {int, bool, float}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -77,8 +87,10 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda and extension.why_not_gpu(x.device) is None
 
 
-def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
-    """Extend the key by some arguments, and ``tensors`` by those that they hold."""
+def _describe(
+    values: Iterable[Any], key: list[Any], tensors: list[Tensor], numbers: list[float]
+) -> None:
+    """Extend the key by some arguments, and ``tensors`` and ``numbers`` by those that they hold."""
     for x in values:
         kind = type(x)
         if x is None:
@@ -88,19 +100,22 @@ def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> N
             if x.device != tensors[0].device:  # values may be read on the CPU
                 raise NoPlan("tensors of two devices")
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
-        elif kind in _NUMBERS:
-            key += (kind, x or str(x))  # 0.0 and -0.0 differ, and so do 1, 1.0 and True
+        elif kind is float:
+            key.append(kind if x else str(x))  # 0.0 and -0.0 differ
+            numbers.append(x)
+        elif kind is int or kind is bool:
+            key += (kind, x)
         elif kind is str or kind is torch.dtype or kind is torch.device:
             key.append(x)
         elif kind is list or kind is tuple:
             key += (kind, len(x))
-            _describe(x, key, tensors)
+            _describe(x, key, tensors, numbers)
         elif hasattr(kind, "__dataclass_fields__"):
             key.append(kind)
-            _describe(vars(x).values(), key, tensors)
+            _describe(vars(x).values(), key, tensors, numbers)
         elif kind is dict:  # a match's tensors by their device
             key += (kind, *x)
-            _describe(x.values(), key, tensors)
+            _describe(x.values(), key, tensors, numbers)
         else:
             raise NoPlan(f"an argument is a {kind.__name__}")
 
@@ -146,33 +161,52 @@ def _surroundings() -> tuple[Any, ...] | None:
     )
 
 
-def _key(of: Iterable[Any], values: Iterable[Any]) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
-    """Key of a call of ``of``, or None if the call isn't covered, and the tensors in ``values``."""
+def _key(
+    of: Iterable[Any], values: Iterable[Any]
+) -> tuple[tuple[Any, ...] | None, list[Tensor], tuple[float, ...]]:
+    """Key of a call of ``of``, or None if the call isn't covered; tensors and floats in ``values``.
+
+    The floats aren't in the key.
+    """
     tensors: list[Tensor] = []
+    numbers: list[float] = []
     surroundings = _surroundings()
     if surroundings is None:
-        return None, tensors
+        return None, tensors, ()
     key = [*surroundings, *of]
     try:
-        _describe(values, key, tensors)
+        _describe(values, key, tensors, numbers)
         key.append(_addresses(tensors))
     except (NoPlan, RuntimeError):
-        return None, tensors
-    return tuple(key), tensors
+        return None, tensors, ()
+    return tuple(key), tensors, tuple(numbers)
 
 
 class Plan:
-    """A program, and whether it is proved; None for a call that a program can't repeat."""
+    """A program, and whether it is proved; None for a call that a program can't repeat.
 
-    def __init__(self, name: str, program: Program | None) -> None:
-        self.name, self.program = name, cast(Any, program)
+    ``numbers`` are parameters: those of the record. Only another one proves that it is used right.
+    """
+
+    def __init__(self, recording: Any, program: Program | None) -> None:
+        self.name, self.program = recording.name, cast(Any, program)
+        self.numbers, self.guards = recording.parameters, recording.guards
         self.proved, self.called = False, True
         self.differs: Callable[[], bool | None] | None = None  # what the device found
+        self.guard()
+        if not self.holds(self.numbers):
+            self.program = None
 
-    @property
-    def to_prove(self) -> bool:
+    def guard(self, *conditions: str) -> None:
+        """Add conditions on the numbers ``n`` under which the program may be used."""
+        self.guards += conditions
+        conditions = (*dict.fromkeys(self.guards),)
+        self.holds: Callable[[Any], bool] = eval(f"lambda n: {' and '.join(conditions) or True}")
+
+    def to_prove(self, numbers: tuple[float, ...]) -> bool:
         """Whether the next call proves the program. A capture would hold both calls."""
-        return self.program is not None and self.differs is None and not _capturing()
+        ready = self.program is not None and self.differs is None and not _capturing()
+        return ready and (not self.numbers or numbers != self.numbers)
 
     def ready(self) -> bool:
         """Whether the program is proved. It doesn't wait for the device."""
@@ -183,10 +217,14 @@ class Plan:
                 _switch_off(self.name, "gave other bits than the call as written")
         return self.proved and ENABLED
 
-    def prove(self, written: Callable[[], Any], repeated: Callable[[], Any]) -> Any:
+    def prove(
+        self, numbers: tuple[float, ...], written: Callable[[], Any], repeated: Callable[[], Any]
+    ) -> Any:
         """The call as written; in the first such call also the program, compared with it."""
-        if not self.to_prove or not ENABLED:
+        if not self.to_prove(numbers) or not ENABLED:
             return written()
+        same = enumerate(zip(self.numbers, numbers, strict=False))
+        self.guard(*(f"n[{i}] == {x!r}" for i, (x, y) in same if x == y))
         result = written()
         try:
             self.differs = _difference(result, again(repeated))
@@ -244,10 +282,11 @@ class Record(Recording):
         if self.problem:
             return function.apply(options, *tensors)
         node = _Node(self.name, function, options)
-        result = node.apply(*tensors)
+        result = node.apply((node, self.parameters), *tensors)
         self.problem, self.plannable = node.problem, self.plannable or node.plannable
         try:
-            self.call(node.apply, tensors, {}, list(tensors_in(tensors)), result)
+            given = f"({self.constant(node)}, {'n' if self.parameters else ()})"
+            self.call(node.apply, (Text(given), *tensors), {}, list(tensors_in(tensors)), result)
         except Exception as error:
             self.fail(error)
         return result
@@ -263,7 +302,7 @@ def _plan_of(recording: Any, *results: Any) -> Plan:
     if recording.error is not None:
         kind = type(recording.error).__name__
         _switch_off(recording.name, f"can't be recorded: {kind}: {recording.error}")
-    return Plan(recording.name, program)
+    return Plan(recording, program)
 
 
 class _Node:
@@ -278,19 +317,20 @@ class _Node:
         self.problem: str | None = None
         # Without the part of ``apply`` that is for vmap and the like.
         parent: Any = super(torch.autograd.Function, _node_class(function))
-        self.apply = functools.partial(parent.apply, self)
+        self.apply = parent.apply
 
-    def written(self, ctx: Any, tensors: Any) -> tuple[Any, Any]:
+    def written(self, ctx: Any, tensors: Any, options: Any) -> tuple[Any, Any]:
         """The forward pass as written: its result, and what it saves."""
-        result = self.function.forward(ctx, self.options, *tensors)
+        result = self.function.forward(ctx, options, *tensors)
         ctx.layouts = layouts(ctx.to_save or ())
         return result, ctx.to_save
 
     def record(self, ctx: Any, tensors: Any) -> Any:
         """The forward pass as written, recorded."""
-        with Record(self.name, tensors) as recording:
-            result, _ = self.written(ctx, tensors)
-            kept = {name: x for name, x in vars(ctx).items() if name not in ("node", "layouts")}
+        with Record(self.name, tensors, ctx.numbers) as recording:
+            result, _ = self.written(ctx, tensors, self.options)
+            own = "node", "layouts", "numbers"
+            kept = {name: x for name, x in vars(ctx).items() if name not in own}
             if any(tensors_in(kept)):
                 recording.problem = "a context holds a tensor"
             self.forward = _plan_of(recording, result, ctx)
@@ -298,7 +338,7 @@ class _Node:
         self.plannable = recording.plannable
         return result
 
-    def repeated(self, tensors: Any) -> tuple[Any, Any]:
+    def repeated(self, numbers: Any, tensors: Any) -> tuple[Any, Any]:
         """The forward pass by its program."""
         assert self.forward is not None
         saved: list[Any] = []
@@ -306,11 +346,13 @@ class _Node:
             save_for_backward=lambda *given: saved.extend(given),
             mark_non_differentiable=lambda *given: None,
         )
-        return self.forward.program(context, *tensors), tuple(saved)
+        return self.forward.program(context, numbers, *tensors), tuple(saved)
 
-    def written_backward(self, ctx: Any, saved: Any, grads: Any) -> Any:
-        """The backward pass as written."""
-        context = SimpleNamespace(**self.attributes)
+    def written_backward(
+        self, ctx: Any, saved: Any, grads: Any, guards: list[str] | None = None
+    ) -> Any:
+        """The backward pass as written; with ``guards`` its numbers are parameters."""
+        context = SimpleNamespace(**at(ctx.numbers, self.attributes, guards))
         context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
         return self.function.backward(context, *grads)
 
@@ -323,19 +365,37 @@ def _node_class(function: type[torch.autograd.Function]) -> type[torch.autograd.
     return cast(type[torch.autograd.Function], node)
 
 
-def _forward(ctx: Any, node: _Node, *tensors: Any) -> Any:
-    ctx.node, plan = node, node.forward
+def at(numbers: tuple[float, ...], x: Any, guards: list[str] | None = None) -> Any:
+    """``x`` with each `Number` computed from ``numbers``; one again if there are ``guards``."""
+
+    def computed(old: float) -> float:
+        if type(old) is not Number:
+            return old
+        value = eval(old.text, {"n": numbers})
+        return value if guards is None else Number.of(value, old.text, guards)
+
+    return mapped(x, computed)
+
+
+def _forward(ctx: Any, given: tuple[_Node, tuple[float, ...]], *tensors: Any) -> Any:
+    ctx.node, ctx.numbers = node, numbers = given
+    plan = node.forward
     if plan is None:
         return node.record(ctx, tensors)
     if plan.proved or plan.ready():
-        return plan.program(ctx, *tensors)
-    return plan.prove(lambda: node.written(ctx, tensors), lambda: node.repeated(tensors))[0]
+        return plan.program(ctx, numbers, *tensors)
+    options = at(numbers, node.options)
+    return plan.prove(
+        numbers,
+        lambda: node.written(ctx, tensors, options),
+        lambda: node.repeated(numbers, tensors),
+    )[0]
 
 
 def _backward(ctx: Any, *grads: Any) -> Any:
     node: _Node = ctx.node
     if torch.compiler.is_compiling():  # compiled autograd
-        for name, x in node.attributes.items():
+        for name, x in at(ctx.numbers, node.attributes).items():
             setattr(ctx, name, x)
         return node.function.backward(ctx, *grads)
     saved, key = ctx.saved_tensors, None
@@ -343,20 +403,21 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         with torch._C.DisableTorchFunction():
             about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
             same = layouts(saved) == ctx.layouts
-            key, _ = _key(about, grads if same else (*saved, *grads))
-    plan = node.backward.get(key)
-    if plan is not None and plan.ready():
-        return plan.program(*saved, *grads)
+            key, *_ = _key(about, grads if same else (*saved, *grads))
+    plan, numbers = node.backward.get(key), ctx.numbers
+    if plan is not None and plan.ready() and plan.holds(numbers):
+        return plan.program(numbers, *saved, *grads)
     if plan is not None or key is None or _capturing():
-        copies = copies_of(saved) if plan is not None and plan.to_prove else None
+        copies = copies_of(saved) if plan is not None and plan.to_prove(numbers) else None
         if plan is None or copies is None:
             return node.written_backward(ctx, saved, grads)
         return plan.prove(
+            numbers,
             lambda: node.written_backward(ctx, saved, grads),
-            lambda: plan.program(*copies, *grads),
+            lambda: plan.program(numbers, *copies, *grads),
         )
-    with Record(node.name, (*saved, *grads)) as recording:
-        result = node.written_backward(ctx, saved, grads)
+    with Record(node.name, (*saved, *grads), numbers) as recording:
+        result = node.written_backward(ctx, saved, grads, recording.guards)
     if len(node.backward) >= MOST_BACKWARD_PLANS:
         node.backward.clear()
     node.backward[key] = _plan_of(recording, result)
@@ -420,27 +481,40 @@ def planned(function: Public) -> Public:
             first = args[0] if args else None
             if type(first) is not Tensor:
                 first = next(tensors_in(args or kwargs), None)
-            near, key, plan = 0, None, None
+            near, key, plan, varied = 0, None, None, None
+            numbers: tuple[float, ...] = ()
             if first is not None and on_gpu(first) and not kwargs.get("gather"):
                 near = hash((function, first.shape)) % len(_sights)
                 if _sights[near] >= NEAR or _sight(near) >= NEAR:
-                    key, tensors = _key((function, *kwargs), (*args, *kwargs.values()))
-                    plan = None if key is None else _plans.get(key)
+                    key, tensors, numbers = _key((function, *kwargs), (*args, *kwargs.values()))
+                    plan = _plans.get((key, numbers))
+                    if plan is None and numbers:
+                        varied = _plans.get((key, None))
+                        plan = varied if varied is not None and varied.holds(numbers) else None
             if plan is not None:
                 plan.called, _sights[near] = True, 255
                 if plan.proved or plan.ready():
-                    return plan.program(*tensors)
+                    return plan.program(numbers, *tensors)
         if key is None:
             return function(*args, **kwargs)
         if plan is not None:
-            return plan.prove(lambda: written(*args, **kwargs), lambda: plan.program(*tensors))
-        seldom = _sight(hash(key) % len(_sights)) < SIGHTS
+            return plan.prove(
+                numbers,
+                lambda: written(*args, **kwargs),
+                lambda: plan.program(numbers, *tensors),
+            )
+        of_key = hash(key) % len(_sights)
+        seldom = _sight(hash((key, numbers)) % len(_sights)) < SIGHTS
+        known = varied is not None and varied.program is None
+        vary = seldom and bool(numbers) and not known and _sight(of_key) >= VARIED
         # Inference mode shows no change of a tensor.
-        if seldom or torch.is_inference_mode_enabled() or _capturing():
+        if (seldom and not vary) or torch.is_inference_mode_enabled() or _capturing():
             return written(*args, **kwargs)
-        with Record(function.__name__, tensors) as recording:
-            result = written(*args, **kwargs)
-        _plans[key] = _plan_of(recording, result)
+        with Record(function.__name__, tensors, numbers if vary else ()) as recording:
+            given, options = recording.with_parameters((args, kwargs))
+            result = written(*given, **options)
+        _plans[key, None if vary else numbers] = _plan_of(recording, result)
+        _sights[of_key] = 0 if vary else _sights[of_key]
         return result
 
     return cast(Public, call)

@@ -1,14 +1,18 @@
 """Record of a call: its allocations, operations, launches and autograd functions, as a program.
 
 `Recording` is a context. What runs inside becomes steps, and `Recording.program` makes Python code
-of them, with a name t<i> for each tensor, p<i> for its address and c<i> for constants. A launch
-calls Triton's own launcher with addresses, each a tensor's plus a number of bytes: a view that only
-launches read is never made. `fastkd._core.plans` decides what is recorded, and proves each program.
+of them, with a name t<i> for each tensor, p<i> for its address and c<i> for constants; n[<i>] is a
+number that is a parameter (`Number`). A launch calls Triton's own launcher with addresses, each a
+tensor's plus a number of bytes: a view that only launches read is never made.
+`fastkd._core.plans` decides what is recorded, and proves each program.
 """
 
 import copy
 import functools
+import itertools
+import operator
 import pkgutil
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -71,8 +75,74 @@ class _Step(NamedTuple):
     droppable: bool  # if nothing uses what it makes
 
 
-class _Text(str):
+class Text(str):
     """An argument that a program computes."""
+
+
+class Number(float):
+    """A number of a call that is a parameter of its program, or a number computed from it.
+
+    ``text`` computes it. A comparison adds its outcome to ``guards``, which have to hold at a call.
+    """
+
+    text: str
+    guards: list[str]
+
+    @classmethod
+    def of(cls, x: float, text: str, guards: list[str]) -> "Number":
+        number = cls(x)
+        number.text, number.guards = text, guards
+        return number
+
+
+_NOT_NOTED = {"__repr__", "__getattribute__"}
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    """Method of `Number` that notes its call."""
+    plain = getattr(float, name)
+
+    def method(x: Number, *others: Any) -> Any:
+        result = plain(x, *others)
+        text = f"float.{name}({', '.join(map(_text, (x, *others)))})"
+        if type(result) is float and name != "__float__":
+            return Number.of(result, text, x.guards)
+        if result is not NotImplemented:  # nothing but a float can be followed
+            x.guards.append(f"{text} is {result}" if type(result) is bool else "False")
+        return result
+
+    return method
+
+
+for _name, _plain in vars(float).items():
+    if type(_plain) is types.WrapperDescriptorType and _name not in _NOT_NOTED:
+        setattr(Number, _name, _noted(_name))
+
+
+def _text(x: Any) -> str:
+    return x.text if type(x) is Number else f"float({str(x)!r})" if type(x) is float else repr(x)
+
+
+def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+    """``x`` with ``change`` of each float in it, in the order of a plan's key."""
+    kind = type(x)
+    if isinstance(x, float):
+        return change(x)
+    if kind is list or kind is tuple:
+        items = [mapped(y, change) for y in x]
+        return x if all(map(operator.is_, items, x)) else kind(items)
+    has_fields = hasattr(kind, "__dataclass_fields__")
+    if kind is not dict and not has_fields:
+        return x
+    found = vars(x) if has_fields else x
+    new = {name: mapped(y, change) for name, y in found.items()}
+    if all(new[name] is y for name, y in found.items()):
+        return x
+    if has_fields:
+        x = copy.copy(x)
+        vars(x).update(new)
+        return x
+    return new
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
@@ -95,9 +165,12 @@ def layouts(tensors: Sequence[Tensor | None]) -> list[Any]:
 class Recording(TorchFunctionMode):
     """Context in which operations, launches and autograd functions become a program's steps."""
 
-    def __init__(self, name: str, inputs: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, name: str, inputs: Sequence[Tensor | None], numbers: tuple[float, ...] = ()
+    ) -> None:
         super().__init__()
         self.name, self.private = name, vars(private())
+        self.parameters, self.guards = numbers, list[str]()
         self.numbers: dict[int, int] = {}  # by id, of tensors that are alive
         self.held: list[weakref.ref[Tensor] | None] = []  # by number
         self.base: dict[int, tuple[int, int]] = {}  # of a view: whose memory, and where in it
@@ -143,12 +216,23 @@ class Recording(TorchFunctionMode):
             raise NoPlan("a tensor comes from elsewhere")
         return self.numbers[id(x)]
 
+    def with_parameters(self, x: Any) -> Any:
+        """``x`` with its floats as parameters, if there are any."""
+        places = itertools.count()
+
+        def parameter(x: float) -> float:  # zeros are in the key
+            return Number.of(x, f"n[{next(places)}]", self.guards) if x else x
+
+        return mapped(x, parameter) if self.parameters else x
+
     def text(self, x: Any) -> str:
         """An expression for ``x``."""
         if isinstance(x, Tensor):
             return f"t{self.number(x)}"
-        if type(x) is _Text:
+        if type(x) is Text:
             return x
+        if type(x) is Number:
+            return x.text
         if isinstance(x, (tuple, list)):
             items = "".join(f"{self.text(item)}, " for item in x)
             return f"({items})" if isinstance(x, tuple) else f"[{items}]"
@@ -237,8 +321,10 @@ class Recording(TorchFunctionMode):
 
         return call
 
-    def launch(self, kernel: Any, compiled: Any, grid: Any, args: Any, options: Any) -> None:
-        """Add a launch's step; see `fastkd._core.operator.launch_kernel`."""
+    def launch(self, kernel: Any, grid: Any, args: Any, options: Any) -> None:
+        """Launch a kernel, and add a step; see `fastkd._core.operator.launch_kernel`."""
+        options = mapped(options, float)  # none may depend on a parameter
+        compiled = kernel[grid](*mapped(args, float.__pos__), **options)
         self.plannable = True
         try:
             if compiled is None or self.driver.active.get_current_device() != self.device:
@@ -264,17 +350,17 @@ class Recording(TorchFunctionMode):
     def argument(self, x: Any, lines: list[str], used: list[int]) -> Any:
         """Text of a launch's argument; adds lines that read addresses, and whose these are."""
         if isinstance(x, (tuple, list)):
-            return _Text(f"({''.join(f'{self.argument(y, lines, used)}, ' for y in x)})")
+            return Text(f"({''.join(f'{self.argument(y, lines, used)}, ' for y in x)})")
         if not isinstance(x, Tensor):
-            return _Text(self.text(x))
+            return Text(self.text(x))
         number, offset = self.place(x)
         if number not in used and number not in self.read:
             lines.append(f"p{number} = t{number}.data_ptr()")
         used.append(number)
-        return _Text(f"p{number} + {offset}" if offset else f"p{number}")
+        return Text(f"p{number} + {offset}" if offset else f"p{number}")
 
     def program(self, results: Any, context: Any = None) -> Program | None:
-        """Python code that repeats the call, if it can: it takes a node's context, and tensors."""
+        """Python code that repeats the call, if it can, from a context, numbers and tensors."""
         if self.problem or (not self.plannable and context is None):
             return None
         saved = getattr(context, "to_save", None) or ()
@@ -284,7 +370,7 @@ class Recording(TorchFunctionMode):
             found: list[Any] = []
             for number, x in ((self.number(x), x) for x in saved if x is not None):
                 address = f"p{number}" if number in self.read else f"t{number}.data_ptr()"
-                found += _Text(address), x.stride(), x.dtype
+                found += Text(address), x.stride(), x.dtype
             lines = [f"ctx.save_for_backward({', '.join(map(self.text, saved))})"]
             lines += [f"ctx.layouts = {self.text(found)}"]
         if constant:
@@ -298,19 +384,19 @@ class Recording(TorchFunctionMode):
             freed = sorted(i for i in {*step.used, *step.made} - kept if i >= self.inputs)
             lines[:0] = [*step.lines, *(f"t{i} = None" for i in freed)]
             kept.update(step.used)
-        names = ["ctx"] * (context is not None) + [f"t{i}" for i in range(self.inputs)]
+        names = ["ctx"] * (context is not None) + ["n"] + [f"t{i}" for i in range(self.inputs)]
         exec("\n    ".join([f"def call({', '.join(names)}):", *lines]), self.constants)
         return cast(Program, self.constants["call"])
 
 
-def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[_Text]) -> Any:
+def _launcher(compiled: Any, grid: tuple[int, ...], arguments: list[Text]) -> Any:
     """Triton's launcher in C, and its arguments around those of the kernel.
 
     The launcher's class passes its arguments on to a function in C. They differ between versions of
     Triton, so a call with a substitute for that function records them.
     """
     run, got = compiled.run, []
-    around = [*grid, _Text("stream"), compiled.function, compiled.packed_metadata]
+    around = [*grid, Text("stream"), compiled.function, compiled.packed_metadata]
     around += [None, None, None, *arguments]  # no hooks
     if not callable(getattr(run, "launch", None)) or any(
         getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")

@@ -65,17 +65,20 @@ class Divergence:
     @property
     def form(self) -> tuple[str, float]:
         """Name of the row function and its coefficient: the simplest of equal functions."""
+        # Comparisons and products alone: a coefficient may be a parameter of a plan.
         if self.name == "js" and self.beta == 0.5:
             return "js", 0.0
         if self.name == "js":
-            ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
-            return ends.get(self.beta, "generalized_js"), float(self.beta)
+            return _between(self.beta, "forward_kl", "generalized_js", "reverse_kl")
         if self.name in ("skew_kl", "skew_reverse_kl"):
             plain = self.name.removeprefix("skew_") if self.name != "skew_kl" else "forward_kl"
-            return (plain, 0.0) if self.skew == 0 else (self.name, float(self.skew))
+            return (plain, 0.0) if self.skew == 0 else (self.name, self.skew * 1.0)
         if self.name == "mixed":
-            ends = {0.0: "reverse_kl", 1.0: "forward_kl"}
-            return ends.get(self.mix, "mixed"), float(self.mix)
+            return _between(self.mix, "reverse_kl", "mixed", "forward_kl")
         if self.name == "lk":
-            return ("lk", float(self.rate)) if self.rate else ("forward_kl", 0.0)
+            return ("lk", self.rate * 1.0) if self.rate else ("forward_kl", 0.0)
         return self.name, 0.0
+
+
+def _between(x: float, at_0: str, between: str, at_1: str) -> tuple[str, float]:
+    return at_0 if x == 0 else at_1 if x == 1 else between, x * 1.0

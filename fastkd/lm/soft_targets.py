@@ -248,7 +248,8 @@ def _soft_target_loss(
         mask = check.mask(mask, leading, student_logits.device)
     if weights is not None:
         weights = check.weights(weights, leading, student_logits, mask)
-    scale = float(temperature) ** 2 if scale_by_t2 else 1.0
+    temperature *= 1.0  # a float, also in a plan, for which it is a parameter
+    scale = temperature**2 if scale_by_t2 else 1.0
     tail, rows = "", []
     if isinstance(teacher, TopK):
         teacher.check(leading, V, student_logits.device, mask)
@@ -260,7 +261,7 @@ def _soft_target_loss(
     student = as_rows(student_logits)
     mask, weights = (None if x is None else x.flatten() for x in (mask, weights))
     runs_on = backend_of(backend, "soft_target_loss", student)
-    soft = SoftTargetOptions(form, coefficient, float(temperature), scale, tail)
+    soft = SoftTargetOptions(form, coefficient, temperature, scale, tail)
     if runs_on == "torch" and match is None:
         stored = rows[-1].dtype
         losses = functools.partial(reference_rows, soft=soft, stored=stored)

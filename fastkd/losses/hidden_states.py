@@ -118,7 +118,7 @@ def hidden_state_loss(
     real = check.mask(mask, leading, student.device)
     weights = check.weights(weights, leading, student, real)
     runs_on = backend_of(backend, "hidden_state_loss", student)
-    options = _Options(kind, float(beta), reduction)
+    options = _Options(kind, beta * 1.0, reduction)
     student, teacher = saveable(student), saveable(teacher)
     if runs_on == "triton":
         from fastkd.kernels.upstream import LossByKernel

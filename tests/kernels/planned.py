@@ -56,7 +56,8 @@ WRITTEN = {
 }
 LARGEST = 1 << 20  # entries of a call's inputs and of a module's matrix
 NEAR, SIGHTS = plans.NEAR, plans.SIGHTS
-plans.NEAR, plans.SIGHTS = 1, 2  # as written, recorded, proved, and a plan from the fourth call on
+# As written, recorded, proved, and a plan from the fourth call on.
+plans.NEAR, plans.SIGHTS, plans.VARIED = 1, 2, 3
 TO_PLAN = 4
 clear, COPIES_OF = plans.clear_plans, plans.copies_of
 COMPILE = JITFunction._do_compile
@@ -758,6 +759,47 @@ def a_denominator_that_changes_and_a_match_have_one_plan() -> None:
             options: Any = {"denominator": n / 2, "vocabulary": vocabulary, "backend": "triton"}
             torch.autograd.grad(fastkd.soft_target_loss(z, w, **options), z)
         assert len(_plans()) == _hits() == 1, vocabulary
+
+
+@check
+def a_number_that_changes_is_a_parameter_of_one_plan() -> None:
+    device: Any = vars(recording.private())["driver"].active
+    z, w, (x, y) = torch.randn(5, 40), torch.randn(5, 40), _pair()
+    log_p, ids = torch.full((5, 4), -2.0), torch.arange(20).view(5, 4)
+    logits, states = {"student_logits": z, "teacher_logits": w}, {"student": x, "teacher": y}
+    half = {name: x.half() for name, x in logits.items()}
+    top_k = {"student_logits": z, "teacher_logits": fastkd.TopK(ids, log_p)}
+    mixed = functools.partial(fastkd.Divergence, "mixed")
+    soft = fastkd.soft_target_loss
+
+    def fcd(student: Tensor, teacher: Tensor, **options: Any) -> Tensor:
+        loss: Tensor = fastkd.FCDLoss(**options)(student, teacher)
+        return loss
+
+    cases: dict[str, tuple[Any, dict[str, Any], Callable[[float], dict[str, Any]]]] = {
+        "temperature": (soft, logits, lambda t: {"temperature": t}),
+        "across 10, where the kernel changes": (soft, logits, lambda t: {"temperature": 2.2 * t}),
+        "used in the backward pass": (soft, half, lambda t: {"temperature": t}),
+        "of a TopK": (soft, top_k, lambda t: {"temperature": t, "scale_by_t2": False}),
+        "coefficient": (soft, logits, lambda t: {"divergence": mixed(mix=t / 9)}),
+        "weight": (fcd, states, lambda t: {"alpha": t}),
+        "beta": (fastkd.hidden_state_loss, states, lambda t: {"kind": "smooth_l1", "beta": t}),
+    }
+
+    def anneal(loss: Any, inputs: dict[str, Any], options: Any) -> None:
+        clear()
+        learn = next(iter(inputs))
+        inputs[learn] = inputs[learn].detach().requires_grad_()
+        for step in range(12):
+            subject = functools.partial(loss, **options(5.0 - step / 7), backend="triton")
+            right = as_written(device, subject, inputs)
+            assert outcome(device, subject, inputs) == right, step
+
+    for name, case in cases.items():
+        anneal(*case)
+        assert len(_plans()) == _hits() == 1, name
+    with _planted(r"n\[0\]", lambda m: "5.0"), _switched_off("gave other bits"):
+        anneal(*cases["temperature"])
 
 
 @check
