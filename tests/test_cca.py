@@ -202,7 +202,12 @@ def check_against_svd(student, teacher, value, grad, precision, ridge=1e-4) -> N
 @pytest.mark.parametrize("kind", KINDS_OF_FEATURES)
 @pytest.mark.parametrize("m, d", [(512, 128), (200, 128), (128, 128), (32, 256), (96, 30)])
 @pytest.mark.parametrize("solver", SOLVERS, indirect=True)
-@pytest.mark.left_out(where=lambda given: given["solver"] == "digits" and given["m"] != 96)
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["solver"] == "digits"
+        and (given["m"] != 96 or given["kind"] not in ("geometric -6", "low rank", "LayerNorm"))
+    )
+)
 def test_float32_is_accurate(m, d, kind, solver):
     """Also 768 features of 4096 tokens, which a CPU reads in chunks."""
     student, teacher = features_of_kind(kind, m, d)
@@ -239,7 +244,12 @@ def test_large_items_are_read_in_chunks(kind, chunk, monkeypatch):
 @pytest.mark.parametrize("smallest", [1e-2, 2e-4, 5e-5, 1e-6])
 @pytest.mark.parametrize("dims", [(30, 30), (30, 40), (40, 30)])
 @pytest.mark.parametrize("solver", SOLVERS, indirect=True)
-@pytest.mark.left_out(where=lambda given: given["solver"] == "digits" and given["dims"] != (30, 40))
+@pytest.mark.left_out(
+    where=lambda given: (
+        given["solver"] == "digits"
+        and (given["dims"] != (30, 40) or given["smallest"] not in (2e-4, 1e-6))
+    )
+)
 def test_gradient_where_a_correlation_is_small(smallest, dims, solver):
     """The direction of a small correlation enters the gradient with the same length as others."""
     correlations = torch.linspace(1, 0.1, 30).double()

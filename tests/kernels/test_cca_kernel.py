@@ -33,7 +33,7 @@ def test_products_by_digits(M, N, K, device):
 
 def test_products_of_whole_numbers_are_exact(device):
     """Also of many rows."""
-    x = torch.randint(-(2**30), 2**30, (1, 7, 33000), device=device).double()
+    x = torch.randint(-(2**30), 2**30, (1, 3, 33000), device=device).double()
     rows = [list(map(int, row)) for row in x[0].tolist()]
     exact = [[float(sum(map(operator.mul, a, b))) for b in rows] for a in rows]
     found = digit_product(x, x.mT, True)

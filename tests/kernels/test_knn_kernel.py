@@ -227,11 +227,9 @@ def test_rows_of_one_direction_need_few_exact_comparisons(form, monkeypatch):
         return distances(s_ptr, t_ptr, rows, mask, *rest)
 
     monkeypatch.setattr(kernels, "_distances", counted)
-    for dtype in (torch.float32, torch.bfloat16):
-        compared.clear()
-        student, teacher, *labels = batch(8, 4096, 768, 1, dtype=dtype, mean=99**0.5)
-        knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
-        assert sum(compared) <= 64 * len(student)
+    student, teacher, *labels = batch(4, 2048, 768, 1, dtype=torch.bfloat16, mean=99**0.5)
+    knn_feature_loss(student, teacher, *labels, k=4, backend="triton")
+    assert sum(compared) <= 64 * len(student)
 
 
 @in_form(plain={}, sorted={"BANK_TO_SORT": 1}, split={"BANK_TO_SORT": 1, "FEATURES_TO_SPLIT": 1})

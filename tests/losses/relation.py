@@ -161,6 +161,7 @@ def random_fcd(draw: Draw) -> Case:
         teachers,
         {"mask": draw.mask_argument(mask)},
         mask=mask,
+        roundings=3 * ROUNDINGS,  # as for `relation`
         slope=by_norm,
         scale=rest["temperature"] if rest["distance"] == "kl" else 1.0,
         products=draw.dtype if draw.backend == "triton" and draw.dtype != torch.float32 else None,

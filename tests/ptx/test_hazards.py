@@ -37,6 +37,7 @@ def without(pattern, ptx, count=1, replacement=""):
     return text
 
 
+@pytest.mark.thorough
 def test_no_hazard_without_a_fault():
     """One launch of each kernel, from its text; all of them ran when they were recorded."""
     for found in {(x["name"], x["capability"]): x for x in launches()}.values():

@@ -55,8 +55,8 @@ def decomposed(a, capability, most=ALL):
 @pytest.mark.parametrize(
     ("n", "capability", "most"),
     [
-        (1, 80, ALL), (2, 90, ALL), (5, 80, ALL), (32, 90, ALL), (33, 80, ALL), (20, 80, VECTORS),
-        (19, 80, NOTHING),
+        (1, 80, ALL), (2, 80, ALL), (5, 80, ALL), (20, 80, VECTORS), (19, 80, NOTHING),
+        *(pytest.param(*large, ALL, marks=pytest.mark.thorough) for large in ((32, 90), (33, 80))),
     ],
 )  # fmt: skip
 def test_eigenvectors(n, capability, most):
