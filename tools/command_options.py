@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from fastkd.cli.main import COMMANDS, options_for
 from fastkd.train.options import Option
@@ -15,8 +15,9 @@ END = "<!-- end of options -->"
 PLACEHOLDERS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT", Mapping: "NAME=VALUE"}
 
 
-def usage(meta: Option, kind: Any) -> str:
+def usage(meta: Option) -> str:
     """An option with the placeholder of its value: ``--epochs NUMBER``."""
+    kind = meta.kind
     if isinstance(kind, UnionType):
         kind = next(each for each in get_args(kind) if each is not type(None))
     if kind is bool or not meta.flag.startswith("-"):
@@ -27,12 +28,13 @@ def usage(meta: Option, kind: Any) -> str:
 def rows(command: str) -> dict[str, str]:
     """Table row of each option of a command, by field name."""
     found = {}
-    for name, (meta, kind, default) in options_for(command).items():
+    for name, meta in options_for(command).items():
+        default = meta.default
         shown = "required" if default is MISSING else f"`{default}`"
         if default is None or default is False or default == {} or default == "":
             shown = ""
         help = meta.help.replace("|", "\\|").replace("<", "&lt;")
-        cells = (f"`{usage(meta, kind)}`", shown, help)
+        cells = (f"`{usage(meta)}`", shown, help)
         found[name] = f"| {' | '.join(cells)} |"
     return found
 
@@ -45,7 +47,7 @@ def table(command: str) -> Iterator[str]:
         distill = rows("distill")
         shared = [name for name, row in own.items() if row == distill.get(name)]
         own = {name: row for name, row in own.items() if name not in shared}
-        names = ", ".join(f"`{flags[name][0].flag}`" for name in shared)
+        names = ", ".join(f"`{flags[name].flag}`" for name in shared)
         yield f"As in [distill](#options-of-distill): {names}.\n"
     if not own:
         yield "No options.\n"

@@ -90,7 +90,7 @@ def read(settings: AnalyzeSettings) -> tuple[list[str], Any, Any]:
     if settings.text is not None:
         return read_lines(settings.text), None, None
     glue = GLUE_TASKS.get(settings.task or "")
-    kind = tasks.of_file(tasks.kind_of(settings.task), settings.data)
+    kind = tasks.of_file(settings.task, settings.data)
     if settings.data is not None:
         names = [name for name in (settings.student, settings.model) if name is not None]
         trained = {name: read_training_record(Path(name).expanduser()) for name in names}

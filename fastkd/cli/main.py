@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,7 +25,7 @@ from fastkd.train.launcher import (
     receiving_signals,
     stop_at_once,
 )
-from fastkd.train.options import Option, assignments, defaults_of, options_of
+from fastkd.train.options import Option, assignments, options_of
 
 typer: Any = require("typer", "train")
 require("typer.core", "train")
@@ -296,28 +295,25 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(f"fastkd.{module}"), name)
 
 
-def options_for(name: str) -> dict[str, tuple[Option, Any, Any]]:
-    """Each option of a command with its type and default, by field; required ones have
-    `dataclasses.MISSING`."""
+def options_for(name: str) -> dict[str, Option]:
+    """The options of a command, by field."""
     command = COMMANDS[name]
-    cls = imported(command.options)
-    kinds, defaults = typing.get_type_hints(cls), defaults_of(cls)
+    found = dict(options_of(imported(command.options)))
+    defaults: dict[str, Any] = dict.fromkeys(command.required, dataclasses.MISSING)
     if command.out is not None:
         defaults["out"] = Path(command.out)
-    defaults |= dict.fromkeys(command.required, dataclasses.MISSING)
+    for field, default in defaults.items():
+        found[field] = dataclasses.replace(found[field], default=default)
     shared = name not in ("distill", "cache", "verify")
-    return {
-        field: (meta, kinds[field], defaults[field])
-        for field, meta in options_of(cls).items()
-        if shared or name in meta.commands
-    }
+    return {field: meta for field, meta in found.items() if shared or name in meta.commands}
 
 
-def _parameter(field: str, meta: Option, kind: Any, default: Any, first: bool) -> inspect.Parameter:
+def _parameter(field: str, meta: Option, first: bool) -> inspect.Parameter:
     """The typer parameter of an option."""
+    kind, default = meta.kind, meta.default
     if kind == Mapping[str, Any]:
         kind, default = list[str] | None, None
-    elif Path in typing.get_args(kind):
+    elif meta.is_path and not meta.several:
         kind = Path | None
     panel = "Main options" if first else meta.panel
     if meta.flag.startswith("-"):
@@ -339,11 +335,11 @@ def _register(name: str, meta: Command) -> None:
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
             given, cls = {}, imported(meta.options)
-            for field, (option, kind, _) in options_for(name).items():
+            for field, option in options_for(name).items():
                 if context.get_parameter_source(field).name == "DEFAULT":
                     continue
                 value = values[field]
-                if kind == Mapping[str, Any]:
+                if option.kind == Mapping[str, Any]:
                     value = assignments(option.flag, value or [], option.joined, option.names)
                 given[field] = value
             if meta.out is not None:
@@ -367,8 +363,8 @@ def _register(name: str, meta: Command) -> None:
 
         few = FIRST if name == "distill" else ()
         parameters = [
-            _parameter(field, *about, first=field in few)
-            for field, about in options_for(name).items()
+            _parameter(field, option, first=field in few)
+            for field, option in options_for(name).items()
         ]
         # The help lists required options first, then those that people need first.
         parameters.sort(key=lambda p: (p.default is not p.empty, few and p.name not in few))

@@ -41,7 +41,6 @@ from fastkd.train.options import (
     errors_with_file_keys,
     file_keys,
     fits,
-    lists_of,
     option,
     options_of,
     read_options_file,
@@ -134,7 +133,7 @@ class StudySettings(ColumnOptions):
 
 
 #: Options whose value is a list.
-LISTS = lists_of(Config)
+LISTS = [name for name, option in options_of(Config).items() if option.several]
 PAPERS = Path(__file__).with_name("papers")
 PAPER = "paper:"
 #: Keys of a study beside the options of `fastkd distill`.

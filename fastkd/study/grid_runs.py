@@ -38,7 +38,7 @@ from fastkd.train.files import names_of
 from fastkd.train.hub import file_of, is_served
 from fastkd.train.loading import finished_task
 from fastkd.train.models import check_depth, load
-from fastkd.train.options import as_paths, errors_with_file_keys, paths_of
+from fastkd.train.options import as_paths, errors_with_file_keys, options_of
 from fastkd.train.packaged_teacher import resolved
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import Display, Track, clock, format_scores
@@ -80,7 +80,7 @@ def _contents(options: Mapping[str, Any]) -> Iterator[str]:
     options = {**options}
     for own in options.pop("stages", {}).values():
         yield from _contents({**options, **own})
-    for name in paths_of(Config):
+    for name in (name for name, option in options_of(Config).items() if option.is_path):
         for path in as_paths(options.get(name)) or []:
             yield from _files(name, path)
     models = {name: options.get(name) for name in MODELS}

@@ -3,7 +3,6 @@
 It needs neither torch nor transformers, so that the help and the errors of a command are quick.
 """
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,15 +16,14 @@ from fastkd.train.glue import GLUE_TASKS, Glue
 from fastkd.train.hub import COMPLETIONS, has_no_weights, is_served, is_stored
 from fastkd.train.options import (
     Checked,
+    as_paths,
     check_types,
     data_option,
     file_keys,
-    lists_of,
     method_option,
     model_option,
     option,
     options_of,
-    paths_of,
     resolve_path,
     run_option,
     set_flags,
@@ -187,11 +185,6 @@ class DataOptions(ColumnOptions):
     def glue(self) -> Glue | None:
         """Columns and metrics of the GLUE task, if any."""
         return GLUE_TASKS.get(self.glue_name or "")
-
-    @property
-    def kind(self) -> str | None:
-        """Value of --task if it is a kind of rows, not a GLUE data set."""
-        return tasks.kind_of(self.task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -519,19 +512,12 @@ class Config(DataOptions):
         return self.trainer_args if isinstance(self.trainer_args, Mapping) else {}
 
 
-@functools.cache
-def _path_kinds() -> tuple[list[str], list[str]]:
-    """Names of the options that are paths, and of those that are lists of paths."""
-    return paths_of(Config), lists_of(Config)
-
-
 def _converted(name: str, value: Any) -> Any:
     """The value of an option in the type of its field: paths and text are exchanged, as needed."""
-    paths, lists = _path_kinds()
-    if name in lists:
-        many = value if isinstance(value, list | tuple) else [value]
-        return [Path(each) for each in many if each is not None] or None
-    if name in paths and isinstance(value, str):
+    option = options_of(Config).get(name)
+    if option is not None and option.several:
+        return as_paths(value)
+    if option is not None and option.is_path and isinstance(value, str):
         return Path(value)
     if name in MODELS and isinstance(value, Path):
         return str(value)
@@ -540,7 +526,7 @@ def _converted(name: str, value: Any) -> Any:
     return resolved(value) if name == "teacher" and value == PACKAGED else value
 
 
-def refuse(config: Config, wrong: Iterable[tuple[Any, str]]) -> None:
+def refuse(wrong: Iterable[tuple[Any, str]]) -> None:
     """Raise InputError with the first message whose condition holds."""
     for condition, message in wrong:
         if condition:
@@ -549,7 +535,7 @@ def refuse(config: Config, wrong: Iterable[tuple[Any, str]]) -> None:
 
 def check_stages(config: Config) -> None:
     """Raise for options that belong into the file --stages."""
-    others = (name for name in options_of(config) if name not in OF_ALL_STAGES)
+    others = (name for name in options_of(Config) if name not in OF_ALL_STAGES)
     for flag in set_flags(config, *others):
         raise InputError(f"--stages and {flag} exclude each other: it stands in the file")
     if config.resume and config.overwrite:
@@ -567,7 +553,7 @@ def check_data(config: Config) -> None:
     hub = set_flags(config, "data", "data_config", "train_split", "eval_split")
     local = set_flags(config, "train", "evals")
     remote = config.glue_name is not None or config.data is not None
-    refuse(config, (
+    refuse((
         (not local and config.no_header, "--no-header is about files; give --train and --eval"),
         (not local and not remote and config.unlabelled is not None,
          "--eval is missing: name rows, or text alone, to evaluate on"),
@@ -587,7 +573,7 @@ def check_models(config: Config) -> None:
     makes, drawn = set_flags(config, *MAKES[1:]), config.student_weights == "random"
     method = set_flags(config, "preset", "options") if config.method == AUTO else []
     served = is_served(config.teacher)
-    refuse(config, (
+    refuse((
         (config.recipe is not None and config.preset != "paper", "--recipe needs --preset paper"),
         (method, f"{''.join(method[:1])} needs --method NAME: --method {AUTO} takes another method "
          "for another kind of task"),
@@ -667,7 +653,7 @@ def check_training(config: Config) -> None:
             raise InputError(f"--teachers and {flag} exclude each other")
         if config.student is None:
             raise InputError("--teachers: pass --student, which reads the tokens of all teachers")
-    refuse(config, (
+    refuse((
         (not cache and config.teacher is None and config.teachers is None,
          "--teacher is missing: a directory or a hub name"),
         (cache and config.on_policy, "--on-policy and --teacher-cache exclude each other: a "
@@ -719,18 +705,18 @@ def option_values(
     where a value may be a list of values.
     """
     keys = {k: n for k, n in file_keys(Config, "distill").items() if n not in OF_ALL_STAGES}
-    found, (paths, lists) = {}, _path_kinds()
+    options, found = options_of(Config), {}
     for key, value in table.items():
         if key not in keys:
             raise InputError(f"{where} has no option {key!r}; {nearest(key, [*study, *keys])}")
         name, several = keys[key], isinstance(value, list) and bool(study)
-        whole = name in lists  # a list is one value
+        whole, is_path = options[name].several, options[name].is_path  # whole: a list is one value
         many = value if several and not whole else [value]
-        if name in paths:
+        if is_path:
             many = [resolve_path(f"{where}: {key}", each, folder, whole) for each in many]
         elif name in MODELS:
             many = [_model_in(f"{where}: {key}", folder, each) for each in many]
-        for each in many if name not in paths else ():
+        for each in many if not is_path else ():
             check_types(f"{where}: ", {name: each}, Config)
         found[name] = many if several and not whole else many[0]
     return found

@@ -180,7 +180,7 @@ def load(config: Config, finished: Task | None = None) -> Corpus:
 
     ``finished``: the task of a finished teacher, of whose classes the rows may lack some.
     """
-    kind = tasks.of_file(config.kind, config.train)
+    kind = tasks.of_file(config.task, config.train)
     glue = config.glue
     if config.thinking != KEEP and not hasattr(kind, "thinking"):
         raise InputError(

@@ -481,7 +481,7 @@ def check(config: Config) -> Config:
         )
     if config.resume:
         check_resume(config)
-    kind = tasks.of_file(config.kind, config.train)
+    kind = tasks.of_file(config.task, config.train)
     if config.method != AUTO:
         method = make_method(config.method, config.options, config.preset)
         check_classes(config.method, method, kind)

@@ -138,7 +138,7 @@ def load_data(config: Config, display: Display) -> Data:
 
 def finished_task(config: Config) -> Task | None:
     """The task of the teacher's head if that is finished, else None."""
-    kind = tasks.of_file(config.kind, config.train)
+    kind = tasks.of_file(config.task, config.train)
     if not issubclass(kind, ClassTask | Regression) or config.finetune_teacher:
         return None
     cache = config.teacher_cache

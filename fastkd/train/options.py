@@ -24,9 +24,10 @@ from fastkd.train.errors import InputError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option besides its field's name, type and default.
+    """An option: a field's ``kind`` (type) and ``default``, and how it is given.
 
-    ``flag`` defaults to the field's name; a word in capitals is an argument without a flag.
+    A required option has the default `dataclasses.MISSING`. ``flag`` defaults to the field's name;
+    a word in capitals is an argument without a flag.
     ``key``, the name in a run's saved settings, defaults to the field's name too; an option that
     does not change the result is not ``saved``. ``joined``: assignments separated by commas.
     ``names``: a word without "=" is a list of names, each with the value True. ``commands`` of a
@@ -46,11 +47,23 @@ class Option:
     saved: bool = True
     joined: bool = False
     names: bool = False
+    kind: Any = None
+    default: Any = None
 
     @property
     def file_key(self) -> str:
         """Name of the option in a file: ``eval``, ``set``."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def several(self) -> bool:
+        """Whether the value is a list of paths."""
+        return list[Path] in typing.get_args(self.kind)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the value is a path, or a list of paths."""
+        return self.several or Path in (self.kind, *typing.get_args(self.kind))
 
     def check(self, value: Any) -> None:
         """Raise InputError unless ``value`` lies within the bounds and among the choices."""
@@ -92,36 +105,26 @@ class Checked:
 
     def __post_init__(self) -> None:
         values = vars(self)
-        for name, meta in options_of(self).items():
+        for name, meta in options_of(type(self)).items():
             if (value := values[name]) is not None:
                 meta.check(value)
 
 
-def options_of(cls: Any) -> dict[str, Option]:
-    """The options of a dataclass or its instance, by field name."""
-    return {
-        field.name: dataclasses.replace(
-            meta, flag=meta.flag or "--" + field.name.replace("_", "-"), key=meta.key or field.name
-        )
-        for field in dataclasses.fields(cls)
-        if (meta := field.metadata.get("option")) is not None
-    }
-
-
-def paths_of(cls: Any) -> list[str]:
-    """Field names of the options that are paths, or lists of paths."""
-    kinds = typing.get_type_hints(cls)
-    return [
-        name
-        for name in options_of(cls)
-        if {Path, list[Path]} & {kinds[name], *typing.get_args(kinds[name])}
-    ]
-
-
-def lists_of(cls: Any) -> list[str]:
-    """Field names of the options whose value is a list of paths."""
-    kinds = typing.get_type_hints(cls)
-    return [name for name in options_of(cls) if list[Path] in typing.get_args(kinds[name])]
+@functools.cache
+def options_of(cls: type) -> Mapping[str, Option]:
+    """The options of a dataclass, by field name."""
+    kinds, found = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        if (meta := field.metadata.get("option")) is not None:
+            many = field.default_factory
+            found[field.name] = dataclasses.replace(
+                meta,
+                flag=meta.flag or "--" + field.name.replace("_", "-"),
+                key=meta.key or field.name,
+                kind=kinds[field.name],
+                default=field.default if many is dataclasses.MISSING else many(),
+            )
+    return found
 
 
 def as_paths(given: Any) -> list[Path] | None:
@@ -132,18 +135,8 @@ def as_paths(given: Any) -> list[Path] | None:
 
 def set_flags(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
-    default, flags, values = defaults_of(settings), options_of(settings), vars(settings)
-    return [flags[name].flag for name in names if values[name] != default[name]]
-
-
-def defaults_of(settings: Any) -> dict[str, Any]:
-    """Default of each field; `dataclasses.MISSING` for a required one."""
-    return {
-        field.name: field.default
-        if field.default_factory is dataclasses.MISSING
-        else field.default_factory()
-        for field in dataclasses.fields(settings)
-    }
+    options, values = options_of(type(settings)), vars(settings)
+    return [options[name].flag for name in names if values[name] != options[name].default]
 
 
 def as_json(settings: Any) -> dict[str, Any]:
@@ -151,7 +144,7 @@ def as_json(settings: Any) -> dict[str, Any]:
     values = vars(settings)
     return {
         meta.key: jsonable(values[name])
-        for name, meta in options_of(settings).items()
+        for name, meta in options_of(type(settings)).items()
         if meta.saved
     }
 

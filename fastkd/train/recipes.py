@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fastkd.train.options import as_json, defaults_of, file_keys, options_of, read_options_file
+from fastkd.train.options import as_json, file_keys, options_of, read_options_file
 
 PAPERS = Path(__file__).with_name("papers")
 RECIPES = ("fcd", "knn", "lrc_bert", "mc3kd", "lrkd")
@@ -54,7 +54,7 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Printed]:
     if not recipe:
         return {}
     pairs = config.text_pair_column if config.glue is None else config.glue.hub.pair
-    keys = file_keys(config)
+    keys = file_keys(type(config))
 
     def read(table: Mapping[str, Any]) -> dict[str, Printed]:
         return {keys[key]: Printed(**entry) for key, entry in table.items()}
@@ -86,7 +86,7 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
     recipe = recipe_of(config)
     if not recipe:
         return {}
-    options, defaults, values = options_of(config), defaults_of(config), as_json(config)
+    options, values = options_of(type(config)), as_json(config)
     found: dict[str, Any] = {"paper": recipe["title"], "set": {}, "given": {}, "open": {}}
     entries = entries_of(config, ["num_train_epochs"])
     if config.training_steps is not None:
@@ -98,7 +98,7 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
         entries = {name: entry for name, entry in entries.items() if name not in MAKES}
         makes = ()
     for name in (*makes, *CHANGES):
-        if name not in entries and values[options[name].key] != defaults[name]:
+        if name not in entries and values[options[name].key] != options[name].default:
             entries[name] = Printed()
     for name, entry in entries.items():
         key = options[name].key

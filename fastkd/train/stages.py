@@ -174,7 +174,7 @@ def _check(stage: Stage, known: Mapping[str, tuple[int, int | None]]) -> tuple[i
         words, depth = known[stage.assistant.name]
         teacher_words, name = words, config.teacher
         assert stage.assistant is not None
-        kinds = [tasks.of_file(x.kind, x.train) for x in (stage.config, stage.assistant.config)]
+        kinds = [tasks.of_file(x.task, x.train) for x in (stage.config, stage.assistant.config)]
         if kinds[0].head != kinds[1].head and not stage.config.finetune_teacher:
             raise InputError(
                 f"--teacher: the student of the stage {stage.assistant.name} is of --task "

@@ -92,8 +92,8 @@ def copy(tiny, tmp_path):
 def bad_options():
     """(command, flag, value) that must be refused."""
     for command in COMMANDS:
-        for name, (meta, kind, _) in main.options_for(command).items():
-            choices = meta.choices() if callable(meta.choices) else meta.choices
+        for name, meta in main.options_for(command).items():
+            kind, choices = meta.kind, meta.choices() if callable(meta.choices) else meta.choices
             values: tuple[str, ...] = ()
             if {int, float} & {kind, *typing.get_args(kind)}:
                 values = BAD_NUMBERS

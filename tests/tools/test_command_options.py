@@ -11,9 +11,9 @@ from tools import command_options
 # Words that name neither what an option sets nor its unit.
 VAGUE = re.compile(r"so many|don't tell|doesn't say|what becomes|it thinks|\beverything\b|^Which\b")
 OPTIONS = [
-    pytest.param(*about, id=f"{title} {about[0].flag}")
+    pytest.param(meta, id=f"{title} {meta.flag}")
     for title in COMMANDS
-    for about in options_for(title).values()
+    for meta in options_for(title).values()
 ]
 
 
@@ -29,11 +29,11 @@ def test_a_row_has_placeholder_default_and_help():
     assert command_options.rows("cache")["teacher"].startswith("| `--teacher TEXT` | required |")
 
 
-@pytest.mark.parametrize(("meta", "kind", "default"), OPTIONS)
-def test_help_is_one_sentence_with_a_default(meta, kind, default):
+@pytest.mark.parametrize("meta", OPTIONS)
+def test_help_is_one_sentence_with_a_default(meta):
     """Typer prints a default that is a value; the sentence names what a number left out means."""
     text = meta.help
     assert re.fullmatch(r"[A-Z].*[^.]\.", text) and not re.search(r"[.?!] +[A-Z]", text), text
     assert len(text) <= 330 and not VAGUE.search(text), text
-    if default is None and kind in (int | None, float | None):
+    if meta.default is None and meta.kind in (int | None, float | None):
         assert "default: " in text, text

@@ -77,13 +77,14 @@ def named(name: str | None) -> "type[Task]":
 
 
 def of_file(name: str | None, path: Path | None) -> "type[Task]":
-    """The task ``name``; without a name the only task that reads such a file, or the default."""
-    if name is None and path is not None:
-        kind = files.kind_of(path)
+    """The task of --task ``name``; without a kind the only task that reads such a file, or the
+    default."""
+    kind, ending = kind_of(name), "" if path is None else files.kind_of(path)
+    if kind is None and ending and ending not in files.READERS:
         for task in map(named, NAMES):
-            if kind in task.readers and kind not in files.READERS:
+            if ending in task.readers:
                 return task
-    return named(name)
+    return named(kind)
 
 
 def of_model(who: str, name: str | None, trained: str | None, config: Any) -> "type[Task]":
