@@ -93,7 +93,7 @@ def arguments_of(
             "fp16": config.precision == "fp16",
             "use_cpu": computation.device.type == "cpu",
             "report_to": [*filter(None, (config.report_to or "").split(","))],
-            "save_strategy": "epoch",
+            "save_strategy": "no",  # `fastkd.train.fitting.TrainingCallback` says when
             "logging_nan_inf_filter": False,  # a NaN is reported, not smoothed over
             "remove_unused_columns": False,
             "disable_tqdm": True,

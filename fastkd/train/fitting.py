@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,23 +62,18 @@ class ProcessRows:
     draw: tuple[int, int] = (0, 0)
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler[ProcessRows]):
     """The rows of one process for each step; seed and epoch alone determine the order.
 
     ``epoch()`` returns the epoch that begins, or that a resumed run continues.
     """
 
-    def __init__(
-        self,
-        order: LabelledOrder,
-        seed: int,
-        rank: int = 0,
-        ranks: int = 1,
-        epoch: Callable[[], int] = int,
-    ):
-        self.order, self.seed = order, seed
-        self.rank, self.ranks = rank, ranks
-        self.epoch = epoch
+    order: LabelledOrder
+    seed: int
+    rank: int = 0
+    ranks: int = 1
+    epoch: Callable[[], int] = int
 
     def __len__(self) -> int:
         return -(-self.order.rows // self.order.batch)
@@ -94,9 +89,11 @@ class StepSampler(Sampler[ProcessRows]):
             yield ProcessRows(rows_here, share, draw)
 
 
+@dataclass(eq=False)
 class _BatchDataset(Dataset):
-    def __init__(self, examples: Any, collate: Callable, may_be_empty: bool):
-        self.examples, self.collate, self.may_be_empty = examples, collate, may_be_empty
+    examples: Any
+    collate: Callable
+    may_be_empty: bool
 
     def __getitems__(self, part: ProcessRows) -> dict[str, Any]:
         for_epoch = getattr(self.collate, "for_epoch", None)  # see `Task.collator`
@@ -166,15 +163,15 @@ class StepTrainer(DistillationTrainer):
         batches, rows = self.args.gradient_accumulation_steps, self.steps.order.batch
         return f"--batch-size {rows * batches} --accumulate {batches} compares all rows of a step"
 
-    def _loader(self, steps: StepSampler) -> DataLoader:
-        """DataLoader over the steps of a sampler."""
+    def get_train_dataloader(self, steps: StepSampler | None = None) -> DataLoader:
+        """See ``transformers.Trainer.get_train_dataloader``; of other ``steps`` than its own."""
         args = self.args
         loader: Any = DataLoader
         if servers_of(self.distiller.teacher) and not self.on_policy:
             loader = functools.partial(_Ahead, self.distiller)
         return loader(
             _BatchDataset(self.train_dataset, self.data_collator, self.distiller.gather),
-            batch_sampler=steps,  # type: ignore[arg-type]
+            batch_sampler=self.steps if steps is None else steps,  # type: ignore[arg-type]
             collate_fn=dict,  # the batch itself
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -182,14 +179,15 @@ class StepTrainer(DistillationTrainer):
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
-    def get_train_dataloader(self) -> DataLoader:
-        """See ``transformers.Trainer.get_train_dataloader``."""
-        return self._loader(self.steps)
-
     def _preparation_batches(self) -> Iterator[dict[str, Any]]:
         """Whole steps, the same in all processes."""
-        for batch in self._loader(StepSampler(self.steps.order, self.steps.seed)):
+        for batch in self.get_train_dataloader(StepSampler(self.steps.order, self.steps.seed)):
             yield {name: x for name, x in batch.items() if name != SHARE}
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """See ``transformers.Trainer._evaluate``; `TrainingCallback` scores the student."""
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, {})
+        return {}
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint; an error of any process is raised as SaveFailed in all."""
@@ -404,6 +402,7 @@ def save_model(
     replace_directory(target, write)
 
 
+@dataclass(eq=False)
 class TrainingCallback(TrainerCallback):
     """Shows progress, evaluates, saves the best model, completes checkpoints, stops on signals.
 
@@ -413,25 +412,18 @@ class TrainingCallback(TrainerCallback):
     own log, so that a resumed run has them.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        distiller: Distiller,
-        title: str,
-        steps_between: int,
-        checkpoints: Checkpoints,
-        save_best: Callable[[dict[str, Any], list[dict]], None],
-        measure: Callable[[Run, Any], Mapping[str, Any]] | None = None,
-    ):
-        self.run, self.distiller, self.title = run, distiller, title
-        self.display, self.steps_between = run.display, steps_between
-        self.checkpoints, self.save_best, self.measure = checkpoints, save_best, measure
-        self.received: int | None = None  # by this process
-        self.signum: int | None = None  # by any
-        self.stopping = False
-        self.track = Track()
-        self.started = 0.0
-        self.evaluated_at = -1
+    run: Run
+    distiller: Distiller
+    title: str
+    steps_between: int
+    checkpoints: Checkpoints
+    save_best: Callable[[dict[str, Any], list[dict]], None]
+    measure: Callable[[Run, Any], Mapping[str, Any]] | None = None
+    #: Signal that this process received, and that any process did.
+    received: int | None = None
+    signum: int | None = None
+    track: Track = field(default_factory=Track)
+    started: float = 0.0
 
     def request_stop(self, signum: int, frame: object) -> None:
         """Handle a signal: the first stops after a checkpoint, a second one at once."""
@@ -439,7 +431,7 @@ class TrainingCallback(TrainerCallback):
             raise Stopped(signum)
         self.received = signum
         again = " (Ctrl-C again stops at once)" if signum == signal.SIGINT else ""
-        self.display.say(f"stopping after this step{again}")
+        self.run.display.say(f"stopping after this step{again}")
 
     @property
     def remedy(self) -> str:
@@ -452,7 +444,7 @@ class TrainingCallback(TrainerCallback):
         self.signum = processes.largest(self.received or 0) or None
 
     def on_train_begin(self, args, state, control, **_):
-        self.track = self.display.track(self.title, state.global_step, state.max_steps)
+        self.track = self.run.display.track(self.title, state.global_step, state.max_steps)
         past = history_of(state.log_history)
         self.started = time.perf_counter() - (past[-1]["seconds"] if past else 0.0)
 
@@ -471,32 +463,18 @@ class TrainingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.sync_signals()
-        every = self.checkpoints.every
-        due = every and state.global_step % every == 0
+        step, every = state.global_step, self.checkpoints.every
+        control.should_evaluate = step % self.steps_between == 0 or step == state.max_steps
+        due = every and step % every == 0
+        control.should_save = bool(due or self.signum or control.should_evaluate)
         # An evaluation reports the losses of all steps before it, also after resuming.
-        control.should_log |= bool(due or self.signum or self._evaluates_after(state))
-        # The checkpoint of an evaluation follows it, in on_epoch_end.
-        if (due or self.signum) and not self._evaluates_after(state):
-            control.should_save = True
-            self.stopping = self.signum is not None
-
-    def _evaluates_after(self, state) -> bool:
-        step = state.global_step
-        return step % self.steps_between == 0 or step == state.max_steps
-
-    def on_epoch_end(self, args, state, control, **_):
-        if not self._evaluates_after(state):
-            control.should_save = False
-            return
-        self._evaluate(state)
-        self.sync_signals()
-        self.stopping = self.signum is not None
+        control.should_log |= control.should_save
 
     def on_save(self, args, state, control, **_):
         complete = functools.partial(self.checkpoints.complete, state.global_step)
         processes.on_first_process(complete)
-        self.display.event("checkpoint", title=self.title, step=state.global_step)
-        if self.stopping and self.signum is not None:
+        self.run.display.event("checkpoint", title=self.title, step=state.global_step)
+        if self.signum is not None:
             raise Interrupted(state.global_step, self.signum)
 
     def _head_is_trained(self, step: int, steps: int) -> bool:
@@ -508,10 +486,7 @@ class TrainingCallback(TrainerCallback):
         )
         return now or not end
 
-    def _evaluate(self, state):
-        if self.evaluated_at == state.global_step:
-            return
-        self.evaluated_at = state.global_step
+    def on_evaluate(self, args, state, control, **_):
         began = time.perf_counter()
         past = history_of(state.log_history)
         entry = {
@@ -538,12 +513,13 @@ class TrainingCallback(TrainerCallback):
         self.started += time.perf_counter() - began
         # Logged after the model is saved, so that a checkpoint's best model is on the disk.
         state.log_history.append({"evaluation": entry})
-        self.display.event("evaluation", title=self.title, **entry)
+        self.run.display.event("evaluation", title=self.title, **entry)
         mark = "  (best so far)" if entry["best"] else "" if ready else "  (head not trained yet)"
-        self.display.say(
+        self.run.display.say(
             f"{self.title}  epoch {entry['epoch']:g}:  {format_scores(entry['scores'])}"
             f"  [{format_scores(entry['losses'])}]{mark}"
         )
+        self.sync_signals()
 
 
 def history_of(log: list[dict]) -> list[dict]:
