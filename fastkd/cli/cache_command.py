@@ -31,7 +31,8 @@ from fastkd.train.models import STUDENT, TEACHERS_TOKENIZER, make_method, settle
 from fastkd.train.options import as_json
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
-from fastkd.train.run_directory import row_fingerprints, size_text
+from fastkd.train.run_directory import fingerprint_of, size_text
+from fastkd.train.run_directory import rows_of as sets_of_rows
 from fastkd.train.saving import (
     LOCK,
     MANIFEST,
@@ -175,7 +176,9 @@ def _complete(run: Run, models: Models, scores: dict[str, float]) -> None:
     with saving(out, KEPT):
         report = {
             "settings": {**as_json(run.config), "max_length": models.max_length},
-            "fingerprints": row_fingerprints(data.corpus),
+            "fingerprints": {
+                name: fingerprint_of(rows) for name, rows in sets_of_rows(data.corpus).items()
+            },
             "teacher": scores,
             **({} if teacher is None else sizes_of(teacher)),
             "selected": models.selected,

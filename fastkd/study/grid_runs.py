@@ -43,7 +43,7 @@ from fastkd.train.packaged_teacher import resolved
 from fastkd.train.processes import choose_device
 from fastkd.train.progress import Display, Track, clock, format_scores
 from fastkd.train.row_teachers import teachers_of
-from fastkd.train.run_directory import row_fingerprints
+from fastkd.train.run_directory import fingerprint_of, rows_of
 from fastkd.train.saving import find_damage, read_json, write_json
 from fastkd.train.scoring import Trained, seconds_a_batch
 
@@ -119,9 +119,9 @@ def _commit(model: str) -> str:
 @functools.cache
 def _hub_rows(source: str) -> str:
     """Fingerprints of the rows of a hub data set; ``source`` has its options as JSON."""
-    return json.dumps(
-        row_fingerprints(data.load(Config.of(json.loads(source), "verify"))), sort_keys=True
-    )
+    corpus = data.load(Config.of(json.loads(source), "verify"))
+    prints = {name: fingerprint_of(rows) for name, rows in rows_of(corpus).items()}
+    return json.dumps(prints, sort_keys=True)
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:

@@ -43,8 +43,8 @@ from fastkd.train.run_directory import (
     EVAL_ROWS,
     Checkpoints,
     RunDirectory,
+    fingerprint_of,
     is_complete,
-    model_fingerprint,
     rows_of,
 )
 from fastkd.train.saving import MANIFEST, locked, read_json, saving, update_manifest
@@ -327,7 +327,7 @@ def _can_cache(run: Run, models: Models) -> bool:
 def _cache(run: Run, models: Models, folder: Path) -> TeacherCache:
     """The teacher's outputs on all training rows; only missing ones are computed."""
     request = json.dumps(teacher_request(models.distiller.method))
-    parts = (model_fingerprint(models.teacher), request, run.config.precision)
+    parts = (fingerprint_of(models.teacher), request, run.config.precision)
     path = folder / fingerprint(map(str.encode, parts))
     path.mkdir(parents=True, exist_ok=True)
     rows, device = run.sets.all, run.computation.device

@@ -221,7 +221,7 @@ class RunDirectory:
         All processes call this method. An input that no longer exists, such as a teacher that has
         since been fine-tuned, is left out.
         """
-        prints = {name: _fingerprint_of(value) for name, value in inputs.items()}
+        prints = {name: fingerprint_of(value) for name, value in inputs.items()}
         everywhere = processes.all_gather(prints)
         for number, others in enumerate(everywhere):
             for name, value in everywhere[0].items():
@@ -325,28 +325,18 @@ def rows_of(corpus: Corpus) -> dict[str, Any]:
     return {name: rows for name, rows in sets.items() if rows is not None}
 
 
-def row_fingerprints(corpus: Corpus) -> dict[str, str]:
-    """Fingerprints of all sets of rows."""
-    return {name: _fingerprint_of(rows) for name, rows in rows_of(corpus).items()}
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Fingerprint of all weights."""
-    weights = (value.detach().cpu().contiguous() for value in model.state_dict().values())
-    return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)
-
-
-def _fingerprint_of(value: Any) -> str:
+def fingerprint_of(value: Any) -> str:
     """Fingerprint of rows (texts and labels, whatever their source), models or a tokenizer."""
     if isinstance(value, Rows):
         return fingerprint(repr(row).encode() for row in value.contents())
     if isinstance(value, list):
-        return fingerprint(_fingerprint_of(part).encode() for part in value)
+        return fingerprint(fingerprint_of(part).encode() for part in value)
     if isinstance(value, TeacherCache):
         student = (read_manifest(value.path / STUDENT) or {}).get("files")
         return fingerprint(x.encode() for x in (value.digest, json.dumps(student, sort_keys=True)))
     if isinstance(value, RowSource):
         return fingerprint([json.dumps(value.configuration()).encode()])
     if isinstance(value, nn.Module):
-        return model_fingerprint(value)
+        weights = (x.detach().cpu().contiguous() for x in value.state_dict().values())
+        return fingerprint(w.flatten().view(torch.uint8).numpy().tobytes() for w in weights)
     return tokenizer_fingerprint(value)
