@@ -221,6 +221,10 @@ class _Trained(InGroup):
     teacher: Any
     method: Method
     _progress: float | None
+    #: The student's configuration.
+    config: Any
+    #: Whether the head predicts one label per token; see ``num_items`` in `forward`.
+    counts_positions: bool
 
     @property
     def progress(self) -> float:
@@ -232,16 +236,6 @@ class _Trained(InGroup):
         """Whether this step applies LRC-BERT's gradient perturbation."""
         training = self.student_model.uncompiled.training and torch.is_grad_enabled()
         return self.method.perturb and training
-
-    @property
-    def config(self) -> Any:
-        """The student's configuration."""
-        return self.student_model.config
-
-    @property
-    def counts_positions(self) -> bool:
-        """Whether the head predicts one label per token; see ``num_items`` in `forward`."""
-        return self.student_model.per_token
 
     @property  # type: ignore[override]
     def training(self) -> bool:
@@ -361,6 +355,8 @@ class Distiller(_Trained):
             )
         self.teacher, self.student, self.method = taught, student, method
         self.gather, self.group, self.keep_logits = gather, group, keep_logits
+        self.config = self.student_model.config
+        self.counts_positions = self.student_model.per_token
         self._progress = None
         method.build(self.teachers.model, self.student_model)
         for each, taught_by in self.teachers.pairs:

@@ -98,21 +98,21 @@ class Rows:
         """Number in the source of the first row with raw label ``i``."""
         return self.number(int(np.argmax(self.raw_labels[1] == i)))
 
-    def map_labels(self, read: Callable[[str], Any]) -> list[Any]:
-        """``read(label)`` for each distinct raw label; an InputError gets the row as a prefix."""
+    def map_labels(self, read: Callable[[str], Any]) -> np.ndarray:
+        """``read(label)`` of each row, for which it is called once for each distinct raw label.
+
+        An InputError gets the row as a prefix.
+        """
+        labels, which = self.raw_labels
         found = []
-        for i, label in enumerate(self.raw_labels[0]):
+        for i, label in enumerate(labels):
             try:
                 found.append(read(label))
             except InputError as error:
                 raise InputError(
                     f"{self.source}, row {self.first_row_with_label(i)}: {error}"
                 ) from None
-        return found
-
-    def labelled(self, read: Callable[[str], float]) -> "Rows":
-        """Rows whose labels are ``read(label)``."""
-        return self.with_labels(np.array(self.map_labels(read))[self.raw_labels[1]])
+        return np.array(found)[which]
 
     def with_labels(self, labels: np.ndarray | list[list[str]]) -> "Rows":
         """Rows with these labels: numbers, or a list of names for each row."""

@@ -158,7 +158,7 @@ def select(config: Config, data: Data, teacher: Any, display: Display) -> list[i
     length = teachers_length(config, data, teacher, Display())
     rows = training_encoder(config, data, length)(data.corpus.train)
     order = np.random.default_rng(config.seed).permutation(len(rows))[:SELECTION_ROWS].tolist()
-    batches = rows.batches(collator(data, data.task), 32, order)
+    batches = rows.batches(collator(data), 32, order)
     layers = processes.on_first_process(lambda: layers_of(config, teacher, batches))
     display.say(f"teacher layers that differ most: {', '.join(map(str, layers))}")
     return layers

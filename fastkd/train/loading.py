@@ -235,7 +235,7 @@ def _cached_tokenizers(config: Config, folder: Path) -> tuple[Any, Any]:
 
 def encode(config: Config, data: Data, max_length: int) -> Sets:
     """All rows in the tokens of both models."""
-    corpus, task, encoded = data.corpus, data.task, encoder(data, max_length)
+    corpus, encoded = data.corpus, encoder(data, max_length)
     train = training_encoder(config, data, max_length)
     rows = train(corpus.train)
     return Sets(
@@ -244,7 +244,7 @@ def encode(config: Config, data: Data, max_length: int) -> Sets:
         rows if corpus.teacher_train is None else train(corpus.teacher_train),
         {suffix: encoded(rows) for suffix, rows in corpus.evals.items()},
         {suffix: encoded(rows) for suffix, rows in corpus.test.items()},
-        collator(data, task),
+        collator(data),
     )
 
 
@@ -267,13 +267,12 @@ def encoder(data: Data, max_length: int) -> Callable[[Rows], Encoded]:
     return encode
 
 
-def collator(data: Data, task: Task) -> Any:
+def collator(data: Data) -> Any:
     """The collator of training rows."""
-    if data.row_teachers:
-        return ByRowCollator(task.collator(data.tokenizer))
     if data.teacher_tokenizer is not None:
-        return TwoTokenizerCollator(task, data.tokenizer, data.teacher_tokenizer)
-    return task.collator(data.tokenizer)
+        return TwoTokenizerCollator(data.task, data.tokenizer, data.teacher_tokenizer)
+    collate = data.task.collator(data.tokenizer)
+    return ByRowCollator(collate) if data.row_teachers else collate
 
 
 class TwoTokenizerCollator:

@@ -25,7 +25,6 @@ from fastkd.train.hub import check_place, file_of, hub_answers, is_served, why_n
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_manifest
 from fastkd.train.tasks.base import Corpus, Task
-from fastkd.train.tasks.base import fit_config as fit_head
 
 # Rows that are read with both tokenizers, characters of each, and rows in memory at a time.
 ROWS, CHARACTERS, BATCH = 1024, 4096, 32
@@ -289,8 +288,12 @@ def check_depth(option: str, wanted: int, depth: int) -> None:
 
 
 def fit_config(config: Any, task: Task, tokenizer: Any) -> None:
-    """Set the task and the padding token in a model's configuration."""
-    fit_head(task, config)
+    """Set the head of a task and the padding token in a model's configuration."""
+    if task.num_labels is not None:
+        config.num_labels, config.problem_type = task.num_labels, task.problem
+    if task.names is not None:
+        config.id2label = dict(enumerate(task.names))
+        config.label2id = {label: i for i, label in enumerate(task.names)}
     fit_padding(config, tokenizer)
 
 

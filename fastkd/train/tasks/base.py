@@ -533,15 +533,6 @@ def check_fast(task: Task, tokenizer: Any, lacks: str) -> None:
         )
 
 
-def fit_config(task: Task, config: Any) -> None:
-    """Set number, names and problem type of the head in ``config``."""
-    if task.num_labels is not None:
-        config.num_labels, config.problem_type = task.num_labels, task.problem
-    if task.names is not None:
-        config.id2label = dict(enumerate(task.names))
-        config.label2id = {label: i for i, label in enumerate(task.names)}
-
-
 @dataclass(frozen=True)
 class Pad:
     """``collate`` for rows that may have ``position_ids``, on the padding side of the class.

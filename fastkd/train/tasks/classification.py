@@ -143,12 +143,12 @@ class Classification(ClassTask):
                 count = f"{len(rest)} of {total} rows have no label ({UNLABELLED})"
                 notes = [f"{rows.source}: {count}"]
         if not any(map(read_distribution, rows.raw_labels[0])):
-            return Prepared(self, rows.labelled(find), tuple(notes), rest)
+            return Prepared(self, rows.with_labels(rows.map_labels(find)), tuple(notes), rest)
         notes.append(
             f"{rows.source}: labels are probabilities; scores take the most probable class"
         )
-        found = np.stack(rows.map_labels(distribution))[rows.raw_labels[1]]
-        return Prepared(self, rows.with_probabilities(found), tuple(notes), rest)
+        rows = rows.with_probabilities(rows.map_labels(distribution))
+        return Prepared(self, rows, tuple(notes), rest)
 
     def encode(self, batch: dict[str, list], tokenizer: Any, max_length: int) -> Tokens:
         tokens = super().encode(batch, tokenizer, max_length)

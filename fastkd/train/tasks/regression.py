@@ -34,7 +34,7 @@ class Regression(Task):
         return 1
 
     def read_labels(self, rows: Rows, unknown: str = UNKNOWN) -> Prepared:
-        return Prepared(self, rows.labelled(_real))
+        return Prepared(self, rows.with_labels(rows.map_labels(_real)))
 
     def describe(self, corpus: Corpus) -> Iterator[str]:
         marked = np.count_nonzero(corpus.train.labels == UNLABELLED)
