@@ -145,7 +145,7 @@ def _left_out(item) -> bool:
     # Options without a parameter have a default that the kernels support.
     defaults = {name: next(iter(values)) for name, values in kernels.options.items()}
     call = {**defaults, **dict.fromkeys(kernels.limits, 0), **given}
-    return kernels.why_not(given.get("dtype", torch.float32), call) is not None
+    return dispatch.why_unsupported(kernels, given.get("dtype", torch.float32), call) is not None
 
 
 def pytest_collection_modifyitems(items):

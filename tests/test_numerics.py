@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fastkd
-from fastkd._core import allocation, extension
+from fastkd._core import extension, numerics
 from fastkd._core.numerics import multiplies_in_float32, sum_by_doubling, times_upstream
 from fastkd.models.outputs import Outputs
 from fastkd.models.spans import Spans
@@ -30,7 +30,7 @@ def test_large_allocations_cause_few_page_faults(monkeypatch):
                 return line.split()[1:]
         return []
 
-    large = allocation.empty((allocation.LARGE // 1024, 256), torch.float32, torch.device("cpu"))
+    large = numerics.empty((numerics.LARGE // 1024, 256), torch.float32, torch.device("cpu"))
     x = torch.randn(1024, 1536)
     _, gradient = torch.ops.fastkd_cpp.layer_norm_mse(x, x, None, 1e-5, 1, True, False)
     if not all("hg" in flags(made) for made in (large, gradient)):

@@ -1,4 +1,4 @@
-"""Precision and derivative rules of all losses."""
+"""Precision, derivatives and large results of all losses."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
+from fastkd._core import extension
 from fastkd._core.operator import RECORDING
+
+# From this size the C library often returns memory to the system and requests it again each step.
+LARGE = 1 << 22
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -56,6 +60,15 @@ def values_readable(x: Tensor) -> bool:
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not torch._C._functorch.is_legacy_batchedtensor(x)
     )
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty`` on huge pages where the system has them: page faults cost less."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    large = extension.CPU and not torch.compiler.is_compiling() and x.nbytes >= LARGE
+    if large and values_readable(x):
+        torch.ops.fastkd_cpp.take_pages(x)
+    return x
 
 
 def saveable(x: Tensor) -> Tensor:

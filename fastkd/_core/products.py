@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastkd._core import extension
-from fastkd._core.allocation import empty
-from fastkd._core.numerics import upcast, working_dtype
+from fastkd._core.numerics import empty, upcast, working_dtype
 
 # Entries of a matrix that are converted or added at a time: on the CPU, on a GPU.
 TILE_ENTRIES = (1 << 20, 1 << 24)

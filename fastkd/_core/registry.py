@@ -7,7 +7,6 @@ public names without a row.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,19 +23,6 @@ class Kernels:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     options: Mapping[str, Collection[str]] = field(default_factory=dict)  # name → supported values
     limits: Mapping[str, int] = field(default_factory=dict)  # name of a size → largest supported
-
-    def why_not(self, dtype: torch.dtype, call: Mapping[str, Any]) -> str | None:
-        """Why the kernels don't support a call, or None; ``call`` has its options and sizes."""
-        if dtype not in self.dtypes:
-            return f"{str(dtype).removeprefix('torch.')} is left to PyTorch"
-        for name, values in self.options.items():
-            if call[name] not in values:
-                supported = " or ".join(map(repr, values))
-                return f"its kernels support {name}={supported}, got {call[name]!r}"
-        for name, largest in self.limits.items():
-            if call[name] > largest:
-                return f"its kernels take at most {largest} {name}, got {call[name]}"
-        return None
 
 
 @dataclass(frozen=True)

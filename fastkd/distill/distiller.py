@@ -35,10 +35,11 @@ from fastkd.models.batch import (
     decoder_tokens,
     from_front,
     put_back,
+    rotate,
     split_inputs,
 )
 from fastkd.models.hooks import replaced_embeddings
-from fastkd.models.inputs import IGNORED, Batches, rotate
+from fastkd.models.inputs import IGNORED, Batches
 from fastkd.models.outputs import HeadOutput, Outputs
 from fastkd.models.spans import paired_positions
 

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fastkd.distill.distiller import Distiller
 from fastkd.distill.prediction_losses import Lists
 from fastkd.distill.teachers import averaging_teachers
-from fastkd.models.batch import MixedDocuments, find_documents
-from fastkd.models.inputs import IGNORED, rotate
+from fastkd.models.batch import MixedDocuments, find_documents, rotate
+from fastkd.models.inputs import IGNORED
 
 __all__ = ["Check", "table", "verify"]
 

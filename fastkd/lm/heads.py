@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastkd._core import check
-from fastkd._core.allocation import empty
-from fastkd._core.numerics import product, upcast, values_readable
+from fastkd._core.numerics import empty, product, upcast, values_readable
 from fastkd.lm.linear_soft_targets import HeadForm
 
 # Attributes of transformers' configurations that change the head's products: a cap, a factor, a

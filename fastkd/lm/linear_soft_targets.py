@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastkd._core.allocation import empty
 from fastkd._core.numerics import (
     autocast_off,
+    empty,
     once_differentiable,
     save_for_backward,
     times_upstream,

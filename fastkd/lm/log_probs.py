@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from fastkd._core import check
-from fastkd._core.allocation import empty
 from fastkd._core.dispatch import backend_of
 from fastkd._core.fallback import wide_dtype
 from fastkd._core.numerics import (
     apply,
     as_rows,
     autocast_off,
+    empty,
     once_differentiable,
     save_for_backward,
     saveable,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fastkd._core import check
-from fastkd._core.allocation import empty
 from fastkd._core.dispatch import Backend, backend_of
 from fastkd._core.fallback import by_reference
 from fastkd._core.module import LossModule
@@ -21,6 +20,7 @@ from fastkd._core.numerics import (
     as_rows,
     autocast_off,
     dense_rows,
+    empty,
     once_differentiable,
     save_for_backward,
     saveable,

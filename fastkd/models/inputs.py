@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastkd._core.numerics import values_readable
-
 Batches = Iterable[Mapping[str, Any]]
 IGNORED = -100  # label of unlabelled samples and tokens
 
@@ -53,59 +51,6 @@ def frames_mask(model: Any, batch: Mapping[str, Any], mask: Tensor | None) -> Te
         return mask
     frames = model._get_feat_extract_output_lengths(torch.tensor(mask.shape[1], device="cpu"))
     return find(int(frames), mask.long()).bool()  # type: ignore[no-any-return]
-
-
-# Inputs that hold a vector (D,) or a box for each token.
-TOKEN_VECTORS = ("inputs_embeds", "input_features", "bbox")
-
-
-def pad_right(batch: Mapping[str, Any], side: str = "") -> tuple[dict[str, Any], Tensor | None]:
-    """The batch with left padding moved to the right.
-
-    Each row is rotated, so that every model counts positions from the first real token. Where the
-    mask's values can't be read, all rows are rotated, by 0 if they have no left padding.
-
-    Args:
-        batch: inputs with ``attention_mask`` (B, N), or (B, C, N) for multiple choice.
-        side: prefix of the input names: "decoder_" for a decoder's inputs.
-
-    Returns:
-        The inputs, and the position (B, 1) that each row's first real token had; None instead of
-        positions if the batch is unchanged.
-    """
-    inputs, name = dict(batch), f"{side}attention_mask"
-    mask = inputs.get(name)
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 3) or not mask.numel():
-        return inputs, None
-    # Inputs with an entry, or a vector, for each token of the mask.
-    tokens = [
-        n
-        for n, x in inputs.items()
-        if n.startswith(side) and (side or not n.startswith("decoder_")) and isinstance(x, Tensor)
-        if x.shape == mask.shape
-        or (n.removeprefix(side) in TOKEN_VECTORS and x.shape[:-1] == mask.shape)
-    ]
-    if len(tokens) == 1 or "cu_seq_lens_q" in inputs:  # the mask alone, or one packed row
-        return inputs, None
-    if values_readable(mask) and bool(mask[..., 0].all()):
-        return inputs, None
-    first = mask.bool().to(torch.uint8).argmax(-1, keepdim=True)
-    for n in tokens:
-        inputs[n] = rotate(inputs[n], first, mask.dim() - 1)
-    positions = inputs.get(f"{side}position_ids")
-    if isinstance(positions, Tensor) and f"{side}position_ids" not in tokens:
-        # One row for all samples, or three positions a token (M-RoPE): (3, B, N).
-        positions = positions.expand(*positions.shape[:-2], *mask.shape)
-        inputs[f"{side}position_ids"] = rotate(positions, first, -1)
-    return inputs, first
-
-
-def rotate(x: Tensor, first: Tensor, dim: int) -> Tensor:
-    """``x`` rotated along ``dim``, so that each row begins with its entry ``first`` (B, 1)."""
-    N = x.shape[dim]
-    order = (torch.arange(N, device=first.device) + first) % N
-    order = order.to(x.device).reshape(*order.shape, *(1,) * (x.dim() - 1 - dim % x.dim()))
-    return x.gather(dim, order.expand_as(x))
 
 
 def without_adapters(model: nn.Module) -> nn.Module:

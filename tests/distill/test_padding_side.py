@@ -8,7 +8,7 @@ from fastkd.analysis import layer_similarity
 from fastkd.distill import FCD, MC3KD, Blocks, Distiller, student_from_teacher
 from fastkd.distill.trainer import DistillationTrainer
 from fastkd.distill.verify import taken
-from fastkd.models.inputs import pad_right, rotate
+from fastkd.models.batch import pad_right, rotate
 from tests.distill.models import batch, pair
 from tests.distill.support import data_of, model_of
 from tests.support.compare import raises
