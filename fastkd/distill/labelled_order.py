@@ -1,7 +1,7 @@
 """Row order of an epoch with a minimum fraction of labelled rows in each batch."""
 
+import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,29 +43,23 @@ class LabelledOrder:
     share: float = LABELLED_SHARE
     lengths: np.ndarray | None = None
 
-    @property
-    def _labelled_per_batch(self) -> int:
-        """Labelled rows in a full batch; 0 if labelled rows are not repeated."""
+    @functools.cached_property
+    def batch_sizes(self) -> list[tuple[int, int]]:
+        """Numbers of unlabelled and labelled rows of each batch; empty if none are repeated."""
         count, rows = int(self.labelled.sum()), len(self.labelled)
         # 1e-9: a rounding error must not add a row. An epoch ends when all unlabelled rows are
         # read, so a batch needs at least one.
         drawn = min(math.ceil(self.share * self.batch - 1e-9), self.batch - 1)
-        enough = count >= min(self.share, drawn / self.batch) * rows
-        return 0 if enough or count == 0 else drawn
+        if count == 0 or count >= min(self.share, drawn / self.batch) * rows:
+            return []
+        full, rest = divmod(rows - count, self.batch - drawn)
+        last = [(rest, math.ceil(rest * drawn / (self.batch - drawn)))] if rest else []
+        return [(self.batch - drawn, drawn)] * full + last
 
     @property
     def rows(self) -> int:
         """Rows in an epoch."""
-        if not self._labelled_per_batch:
-            return len(self.labelled)
-        return sum(sum(sizes) for sizes in self._batch_sizes())
-
-    def _batch_sizes(self) -> Sequence[tuple[int, int]]:
-        """Numbers of unlabelled and labelled rows of each batch."""
-        without, drawn = int((~self.labelled).sum()), self._labelled_per_batch
-        full, rest = divmod(without, self.batch - drawn)
-        last = [(rest, math.ceil(rest * drawn / (self.batch - drawn)))] if rest else []
-        return [(self.batch - drawn, drawn)] * full + last
+        return sum(map(sum, self.batch_sizes)) or len(self.labelled)
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Row numbers, batch after batch."""
@@ -83,16 +77,15 @@ class LabelledOrder:
         return order
 
     def _random(self, rng: np.random.Generator) -> np.ndarray:
-        if not self._labelled_per_batch:
+        if not self.batch_sizes:
             return rng.permutation(len(self.labelled))
-        batch_sizes = self._batch_sizes()
         with_label, without = np.flatnonzero(self.labelled), np.flatnonzero(~self.labelled)
-        needed = sum(drawn for _, drawn in batch_sizes)
+        needed = sum(drawn for _, drawn in self.batch_sizes)
         rounds = -(-needed // len(with_label))
         labelled = np.concatenate([rng.permutation(with_label) for _ in range(rounds)])[:needed]
         unlabelled = rng.permutation(without)
         batches, at = [], [0, 0]
-        for rest, drawn in batch_sizes:
+        for rest, drawn in self.batch_sizes:
             positions = (2 * np.arange(drawn) + 1) * (rest + drawn) // max(1, 2 * drawn)
             batch = np.empty(rest + drawn, dtype=np.int64)
             is_labelled = np.zeros(rest + drawn, dtype=bool)

@@ -56,23 +56,16 @@ SELECTION_ROWS = 2048
 class Models:
     """Teacher and student in a Distiller, and the longest text that both read, in tokens.
 
-    The ``teacher`` is a model, a cache, a server, or one of these for each row. ``selected``
-    layers of it are those of --teacher-layers select.
+    The ``teacher`` is a model, a cache, a server, or one of these for each row; ``teacher_model``
+    is None unless it is a model. ``selected`` layers of it are those of --teacher-layers select.
     """
 
     teacher: Any
+    teacher_model: Any
+    student: PreTrainedModel
     distiller: Distiller
     max_length: int
     selected: list[int] | None = None
-
-    @property
-    def student(self) -> PreTrainedModel:
-        return cast(PreTrainedModel, self.distiller.student)
-
-    @property
-    def teacher_model(self) -> Any:
-        """The teacher; None if it is a cache, runs in a server, or each row has its own."""
-        return model_of(self.teacher)
 
     @property
     def row_teachers(self) -> Mapping[str, nn.Module]:
@@ -134,7 +127,7 @@ def assemble(
         raise InputError(message) from error
     if data.teacher_tokenizer is not None or config.unmatched != "renormalise":
         _check_tokens(config, data, method)
-    return Models(teacher, distiller, length, selected)
+    return Models(teacher, model_of(teacher), student, distiller, length, selected)
 
 
 def teachers_length(config: Config, data: Data, teacher: Any, display: Display) -> int:

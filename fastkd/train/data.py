@@ -351,16 +351,15 @@ def describe(corpus: Corpus) -> Iterator[str]:
         scored.insert(0, ("test", [*corpus.test.values()]))
     for kind, sets in scored:
         for name, rows in (("training", corpus.train), ("unlabelled", corpus.unlabelled)):
-            twice = 0 if rows is None else _count_duplicates(rows, sets)
+            if rows is None:
+                continue
+            # Hashes of the texts of all rows, which may exceed the memory.
+            texts = (x for each in sets for x in each.without_label().contents())
+            counts = Counter(map(hash, texts))
+            twice = sum(counts.pop(hash(x), 0) for x in rows.without_label().contents())
             if twice:
                 total = sum(map(len, sets))
                 yield f"warning: {twice} of the {total} {kind} rows are {name} rows too"
-
-
-def _count_duplicates(train: Rows, sets: list[Rows]) -> int:
-    """How many rows of ``sets`` have the texts of a training row; compares hashes."""
-    counts = Counter(hash(x) for rows in sets for x in rows.without_label().contents())
-    return sum(counts.pop(hash(x), 0) for x in train.without_label().contents())
 
 
 def file_columns(

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import math
 import os
 import re
@@ -140,22 +141,11 @@ def set_flags(settings: Any, *names: str) -> list[str]:
 
 
 def as_json(settings: Any) -> dict[str, Any]:
-    """The options that the result depends on, in JSON's types."""
-    values = vars(settings)
-    return {
-        meta.key: jsonable(values[name])
-        for name, meta in options_of(type(settings)).items()
-        if meta.saved
-    }
-
-
-def jsonable(value: Any) -> Any:
-    """A value in JSON's types; paths are strings."""
-    if isinstance(value, Mapping):
-        return {str(name): jsonable(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
+    """The options that the result depends on, in JSON's types; paths are strings."""
+    values, options = vars(settings), options_of(type(settings)).items()
+    found = {meta.key: values[name] for name, meta in options if meta.saved}
+    text = json.dumps(found, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))
+    return json.loads(text)
 
 
 def assignments(
