@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import load, tokenizer_of
 from fastkd.train.options import as_json
 from fastkd.train.processes import choose_device
-from fastkd.train.saving import check_new_file
+from fastkd.train.saving import check_new_file, tsv_line
 from fastkd.train.tasks.classification import Classification
 
 ORIGIN = ("row", "augmented")  # columns of the source row, and 1 for a copy
@@ -85,7 +84,7 @@ def _lines(
     for number in range(1 + settings.times):
         cells = [copies[key][number] if key in copies else record[key] for key in keys]
         cells += [record["number"], int(number > 0)]
-        yield "\t".join(re.sub(r"[\t\r\n]", " ", str(cell)) for cell in cells) + "\n"
+        yield tsv_line(cells)
 
 
 def _state_of(part: Path) -> Path:

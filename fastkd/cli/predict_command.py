@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from fastkd.train.evaluation import score
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.processes import Computation
 from fastkd.train.progress import format_scores
-from fastkd.train.saving import check_new_file, csv_text, write_file, write_json
+from fastkd.train.saving import check_new_file, csv_text, tsv_line, write_file, write_json
+from fastkd.train.scoring import score
 from fastkd.train.trained_model import TrainedModel
 
 
@@ -48,19 +48,9 @@ def _joined(value: Any, between: str | None) -> Any:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _tsv(found: list[dict[str, Any]]) -> str:
-    """Unquoted, as `fastkd` reads it; separators inside a text become spaces."""
-    rows = ([*found[0]], *(row.values() for row in found))
-    return "".join("\t".join(map(_cell, row)) + "\n" for row in rows)
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else re.sub(r"[\t\r\n]", " ", str(value))
-
-
 TABLES = (".tsv", ".csv")
 FORMATS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
-    ".tsv": _tsv,
+    ".tsv": lambda found: "".join(map(tsv_line, (found[0], *(row.values() for row in found)))),
     ".csv": csv_text,
     ".json": lambda found: json.dumps(found, indent=1, ensure_ascii=False) + "\n",
     ".jsonl": lambda found: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in found),

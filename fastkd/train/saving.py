@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -249,6 +250,12 @@ def check_directory(flag: str, path: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write ``content`` as JSON, replacing ``path`` only once it is complete and on the disk."""
     write_file(path, json.dumps(content, indent=2) + "\n")
+
+
+def tsv_line(cells: Iterable[Any]) -> str:
+    """An unquoted line of .tsv; separators inside a text become spaces."""
+    texts = ("" if cell is None else re.sub(r"[\t\r\n]", " ", str(cell)) for cell in cells)
+    return "\t".join(texts) + "\n"
 
 
 def csv_text(rows: Iterable[Mapping[str, Any]]) -> str:
