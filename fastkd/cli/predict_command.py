@@ -13,7 +13,6 @@ from fastkd.cli.display import say, stderr_display
 from fastkd.train import glue_server
 from fastkd.train.data import empty_column, read_hub
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import score
 from fastkd.train.glue import GLUE_TASKS, HUB
 from fastkd.train.processes import Computation
 from fastkd.train.progress import format_scores

@@ -1,5 +1,7 @@
-"""How models generate text: its length, greedy or sampled."""
+"""How models generate text: its length, greedy or sampled; and the score of such texts."""
 
+import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkd._core.extras import require
 from fastkd.train.options import fits
 
 # Default of --max-new-tokens.
@@ -66,3 +69,32 @@ class Draw:
         for row, generator in zip(waits, self.generators, strict=True):
             row.exponential_(generator=generator)
         return (scores.double() / self.temperature).log_softmax(-1) - waits.log()
+
+
+def rouge_l(generated: Sequence[str], references: Sequence[str]) -> float:
+    """rouge-score's mean F-measure of ROUGE-L, without stemming.
+
+    rouge-score's own tokenizer drops all but ASCII letters and digits. `Words` gives the same words
+    for such text, and words of other scripts.
+    """
+    scorer = require("rouge_score.rouge_scorer", "tasks").RougeScorer(["rougeL"], tokenizer=Words())
+    pairs = zip(references, generated, strict=True)
+    return math.fsum(scorer.score(*pair)["rougeL"].fmeasure for pair in pairs) / len(references)
+
+
+class Words:
+    """Tokenizer of lower-case words; in scripts without spaces each letter is a word.
+
+    A text without letters and digits is split into characters.
+    """
+
+    def __init__(self) -> None:
+        unspaced = r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]"
+        self.pattern = require("regex", "tasks").compile(
+            rf"(?V1)[{unspaced}&&[\p{{L}}\p{{N}}]]\p{{M}}*"
+            rf"|[[\p{{L}}\p{{N}}]--{unspaced}][[\p{{L}}\p{{N}}\p{{M}}]--{unspaced}]*"
+        )
+
+    def tokenize(self, text: str) -> list[str]:
+        text = unicodedata.normalize("NFKC", text.lower())
+        return self.pattern.findall(text) or [x for x in text if not x.isspace()]

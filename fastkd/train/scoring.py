@@ -1,25 +1,30 @@
-"""Scores, sizes and times of the models of a run."""
+"""Predictions, scores, sizes and times of models."""
 
 import dataclasses
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastkd.distributed import world_size
 from fastkd.models.hooks import on_device
 from fastkd.models.inputs import accepted
+from fastkd.train import processes, sharding
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.config import Config
-from fastkd.train.evaluation import finite, predict, score
 from fastkd.train.loading import Data, Sets, encoder
 from fastkd.train.processes import Computation
-from fastkd.train.progress import Display
+from fastkd.train.progress import Display, counted
 from fastkd.train.run_directory import RunDirectory
+from fastkd.train.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,67 @@ def judge(
         for name, value in score(task, metrics, answers, rows).items():
             found.scores[f"{name}_{suffix}" if suffix else name] = value
     return dataclasses.replace(found, warning=warning)
+
+
+def predict(
+    model: nn.Module,
+    examples: Encoded,
+    task: Task,
+    tokenizer: Any,
+    computation: Computation,
+    display: Display | None = None,
+) -> Any:
+    """`Task.answer` of ``model`` for all rows, in eval mode, without random numbers.
+
+    Returns an array if `Task.answer` returns arrays, else a list. Several processes share the rows,
+    and each of them returns all answers.
+    """
+    was_training = model.training
+    model.eval()
+    order, parts, size = examples.by_length, list[Any](), 2 * computation.own_rows
+    ranks, collate = world_size(), task.collator(tokenizer)
+    together = ranks > 1 and sharding.sharded(model)
+    number, batches = examples.shared(collate, size, computation.device)
+    if display is not None:
+        batches = counted(batches, display, f"{len(order)} rows", number)
+    try:
+        with torch.no_grad(), computation.autocast():
+            for batch in batches:
+                parts.append(task.answer(model, batch, tokenizer))
+            if together and number < -(-len(order) // (ranks * size)):  # others have another batch
+                (spare,) = itertools.islice(
+                    examples.batches(collate, 1, device=computation.device), 1
+                )
+                task.answer(model, spare, tokenizer)
+    finally:
+        model.train(was_training)
+    by_rank = processes.all_gather(parts)
+    found = [by_rank[i % len(by_rank)][i // len(by_rank)] for i in range(-(-len(order) // size))]
+    back = np.argsort(order)
+    if isinstance(found[0], np.ndarray):
+        return np.concatenate(found)[back]
+    answers = [one for part in found for one in part]
+    return [answers[i] for i in back]
+
+
+def finite(answers: Any) -> bool:
+    """Whether all numbers in ``answers`` are finite."""
+    if isinstance(answers, np.ndarray):
+        return bool(np.isfinite(answers).all())
+    if isinstance(answers, list | tuple):
+        return all(map(finite, answers))
+    return not isinstance(answers, float) or math.isfinite(answers)
+
+
+def score(task: Task, metrics: Sequence[str], answers: Any, examples: Encoded) -> dict[str, float]:
+    """The given metrics of ``answers``, by name; NaN if the answers are not finite."""
+    if not finite(answers):
+        return dict.fromkeys(metrics, math.nan)
+    found = task.agreement(metrics, answers, examples)
+    rest = [name for name in metrics if name not in found]
+    if rest:
+        found |= task.scores(rest, answers, examples)
+    return {name: float(found[name]) for name in metrics}
 
 
 def rows_by_teacher(run: Run, max_length: int) -> dict[str, dict[str, Encoded]]:

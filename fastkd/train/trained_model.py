@@ -14,13 +14,13 @@ from fastkd.train import tasks
 from fastkd.train.arrow_rows import Encoded, Rows
 from fastkd.train.data import Encoder, file_columns, read_file
 from fastkd.train.errors import InputError, RunFailed, first_line
-from fastkd.train.evaluation import finite, predict
 from fastkd.train.files import Columns, check_file, check_separators, records
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.models import load_trained, longest
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
 from fastkd.train.saving import read_manifest
+from fastkd.train.scoring import finite, predict
 from fastkd.train.tasks.base import Task
 
 

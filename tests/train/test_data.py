@@ -9,17 +9,11 @@ import pytest
 
 from fastkd.train.data import describe, load, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import (
-    class_scores,
-    finite,
-    number_scores,
-    score,
-    useless_classes,
-    useless_numbers,
-)
 from fastkd.train.labels import by_names
+from fastkd.train.scoring import finite, score
 from fastkd.train.tasks import Columns
-from fastkd.train.tasks.classification import Classification
+from fastkd.train.tasks.classification import Classification, class_scores, useless_classes
+from fastkd.train.tasks.regression import number_scores, useless_numbers
 from tests.support.tiny import source
 
 

@@ -6,7 +6,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import DefaultTokenizer
 
-from fastkd.train.evaluation import Words, rouge_l
+from fastkd.train.generation import Words, rouge_l
 from fastkd.train.tasks.token_classification import entities, is_marked, precision_recall_f1
 
 # True tags, tags found, and seqeval's precision, recall and F1: IOB, IOBES, and marks mixed.

@@ -39,9 +39,8 @@ from fastkd.train.conversations import (
     without_thought,
 )
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import rouge_l
 from fastkd.train.files import Columns, settle_columns
-from fastkd.train.generation import GREEDY, Generation
+from fastkd.train.generation import GREEDY, Generation, rouge_l
 from fastkd.train.options import fits
 from fastkd.train.tasks.base import TEXT, Corpus, LabelInfo, Task, Tokens
 from fastkd.train.tasks.causal_lm import Decoder, next_token_loss_sums, perplexity

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastkd._core.extras import require
 from fastkd.train.arrow_rows import PROBABILITIES, UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import class_scores, useless_classes
 from fastkd.train.files import Columns
 from fastkd.train.glue import Glue
 from fastkd.train.labels import (
@@ -45,6 +45,8 @@ from fastkd.train.tasks.regression import Regression
 
 # Values that spreadsheets and data frames write for a missing label.
 NOT_LABELS = {"nan", "null", "none", "n/a", "#n/a", "<na>"}
+# Standard deviations above the mean that one in twenty random orders exceeds in agreement.
+CHANCE = 1.645
 
 
 @dataclass(frozen=True)
@@ -327,3 +329,40 @@ def _counts(rows: Rows) -> Counter[int]:
     assert rows.labels is not None
     classes, counts = np.unique(rows.labels, return_counts=True)
     return Counter(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
+
+
+def useless_classes(answers: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> str | None:
+    """Why class ids look useless: constant, or no better than a random permutation."""
+    if np.ptp(labels) == 0:
+        return None
+    if np.ptp(answers) == 0:
+        return f"are all {names[answers[0]]!r}"
+    # Accuracy above that of randomly permuted answers, in standard deviations.
+    rows, classes = len(labels), len(names)
+    given, true = (np.bincount(x, minlength=classes).astype(float) for x in (answers, labels))
+    mean = given * true / rows
+    # Counts on the diagonal of a table with these margins: multivariate hypergeometric.
+    variance = (mean * (rows - given) * (rows - true)).sum() / rows + mean.sum() ** 2
+    variance = (variance - (mean**2).sum()) / (rows - 1)
+    better = ((answers == labels).sum() - mean.sum()) / np.sqrt(variance) > CHANCE
+    return None if better else "are no better than chance"
+
+
+def class_scores(
+    metrics: Sequence[str], logits: np.ndarray, labels: np.ndarray, positive: int = 1
+) -> dict[str, float]:
+    """At least the given metrics of ``logits`` (rows, classes).
+
+    F1 is that of class ``positive`` of two classes, or the mean over more; the correlation with a
+    constant is 0.
+    """
+    found = logits.argmax(-1)
+    scores = {"accuracy": (found == labels).mean()}
+    if scores.keys() >= {*metrics}:  # without the second that scikit-learn's import takes
+        return scores
+    library: Any = require("sklearn.metrics", "train")
+    average = "binary" if logits.shape[-1] == 2 else "macro"
+    constant = np.ptp(found) == 0 or np.ptp(labels) == 0
+    f1 = library.f1_score(labels, found, average=average, pos_label=positive, zero_division=0.0)
+    mcc = 0.0 if constant else library.matthews_corrcoef(labels, found)
+    return {**scores, "mcc": mcc, "f1": f1}

@@ -17,12 +17,12 @@ from fastkd._core.extras import require
 from fastkd.models.inputs import accepted, reads_last_token
 from fastkd.train.arrow_rows import BATCH, Encoded, Rows
 from fastkd.train.errors import InputError, nearest
-from fastkd.train.evaluation import number_scores
 from fastkd.train.files import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.glue import Glue
 from fastkd.train.hub import file_of
 from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import TEXT, LabelInfo, Prepared, Task, Tokens
+from fastkd.train.tasks.regression import number_scores
 
 EXTRA = "sentence-transformers"
 MODULES, LENGTH = "modules.json", "sentence_bert_config.json"

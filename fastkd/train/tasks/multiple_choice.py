@@ -10,7 +10,6 @@ import torch
 
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import useless_classes
 from fastkd.train.files import Columns, field, settle_columns, text_of, words_of
 from fastkd.train.labels import as_number
 from fastkd.train.tasks.base import (
@@ -24,6 +23,7 @@ from fastkd.train.tasks.base import (
     Tokens,
     probabilities,
 )
+from fastkd.train.tasks.classification import useless_classes
 
 QUESTION, CHOICES = "question", "choices"
 # SWAG: the context, the beginning of the next sentence, and its endings.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fastkd._core.extras import require
 from fastkd.train.arrow_rows import UNLABELLED, Encoded, Rows
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import number_scores, useless_numbers
 from fastkd.train.labels import LARGEST, as_number
 from fastkd.train.tasks.base import AGREEMENT, UNKNOWN, Corpus, Prepared, Task
 
@@ -80,3 +80,25 @@ def _real(label: str) -> float:
             "regression task"
         )
     return value
+
+
+def useless_numbers(answers: np.ndarray, labels: np.ndarray) -> str | None:
+    """Why numbers look useless: constant, or not correlated with ``labels``."""
+    if np.ptp(labels) == 0:
+        return None
+    if np.ptp(answers) == 0:
+        return f"are all {answers[0]:.4g}"
+    stats = require("scipy.stats", "train")
+    by_chance = stats.pearsonr(answers, labels, alternative="greater").pvalue > 0.05
+    return "are no better than chance" if by_chance else None
+
+
+def number_scores(numbers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Metrics of ``numbers`` (rows,); the correlation with a constant is 0."""
+    stats: Any = require("scipy.stats", "train")
+    constant = np.ptp(numbers) == 0 or np.ptp(labels) == 0
+    return {
+        "pearson": 0.0 if constant else stats.pearsonr(numbers, labels)[0],
+        "spearman": 0.0 if constant else stats.spearmanr(numbers, labels)[0],
+        "mse": ((numbers - labels) ** 2).mean(),
+    }

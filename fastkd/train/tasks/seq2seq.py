@@ -11,9 +11,8 @@ from torch import nn
 from fastkd._core.extras import require
 from fastkd.train.arrow_rows import Encoded
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import rouge_l
 from fastkd.train.files import Columns, holds_text, text_of
-from fastkd.train.generation import GREEDY, Generation
+from fastkd.train.generation import GREEDY, Generation, rouge_l
 from fastkd.train.tasks.base import LOADING, TEXT, Task, Tokens, token_loss_sums
 
 SOURCE, TARGET = "source", "target"

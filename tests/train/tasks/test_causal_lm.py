@@ -9,7 +9,7 @@ import transformers as t
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from fastkd.train.arrow_rows import UNLABELLED
-from fastkd.train.evaluation import score
+from fastkd.train.scoring import score
 from fastkd.train.tasks.causal_lm import TASK, _token_bytes, _with_offsets
 from tests.support.tiny import make_teacher, run, sentences
 from tests.train.tasks.through import (

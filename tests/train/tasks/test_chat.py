@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCa
 from fastkd.distill import Distiller, SoftTargets, student_from_teacher
 from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import score
 from fastkd.train.fitting import is_on_policy
 from fastkd.train.generation import Draw, Generation
 from fastkd.train.saving import read_json
+from fastkd.train.scoring import score
 from fastkd.train.tasks import named
 from fastkd.train.tasks.chat import TASK, prompts_of, write
 from tests.support.runs import crash, losses_of, report_of, same_weights, stop_at

@@ -8,8 +8,8 @@ import pytest
 from sklearn.metrics import average_precision_score, f1_score
 
 from fastkd.train.data import load
-from fastkd.train.evaluation import score
 from fastkd.train.saving import read_json
+from fastkd.train.scoring import score
 from fastkd.train.tasks.multi_label import TASK
 from tests.support.tiny import run, source
 from tests.train.tasks.through import (

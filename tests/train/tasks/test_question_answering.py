@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 from fastkd.train.data import load
-from fastkd.train.evaluation import score
 from fastkd.train.saving import read_json
+from fastkd.train.scoring import score
 from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, run, source, write_onnx
 from tests.train.tasks.through import (

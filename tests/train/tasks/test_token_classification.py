@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastkd.train.data import Encoder, read_hub
 from fastkd.train.errors import InputError
-from fastkd.train.evaluation import score
+from fastkd.train.scoring import score
 from fastkd.train.tasks.token_classification import TASK, precision_recall_f1
 from tests.train.tasks.through import make_bare, rows_of, tagged, through, write_conll
 
