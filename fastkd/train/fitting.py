@@ -38,7 +38,7 @@ from fastkd.train.launcher import receiving_signals
 from fastkd.train.models import attention_for
 from fastkd.train.progress import Track, format_scores
 from fastkd.train.run_directory import CHECKPOINTS, Checkpoints
-from fastkd.train.saving import discard, find_damage, replace_directory, save_tokenizer, saving
+from fastkd.train.saving import discard, find_damage, replacing, save_tokenizer, saving
 from fastkd.train.scoring import Run, judge
 from fastkd.train.tasks.base import Task
 
@@ -389,17 +389,13 @@ def save_model(
     target: Path, model: PreTrainedModel, tokenizer: Any, report: dict[str, Any], task: Task
 ) -> None:
     """Save model, tokenizer, report and the task's own files to ``target``, atomically."""
-
-    def write(directory: Path) -> dict[str, Any]:
+    with replacing(target, report) as directory:
         if hasattr(model, "peft_config"):
             lora.save(model, directory)
         else:
             model.save_pretrained(directory)
         save_tokenizer(tokenizer, directory)
         task.save(directory, model.config)
-        return report
-
-    replace_directory(target, write)
 
 
 @dataclass(eq=False)

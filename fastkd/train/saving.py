@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,20 @@ LOCK = ".fastkd.lock"
 BACKUP = ".{}.old"
 
 
-def replace_directory(target: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Replace ``target`` atomically by a directory that ``write`` fills.
+@contextlib.contextmanager
+def replacing(target: Path, content: dict[str, Any]) -> Iterator[Path]:
+    """Context with an empty directory, which then replaces ``target`` atomically.
 
-    ``write`` returns the content of the manifest. The old ``target`` stays until the new one is
-    complete and on the disk. `recover_directory` repairs an interruption between the two renames.
+    ``content`` is that of its manifest. The old ``target`` stays until the new one is complete and
+    on the disk. `recover_directory` repairs an interruption between the two renames.
     """
     staging = staging_of(target)
     with saving(target):
         shutil.rmtree(staging, ignore_errors=True)
         try:
             staging.mkdir(parents=True)
-            write_manifest(staging, write(staging))
+            yield staging
+            write_manifest(staging, content)
             move_directory(staging, target)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
@@ -84,19 +86,8 @@ def discard(directory: Path) -> Path | None:
     """
     if directory.is_symlink():
         directory.unlink()
-    if not directory.exists() or _empty(directory):
+    if not directory.exists():
         return None
-    base = directory.with_name(directory.name.removeprefix("."))
-    number, kept = 2, base
-    while kept.exists():
-        number, kept = number + 1, base.with_name(f"{base.name}-{number}")
-    directory.rename(kept)
-    (kept / MANIFEST).unlink(missing_ok=True)  # last: an interrupted removal needs it to continue
-    return kept
-
-
-def _empty(directory: Path) -> bool:
-    """Delete the listed files; delete manifest and directory too if no other file is left."""
     for name, digest in _listed(directory).items():
         path = directory / name
         # A file that has changed is the user's; one without a checksum may change.
@@ -107,11 +98,17 @@ def _empty(directory: Path) -> bool:
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         with contextlib.suppress(OSError):
             folder.rmdir()
-    if any(path.name != MANIFEST for path in directory.iterdir()):
-        return False
-    (directory / MANIFEST).unlink(missing_ok=True)
-    directory.rmdir()
-    return True
+    if all(path.name == MANIFEST for path in directory.iterdir()):
+        (directory / MANIFEST).unlink(missing_ok=True)
+        directory.rmdir()
+        return None
+    base = directory.with_name(directory.name.removeprefix("."))
+    number, kept = 2, base
+    while kept.exists():
+        number, kept = number + 1, base.with_name(f"{base.name}-{number}")
+    directory.rename(kept)
+    (kept / MANIFEST).unlink(missing_ok=True)  # last: an interrupted removal needs it to continue
+    return kept
 
 
 def write_manifest(directory: Path, content: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from fastkd.train.data import describe
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.run_directory import Checkpoints, RunDirectory
-from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replace_directory
+from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replacing
 from tests.support.runs import (
     crash,
     hang_up,
@@ -301,7 +301,8 @@ def test_results_are_not_replaced_unasked(distill, opened, runs, tmp_path):
         opened(overwrite=True)
     # Put there, or changed, while the new run trains.
     (out / "student" / "README.md").write_text("a card of my own")
-    replace_directory(out / "student", lambda directory: {"run": "new"})
+    with replacing(out / "student", {"run": "new"}):
+        pass
     kept = out / "student.old"
     assert visible(kept) == ["README.md", "notes.txt"] and find_damage(out / "student") is None
     assert (kept / "README.md").read_text() == "a card of my own"
@@ -391,7 +392,8 @@ def test_links_among_the_results(opened, tmp_path):
     assert (mine / "below" / "thesis.txt").read_text() == "mine"
     saving.write_manifest(mine, {})
     (out / "student").symlink_to(mine)
-    saving.replace_directory(out / "student", lambda directory: {})
+    with saving.replacing(out / "student", {}):
+        pass
     assert visible(out) == ["student", "unfinished"] and not (out / "student").is_symlink()
     assert find_damage(mine) is None
 
@@ -596,18 +598,11 @@ def test_every_option_has_help_and_a_default_that_passes():
 def test_replacing_a_directory_is_all_or_nothing(tmp_path, monkeypatch):
     """A kill between the two renames restores the old directory; the new one is synced before."""
     target = tmp_path / "model"
-
-    def cut_off(directory):
+    with replacing(target, {}) as directory:
+        (directory / "w").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(target, {}) as directory:
         (directory / "w").write_text("half")
         raise KeyboardInterrupt
-
-    def write(directory):
-        (directory / "w").write_text("new")
-        return {}
-
-    replace_directory(target, lambda directory: {"new": (directory / "w").write_text("old")})
-    with pytest.raises(KeyboardInterrupt):
-        replace_directory(target, cut_off)
     assert (target / "w").read_text() == "old" and find_damage(target) is None
     assert visible(tmp_path) == ["model"]
     target.rename(tmp_path / ".model.old")
@@ -616,7 +611,8 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path, monkeypatch):
     done, rename = [], Path.rename
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.fstat(descriptor).st_ino))
     monkeypatch.setattr(Path, "rename", lambda *paths: done.append("rename") or rename(*paths))
-    replace_directory(tmp_path / "other", write)
+    with replacing(tmp_path / "other", {}) as directory:
+        (directory / "w").write_text("new")
     files = [tmp_path / "other" / name for name in ("w", MANIFEST, ".")]
     assert {path.stat().st_ino for path in files} <= set(done[: done.index("rename")])
     assert done[-1] == tmp_path.stat().st_ino
