@@ -73,13 +73,8 @@ def write_card(directory: Path, report: dict[str, Any]) -> None:
         rows=", ".join(f"{number} {kind}" for kind, number in report["rows"].items()),
         recipe=recipes.sentence(report["recipe"]) if "recipe" in report else "",
         labels=task.summary.format_map({k: _listed(v) for k, v in report.items()}),
-        adapters=_adapters(settings, report, task.head, directory.name) if base else "",
-        usage=Template(task.usage).substitute(
-            directory=directory.name,
-            head=task.head,
-            pipeline=task.pipeline,
-            inputs='{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."',
-        ),
+        adapters=_adapters(settings, report, task.head, Path(directory).name) if base else "",
+        usage=_usage(task, report, Path(directory).name),
     )
     (directory / CARD).write_text(text, encoding="utf-8")
 
@@ -126,6 +121,16 @@ def _listed(value: Any) -> Any:
         return value
     names = (" ".join(str(name).split()) for name in value)
     return ", ".join(re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", name) for name in names)
+
+
+def _usage(task: Any, report: Mapping[str, Any], directory: str) -> str:
+    """Example code that uses the student."""
+    return Template(task.usage).substitute(
+        directory=directory,
+        head=task.head,
+        pipeline=task.pipeline,
+        inputs='{"text": "...", "text_pair": "..."}' if report.get("paired") else '"..."',
+    )
 
 
 def _made(method: str, given: str) -> str:

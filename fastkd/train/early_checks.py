@@ -29,7 +29,7 @@ def check_inputs(settings: Any) -> None:
 
     ``settings`` are the options of a command.
     """
-    flags = {name: option.flag for name, option in options_of(type(settings)).items()}
+    flags = {name: option.flag for name, option in options_of(settings).items()}
     values = vars(settings)
     for name in ROWS:
         value = values.get(name)

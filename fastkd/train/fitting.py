@@ -133,6 +133,8 @@ class StepTrainer(DistillationTrainer):
     ``generated``, see `Task.generated`. The text depends on weights, seed, step and row alone.
     """
 
+    control: Any
+
     def __init__(
         self,
         *args: Any,

@@ -106,14 +106,18 @@ class Checked:
 
     def __post_init__(self) -> None:
         values = vars(self)
-        for name, meta in options_of(type(self)).items():
+        for name, meta in options_of(self).items():
             if (value := values[name]) is not None:
                 meta.check(value)
 
 
+def options_of(settings: Any) -> Mapping[str, Option]:
+    """The options of a dataclass or its instance, by field name."""
+    return _options_of(settings if isinstance(settings, type) else type(settings))
+
+
 @functools.cache
-def options_of(cls: type) -> Mapping[str, Option]:
-    """The options of a dataclass, by field name."""
+def _options_of(cls: Any) -> Mapping[str, Option]:
     kinds, found = typing.get_type_hints(cls), {}
     for field in dataclasses.fields(cls):
         if (meta := field.metadata.get("option")) is not None:
@@ -136,13 +140,13 @@ def as_paths(given: Any) -> list[Path] | None:
 
 def set_flags(settings: Any, *names: str) -> list[str]:
     """The flags among the fields ``names`` whose value isn't the default."""
-    options, values = options_of(type(settings)), vars(settings)
+    options, values = options_of(settings), vars(settings)
     return [options[name].flag for name in names if values[name] != options[name].default]
 
 
 def as_json(settings: Any) -> dict[str, Any]:
     """The options that the result depends on, in JSON's types; paths are strings."""
-    values, options = vars(settings), options_of(type(settings)).items()
+    values, options = vars(settings), options_of(settings).items()
     found = {meta.key: values[name] for name, meta in options if meta.saved}
     text = json.dumps(found, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))
     return json.loads(text)

@@ -54,7 +54,7 @@ def entries_of(config: Any, given: Iterable[str] = ()) -> dict[str, Printed]:
     if not recipe:
         return {}
     pairs = config.text_pair_column if config.glue is None else config.glue.hub.pair
-    keys = file_keys(type(config))
+    keys = file_keys(config)
 
     def read(table: Mapping[str, Any]) -> dict[str, Printed]:
         return {keys[key]: Printed(**entry) for key, entry in table.items()}
@@ -86,7 +86,7 @@ def compared(config: Any, method: Any) -> dict[str, Any]:
     recipe = recipe_of(config)
     if not recipe:
         return {}
-    options, values = options_of(type(config)), as_json(config)
+    options, values = options_of(config), as_json(config)
     found: dict[str, Any] = {"paper": recipe["title"], "set": {}, "given": {}, "open": {}}
     entries = entries_of(config, ["num_train_epochs"])
     if config.training_steps is not None:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from fastkd.train.config import Config
 from fastkd.train.loading import Data, Sets, encoder
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display, counted
-from fastkd.train.run_directory import RunDirectory
 from fastkd.train.tasks.base import Task
+
+if TYPE_CHECKING:  # with Trainer, which takes seconds to import
+    from fastkd.train.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Run:
     data: Data
     sets: Sets
     display: Display
-    out: RunDirectory | None = None
+    out: "RunDirectory | None" = None
 
 
 @dataclass(frozen=True)
