@@ -6,6 +6,7 @@ imports its options when it is called, and the rest when it runs.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,6 +332,7 @@ def _parameter(field: str, meta: Option, first: bool) -> inspect.Parameter:
 def _register(name: str, meta: Command) -> None:
     """List a command; its options are imported when it is called, and its function when it runs."""
 
+    @functools.cache
     def build() -> Any:
         def run(context: typer.Context, **values: Any) -> None:
             check_launcher()
