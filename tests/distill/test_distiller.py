@@ -220,6 +220,21 @@ def test_tokens_without_labels_have_no_loss():
             assert out.loss == 0 and not any(g.any() for g in gradients.values())
 
 
+def test_a_masked_token_between_others_predicts_nothing():
+    """Nor is it predicted."""
+    data = causal_batch()
+    data["attention_mask"][2, 3] = 0
+    del data["labels"]
+    teacher, student = (model.eval() for model in pair("gpt2", head=t.GPT2LMHeadModel))
+    method = SoftTargets(alpha=1.0, temperature=1.0)
+    out = Distiller(teacher, student, method).eval()(**data)
+    p, q = (out_of(model, data).logits[:, :-1].log_softmax(-1) for model in (teacher, student))
+    real = torch.ones(4, 8, dtype=torch.bool)
+    real[1, 5:] = real[2, 2:4] = False
+    expected = (p.exp() * (p - q)).sum(-1)[real].mean()
+    torch.testing.assert_close(out.terms["soft"], expected)
+
+
 def test_labels_of_other_types():
     """Yes and no by the labels' type, as in transformers; a regression's whole numbers."""
     data = {**batch(), "labels": torch.randint(0, 2, (6, 3)).float()}
