@@ -223,3 +223,9 @@ def test_a_teacher_with_masks_and_labels_of_its_own():
     torch.testing.assert_close(found, wanted)
     half = IntraClassKNNLoss(student_dim=6, teacher_dim=3).bfloat16()  # projects in the wider dtype
     assert half(student, teacher[:4, :, :3], labels).dtype == torch.float32
+
+
+def test_only_unequal_sizes_are_projected():
+    for sizes in ((None, None), (4, None), (None, 5), (4, 4)):
+        assert IntraClassKNNLoss(student_dim=sizes[0], teacher_dim=sizes[1]).projector is None
+    assert IntraClassKNNLoss(student_dim=4, teacher_dim=5).projector is not None
