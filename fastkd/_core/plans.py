@@ -28,10 +28,8 @@ from fastkd._core.numerics import multiplies_in_float32
 from fastkd._core.recording import (
     NoPlan,
     Number,
-    Program,
     Recording,
     Text,
-    layouts,
     mapped,
     private,
     tensors_in,
@@ -45,6 +43,7 @@ WINDOW = 4096  # sights after which all counts are halved, and plans without a c
 MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
+_OWN = "node", "numbers"  # attributes of a node's context
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -54,6 +53,7 @@ _grad_enabled, _default_dtype = torch.is_grad_enabled, torch.get_default_dtype
 Public = TypeVar("Public", bound=Callable[..., Any])
 
 
+_thread = threading.local()  # ``inside`` a planned function as written; ``saved`` in a proof
 _problem: str | None = None  # that switched plans off
 
 
@@ -183,30 +183,31 @@ def _key(
 
 
 class Plan:
-    """A program, and whether it is proved; None for a call that a program can't repeat.
+    """A program of what was recorded, and whether it is proved.
 
-    ``numbers`` are parameters: those of the record. Only another one proves that it is used right.
+    ``program`` is None for a call that none can repeat. ``numbers`` are parameters: those of the
+    record. Only other ones prove that the program uses them.
     """
 
-    def __init__(self, recording: Any, program: Program | None) -> None:
-        self.name, self.program = recording.name, cast(Any, program)
-        self.numbers, self.guards = recording.parameters, recording.guards
-        self.proved, self.called = False, True
+    def __init__(self, recording: Any, results: Any) -> None:
+        self.name, self.numbers = recording.name, recording.parameters
+        self.guards: list[str] = []
+        self.proved, self.called, self.program = False, True, cast(Any, None)
         self.differs: Callable[[], bool | None] | None = None  # what the device found
-        self.guard()
-        if not self.holds(self.numbers):
-            self.program = None
+        try:
+            self.guard(*recording.guards)
+            if self.holds(self.numbers):
+                self.program = recording.program(results)
+        except Exception as error:
+            recording.fail(error)
+        if recording.error is not None:
+            kind = type(recording.error).__name__
+            _switch_off(self.name, f"can't be recorded: {kind}: {recording.error}")
 
     def guard(self, *conditions: str) -> None:
         """Add conditions on the numbers ``n`` under which the program may be used."""
         self.guards += conditions
-        conditions = (*dict.fromkeys(self.guards),)
-        self.holds: Callable[[Any], bool] = eval(f"lambda n: {' and '.join(conditions) or True}")
-
-    def to_prove(self, numbers: tuple[float, ...]) -> bool:
-        """Whether the next call proves the program. A capture would hold both calls."""
-        ready = self.program is not None and self.differs is None and not _capturing()
-        return ready and (not self.numbers or numbers != self.numbers)
+        self.holds: Callable[[Any], bool] = eval(f"lambda n: {' and '.join(self.guards) or True}")
 
     def ready(self) -> bool:
         """Whether the program is proved. It doesn't wait for the device."""
@@ -217,28 +218,27 @@ class Plan:
                 _switch_off(self.name, "gave other bits than the call as written")
         return self.proved and ENABLED
 
-    def prove(
-        self, numbers: tuple[float, ...], written: Callable[[], Any], repeated: Callable[[], Any]
-    ) -> Any:
-        """The call as written; in the first such call also the program, compared with it."""
-        if not self.to_prove(numbers) or not ENABLED:
-            return written()
+    def to_prove(self, numbers: tuple[float, ...]) -> bool:
+        """Whether the next call proves the program. A capture would hold both calls."""
+        possible = ENABLED and self.program is not None and self.differs is None
+        return possible and not _capturing() and (not self.numbers or numbers != self.numbers)
+
+    def prove(self, numbers: tuple[float, ...], tensors: Sequence[Any], right: Any) -> None:
+        """Let the device compare what the program computes and saves with what is right."""
         same = enumerate(zip(self.numbers, numbers, strict=False))
         self.guard(*(f"n[{i}] == {x!r}" for i, (x, y) in same if x == y))
-        result = written()
+        saved = _thread.saved = list[Any]()
         try:
-            self.differs = _difference(result, again(repeated))
+            # Of saved-tensor hooks the innermost are called, not a user's.
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+                found = self.program(numbers, *tensors)
+            self.differs = _difference((found, saved), right)
         except torch.OutOfMemoryError:  # a proof needs twice the memory
             self.program = None
         except Exception as error:
             _switch_off(self.name, f"raised {type(error).__name__}: {error}")
-        return result
-
-
-def again(repeated: Callable[[], Any]) -> Any:
-    """What a program returns. Of saved-tensor hooks the innermost are called, not a user's."""
-    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-        return repeated()
+        finally:
+            _thread.saved = None
 
 
 def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -276,93 +276,102 @@ class Record(Recording):
     """`Recording` with autograd functions as nodes."""
 
     def apply(self, function: type[torch.autograd.Function], options: Any, tensors: Any) -> Any:
-        """``function.apply``, as a step; see `fastkd._core.numerics.apply`."""
+        """``function.apply``; see `fastkd._core.numerics.apply`. Its forward pass is recorded.
+
+        The program passes what that pass computes and saves to a node.
+        """
         if isinstance(options, Tensor):
             self.problem = "an autograd function without options"
         if self.problem:
             return function.apply(options, *tensors)
-        node = _Node(self.name, function, options)
-        result = node.apply((node, self.parameters), *tensors)
-        self.problem, self.plannable = node.problem, self.plannable or node.plannable
+        node, saved, constant = _Node(self.name, function), (), ()
+
+        def forward(ctx: Any) -> Any:
+            nonlocal saved, constant
+            result = function.forward(ctx, options, *tensors)
+            saved, constant = ctx.to_save or (), ctx.non_differentiable or ()
+            node.attributes = {name: x for name, x in vars(ctx).items() if name not in _OWN}
+            return result
+
+        result = node.apply((node, self.parameters, forward, None, ()), *tensors)
         try:
-            given = f"({self.constant(node)}, {'n' if self.parameters else ()})"
-            self.call(node.apply, (Text(given), *tensors), {}, list(tensors_in(tensors)), result)
+            if any(tensors_in(node.attributes)):
+                raise NoPlan("a context holds a tensor")
+            self.saved.append(saved)
+            parts = [self.constant(node), "n" if self.parameters else "()"]
+            parts += map(self.text, (result, saved, constant))
+            given = list(tensors_in((tensors, result, saved)))
+            self.call(node.apply, (Text(f"({', '.join(parts)})"), *tensors), {}, given, result)
         except Exception as error:
             self.fail(error)
         return result
 
 
-def _plan_of(recording: Any, *results: Any) -> Plan:
-    """A plan of what was recorded; see `Recording.program`."""
-    program = None
-    try:
-        program = recording.program(*results)
-    except Exception as error:
-        recording.fail(error)
-    if recording.error is not None:
-        kind = type(recording.error).__name__
-        _switch_off(recording.name, f"can't be recorded: {kind}: {recording.error}")
-    return Plan(recording, program)
-
-
 class _Node:
-    """An autograd function of a record: its forward pass, and backward passes, as programs."""
+    """An autograd function of a record, and programs of its backward pass."""
 
-    def __init__(self, name: str, function: type[torch.autograd.Function], options: Any) -> None:
-        self.name, self.function, self.options = name, function, options
-        self.forward: Plan | None = None
+    def __init__(self, name: str, function: type[torch.autograd.Function]) -> None:
+        self.name, self.function = name, function
         self.backward: dict[Any, Plan] = {}
         self.attributes: dict[str, Any] = {}  # of the context, besides tensors
-        self.plannable = False
-        self.problem: str | None = None
         # Without the part of ``apply`` that is for vmap and the like.
         parent: Any = super(torch.autograd.Function, _node_class(function))
         self.apply = parent.apply
 
-    def written(self, ctx: Any, tensors: Any, options: Any) -> tuple[Any, Any]:
-        """The forward pass as written: its result, and what it saves."""
-        result = self.function.forward(ctx, options, *tensors)
-        ctx.layouts = layouts(ctx.to_save or ())
-        return result, ctx.to_save
-
-    def record(self, ctx: Any, tensors: Any) -> Any:
-        """The forward pass as written, recorded."""
-        with Record(self.name, tensors, ctx.numbers) as recording:
-            result, _ = self.written(ctx, tensors, self.options)
-            own = "node", "layouts", "numbers"
-            kept = {name: x for name, x in vars(ctx).items() if name not in own}
-            if any(tensors_in(kept)):
-                recording.problem = "a context holds a tensor"
-            self.forward = _plan_of(recording, result, ctx)
-        self.attributes, self.problem = kept, recording.problem
-        self.plannable = recording.plannable
-        return result
-
-    def repeated(self, numbers: Any, tensors: Any) -> tuple[Any, Any]:
-        """The forward pass by its program."""
-        assert self.forward is not None
-        saved: list[Any] = []
-        context = SimpleNamespace(
-            save_for_backward=lambda *given: saved.extend(given),
-            mark_non_differentiable=lambda *given: None,
-        )
-        return self.forward.program(context, numbers, *tensors), tuple(saved)
-
-    def written_backward(
-        self, ctx: Any, saved: Any, grads: Any, guards: list[str] | None = None
-    ) -> Any:
-        """The backward pass as written; with ``guards`` its numbers are parameters."""
-        context = SimpleNamespace(**at(ctx.numbers, self.attributes, guards))
-        context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
-        return self.function.backward(context, *grads)
-
 
 @functools.cache
 def _node_class(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Autograd function that repeats records of ``function``, under its name."""
+    """Autograd function whose forward pass was computed before it, under the name of another."""
     methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
     node: Any = type(function.__name__, (torch.autograd.Function,), methods)
     return cast(type[torch.autograd.Function], node)
+
+
+def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
+    ctx.node, ctx.numbers, result, saved, constant = given
+    if saved is None:  # in a record
+        return result(ctx)
+    ctx.save_for_backward(*saved)
+    if constant:
+        ctx.mark_non_differentiable(*constant)
+    if getattr(_thread, "saved", None) is not None:
+        _thread.saved.append(saved)
+    return result
+
+
+def _backward(ctx: Any, *grads: Any) -> Any:
+    node, numbers = ctx.node, ctx.numbers
+    if torch.compiler.is_compiling():  # compiled autograd
+        for name, x in at(numbers, node.attributes).items():
+            setattr(ctx, name, x)
+        return node.function.backward(ctx, *grads)
+    saved, key = ctx.saved_tensors, None
+
+    def written(guards: list[str] | None = None) -> Any:
+        context = SimpleNamespace(**at(numbers, node.attributes, guards))
+        context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
+        return node.function.backward(context, *grads)
+
+    if ENABLED and not torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():
+            about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
+            key, *_ = _key(about, (*saved, *grads))
+    plan = node.backward.get(key)
+    if plan is not None and plan.ready() and plan.holds(numbers):
+        return plan.program(numbers, *saved, *grads)
+    if plan is not None and plan.to_prove(numbers):
+        copies = copies_of(saved)
+        result = written()
+        plan.prove(numbers, (*copies, *grads), (result, []))
+        return result
+    if plan is not None or key is None or _capturing():
+        return written()
+    with Record(node.name, (*saved, *grads), numbers) as recording:
+        result = written(recording.guards)
+    if len(node.backward) >= MOST_BACKWARD_PLANS:
+        node.backward.clear()
+    node.backward[key] = Plan(recording, result)
+    return result
 
 
 def at(numbers: tuple[float, ...], x: Any, guards: list[str] | None = None) -> Any:
@@ -375,53 +384,6 @@ def at(numbers: tuple[float, ...], x: Any, guards: list[str] | None = None) -> A
         return value if guards is None else Number.of(value, old.text, guards)
 
     return mapped(x, computed)
-
-
-def _forward(ctx: Any, given: tuple[_Node, tuple[float, ...]], *tensors: Any) -> Any:
-    ctx.node, ctx.numbers = node, numbers = given
-    plan = node.forward
-    if plan is None:
-        return node.record(ctx, tensors)
-    if plan.proved or plan.ready():
-        return plan.program(ctx, numbers, *tensors)
-    options = at(numbers, node.options)
-    return plan.prove(
-        numbers,
-        lambda: node.written(ctx, tensors, options),
-        lambda: node.repeated(numbers, tensors),
-    )[0]
-
-
-def _backward(ctx: Any, *grads: Any) -> Any:
-    node: _Node = ctx.node
-    if torch.compiler.is_compiling():  # compiled autograd
-        for name, x in at(ctx.numbers, node.attributes).items():
-            setattr(ctx, name, x)
-        return node.function.backward(ctx, *grads)
-    saved, key = ctx.saved_tensors, None
-    if ENABLED and not node.problem and not torch.is_grad_enabled():
-        with torch._C.DisableTorchFunction():
-            about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
-            same = layouts(saved) == ctx.layouts
-            key, *_ = _key(about, grads if same else (*saved, *grads))
-    plan, numbers = node.backward.get(key), ctx.numbers
-    if plan is not None and plan.ready() and plan.holds(numbers):
-        return plan.program(numbers, *saved, *grads)
-    if plan is not None or key is None or _capturing():
-        copies = copies_of(saved) if plan is not None and plan.to_prove(numbers) else None
-        if plan is None or copies is None:
-            return node.written_backward(ctx, saved, grads)
-        return plan.prove(
-            numbers,
-            lambda: node.written_backward(ctx, saved, grads),
-            lambda: plan.program(numbers, *copies, *grads),
-        )
-    with Record(node.name, (*saved, *grads), numbers) as recording:
-        result = node.written_backward(ctx, saved, grads, recording.guards)
-    if len(node.backward) >= MOST_BACKWARD_PLANS:
-        node.backward.clear()
-    node.backward[key] = _plan_of(recording, result)
-    return result
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -458,19 +420,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=clear_plans)
 
 
-_thread = threading.local()  # ``inside``: whether a planned function runs as written
-
-
 def planned(function: Public) -> Public:
     """Decorate a loss, or a part of one: with metadata that were seen often it runs from a plan."""
-
-    def written(*args: Any, **kwargs: Any) -> Any:
-        """The call, in which other planned functions are neither counted nor recorded."""
-        _thread.inside = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _thread.inside = False
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -497,24 +448,28 @@ def planned(function: Public) -> Public:
                     return plan.program(numbers, *tensors)
         if key is None:
             return function(*args, **kwargs)
-        if plan is not None:
-            return plan.prove(
-                numbers,
-                lambda: written(*args, **kwargs),
-                lambda: plan.program(numbers, *tensors),
-            )
-        of_key = hash(key) % len(_sights)
-        seldom = _sight(hash((key, numbers)) % len(_sights)) < SIGHTS
-        known = varied is not None and varied.program is None
-        vary = seldom and bool(numbers) and not known and _sight(of_key) >= VARIED
-        # Inference mode shows no change of a tensor.
-        if (seldom and not vary) or torch.is_inference_mode_enabled() or _capturing():
-            return written(*args, **kwargs)
-        with Record(function.__name__, tensors, numbers if vary else ()) as recording:
-            given, options = recording.with_parameters((args, kwargs))
-            result = written(*given, **options)
-        _plans[key, None if vary else numbers] = _plan_of(recording, result)
-        _sights[of_key] = 0 if vary else _sights[of_key]
+        vary = to_record = False
+        if plan is None:
+            of_key = hash(key) % len(_sights)
+            to_record = _sight(hash((key, numbers)) % len(_sights)) >= SIGHTS
+            if not to_record and numbers and (varied is None or varied.program is not None):
+                to_record = vary = _sight(of_key) >= VARIED
+            # Inference mode shows no change of a tensor.
+            to_record &= not torch.is_inference_mode_enabled() and not _capturing()
+        _thread.inside = True  # other planned functions are neither counted nor recorded
+        try:
+            if not to_record and (plan is None or not plan.to_prove(numbers)):
+                return function(*args, **kwargs)
+            with Record(function.__name__, tensors, numbers if vary else ()) as recording:
+                given, options = recording.with_parameters((args, kwargs))
+                result = function(*given, **options)
+        finally:
+            _thread.inside = False
+        if plan is None:
+            _plans[key, None if vary else numbers] = Plan(recording, result)
+            _sights[of_key] = 0 if vary else _sights[of_key]
+        elif recording.problem is None:
+            plan.prove(numbers, tensors, (result, recording.saved))
         return result
 
     return cast(Public, call)

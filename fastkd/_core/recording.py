@@ -153,15 +153,6 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def layouts(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """What tells whether saved tensors are those of the forward pass, or a hook changed them."""
-    found: list[Any] = []
-    for x in tensors:
-        if x is not None:
-            found += (x.data_ptr(), x.stride(), x.dtype)
-    return found
-
-
 class Recording(TorchFunctionMode):
     """Context in which operations, launches and autograd functions become a program's steps."""
 
@@ -177,7 +168,8 @@ class Recording(TorchFunctionMode):
         self.read: set[int] = set()  # whose address a line has
         self.steps: list[_Step] = []
         self.constants: dict[str, Any] = {"torch": torch}
-        self.plannable = False  # starts kernels
+        self.saved: list[Any] = []  # for backward passes
+        self.starts_kernels = False
         self.problem: str | None = None
         self.error: Exception | None = None  # of this file, or of what it expects of others
         self.surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
@@ -247,7 +239,7 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # an outer recording has the autograd function
+        with torch._C.DisableTorchFunction():
             given = list(tensors_in((args, kwargs)))
             written = [x for x in given if not x.is_inference()]
             versions = [x._version for x in written]
@@ -275,12 +267,10 @@ class Recording(TorchFunctionMode):
             line = f"t{number} = {empty}({tuple(result.shape)}, {result.stride()}, {dtype})"
             self.steps.append(_Step([line], [], [number], True))
         else:
-            call = self.in_these_surroundings(func)
-            self.call(call, args, kwargs, given, result)
+            self.call(self.in_these_surroundings(func, given), args, kwargs, given, result)
             views = [x for x in new if not changed and self.view(x, given)]
-            self.steps[-1] = self.steps[-1]._replace(
-                droppable=len(views) == len(new) and not changed
-            )
+            droppable = len(views) == len(new) and not changed
+            self.steps[-1] = self.steps[-1]._replace(droppable=droppable)
 
     def call(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
         """Add the step of a call."""
@@ -309,11 +299,12 @@ class Recording(TorchFunctionMode):
         """Number of the tensor whose address ``x`` has, plus a number of bytes."""
         return self.base.get(self.number(x), (self.number(x), 0))
 
-    def in_these_surroundings(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """``func``, with autocast and grad mode as they are here."""
-        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
-        if (grad, autocast) == self.surroundings:
-            return func
+    def in_these_surroundings(self, func: Any, given: Sequence[Tensor]) -> Callable[..., Any]:
+        """``func`` of ``given``, with autocast and grad mode as they are here."""
+        here = grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
+        same = here[1:] == self.surroundings[1:] and not any(x.requires_grad for x in given)
+        if same or here == self.surroundings:
+            return cast(Callable[..., Any], func)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with torch.set_grad_enabled(grad), torch.autocast("cuda", enabled=autocast):
@@ -325,7 +316,7 @@ class Recording(TorchFunctionMode):
         """Launch a kernel, and add a step; see `fastkd._core.operator.launch_kernel`."""
         options = mapped(options, float)  # none may depend on a parameter
         compiled = kernel[grid](*mapped(args, float.__pos__), **options)
-        self.plannable = True
+        self.starts_kernels = True
         try:
             if compiled is None or self.driver.active.get_current_device() != self.device:
                 raise NoPlan("a launch on another device, or of a kernel that isn't compiled")
@@ -359,24 +350,12 @@ class Recording(TorchFunctionMode):
         used.append(number)
         return Text(f"p{number} + {offset}" if offset else f"p{number}")
 
-    def program(self, results: Any, context: Any = None) -> Program | None:
-        """Python code that repeats the call, if it can, from a context, numbers and tensors."""
-        if self.problem or (not self.plannable and context is None):
+    def program(self, results: Any) -> Program | None:
+        """Python code that repeats the call, if it can, from numbers and tensors."""
+        if self.problem or not self.starts_kernels:
             return None
-        saved = getattr(context, "to_save", None) or ()
-        constant = getattr(context, "non_differentiable", None) or ()
-        lines = []
-        if context is not None:
-            found: list[Any] = []
-            for number, x in ((self.number(x), x) for x in saved if x is not None):
-                address = f"p{number}" if number in self.read else f"t{number}.data_ptr()"
-                found += Text(address), x.stride(), x.dtype
-            lines = [f"ctx.save_for_backward({', '.join(map(self.text, saved))})"]
-            lines += [f"ctx.layouts = {self.text(found)}"]
-        if constant:
-            lines.append(f"ctx.mark_non_differentiable(*{self.text(constant)})")
-        lines.append(f"return {self.text(results)}")
-        kept = {self.number(x) for x in tensors_in((results, saved))}
+        lines = [f"return {self.text(results)}"]
+        kept = set(map(self.number, tensors_in(results)))
         for step in reversed(self.steps):
             if step.droppable and kept.isdisjoint(step.made):
                 continue
@@ -384,8 +363,8 @@ class Recording(TorchFunctionMode):
             freed = sorted(i for i in {*step.used, *step.made} - kept if i >= self.inputs)
             lines[:0] = [*step.lines, *(f"t{i} = None" for i in freed)]
             kept.update(step.used)
-        names = ["ctx"] * (context is not None) + ["n"] + [f"t{i}" for i in range(self.inputs)]
-        exec("\n    ".join([f"def call({', '.join(names)}):", *lines]), self.constants)
+        names = ", ".join(["n", *(f"t{i}" for i in range(self.inputs))])
+        exec("\n    ".join([f"def call({names}):", *lines]), self.constants)
         return cast(Program, self.constants["call"])
 
 

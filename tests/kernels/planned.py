@@ -674,6 +674,7 @@ FAULTS = {
     "a wrong stride": (r"\((\d+), (\d+), 1\), c", lambda m: f"({m[1]}, 1, {m[2]}), c"),
     "an alias": (r"(stream, .*)\bp[2-9]\b", lambda m: f"{m[1]}p1"),
     "a constant that isn't one": (r"(p\d+, )(\d+)\b", lambda m: f"{m[1]}{int(m[2]) + 1}"),
+    "another saved tensor": (r"(\(\), t\d+, \()t\d+", lambda m: f"{m[1]}t0"),
     "a name that is gone": (r"get_current_stream", lambda m: "get_stream"),
 }
 
