@@ -25,22 +25,13 @@ from torch import Tensor, nn
 
 from fastkd._core import extension
 from fastkd._core.numerics import multiplies_in_float32
-from fastkd._core.recording import (
-    NoPlan,
-    Number,
-    Recording,
-    Text,
-    mapped,
-    private,
-    tensors_in,
-)
+from fastkd._core.recording import NoPlan, Number, Recording, Text, mapped, private, tensors_in
 
 # A record costs as much as several calls as written: the eighth call is recorded.
 NEAR = 6  # sights of a function and its first shape after which keys are computed
 SIGHTS = 3  # sights of a key after which a call is recorded
 VARIED = 16  # sights of a key with any numbers, after which these are parameters
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
-MOST_BACKWARD_PLANS = 8  # of one forward pass: kinds of upstream gradients
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
 _OWN = "node", "numbers"  # attributes of a node's context
@@ -191,7 +182,7 @@ class Plan:
 
     def __init__(self, recording: Any, results: Any) -> None:
         self.name, self.numbers = recording.name, recording.parameters
-        self.guards: list[str] = []
+        self.guards: dict[str, None] = {}
         self.proved, self.called, self.program = False, True, cast(Any, None)
         self.differs: Callable[[], bool | None] | None = None  # what the device found
         try:
@@ -200,14 +191,18 @@ class Plan:
                 self.program = recording.program(results)
         except Exception as error:
             recording.fail(error)
-        if recording.error is not None:
-            kind = type(recording.error).__name__
-            _switch_off(self.name, f"can't be recorded: {kind}: {recording.error}")
+        problem = recording.problem
+        if problem is not None and not isinstance(problem, NoPlan):
+            _switch_off(self.name, f"can't be recorded: {type(problem).__name__}: {problem}")
 
     def guard(self, *conditions: str) -> None:
         """Add conditions on the numbers ``n`` under which the program may be used."""
-        self.guards += conditions
+        self.guards |= dict.fromkeys(conditions)
         self.holds: Callable[[Any], bool] = eval(f"lambda n: {' and '.join(self.guards) or True}")
+
+    def fits(self, numbers: tuple[float, ...]) -> bool:
+        """Whether the program, if it is proved, is that of a call with these numbers."""
+        return self.program is not None and self.holds(numbers)
 
     def ready(self) -> bool:
         """Whether the program is proved. It doesn't wait for the device."""
@@ -281,19 +276,19 @@ class Record(Recording):
         The program passes what that pass computes and saves to a node.
         """
         if isinstance(options, Tensor):
-            self.problem = "an autograd function without options"
-        if self.problem:
+            self.fail(NoPlan("an autograd function without options"))
+        if self.problem is not None:
             return function.apply(options, *tensors)
-        node, saved, constant = _Node(self.name, function), (), ()
+        apply, node = _node(function), SimpleNamespace(name=self.name, function=function, plans={})
 
         def forward(ctx: Any) -> Any:
-            nonlocal saved, constant
             result = function.forward(ctx, options, *tensors)
-            saved, constant = ctx.to_save or (), ctx.non_differentiable or ()
+            node.saved, node.constant = ctx.to_save or (), ctx.non_differentiable or ()
             node.attributes = {name: x for name, x in vars(ctx).items() if name not in _OWN}
             return result
 
-        result = node.apply((node, self.parameters, forward, None, ()), *tensors)
+        result = apply((node, self.parameters, forward, None, ()), *tensors)
+        saved, constant = vars(node).pop("saved"), vars(node).pop("constant")
         try:
             if any(tensors_in(node.attributes)):
                 raise NoPlan("a context holds a tensor")
@@ -301,30 +296,20 @@ class Record(Recording):
             parts = [self.constant(node), "n" if self.parameters else "()"]
             parts += map(self.text, (result, saved, constant))
             given = list(tensors_in((tensors, result, saved)))
-            self.call(node.apply, (Text(f"({', '.join(parts)})"), *tensors), {}, given, result)
+            self.call(apply, (Text(f"({', '.join(parts)})"), *tensors), {}, given, result)
         except Exception as error:
             self.fail(error)
         return result
 
 
-class _Node:
-    """An autograd function of a record, and programs of its backward pass."""
-
-    def __init__(self, name: str, function: type[torch.autograd.Function]) -> None:
-        self.name, self.function = name, function
-        self.backward: dict[Any, Plan] = {}
-        self.attributes: dict[str, Any] = {}  # of the context, besides tensors
-        # Without the part of ``apply`` that is for vmap and the like.
-        parent: Any = super(torch.autograd.Function, _node_class(function))
-        self.apply = parent.apply
-
-
 @functools.cache
-def _node_class(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Autograd function whose forward pass was computed before it, under the name of another."""
+def _node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``apply`` of a function of this name, whose forward pass was computed before it."""
     methods = {"forward": staticmethod(_forward), "backward": staticmethod(_backward)}
     node: Any = type(function.__name__, (torch.autograd.Function,), methods)
-    return cast(type[torch.autograd.Function], node)
+    # Without the part of ``apply`` that is for vmap and the like.
+    parent: Any = super(torch.autograd.Function, node)
+    return cast(Callable[..., Any], parent.apply)
 
 
 def _forward(ctx: Any, given: tuple[Any, ...], *tensors: Any) -> Any:
@@ -356,7 +341,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         with torch._C.DisableTorchFunction():
             about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
             key, *_ = _key(about, (*saved, *grads))
-    plan = node.backward.get(key)
+    plan = node.plans.get(key)
     if plan is not None and plan.ready() and plan.holds(numbers):
         return plan.program(numbers, *saved, *grads)
     if plan is not None and plan.to_prove(numbers):
@@ -368,9 +353,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         return written()
     with Record(node.name, (*saved, *grads), numbers) as recording:
         result = written(recording.guards)
-    if len(node.backward) >= MOST_BACKWARD_PLANS:
-        node.backward.clear()
-    node.backward[key] = Plan(recording, result)
+    node.plans[key] = Plan(recording, result)
     return result
 
 
@@ -441,7 +424,7 @@ def planned(function: Public) -> Public:
                     plan = _plans.get((key, numbers))
                     if plan is None and numbers:
                         varied = _plans.get((key, None))
-                        plan = varied if varied is not None and varied.holds(numbers) else None
+                        plan = varied if varied is not None and varied.fits(numbers) else None
             if plan is not None:
                 plan.called, _sights[near] = True, 255
                 if plan.proved or plan.ready():

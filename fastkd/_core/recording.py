@@ -10,7 +10,6 @@ tensor's plus a number of bytes: a view that only launches read is never made.
 import copy
 import functools
 import itertools
-import operator
 import pkgutil
 import types
 import weakref
@@ -129,20 +128,13 @@ def mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(x, float):
         return change(x)
     if kind is list or kind is tuple:
-        items = [mapped(y, change) for y in x]
-        return x if all(map(operator.is_, items, x)) else kind(items)
-    has_fields = hasattr(kind, "__dataclass_fields__")
-    if kind is not dict and not has_fields:
-        return x
-    found = vars(x) if has_fields else x
-    new = {name: mapped(y, change) for name, y in found.items()}
-    if all(new[name] is y for name, y in found.items()):
-        return x
-    if has_fields:
+        return kind(mapped(y, change) for y in x)
+    if kind is dict:
+        return {name: mapped(y, change) for name, y in x.items()}
+    if hasattr(kind, "__dataclass_fields__"):
         x = copy.copy(x)
-        vars(x).update(new)
-        return x
-    return new
+        vars(x).update(mapped(vars(x), change))
+    return x
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
@@ -170,8 +162,7 @@ class Recording(TorchFunctionMode):
         self.constants: dict[str, Any] = {"torch": torch}
         self.saved: list[Any] = []  # for backward passes
         self.starts_kernels = False
-        self.problem: str | None = None
-        self.error: Exception | None = None  # of this file, or of what it expects of others
+        self.problem: Exception | None = None  # no `NoPlan` if this file is at fault
         self.surroundings = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
         self.driver = self.private["driver"]
         self.device = self.driver.active.get_current_device()
@@ -189,9 +180,7 @@ class Recording(TorchFunctionMode):
 
     def fail(self, error: Exception) -> None:
         """Note why there is no program. The call itself goes on."""
-        self.problem = self.problem or str(error)
-        if not isinstance(error, NoPlan):
-            self.error = error
+        self.problem = self.problem or error
 
     def add(self, x: Tensor | None) -> int:
         """Number of a new tensor; an input may be there twice, or be None."""
@@ -217,16 +206,16 @@ class Recording(TorchFunctionMode):
 
         return mapped(x, parameter) if self.parameters else x
 
-    def text(self, x: Any) -> str:
+    def text(self, x: Any, of_tensor: Callable[[Tensor], str] | None = None) -> str:
         """An expression for ``x``."""
         if isinstance(x, Tensor):
-            return f"t{self.number(x)}"
+            return of_tensor(x) if of_tensor else f"t{self.number(x)}"
         if type(x) is Text:
             return x
         if type(x) is Number:
             return x.text
         if isinstance(x, (tuple, list)):
-            items = "".join(f"{self.text(item)}, " for item in x)
+            items = "".join(f"{self.text(item, of_tensor)}, " for item in x)
             return f"({items})" if isinstance(x, tuple) else f"[{items}]"
         if type(x) is dict:
             return f"{{{', '.join(f'{name!r}: {self.text(item)}' for name, item in x.items())}}}"
@@ -325,7 +314,8 @@ class Recording(TorchFunctionMode):
             bound.apply_defaults()
             lines: list[str] = []
             used: list[int] = []
-            given = [self.argument(x, lines, used) for x in bound.arguments.values()]
+            address = functools.partial(self.address, lines, used)
+            given = [Text(self.text(x, address)) for x in bound.arguments.values()]
             if not self.read:
                 lines.insert(0, f"driver = {self.constant(self.driver)}.active")
                 lines.insert(1, f"stream = driver.get_current_stream({self.device})")
@@ -338,21 +328,17 @@ class Recording(TorchFunctionMode):
         except Exception as error:
             self.fail(error)
 
-    def argument(self, x: Any, lines: list[str], used: list[int]) -> Any:
-        """Text of a launch's argument; adds lines that read addresses, and whose these are."""
-        if isinstance(x, (tuple, list)):
-            return Text(f"({''.join(f'{self.argument(y, lines, used)}, ' for y in x)})")
-        if not isinstance(x, Tensor):
-            return Text(self.text(x))
+    def address(self, lines: list[str], used: list[int], x: Tensor) -> str:
+        """An expression for the address of ``x``; adds a line that reads it, and whose it is."""
         number, offset = self.place(x)
         if number not in used and number not in self.read:
             lines.append(f"p{number} = t{number}.data_ptr()")
         used.append(number)
-        return Text(f"p{number} + {offset}" if offset else f"p{number}")
+        return f"p{number} + {offset}" if offset else f"p{number}"
 
     def program(self, results: Any) -> Program | None:
         """Python code that repeats the call, if it can, from numbers and tensors."""
-        if self.problem or not self.starts_kernels:
+        if self.problem is not None or not self.starts_kernels:
             return None
         lines = [f"return {self.text(results)}"]
         kept = set(map(self.number, tensors_in(results)))

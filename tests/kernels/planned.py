@@ -631,6 +631,9 @@ def modes_hooks_and_the_switch() -> None:
         _loss(x, y)
     assert used.called
     assert plans._key((), (x, torch.empty(3, device="meta")))[0] is None  # of two devices
+    for _ in range(TO_PLAN):  # without kernels
+        fastkd.relation_loss(x, y, distance="kl", backend="torch")
+    assert len(_plans()) == 2 and _hits() == 1 and plans.why_off() is None
 
 
 @check
