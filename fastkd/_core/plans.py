@@ -4,8 +4,8 @@ On a GPU no value of a tensor is read, so every check and every choice of a call
 metadata. Calls under `planned` are counted by their metadata, the key, and the eighth of late is
 recorded as a program (`fastkd._core.recording`). The next call runs as written and as a program
 too, and a flag on the device tells later whether both gave the same bits: from then on the program
-runs. An autograd function becomes a node of the same name, with a program for its forward pass and
-for each kind of upstream gradient, which prove themselves alike.
+runs. An autograd function becomes a node of the same name: its forward pass is a part of the call's
+program, and its backward pass has one for each kind of upstream gradient, which proves itself.
 
 The first program that differs, or raises, switches plans off in this process, with one warning.
 docs/plans.md explains all of it. ``FASTKD_PLANS=0`` in the environment switches plans off.
@@ -330,20 +330,24 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         for name, x in at(numbers, node.attributes).items():
             setattr(ctx, name, x)
         return node.function.backward(ctx, *grads)
-    saved, key = ctx.saved_tensors, None
+    saved, key, layouts = ctx.saved_tensors, None, []
+    if ENABLED and not torch.is_grad_enabled():
+        with torch._C.DisableTorchFunction():
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            key, *_ = _key((ctx.needs_input_grad, keep), grads)
+            # A user's hooks may return other strides and addresses.
+            layouts = [x if x is None else (x.stride(), x.data_ptr() % 16, x.dtype) for x in saved]
+    plan, known = node.plans.get(key, (None, layouts))
+    if known != layouts:
+        key = plan = None
+    if plan is not None and (plan.proved or plan.ready()) and plan.holds(numbers):
+        return plan.program(numbers, *saved, *grads)
 
     def written(guards: list[str] | None = None) -> Any:
         context = SimpleNamespace(**at(numbers, node.attributes, guards))
         context.needs_input_grad, context.saved_tensors = ctx.needs_input_grad, saved
         return node.function.backward(context, *grads)
 
-    if ENABLED and not torch.is_grad_enabled():
-        with torch._C.DisableTorchFunction():
-            about = ctx.needs_input_grad, torch._C._autograd._get_current_graph_task_keep_graph()
-            key, *_ = _key(about, (*saved, *grads))
-    plan = node.plans.get(key)
-    if plan is not None and plan.ready() and plan.holds(numbers):
-        return plan.program(numbers, *saved, *grads)
     if plan is not None and plan.to_prove(numbers):
         copies = copies_of(saved)
         result = written()
@@ -353,7 +357,7 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         return written()
     with Record(node.name, (*saved, *grads), numbers) as recording:
         result = written(recording.guards)
-    node.plans[key] = Plan(recording, result)
+    node.plans[key] = Plan(recording, result), layouts
     return result
 
 

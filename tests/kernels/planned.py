@@ -569,6 +569,19 @@ def saved_tensor_hooks() -> None:
         torch.autograd.grad(loss, x)
     assert _hits() and len(set(counts)) == 1 and counts[0] > 0, counts
     assert len(addresses) == sum(counts)
+    device: Any = vars(recording.private())["driver"].active
+    logits = {"student_logits": torch.randn(5, 40).half().requires_grad_()}
+    loss = functools.partial(
+        fastkd.soft_target_loss, teacher_logits=torch.randn(5, 40).half(), backend="triton"
+    )
+
+    def with_other_strides(**given: Tensor) -> Any:
+        wider = functools.partial(torch.nn.functional.pad, pad=(0, 8))
+        with torch.autograd.graph.saved_tensors_hooks(wider, lambda x: x[..., :40]):
+            return loss(**given)
+
+    for subject in [loss] * (TO_PLAN + 2) + [with_other_strides]:
+        assert as_written(device, subject, logits) == outcome(device, subject, logits)
 
 
 @check
