@@ -31,6 +31,7 @@ from fastkd.study.grid import OF_FINETUNING, ONE_STEP, Cell, Grid
 from fastkd.study.paper_table import TIMED as TIMED_MODELS
 from fastkd.study.run_measurements import PeakMemory, intra_class, machine_of, similarities
 from fastkd.train import data, distillation, stages, tasks
+from fastkd.train.arguments import steps_of
 from fastkd.train.arrow_rows import file_fingerprint
 from fastkd.train.config import MODELS, STAGES, Config
 from fastkd.train.errors import InputError, RunFailed, TrainingFailed
@@ -441,10 +442,9 @@ def _last_stage(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(options: Mapping[str, Any], rows: int) -> int:
-    """Steps of a run with so many ``rows``."""
+    """Steps of a run with this number of ``rows``."""
     config = Config.of(options)
-    in_epoch = math.ceil(rows / config.batch_size)
-    return math.ceil(config.training_steps or config.num_train_epochs * in_epoch)
+    return steps_of(config, config.batch_size, rows)[0]
 
 
 def layers_in(config: Any) -> int:

@@ -47,12 +47,6 @@ def value_of(column: Any, columns: Mapping[str, Any], read: Callable[[str], Any]
     return found if fits(found, float) else None
 
 
-def printed_mean(paper: Mapping[str, Any], row: str, column: str) -> float | None:
-    """The mean that ``column`` is by its definition, of the printed cells of ``row``."""
-    cells = dict(zip(paper["columns"], paper["rows"][row], strict=True))
-    return value_of(paper["columns"][column], {}, cells.get)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ours:
     """Scores of a study in the units of its paper; ``results`` by variant, task and seed."""

@@ -174,15 +174,8 @@ class Row:
     @property
     def quality(self) -> str:
         """Meaning of the verdict: "better", "worse", or "" if it is neither above nor below."""
-        return quality(self.verdict, self.lower_is_better)
-
-
-def quality(verdict: str, lower_is_better: bool) -> str:
-    """Meaning of "above" and "below": "better" or "worse"; "" for other verdicts."""
-    meanings = {ABOVE: BETTER, BELOW: WORSE}
-    if lower_is_better:
-        meanings = {ABOVE: WORSE, BELOW: BETTER}
-    return meanings.get(verdict, "")
+        better, worse = (BELOW, ABOVE) if self.lower_is_better else (ABOVE, BELOW)
+        return {better: BETTER, worse: WORSE}.get(self.verdict, "")
 
 
 @dataclasses.dataclass(frozen=True)
