@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import fastkd
 from fastkd._core.extras import MissingExtra, require
 from fastkd.cli.display import new_console
-from fastkd.train.early_checks import check_inputs
+from fastkd.train.config import check_inputs
 from fastkd.train.errors import InputError, Interrupted, RunFailed
 from fastkd.train.launcher import (
     check_launcher,

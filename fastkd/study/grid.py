@@ -31,8 +31,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastkd.train.config import AUTO, STAGES, ColumnOptions, Config, device, option_values
-from fastkd.train.early_checks import check_inputs
+from fastkd.train.config import (
+    AUTO,
+    STAGES,
+    ColumnOptions,
+    Config,
+    check_inputs,
+    device,
+    option_values,
+)
 from fastkd.train.errors import InputError, nearest
 from fastkd.train.glue import GLUE_TASKS
 from fastkd.train.options import (
