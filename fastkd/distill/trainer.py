@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,13 +37,13 @@ METHOD_FILE = "method.pt"
 AVERAGE_FILE = "ema_teacher.pt"
 
 
+@dataclass(eq=False)
 class _Callback(TrainerCallback):
     """Prepares the method from the training data, unless a checkpoint has restored its choice, and
     updates the Distiller's averaging teachers after each optimizer step.
     """
 
-    def __init__(self, trainer: "DistillationTrainer") -> None:
-        self.trainer = trainer
+    trainer: "DistillationTrainer"
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         trainer = self.trainer

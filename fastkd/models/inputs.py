@@ -59,18 +59,15 @@ def without_adapters(model: nn.Module) -> nn.Module:
     return inner
 
 
-def arguments_of(model: nn.Module) -> set[str]:
-    """Names of a model's arguments; PEFT's wrappers pass on those of the model inside."""
-    return {*inspect.signature(without_adapters(model).forward).parameters}
-
-
 def accepted(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     """``inputs`` without those for which ``model`` has no argument, such as DistilBERT's.
 
     transformers separates documents by positions that start again, but only without a mask and a
     cache.
     """
-    left_out = {"token_type_ids", "segments"} - arguments_of(model)
+    # PEFT's wrappers pass on the arguments of the model inside.
+    arguments = inspect.signature(without_adapters(model).forward).parameters
+    left_out = {"token_type_ids", "segments"} - arguments.keys()
     if "position_ids" in inputs:
         inputs = {**inputs, "use_cache": False}
         left_out.add("attention_mask")

@@ -52,7 +52,7 @@ OF_ALL_STAGES = (
 )  # fmt: skip
 # Begins a --teacher of a stage: the student of an earlier stage.
 STAGES = "stages."
-DISTILL, WRITING = ("distill",), ("distill", "cache")
+DISTILL, WRITING, EVERY = ("distill",), ("distill", "cache"), ("distill", "cache", "verify")
 
 
 def device() -> Any:
@@ -62,16 +62,22 @@ def device() -> Any:
         flag="--device",
         key="device",
         choices=("auto", "cpu", "cuda"),
+        commands=EVERY,
     )
 
 
 def seed() -> Any:
-    return training_option(0, "Seed of all random numbers.", least=0, most=2**32 - 1)
+    return training_option(
+        0, "Seed of all random numbers.", least=0, most=2**32 - 1, commands=EVERY
+    )
 
 
 def precision() -> Any:
     return training_option(
-        "fp32", "Precision of the models: fp32, bf16 or fp16.", choices=("fp32", "bf16", "fp16")
+        "fp32",
+        "Precision of the models: fp32, bf16 or fp16.",
+        choices=("fp32", "bf16", "fp16"),
+        commands=EVERY,
     )
 
 
@@ -342,7 +348,6 @@ class Config(DataOptions):
         flag="--epochs",
         key="epochs",
         above=0,
-        commands=DISTILL,
     )
     training_steps: int | None = training_option(
         None,
@@ -350,7 +355,6 @@ class Config(DataOptions):
         flag="--steps",
         key="steps",
         least=1,
-        commands=DISTILL,
     )
     batch_size: int = training_option(
         32,
@@ -359,47 +363,38 @@ class Config(DataOptions):
         commands=WRITING,
     )
     accumulate: int = training_option(
-        1,
-        "Split each batch into N parts to save memory; same gradient, slower.",
-        least=1,
-        commands=DISTILL,
+        1, "Split each batch into N parts to save memory; same gradient, slower.", least=1
     )
-    learning_rate: float = training_option(
-        5e-5, "Peak learning rate of AdamW.", above=0, commands=DISTILL
-    )
-    weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0, commands=DISTILL)
+    learning_rate: float = training_option(5e-5, "Peak learning rate of AdamW.", above=0)
+    weight_decay: float = training_option(0.01, "Weight decay of AdamW.", least=0)
     warmup: float = training_option(
         0.1,
         "Share of the steps, 0 to 1, in which the learning rate rises to its peak.",
         least=0,
         most=1,
-        commands=DISTILL,
     )
     schedule: str | None = training_option(
         None,
         "Schedule of the learning rate: cosine, constant_with_warmup or another one of "
         "transformers; linear if not given.",
-        commands=DISTILL,
     )
     labelled_share: float = training_option(
         LABELLED_SHARE,
         "With few labels: repeat labelled rows until they are this share of each batch; 0: never.",
         least=0,
         most=1,
-        commands=DISTILL,
     )
     max_length: int = training_option(
         MAX_LENGTH,
         "Maximum length of a text in tokens; the default is lowered to what both models can read.",
         least=4,
+        commands=EVERY,
     )
     seed: int = seed()
     precision: str = precision()
     device_name: str = device()
     pack: bool = training_option(
-        False,
-        "Pack several conversations into each row of --max-length tokens; chat only.",
-        commands=DISTILL,
+        False, "Pack several conversations into each row of --max-length tokens; chat only."
     )
     on_policy: float = training_option(
         0.0,
@@ -407,25 +402,18 @@ class Config(DataOptions):
         metavar="SHARE",
         least=0,
         most=1,
-        commands=DISTILL,
     )
     gather: bool = training_option(
-        False,
-        "Gather the samples of all processes in losses that compare samples.",
-        commands=DISTILL,
+        False, "Gather the samples of all processes in losses that compare samples."
     )
     shard: bool = training_option(
         False,
         "Shard teacher and student over the processes (FSDP2).",
         flag="--fsdp",
         saved=False,
-        commands=DISTILL,
     )
     trainer_args: Path | Mapping[str, Any] | None = training_option(
-        None,
-        "YAML file with further fields of transformers.TrainingArguments.",
-        metavar="FILE",
-        commands=DISTILL,
+        None, "YAML file with further fields of transformers.TrainingArguments.", metavar="FILE"
     )
     out: Path = run_option(
         Path("runs/distill"),
@@ -437,29 +425,19 @@ class Config(DataOptions):
         "Number of steps between checkpoints; default: only at the end of each epoch.",
         metavar="STEPS",
         least=1,
-        commands=DISTILL,
     )
     report_to: str | None = run_option(
-        None,
-        "Trackers to report losses to, such as tensorboard, separated by commas.",
-        commands=DISTILL,
+        None, "Trackers to report losses to, such as tensorboard, separated by commas."
     )
-    log_json: Path | None = run_option(
-        None, "File to write the progress to, as lines of JSON.", commands=DISTILL
-    )
+    log_json: Path | None = run_option(None, "File to write the progress to, as lines of JSON.")
     stages: Path | None = run_option(
         None,
         "TOML file with the options of several runs; each trains the student of the run before.",
         metavar="FILE",
-        commands=DISTILL,
     )
-    resume: bool = run_option(
-        False, "Continue an interrupted run, with the same options.", commands=DISTILL
-    )
+    resume: bool = run_option(False, "Continue an interrupted run, with the same options.")
     overwrite: bool = run_option(
-        False,
-        "Replace an existing student in --out when the new one is complete.",
-        commands=DISTILL,
+        False, "Replace an existing student in --out when the new one is complete."
     )
     rows: int = run_option(8, "Rows of the verified step.", least=2, commands=("verify",))
     ranks: int = run_option(
