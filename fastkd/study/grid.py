@@ -244,10 +244,8 @@ def early(settings: StudySettings) -> str:
         titles = {x: read_options_file(PAPERS / f"{x}.toml")["title"] for x in names_of_papers()}
         return "\n".join(f"{PAPER}{name}  {title}" for name, title in titles.items())
     found, folder = _content(settings)
-    written, fields = (
-        _written(settings),
-        {n for n, x in options_of(Config).items() if x.panel == "Data"},
-    )
+    written = _written(settings)
+    fields = {n for n, x in options_of(Config).items() if x.panel == "Data"}
     shared = {k: v for k, v in found.items() if k not in OWN}
     shared = option_values("the study", shared, folder, OWN)
     for name, options in _tasks(found.get("tasks", {}), settings, folder).items():

@@ -1,9 +1,8 @@
 """Arguments of transformers.Trainer, from the options of `fastkd distill`."""
 
-import contextlib
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,11 +53,18 @@ def settled(config: Config) -> Config:
         if passed.get("lr_scheduler_type", config.schedule) != config.schedule:
             raise InputError("--schedule and lr_scheduler_type of --trainer-args differ")
         passed["lr_scheduler_type"] = config.schedule
-    with _errors_of(config.trainer_args, config.schedule):
-        found = replace(config, trainer_args=passed)
+    found = replace(config, trainer_args=passed)
+    try:
         arguments = arguments_of(found, computation, config.out)
         if passed:
             _try(arguments, passed)
+    except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if isinstance(error, InputError) or config.trainer_args is config.schedule is None:
+            raise
+        given = f"--schedule {config.schedule}"
+        if config.trainer_args is not None:
+            given = f"--trainer-args {config.trainer_args}"
+        raise InputError(f"{given}: {error}") from error
     several = arguments.gradient_accumulation_steps > 1
     if config.accumulate > 1 and several:
         raise InputError(
@@ -189,20 +195,6 @@ def read_trainer_args(given: Path | Mapping[str, Any]) -> dict[str, Any]:
     if found.get("dataloader_persistent_workers") and not found.get("dataloader_num_workers"):
         raise InputError(f"{option}: dataloader_persistent_workers needs dataloader_num_workers")
     return dict(found)
-
-
-@contextlib.contextmanager
-def _errors_of(given: Any, schedule: str | None) -> Iterator[None]:
-    """Context in which an error of TrainingArguments names --trainer-args or --schedule."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (TypeError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        if given is schedule is None:
-            raise
-        option = f"--schedule {schedule}" if given is None else f"--trainer-args {given}"
-        raise InputError(f"{option}: {error}") from error
 
 
 def _try(arguments: TrainingArguments, passed: Mapping[str, Any]) -> None:
