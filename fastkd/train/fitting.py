@@ -291,8 +291,7 @@ def fit(
     config, computation, out = run.config, run.computation, run.out
     assert out is not None
     is_student = target == out.student
-    place, every = out.work / CHECKPOINTS[target.name], config.checkpoint_every
-    checkpoints = Checkpoints(place, out.manifest["run"], every, config.resume)
+    checkpoints = Checkpoints(out.work / CHECKPOINTS[target.name], out.manifest["run"])
     processes.on_first_process(lambda: _clear_damage(run, target, checkpoints))
     if not config.shard:
         distiller.to(computation.device)
@@ -359,7 +358,7 @@ def _clear_damage(run: Run, target: Path, checkpoints: Checkpoints) -> None:
 def _train(run: Run, trainer: StepTrainer, checkpoints: Checkpoints) -> None:
     """Run a trainer from the last checkpoint, if there is one to resume from."""
     last = None
-    if checkpoints.resume:
+    if run.config.resume:
         last = processes.on_first_process(lambda: checkpoints.newest(run.display.say))
     # Dropout differs between the processes.
     set_seed((run.config.seed + processes.rank()) % 2**32)
@@ -461,7 +460,7 @@ class TrainingCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.track.advance(state.global_step)
         self.sync_signals()
-        step, every = state.global_step, self.checkpoints.every
+        step, every = state.global_step, self.run.config.checkpoint_every
         control.should_evaluate = step % self.steps_between == 0 or step == state.max_steps
         due = every and step % every == 0
         control.should_save = bool(due or self.signum or control.should_evaluate)

@@ -62,8 +62,6 @@ class Checkpoints:
 
     directory: Path
     run: str = ""
-    every: int | None = None
-    resume: bool = False
 
     @property
     def incomplete(self) -> Path:

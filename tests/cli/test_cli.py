@@ -445,7 +445,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
     def damaged(harm):
         work = shutil.copytree(runs / "stopped", tmp_path / harm) / "unfinished"
         number = json.loads((work / MANIFEST).read_text())["run"]
-        return work / "checkpoints", Checkpoints(work / "checkpoints", number, resume=True)
+        return work / "checkpoints", Checkpoints(work / "checkpoints", number)
 
     place, _ = damaged("names")
     assert visible(place) == ["checkpoint-5", "checkpoint-7"]
