@@ -5,6 +5,7 @@ safetensors' own writers are wrapped. The "kill" is an exception that nothing ca
 every further operation fails too, so that no clean-up code can act after the process's death.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -105,6 +106,7 @@ def words(tmp_path_factory):
 
 
 def run(words, out, *flags, killer=None, last=None):
+    gc.collect()  # frames of a killed run hold its lock, which a dead process does not
     if killer is not None:
         killer.root, killer.count, killer.last = str(out), 0, last
     try:
