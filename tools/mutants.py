@@ -42,6 +42,7 @@ FORGOTTEN = {
     "masked_fill", "detach", "double", "float", "clamp", "clamp_min", "clamp_max", "abs", "to",
     "contiguous", "square", "sort", "nan_to_num", "expand_as", "type_as",
 }  # fmt: skip
+UNSEEN = ("strict", "repr", "frozen")  # flags that change no result
 SECONDS = 600  # per mutant; a longer run is a caught one
 
 
@@ -75,7 +76,7 @@ def changes(node: ast.AST, source: str) -> Iterator[str]:
             yield f"{text(lower) if lower else ''}:{upper + 1}"
         case ast.Attribute(ast.Name("torch"), "float64" | "float32" as dtype):
             yield {"float64": "torch.float32", "float32": "torch.bfloat16"}[dtype]
-        case ast.keyword(str(name), ast.Constant(bool(flag))) if name not in ("strict", "repr", "frozen"):
+        case ast.keyword(str(name), ast.Constant(bool(flag))) if name not in UNSEEN:
             yield f"{name}={not flag}"
         case ast.Assign([ast.Name(name)], ast.Tuple(items)) if "key" in name and len(items) > 1:
             yield f"{name} = ({', '.join(map(text, items[:-1]))},)"
