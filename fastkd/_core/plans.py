@@ -34,7 +34,6 @@ VARIED = 16  # sights of a key with any numbers, after which these are parameter
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
-_OWN = "node", "numbers"  # attributes of a node's context
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -91,9 +90,11 @@ def _describe(
             if x.device != tensors[0].device:  # values may be read on the CPU
                 raise NoPlan("tensors of two devices")
             key += (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference())
-        elif kind is float:
-            key.append(kind if x else str(x))  # 0.0 and -0.0 differ
+        elif kind is float and x:
+            key.append(kind)
             numbers.append(x)
+        elif kind is float:
+            key.append(str(x))  # 0.0 and -0.0 differ
         elif kind is int or kind is bool:
             key += (kind, x)
         elif kind is str or kind is torch.dtype or kind is torch.device:
@@ -155,10 +156,7 @@ def _surroundings() -> tuple[Any, ...] | None:
 def _key(
     of: Iterable[Any], values: Iterable[Any]
 ) -> tuple[tuple[Any, ...] | None, list[Tensor], tuple[float, ...]]:
-    """Key of a call of ``of``, or None if the call isn't covered; tensors and floats in ``values``.
-
-    The floats aren't in the key.
-    """
+    """Key of a call, or None if it isn't covered; tensors and floats of its ``values``."""
     tensors: list[Tensor] = []
     numbers: list[float] = []
     surroundings = _surroundings()
@@ -240,31 +238,25 @@ def copies_of(saved: Iterable[Tensor | None]) -> list[Tensor | None]:
     """Saved tensors for the program: the pass as written may change those that it allocated."""
     copies = [(x, None if x is None else x.clone()) for x in saved]
     # A copy of another layout is of an input, which no pass changes.
-    return [x if x is None or y is None or x.stride() != y.stride() else y for x, y in copies]
+    return [y if x is None or y is None or x.stride() == y.stride() else x for x, y in copies]
 
 
 @torch.no_grad()
 def _difference(found: Any, right: Any) -> Callable[[], bool | None]:
     """Function that says whether some bits differ, or None while the device computes it."""
     found, right = list(tensors_in(found)), list(tensors_in(right))
-    if len(found) != len(right):
-        return lambda: True
-    pairs = [*zip(found, right, strict=True)]
-    facts = [[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in pair] for pair in pairs]
-    if any(one != other for one, other in facts):
-        return lambda: True
-    flags = [
-        (x.view(_INTEGERS[x.itemsize]) != y.view(_INTEGERS[x.itemsize])).any()
-        for x, y in ((x.detach(), y.detach()) for x, y in pairs)
+    facts = [
+        [(x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]
+        for tensors in (found, right)
     ]
-    differs = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool)
-    if not differs.is_cuda:
-        return lambda: bool(differs)
-    on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    if facts[0] != facts[1] or not found:
+        return lambda: facts[0] != facts[1]
+    bits = ([x.detach().view(_INTEGERS[x.itemsize]) for x in tensors] for tensors in (found, right))
+    differs = torch.stack([(x != y).any() for x, y in zip(*bits, strict=True)]).any()
+    on_host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=differs.is_cuda)
     on_host.copy_(differs, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return lambda: bool(on_host) if done.query() else None
+    done = torch.cuda.current_stream().record_event() if differs.is_cuda else None
+    return lambda: bool(on_host) if done is None or done.query() else None
 
 
 class Record(Recording):
@@ -284,7 +276,8 @@ class Record(Recording):
         def forward(ctx: Any) -> Any:
             result = function.forward(ctx, options, *tensors)
             node.saved, node.constant = ctx.to_save or (), ctx.non_differentiable or ()
-            node.attributes = {name: x for name, x in vars(ctx).items() if name not in _OWN}
+            own = "node", "numbers"
+            node.attributes = {name: x for name, x in vars(ctx).items() if name not in own}
             return result
 
         result = apply((node, self.parameters, forward, None, ()), *tensors)

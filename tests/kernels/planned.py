@@ -799,7 +799,7 @@ def a_number_that_changes_is_a_parameter_of_one_plan() -> None:
         "used in the backward pass": (soft, half, lambda t: {"temperature": t}),
         "of a TopK": (soft, top_k, lambda t: {"temperature": t, "scale_by_t2": False}),
         "coefficient": (soft, logits, lambda t: {"divergence": mixed(mix=t / 9)}),
-        "weight": (fcd, states, lambda t: {"alpha": t}),
+        "weight": (fcd, states, lambda t: {"alpha": 0.0, "beta": t}),
         "beta": (fastkd.hidden_state_loss, states, lambda t: {"kind": "smooth_l1", "beta": t}),
     }
 
