@@ -34,6 +34,7 @@ VARIED = 16  # sights of a key with any numbers, after which these are parameter
 WINDOW = 4096  # sights after which all counts are halved, and plans without a call are dropped
 ENABLED = os.environ.get("FASTKD_PLANS") != "0"
 
+_PLAIN = {type(None), bool, int, str, torch.dtype, torch.device}  # they are in a key themselves
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Read at each call: names of this module are found faster than attributes of attributes.
@@ -83,8 +84,8 @@ def _describe(
     """Extend the key by some arguments, and ``tensors`` and ``numbers`` by those that they hold."""
     for x in values:
         kind = type(x)
-        if x is None:
-            key.append(None)
+        if kind in _PLAIN:
+            key += (kind, x)
         elif kind is Tensor or kind is nn.Parameter:
             tensors.append(x)
             if x.device != tensors[0].device:  # values may be read on the CPU
@@ -95,10 +96,6 @@ def _describe(
             numbers.append(x)
         elif kind is float:
             key.append(str(x))  # 0.0 and -0.0 differ
-        elif kind is int or kind is bool:
-            key += (kind, x)
-        elif kind is str or kind is torch.dtype or kind is torch.device:
-            key.append(x)
         elif kind is list or kind is tuple:
             key += (kind, len(x))
             _describe(x, key, tensors, numbers)

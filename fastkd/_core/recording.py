@@ -159,7 +159,7 @@ class Recording(TorchFunctionMode):
         self.base: dict[int, tuple[int, int]] = {}  # of a view: whose memory, and where in it
         self.read: set[int] = set()  # whose address a line has
         self.steps: list[_Step] = []
-        self.constants: dict[str, Any] = {"torch": torch}
+        self.constants: dict[str, Any] = {}
         self.saved: list[Any] = []  # for backward passes
         self.starts_kernels = False
         self.problem: Exception | None = None  # no `NoPlan` if this file is at fault
