@@ -7,13 +7,15 @@ BIN := $(VENV)/bin
 .PHONY: style types
 .PHONY: bench bench-compare docs gpu-check clean
 
-# torch first and pinned: anything looser brings several GB of CUDA packages.
+# torch first and pinned: anything looser brings several GB of CUDA packages. The extension is
+# compiled while pip downloads.
 $(VENV)/installed: pyproject.toml setup.py $(shell find csrc -type f)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet torch==2.13.0 "setuptools>=77" wheel ninja numpy
-	FASTKD_REQUIRE_EXT=1 $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,demo]" \
-	  "triton==3.7.*"
+	FASTKD_REQUIRE_EXT=1 $(BIN)/python setup.py --quiet build_ext --inplace & built=$$!; \
+	  FASTKD_NO_EXT=1 $(BIN)/python -m pip install --quiet --no-build-isolation -e ".[test,demo]" \
+	  "triton==3.7.*" && wait $$built
 	touch $@
 
 demo: $(VENV)/installed
