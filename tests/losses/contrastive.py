@@ -304,6 +304,7 @@ def bad() -> Iterator[tuple[str, Callable]]:
         (r"labels must have shape \(4,\)", {"labels": torch.zeros(5)}),
         (r"negatives must have shape \(K, 3, 8\)", {"negatives": torch.randn(6, 2, 8)}),
         (r"or \(4, K, 3, 8\), got", {"negatives": torch.randn(5, 6, 3, 8)}),
+        (r"or \(4, K, 3, 8\), got", {"negatives": torch.randn(4, 6, 2, 8)}),
         ("negatives are given; pass both or neither", bank | {"labels": torch.zeros(4)}),
         ("pass both or neither", bank | {"negatives_labels": torch.zeros(6)}),
         ("negatives_mask belongs to negatives", {"negatives_mask": torch.ones(6, 3)}),
