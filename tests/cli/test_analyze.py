@@ -9,18 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import BertModel, BertTokenizerFast, GPT2Model
+from transformers import (
+    AutoTokenizer,
+    BertModel,
+    BertTokenizerFast,
+    GPT2Model,
+    PreTrainedTokenizerFast,
+)
 
 from fastkd import analysis
 from fastkd.analysis import layer_comparison, layer_similarity
 from fastkd.cli import analyze_command as report
 from fastkd.cli.command_settings import AnalyzeSettings
 from fastkd.distill import student_from_teacher
-from fastkd.train.data import read_file
 from fastkd.train.saving import MANIFEST, read_json
 from tests.cli.launched import result_of
 from tests.distill.processes import run_ranks
 from tests.support.tiny import run
+from tests.train.test_data import hub
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
 
@@ -159,17 +165,13 @@ def test_columns_are_those_of_the_training(folder, tmp_path, without_pictures):
     assert "was trained on pairs of texts; --text-pair-column" in error
 
 
-def test_a_decoder(folder, tmp_path, monkeypatch, without_pictures):
-    save(tmp_path / "gpt2", GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
-    load_model = report.load_model
-
-    def as_decoders_read(*arguments):
-        model, tokenizer = load_model(*arguments)
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B")
-        return model, tokenizer
-
-    monkeypatch.setattr(report, "load_model", as_decoders_read)
+def test_a_decoder(folder, tmp_path, without_pictures):
     gpt2, text, out = tmp_path / "gpt2", folder / "text.txt", tmp_path / "out"
+    save(gpt2, GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
+    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    backend.post_processor = TemplateProcessing("$A", "$A $B")  # as decoders read
+    named = {"unk_token": "[UNK]", "pad_token": "[PAD]"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **named).save_pretrained(gpt2)
     run("analyze", model=gpt2, text=text, out=out, before=gpt2, student=gpt2, measures="cca")
     written = json.loads((tmp_path / "out" / "layers.json").read_text())
     # The first text is one token, which has no relation.
@@ -241,12 +243,12 @@ def test_mistakes_are_one_sentence(folder, monkeypatch):
 
 
 def test_a_task_from_the_hub_and_texts_from_a_pipe(folder, monkeypatch, without_pictures):
-    def hub(name, config, split, columns, option):
-        assert (name, config, split) == ("nyu-mll/glue", "sst2", "validation")
-        return read_file(folder / "data.tsv", columns, option)
-
-    monkeypatch.setattr(report, "read_hub", hub)
+    lines = [line.split("\t") for line in (folder / "data.tsv").read_text().splitlines()[1:]]
+    texts, labels = zip(*lines, strict=True)
+    numbers = [int(label == "yes") for label in labels]
+    calls = hub(monkeypatch, {"validation": {"sentence": texts, "label": numbers}})
     output = run("analyze", model=folder, task="sst2", rows=9, measures="svcca")
+    assert calls == [("nyu-mll/glue", "sst2", "validation")]
     assert "intra-class similarity, last layer" in output
     read, write = os.pipe()
     os.write(write, b"one\n\n two\n")

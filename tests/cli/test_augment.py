@@ -7,7 +7,8 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 
 from fastkd.train.augmentation import WORD, Augmenter
-from tests.support.tiny import WORDS, make_teacher, run, sentences, write_tsv
+from fastkd.train.data import load
+from tests.support.tiny import WORDS, make_teacher, run, sentences, source, write_tsv
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_words_that_are_replaced_and_their_candidates(mlm):
     assert not {"films", "##s", "[MASK]"} & {w for words in found for w in words}
 
 
-def test_the_command_also_after_a_stop(augment, distill, tmp_path, monkeypatch):
+def test_the_command_also_after_a_stop(augment, tmp_path, monkeypatch):
     data = write_tsv(tmp_path / "train.tsv", 6)
     whole = augment("a.tsv", data=data, times=4)
     assert whole != augment("c.tsv", data=data, times=4, seed=1)
@@ -73,7 +74,8 @@ def test_the_command_also_after_a_stop(augment, distill, tmp_path, monkeypatch):
         assert [x[3] for x in group] == ["0", "1", "1", "1", "1"]
         assert len({x[2] for x in group}) == 1
     assert "the file exists" in augment("a.tsv", data=data, expect=2)
-    distill(train=tmp_path / "a.tsv", method="labels")
+    augmented = source(train=tmp_path / "a.tsv", evals=data)
+    assert len(load(augmented).train) == 6 * 5
     copies, calls = Augmenter.copies, []
 
     def stopping(self, *rest):

@@ -13,8 +13,8 @@ from fastkd.train.models import METHODS, Choice, choose, kind_of
 from fastkd.train.saving import read_json
 from fastkd.train.tasks.base import Task
 from fastkd.train.tasks.causal_lm import CausalLM
-from tests.support.runs import press_ctrl_c, report_of, stop_at
-from tests.support.tiny import run
+from tests.support.runs import made, press_ctrl_c, report_of, stop_at
+from tests.support.tiny import run, usual
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -60,7 +60,7 @@ def test_tasks_of_ones_own_and_students_with_other_tokens():
     assert choose(embedding, own_tokens=True) == choose(embedding)
 
 
-def test_a_run_records_its_method_and_keeps_it(distill, tmp_path, monkeypatch):
+def test_a_run_records_its_method_and_keeps_it(distill, tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "classification", Choice("lrkd", "a reason"))
     with monkeypatch.context() as patch:
         stop_at(patch, 2, press_ctrl_c)
@@ -75,7 +75,8 @@ def test_a_run_records_its_method_and_keeps_it(distill, tmp_path, monkeypatch):
     card = (tmp_path / "out/student/README.md").read_text()
     assert "lrkd student of" in card and "the method `lrkd` (`--method auto`)" in card
     why = f"--task classification: another reason ({models.PAGE})"
-    assert f"method fcd (--method auto): {why}" in distill("--overwrite", max_train_rows=8)
+    found, _ = made(**usual(tiny, tmp_path))
+    assert f"method fcd (--method auto): {why}" in found.display.lines
 
 
 @pytest.mark.parametrize("flags", [{"preset": "paper"}, {"set": "alpha=1"}])

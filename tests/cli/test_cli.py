@@ -84,7 +84,6 @@ def opened(tiny, tmp_path):
     return opened
 
 
-# tests/cli/test_demo.py trains by every method.
 def test_labels_alone_train_and_save(runs):
     output, out = (runs / "said").read_text(), runs / "labels"
     report = report_of(out)

@@ -14,6 +14,8 @@ import torch
 from torch.distributed import run as torchrun
 from transformers import BertConfig, BertForQuestionAnswering
 
+from fastkd.cli import demo
+from fastkd.distill import METHODS
 from fastkd.distill.labelled_order import LabelledOrder
 from fastkd.train import processes
 from fastkd.train.fitting import StepSampler
@@ -37,8 +39,8 @@ from tests.train.tasks.through import (
     write_text,
 )
 
-# 45 rows, 8 a step: the last step of an epoch has 5.
-ROWS, BATCH = 45, 8
+# 29 rows, 8 a step: the last step of an epoch has 5.
+ROWS, BATCH = 29, 8
 CHAT = {
     "task": "chat", "lora": "r=2", "pack": True, "on_policy": 0.5, "epochs": 1,
     "max_train_rows": 20, "learning_rate": 1e-2,
@@ -79,7 +81,7 @@ device = "cpu"
 tasks.one = {train = "train.tsv", eval = "dev.tsv", finetune_teacher = 0.5, student_layers = 2}
 methods = {labels = {}, fcd = {}}
 """
-LONG = {"checkpoint_every": 3, "epochs": 3}
+LONG = {"checkpoint_every": 3, "epochs": 4}
 
 
 MODELS = {
@@ -100,7 +102,7 @@ def words(tmp_path_factory):
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     for name, (make_model, write_rows, kind) in MODELS.items():
         make_model(folder / name, **still)
-        for part, rows, seed in (("train", ROWS, 0), ("eval", 21, 1)):
+        for part, rows, seed in (("train", ROWS, 0), ("eval", 13, 1)):
             write_rows(folder / f"{name}.{part}.{kind}", rows, seed)
     torch.manual_seed(0)
     config = BertConfig.from_pretrained(folder / "question-answering")
@@ -132,7 +134,7 @@ def launched(words, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("launch")
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, random.randint(4, 11), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        stop_at(patch, random.randint(4, 7), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*words(folder / "stopped", 1, **STOPPED), expect=130)
     shutil.copytree(folder / "stopped", folder / "sharded stop")
     cut = {**STOPPED, "method": "tests.cli.launched:StopsOnce", "fsdp": True}
@@ -321,8 +323,26 @@ def test_every_row_is_read_once_an_epoch_in_the_same_order(rows, ranks):
     assert len(alone) == -(-rows // 8)
 
 
+def check_demo(out, printed):
+    """Of two methods: others train in tests/cli, tests/study and, all, in tests/distill."""
+    assert list(METHODS) == list(demo.TITLES)
+    report = json.loads((out / "demo.json").read_text())
+    assert report["processes"] == 2 and report["seeds"] == [0, 1]
+    assert list(report["students"]) == [demo.LABELS_ONLY, "fcd"]
+    assert report["size"]["student_steps"] == 1
+    for name, student in report["students"].items():
+        assert 0 <= student["accuracy"] <= 1 and demo.TITLES[name] in printed
+        assert student["parameters"] < report["teacher"]["parameters"]
+        assert (student["difference"] is None) == (name == demo.LABELS_ONLY)
+    for picture in ("students.png", "relations.png"):
+        assert (out / picture).stat().st_size > 5000
+    assert (out / "student" / "config.json").exists()
+    assert "2 areas: language, numbers (chance: 0.500)" in printed
+    assert "8 of them with a label" in printed
+
+
 @pytest.mark.parametrize(("name", "options", "said"), [
-    ("demo", ["--fast", "--steps", "3", "--device", "cpu"], "pictures in"),
+    ("demo", ["--fast", "--steps", "1", "--device", "cpu"], "pictures in"),
     ("study", ["study.toml"], "report:"),
 ])  # fmt: skip
 def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
@@ -337,7 +357,7 @@ def test_processes_share_the_runs(tmp_path, monkeypatch, name, options, said):
     assert launch.process.exitcode == 0, errors
     assert printed.count(said) == 1
     if name == "demo":
-        assert json.loads((out / "demo.json").read_text())["processes"] == 2
+        check_demo(out, printed)
     else:
         assert len(list((out / "runs").glob("*.json"))) == 4
         assert (out / "report.html").exists()

@@ -18,7 +18,6 @@ from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.train import stages
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
-from fastkd.train.errors import InputError
 from fastkd.train.options import read_options_file
 from tests.distill.processes import CONTEXT
 from tests.support.runs import once, report_of, stop_at, terminate
@@ -234,19 +233,6 @@ def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
         assert kept["scores"] == {"perplexity": best}
 
 
-@pytest.mark.parametrize(("old", "new", "error"), [
-    ("learning_rate", "learning_rat", "'learning_rat' is no option"),
-    ("alpha", "alfa", "methods.fcd has no option 'alfa'"),
-    ("epochs = 4", "epoch = 4", "the study has no option 'epoch'"),
-    ('"dev"', '"best"', "select must be"),
-    ("epochs = 4", 'epochs = 4\nbaseline = "label"', "baseline 'label'"),
-])  # fmt: skip
-def test_mistakes_in_a_file(tmp_path, old, new, error):
-    (tmp_path / "wrong.toml").write_text(FILE.replace(old, new, 1))
-    with pytest.raises(InputError, match=error):
-        grid.read(StudySettings(spec=tmp_path / "wrong.toml"))
-
-
 # The plan of each table: variants, tasks, seeds, and options, typed from the papers.
 GLUE8 = {"sst2", "mnli", "qnli", "qqp", "rte", "stsb", "mrpc", "cola"}
 FCD_LR, KNN_LR = {1e-5, 2e-5, 5e-6}, {1e-5, 3e-5, 5e-5}
@@ -425,17 +411,18 @@ def kind_of(name, cell):
 
 @pytest.mark.parametrize("extent", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
 def test_the_tables_run(models, tmp_path, monkeypatch, extent):
-    """Every table is checked; runs are of one table, drawn anew each time, or of every kind."""
+    """Three tables are checked, drawn anew each time, and runs of one; or all, of every kind."""
     for picture in ("_forest", "_curves"):  # drawn in other tests
         monkeypatch.setattr(grid_report, picture, lambda *_: b"")
     for folder in ("WIKIPEDIA", "AUGMENTED"):
         monkeypatch.setenv(folder, str(models))
-    drawn = [*PLANS] if extent == "all" else random.Random(time.time_ns()).sample([*PLANS], 1)
-    kinds, most = set(), len(PLANS) if extent == "all" else 3
-    for name in PLANS:
+    every = extent == "all"
+    drawn = [*PLANS] if every else random.Random(time.time_ns()).sample([*PLANS], 3)
+    kinds, most = set(), len(PLANS) if every else 2
+    for name in drawn:
         runs = run_of_table(name, models, tmp_path)
         runs.check()
-        if name not in drawn:
+        if not every and name != drawn[0]:
             continue
         new = {}
         for cell in runs.grid.cells:

@@ -75,10 +75,10 @@ def test_verdicts_find_the_planted_effects_only():
 
 def test_false_positive_rate_over_many_tables_is_at_most_5_percent():
     draws, false = np.random.default_rng(0), 0
-    for _ in range(400):
+    for _ in range(200):
         p = holm([paired_difference(draws.normal(0, 1, 4)).p for _ in range(10)])
         false += min(p) < 0.05
-    assert false / 400 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 400)
+    assert false / 200 < 0.05 + 2 * math.sqrt(0.05 * 0.95 / 200)
 
 
 def test_one_seed_has_no_interval_and_no_verdict():

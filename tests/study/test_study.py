@@ -265,8 +265,9 @@ def without(name):
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("budget = 3", "no option 'budget'"),
-    ('baseline = "none"', "none"),
+    ('select = "best"', "select must be"),
+    ("[grid]\nlearning_rat = [1e-4]", "'learning_rat' is no option"),
+    ('baseline = "none"', "baseline 'none'"),
     ("steps = 0", "steps must be at least 1"),
     ("seeds = 0", "seeds must be at least one"),
     ("seeds = [0, 1, 0]", "none twice"),

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fastkd.train import fitting
 from fastkd.train.assembling import Models
 from fastkd.train.config import Config
 from fastkd.train.distillation import check
+from fastkd.train.options import assignments, options_of
 from fastkd.train.progress import Display
 from fastkd.train.scoring import Run
 
@@ -34,9 +36,33 @@ class Lines(Display):
         return "\n".join(self.lines)
 
 
-def made(**options: object) -> tuple[Run, Models]:
+def config_of(**options: Any) -> Config:
+    """A Config of options that are named as its fields or as the command's, as `usual` has them."""
+    fields = {meta.file_key: name for name, meta in options_of(Config).items()}
+    given = {fields.get(name, name): x for name, x in options.items() if x is not None}
+    for name, value in given.items():
+        if isinstance(value, Path) and name in ("teacher", "student", "tokenizer"):
+            given[name] = str(value)
+        elif isinstance(value, str) and name in ("options", "student_config", "lora"):
+            given[name] = assignments(name, value.split(","))
+    return Config.of(**{"device_name": "cpu", **given})
+
+
+def made(**options: Any) -> tuple[Run, Models]:
     """Rows and models of `fastkd distill`, without a training; `run.display` has the lines."""
-    return begin(check(Config.of(**{"device_name": "cpu", **options})), Lines())
+    return begin(check(config_of(**options)), Lines())
+
+
+def first_step(**options: Any) -> tuple[Run, dict[str, torch.Tensor]]:
+    """A run as `made`, and the terms of its first batch, with gradients."""
+    run, models = made(**options)
+    batch = next(run.sets.all.batches(run.sets.collate, 8))
+    torch.manual_seed(0)
+    models.distiller.prepare([batch])
+    out = models.distiller(**batch)
+    out.loss.backward()
+    assert out.loss.isfinite()
+    return run, out.terms
 
 
 def report_of(out: Path) -> dict:

@@ -184,6 +184,7 @@ def distil_much(folder):
     assert distil(21) >= 10 * LIMIT
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
 def test_a_corpus_ten_times_larger_than_the_memory_it_may_take(tmp_path):
     make_teacher(tmp_path / "teacher", layers=2)

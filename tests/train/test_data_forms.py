@@ -11,6 +11,7 @@ from fastkd.train.tasks import Columns
 from fastkd.train.tasks.classification import Classification
 from fastkd.train.tasks.multi_label import MultiLabel
 from fastkd.train.tasks.token_classification import TokenClassification
+from tests.support.runs import first_step, made
 from tests.support.tiny import make_teacher, run, sentences, source, write_tsv
 from tests.train.tasks.through import rows_of
 
@@ -111,25 +112,21 @@ def test_a_finished_teachers_classes(tmp_path):
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
     evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
     options = dict(teacher=teacher, method="soft_targets", epochs=1, device="cpu", batch_size=8)
-    said = run("distill", **options, train=train, eval=evals, out=tmp_path / "run")
-    assert "class 'fair' has no training row" in said
-    config = json.loads((tmp_path / "run/student/config.json").read_text())
-    assert list(config["id2label"].values()) == ["Good", "bad", "fair"]
-    run("evaluate", model=tmp_path / "run/student", data=evals, device="cpu")
+    found, models = made(**options, train=train, eval=evals)
+    assert "class 'fair' has no training row" in "\n".join(describe(found.data.corpus))
+    assert [*models.student.config.id2label.values()] == ["Good", "bad", "fair"]
     # Numbers of classes, of which one is missing.
     numbered = write_tsv(tmp_path / "numbers.tsv", 12, label=lambda y: [0, 2][y])
     found = load(source(train=numbered, evals=numbered), Classification(tuple(NAMES)))
     assert found.names == ["0", "1", "2"] and {*found.train.labels.tolist()} == {0, 2}
     run("cache", teacher=teacher, train=numbered, eval=numbered, device="cpu",
         method="soft_targets", out=tmp_path / "cache")  # fmt: skip
-    options["teacher"] = None
-    run("distill", **options, teacher_cache=tmp_path / "cache", train=numbered, eval=numbered,
-        out=tmp_path / "again")  # fmt: skip
+    cached = {**options, "teacher": None, "teacher_cache": tmp_path / "cache"}
+    first_step(**cached, train=numbered, eval=numbered)
     # Another class is refused as before.
     other = write_tsv(tmp_path / "other.tsv", 12, label=lambda y: ["good", "x"][y])
-    options["teacher"] = teacher
-    error = run("distill", **options, train=other, eval=other, out=tmp_path / "b", expect=2)
-    assert "no head for 2 labels" in error
+    with pytest.raises(InputError, match="no head for 2 labels"):
+        made(**options, train=other, eval=other)
 
 
 def test_spellings_of_a_finished_heads_classes(tmp_path):

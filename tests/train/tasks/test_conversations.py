@@ -11,6 +11,7 @@ from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.models import load_trained
 from fastkd.train.tasks.chat import TASK, _written, prompts_of
+from tests.support.runs import made
 from tests.support.tiny import run, usual
 from tests.train.tasks.test_chat import MARKS
 from tests.train.tasks.through import (
@@ -125,6 +126,7 @@ def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
     assert parts == ["good [SEP]", "<think> nice </think> bad [SEP]"]
 
 
+@pytest.mark.left_out(where=lambda x: x["tokenizer"] == "slow" and x["own"] != "content")
 @pytest.mark.parametrize("own", ["reasoning_content", "thinking", "content"])
 @pytest.mark.parametrize("template, keep, prompt", [
     (THINKS, "<think> fine </think> bad [SEP]", "[CLS] user so [SEP] [CLS] assistant"),
@@ -217,8 +219,7 @@ def test_a_run_with_thoughts(folder, tiny, tmp_path):
     asks = {"from": "human", "value": "a film"}
     write_jsonl(path, [{"conversations": [asks, {"from": "gpt", "value": w}]}
                        for w in ("good", "<think>\nfine\n</think>\n\nbad")])  # fmt: skip
-    run("distill", **{**options, "thinking": "drop", "out": tmp_path / "drop"})
-    tasks.append(load_trained(str(tmp_path / "drop/student"), False)[2])
+    tasks.append(made(**{**options, "thinking": "drop"})[0].data.task)
     assert [(task.thinking, task.thoughts) for task in tasks] == [("keep", 0.75), ("drop", 0.5)]
     options |= {"max_new_tokens": None, "task": "causal-lm", "thinking": "drop"}
     error = run("distill", expect=2, **{**options, "out": tmp_path / "no"})

@@ -20,13 +20,12 @@ from sentence_transformers.sentence_transformer.evaluation import (
 from transformers import AutoConfig, BertConfig
 
 from fastkd.train import tasks
-from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.support.runs import report_of
-from tests.support.tiny import WORDS, make_teacher, run, source, usual
+from tests.support.tiny import WORDS, make_teacher, run, usual
 from tests.train.tasks.through import (
     killed_and_resumed,
     make_embedder,
@@ -216,30 +215,6 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
         ("b.txt", "good film\nbad film\n", ("pair", "label"), [(None, None)] * 2),
     ):  # fmt: skip
         assert list(rows_of(tmp_path / name, TASK, text).columns(*columns)) == rows
-
-
-def test_a_mistake_is_one_sentence(tmp_path):
-    path = tmp_path / "a.jsonl"
-    for text, given, words in (
-        ('{"words": "a"}', {}, "which columns are the texts"),
-        ('{"query": "a", "pos": "b"}', {}, "query or anchor with positive or .* known: query, pos"),
-        ('{"anchor": "a", "positive": ["b"]}', {}, "row 1: column 'positive' is not text but"),
-        ('{"query": "a", "positive": "b", "negatives": "c"}', {"metric": "pearson"}, "no scores"),
-        ('{"query": "a", "positive": "b", "negatives": [3]}', {}, "row 1: column 'negatives' is"),
-        ('{"query": "a", "positive": "b", "negative": ""}', {}, "row 1: column 'negative' is empt"),
-        ('{"query": "a", "positive": "b"}', {"metric": "accuracy"}, "no columns anchor, positive"),
-        ('{"text": "a"}', {"metric": "ndcg@10"}, "have no columns query and positive"),
-        ('{"text": 3}', {}, "row 1: column 'text' is not text but 3"),
-        ('{"sentence1": "a", "sentence2": " "}', {}, "row 1: column 'sentence2' is empty"),
-        ('{"sentence1": "a", "sentence2": "b", "score": "x"}', {}, "score 'x' is not a finite"),
-        ('{"sentence1": "a", "sentence2": "b", "score": NaN}', {}, "score nan is not a finite"),
-        ('{"text": "a", "s": 1}', {"label_column": "s"}, "pass --text-pair-column"),
-        ('{"text": "a"}', {"metric": "spearman"}, "--metric spearman: .* have no scores"),
-        ('{"text": "a"}', {"unlabelled": path}, "--unlabelled: rows of --task embedding"),
-    ):
-        path.write_text(f"{text}\n")
-        with pytest.raises(InputError, match=words):
-            load(source(task="embedding", train=path, evals=path, **given))
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_trained(options, folder, tmp_path):

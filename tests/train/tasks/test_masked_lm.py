@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, BertConfig, BertForMaskedLM
 from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.masked_lm import TASK
-from tests.support.tiny import make_teacher, run, usual
+from tests.support.runs import made
+from tests.support.tiny import make_teacher, usual
 from tests.train.tasks.through import (
     encoded,
     killed_and_resumed,
@@ -34,8 +35,8 @@ def test_every_command_takes_it_and_the_student_goes_on(tiny, tmp_path):
     assert all(row["hidden"] >= 1 and row["masked_perplexity"] > 1 for row in report["told"])
     assert "fill-mask" in report["card"]
     student = tmp_path / "run/student"
-    run("distill", **usual(tiny, tmp_path, student=student, max_train_rows=8))
-    assert "ForSequenceClassification" in (tmp_path / "out/student/config.json").read_text()
+    _, models = made(**usual(tiny, tmp_path, student=student, max_train_rows=8))
+    assert "ForSequenceClassification" in type(models.student).__name__
 
 
 def test_a_run_goes_on_to_the_same_bits(tmp_path):

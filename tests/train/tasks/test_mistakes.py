@@ -1,13 +1,14 @@
 """Malformed rows of every task: one sentence each, which names the file."""
 
 import json
+import math
 
 import pytest
 
 from fastkd.train.data import load
 from fastkd.train.errors import InputError
 from tests.support.tiny import source
-from tests.train.tasks.through import refused, says, write_choices
+from tests.train.tasks.through import says, write_choices
 
 AB = says("a", "b")
 ANSWER = says("", "a")[1]
@@ -118,6 +119,28 @@ MISTAKES = {
             (["\ud800"], "row 1: column 'id' holds half a character"),
         )),
     ],
+    "embedding": [
+        ("jsonl", [{"words": "a"}], "which columns are the texts"),
+        ("jsonl", [{"query": "a", "pos": "b"}], "query or anchor with positive or .* known: query"),
+        *(("jsonl", [{"anchor": "a", "positive": "b", **row}], words) for row, words in (
+            ({"positive": ["b"]}, "row 1: column 'positive' is not text but"),
+            ({"negatives": [3]}, "row 1: column 'negatives' is"),
+            ({"negative": ""}, "row 1: column 'negative' is empty"),
+        )),
+        ("jsonl", [{"text": 3}], "row 1: column 'text' is not text but 3"),
+        *(("jsonl", [{"sentence1": "a", "sentence2": "b", **row}], words) for row, words in (
+            ({"sentence2": " "}, "row 1: column 'sentence2' is empty"),
+            ({"score": "x"}, "score 'x' is not a finite"),
+            ({"score": math.nan}, "score nan is not a finite"),
+        )),
+        *(("jsonl", [row], words, given) for row, given, words in (
+            ({"query": "a", "positive": "b"}, {"metric": "pearson"}, "have no scores"),
+            ({"query": "a", "positive": "b"}, {"metric": "accuracy"}, "columns anchor, positive"),
+            ({"text": "a"}, {"metric": "ndcg@10"}, "have no columns query and positive"),
+            ({"text": "a", "s": 1}, {"label_column": "s"}, "pass --text-pair-column"),
+            ({"text": "a"}, {"unlabelled": __file__}, "--unlabelled: rows of --task embedding"),
+        )),
+    ],
     "classification": [
         ("jsonl", [SOFT, {"text": "b", "label": label}], f"row 2: label .* {words}")
         for label, words in (
@@ -163,10 +186,14 @@ MISTAKES = {
 
 @pytest.mark.parametrize("task", MISTAKES)
 def test_a_mistake_is_one_sentence(tmp_path, task):
-    for kind, rows, words in MISTAKES[task]:
+    for kind, rows, words, *given in MISTAKES[task]:
+        path = tmp_path / f"a.{kind}"
         if not isinstance(rows, str):
             rows = "\n".join(map(json.dumps, rows)) if kind == "jsonl" else json.dumps(rows)
-        refused(tmp_path, task, rows, words, f"a.{kind}")
+        path.write_text(rows)
+        with pytest.raises(InputError, match=words) as caught:
+            load(source(task=task, train=path, evals=path, **dict(*given)))
+        assert given or str(path) in str(caught.value)
 
 
 def test_other_rows_than_those_of_the_training(tmp_path):

@@ -14,7 +14,7 @@ from fastkd.train.data import Encoder, load, read_file
 from fastkd.train.loading import TwoTokenizerCollator
 from fastkd.train.models import sample
 from fastkd.train.tasks import Columns, named
-from tests.support.runs import weights_of
+from tests.support.runs import first_step, made, weights_of
 from tests.support.tiny import run, sentences, source, usual, write_onnx, write_tsv
 from tests.train.tasks.through import (
     make_bare,
@@ -169,7 +169,7 @@ def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
     assert counted == [i for i, span in enumerate(row["student_spans"]) if span >= 0]
     files = [write_chats(tmp_path / f"{n}.jsonl", 8, n) for n in range(2)]
     texts |= {"task": "chat", "train": files[0], "eval": files[1], "method": "fcd"}
-    run("distill", **{**texts, "max_length": 32})
+    first_step(**{**texts, "max_length": 32})
 
 
 def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
@@ -191,7 +191,7 @@ def test_top_k_cache_and_errors(texts, tmp_path):
     assert "VocabularyMatch(" in made and "% of the student's" in made
     learn = {**texts, "teacher": None, "teacher_cache": tmp_path / "cache"}
     assert "pass unmatched='bucket'" in run("distill", **learn, expect=2)
-    run("distill", **learn, unmatched="bucket")
+    first_step(**learn, unmatched="bucket")
     learn = {**texts, "out": tmp_path / "b", "expect": 2}
     for flag in ({"pack": True}, {"on_policy": 0.5}):
         assert "the student has a tokenizer of its own" in run("distill", **learn, **flag)
@@ -205,10 +205,9 @@ def test_nested_vocabularies_that_cut_texts_differently_are_two(texts, tmp_path)
     words = {path: vocabulary(path) for path in (few, many)}
     assert words[few].items() < words[many].items()
     for teacher, student in ((few, many), (many, few)):
-        out = tmp_path / f"run-{student.name}"
-        said = run("distill", **{**texts, "teacher": teacher, "student": student, "out": out})
-        assert "VocabularyMatch(" in said
-        assert vocabulary(out / "student") == words[student]
+        found, _ = made(**{**texts, "teacher": teacher, "student": student})
+        assert "VocabularyMatch(" in found.display.text
+        assert found.data.tokenizer.get_vocab() == words[student]
 
 
 @pytest.mark.parametrize("larger", ["teacher", "student"])
@@ -216,9 +215,8 @@ def test_added_special_tokens_and_padded_heads_stay_one_vocabulary(texts, tmp_pa
     small = byte_pairs(tmp_path / "small", 270, head=270)
     large = byte_pairs(tmp_path / "large", 270, special=["<image>"], head=280)
     teacher, student = (large, small) if larger == "teacher" else (small, large)
-    said = run("distill", **{**texts, "teacher": teacher, "student": student})
-    assert "VocabularyMatch(" not in said
-    assert len(t.AutoTokenizer.from_pretrained(tmp_path / "out/student")) == 270
+    found, _ = made(**{**texts, "teacher": teacher, "student": student})
+    assert "VocabularyMatch(" not in found.display.text and len(found.data.tokenizer) == 270
 
 
 def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
@@ -249,7 +247,7 @@ def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
     assert "in the tokenizer of --student" in error
     # The same tokens, cut otherwise: a line with both readings.
     changed(teacher, lambda model: model.update(merges=model["merges"][:3]), fewer)
-    said = run("distill", **{**options, "student": None}, tokenizer=fewer)
+    said = made(**{**options, "student": None}, tokenizer=fewer)[0].display.text
     assert "tokenizer reads row 1 as ... " in said and f"that of --teacher {teacher} as" in said
 
 
@@ -277,9 +275,9 @@ def test_a_teacher_is_tuned_on_its_own_tokens(classes, folder, tmp_path):
     assert all(torch.equal(one[name], x) for name, x in two.items())
 
 
-@pytest.mark.parametrize("method", ["knn", "lrkd", "labels", "mc3kd"])
-def test_methods_that_compare_texts(classes, method):
-    run("distill", **classes, method=method)
+def test_methods_that_compare_texts(classes):
+    for method in ("knn", "lrkd", "labels", "mc3kd"):
+        first_step(**classes, method=method)
 
 
 def test_teacher_logits_are_those_of_its_own_tokens(folder):

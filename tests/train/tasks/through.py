@@ -13,12 +13,11 @@ from torch import nn
 
 from fastkd.distill.verify import _Step
 from fastkd.train.arrow_rows import Encoded
-from fastkd.train.data import Encoder, load, read_file
-from fastkd.train.errors import InputError
+from fastkd.train.data import Encoder, read_file
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import Task, named
-from tests.support.runs import crash, same_weights, stop_at
-from tests.support.tiny import WORDS, make_teacher, run, sentences, source
+from tests.support.runs import crash, first_step, same_weights, stop_at
+from tests.support.tiny import WORDS, make_teacher, run, sentences
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} "
@@ -224,7 +223,7 @@ def through(
     """Report of a student of a fine-tuned teacher, after a run of every command on the student.
 
     The same command finds it complete, `evaluate` prints the scores of the run, a cache of the
-    teacher gives a student too, and a step passes `fastkd verify`.
+    teacher teaches too, and a step passes `fastkd verify`.
     """
     rows = {"train": train, "eval": evals, "batch_size": 8, "device": "cpu", "max_length": 16}
     rows.update(options)
@@ -246,9 +245,7 @@ def through(
     cached = {**rows, "task": options.get("task"), "teacher": learned, "method": method}
     run("cache", **cached, out=out / "cache")
     rows.pop("teacher_layers", None)  # the cache has the student
-    again = {**rows, "method": method, "epochs": 1, "teacher_cache": out / "cache"}
-    run("distill", **again, out=out / "again")
-    assert read_json(out / "again/student/fastkd.json")["best"]["scores"]
+    first_step(**rows, method=method, teacher_cache=out / "cache")
     cached.pop("batch_size")
     verified(**cached)
     return report
@@ -285,15 +282,6 @@ def rows_of(path: Path, task: type[Task] | str, text: str | None = None) -> Any:
         path.write_text(text, encoding="utf-8")
     task = named(task) if isinstance(task, str) else task
     return read_file(path, task.columns, "--train", task=task)
-
-
-def refused(folder: Path, task: str, text: str, words: str, name: str = "a.jsonl") -> None:
-    """Assert that a file is refused by a sentence that names it."""
-    path = folder / name
-    path.write_text(text)
-    with pytest.raises(InputError, match=words) as caught:
-        load(source(task=task, train=path, evals=path))
-    assert str(path) in str(caught.value)
 
 
 def killed_and_resumed(out: Path, step: int = 3, **options: Any) -> None:
