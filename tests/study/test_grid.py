@@ -317,12 +317,6 @@ def test_the_tables_are_listed():
     assert "no such table" in run("study", "paper:fcd-9", expect=2)
 
 
-@pytest.fixture(autouse=True)
-def corpora(monkeypatch):
-    for name in ("WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS"):
-        monkeypatch.setenv(name, "/data")
-
-
 def test_a_table_without_its_corpus(monkeypatch):
     monkeypatch.delenv("WIKIPEDIA")
     error = run("study", "paper:lrc-bert-1", methods="LRC-BERT", expect=2)

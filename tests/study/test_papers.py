@@ -28,12 +28,6 @@ TABLES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def corpora(monkeypatch):
-    for name in ("WIKIPEDIA", "AUGMENTED", "INSTRUCTIONS"):
-        monkeypatch.setenv(name, "/data")
-
-
 @functools.cache
 def table(name, **options):
     """A paper's study, without its search: the tables are the same."""

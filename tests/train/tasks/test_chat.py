@@ -9,14 +9,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoTokenizer, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from fastkd.distill import Distiller, SoftTargets, student_from_teacher
 from fastkd.train.data import Encoder, read_file
 from fastkd.train.errors import InputError
 from fastkd.train.fitting import is_on_policy
-from fastkd.train.generation import Draw, Generation
+from fastkd.train.generation import Draw, Generation, rouge_l
 from fastkd.train.saving import read_json
 from fastkd.train.scoring import score
 from fastkd.train.tasks import named
@@ -33,6 +32,7 @@ from tests.train.tasks.through import (
     talks,
     through,
     write_chats,
+    write_jsonl,
 )
 
 MARKS = TEMPLATE.replace(
@@ -72,12 +72,8 @@ def test_every_command_takes_it(teacher, tmp_path):
     assert report["task"] == "chat" and set(report["student"]) == {"perplexity", "rouge_l"}
     told, asked = report["told"], talks(12, 1)
     assert [row["messages"] for row in told] == asked
-    scorer = RougeScorer(["rougeL"])
-    found = [
-        scorer.score(talk[-1]["content"], row["answer"])["rougeL"].fmeasure
-        for talk, row in zip(asked, told, strict=True)
-    ]
-    assert report["student"]["rouge_l"] == pytest.approx(sum(found) / 12, abs=1e-12)
+    pairs = [row["answer"] for row in told], [talk[-1]["content"] for talk in asked]
+    assert report["student"]["rouge_l"] == pytest.approx(rouge_l(*pairs), abs=1e-12)
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKS])
@@ -130,21 +126,13 @@ def test_prompts_are_answered(tokenizer, tmp_path):
 
 def test_other_tables_have_the_same_messages(teacher, tmp_path):
     """Instructions, Parquet that is read, and a CSV of predictions."""
-    path = tmp_path / "a.jsonl"
-    rows = [
-        {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"},
-        {"instruction": "Say good.", "input": "", "output": "good"},
-        {"instruction": "Say good.", "input": None, "output": "good"},
-        {"instruction": "Say good.", "output": "good"},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = [[json.loads(x) for x in kept] for kept in rows_of(path, TASK).column("text")]
-    assert found == [says("Name it.\n\na film", "film"), *[says("Say good.", "good")] * 3]
+    row = {"instruction": "Name it.", "input": "a film", "output": "film", "text": "x"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
     bare = replace(TASK.columns, label=None)
-    one, *_ = read_file(path, bare, "--data", True, TASK).column("text")
+    (one,) = read_file(path, bare, "--data", True, TASK).column("text")
     assert [json.loads(x) for x in one] == says("Name it.\n\na film")
     table = rows_of(tmp_path / "a.csv", TASK, "instruction,output\nSay good.,good\n")
-    assert [json.loads(x) for x in next(table.column("text"))] == found[1]
+    assert [json.loads(x) for x in next(table.column("text"))] == says("Say good.", "good")
     talk = says("a film", "good")
     talk[0]["name"] = "Ada"
     parquet = tmp_path / "a.parquet"

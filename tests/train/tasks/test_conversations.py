@@ -262,6 +262,9 @@ def test_forms(tmp_path):
         ({"messages": [system, *talk], "system": "no"}, [system, *talk]),
         ({"messages": [developer, *talk], "system": "no"}, [developer, *talk]),
         ({"instruction": "", "input": "so", "output": "bad"}, talk[2:]),
+        ({"instruction": "a", "input": "b", "output": "c"}, says("a\n\nb", "c")),
+        ({"instruction": "so", "output": "bad"}, talk[2:]),
+        ({"instruction": "so", "input": None, "output": "bad"}, talk[2:]),
         # System and history of Alpaca were dropped.
         ({**alpaca, "history": [["a film", "good"]]}, [system, *talk]),
         ({**alpaca, "history": None, "system": None}, talk[2:]),

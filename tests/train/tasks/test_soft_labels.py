@@ -1,7 +1,6 @@
 """Labels that are distributions over the classes: their loss, scores and every command."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -17,11 +16,9 @@ from tests.train.tasks.through import told, write_jsonl
 
 PROBS = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [torch.nan] * 3, [0.6, 0.2, 0.2]])
 LISTS = [[0.75, 0.25], [0.1, 0.9]]
-FORMS = {
-    "lists": LISTS,
+FORMS = {  # lists: test_drawn_files.py
     "names": [{"no": 0.75, "yes": 0.25}, {"yes": 0.9, "no": 0.1}],
     "mixed": [{"no": 0.75, "yes": 0.25}, "yes"],
-    "text": [json.dumps(x) for x in LISTS],
 }
 
 
@@ -62,7 +59,7 @@ def test_the_loss_is_the_cross_entropy_with_the_distribution():
 def test_rows_of_every_form(tmp_path, form):
     path = write(tmp_path / "a.jsonl", FORMS[form])
     corpus = load(source(train=path, evals=path))
-    assert corpus.names == (["no", "yes"] if form in ("names", "mixed") else ["0", "1"])
+    assert corpus.names == ["no", "yes"]
     found = dict(corpus.train.columns("label", PROBABILITIES))
     assert found[0] == pytest.approx(LISTS[0])
     assert found[1] == pytest.approx([0.0, 1.0] if form == "mixed" else LISTS[1])
