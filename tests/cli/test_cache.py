@@ -11,10 +11,8 @@ from fastkd.cli import cache_command
 from fastkd.distill.cache import TeacherCache
 from fastkd.train.saving import MANIFEST, find_damage, read_json
 from tests.support.runs import first_step, made, press_ctrl_c, report_of, stop_at, weights_of
-from tests.support.tiny import make_teacher, run, usual, write_tsv
+from tests.support.tiny import STILL, make_teacher, run, usual, write_tsv
 from tests.train.tasks.through import make_decoder, verified, write_text
-
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +89,13 @@ def test_a_cached_teacher_gives_the_same_student(call, folder, tmp_path):
 
 @pytest.mark.parametrize("options", [
     {"student_layers": 2, "teacher_layers": "select"},
-    {"student_config": {"hidden_size": 12}, "method": "lrc_bert"},  # with a projection
+    {"student_config": "hidden_size=12", "method": "lrc_bert"},  # with a projection
     {"student_layers": 2, "student_weights": "random"},
 ])  # fmt: skip
 def test_a_cached_run_is_the_same_command_plus_one_option(call, folder, tmp_path, options):
-    given = {"student_config": "hidden_size=12"} if "student_config" in options else {}
-    call("cache", tmp_path / "cache", **{**options, **given}, tokenizer=folder / "teacher")
-    options = {
-        "train": folder / "train.tsv", "evals": folder / "dev.tsv", "max_length": 16,
-        "teacher": str(folder / "teacher"), "tokenizer": str(folder / "teacher"), **options,
-    }  # fmt: skip
+    options["tokenizer"] = folder / "teacher"
+    call("cache", tmp_path / "cache", **options)
+    options = usual(folder, tmp_path, **options)
     losses = []
     for seed in (0, 1):
         found = [

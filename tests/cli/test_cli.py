@@ -35,6 +35,7 @@ from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.run_directory import Checkpoints, RunDirectory
 from fastkd.train.saving import MANIFEST, find_damage, recover_directory, replacing
 from tests.support.runs import (
+    config_of,
     crash,
     hang_up,
     made,
@@ -47,7 +48,7 @@ from tests.support.runs import (
     visible,
     weights_of,
 )
-from tests.support.tiny import make_teacher, run, sentences, usual, write_tsv
+from tests.support.tiny import STILL, make_teacher, run, sentences, usual, write_tsv
 
 # 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
 RUN = {"epochs": 1.6, "method": "mc3kd", "finetune_teacher": 0.6}
@@ -74,12 +75,7 @@ def opened(tiny, tmp_path):
     """`RunDirectory` of the same options in Python."""
 
     def opened(out=tmp_path / "out", **options):
-        given = usual(tiny, tmp_path, out=out)
-        for name, other in (("eval", "evals"), ("epochs", "num_train_epochs"),
-                            ("device", "device_name")):  # fmt: skip
-            given[other] = given.pop(name)
-        given |= {"teacher": str(given["teacher"]), "num_train_epochs": 1.0, **options}
-        return RunDirectory(settled(Config.of(given)))
+        return RunDirectory(settled(config_of(**usual(tiny, tmp_path, out=out, **options))))
 
     return opened
 
@@ -104,8 +100,7 @@ def test_labels_alone_train_and_save(runs):
 
 
 def test_f1_is_of_the_second_class_of_the_data_or_of_all(distill, tmp_path):
-    names = {0: "POSITIVE", 1: "NEGATIVE"}
-    head = make_teacher(tmp_path / "head", id2label=names, label2id={"POSITIVE": 0, "NEGATIVE": 1})
+    head = make_teacher(tmp_path / "head", ["POSITIVE", "NEGATIVE"])
     rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("negative", "positive")[y])
     options = {"teacher": head, "train": rows, "eval": rows, "metric": "f1"}
     said = distill(**options, epochs=5, learning_rate=3e-3)
@@ -225,8 +220,7 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
 
 def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
     """Batches of 8 rows in parts of 3, 3 and 2, the last one of 2 rows in two."""
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    options = {"teacher": make_teacher(tmp_path / "still", **still), "max_train_rows": 10}
+    options = {"teacher": make_teacher(tmp_path / "still", **STILL), "max_train_rows": 10}
     outs = tmp_path / "whole", tmp_path / "parts"
     for out, accumulate in zip(outs, (None, 3), strict=True):
         distill(out=out, accumulate=accumulate, method="fcd", **options)

@@ -23,10 +23,11 @@ from fastkd.train.saving import find_damage
 from tests.cli.launched import SELDOM, Launch, command, commands, packaged, result_of
 from tests.cli.test_demo import write_packaged
 from tests.support.runs import report_of, same_weights, stop_at, visible, weights_of
-from tests.support.tiny import WORDS, make_teacher, run, sentences, usual, words_of, write_tsv
+from tests.support.tiny import STILL, make_teacher, run, sentences, usual, words_of, write_tsv
 from tests.train.tasks.test_two_tokenizers import make_student
 from tests.train.tasks.through import (
     make_bare,
+    make_body,
     make_chat_teacher,
     make_decoder,
     make_embedder,
@@ -99,9 +100,8 @@ MODELS = {
 def words(tmp_path_factory):
     """`fastkd distill` on tiny data without dropout; --batch-size is for one process."""
     folder = tmp_path_factory.mktemp("processes")
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     for name, (make_model, write_rows, kind) in MODELS.items():
-        make_model(folder / name, **still)
+        make_model(folder / name, **STILL)
         for part, rows, seed in (("train", ROWS, 0), ("eval", 13, 1)):
             write_rows(folder / f"{name}.{part}.{kind}", rows, seed)
     torch.manual_seed(0)
@@ -109,9 +109,7 @@ def words(tmp_path_factory):
     BertForQuestionAnswering(config).save_pretrained(folder / "question-answering")
     (folder / "more.txt").write_text("\n".join(text for text, _ in sentences(30, seed=2)))
     make_student(folder / "student")
-    pieces = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "longest": 24}
-    make_bare(folder / "body", words=pieces, **sizes, **still)
+    make_body(folder / "body")
 
     def make(out, processes, command="distill", **options):
         for name in {"unlabelled", "student"} & options.keys():

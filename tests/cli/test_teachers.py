@@ -2,10 +2,9 @@
 
 import pytest
 
-from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.errors import InputError
-from tests.support.runs import report_of
+from tests.support.runs import config_of, report_of
 from tests.support.tiny import make_teacher
 
 
@@ -26,21 +25,20 @@ def distilled(folder, tmp_path):
     def distilled(name, text=None, **options):
         given = {
             "train": folder / "rows.tsv", "evals": folder / "rows.tsv", "method": "soft_targets",
-            "student": str(folder / "student"), "training_steps": 3, "batch_size": 6,
-            "device_name": "cpu", "out": tmp_path / name,
+            "student": folder / "student", "steps": 3, "batch_size": 6, "out": tmp_path / name,
         }  # fmt: skip
         if text is not None:
             path = folder / f"{tmp_path.name}.toml"
             path.write_text(text)
             given |= {"teachers": path, "teacher_column": "field"}
-        return run_distillation(Config.of(**{**given, **options}))
+        return run_distillation(config_of(**{**given, **options}))
 
     return distilled
 
 
 def test_each_teacher_serves_its_rows(distilled, folder, tmp_path):
     """Two names of one teacher give its student; two teachers give another, scored by teacher."""
-    alone = distilled("alone", teacher=str(folder / "math"))
+    alone = distilled("alone", teacher=folder / "math")
     one = distilled("one", 'math = "math"\ncode = "math"\n')
     two = distilled("two", 'math = "math"\ncode = "code"\n', accumulate=2)
     losses = [report["history"][-1]["losses"] for report in (alone, one, two)]

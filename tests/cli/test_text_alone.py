@@ -13,8 +13,7 @@ from tests.train.tasks.through import told, write_lines
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("alone")
-    named = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
-    make_teacher(path / "teacher", **named)
+    make_teacher(path / "teacher", ["bad", "good"])
     make_teacher(path / "scorer", labels=1)
     make_teacher(path / "tagger-of-labels", problem_type="multi_label_classification")
     write_lines(path / "texts.txt")

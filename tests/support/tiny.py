@@ -15,12 +15,19 @@ from fastkd.train.config import Config
 
 # A run times its models for its report: a round of passes, not five, half of all passes otherwise.
 distillation.seconds_a_batch.__defaults__ = (None, 1)
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 WORDS = ["good", "fine", "nice", "bad", "poor", "dull", "a", "the", "film", "is", "very", "so"]
 
 
 def make_teacher(path, labels=2, layers=4, head=True, words=WORDS, longest=32, **config) -> Path:
-    """Save a random BERT classifier (or, without ``head``, encoder) and its tokenizer."""
+    """Save a random BERT classifier (or, without ``head``, encoder) and its tokenizer.
+
+    ``labels``: how many, or their names.
+    """
     path.mkdir()
+    if not isinstance(labels, int):
+        config["label2id"] = {name: i for i, name in enumerate(labels)}
+        config["id2label"], labels = dict(enumerate(labels)), len(labels)
     specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     vocab = path / "vocab.txt"
     vocab.write_text("\n".join(specials + words))

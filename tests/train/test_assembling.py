@@ -18,7 +18,7 @@ from fastkd.train.scoring import judge
 from tests.support.runs import made
 from tests.support.tiny import make_teacher, read_otherwise, source, write_tsv
 
-SWAPPED = {"id2label": {0: "POSITIVE", 1: "NEGATIVE"}, "label2id": {"POSITIVE": 0, "NEGATIVE": 1}}
+SWAPPED = ["POSITIVE", "NEGATIVE"]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,7 @@ def ready(teacher, train):
     """`made` of the tiny teacher and rows; options given here replace the usual ones."""
 
     def call(**options):
-        usual = {"teacher": str(teacher), "train": train, "evals": train, "max_length": 16}
-        for name in ("teacher", "student"):
-            if name in options:
-                options[name] = str(options[name])
+        usual = {"teacher": teacher, "train": train, "evals": train, "max_length": 16}
         return made(**{**usual, **options})
 
     return call
@@ -75,7 +72,7 @@ def test_a_method_of_ones_own(ready):
 
 def test_classes_are_matched_by_name_or_refused(ready, tmp_path):
     """A head named POSITIVE, NEGATIVE was matched to negative, positive by position: swapped."""
-    head = make_teacher(tmp_path / "head", **SWAPPED)
+    head = make_teacher(tmp_path / "head", SWAPPED)
 
     def rows(*words):
         return write_tsv(tmp_path / "rows.tsv", label=lambda y: words[y])

@@ -107,8 +107,7 @@ def test_a_column_for_each_label(tmp_path):
 
 
 def test_a_finished_teachers_classes(tmp_path):
-    named = {"id2label": dict(enumerate(NAMES)), "label2id": {x: i for i, x in enumerate(NAMES)}}
-    teacher = make_teacher(tmp_path / "teacher", labels=3, **named)
+    teacher = make_teacher(tmp_path / "teacher", NAMES)
     train = write_tsv(tmp_path / "train.tsv", 12, label=lambda y: ["Good", "bad"][y])
     evals = write_tsv(tmp_path / "eval.tsv", 12, 1, label=lambda y: ["fair", "bad"][y])
     options = dict(teacher=teacher, method="soft_targets", epochs=1, device="cpu", batch_size=8)

@@ -25,9 +25,10 @@ from fastkd.train.models import make_method
 from fastkd.train.saving import read_json
 from fastkd.train.tasks.embedding import TASK, agreement
 from tests.support.runs import report_of
-from tests.support.tiny import WORDS, make_teacher, run, usual
+from tests.support.tiny import run, usual
 from tests.train.tasks.through import (
     killed_and_resumed,
+    make_body,
     make_embedder,
     rows_of,
     through,
@@ -83,10 +84,7 @@ def folder(tmp_path_factory):
     write_triples(path / "queries.jsonl")
     write_lines(path / "texts.txt", 24)
     write_lines(path / "held-out.txt", 16, seed=1)
-    words = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "layers": 2, "longest": 24}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    make_teacher(path / "body", head=False, words=words, **sizes, **still)
+    make_body(path / "body")
     return path
 
 

@@ -11,7 +11,7 @@ from fastkd.train.arrow_rows import PROBABILITIES
 from fastkd.train.data import describe, load
 from fastkd.train.saving import read_json
 from tests.support.runs import first_step
-from tests.support.tiny import make_teacher, run, sentences, source
+from tests.support.tiny import STILL, make_teacher, run, sentences, source
 from tests.train.tasks.through import told, write_jsonl
 
 PROBS = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [torch.nan] * 3, [0.6, 0.2, 0.2]])
@@ -68,9 +68,7 @@ def test_rows_of_every_form(tmp_path, form):
 
 
 def test_every_command_takes_them(tmp_path):
-    names = {"id2label": {0: "yes", 1: "no"}, "label2id": {"yes": 0, "no": 1}}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    teacher = make_teacher(tmp_path / "teacher", **names, **still)  # classes in another order
+    teacher = make_teacher(tmp_path / "teacher", ["yes", "no"], **STILL)  # in another order
     train, evals = (write(tmp_path / f"{i}.jsonl", FORMS["names"], seed=i) for i in range(2))
     options = {"train": train, "eval": evals, "teacher": teacher, "device": "cpu", "epochs": 1,
                "max_length": 16, "batch_size": 8}  # fmt: skip

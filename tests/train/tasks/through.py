@@ -17,7 +17,7 @@ from fastkd.train.data import Encoder, read_file
 from fastkd.train.saving import read_json
 from fastkd.train.tasks import Task, named
 from tests.support.runs import crash, first_step, same_weights, stop_at
-from tests.support.tiny import WORDS, make_teacher, run, sentences
+from tests.support.tiny import STILL, WORDS, make_teacher, run, sentences
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}[CLS] {{ m.content }} "
@@ -32,6 +32,13 @@ NAMED = ("bad", "film", "good", "so")
 def make_bare(path, **config):
     """A random BERT of two layers without a head."""
     return make_teacher(path, head=False, **{"layers": 2, **config})
+
+
+def make_body(path):
+    """A smaller BERT that reads the words in pieces."""
+    words = ["go", "##od", "fine", "nice", "b", "##ad", "poor", "du", "##ll", *WORDS[6:]]
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "longest": 24}
+    return make_bare(path, words=words, **sizes, **STILL)
 
 
 def make_decoder(path, longest=32):
