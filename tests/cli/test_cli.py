@@ -646,6 +646,8 @@ LISTS_AND_MISTAKES = [
     ["evaluate", "--model", "./nosuch", "--data", "pyproject.toml"],
     ["cache", "--teacher", "bert", *FILES],
     ["study", "--nosuch"],
+    ["study", "paper:"],
+    ["study", "spec.toml"],
 ]
 WITHOUT_TORCH = f"""
 import sys
@@ -659,9 +661,14 @@ for words in {LISTS_AND_MISTAKES}:
 """
 
 
-def test_lists_and_mistakes_import_no_torch():
+def test_lists_and_mistakes_import_no_torch(tiny, tmp_path):
+    """Also a study's: its file names a column that a task's rows lack."""
+    files = f'train = "{tiny}/train.tsv"\neval = "{tiny}/dev.tsv"\n'
+    (tmp_path / "spec.toml").write_text(f'[tasks.one]\n{files}text_column = "txt"\n')
     command = [sys.executable, "-c", WITHOUT_TORCH]
-    output = subprocess.run(command, capture_output=True, text=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    output = done.stdout
+    assert "tasks.one: " in done.stderr and "no column 'txt' (text_column)" in done.stderr
     found = [line for line in output.splitlines() if line.startswith("imported")]
     assert found == [f"imported {words} set()" for words in LISTS_AND_MISTAKES]
     assert list(config.NAMES) == [*METHODS, *baselines.BASELINES]

@@ -44,7 +44,7 @@ from tests.train.tasks.through import (
 ROWS, BATCH = 29, 8
 CHAT = {
     "task": "chat", "lora": "r=2", "pack": True, "on_policy": 0.5, "epochs": 1,
-    "max_train_rows": 20, "learning_rate": 1e-2,
+    "max_train_rows": 20, "learning_rate": 1e-2, "max_new_tokens": 4,
 }  # fmt: skip
 RUNS: dict[str, dict] = {
     "soft_targets": {},
@@ -65,7 +65,7 @@ RUNS: dict[str, dict] = {
     **{name: {"fsdp": True, "epochs": 1, "max_train_rows": 20, **more} for name, more in {
         "sharded": {"finetune_teacher": 1, "checkpoint_every": 2, "method": "lrkd"},
         "sharded chat": CHAT,
-        "sharded writer": {"task": "seq2seq", "teacher_layers": "1"},
+        "sharded writer": {"task": "seq2seq", "teacher_layers": "1", "max_new_tokens": 4},
         # Whose steps in processes that hold whole models: tests/distill/test_two_vocabularies.py.
         "sharded, two tokenizers": {
             "task": "causal-lm", "student": "student", "unmatched": "sorted", "method": "fcd",

@@ -4,8 +4,6 @@ import csv
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,22 +228,6 @@ def test_options_specify_the_same_study_as_a_file(written, root):
     ready = read(path, finetune_teacher=0.0).cells[0].options
     assert not ready["finetune_teacher"] and "teacher_learning_rate" not in ready
     Config.of(ready)
-
-
-def test_early_checks_import_no_torch(written):
-    """The list of tables, and a column that a file lacks."""
-    path = written(FEW, SHARED + 'text_column = "txt"\n')
-    code = (
-        "import sys; from pathlib import Path; from fastkd.study.grid import early; "
-        "from fastkd.study.grid import StudySettings\n"
-        "assert 'paper:fcd-1  FCD' in early(StudySettings(spec=Path('paper:')))\n"
-        f"try: early(StudySettings(spec=Path({str(path)!r})))\n"
-        "except Exception as error: print(error)\n"
-        "assert 'torch' not in sys.modules"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not found.returncode and "tasks.one: " in found.stdout, found.stderr
-    assert "no column 'txt'" in found.stdout and "did you mean 'text'" not in found.stdout
 
 
 def test_column_options_apply_to_all_data_sets_of_tasks(written, root):

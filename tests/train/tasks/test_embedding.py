@@ -35,7 +35,6 @@ from tests.train.tasks.through import (
     told,
     verified,
     write_lines,
-    write_scored,
     write_triples,
 )
 
@@ -59,16 +58,15 @@ def agreement_of(*models, texts):
 
 
 def test_every_command_takes_it(tmp_path):
-    teacher = make_embedder(tmp_path / "teacher", "cls")
-    files = [write_scored(tmp_path / f"{i}.tsv", 24, i) for i in range(2)]
-    embedding = {"task": "embedding", "finetune": False, "method": "fcd"}
-    report = through(tmp_path, teacher, *files, **embedding)
-    assert report["task"] == "embedding" and set(report["student"]) == {"spearman", "pearson"}
+    report = through(tmp_path, "embedding", 24, finetune=False, method="fcd")
+    assert set(report["student"]) == {"spearman", "pearson"}
     rows, student = report["told"], tmp_path / "run/student"
     for text, vector in (("text", "embedding"), ("pair", "pair_embedding")):
         (expected,) = vectors_of(student, texts=[row[text] for row in rows])
         np.testing.assert_allclose([row[vector] for row in rows], expected, atol=1e-5)
-    scores = [float(line.split("\t")[2]) for line in files[1].read_text().splitlines()[1:]]
+    scores = [
+        float(line.split("\t")[2]) for line in (tmp_path / "eval.tsv").read_text().splitlines()[1:]
+    ]
     cosines = [row["cosine"] for row in rows]
     assert report["student"]["spearman"] == pytest.approx(spearmanr(cosines, scores)[0], abs=1e-6)
     assert report["student"]["pearson"] == pytest.approx(pearsonr(cosines, scores)[0], abs=1e-4)

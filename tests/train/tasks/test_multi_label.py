@@ -15,24 +15,21 @@ from tests.support.tiny import run, source
 from tests.train.tasks.through import (
     NAMED,
     labelled,
-    make_bare,
     rows_of,
     through,
     write_jsonl,
-    write_labels,
 )
 
 
 def test_every_command_takes_it(tmp_path):
-    train, evals = tmp_path / "train.csv", write_labels(tmp_path / "eval.jsonl", 24, 1)
+    train = tmp_path / "train.csv"
     lines = (f"{text},{'|'.join(names)}" for text, names in labelled(24))
     train.write_text("\n".join(["text,labels", *lines]) + "\n")
     more = tmp_path / "more.txt"
     more.write_text("good film\nbad film\n")
-    teacher = make_bare(tmp_path / "bert")
-    report = through(tmp_path, teacher, train, evals, task="multi-label", unlabelled=more)
-    assert report["task"] == "multi-label" and report["labels"] == list(NAMED)
-    told = report["told"]
+    report = through(tmp_path, "multi-label", 24, train=train, unlabelled=more)
+    assert report["labels"] == list(NAMED)
+    told, evals = report["told"], tmp_path / "eval.jsonl"
     assert [row["text"] for row in told] == [text for text, _ in labelled(24, 1)]
     true = np.array([[name in names for name in NAMED] for _, names in labelled(24, 1)])
     chances = np.array([[row[f"P({name})"] for name in NAMED] for row in told])

@@ -16,14 +16,11 @@ from tests.train.tasks.through import (
 
 
 def test_every_command_takes_it(tmp_path):
-    train, evals = write_choices(tmp_path / "a.csv", 16), tmp_path / "b.jsonl"
-    write_choices(evals, 16, 1)
     more = ({"question": q, "choices": c} for q, c, _ in chosen(4, 2))
-    report = through(
-        tmp_path, make_bare(tmp_path / "bert"), train, evals, task="multiple-choice",
-        unlabelled=write_jsonl(tmp_path / "more.jsonl", more),
-    )  # fmt: skip
-    assert report["task"] == "multiple-choice" and report["rows"]["unlabelled"] == 4
+    more = write_jsonl(tmp_path / "more.jsonl", more)
+    train = write_choices(tmp_path / "a.csv", 16)
+    report = through(tmp_path, "multiple-choice", 16, train=train, unlabelled=more)
+    assert report["rows"]["unlabelled"] == 4
     truth, told = list(chosen(16, 1)), report["told"]
     assert [(row["question"], row["choices"]) for row in told] == [(q, c) for q, c, _ in truth]
     found = [row["label"] for row in told]

@@ -14,8 +14,8 @@ from fastkd.distill.baselines import MarginMSE
 from fastkd.train.data import describe, load
 from fastkd.train.tasks.reranking import TASK, _ranked
 from tests.support.runs import first_step
-from tests.support.tiny import make_teacher, run, source, usual
-from tests.train.tasks.through import queries, rows_of, through, write_lists
+from tests.support.tiny import run, source, usual
+from tests.train.tasks.through import queries, rows_of, through
 
 NAN = math.nan
 # Three lists: with scores, without, and again with scores; the second has two relevant documents.
@@ -72,9 +72,7 @@ def test_losses_by_hand():
 
 
 def test_every_command_takes_it(tiny, tmp_path):
-    teacher = make_teacher(tmp_path / "bert", layers=2, labels=1)
-    train, evals = (write_lists(tmp_path / f"{i}.jsonl", 12, i) for i in range(2))
-    report = through(tmp_path, teacher, train, evals, task="reranking", finetune=False)
+    report = through(tmp_path, "reranking", finetune=False)
     told = report["told"]
     assert [(row["query"], row["pos"], row["neg"]) for row in told] == list(queries(12, 1))
     ranks = []
@@ -95,8 +93,8 @@ def test_every_command_takes_it(tiny, tmp_path):
     assert "CrossEncoder" in report["card"]
     # What `predict` writes is a file with a teacher's scores.
     margin = {"method": "margin_mse", "set": "alpha=0"}
-    more = {"task": "reranking", "train": tmp_path / "told.jsonl", "eval": evals,
-            "teacher": teacher, **margin}  # fmt: skip
+    more = {"task": "reranking", "train": tmp_path / "told.jsonl",
+            "eval": tmp_path / "eval.jsonl", "teacher": tmp_path / "teacher", **margin}  # fmt: skip
     found, terms = first_step(**usual(tiny, tmp_path, **more))
     said = "\n".join(describe(found.data.corpus))
     assert "lists of 2 to 4 documents; 12 of 12 training lists have scores" in said

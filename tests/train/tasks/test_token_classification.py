@@ -6,11 +6,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from fastkd.train.data import Encoder, read_hub
+from fastkd.train.data import Encoder, load, read_hub
 from fastkd.train.errors import InputError
 from fastkd.train.scoring import score
 from fastkd.train.tasks.token_classification import TASK, precision_recall_f1
-from tests.train.tasks.through import make_bare, rows_of, tagged, through, write_conll
+from tests.support.tiny import source
+from tests.train.tasks.through import make_bare, rows_of, tagged, through
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +19,11 @@ def teacher(tmp_path_factory):
     return make_bare(tmp_path_factory.mktemp("tags") / "bert")
 
 
-def test_every_command_takes_it(teacher, tmp_path):
-    files = [write_conll(tmp_path / f"{i}.conll", 24, i) for i in range(2)]
-    report = through(tmp_path, teacher, *files)
-    assert report["task"] == "token-classification"
+def test_every_command_takes_it(tmp_path):
+    report = through(tmp_path, "token-classification", 24)
     assert report["labels"] == ["B-FILM", "B-GOOD", "I-GOOD", "O"]
+    rows = tmp_path / "train.conll"  # whose suffix names the task
+    assert isinstance(load(source(train=rows, evals=rows)).task, TASK)
     truth, told = list(tagged(24, 1)), report["told"]
     assert [row["tokens"] for row in told] == [words for words, _ in truth]
     given = [row["labels"] for row in told], [tags for _, tags in truth]

@@ -174,12 +174,12 @@ def test_spans_of_conversations_are_in_the_answers(folder, texts, tmp_path):
 
 def test_every_command_takes_a_student_with_its_own_tokenizer(folder, tmp_path):
     own = {"student": folder / "student", "unmatched": "bucket", "finetune": False}
-    files = [folder / name for name in ("teacher", "train.txt", "eval.txt")]
-    report = through(tmp_path, *files, task="causal-lm", **own)
+    own |= {"train": folder / "train.txt", "eval": folder / "eval.txt"}
+    report = through(tmp_path, "causal-lm", teacher=folder / "teacher", **own)
     assert report["student"]["bits_per_byte"] > 0
     student = t.AutoModelForCausalLM.from_pretrained(tmp_path / "run/student")
     write_onnx(student, tmp_path / "model.onnx", "logits")
-    words = {"model": tmp_path / "run/student", "data": files[2], "device": "cpu"}
+    words = {"model": tmp_path / "run/student", "data": own["eval"], "device": "cpu"}
     error = run("evaluate", onnx=tmp_path / "model.onnx", **words, expect=2)
     assert "--onnx: --task causal-lm separates documents by positions" in error
     assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "student")
@@ -253,10 +253,11 @@ def test_a_tokenizer_is_compared_with_the_models_own(texts, tmp_path):
 
 def test_roberta_teaches_bert(folder, tmp_path):
     """Teacher and student are scored on their own tokens."""
-    files = [folder / name for name in ("roberta", "train.tsv", "eval.tsv")]
-    bert = {"student": folder / "bert", "finetune": False, "task": "classification"}
-    report = through(tmp_path, *files, **bert)
-    run("evaluate", model=files[0], data=files[2], out=tmp_path / "own.json", device="cpu")
+    names = {"teacher": "roberta", "student": "bert", "train": "train.tsv", "eval": "eval.tsv"}
+    files = {name: folder / file for name, file in names.items()}
+    report = through(tmp_path, "classification", finetune=False, **files)
+    out = {"out": tmp_path / "own.json", "device": "cpu"}
+    run("evaluate", model=files["teacher"], data=files["eval"], **out)
     own = json.loads((tmp_path / "own.json").read_text())
     assert own["accuracy"] == report["teacher"]["accuracy"]
     assert vocabulary(tmp_path / "run/student") == vocabulary(folder / "bert")

@@ -1,6 +1,7 @@
 """Every task's tiny models and files, and one run of every command on them."""
 
 import csv
+import functools
 import json
 import random
 from pathlib import Path
@@ -217,11 +218,25 @@ def write_triples(path, rows=14, seed=0):
     return write_jsonl(path, (dict(zip(names, part, strict=True)) for part in parts))
 
 
+#: By task: functions that make a teacher and write rows, and the rows' kind of file.
+TASKS: dict[str, tuple[Any, Any, str]] = {
+    "causal-lm": (make_decoder, write_text, "txt"),
+    "chat": (make_chat_teacher, write_chats, "jsonl"),
+    "embedding": (functools.partial(make_embedder, pooling="cls"), write_scored, "tsv"),
+    "masked-lm": (make_bare, write_text, "txt"),
+    "multi-label": (make_bare, write_labels, "jsonl"),
+    "multiple-choice": (make_bare, write_choices, "jsonl"),
+    "question-answering": (make_bare, write_squad, "json"),
+    "reranking": (functools.partial(make_teacher, layers=2, labels=1), write_lists, "jsonl"),
+    "seq2seq": (make_writer, write_targets, "jsonl"),
+    "token-classification": (make_bare, write_conll, "conll"),
+}
+
+
 def through(
     out: Path,
-    teacher: Path,
-    train: Path,
-    evals: Path,
+    task: str,
+    number: int = 12,
     *,
     method: str = "soft_targets",
     finetune: bool = True,
@@ -229,11 +244,18 @@ def through(
 ) -> dict[str, Any]:
     """Report of a student of a fine-tuned teacher, after a run of every command on the student.
 
-    The same command finds it complete, `evaluate` prints the scores of the run, a cache of the
+    Teacher and rows are those of `TASKS`, drawn by the seeds 0 and 1, unless they are given. The
+    same command finds it complete, `evaluate` prints the scores of the run, a cache of the
     teacher teaches too, and a step passes `fastkd verify`.
     """
-    rows = {"train": train, "eval": evals, "batch_size": 8, "device": "cpu", "max_length": 16}
-    rows.update(options)
+    options |= {"task": task, "batch_size": 8, "device": "cpu"}
+    if "teacher" not in options:
+        make, write, kind = TASKS[task]
+        options["teacher"] = make(out / "teacher")
+        for seed, name in enumerate(("train", "eval")):
+            options.setdefault(name, write(out / f"{name}.{kind}", number, seed))
+    teacher, evals = options.pop("teacher"), options["eval"]
+    rows = {"max_length": 16, **options}
     first = {"teacher": teacher, "method": method, "epochs": 1}
     if finetune:
         first["finetune_teacher"] = 1
@@ -241,6 +263,7 @@ def through(
     assert "already complete" in run("distill", **rows, **first, resume=True, out=out / "run")
     student = out / "run/student"
     report = read_json(student / "fastkd.json")
+    assert report["task"] == task
     length = {"device": "cpu", "batch_size": 8}
     run("evaluate", model=student, data=evals, out=out / "scores.json", **length)
     said = read_json(out / "scores.json")
@@ -249,7 +272,7 @@ def through(
     report["told"] = told(student, evals, out / "told.jsonl", **length)
     report["card"] = (student / "README.md").read_text()
     learned = out / "run/teacher" if finetune else teacher
-    cached = {**rows, "task": options.get("task"), "teacher": learned, "method": method}
+    cached = {**rows, "teacher": learned, "method": method}
     run("cache", **cached, out=out / "cache")
     rows.pop("teacher_layers", None)  # the cache has the student
     first_step(**rows, method=method, teacher_cache=out / "cache")
