@@ -252,6 +252,7 @@ def test_a_student_that_writes_resumes_to_the_same_bits(on_policy, tmp_path, mon
 
     monkeypatch.setattr(TASK, "generated", noted)
     options = {**on_policy, "checkpoint_every": 2, "lora": "r=2", "pack": True, "batch_size": 2}
+    options["max_new_tokens"] = 4
     run("distill", **options, out=tmp_path / "whole")
     whole, report = list(steps), report_of(tmp_path / "whole")
     assert report["rows"]["train"] < 10 and len(whole) == report["history"][-1]["step"] // 2 > 2

@@ -257,6 +257,8 @@ def through(
     teacher, evals = options.pop("teacher"), options["eval"]
     rows = {"max_length": 16, **options}
     first = {"teacher": teacher, "method": method, "epochs": 1}
+    if task in ("chat", "seq2seq"):
+        first["max_new_tokens"] = 8
     if finetune:
         first["finetune_teacher"] = 1
     run("distill", **rows, **first, out=out / "run")
