@@ -103,6 +103,9 @@ def test_scores_are_those_of_the_answers(tokenizer, model, tokens):
     found = task.scores(("loss", "perplexity"), answers, rows)
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["perplexity"] == math.exp(found["loss"])
+    true = rows.evaluation_columns["answer"][:]
+    right = [(*one, text) for (*one, _), text in zip(answers, true, strict=True)]
+    assert task.scores((), right, rows)["rouge_l"] == 1
     assert math.isnan(score(task, ("perplexity",), [(math.nan, 3, "")], rows)["perplexity"])
     alone = []
     for batch in rows.batches(task.collator(tokenizer), 1):

@@ -39,6 +39,9 @@ def test_the_loss_and_sampled_text(path, tmp_path):
     tokens = encoded(write_targets(tmp_path / "a.jsonl", 16), task, tokenizer)
     answers, expected = loss_of(task, model, tokenizer, tokens)
     assert task.scores(("loss",), answers, tokens)["loss"] == pytest.approx(expected, rel=1e-5)
+    right = [(x, *one) for x, (_, *one) in zip(tokens.rows.column("label"), answers, strict=True)]
+    found = task.scores((), right, tokens)
+    assert (found["rouge_l"], found["chrf"]) == pytest.approx((1, 100))
     rows = [tokenizer(text) for text, _ in sentences(6, 0)]
 
     def texts(rows, *generation):
