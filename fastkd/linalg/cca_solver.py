@@ -112,14 +112,7 @@ def solve(problem: Problem) -> Solution:
     times that with respect to the batch's m rows, N being the number of all observations: its
     scale is that of the gradient of a batch of m.
     """
-    student, teacher, _, options, want_grad, memory = problem
-    dtype = working_dtype(student)
-    if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
-        student.shape[-2] == 0 and options.ranks is None
-    ):
-        nothing = student.new_zeros(len(student), dtype=torch.float64)
-        gradient = student.new_zeros(student.shape, dtype=dtype) if want_grad else None
-        return nothing, gradient, memory and Moments(*(x.clone() for x in memory))
+    student, want_grad = problem.student, problem.want_grad
     correlations, gradients, moments = [], [], []
     for part, rows in _parts(problem):
         corr, ds, total = _solved(part)
@@ -244,6 +237,14 @@ def _by_observations(problem: Problem) -> bool:
 
 def _solved(problem: Problem) -> Solution:
     """`solve` of one part."""
+    student, teacher, _, options, want_grad, memory = problem
+    if 0 in (len(student), student.shape[-1], teacher.shape[-1]) or (
+        student.shape[-2] == 0 and options.ranks is None
+    ):
+        nothing = student.new_zeros(len(student), dtype=torch.float64)
+        gradient = student.new_zeros(student.shape, dtype=working_dtype(student))
+        moments = memory and Moments(*(x.clone() for x in memory))
+        return nothing, gradient if want_grad else None, moments
     rows = _Rows(problem)
     if _by_observations(problem):
         (left_s, right_s), (left_t, _) = (_rotated(x * rows.share.sqrt()) for x in rows.all())
@@ -311,12 +312,14 @@ def _rotated(x: Tensor) -> tuple[Tensor, Tensor]:
     """L (m, m) and Q (m, D) with X = LQ; rows of Q are orthonormal, or 0 where X has no variance.
 
     By two Cholesky factorisations: the first has small directions with few digits, the second has
-    them whole. Shifts of rounding size let them succeed.
+    them whole. Shifts of rounding size let them succeed; errors of D products may all be alike.
     """
     lower = None
     for _ in range(2):
         gram = symmetric_product(x, x.mT)
-        gram.diagonal(dim1=-2, dim2=-1).add_((4 * EPSILON * _trace(gram)[:, None]).clamp_min(TINY))
+        gram.diagonal(dim1=-2, dim2=-1).add_(
+            (x.shape[-1] * EPSILON * _trace(gram)[:, None]).clamp_min(TINY)
+        )
         factor = _cholesky(gram)
         x = _solve(factor, x, False)
         lower = factor if lower is None else lower @ _without_zeros(factor)

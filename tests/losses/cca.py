@@ -3,16 +3,20 @@
 `RANDOM` calls are held against it; `subjects` that keep every promise.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import fastkd
+from fastkd.linalg import cca_solver
+from fastkd.losses import cca
 from tests.support import oracles
 from tests.support.draw import REGULAR, Case, Draw, by_norm, poisoned
-from tests.support.subject import Subject, of_module
+from tests.support.subject import Subject, function_of, of_module
 
 
 def correlation(student, teacher, mask, ridge, top_k, covariance=False) -> Tensor:
@@ -74,11 +78,15 @@ def by_qr(
 
 def random_cca(draw: Draw) -> Case:
     batch, m, D_s, D_t = draw.pick([1, 2]), draw.size(), draw.size(), draw.size()
-    ridge = draw.pick([1e-4, 1e-2, (1e-3, 1e-1)])
+    ridge, full = draw.pick([1e-4, 1e-2, (1e-3, 1e-1)]), draw.chance(0.3)
     top_k, reduction = draw.pick([None, None, 2]), draw.pick(["sum", "mean", "none"])
-    kernels = draw.backend == "triton" and draw.dtype != torch.float64  # which they refuse
-    top_k, backend = (None, "triton") if kernels else (top_k, "torch")
+    if draw.backend == "triton":
+        top_k = None
+    elif full or draw.backend == "reference":  # whose derivative is NaN elsewhere
+        m, ridge = 2 * max(D_s, D_t) + 3, draw.pick([ridge, 0.0])
     mask = draw.mask(batch, m)
+    if m > 2 * max(D_s, D_t):
+        mask[mask.sum(-1) <= max(D_s, D_t) + 1] = True
     pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
     columns = torch.ones(D_s, dtype=torch.float64)
     if draw.chance(0.3):  # one feature a thousand times the others
@@ -97,10 +105,9 @@ def random_cca(draw: Draw) -> Case:
         mean = losses.sum() / (mask.sum(-1) > 1).sum().clamp(min=1)
         return {"none": losses, "sum": losses.sum(), "mean": mean}[reduction]
 
+    options = {"ridge": ridge, "top_k": top_k, "reduction": reduction}
     return Case(
-        lambda student, teacher, mask: fastkd.cca_loss(
-            student, teacher, mask, ridge=ridge, top_k=top_k, reduction=reduction, backend=backend
-        ),
+        functools.partial(draw.function("cca_loss"), **options),
         oracle,
         {"student": student},
         {"teacher": draw.features(batch, m, D_t, scales=(0.1, 5.0), kinds=REGULAR)},
@@ -112,9 +119,17 @@ def random_cca(draw: Draw) -> Case:
 
 def random_cca_module(draw: Draw) -> Case:
     B, N, layers = draw.size(), draw.size(), draw.pick([1, 2])
-    sizes = [(draw.size(), draw.size()) for _ in range(layers)]
+    sizes = [(draw.size(), draw.size())] * layers
+    if draw.chance(0.5):
+        sizes = [(draw.size(), draw.size()) for _ in range(layers)]
     ridge, pool = draw.pick([1e-2, (1e-3, 1e-1)]), draw.pick(["tokens", "cls", "mean"])
-    module, mask = fastkd.CCALoss(ridge, pool=pool), draw.mask(B, N)
+    top_k, mask = draw.pick([None, None, 2]), draw.mask(B, N)
+    observed_rows = mask.sum() if pool == "tokens" else mask.any(1).sum()
+    if observed_rows > 1 + 2 * max(map(max, sizes)):
+        ridge = draw.pick([ridge, 0.0])
+    module = fastkd.CCALoss(ridge, top_k=top_k, pool=pool)
+    # A GPU has one batch of all layers, and a CPU large items one by one.
+    pads, large = draw.chance(0.5), draw.pick([1, cca_solver.LARGE_ITEM])
     pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
     options = {"scales": (0.1, 5.0), "kinds": REGULAR}
     students = {f"s{i}": draw.features(B, N, s, **options) for i, (s, _) in enumerate(sizes)}
@@ -131,28 +146,38 @@ def random_cca_module(draw: Draw) -> Case:
                 observed(x[t]),
                 real,
                 pair,
-                None,
+                top_k,
                 covariance=draw.dtype == torch.float64,
             )
             for s, t in zip(students, teachers, strict=True)
         ]
         return torch.stack(losses).mean()
 
+    def call(mask: Tensor | None, **x: Tensor) -> Tensor:
+        with (
+            mock.patch.object(cca, "_pads_layers", lambda x: pads),
+            mock.patch.object(cca_solver, "LARGE_ITEM", large),
+        ):
+            return module([x[n] for n in students], [x[n] for n in teachers], mask)
+
     return Case(
-        lambda mask, **x: module([x[n] for n in students], [x[n] for n in teachers], mask),
+        call,
         oracle,
         students,
         teachers,
         {"mask": draw.mask_argument(mask)},
         slope=by_norm,
         mask=mask,
+        autocast=draw.chance(0.3),
     )
 
 
 def random_correlations(draw: Draw) -> str | None:
     """A similarity measure, which has no gradient."""
     m, D_x, D_y = (draw.size() for _ in range(3))
-    ridge, mask = draw.pick([1e-4, 1e-1, (1e-3, 1e-1)]), draw.mask(m)
+    mask = draw.mask(m)
+    full = mask.sum() > max(D_x, D_y) + 1
+    ridge = draw.pick([1e-4, 1e-1, (1e-3, 1e-1), *[0.0] * 3 * bool(full)])
     pair = ridge if isinstance(ridge, tuple) else (ridge, ridge)
     x, y = (draw.features(m, D, scales=(0.1, 5.0), kinds=REGULAR) for D in (D_x, D_y))
     found = fastkd.canonical_correlations(
@@ -160,9 +185,42 @@ def random_correlations(draw: Draw) -> str | None:
     )
     if found.shape != (min(m - 1, D_x, D_y),):
         return f"shape {tuple(found.shape)} of {m} observations of {D_x} and {D_y} features"
-    wanted = -correlation(x.double(), y.double(), mask, pair, None)
-    error = (found.double().sum() - wanted).abs().item()
-    return f"the sum is {error:.3g} off" if error > 1e-5 * max(1, len(found)) else None
+    wanted = torch.zeros(0)
+    if mask.sum() > 1:
+        white = [whitened(z[mask].double(), r).features for z, r in zip((x, y), pair, strict=True)]
+        wanted = torch.linalg.svdvals(white[0].mT @ white[1])[: len(found)]
+    error = (found.double() - torch.nn.functional.pad(wanted, (0, len(found) - len(wanted)))).norm()
+    allowed = 1e-10 if draw.dtype == torch.float64 else 1e-6
+    return f"{error:.3g} off {wanted.tolist()}" if error > allowed else None
+
+
+def hard_pair(draw: Draw, kind: str, m: int, D_s: int, D_t: int) -> tuple[Tensor, Tensor, int]:
+    """Features whose covariances or correlations have a hard spectrum, and their joint rank."""
+    t = draw.normal(m, D_t)
+    s = draw.normal(m, D_s) + t @ draw.normal(D_t, D_s) / D_t**0.5
+    rank = {"constant": 0, "doubled": (min(D_s, D_t) + 1) // 2, "low rank": D_s // 4 + 1}.get(kind)
+    if kind == "independent":
+        s = draw.normal(m, D_s)
+    elif kind.startswith("geometric"):
+        s, t = (
+            x
+            * torch.logspace(0, float(kind.split()[1]), x.shape[1], dtype=torch.float64)
+            @ torch.linalg.qr(draw.normal(x.shape[1], x.shape[1])).Q
+            for x in (s, t)
+        )
+    elif kind == "doubled":  # every column is there twice
+        s, t = (x[:, : (x.shape[1] + 1) // 2].repeat(1, 2)[:, : x.shape[1]] for x in (s, t))
+    elif kind == "low rank":
+        s, t = (x[:, :rank] @ draw.normal(min(rank, x.shape[1]), x.shape[1]) for x in (s, t))
+    elif kind in ("equal", "near", "equal LayerNorm"):
+        s = t[:, torch.arange(D_s) % D_t] + (kind == "near") * 1e-5 * draw.normal(m, D_s)
+    elif kind == "constant":
+        s = s[:1].expand(m, -1)
+    elif kind == "far":
+        s, t = s + 300, t + 300
+    if "LayerNorm" in kind:  # the sum of a row is constant, but for rounding
+        s, t = (torch.nn.functional.layer_norm(x, x.shape[1:]) for x in (s, t))
+    return s, t, min(D_s, D_t) if rank is None else rank
 
 
 def random_hard_cca(draw: Draw) -> str | None:
@@ -172,56 +230,85 @@ def random_hard_cca(draw: Draw) -> str | None:
         batch, m, D_s, D_t = min(batch, 2), min(m, 33), min(D_s, 33), min(D_t, 33)
     while batch * m * (D_s + D_t) > 2**19 or batch * min(m, D_s, D_t) ** 3 > 2**26:
         batch, m, D_s, D_t = max(batch // 2, 1), max(m // 2, 1), (D_s + 1) // 2, (D_t + 1) // 2
+    while batch * max(D_s, D_t) ** 3 > 2**28:  # what decides the time of the SVD
+        batch, D_s, D_t = max(batch // 2, 1), (D_s + 1) // 2, (D_t + 1) // 2
     half = draw.dtype in (torch.float16, torch.bfloat16)
-    student, teacher, scales, ranks = [], [], [], []
+    backend = "triton" if draw.backend == "triton" and draw.dtype != torch.float64 else "torch"
+    ridge = 1e-4 if backend == "triton" else draw.pick([1e-4, 1e-4, 1e-4, 0.0])
+    pairs, items = [], []
     for _ in range(batch):
         kind, scale = draw.pick(HARD_KINDS), 10.0 ** draw.pick([0, 0, 0, 2, -2, *HARD_SCALES])
         scale = min(max(scale, 1e-3), 1e2) if half else scale
-        t = draw.normal(m, D_t)
-        s = draw.normal(m, D_s) + t @ draw.normal(D_t, D_s) / D_t**0.5
-        if kind == "deficient":
-            s, t = (x[:, : (x.shape[1] + 1) // 2].repeat(1, 2)[:, : x.shape[1]] for x in (s, t))
-        elif kind in ("equal", "near"):
-            s = t[:, torch.arange(D_s) % D_t] + (kind == "near") * 1e-5 * draw.normal(m, D_s)
-        elif kind == "constant":
-            s = s[:1].expand(m, -1)
-        student.append((scale * s).to(draw.dtype))
-        teacher.append((scale * t).to(draw.dtype))
-        scales.append(scale)
-        halves = (min(D_s, D_t) + 1) // 2
-        ranks.append({"deficient": halves, "constant": 0}.get(kind, min(D_s, D_t)))
+        s, t, rank = hard_pair(draw, kind, m, D_s, D_t)
+        rank = min(D_s, D_t) if half and kind == "low rank" else rank  # it is rounded
+        pairs.append([(scale * x).to(draw.dtype) for x in (s, t)])
+        items.append((kind, scale, rank))
+        if kind == "lost":
+            draw.pick(pairs[-1])[0, 0] = draw.pick([torch.nan, torch.inf])
     lengths = torch.tensor([draw.pick([m, m, 0, 1, 2, m // 2 + 1]) for _ in range(batch)])
     mask = torch.arange(m) < lengths[:, None]
-    s, t = torch.stack(student).requires_grad_(), torch.stack(teacher)
-    backend = "triton" if draw.backend == "triton" and draw.dtype != torch.float64 else "torch"
-    padded = s.masked_fill(~mask[..., None], torch.nan)
-    losses = fastkd.cca_loss(padded, t, mask, reduction="none", backend=backend)
+    s, t = map(torch.stack, zip(*pairs, strict=True))
+    padded = s.requires_grad_().masked_fill(~mask[..., None], torch.nan)
+    # A CPU reads large items one by one, and those in chunks of rows.
+    least, chunk = draw.pick(
+        [(cca_solver.LARGE_ITEM, cca_solver.CHUNK), (1, draw.pick(HARD_SIZES))]
+    )
+    with (
+        mock.patch.object(cca_solver, "LARGE_ITEM", least),
+        mock.patch.object(cca_solver, "CHUNK", chunk * (D_s + D_t)),
+    ):
+        losses = fastkd.cca_loss(padded, t, mask, ridge=ridge, reduction="none", backend=backend)
     (grad,) = torch.autograd.grad(losses.sum(), s)
-    if not (losses.isfinite().all() and grad.isfinite().all() and not grad[~mask].any()):
-        return f"not finite, or a gradient where masked: {losses.tolist()}"
-    for i, real in enumerate(mask):
-        most = max(min(int(real.sum()) - 1, ranks[i]), 0)
-        found = -losses[i].item()
-        if not 0 <= found <= most + 2e-6 * D_s:
-            return f"item {i}: {found} of at most {most} correlations"
-        # Beside larger variances an SVD loses the ridge; rank bounds the value.
-        if scales[i] > 1e3 or most == 0:
-            if most == 0 and grad[i].any():
-                return f"item {i}: a gradient without correlations"
-            continue
-        eps = torch.finfo(torch.float32).eps
-        wanted, right = by_qr(s[i][real].detach(), t[i][real], 1e-4, zero=eps)
-        if abs(found + wanted.item()) > 2e-6 * max(1, most):
-            return f"item {i}: {found} for {-wanted.item()}"
-        error = (grad[i][real].double() - right).norm() / right.norm()
-        if not half and scales[i] <= 1e2 and not error <= 1e-4:
-            return f"item {i}, {most} correlations: a gradient {error:.1e} off"
+    if grad[~mask].any():
+        return "a gradient where masked"
+    each = fastkd.canonical_correlations(padded, t, ridge=ridge, mask=mask) if batch < 3 else None
+    for i, (real, (kind, scale, rank)) in enumerate(zip(mask, items, strict=True)):
+        rows = (x[i][real].detach() for x in (s, t, grad))
+        wrong = wrong_item(*rows, -losses[i].item(), kind, scale, rank, ridge)
+        if each is not None and real.sum() > 1:
+            fine = each[i].isnan() if kind == "lost" else (each[i] >= 0) & (each[i] <= 1)
+            wrong = wrong or (None if fine.all() else f"correlations {each[i].tolist()}")
+        if wrong:
+            return f"item {i}, {kind} at {scale:.0e}, rank {rank}: {wrong}"
     return None
+
+
+def wrong_item(s, t, grad, found, kind, scale, rank, ridge) -> str | None:
+    """What is wrong with the value and gradient of one item's real rows."""
+    half, most, D_s = s.element_size() == 2, max(min(len(s) - 1, rank), 0), s.shape[1]
+    if kind == "lost":
+        lost = len(s) < 2 or (torch.tensor(found).isnan() and grad.isnan().all())
+        return None if lost else "a number"
+    overflows = ridge == 0 and (s.dtype == torch.float16 or scale < 1e-15)
+    slack = 2e-6 * D_s if rank < min(D_s, t.shape[1]) else 0
+    if not (0 <= found <= most + slack and (overflows or grad.isfinite().all())):
+        return f"the sum of {most} is {found}, and the gradient's norm {grad.norm()}"
+    if most == 0:
+        return "a gradient" if grad.any() else None
+    # Where all correlations are 1 the gradient is of the size of the ridge.
+    norm, lost, first = grad.double().norm(), 1e-11 / scale, (D_s + 1) // 2
+    apart = (grad[:, first:] - grad[:, : D_s - first]).double().norm()
+    exact = not half and not 1e2 < scale < 1e9  # where a ridge is little above rounding
+    if kind == "doubled" and exact and apart > 1e-5 * norm + lost:
+        return f"a gradient {apart / norm:.1e} of which moves equal columns apart"
+    # Beside larger variances an SVD loses the ridge, and such spectra end in float32's rounding.
+    if scale > (1.0 if kind in SPECTRA else 1e3) or ridge == 0:
+        return None
+    wanted, right = by_qr(s, t, 1e-4, zero=torch.finfo(torch.float32).eps)
+    if abs(found + wanted.item()) > (1e-6 if scale <= 1e2 else 2e-6) * max(1, most):
+        return f"{found} for {-wanted.item()}"
+    error = (grad.double() - right).norm()
+    allowed = (1e-4 if kind in BLURRED else 1e-5) * right.norm() + lost
+    wrong = scale <= 1e2 and not half and not error <= allowed
+    return f"a gradient {error:.1e} off its {right.norm():.1e}" if wrong else None
 
 
 HARD_SIZES = (1, 2, 3, 5, 8, 16, 31, 64, 100, 200, 384, 768)
 HARD_SCALES = (-30, -10, -5, 5, 10, 30)
-HARD_KINDS = ("normal", "normal", "deficient", "equal", "near", "constant")
+BLURRED = ("geometric -6", "low rank")  # correlations near rounding, many of them
+SPECTRA = (*BLURRED, "geometric -3", "far", "LayerNorm", "equal LayerNorm")
+HARD_KINDS = ("normal", "normal", "doubled", "equal", "near", "constant", "independent", "lost")
+HARD_KINDS += SPECTRA
 RANDOM = {
     "cca": random_cca,
     "cca_hard": random_hard_cca,
@@ -243,6 +330,97 @@ def subjects(backend: str) -> Iterator[Subject]:
         return
     for pool in ("tokens", "mean"):
         yield of_module(f"CCALoss {pool}", fastkd.CCALoss(ridge=0.1, pool=pool))
+
+
+def examples(backend: str) -> Iterator[tuple]:
+    loss = function_of("cca_loss", backend)
+    # Centred (−1, 0, 1) and (−1, 1, 0): variances 1 and 1, covariance ½.
+    pair = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [3.0], [2.0]])
+    yield "ridges", loss(*pair, ridge=(1.0, 3.0)), -0.5 / (2.0**0.5 * 4.0**0.5)
+    if backend != "triton":
+        yield "no ridge", loss(*pair, ridge=0.0), -0.5
+    yield "correlations", fastkd.canonical_correlations(*pair), [0.5]
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    loss = function_of("cca_loss", backend)
+    none = [((2, 1), 3, 3)]
+    if backend != "reference":
+        none += [((0, 8), 3, 3), ((2, 0), 3, 3), ((2, 0, 8), 3, 3)]
+        none += [((2, 5), 0, 3), ((2, 5), 3, 0), ((2, 5), 0, 0)]
+    for shape, D_s, D_t in none:
+        for options in ({"reduction": "mean"}, {"top_k": 2}, {"ridge": 0.0}):
+            if backend == "torch" or "reduction" in options:
+                call = functools.partial(loss, teacher=torch.randn(*shape, D_t), **options)
+                yield f"{D_s}, {D_t} of {shape}", call, torch.randn(*shape, D_s), 0.0, 0.0
+    # Rows whose products round alike: the error of their sums grows with the features.
+    rows, teacher = 300.0 + 2 * torch.randint(-1, 2, (5, 768)), torch.randn(5, 20)
+    yield "equal roundings", lambda s: loss(s, teacher), rows, -4.0, None, 1e-4
+    if backend == "torch":
+        alone = functools.partial(
+            loss, teacher=torch.randn(1, 2**17, 1), mask=torch.zeros(1, 2**17)
+        )
+        yield "a large item without a token", alone, torch.randn(1, 2**17, 2), 0.0, 0.0
+        # Its variances' rounding errors are larger, so one item has eigenvectors.
+        student, teacher = torch.randn(2, 3, 40, 8)
+        call, scale = functools.partial(loss, reduction="none"), torch.tensor([1.0, 1e9, 1.0])
+        leaf = student.clone().requires_grad_()
+        wanted = call(leaf, teacher)
+        (grad,) = torch.autograd.grad(wanted.sum(), leaf)
+        few = [0, 2]
+        yield (
+            "an item whose ridge is lost changes no other",
+            lambda s: call(s * scale[:, None, None], teacher)[few],
+            student,
+            wanted.detach()[few],
+            grad * (scale == 1)[:, None, None],
+            1e-9,
+        )
+
+
+def invariances(backend: str) -> Iterator[tuple]:
+    student, teacher = torch.randn(40, 5).double(), torch.randn(40, 4).double()
+    pair = student, teacher + student[:, :4]
+    maps = [torch.linalg.qr(torch.randn(d, d).double()).Q * (0.5 + torch.rand(d)) for d in (5, 4)]
+    moved = [x @ a + torch.randn(len(a)) for x, a in zip(pair, maps, strict=True)]
+    if backend != "triton":
+        loss = function_of("cca_loss", backend)
+        yield "invertible maps", loss(*moved, ridge=1e-9), loss(*pair, ridge=1e-9)
+    correlations = fastkd.canonical_correlations
+    yield "correlations of invertible maps", correlations(*moved), correlations(*pair)
+
+
+def growing() -> dict[str, tuple]:
+    def calls(D_s: int, D_t: int) -> Iterator[tuple]:
+        for i in range(4):
+            shape = 2 + i, 7 + i
+            student = torch.randn(*shape, D_s, requires_grad=True)
+            yield student, torch.randn(*shape, D_t), torch.rand(shape) > 0.2
+
+    loss = functools.partial(fastkd.cca_loss, backend="torch")
+    return {
+        "few features": (functools.partial(loss, ridge=0.0), calls(4, 5)),
+        "few observations": (functools.partial(loss, top_k=2), calls(30, 40)),
+        "no mask": (lambda s, t, m: loss(s, t), calls(30, 40)),
+    }
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    x, y = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
+    short, loss = torch.randn(2, 5, 4), functools.partial(fastkd.cca_loss, x, y)
+    yield r"teacher must have shape \(2, 6, 4\)", lambda: fastkd.cca_loss(x, short)
+    yield "student must have at least 2 dimensions", lambda: fastkd.cca_loss(x[0, 0], y[0, 0])
+    yield "ridge must be at least 0", lambda: loss(ridge=-1e-3)
+    yield "ridge must be a number or a pair", lambda: loss(ridge=(1.0, 2.0, 3.0))
+    yield "top_k must be at least 1", lambda: loss(top_k=0)
+    yield "did you mean 'mean'", lambda: loss(reduction="maen")
+    for options in ({"ridge": 0.0}, {"top_k": 1}):
+        kernels = functools.partial(loss, **options, backend="triton")
+        yield "ridge=0 and top_k need eigenvectors", kernels
+    yield r"y must have shape \(2, 6, 4\)", lambda: fastkd.canonical_correlations(x, short)
+    yield "pool must be one of", lambda: fastkd.CCALoss(pool="max")
+    yield "2 layers but teacher has 1", lambda: fastkd.CCALoss()([x, x], [y])
+    yield "memory must be at least 0", lambda: fastkd.CCALoss(memory=-1)
 
 
 def random_cca_memory(draw: Draw) -> str | None:
