@@ -17,12 +17,30 @@ from tests.support.compare import relative_error
 from tests.support.lanes import eigh_by_threads
 from tools import cuda_source
 
-from .test_linalg import KINDS, matrix, with_eigenvalues
+from .test_linalg import with_eigenvalues
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_extension = pytest.mark.skipif(
     not extension.CPU, reason="fastkd._C is not built (python setup.py build_ext --inplace)"
 )
+
+
+CONDITIONS = {f"condition {c:g}": c for c in (1.0, 1e2, 1e4, 1e6, 1e8)}
+KINDS = [*CONDITIONS, "diagonal", "repeated", "rank-deficient", "zero"]
+
+
+@functools.cache
+def matrix(n: int, kind: str) -> torch.Tensor:
+    """A float64 matrix of each of KINDS."""
+    if kind == "diagonal":
+        return torch.linspace(0.1, 1.0, n).double().diag()
+    condition = torch.tensor(CONDITIONS.get(kind, 1.0), dtype=torch.float64)
+    values = {
+        "repeated": torch.arange(n).remainder(3) + 1.0,
+        "rank-deficient": (torch.arange(n) % 3 == 0) * torch.linspace(1.0, 0.01, n),
+        "zero": torch.zeros(n),
+    }.get(kind, torch.logspace(0, -condition.log10().item(), n, dtype=torch.float64))
+    return with_eigenvalues(values)
 
 
 @pytest.fixture

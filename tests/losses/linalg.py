@@ -3,10 +3,14 @@
 `RANDOM` calls are held against it; no loss, so no `subjects`.
 """
 
+import functools
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 import fastkd
+from fastkd import functional
 from tests.support import oracles
 from tests.support.draw import ROUNDINGS, Case, Draw
 
@@ -38,26 +42,35 @@ class _Root(torch.autograd.Function):
 
 
 def random_roots(draw: Draw) -> Case:
-    n, inverse = draw.pick([1, 2, 5, 16, 33, 63, 64, 65, 100, 129]), draw.chance(0.5)
+    n, inverse = draw.pick([1, 2, 5, 16, 33, 63, 64, 65, 96, 97, 100, 128, 129]), draw.chance(0.5)
+    if draw.chance(0.03):
+        n = 300
+    reference, name = draw.backend == "reference", "inv_sqrtm" if inverse else "sqrtm"
     ridge = draw.pick([0.0, 1e-3]) if inverse else 0.0
-    condition = draw.pick([1.0, 1e2, 1e4, 1e6])
-    basis = torch.linalg.qr(draw.normal(n, n)).Q
+    condition = draw.pick([1e2, 1e4] if reference else [1.0, 1e2, 1e4, 1e6])
+    basis = torch.eye(n).double() if draw.chance(0.1) else torch.linalg.qr(draw.normal(n, n)).Q
     spectrum = torch.logspace(0, -torch.tensor(condition).log10(), n, dtype=torch.float64)
-    a = ((basis * spectrum) @ basis.mT).to(draw.pick([torch.float32, torch.float64]))
+    if draw.chance(0.2) and not reference:  # whose gradient is then NaN
+        spectrum = torch.arange(n).remainder(3) + 1.0
+    a, skew = (basis * spectrum) @ basis.mT, draw.normal(n, n) * draw.pick([0.0, 0.1])
+    a = (a + skew - skew.mT).to(draw.dtype)
+    if draw.dtype in (torch.float16, torch.bfloat16):  # rounding leaves it positive definite
+        a = a + 0.5 * torch.eye(n, dtype=a.dtype)
     options = {"ridge": ridge} if inverse else {}
-    double = a.dtype == torch.float64  # float32 input is computed in float64 as well
+    double = a.dtype == torch.float64  # other input is computed in float64 as well
     return Case(
-        lambda a: (fastkd.inv_sqrtm if inverse else fastkd.sqrtm)(a, **options),
+        functools.partial(draw.function(name) if reference else getattr(fastkd, name), **options),
         lambda a: root(oracles.decomposed(a) if double else a, inverse, ridge),
         {"a": draw.laid_out(a)},
         roundings=ROUNDINGS if double else 0.1,
+        autocast=draw.chance(0.2) and not reference,
     )
 
 
 def random_hard_roots(draw: Draw) -> str | None:
     """Matrices of unlike ranks and scales, subnormal ones too, against float64 eigenvectors."""
     n, batch = draw.pick([1, 2, 3, 17, 64, 96, 97, 200]), draw.pick([1, 2, 7])
-    dtype = draw.pick([torch.float32, torch.float64])
+    dtype, lost = draw.pick([torch.float32, torch.float64]), draw.random.randrange(2 * batch)
     matrices = []
     for _ in range(batch):
         rank = draw.pick([0, 1, (n + 1) // 2, n, n])
@@ -68,9 +81,18 @@ def random_hard_roots(draw: Draw) -> str | None:
         matrices.append((basis * values) @ basis.mT * scale)
     a = torch.stack(matrices)
     a = ((a + a.mT) / 2).to(dtype)
+    a[lost : lost + 1, 0, n - 1] = draw.pick([torch.nan, torch.inf])
+    a.requires_grad_()
     for found, power in ((fastkd.sqrtm(a), 0.5), (fastkd.inv_sqrtm(a), -0.5)):
-        for i, x in enumerate(a.double()):
+        (grad,) = torch.autograd.grad(found.sum(), a)
+        for i, x in enumerate(a.detach().double()):
+            if i == lost:
+                if not (found[i].isnan().all() and grad[i].isnan().all()):
+                    return f"power {power} of {n}, {dtype}: NaN is a number"
+                continue
             size = x.abs().max()
+            if 1e-3 < size < 1e3 and not grad[i].isfinite().all():
+                return f"power {power} of {n}, {dtype}: the gradient is not finite"
             if size < torch.finfo(torch.float64).tiny:
                 wanted = torch.zeros_like(x)
             else:
@@ -80,9 +102,35 @@ def random_hard_roots(draw: Draw) -> str | None:
                 wanted = (vectors * torch.where(kept, values, 1.0).pow(power) * kept) @ vectors.mT
                 wanted = wanted * size**power
             error = (found[i].double() - wanted).norm() / wanted.norm().clamp_min(1e-300)
-            if not error <= (1e-5 if dtype == torch.float32 else 1e-11):
+            if not error <= (1e-5 if dtype == torch.float32 else 1e-12):
                 return f"power {power} of {n}, {dtype}, largest {size:.1e}: {error:.1e} off"
     return None
 
 
 RANDOM = {"roots": random_roots, "roots_hard": random_hard_roots}
+
+
+def edges(backend: str) -> Iterator[tuple]:
+    for name in ("sqrtm", "inv_sqrtm"):
+        call = getattr(functional, name + "_ref" * (backend == "reference"))
+        for shape in ((0, 3, 3), (2, 0, 0), (2, 0, 4, 4)):
+            yield f"{name} of {shape}", call, torch.zeros(shape), 0.0, 0.0
+
+
+def growing() -> dict[str, tuple]:
+    def calls(*sizes: tuple[int, int]) -> list[tuple]:
+        x = [torch.randn(batch, n, 2 * n).double() for batch, n in sizes]
+        return [((y @ y.mT / y.shape[-1]).requires_grad_(),) for y in x]
+
+    def roots(x: Tensor) -> Tensor:
+        return fastkd.sqrtm(x).sum() + fastkd.inv_sqrtm(x, ridge=0.1).sum()
+
+    small = calls((2, 4), (3, 5), (4, 12), (19, 57))
+    return {"roots": (roots, small), "beyond the extension": (roots, calls((2, 130), (3, 140)))}
+
+
+def bad() -> Iterator[tuple[str, Callable]]:
+    yield r"a must hold square matrices .* \(2, 3\)", lambda: fastkd.sqrtm(torch.ones(2, 3))
+    yield "a must have at least 2 dimensions", lambda: fastkd.inv_sqrtm(torch.ones(3))
+    yield "a must be bfloat16", lambda: fastkd.sqrtm(torch.ones(2, 2).long())
+    yield "ridge must be at least 0", lambda: fastkd.inv_sqrtm(torch.eye(2), ridge=-1.0)
