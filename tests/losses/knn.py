@@ -2,11 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import fastkd
+from fastkd.losses import neighbours
 from tests.support import oracles
 from tests.support.draw import BATCH, LENGTH, WIDTH, Case, Draw, by_norm, module_case
 from tests.support.subject import D_S, D_T, Subject, function_of, labels, of_module
@@ -80,10 +82,16 @@ def random_knn(draw: Draw) -> Case:
     plain = nearest(student.double(), teacher.double(), labels, bank_labels, **rule)
     loss = draw.function("knn_feature_loss")
     banked = bank_labels if given else None
+    # A GPU's search doesn't read values.
+    readable = draw.pick([neighbours.values_readable] * 2 + [lambda x: False])
+
+    def call(student: Tensor, teacher: Tensor) -> Tensor:
+        with mock.patch.object(neighbours, "values_readable", readable):
+            options = {"weights": weights, "reduction": reduction, **rule}
+            return loss(student, teacher, labels, banked, **options)
+
     return Case(
-        lambda student, teacher: loss(
-            student, teacher, labels, banked, weights=weights, reduction=reduction, **rule
-        ),
+        call,
         lambda student, teacher: reduced(
             nearest(student, teacher, labels, bank_labels, **rule) * factors
         ),

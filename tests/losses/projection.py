@@ -35,7 +35,8 @@ def random_cayley(draw: Draw) -> Case:
     raw = draw.normal(*draw.pick([(), (1,), (2,), (2, 3), (0,)]), n, n) * draw.pick([0.01, 1.0])
     # The gradient holds for any matrix.
     skew = draw.laid_out((raw - raw.mT if draw.chance(0.7) else 0.02 * raw).to(draw.dtype))
-    return Case(draw.function("cayley"), cayley, {"skew": skew}, like="skew")
+    autocast = draw.chance(0.3) and draw.backend != "reference"
+    return Case(draw.function("cayley"), cayley, {"skew": skew}, like="skew", autocast=autocast)
 
 
 def random_layer_norm(draw: Draw) -> Case:
@@ -43,13 +44,18 @@ def random_layer_norm(draw: Draw) -> Case:
     shape = (draw.pick([rows, 0, rows]), columns)
     eps, reduction = draw.pick([1e-5, 1e-12, 1e-3]), draw.pick(REDUCTIONS)
     divisor = {"mean": shape[0] * shape[1], "batchmean": shape[0], "sum": 1}[reduction]
-    wide = (1e-3, 30.0) if draw.dtype == torch.float16 else (1e-3, 30.0, 1e30)
+    wide = (1e-3, 30.0)
+    if draw.dtype != torch.float16:  # squares that are 0 or inf in float32
+        wide = (*wide, 1e-30, 1e-20, 1e20, 1e36)
     weights, factors = draw.weights(torch.ones(shape[0], dtype=torch.bool))
     loss = draw.function("layer_norm_mse")
+    features = {name: draw.features(*shape, scales=wide) for name in "xy"}
+    if all((x.double().var(-1, correction=0) > 0).all() for x in features.values()):
+        eps = draw.pick([eps, 0.0])
     return Case(
         lambda x, y: loss(x, y, eps=eps, reduction=reduction, weights=weights),
         lambda x, y: (layer_norm_mse(x, y, eps) * factors).sum() / max(divisor, 1),
-        {"x": draw.features(*shape, scales=wide), "y": draw.features(*shape, scales=wide)},
+        features,
         scale=float(shape[1]) if reduction != "mean" else 1.0,
         slope=lambda x: (x.var(-1, correction=0) + eps).rsqrt(),
     )
@@ -72,7 +78,8 @@ def projected(x: Tensor, matrices: Sequence[Tensor], orthogonal: bool, columns: 
 
 
 def random_projection(draw: Draw) -> Case:
-    D_in, D_out, layers = draw.size(), draw.size(), draw.pick([1, 2, 3, 4])
+    rows, D_in, D_out = draw.sizes(LENGTH, (8, 256), (8, 256), most=2**20, zero=True)
+    D_in, D_out, layers = max(D_in, 1), max(D_out, 1), draw.pick([1, 2, 3, 4])
     orthogonal = draw.chance(0.7)
     module = fastkd.OrthogonalProjection(D_in, D_out, layers, orthogonal, backend=draw.backend)
     moved(draw, module)
@@ -82,8 +89,7 @@ def random_projection(draw: Draw) -> Case:
     def oracle(x: Tensor, **parameters: Tensor) -> Tensor:
         return projected(x, list(parameters.values()), orthogonal, D_out)
 
-    lead = draw.pick([(), (draw.size(zero=True),), (draw.size(zero=True), draw.size())])
-    x = draw.features(*lead, D_in)
+    x = draw.features(*draw.pick([(), (rows,), (rows, draw.pick([1, 3]))]), D_in)
     return Case(
         module,
         oracle,
@@ -175,6 +181,14 @@ def edges(backend: str) -> Iterator[tuple]:
         yield f"constant {number}, eps {eps}", call, x, value, gradient, 1e-3
     yield "itself", lambda s: loss(s, s), y, 0.0, 0.0
     yield "no features", lambda s: loss(s, y[:, :0]), y[:, :0], 0.0, 0.0
+    if backend == "torch":
+        dual, teacher = fastkd.DualProjectionLoss(4, 6), torch.randn(2, 3, 6)
+        yield "no token of the student", lambda s: dual(s, teacher), torch.randn(2, 0, 4), 0.0, 0.0
+        none = teacher[:, :0]
+        yield "no token of the teacher", lambda s: dual(s, none), torch.randn(2, 3, 4), 0.0, 0.0
+        skew, identity = torch.zeros(2, 3, 3), torch.eye(3)
+        skew[0, 1, 2] = torch.nan  # it stays in its matrix
+        yield "NaN in a matrix", lambda s: fastkd.cayley(s)[1], skew, identity, ...
 
 
 def invariances(backend: str) -> Iterator[tuple]:
@@ -200,6 +214,15 @@ def growing() -> dict[str, tuple]:
         "batchmean": (loss("batchmean"), [(learns(3, n, 8), learns(3, n, 8)) for n in (4, 5, 33)]),
         "cayley": (fastkd.cayley, [(learns(n, n),) for n in (4, 5, 33)]),
         "batch of cayley": (fastkd.cayley, [(learns(2, n, 4, 4),) for n in (4, 5, 33)]),
+        **{
+            f"projection of {rows} {kind}": (
+                fastkd.OrthogonalProjection(16, 12, orthogonal=kind == "turns", backend="torch"),
+                [(learns(2, n, 16),) for n in sizes],
+            )
+            for kind in ("turns", "weights")
+            # More rows than columns are multiplied by the matrix.
+            for rows, sizes in (("few", (4, 5, 8)), ("many", (30, 31, 50)))
+        },
         "dual projection": (
             module,
             [

@@ -146,16 +146,26 @@ def random_fcd(draw: Draw) -> Case:
     students = {f"s{i}": draw.features(B, N, D) for i, D in enumerate(widths[:layers])}
     teachers = {f"t{i}": draw.features(B, N, D) for i, D in enumerate(widths[layers:])}
 
+    given = {"return_terms": True} if draw.chance(0.4) else {}
+    if B and N and draw.backend != "reference" and draw.chance(0.2):
+        given["segments"] = draw.labels(B * N).view(B, N)
+
     def oracle(**x: Tensor) -> Tensor:
-        terms = [
-            weight * relation(x[s], x[t], mask, over, **rest)
-            for s, t in zip(students, teachers, strict=True)
-            for weight, over in ((weights["alpha"], "tokens"), (weights["beta"], "samples"))
-        ]
-        return torch.stack(terms).sum() / layers
+        pairs = [(x[s], x[t], mask) for s, t in zip(students, teachers, strict=True)]
+        if "segments" in given:
+            pairs = [tuple(unpacked(z, given["segments"]) for z in pair) for pair in pairs]
+        loss = torch.zeros(()).double()
+        for weight, over in ((weights["alpha"], "tokens"), (weights["beta"], "samples")):
+            term = torch.stack([relation(*pair, over, **rest) for pair in pairs]).mean()
+            loss = loss + weight * term + bool(weight and "return_terms" in given) * term.detach()
+        return loss
+
+    def call(mask: Tensor | None, **x: Tensor) -> Tensor:
+        found = module([x[n] for n in students], [x[n] for n in teachers], mask, **given)
+        return found[0] + sum(found[1].values()) if "return_terms" in given else found
 
     return Case(
-        lambda mask, **x: module([x[n] for n in students], [x[n] for n in teachers], mask),
+        call,
         oracle,
         students,
         teachers,

@@ -196,6 +196,8 @@ def random_soft_targets(draw: Draw) -> Case:
         denominator = draw.pick([3, 2.5, *(torch.tensor(7, dtype=kind) for kind in kinds)])
     mask = draw.mask(*shape)
     student, teacher = (draw.features(*shape, V, scales=(0.01, 100.0)) for _ in range(2))
+    if draw.chance(0.1):
+        teacher = teacher.round()  # many equal tokens
     if draw.chance(0.2) and V > 2:  # entries that are invalid for both distributions, or for one
         of_one = isinstance(options["divergence"], str) and draw.chance(0.3)
         for side in (draw.pick([student, teacher]),) if of_one else (student, teacher):
