@@ -115,6 +115,12 @@ def edges(backend: str) -> Iterator[tuple]:
         call = getattr(functional, name + "_ref" * (backend == "reference"))
         for shape in ((0, 3, 3), (2, 0, 0), (2, 0, 4, 4)):
             yield f"{name} of {shape}", call, torch.zeros(shape), 0.0, 0.0
+    singular, gradient = torch.tensor([4.0, 0.0]).diag(), torch.tensor([[0.25, 0.5], [0.5, 0.0]])
+    root = functional.sqrtm_ref if backend == "reference" else fastkd.sqrtm
+    yield "a singular root", root, singular, torch.tensor([2.0, 0.0]).diag(), gradient
+    # A ridge below float32's rounding is no rounding error.
+    call, wanted = functools.partial(call, ridge=1e-8), torch.tensor([1.0, 1e4]).diag()
+    yield "a small ridge", call, torch.tensor([1.0, 0.0]).diag(), wanted, None
 
 
 def growing() -> dict[str, tuple]:
