@@ -222,7 +222,6 @@ MISTAKES = [
     ({"text": "x", "sentence": " "}, "--sentence holds no text"),
     ({"text": "x", "before": "x"}, "--before needs --student"),
     ({"text": "x", "measures": "svcca,ckaa"}, "'ckaa': known: svcca"),
-    ({"text": "x", "pool": "max"}, "--pool 'max' is not an option"),
     ({"text": "text.txt", "student": "./other"}, "./other: its vocabulary has 9 tokens, the"),
     ({"text": "text.txt", "student": "./turned"}, "./turned: 'words' is token 5 of its tokenizer"),
     ({"text": "text.txt", "student": "./wrong"}, "made of another --model: layers must be"),
@@ -230,9 +229,6 @@ MISTAKES = [
     ({"text": "text.txt", "rows": 1, "measures": "unbiased_cka"}, "at least four real tokens"),
     ({"text": "none.txt"}, "none.txt: no such file"),
     ({"text": "."}, "--text .: can't be read"),
-    ({"text": "text.txt", "model": "./none"}, "./none: no such directory"),
-    ({"task": "sst"}, "--task 'sst' is not an option"),
-    ({"text": "text.txt", "variance": 2}, "--variance"),
 ]  # fmt: skip
 
 

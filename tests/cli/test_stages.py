@@ -124,7 +124,6 @@ MISTAKES = {
     "set": ([("set = {temperature = 2.0}", "set = 5")], "stages.task of .*: set must be Mapping"),
     "path": ([('unlabelled = "more.txt"', "unlabelled = 5")], "task.*: unlabelled must be a path"),
     "file": ([('"more.txt"', '"none.txt"')], "stages.task of .*: unlabelled .*none.txt: no such"),
-    "value": ([("epochs = 2", "epochs = 0")], "stages.task of .*: epochs must be greater than 0"),
     "method": ([('"soft_targets"', '"sof_targets"')], "stages.task .*: method 'sof_targets'"),
     "hyper-parameter": ([("temperature", "temperatur")], "stages.task of .*: set temperatur"),
     "column": ([("epochs = 2", 'label_column = "x"')], "stages.task of .*'x'"),

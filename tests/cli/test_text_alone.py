@@ -35,8 +35,9 @@ def distill(alone):
 
 
 def test_evaluation_by_the_agreement_with_the_teacher(distill, alone, folder, tmp_path):
-    said = distill(eval=folder / "held-out.txt", method="mc3kd")
-    assert "24 rows without labels: soft targets alone" in said
+    given = {"eval": folder / "held-out.txt", "method": "mc3kd"}
+    assert "24 rows without labels: soft targets alone" in distill(**given)
+    assert "already complete" in distill(**given, resume=True)
     report = report_of(tmp_path / "out")
     assert report["teacher"] == {"agreement": 1.0} and report["labels"] == ["bad", "good"]
     both = [told(model, folder / "held-out.txt", tmp_path / f"{i}.jsonl", max_length=16)

@@ -199,7 +199,6 @@ def test_mistakes_of_evaluate_and_predict(folder, student, tiny, tmp_path):
         ({"model": "./none"}, "--model ./none: no such directory"),
         ({"model": folder / "out"}, f"did you mean {student}?\n"),
         ({"model": make_teacher(tmp_path / "bare", head=False)}, "no classification head"),
-        ({"data": "none.tsv"}, "--data none.tsv: no such file"),
         ({"max_length": 99}, "--max-length 99"),
         ({"metric": "mse"}, "--metric mse"),
         ({"metric": "agreement"}, "agreement compares with the teacher, and there is none"),
