@@ -1,6 +1,5 @@
-"""`fastkd demo`: its corpus, and the whole run on a tiny teacher."""
+"""`fastkd demo`: its corpus and what it needs; the whole run: tests/cli/test_processes.py."""
 
-import functools
 import shutil
 import sysconfig
 from pathlib import Path
@@ -11,16 +10,12 @@ import pytest
 from fastkd._core.extras import MissingExtra
 from fastkd.analysis.pictures import new_figure
 from fastkd.cli import demo
-from fastkd.study import docstrings as sets
 from fastkd.study.docstrings import AREAS, docstrings, load_docstrings, load_pairs
 from fastkd.train import packaged_teacher, saving
 from fastkd.train.errors import InputError
 from tests.support.tiny import make_teacher, run
 
-teacher_path = demo.teacher_path
-
-
-#: Modules of six areas: the whole library takes seconds to parse.
+#: Modules of eight areas: the whole library takes seconds to parse.
 SOME = (
     "cmd codecs configparser enum http importlib json logging mailbox multiprocessing numbers "
     "operator statistics tarfile turtle"
@@ -34,7 +29,7 @@ def library(tmp_path_factory):
     for name in SOME.split():
         if (whole / name).is_dir():
             shutil.copytree(whole / name, root / name)
-        else:
+        elif (whole / f"{name}.py").exists():  # some are packages of their own
             shutil.copy(whole / f"{name}.py", root)
     return root
 
@@ -80,14 +75,6 @@ def write_packaged(folder):
     make_teacher(folder / "teacher", layers=6, head=False)
     library = write_library(folder / "library")
     (library / "ast.py").write_text((library / "random.py").read_text().replace("random", "tree"))
-
-
-@pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    write_packaged(tmp_path)
-    monkeypatch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
-    load = functools.partial(load_docstrings, root=tmp_path / "library")
-    monkeypatch.setitem(sets.SETS, "areas", load)
 
 
 def test_classes_stay_together_and_oddities_are_left_out(tmp_path):
@@ -159,11 +146,12 @@ def test_shares_stand_beside_every_interval(tmp_path, monkeypatch):
     assert 90 < share.get_position()[0] < ax.get_xlim()[1]
 
 
-def test_what_the_demo_leaves_alone_and_needs(tiny, monkeypatch, tmp_path):
+def test_what_the_demo_leaves_alone_and_needs(monkeypatch, tmp_path):
     (tmp_path / "student").mkdir()
     saving.write_json(tmp_path / "student" / saving.MANIFEST, {"run": "x", "files": {}})
-    assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
-    monkeypatch.setattr(demo, "teacher_path", teacher_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "teacher_path", lambda: tmp_path / "teacher")
+        assert "a student that isn't the demo's" in run("demo", "--fast", out=tmp_path, expect=2)
     monkeypatch.setattr(packaged_teacher, "PACKAGE", "no_such_package")
     with pytest.raises(MissingExtra, match=r"\[demo\]"):
         packaged_teacher.teacher_path()

@@ -34,9 +34,9 @@ def cache(tmp_path, monkeypatch):
     return path
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_teacher(tmp_path_factory.mktemp("rows") / "teacher"))
+@pytest.fixture
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny / "teacher")
 
 
 @pytest.fixture

@@ -21,22 +21,13 @@ from tests.support.tiny import make_teacher, read_otherwise, source, write_tsv
 SWAPPED = ["POSITIVE", "NEGATIVE"]
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    return make_teacher(tmp_path_factory.mktemp("models") / "teacher")
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    return write_tsv(tmp_path_factory.mktemp("data") / "train.tsv")
-
-
 @pytest.fixture
-def ready(teacher, train):
+def ready(tiny):
     """`made` of the tiny teacher and rows; options given here replace the usual ones."""
 
     def call(**options):
-        usual = {"teacher": teacher, "train": train, "evals": train, "max_length": 16}
+        rows = dict.fromkeys(("train", "evals"), tiny / "train.tsv")
+        usual = {"teacher": tiny / "teacher", **rows, "max_length": 16}
         return made(**{**usual, **options})
 
     return call
@@ -139,7 +130,7 @@ def test_a_student_learns_in_32_bits_whatever_its_teacher_has(ready, tmp_path):
         assert {p.dtype for model in trained for p in model.parameters()} == {torch.float32}
 
 
-def test_useless_answers_and_odd_rows_are_printed(ready, train, tmp_path):
+def test_useless_answers_and_odd_rows_are_printed(ready, tiny, tmp_path):
     bent = make_teacher(tmp_path / "bent")
     model = t.AutoModelForSequenceClassification.from_pretrained(bent)
     torch.nn.init.zeros_(model.classifier.weight)
@@ -151,7 +142,7 @@ def test_useless_answers_and_odd_rows_are_printed(ready, train, tmp_path):
     said = "warning: the teacher's answers to the 40 evaluation rows are all '1'"
     assert said in run.display.lines
     odd = tmp_path / "odd.tsv"
-    odd.write_text(train.read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
+    odd.write_text((tiny / "train.tsv").read_text().replace("\t0", "\tneg").replace("\t1", "\tpos"))
     odd.write_text(odd.read_text() + "good film\tpso\n")
     dev = write_tsv(tmp_path / "dev.tsv", label=lambda y: ("neg", "pos")[y])
     said = "\n".join(describe(load(source(train=odd, evals=dev))))
@@ -160,8 +151,8 @@ def test_useless_answers_and_odd_rows_are_printed(ready, train, tmp_path):
     assert "40 of the 40 evaluation rows are training rows too" in said
 
 
-def test_code_of_a_model_is_not_run_unasked(ready, teacher, tmp_path):
-    own = shutil.copytree(teacher, tmp_path / "own")
+def test_code_of_a_model_is_not_run_unasked(ready, tiny, tmp_path):
+    own = shutil.copytree(tiny / "teacher", tmp_path / "own")
     (own / "code.py").write_text("raise SystemExit('ran')")
     config = json.loads((own / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "code.Config", "AutoTokenizer": ["code.T", None]}
@@ -207,8 +198,8 @@ def family(path, teacher, kind):
 
 # An encoder is selected from below, and every family's blocks are found in tests/distill.
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_selected_layers_make_the_student_and_are_compared(ready, teacher, tmp_path, kind):
-    given = {"teacher": family(tmp_path / kind, teacher, kind), "teacher_layers": "select"}
+def test_selected_layers_make_the_student_and_are_compared(ready, tiny, tmp_path, kind):
+    given = {"teacher": family(tmp_path / kind, tiny / "teacher", kind), "teacher_layers": "select"}
     run, models = ready(**given, method="mc3kd")
     assert models.selected == models.distiller.method.teacher_layers == [1, 4]
     assert "teacher layers that differ most: 1, 4" in run.display.lines
@@ -237,8 +228,8 @@ def test_the_default_length_is_what_the_models_read(ready, tmp_path):
     refused("--max-length 64: the teacher reads at most 32", ready, max_length=64)
 
 
-def test_a_decoder_without_padding_token_and_a_student_without_segments(ready, teacher, tmp_path):
-    gpt2 = shutil.copytree(teacher, tmp_path / "gpt2")
+def test_a_decoder_without_padding_token_and_a_student_without_segments(ready, tiny, tmp_path):
+    gpt2 = shutil.copytree(tiny / "teacher", tmp_path / "gpt2")
     config = t.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=32)
     t.GPT2ForSequenceClassification(config).save_pretrained(gpt2)
     config = t.DistilBertConfig(vocab_size=17, dim=16, n_layers=2, n_heads=2, hidden_dim=32)

@@ -10,7 +10,7 @@ from fastkd.train.arrow_rows import UNLABELLED
 from fastkd.train.errors import InputError
 from fastkd.train.tasks.masked_lm import TASK
 from tests.support.runs import made
-from tests.support.tiny import make_teacher, usual
+from tests.support.tiny import usual
 from tests.train.tasks.through import (
     encoded,
     killed_and_resumed,
@@ -22,9 +22,9 @@ from tests.train.tasks.through import (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(make_teacher(tmp_path_factory.mktemp("bert") / "x"))
+@pytest.fixture
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny / "teacher")
 
 
 def test_every_command_takes_it_and_the_student_goes_on(tiny, tmp_path):
