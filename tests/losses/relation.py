@@ -147,7 +147,7 @@ def random_fcd(draw: Draw) -> Case:
     teachers = {f"t{i}": draw.features(B, N, D) for i, D in enumerate(widths[layers:])}
 
     given = {"return_terms": True} if draw.chance(0.4) else {}
-    if B and N and draw.backend != "reference" and draw.chance(0.2):
+    if B and N and draw.chance(0.2):
         given["segments"] = draw.labels(B * N).view(B, N)
 
     def oracle(**x: Tensor) -> Tensor:

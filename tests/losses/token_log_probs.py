@@ -41,13 +41,17 @@ def random_log_probs(draw: Draw) -> Case:
     scale, chunk_bytes = draw.pick([1.0, 0.25]), draw.pick([None, 1, 300])
     shape = (R, draw.pick([1, 3])) if draw.chance(0.5) else (R,)
     ids = torch.randint(V, shape, generator=draw.generator)
+    # More leading dimensions; of one row none.
+    lead = draw.pick([(R,), (1, R), (R, 1, 1), *[()] * (R == 1)])
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         head = fastkd.Head(weight, bias, scale, cap)
+        given = hidden.view(*lead, D), head, ids.view((*lead, *shape[1:]))
         if draw.backend == "reference":
-            return fastkd.functional.log_probs_ref(hidden, head, ids, temperature=temperature)
-        options = {"temperature": temperature, "chunk_bytes": chunk_bytes}
-        return fastkd.log_probs(hidden, head, ids, **options)  # a draw.function( without backends
+            found = fastkd.functional.log_probs_ref(*given, temperature=temperature)
+        else:  # a draw.function( without backends
+            found = fastkd.log_probs(*given, temperature=temperature, chunk_bytes=chunk_bytes)
+        return found.view(shape)
 
     def oracle(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         form = fastkd.Head(weight, bias, scale, cap)
@@ -95,6 +99,15 @@ def edges(backend: str) -> Iterator[tuple]:
     weight, pair = torch.randn(4, 5), torch.tensor([[1, 1]] * 3)
     one = loss(hidden, weight, pair[:, 0])
     yield "repeated ids", lambda h: loss(h, weight, pair), hidden, one[:, None], None
+
+
+def growing() -> dict[str, tuple]:
+    def calls() -> Iterator[tuple]:
+        for R in (4, 5, 8):
+            hidden, weight = (torch.randn(n, 6, requires_grad=True) for n in (R, 20))
+            yield hidden, weight, torch.randint(20, (R, 3))
+
+    return {"log-probabilities": (functools.partial(fastkd.log_probs, chunk_bytes=170), calls())}
 
 
 def bad() -> Iterator[tuple[str, Callable]]:
