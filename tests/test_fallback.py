@@ -2,12 +2,9 @@
 
 import weakref
 
-import pytest
 import torch
 
-import fastkd
 from fastkd._core.fallback import by_reference
-from tests.support.interpreter import MARKS
 
 
 def test_an_output_without_gradient_is_freed():
@@ -36,16 +33,3 @@ def test_the_last_backward_pass_scales_the_saved_gradient_in_place():
     assert last.data_ptr() == saved != first.data_ptr()
     torch.testing.assert_close(first, 4 * x.detach())
     torch.testing.assert_close(last, first)
-
-
-@pytest.mark.parametrize("runs_on", [pytest.param(x, marks=MARKS[x]) for x in MARKS])
-def test_one_saved_gradient_times_a_batch_of_upstream_gradients(runs_on):
-    student, teacher = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
-
-    def losses():
-        return fastkd.hidden_state_loss(student, teacher, reduction="none", backend=runs_on)
-
-    batch = torch.randn(4, 3)
-    (found,) = torch.autograd.grad(losses(), student, batch, is_grads_batched=True)
-    one_by_one = [torch.autograd.grad(losses(), student, upstream)[0] for upstream in batch]
-    torch.testing.assert_close(found, torch.stack(one_by_one))
