@@ -8,27 +8,22 @@ from tests.support.runs import config_of, report_of
 from tests.support.tiny import make_teacher
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("teachers")
+@pytest.fixture
+def distilled(tmp_path):
     for name in ("math", "code", "student"):
-        make_teacher(path / name)
+        make_teacher(tmp_path / name)
     rows = [("math", "code")[i % 3 == 0] for i in range(18)]
     lines = ["text\tlabel\tfield"]
     lines += [f"row {i} is {'good' if i % 2 else 'bad'}\t{i % 2}\t{x}" for i, x in enumerate(rows)]
-    (path / "rows.tsv").write_text("\n".join(lines))
-    return path
+    (tmp_path / "rows.tsv").write_text("\n".join(lines))
 
-
-@pytest.fixture
-def distilled(folder, tmp_path):
     def distilled(name, text=None, **options):
         given = {
-            "train": folder / "rows.tsv", "evals": folder / "rows.tsv", "method": "soft_targets",
-            "student": folder / "student", "steps": 3, "batch_size": 6, "out": tmp_path / name,
+            **dict.fromkeys(("train", "eval"), tmp_path / "rows.tsv"), "method": "soft_targets",
+            "student": tmp_path / "student", "steps": 3, "batch_size": 6, "out": tmp_path / name,
         }  # fmt: skip
         if text is not None:
-            path = folder / f"{tmp_path.name}.toml"
+            path = tmp_path / "teachers.toml"
             path.write_text(text)
             given |= {"teachers": path, "teacher_column": "field"}
         return run_distillation(config_of(**{**given, **options}))
@@ -36,9 +31,9 @@ def distilled(folder, tmp_path):
     return distilled
 
 
-def test_each_teacher_serves_its_rows(distilled, folder, tmp_path):
+def test_each_teacher_serves_its_rows(distilled, tmp_path):
     """Two names of one teacher give its student; two teachers give another, scored by teacher."""
-    alone = distilled("alone", teacher=folder / "math")
+    alone = distilled("alone", teacher=tmp_path / "math")
     one = distilled("one", 'math = "math"\ncode = "math"\n')
     two = distilled("two", 'math = "math"\ncode = "code"\n', accumulate=2)
     losses = [report["history"][-1]["losses"] for report in (alone, one, two)]

@@ -7,14 +7,14 @@ from fastkd.study.budget import Search
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
 from fastkd.train.progress import Display
-from tests.support.tiny import make_teacher, run, write_tsv
+from tests.support.tiny import run
 
 FILE = """
 seeds = 2
 steps = 40
 device = "cpu"
 student_layers = 1
-teacher = "teacher"
+teacher = "{tiny}/teacher"
 max_length = 16
 [grid]
 learning_rate = [1e-4, 2e-4, 5e-4, 1e-3]
@@ -22,24 +22,21 @@ learning_rate = [1e-4, 2e-4, 5e-4, 1e-3]
 labels = {}
 fcd = {alpha = [0.1, 0.2, 0.5, 1.0]}
 [tasks.own]
-train = "train.tsv"
-eval = "dev.tsv"
+train = "{tiny}/train.tsv"
+eval = "{tiny}/dev.tsv"
 """
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    path = tmp_path_factory.mktemp("budget")
-    make_teacher(path / "teacher")
-    write_tsv(path / "train.tsv", 16)
-    write_tsv(path / "dev.tsv", 12, seed=1)
-    (path / "grid.toml").write_text(FILE)
+@pytest.fixture
+def path(tiny, tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text(FILE.replace("{tiny}", str(tiny)))
     return path
 
 
 @pytest.fixture
-def study(root):
-    return grid.read(StudySettings(spec=root / "grid.toml"))
+def study(path):
+    return grid.read(StudySettings(spec=path))
 
 
 @pytest.mark.parametrize(("limit", "expected"), [
@@ -88,10 +85,10 @@ def test_the_best_quarter_goes_on(study, tmp_path, monkeypatch):
     assert said[1].startswith("all 40 runs take about 0.44 hours; these 0.078: at most 16 values")
 
 
-def test_the_first_values_and_a_small_budget(root, tmp_path):
-    first = grid.read(StudySettings(spec=root / "grid.toml", grid="first"))
+def test_the_first_values_and_a_small_budget(path, tmp_path):
+    first = grid.read(StudySettings(spec=path, grid="first"))
     assert len(first.cells) == 4 and first.cells[-1].options["options"] == {"alpha": 0.1}
-    output = run("study", root / "grid.toml", out=tmp_path / "out", budget=1e-7, grid="first")
+    output = run("study", path, out=tmp_path / "out", budget=1e-7, grid="first")
     assert "then 1 seed with 0% of the steps" in output
     assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 2
     assert "labels on own" not in output  # nothing was searched

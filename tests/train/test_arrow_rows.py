@@ -39,20 +39,13 @@ def tokenizer(tiny):
     return AutoTokenizer.from_pretrained(tiny / "teacher")
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        files, "records", lambda path, *rest: seen.append(path.name) or records(path, *rest)
-    )
-    return seen
-
-
 def read(path):
     return Regression().read_labels(data.read_file(path, COLUMNS, "--train")).rows
 
 
-def test_a_file_is_read_once_until_it_changes(tmp_path, cache, reads):
+def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
+    reads = []
+    monkeypatch.setattr(files, "records", lambda *x: reads.append(x[0].name) or records(*x))
     path = write_tsv(tmp_path / "a.tsv")
     first, second = read(path), read(path)
     assert reads == ["a.tsv"] and first.texts == second.texts

@@ -15,7 +15,6 @@ from fastkd.train.tasks.question_answering import TASK, squad, squad_best
 from tests.support.tiny import WORDS, run, source, write_onnx
 from tests.train.tasks.through import (
     encoded,
-    make_bare,
     questions,
     rows_of,
     through,
@@ -34,14 +33,9 @@ def oracle(said, gold):
     return pytest.approx({name: float(x) for name, x in squad(found, true).items()}, rel=1e-6)
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    return make_bare(tmp_path_factory.mktemp("qa") / "bert")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(teacher):
-    return AutoTokenizer.from_pretrained(teacher)
+@pytest.fixture
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny / "teacher")
 
 
 def test_every_command_takes_it(tmp_path):

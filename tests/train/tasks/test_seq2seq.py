@@ -12,11 +12,6 @@ from tests.support.tiny import sentences
 from tests.train.tasks.through import encoded, loss_of, make_writer, through, write_targets
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_writer(tmp_path_factory.mktemp("models") / "t5")
-
-
 def test_every_command_takes_it(tmp_path):
     # T5's first block has parameters that other blocks lack.
     report = through(tmp_path, "seq2seq", 16, teacher_layers="1")
@@ -32,8 +27,9 @@ def test_every_command_takes_it(tmp_path):
     assert 0 < said["loss"] < 10
 
 
-def test_the_loss_and_sampled_text(path, tmp_path):
+def test_the_loss_and_sampled_text(tmp_path):
     """The loss is the mean over the targets; text depends on seed and source alone."""
+    path = make_writer(tmp_path / "t5")
     model = T5ForConditionalGeneration.from_pretrained(path).eval()
     tokenizer, task = AutoTokenizer.from_pretrained(path), TASK()
     tokens = encoded(write_targets(tmp_path / "a.jsonl", 16), task, tokenizer)

@@ -11,12 +11,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.scoring import score
 from fastkd.train.tasks.token_classification import TASK, precision_recall_f1
 from tests.support.tiny import source
-from tests.train.tasks.through import make_bare, rows_of, tagged, through
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory):
-    return make_bare(tmp_path_factory.mktemp("tags") / "bert")
+from tests.train.tasks.through import rows_of, tagged, through
 
 
 def test_every_command_takes_it(tmp_path):
@@ -32,8 +27,8 @@ def test_every_command_takes_it(tmp_path):
     assert told[0]["row"] == 3 and "token-classification" in report["card"]
 
 
-def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, teacher):
-    tokenizer = AutoTokenizer.from_pretrained(teacher)
+def test_labels_of_words_and_scores_of_those_cut_off(tmp_path, tiny):
+    tokenizer = AutoTokenizer.from_pretrained(tiny / "teacher")
     rows = rows_of(tmp_path / "a.conll", TASK, "good-film B-GOOD\nis O\n")
     encoded = Encoder(tokenizer, 16, TASK(("B-GOOD", "O")))(rows)
     # [CLS] good - film is [SEP]
