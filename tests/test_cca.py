@@ -216,12 +216,13 @@ def test_padded_layers_are_bounded_by_their_own_rank(dtype, m, monkeypatch):
     """Equal features correlate fully; rounding, here as large as 1, must not lift the sum."""
     sizes = (5, 7, 383)
     layers = [torch.randn(1, m, d).to(dtype) for d in sizes]
+    wider = [torch.cat([x, x], -1) for x in layers]
     polar = cca_solver._polar
     monkeypatch.setattr(cca_solver, "_polar", lambda *args: (1 + polar(*args)[0], polar(*args)[1]))
     monkeypatch.setattr(cca, "_pads_layers", lambda x: True)
     module, calls = CCALoss(ridge=1e-9), count_calls(monkeypatch)
     for missing in (0, 1):
-        mean = module(layers, layers, torch.arange(m)[None] >= missing)
+        mean = module(layers, wider, torch.arange(m)[None] >= missing)
         assert -3 * mean.item() == pytest.approx(sum(min(m - 1 - missing, d) for d in sizes))
     assert calls == [(3, m, 383)] * 2
 

@@ -118,6 +118,9 @@ def edges(backend: str) -> Iterator[tuple]:
     singular, gradient = torch.tensor([4.0, 0.0]).diag(), torch.tensor([[0.25, 0.5], [0.5, 0.0]])
     root = functional.sqrtm_ref if backend == "reference" else fastkd.sqrtm
     yield "a singular root", root, singular, torch.tensor([2.0, 0.0]).diag(), gradient
+    for name, low in (("a negative eigenvalue", -1e-6), ("bfloat16", 0.25)):
+        a, wanted = torch.tensor([4.0, low]).diag(), torch.tensor([2.0, max(low, 0) ** 0.5]).diag()
+        yield name, root, a.bfloat16() if name == "bfloat16" else a, wanted, None
     # A ridge below float32's rounding is no rounding error.
     call, wanted = functools.partial(call, ridge=1e-8), torch.tensor([1.0, 1e4]).diag()
     yield "a small ridge", call, torch.tensor([1.0, 0.0]).diag(), wanted, None
