@@ -154,8 +154,11 @@ def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
     """
     log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
     p_s, p_t = log_s.exp(), log_t.exp()
-    ratio = (log_s - (log_m if divergence == "js" else log_t)).nan_to_num(0, 0, 0)
-    weighed, plain = (p_s * ratio).abs().sum(-1), p_s.norm(dim=-1) + p_t.norm(dim=-1)
+    other = log_m if divergence == "js" else log_t
+    # Equal distributions have a ratio of rounding errors only, a few of the logarithms'.
+    ratio = (log_s - other).abs() + 0.05 * (log_s.abs() + other.abs())
+    weighed = (p_s * ratio.nan_to_num(0, 0, 0)).sum(-1)
+    plain = p_s.norm(dim=-1) + p_t.norm(dim=-1)
     terms = {"forward_kl": plain, "reverse_kl": 2 * weighed, "js": 2 * weighed}
     return terms.get(divergence, plain + 2 * weighed) / temperature
 
