@@ -751,8 +751,9 @@ def a_capture_uses_proved_plans_only() -> None:
 
 @check
 def ragged_batches_flush_no_count_and_record_nothing() -> None:
-    own = {"NEAR": NEAR, "SIGHTS": SIGHTS, "WINDOW": 200}
-    # Of 150 hashes two may fall on one of 2^16 places, and be counted together.
+    # Counts are halved at the same calls each time; and of 150 hashes two may fall on one of 2^16
+    # places, where they are counted together.
+    own = {"NEAR": NEAR, "SIGHTS": SIGHTS, "WINDOW": 200, "_seen": 0}
     with mock.patch.multiple(plans, **own, _sights=bytearray(1 << 24)):
         x, y = torch.randn(150, 1, 16), torch.randn(150, 1, 16)
         for _ in range(4):
