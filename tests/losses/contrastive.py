@@ -109,6 +109,11 @@ def random_cos_nce(draw: Draw) -> Case:
     )
 
 
+def slope_through(rows: Tensor, weight: Tensor) -> float:
+    """`by_norm` of rows that ``weight`` projects, which may be short of long ones."""
+    return (by_norm(rows @ weight.mT).norm() * torch.linalg.matrix_norm(weight, 2)).item()
+
+
 def random_cos_nce_module(draw: Draw) -> Case:
     B, N, D_s, D_t = draw.sizes(BATCH, LENGTH, WIDTH, WIDTH)
     pool, reduction = draw.pick(["tokens", "cls", "mean"]), draw.pick(["mean", "sum"])
@@ -126,14 +131,16 @@ def random_cos_nce_module(draw: Draw) -> Case:
         return reduced(*cos_nce(projected, compared(teacher), None, labels, real), reduction)
 
     def slopes(student: Tensor, **inputs: Tensor) -> dict[str, float]:
-        size, _ = projected_slopes(compared(student)[real], inputs["W.weight"])
-        return {"W.weight": size * (int(real.sum()) if reduction == "sum" else 1)}
+        rows, weight = compared(student), inputs["W.weight"]
+        size, _ = projected_slopes(rows[real], weight)
+        size *= int(real.sum()) if reduction == "sum" else 1
+        return {"student": slope_through(rows, weight), "W.weight": size}
 
     case = module_case(
         draw, module, oracle, (B, N, D_s, D_t), mask,
         scale=float(max(int(real.sum()), 1)) if reduction == "sum" else 1.0, labels=labels,
     )  # fmt: skip
-    return dataclasses.replace(case, parameter_slopes=slopes)
+    return dataclasses.replace(case, slope=None, parameter_slopes=slopes)
 
 
 def random_layers(draw: Draw) -> Case:
@@ -160,8 +167,9 @@ def random_layers(draw: Draw) -> Case:
         return torch.stack(losses).mean()
 
     def slopes(**x: Tensor) -> dict[str, float]:
-        rows = torch.cat([x[n][mask] for n in students])
-        return {"W.weight": projected_slopes(rows, x["W.weight"])[0]}
+        rows, weight = torch.cat([x[n][mask] for n in students]), x["W.weight"]
+        own = {n: slope_through(x[n], weight) for n in students}
+        return own | {"W.weight": projected_slopes(rows, weight)[0]}
 
     return Case(
         call,
@@ -172,7 +180,6 @@ def random_layers(draw: Draw) -> Case:
         module=module,
         mask=mask,
         masked=(*students, *teachers),
-        slope=by_norm,
         parameter_slopes=slopes,
     )
 
