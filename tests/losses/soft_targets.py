@@ -362,6 +362,10 @@ def random_matched_tokens(draw: Draw) -> Case:
     R, temperature, divergence = draw.size(zero=True), draw.pick([1.0, 2.5]), _any_divergence(draw)
     mask, weights = draw.mask(R), draw.normal(R) if draw.chance(0.5) else None
     reduction = draw.pick(["batchmean", "none"])
+    student = draw.features(R, match.student_size, scales=(0.5, 5.0))
+    # Which of two equal tokens has a teacher's token of its rank is a kink.
+    ranked = student.double().sort(-1, descending=True)[0][:, : match.teacher_size + 1]
+    equal = (ranked[:, 1:] == ranked[:, :-1]).any(-1) & (unmatched == "sorted")
 
     def oracle(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         real = student_logits[mask], teacher_logits[mask]
@@ -382,12 +386,13 @@ def random_matched_tokens(draw: Draw) -> Case:
             reduction=reduction,
         ),
         oracle,
-        {"student_logits": draw.features(R, match.student_size, scales=(0.5, 5.0))},
+        {"student_logits": student},
         {"teacher_logits": draw.features(R, match.teacher_size, scales=(0.5, 5.0))},
         {"mask": draw.mask_argument(mask)},
         scale=10.0,
         mask=mask,
         slope=lambda x: x.new_ones(x.shape[:1]),
+        unsure=equal & mask if draw.dtype in (torch.float16, torch.bfloat16) else None,
     )
 
 
