@@ -98,9 +98,23 @@ def random_knn(draw: Draw) -> Case:
         {"student": student},
         {"teacher": teacher},
         scale=0.0,
-        # If the loss overflows, a weight of 0 gives NaN.
-        unsure=(factors == 0) & (plain.abs() > torch.finfo(torch.float32).max / 8),
+        # If a loss overflows, a weight of 0 gives NaN, and a mean may be finite.
+        unsure=tied(student, teacher, labels, bank_labels, **rule)
+        | ((factors == 0) | (reduction != "none"))
+        & (plain.abs() > torch.finfo(torch.float32).max / 8),
     )
+
+
+def tied(student, teacher, labels, bank_labels, k, tolerance, ignore_index) -> Tensor:
+    """Rows whose k-th neighbour is as far as an unlike row: rounding decides between them."""
+    s, t = student.double().flatten(1), teacher.double().flatten(1)
+    apart = (labels.double()[:, None] - bank_labels.double()).abs()
+    far = ~(apart <= (tolerance or 0)) | (bank_labels == ignore_index)
+    d = (s[:, None] - t).square().sum(-1).masked_fill(far, torch.inf)
+    if min(d.shape) == 0 or k >= d.shape[1]:
+        return torch.zeros(len(s), dtype=torch.bool)
+    last, index = d.sort(-1)[0][:, k - 1 : k], d.argsort(-1)[:, k - 1]
+    return (((d - last).abs() <= 1e-12 * last) & (t != t[index][:, None]).any(-1)).any(-1)
 
 
 def random_knn_module(draw: Draw) -> Case:
