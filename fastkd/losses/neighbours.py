@@ -101,6 +101,10 @@ class _Search:
         if not self.readable or student.shape[0] >= MIN_ROWS_TO_CENTRE:
             # ‖s‖² + ‖t‖² - 2 s·t cancels less if both are near the origin.
             centre = teacher.mean(0, dtype=self.product_dtype)  # (D,)
+            if not self.readable:  # nothing is proven later: short rows may not lose their digits
+                shortest = torch.linalg.vector_norm(teacher, dim=1, dtype=self.product_dtype).min()
+                near = torch.linalg.vector_norm(centre) <= 2 * shortest
+                centre = torch.where(near, centre, 0)
             self.centre = torch.where(centre.isfinite(), centre, 0)
 
     def losses(self, nearest: Tensor, found: Tensor, broken: Tensor) -> tuple[Tensor, Tensor]:
