@@ -3,19 +3,18 @@
 The random calls are new in every run; a failure prints the command that repeats it.
 """
 
-import random
 import time
 
 import pytest
 import torch
 
 from tests import fuzz
+from tests.support.draw import FIRST
 from tests.support.every import inputs_of, rows
 from tests.support.interpreter import MARKS
 
 # CPU time of all random calls together; `make fuzz` has more.
 SECONDS = 60
-FIRST = random.SystemRandom().randrange(2**31)  # in each process another
 CASES = [
     pytest.param(name, backend, marks=MARKS.get(backend, ()), id=f"{backend}: {name}")
     for name in fuzz.FUNCTIONS

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import time
 import typing
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.processes import Computation
 from fastkd.train.progress import Display
 from fastkd.train.trained_model import NO_COLUMNS, TrainedModel
+from tests.support.draw import FIRST
 from tests.support.runs import made
 from tests.support.tiny import source, usual, words_of
 
@@ -111,7 +111,7 @@ def bad_options():
 def test_malformed_options(invoke, tiny):
     """Every flag once, of a command and with a value that are drawn anew each time."""
     cases = [*bad_options()]
-    random.Random(time.time_ns()).shuffle(cases)
+    random.Random(FIRST).shuffle(cases)
     for command, flag, value in {case[1]: case for case in cases}.values():
         value = value.format(file=tiny / "dev.tsv", folder=tiny) if "{" in value else value
         result = invoke(command, **{flag.removeprefix("--").replace("-", "_"): value})

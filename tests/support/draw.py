@@ -1,6 +1,7 @@
 """Random calls as users have them: sizes, dtypes, layouts, masks and labels drawn from a seed."""
 
 import math
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ REGULAR = KINDS[:4]  # of full rank: elsewhere a sum of singular values has no d
 # Of heads and their states: a product of far ones has logits that no model has.
 OF_HEADS = tuple(kind for kind in KINDS if kind not in ("far", "layer_norm"))
 MASKS = ("none", "none", "random", "random", "right", "right", "right", "left", "left", "nothing")
+# Where the random calls of a run begin: elsewhere in each, or where the commit says, as in .ci/run.
+FIRST = int(os.environ.get("FASTKD_TEST_SEED") or random.SystemRandom().randrange(2**31))
 ROUNDINGS = 10  # of the inputs, which any implementation may lose
 
 
