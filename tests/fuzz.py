@@ -153,7 +153,7 @@ def _wrong(case: Case, draw: Draw) -> str | None:
     if draw.backend == "reference" and not actual.requires_grad:  # nothing is compared
         actual = actual + sum(x.sum() * 0 for x in leaves.values())
     inputs = [*leaves.values(), *parameters.values()]
-    gradients = _gradients(actual, inputs, upstream.to(actual.dtype), way)
+    gradients = _gradients(actual, inputs, draw.laid_out(upstream.to(actual.dtype)), way)
     if bool((expected.isinf() & actual.isnan()).any()):
         return "the result is NaN where the truth is infinite"
     pairs = list(zip([actual, *gradients], [expected, *expected_grads], strict=True))

@@ -43,7 +43,7 @@ def matched_rows(
         return divergence(student.add_(barrier), [targets])
     distance = slope = None
     if unmatched == "sorted" and len(ours) and len(theirs):
-        p, p_t = (_log_softmax(z, tau).exp_() for z in (student, teacher))
+        p, p_t = ((upcast(z) / tau).softmax(-1) for z in (student, teacher))
         distance, slope = _sorted_distance(p, p_t.index_select(-1, theirs), ours, factor)
     part, log_rest = _softmax_and_logsumexp(student.index_select(-1, ours), tau)
     _, log_rest_t = _softmax_and_logsumexp(upcast(teacher.index_select(-1, theirs)), tau)
@@ -66,14 +66,6 @@ def matched_rows(
         if slope is not None:
             student.add_(slope)
     return value if distance is None else value + distance.to(value.dtype) * soft.scale
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    # Above it distributions differ so little, and τ² multiplies the rounding error of KL so much,
-    # that float32 would leave few digits.
-    largest_in_float32 = 10.0
-    z = logits.double() if temperature > largest_in_float32 else upcast(logits)
-    return torch.log_softmax(z if temperature == 1 else z / temperature, -1)
 
 
 def _softmax_and_logsumexp(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -285,11 +285,13 @@ def random_rows(draw: Draw, mask: Tensor) -> Tensor | None:
     return kept[torch.randint(len(kept), mask.shape, generator=draw.generator)]
 
 
-def random_task(draw: Draw, R: int, n: int) -> tuple[fastkd.CrossEntropy, Tensor, Callable]:
+def random_task(
+    draw: Draw, R: int, n: int, ignores: bool = True
+) -> tuple[fastkd.CrossEntropy, Tensor, Callable]:
     """A task, which of its labels count, and its losses of the student's logits."""
     ignored = draw.pick([-100, -100, 1])  # a token of the vocabulary, too
     labels = torch.randint(n, (R,), generator=draw.generator)
-    labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored)
+    labels = labels.masked_fill(draw.uniform(R) < 0.2, ignored) if ignores else labels
     smoothing, z_loss = draw.pick([0.0, 0.1]), draw.pick([0.0, 0.01])
     weights = draw.normal(R) if draw.chance(0.3) else None
     rest = {"label_smoothing": smoothing, "z_loss": z_loss, "weights": weights}
@@ -359,7 +361,8 @@ def _random_match(draw: Draw) -> tuple[fastkd.VocabularyMatch, str]:
 
 def random_matched_tokens(draw: Draw) -> Case:
     match, unmatched = _random_match(draw)
-    R, temperature, divergence = draw.size(zero=True), draw.pick([1.0, 2.5]), _any_divergence(draw)
+    R, temperature = draw.size(zero=True), draw.pick([1.0, 2.5, 100.0])
+    divergence = _any_divergence(draw)
     mask, weights = draw.mask(R), draw.normal(R) if draw.chance(0.5) else None
     reduction = draw.pick(["batchmean", "none"])
     student = draw.features(R, match.student_size, scales=(0.5, 5.0))
@@ -483,19 +486,23 @@ class RandomHeads:
         self.mask, self.has_soft = draw.mask(R), draw.mask(R)
         self.soft_mask = draw.mask_argument(self.has_soft)
         self.scale, self.cap = draw.pick([1, 0.5]), draw.pick([None, None, 4.0])
-        task, has_label, self.of_labels = random_task(draw, R, self.teacher.used)
-        self.task = task if draw.chance(0.7) else None
+        alone = draw.chance(0.15)  # the labels, which C++ has one operator for
+        if alone:
+            self.mask, self.cap = torch.ones(R).bool(), None
+        task, has_label, self.of_labels = random_task(draw, R, self.teacher.used, ignores=not alone)
+        self.task = task if alone or draw.chance(0.7) else None
         self.labels = torch.where(has_label, task.labels.long(), 0)
         self.counted = self.mask & has_label if self.task else self.mask
         self.terms: tuple[str, ...] = ()
-        if self.task and draw.chance(0.4):
+        if self.task and not alone and draw.chance(0.4):
             self.terms = *STUDENT_TERMS, *self.teacher.terms
-        self.adapted, self.with_ratio = draw.chance(0.2), draw.chance(0.3)
+        self.adapted, self.with_ratio = not alone and draw.chance(0.2), draw.chance(0.3)
         self.weights = draw.normal(R) if draw.chance(0.4) else None
         self.old, self.at_most = -3 * draw.normal(R).abs(), draw.pick([0.5, 2.0])
         self.rows = None if self.teacher.kind == "top k" else random_rows(draw, self.counted)
         self.reduction = draw.pick(["batchmean", "batchmean", "none"])
         self.tau, self.soft_weight = draw.pick([0.7, 1.0, 2.0]), draw.pick([1.0, 0.3, 0])
+        self.soft_weight = 0 if alone else self.soft_weight
         self.options = {"temperature": self.tau, "scale_by_t2": draw.chance(0.5)} | chunks(draw)
         self.options |= {"reduction": self.reduction, "soft_weight": self.soft_weight}
         if self.reduction == "batchmean" and draw.chance(0.2):

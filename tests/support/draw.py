@@ -185,6 +185,8 @@ class Draw:
 
     def laid_out(self, x: Tensor) -> Tensor:
         """``x`` with other strides."""
+        if x.dim() == 0:
+            return x
         layout = self.pick(["dense", "dense", "sliced", "transposed", "offset"])
         if layout == "sliced":
             wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), float("nan"))
@@ -222,7 +224,7 @@ class Draw:
         x = self.normal(*real.shape).to(self.pick([torch.bfloat16, torch.float32, torch.float64]))
         x = x.where(self.uniform(*real.shape) < 0.8, 0)
         unreal = 1.0 if self.backend == "reference" else float("nan")
-        given = self.laid_out(x.masked_fill(~real, unreal)) if x.dim() else x
+        given = self.laid_out(x.masked_fill(~real, unreal))
         return given, x.double().masked_fill(~real, 0)
 
     def labels(self, size: int) -> Tensor:
