@@ -17,6 +17,7 @@ from fastkd.lm.divergences import NAMES
 from fastkd.lm.heads import LowRank
 from fastkd.lm.soft_targets import DIVERGENCES, REDUCTIONS
 from fastkd.lm.targets import OF_WHOLE_MASS
+from tests.support.compare import TOLERANCE
 from tests.support.draw import OF_HEADS, SIZES, Case, Draw
 from tests.support.oracles import rounded_gradient
 from tests.support.subject import D_S, D_T, B, Subject, function_of, of_module
@@ -51,7 +52,8 @@ def soft_targets(student, teacher, temperature, divergence, working=torch.float6
 def divergence_with_coefficient(p_s, p_t, log_s, log_t, divergence: Divergence) -> Tensor:
     def log_mixture(p: Tensor, q: Tensor, share: float) -> Tensor:
         m = share * p + (1 - share) * q
-        return torch.where(m == 0, -torch.inf, torch.where(m == 0, 1, m).log())
+        # Half of the least subnormal number is 0.
+        return torch.where(m == 0, 0, torch.where(m == 0, 1, m).log())
 
     forward, reverse = _kl(p_t, log_t, log_s), _kl(p_s, log_s, log_t)
     if divergence.name == "js":
@@ -146,7 +148,7 @@ def nearly_held(student: Tensor, teacher: Tensor, temperature: float, working) -
     return unsure
 
 
-def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
+def gradient_terms(student, teacher, working, temperature, divergence) -> Tensor:
     """Size of the two terms whose difference is a row's gradient, without τ².
 
     A student that is sure of a word has a gradient p (log p/q − KL) of nearly 0 there, but a
@@ -155,8 +157,10 @@ def gradient_terms(student, teacher, temperature, divergence) -> Tensor:
     log_s, log_t, log_m = _log_probabilities(student, teacher, temperature)
     p_s, p_t = log_s.exp(), log_t.exp()
     other = log_m if divergence == "js" else log_t
-    # Equal distributions have a ratio of rounding errors only, a few of the logarithms'.
+    # Equal distributions have a ratio of rounding errors only, a few of the logarithms' and one of
+    # the sum of exponentials, which is 1 or more.
     ratio = (log_s - other).abs() + 0.05 * (log_s.abs() + other.abs())
+    ratio += torch.finfo(working).eps / TOLERANCE[working]
     weighed = (p_s * ratio.nan_to_num(0, 0, 0)).sum(-1)
     plain = p_s.norm(dim=-1) + p_t.norm(dim=-1)
     terms = {"forward_kl": plain, "reverse_kl": 2 * weighed, "js": 2 * weighed}
@@ -224,6 +228,16 @@ def random_soft_targets(draw: Draw) -> Case:
     call = functools.partial(draw.function("soft_target_loss"), **common, **rest)
     if draw.backend != "reference" and draw.chance(0.5):
         call = functools.partial(draw.module(fastkd.SoftTargetLoss, **common), **rest)
+    unsure = nearly_held(student, teacher, options["temperature"], working)
+    if getattr(options["divergence"], "name", "") == "negative_log_acceptance":
+        # A sum of probabilities that are subnormal may be 0, and its logarithm infinite.
+        both = [(z.double() / options["temperature"]).softmax(-1) for z in (student, teacher)]
+        unsure |= torch.minimum(*both).sum(-1) < V * torch.finfo(working).tiny
+    if draw.backend == "reference" and (teacher == -torch.inf).any():
+        # Of an infinite loss autograd makes 0·∞ of a probability of 0.
+        never = (student / options["temperature"]).softmax(-1) == 0
+        exact = soft_targets(student.double(), teacher.double(), **options, working=working)
+        unsure |= never.any(-1) & exact.isinf()
     finite = torch.cat([x[x.isfinite()].flatten() for x in (student, teacher)])
     largest = 1 + finite.double().abs().max().item() if finite.numel() else 1.0
     most = 1 + weights.abs().max().item() if weights is not None and weights.numel() else 1.0
@@ -235,8 +249,10 @@ def random_soft_targets(draw: Draw) -> Case:
         {"mask": draw.mask_argument(mask)},
         scale=factor * largest * most,
         mask=mask,
-        slope=lambda x: gradient_terms(x, teacher.double(), **options) * mask / (largest * count),
-        unsure=nearly_held(student, teacher, options["temperature"], working) & mask,
+        slope=lambda x: (
+            gradient_terms(x, teacher.double(), working, **options) * mask / (largest * count)
+        ),
+        unsure=unsure & mask,
     )
 
 
