@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import tomllib
 
 pytest.importorskip("typer")
 from typer.testing import CliRunner
@@ -17,8 +16,6 @@ import fastkd
 import fastkd.distill
 from fastkd._core.extras import how_to_get
 from fastkd.cli.main import app
-from fastkd.study import grid
-from fastkd.study.grid import StudySettings
 from fastkd.train.errors import RunFailed
 
 ROOT = Path(__file__).parent.parent
@@ -41,9 +38,11 @@ RUN_BY = {
 
 
 def documented():
-    """Commands of the pages, without their environment variables."""
+    """Commands of the pages, also of their tables, without their environment variables."""
     for path in PAGES:
-        for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", path.read_text(), re.DOTALL):
+        text = path.read_text()
+        blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL)
+        for block in (*blocks, *re.findall(r"(?m)^\| .+ \| `(fastkd [^`]+)` \|$", text)):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -127,21 +126,18 @@ def test_sketches_use_existing_names():
         assert {name for name in used if name[0].isupper()} <= known | made
 
 
-def test_study_files_of_the_pages_are_valid(tmp_path):
-    """Files of runs in stages are tested by cli/test_stages.py."""
-    page = (ROOT / "docs" / "studies" / "README.md").read_text()
-    files = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert len(files) == 2
-    for text in files:
-        assert grid.make(
-            {"methods": {"fcd": {}}, **tomllib.loads(text)}, tmp_path, StudySettings()
-        ).cells
-
-
 def test_invalid_command_of_a_page_is_detected(monkeypatch):
     assert "reached the work" not in started(["distill", "--no-such-option"], monkeypatch)
     assert "reached the work" not in started(["evaluate", "--model", "x"], monkeypatch)
     assert len(COMMANDS) > 15 and len(WITH_CODE) > 12
+
+
+def test_the_readme_begins_with_a_run_and_ten_options():
+    text = PAGES[0].read_text()
+    titles = re.findall(r"(?m)^## (.+)$", text)
+    assert titles[:3] == ["A run", "Ten options", "I have … → I use …"]
+    options = text.partition("## Ten options")[2].partition("\n## ")[0]
+    assert len(re.findall(r"(?m)^\| `--", options)) == 10
 
 
 def test_pages_install_extras_by_one_command():

@@ -58,7 +58,7 @@ def agreement_of(*models, texts):
 
 
 def test_every_command_takes_it(tmp_path):
-    report = through(tmp_path, "embedding", 24, finetune=False, method="fcd")
+    report = through(tmp_path, "embedding", 24, finetune=False)
     assert set(report["student"]) == {"spearman", "pearson"}
     rows, student = report["told"], tmp_path / "run/student"
     for text, vector in (("text", "embedding"), ("pair", "pair_embedding")):
@@ -228,9 +228,8 @@ def test_what_it_cannot_do_is_said_before_anything_is_trained(options, folder, t
          "which agreement compares; pass --teacher"),
         ({"method": "fcd"}, "--method fcd compares tokens, and the student"),
         ({"set": "cosine=1"}, "have 8 dimensions, the teacher's 16"),
-        *(({"teacher": make_embedder(tmp_path / name, name)},
-           f"--method embeddings: pooling must be one of 'mean', 'cls', got '{name}'")
-          for name in ("max", "lasttoken")),
+        ({"teacher": make_embedder(tmp_path / "max", "max")},
+         "--method embeddings: pooling must be one of 'mean', 'cls', got 'max'"),
     )):  # fmt: skip
         out = tmp_path / f"out{number}"
         assert words in run("distill", **{**options, "out": out, **given}, expect=2)
