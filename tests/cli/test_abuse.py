@@ -289,10 +289,6 @@ def parquet_files(folder):
         path = folder / f"cut{end}.parquet"
         path.write_bytes(whole[:end])
         yield path, "can't be read as Parquet"
-    for place in range(0, len(whole), len(whole) // 10):
-        path = folder / f"flip{place}.parquet"
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
-        yield path, path.name
 
 
 CONFIGURATIONS = [

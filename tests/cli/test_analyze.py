@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     BertModel,
-    BertTokenizerFast,
+    GPT2Config,
     GPT2Model,
     PreTrainedTokenizerFast,
 )
@@ -25,41 +25,28 @@ from fastkd.distill import student_from_teacher
 from fastkd.train.saving import MANIFEST, read_json
 from tests.cli.launched import result_of
 from tests.distill.processes import run_ranks
-from tests.support.tiny import run
+from tests.support.tiny import read_otherwise, run
+from tests.train.tasks.through import make_bare
 from tests.train.test_data import hub
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "small", "model", "of", "words"]
-
-
-def save(path, kind=BertModel, words=WORDS, **config):
-    path.mkdir(exist_ok=True)
-    (path / "vocab.txt").write_text("\n".join(words))
-    torch.manual_seed(0)
-    config = kind.config_class(vocab_size=len(words), **config)
-    model = kind(config)
-    model.save_pretrained(path)
-    BertTokenizerFast(vocab=str(path / "vocab.txt")).save_pretrained(path)
-    return model
-
-
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+WORDS = ["a", "small", "model", "of", "words"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    broken = save(path, num_hidden_layers=3, **SIZES)
-    save(path / "student", num_hidden_layers=2, **{**SIZES, "hidden_size": 12})
-    save(path / "other", words=WORDS[:-1], num_hidden_layers=2, **SIZES)
-    save(path / "turned", words=WORDS[:5] + WORDS[:4:-1], num_hidden_layers=2, **SIZES)
-    save(path / "narrow", num_hidden_layers=2, **{**SIZES, "intermediate_size": 8})
-    began = {"teacher_layers": [1, 3], "settings": {"student_config": {"intermediate_size": 8}}}
-    (path / "narrow" / MANIFEST).write_text(json.dumps(began))
-    save(path / "wrong", num_hidden_layers=2, **SIZES)
-    (path / "student" / MANIFEST).write_text(json.dumps({"teacher_layers": [1, 3]}))
-    (path / "wrong" / MANIFEST).write_text(json.dumps({"teacher_layers": [2, 4]}))
+    path = tmp_path_factory.mktemp("analyze") / "model"
+    for name, options in {
+        ".": {"layers": 3}, "nan": {"layers": 3}, "student": {"hidden_size": 12}, "turned": {},
+        "other": {"words": WORDS[:-1]}, "narrow": {"intermediate_size": 8}, "wrong": {},
+    }.items():  # fmt: skip
+        make_bare(path / name, **{"words": WORDS, **options})
+    read_otherwise(path / "turned")
+    for name, layers in (("student", [1, 3]), ("narrow", [1, 3]), ("wrong", [2, 4])):
+        sizes = {"student_config": {"intermediate_size": 8}} if name == "narrow" else {}
+        about = {"teacher_layers": layers, "settings": sizes}
+        (path / name / MANIFEST).write_text(json.dumps(about))
+    broken = BertModel.from_pretrained(path / "nan")
     torch.nn.init.constant_(broken.encoder.layer[0].output.LayerNorm.weight, float("nan"))
-    save(path / "nan", num_hidden_layers=3, **SIZES)
     broken.save_pretrained(path / "nan")
     lines = ["a small model", "words", "", "a model of words a model of words", "small small"] * 8
     lines[0] = "words"
@@ -74,28 +61,6 @@ def without_pictures(monkeypatch):
     """Drawing takes longer than all else of a command on few rows."""
     for name in ("plot_layer_panels", "plot_layer_similarity", "plot_sentence"):
         monkeypatch.setattr(report, name, lambda *args, **options: None)
-
-
-def test_numbers_and_pictures(folder, tmp_path):
-    text, out = folder / "text.txt", tmp_path / "out"
-    output = run("analyze", model=folder, text=text, out=out, batch_size=7)
-    written = json.loads((tmp_path / "out" / "layers.json").read_text())
-    model, tokenizer = report.load_model(str(folder), torch.device("cpu"))
-    texts = report.read_lines(folder / "text.txt")
-    assert len(texts) == 32
-    whole = list(report.batches_of(tokenizer, texts, batch_size=100))
-    for name, measure in (
-        ("svcca", analysis.svcca_matrix),
-        ("cka", analysis.cka_matrix),
-        ("adjacent_cca", analysis.adjacent_layer_cca),
-    ):
-        expected, actual = measure(model, whole), torch.tensor(written[name]).double()
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-    assert written["tokens"] == int(whole[0]["attention_mask"].sum())
-    assert f"{written['adjacent_cca'][2]:.4f}" in output
-    assert f"{written['rccc']:.4f}" in output
-    for name in ("svcca.png", "cka.png", "relations.png"):
-        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_teacher_student_and_the_student_before(folder, tmp_path):
@@ -123,6 +88,11 @@ def test_teacher_student_and_the_student_before(folder, tmp_path):
         torch.testing.assert_close(found, intra)
         assert written[name]["rccc"] == pytest.approx(float(alone["svcca"][0, -1]))
         assert 0 < written[name]["relations"]["l2"] <= 1
+    adjacent = torch.tensor(written["adjacent_cca"]).double()
+    torch.testing.assert_close(adjacent, analysis.adjacent_layer_cca(teacher, batches))
+    for value in (written["adjacent_cca"][2], written["rccc"]):
+        assert f"{value:.4f}" in output
+    assert written["tokens"] == sum(int(x["attention_mask"].sum()) for x in batches)
     assert written["sentence"]["tokens"] == ["[CLS]", "a", "small", "model", "[SEP]"]
     rows = list(csv.DictReader((tmp_path / "layers.csv").open()))
     assert len(rows) == 2 * (16 + 9 + 9 + 12 + 12)
@@ -144,30 +114,29 @@ def test_a_narrower_student_before(folder):
         assert torch.equal(value, weights[name])
 
 
-def test_columns_are_those_of_the_training(folder, tmp_path, without_pictures):
+def test_columns_are_those_of_the_training(folder, tmp_path):
     rows = ["a small model\twords\tno", "words\tof a model\tyes", "small\tsmall\t-100"] * 4
     data = tmp_path / "pairs.tsv"
     data.write_text("\n".join(["one\ttwo\tclass", *rows]))
     student = shutil.copytree(folder / "student", tmp_path / "student")
     columns = {"text_column": "one", "text_pair_column": "two", "label_column": "class"}
-    words = {"model": folder, "student": student, "data": data, "measures": "svcca"}
-    run("analyze", **words, out=tmp_path / "given", **columns)
-    about = {"teacher_layers": [1, 3], "settings": columns}
-    (student / MANIFEST).write_text(json.dumps(about))
-    run("analyze", **words, out=tmp_path / "known")
-    given, known = (read_json(tmp_path / name / "layers.json") for name in ("given", "known"))
-    assert given["tokens"] == known["tokens"]
-    assert given["student"]["svcca"] == known["student"]["svcca"]
-    # Rows that are marked as having no label are of no class.
-    settings = AnalyzeSettings(model=str(student), data=data)
-    assert set(report.read(settings)[2]) == {0, 1, -100}
+    (student / MANIFEST).write_text(json.dumps({"settings": columns}))
+    for settings in (
+        AnalyzeSettings(model=str(folder), data=data, **columns),
+        AnalyzeSettings(model=str(folder), student=str(student), data=data),
+    ):
+        texts, pairs, classes = report.read(settings)
+        assert texts[0] == "a small model" and pairs[1] == "of a model" and len(texts) == 12
+        # Rows that are marked as having no label are of no class.
+        assert [*classes[:3]] == [0, 1, -100]
     error = run("analyze", model=student, data=folder / "data.tsv", expect=2)
     assert "was trained on pairs of texts; --text-pair-column" in error
 
 
 def test_a_decoder(folder, tmp_path, without_pictures):
     gpt2, text, out = tmp_path / "gpt2", folder / "text.txt", tmp_path / "out"
-    save(gpt2, GPT2Model, n_embd=16, n_layer=2, n_head=2, n_positions=128)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128}
+    GPT2Model(GPT2Config(vocab_size=10, **sizes)).save_pretrained(gpt2)
     backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
     backend.post_processor = TemplateProcessing("$A", "$A $B")  # as decoders read
     named = {"unk_token": "[UNK]", "pad_token": "[PAD]"}

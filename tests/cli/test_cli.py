@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as t
 from safetensors import SafetensorError
 from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastkd
-from fastkd import __main__ as entry
 from fastkd._core.extras import MissingExtra, require
 from fastkd.analysis.similarity_measures import MEASURES
 from fastkd.cli import command_settings, main
@@ -29,7 +27,6 @@ from fastkd.distill import METHODS, baselines, labelled_order
 from fastkd.train import config, fitting, packaged_teacher, saving
 from fastkd.train.arguments import settled
 from fastkd.train.config import Config
-from fastkd.train.data import describe
 from fastkd.train.errors import InputError, SaveFailed
 from fastkd.train.options import as_json, assignments, options_of
 from fastkd.train.run_directory import Checkpoints, RunDirectory
@@ -38,7 +35,6 @@ from tests.support.runs import (
     config_of,
     crash,
     hang_up,
-    made,
     once,
     press_ctrl_c,
     report_of,
@@ -48,7 +44,7 @@ from tests.support.runs import (
     visible,
     weights_of,
 )
-from tests.support.tiny import STILL, make_teacher, run, sentences, usual, write_tsv
+from tests.support.tiny import make_teacher, run, usual, write_tsv
 
 # 40 rows in batches of 8: the teacher's fine-tuning has 3 steps, the training 8.
 RUN = {"epochs": 1.6, "method": "mc3kd", "finetune_teacher": 0.6}
@@ -60,8 +56,7 @@ def runs(tiny, tmp_path_factory):
 
     def make(folder):
         labels = {"method": "labels", "student_layers": 2}
-        said = run("distill", **usual(tiny, folder, out=folder / "labels", **labels))
-        (folder / "said").write_text(said)
+        run("distill", **usual(tiny, folder, out=folder / "labels", **labels))
         run("distill", **usual(tiny, folder, out=folder / "whole", **RUN))
         with pytest.MonkeyPatch.context() as patch:
             stop_at(patch, 7, press_ctrl_c)
@@ -80,48 +75,6 @@ def opened(tiny, tmp_path):
     return opened
 
 
-def test_labels_alone_train_and_save(runs):
-    output, out = (runs / "said").read_text(), runs / "labels"
-    report = report_of(out)
-    assert report["complete"] and report["settings"]["method"] == "labels"
-    assert set(report["teacher"]) == set(report["student"]) == {"accuracy"}
-    assert f"{report['student']['accuracy']:.4f}" in output
-    assert set(report["best"]["losses"]) == {"loss", "task"}
-    assert report["seconds"]["total"] >= report["seconds"]["training"] > 0
-    student = t.AutoModelForSequenceClassification.from_pretrained(out / "student")
-    assert student.config.num_hidden_layers == 2
-    assert student.config.id2label == {0: "0", 1: "1"}
-    sizes = report["parameters"]
-    assert sizes["student"] == sum(p.numel() for p in student.parameters())
-    assert f"{sizes['teacher'] / sizes['student']:.1f} times smaller" in output  # not in bytes
-    tokens = t.AutoTokenizer.from_pretrained(out / "student")("good film")
-    assert len(tokens["input_ids"]) == 4 and visible(out) == ["student"]
-    assert "on the labels alone" in (out / "student" / "README.md").read_text()
-
-
-def test_f1_is_of_the_second_class_of_the_data_or_of_all(distill, tmp_path):
-    head = make_teacher(tmp_path / "head", ["POSITIVE", "NEGATIVE"])
-    rows = write_tsv(tmp_path / "rows.tsv", 33, label=lambda y: ("negative", "positive")[y])
-    options = {"teacher": head, "train": rows, "eval": rows, "metric": "f1"}
-    said = distill(**options, epochs=5, learning_rate=3e-3)
-    student = tmp_path / "out" / "student"
-    lines = run("predict", model=student, data=rows).splitlines()[1:]
-    answers = [line.split("\t")[2] == "positive" for line in lines]
-    truth = [line.endswith("positive") for line in rows.read_text().splitlines()[1:]]
-    hits = sum(a and b for a, b in zip(answers, truth, strict=True))
-    expected = 2 * hits / (sum(answers) + sum(truth))
-    assert report_of(tmp_path / "out")["student"]["f1"] == pytest.approx(expected)
-    scores = run("evaluate", model=student, data=rows, metric="f1")
-    assert f"f1 {expected:.4g} " in scores
-    assert all("f1 is that of class 'positive'" in output for output in (said, scores))
-    three = tmp_path / "three.tsv"
-    rows = [f"{text}\t{i % 3}" for i, (text, _) in enumerate(sentences(12, 0))]
-    three.write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
-    teacher = str(make_teacher(tmp_path / "teacher", labels=3))
-    found = made(teacher=teacher, train=three, evals=three, metric="f1")[0]
-    assert "f1 is the mean of those of all classes" in "\n".join(describe(found.data.corpus))
-
-
 # Messages of rejected options; malformed values of every option: test_abuse.py.
 BAD = [
     ({"train_split": "test"}, "--train and --train-split exclude each other"),
@@ -134,9 +87,7 @@ BAD = [
     ({"train": None, "eval": None}, "--task .*--train"),
     ({"task": "sts-b"}, "--task .*did you mean 'stsb'"),
     ({"set": "alhpa=1", "method": "mc3kd"}, "--set alhpa.*did you mean 'alpha'"),
-    ({"set": "alpha"}, "--set .*name=value"),
     ({"teacher": "./nowhere"}, "--teacher ./nowhere.*no such directory"),
-    ({"teacher": "nowhere"}, "nowhere: no such directory, and the hub"),
     ({"teacher": "runs/nope"}, r"runs/nope: no such directory, and the hub doesn't give it \("),
     ({"student_layers": 5}, "Error: --student-layers 5.*only 4"),
     ({"teacher_layers": "2,9"}, "--teacher-layers .*1 to 4"),
@@ -144,10 +95,8 @@ BAD = [
     ({"teacher_layers": "1,2,3", "student_layers": 2}, "layers names 3.*--student-layers is 2"),
     ({"student": "./s", "student_config": "hidden_size=8"}, "--student and --student-config excl"),
     ({"student_config": "hidden=8"}, "--student-config.*has no size 'hidden'"),
-    ({"student_config": "hidden_size=15"}, "hidden_size: 15 is no multiple of num_attention_heads"),
     ({"student_config": "hidden_size=8,4"}, "--student-config '4'.*name=value"),
     ({"student_config": "head_dim=8,head_dim=4"}, "head_dim is given twice"),
-    ({"student_config": "hidden_size=32"}, "32 is more than the teacher's 16"),
     ({"student_config": "num_hidden_layers=2"}, "num_hidden_layers: give --student-layers"),
     ({"student_weights": "random", "teacher_layers": "top"}, "layers and --student-weights random"),
     ({"precision": "fp16"}, "fp16 needs a CUDA device"),
@@ -213,20 +162,6 @@ def test_trainer_args_reach_the_trainer(distill, tmp_path, monkeypatch):
     file.write_text("max_grad_norm: 0.5\n")
     error = distill("--resume", **options, expect=2)
     assert "started with trainer_args = {'gradient_accumulation_steps': 2" in error
-
-
-def test_micro_batches_give_the_step_of_the_whole_batch(distill, tmp_path):
-    """Batches of 8 rows in parts of 3, 3 and 2, the last one of 2 rows in two."""
-    options = {"teacher": make_teacher(tmp_path / "still", **STILL), "max_train_rows": 10}
-    outs = tmp_path / "whole", tmp_path / "parts"
-    for out, accumulate in zip(outs, (None, 3), strict=True):
-        distill(out=out, accumulate=accumulate, method="fcd", **options)
-    a, b = map(weights_of, outs)
-    for key in a:
-        if not key.endswith("key.bias"):  # whose gradient is rounding
-            assert (a[key] - b[key]).abs().max() <= 1e-5, key
-    losses = [report_of(out)["history"][-1]["losses"] for out in outs]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -438,15 +373,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(distill, runs,
     place, _ = damaged("names")
     assert visible(place) == ["checkpoint-5", "checkpoint-7"]
     (place / "checkpoint-mine").mkdir()
-    for name in (
-        "optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors", "method.pt",
-        "trainer_state.json",
-    ):  # fmt: skip
-        (place / "checkpoint-7" / name).rename(tmp_path / name)
-        assert name in find_damage(place / "checkpoint-7")
-        (tmp_path / name).rename(place / "checkpoint-7" / name)
+    state = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "method.pt", "trainer_state.json"}
+    assert state <= {*saving.read_manifest(place / "checkpoint-7")["files"]}
     for harm, why in (
-        (MANIFEST, MANIFEST), ("flip", "model.safetensors"), ("cut off", "incomplete"),
+        (MANIFEST, MANIFEST), ("optimizer.pt", "optimizer.pt is missing"),
+        ("flip", "model.safetensors"), ("cut off", "incomplete"),
         ("older", "an older"), ("other", "belongs to another run"),
     ):  # fmt: skip
         place, checkpoints = damaged(harm)
@@ -606,7 +537,7 @@ def test_replacing_a_directory_is_all_or_nothing(tmp_path, monkeypatch):
     assert done[-1] == tmp_path.stat().st_ino
 
 
-def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch, capsys):
+def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch):
     """From a checkout, pip install 'fastkd[train]' fetches some other fastkd, or nothing."""
     with pytest.raises(MissingExtra, match=r"nowhere is not installed.*-e '[^']*\[train\]'"):
         require("nowhere.at.all", "train")
@@ -618,16 +549,6 @@ def test_a_missing_extra_is_named_before_any_work(distill, tmp_path, monkeypatch
     error = distill(expect=1)
     assert error.startswith("Error: scikit-learn is not installed; get it with: pip install ")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(fastkd, "cli", fastkd.cli)  # which comes back, after another was imported
-    for name in [name for name in sys.modules if name.startswith(("typer", "fastkd.cli"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.setattr(sys, "argv", ["fastkd", "distill"])
-    with pytest.raises(SystemExit, match="1"):
-        entry.main()
-    words = "fastkd distill needs the extra train (typer is not installed); get it with: pip "
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"Error: {words}")
 
 
 FILES = ["--train", "setup.py.tsv", "--eval", "setup.py.tsv"]

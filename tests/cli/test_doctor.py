@@ -62,6 +62,8 @@ for word in ("--version", "--help", "doctor", "distill"):
     assert doctor.TRIALS[0].function in checked and "verdict" in checked
     ends = [part[-1] for part in (version, helped, checked, trained)]
     assert ends == ["0", "0", "0", "1"], result.stderr
+    words = r"^Error: fastkd distill needs the extra train \(rich is not installed\); get it with: "
+    assert re.search(words, result.stderr, re.MULTILINE), result.stderr
 
 
 def test_the_verdict_counts_the_extension(monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import transformers as t
+from sklearn.metrics import f1_score
 
 from fastkd.distill import Method
 from fastkd.models.backbone import Backbone
@@ -15,6 +16,7 @@ from fastkd.train.errors import InputError
 from fastkd.train.loading import in_order_of_head
 from fastkd.train.models import check_same_tokens
 from fastkd.train.scoring import judge
+from fastkd.train.tasks.classification import Classification
 from tests.support.runs import made
 from tests.support.tiny import make_teacher, read_otherwise, source, write_tsv
 
@@ -77,9 +79,15 @@ def test_classes_are_matched_by_name_or_refused(ready, tmp_path):
         return in_order_of_head(given, load(given)).names
 
     path = rows("Negative", "positive")
-    run, models = ready(teacher=head, train=path, evals=path, test=[path])
+    run, models = ready(teacher=head, train=path, evals=path, test=[path], metric="f1")
     corpus, both = run.data.corpus, judge(run, models.student)
     assert corpus.names == ["positive", "Negative"]
+    # F1 is that of the data's second class, also for `fastkd evaluate`, by the student's manifest.
+    assert "f1 is that of class 'positive'" in describe(corpus)
+    found = [int(i) for i in both.answers[""].argmax(-1)]
+    expected = f1_score(corpus.evals[""].labels, found, pos_label=0)
+    assert 0 < both.scores["f1"] == expected
+    assert Classification.of(models.student.config, run.data.task.report()).positive == 0
     assert {tuple(each.labels) for each in (corpus.test[""], corpus.evals[""], corpus.train)} == {
         tuple(corpus.train.labels)
     }
