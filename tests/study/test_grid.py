@@ -14,13 +14,12 @@ from transformers import BertConfig, BertForMaskedLM
 from fastkd.study import grid, grid_report, grid_runs
 from fastkd.study.grid import StudySettings
 from fastkd.study.grid_runs import GridRuns, write_result
-from fastkd.train import stages
 from fastkd.train.config import Config
 from fastkd.train.distillation import run_distillation
 from fastkd.train.options import read_options_file
 from tests.distill.processes import CONTEXT
 from tests.support.draw import FIRST
-from tests.support.runs import once, report_of, stop_at, terminate
+from tests.support.runs import once, stop_at, terminate
 from tests.support.tiny import make_teacher, run, sentences, write_tsv
 from tests.train.tasks.test_two_tokenizers import byte_pairs
 from tests.train.tasks.through import (
@@ -180,44 +179,6 @@ def test_two_processes_and_a_stop_give_the_same_runs(root, done, tmp_path, monke
     for runs, own, cell in (*pairs, (again, again.grid.cells[0], done.grid.cells[-1])):
         for name in ("scores", "teacher"):
             assert runs.result(own)[name] == done.result(cell)[name]
-
-
-STAGED = """
-teacher = "teacher"
-epochs = 1
-device = "cpu"
-max_length = 16
-{rows}
-{arm}
-"""
-
-
-def test_an_arm_in_stages_equals_the_same_stages_by_hand(root, tmp_path):
-    rows = f'train = "{root}/train.tsv"\neval = "{root}/dev.tsv"'
-    staged = STAGED.replace('"teacher"', f'"{root}/teacher"')
-    arm = """[{at}.assistant]
-student_layers = 2
-[{at}.student]
-teacher = "stages.assistant"
-student_layers = 1
-learning_rate = 1e-3
-set = {{temperature = 3.0}}
-"""
-    by_hand = staged.format(rows=rows + '\nmethod = "soft_targets"', arm=arm.format(at="stages"))
-    (tmp_path / "plan.toml").write_text(by_hand)
-    run("distill", stages=tmp_path / "plan.toml", out=tmp_path / "hand")
-    report = report_of(tmp_path / "hand")
-    at = 'method = "soft_targets"\n' + arm.format(at="methods.TAKD.stages")
-    (tmp_path / "arm.toml").write_text(
-        staged.format(rows="seeds = 1\n[methods.TAKD]", arm=f"{at}[tasks.own]\n{rows}")
-    )
-    run("study", tmp_path / "arm.toml", out=tmp_path / "out")
-    study = grid.read(StudySettings(spec=tmp_path / "arm.toml"))
-    result = GridRuns(study, tmp_path / "out").result(study.cells[0])
-    assert result["scores"] == report["student"]
-    assert result["history"][0]["losses"] == report["history"][0]["losses"]
-    assert "stages=assistant+student" in grid_report.plan(study)[1][3]
-    assert not list((tmp_path / "out" / "runs").glob("*/"))
 
 
 def test_the_best_cell_of_a_metric_to_minimise(root, tmp_path):
@@ -460,11 +421,11 @@ def test_stages_and_test_sets_of_tables():
 
 
 def test_files_of_the_pages_are_valid(tmp_path):
-    for page in (Path(__file__).parents[2] / "docs" / "papers").glob("*.md"):
-        for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
-            path = tmp_path / "file.toml"
-            path.write_text(text)
-            if "[stages." in text:
-                assert len(stages.read(Config.of(stages=path))) == 2
-            else:
-                assert grid.read(StudySettings(spec=path)).cells
+    """A plan in stages: tests/cli/test_stages.py."""
+    docs, path = Path(__file__).parents[2] / "docs", tmp_path / "file.toml"
+    pages = [*(docs / "papers").glob("*.md"), docs / "studies" / "README.md"]
+    files = re.findall(r"```toml\n(.*?)```", "".join(p.read_text() for p in pages), re.DOTALL)
+    assert len(files) == 3
+    for text in files:
+        path.write_text(text)
+        assert grid.read(StudySettings(spec=path)).cells

@@ -26,7 +26,7 @@ from fastkd.train.progress import Display
 from fastkd.train.saving import read_json
 from tests.support.runs import once
 from tests.support.tiny import run, source, write_tsv
-from tests.train.tasks.through import make_bare, make_decoder, write_conll, write_text
+from tests.train.tasks.through import make_bare, make_decoder, write_text
 from tests.train.test_data import hub
 
 SHARED = """
@@ -385,21 +385,14 @@ def test_docstrings_are_written_as_files(tmp_path, monkeypatch):
     assert sorted(set(two.train.labels.tolist())) == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "token-classification"])
-def test_study_of_a_task_without_classes_of_rows(tmp_path, task):
-    lm = task == "causal-lm"
-    suffix = "txt" if lm else "conll"
-    make, rows = (make_decoder, write_text) if lm else (make_bare, write_conll)
-    make(tmp_path / "teacher")
+def test_study_of_rows_without_classes(tmp_path):
+    make_decoder(tmp_path / "teacher")
     for i, name in enumerate(("train", "dev")):
-        rows(tmp_path / f"{name}.{suffix}", 20, i)
-    shared = SHARED[: SHARED.index("[tasks")].replace("= 2\ns", "= 1\ns")
-    files = f'train = "train.{suffix}"\neval = "dev.{suffix}"\n'
-    text = f'{shared}[tasks.one]\ntask = "{task}"\n{files}'
-    if lm:
-        text = text.replace("finetune_teacher = 1\n", "")
-        with pytest.raises(InputError, match="knn on one: method knn: compares rows of one class"):
-            check(write(tmp_path, tmp_path / "teacher", "[methods]\nknn = {}\n", text))
+        write_text(tmp_path / f"{name}.txt", 20, i)
+    shared = SHARED[: SHARED.index("[tasks")].replace("finetune_teacher = 1\n", "")
+    text = f'{shared}[tasks.one]\ntask = "causal-lm"\ntrain = "train.txt"\neval = "dev.txt"\n'
+    with pytest.raises(InputError, match="knn on one: method knn: compares rows of one class"):
+        check(write(tmp_path, tmp_path / "teacher", "[methods]\nknn = {}\n", text))
     path = write(tmp_path, tmp_path / "teacher", "[methods]\nfcd = {}\n", text)
     run("study", path, out=tmp_path / "out", seeds=1)
     (row,) = csv.DictReader((tmp_path / "out" / "summary.csv").open())
@@ -407,8 +400,7 @@ def test_study_of_a_task_without_classes_of_rows(tmp_path, task):
     result, page = read_json(path), (tmp_path / "out" / "report.md").read_text()
     assert result["predictions"] == [] and result["classes"] == [] and 0 <= result["rccc"] <= 1
     assert "intra_class_similarity" not in result and row["rows_low"] == ""
-    assert row["metric"] == ("perplexity" if lm else "f1")
-    assert ("lower is better" in page) == lm
+    assert row["metric"] == "perplexity" and "lower is better" in page
     assert "Classes without" not in page and "same prediction" not in page
 
 

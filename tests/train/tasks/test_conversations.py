@@ -127,6 +127,7 @@ def test_a_thought_of_the_data_is_learned(tokenizer, tmp_path, own):
 
 
 @pytest.mark.left_out(where=lambda x: x["tokenizer"] == "slow" and x["own"] != "content")
+@pytest.mark.left_out(where=lambda x: x["own"] == "thinking" and ".thinking" not in x["template"])
 @pytest.mark.parametrize("own", ["reasoning_content", "thinking", "content"])
 @pytest.mark.parametrize("template, keep, prompt", [
     (THINKS, "<think> fine </think> bad [SEP]", "[CLS] user so [SEP] [CLS] assistant"),
