@@ -134,8 +134,11 @@ class BatchReader:
         loss_weights = student.pop("loss_weights", None)
         pairs_labels = self.pairs_tokens and not self.two_vocabularies
         if spans is not None and isinstance(labels, Tensor) and pairs_labels:
-            # Predictions are compared where both models read the token.
-            unpaired = paired_positions(*spans) < int(self.student.causal)
+            # Predictions are compared where both models read the token; no causal head predicts
+            # the teacher's first one, which padding on the left moves.
+            mask = own.get("attention_mask")
+            start = 0 if mask is None else mask.to(torch.uint8).argmax(1, keepdim=True)
+            unpaired = paired_positions(*spans) < start + int(self.student.causal)
             labels = labels.masked_fill(unpaired, IGNORED)
         first = None
         if self.student.writes:
